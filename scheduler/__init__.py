@@ -1,0 +1,1 @@
+"""Decisions as data: plans, schedules, programs, timelines. No Ray, no torch."""

@@ -1,0 +1,162 @@
+"""Programs: what each rank does in one step, as lists of small frozen instructions."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Op(StrEnum):
+    """What an instruction does. ``edge`` below is a directed pair of stage names."""
+
+    FORWARD = "forward"  # run a stage on a microbatch and keep what its backward needs
+    FORWARD_NO_GRAD = "forward_no_grad"  # run it under no_grad: nothing is kept
+    BACKWARD = "backward"  # gradients of inputs (where due) and parameters
+    SEND = "send"  # start sending what the stage produced for the edge; never blocks
+    RECV = "recv"  # wait until the edge's next message is here
+    REDUCE_TIED = "reduce_tied"  # sum gradients of parameters that live on two ranks
+    CLIP_GRADS = "clip_grads"  # scale gradients by the norm over all ranks
+    STEP = "step"  # optimizer update, then zero gradients
+
+
+COMPUTE = frozenset({Op.FORWARD, Op.FORWARD_NO_GRAD, Op.BACKWARD})
+EPILOGUE = (Op.REDUCE_TIED, Op.CLIP_GRADS, Op.STEP)
+
+
+class Instruction(NamedTuple):
+    """One instruction. ``stage`` and ``microbatch`` say what it works on; ``peer`` is the
+    stage at the other end of a SEND or RECV (a gradient travels from consumer to producer,
+    so its edge is the data edge reversed)."""
+
+    op: Op
+    stage: str = ""
+    microbatch: int = -1
+    peer: str = ""
+
+    @property
+    def edge(self) -> tuple[str, str]:
+        """(from stage, to stage) of a SEND or RECV."""
+        return (self.stage, self.peer) if self.op is Op.SEND else (self.peer, self.stage)
+
+    def __str__(self) -> str:
+        where = f" {self.stage}" if self.stage else ""
+        which = f" #{self.microbatch}" if self.microbatch >= 0 else ""
+        arrow = {Op.SEND: f" -> {self.peer}", Op.RECV: f" <- {self.peer}"}.get(self.op, "")
+        return f"{self.op.value}{where}{arrow}{which}"
+
+
+class Program(NamedTuple):
+    """One step: per rank, its instructions in order."""
+
+    ranks: tuple[tuple[Instruction, ...], ...]
+
+    def __iter__(self) -> Iterator[tuple[Instruction, ...]]:  # type: ignore[override]
+        return iter(self.ranks)
+
+    def with_epilogue(self, ops: tuple[Op, ...]) -> Program:
+        """The same program, followed on every rank by ``ops`` (collective, so on all)."""
+        tail = tuple(Instruction(op) for op in ops)
+        return Program(tuple(rank + tail for rank in self.ranks))
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"rank {index}:\n" + "\n".join(f"  {instruction}" for instruction in rank)
+            for index, rank in enumerate(self.ranks)
+        )
+
+
+class ProgramError(ValueError):
+    """A program that would hang, mix up messages, or use what is not there."""
+
+
+@dataclass(frozen=True)
+class ProgramReport:
+    """What :func:`check_program` proved. ``live_activations`` is, per stage, the largest
+    number of microbatches whose activations live at once."""
+
+    live_activations: dict[str, int]
+
+
+def check_program(program: Program) -> ProgramReport:
+    """Prove that a program runs to its end, before anything starts.
+
+    Sends never block; a receive blocks until the matching send was issued. Shown here:
+    every RECV has its SEND, with the same microbatch, in the same order on the same edge;
+    no message is left over; no set of ranks waits in a circle; a backward follows its own
+    forward and runs once; collective instructions come in the same order on every rank.
+
+    Raises:
+        ProgramError: naming rank and instruction.
+    """
+    collectives = [
+        tuple(i.op for i in rank if i.op in EPILOGUE) for rank in program.ranks
+    ]
+    for rank, ops in enumerate(collectives):
+        if ops != collectives[0]:
+            raise ProgramError(f"rank {rank} runs collectives {ops}, rank 0 {collectives[0]}")
+
+    position = [0] * len(program.ranks)
+    queues: dict[tuple[str, str], deque[int]] = defaultdict(deque)
+    done: set[tuple[str, str, int]] = set()
+    live: dict[str, int] = defaultdict(int)
+    peak: dict[str, int] = defaultdict(int)
+    progressed = True
+    while progressed:
+        progressed = False
+        for rank, instructions in enumerate(program.ranks):
+            while position[rank] < len(instructions):
+                instruction = instructions[position[rank]]
+                if instruction.op is Op.RECV:
+                    if not queues[instruction.edge]:
+                        break
+                    sent = queues[instruction.edge].popleft()
+                    if sent != instruction.microbatch:
+                        raise ProgramError(
+                            f"rank {rank}: {instruction} would get microbatch {sent} instead"
+                        )
+                elif instruction.op is Op.SEND:
+                    queues[instruction.edge].append(instruction.microbatch)
+                elif instruction.op in COMPUTE:
+                    _check_compute(rank, instruction, done, live, peak)
+                position[rank] += 1
+                progressed = True
+    for rank, instructions in enumerate(program.ranks):
+        if position[rank] < len(instructions):
+            raise ProgramError(
+                f"deadlock: rank {rank} waits forever in {instructions[position[rank]]}"
+            )
+    for edge, queue in queues.items():
+        if queue:
+            raise ProgramError(f"edge {edge[0]} -> {edge[1]}: nobody receives {list(queue)}")
+    for stage, count in live.items():
+        if count:
+            raise ProgramError(f"stage {stage}: {count} forward(s) never get their backward")
+    return ProgramReport(live_activations=dict(peak))
+
+
+def _check_compute(
+    rank: int,
+    instruction: Instruction,
+    done: set[tuple[str, str, int]],
+    live: dict[str, int],
+    peak: dict[str, int],
+) -> None:
+    kind = "backward" if instruction.op is Op.BACKWARD else "forward"
+    key = (kind, instruction.stage, instruction.microbatch)
+    if key in done:
+        raise ProgramError(f"rank {rank}: {instruction} runs twice")
+    done.add(key)
+    if instruction.op is Op.FORWARD:
+        live[instruction.stage] += 1
+        peak[instruction.stage] = max(peak[instruction.stage], live[instruction.stage])
+    elif instruction.op is Op.FORWARD_NO_GRAD:
+        peak.setdefault(instruction.stage, 0)
+    else:
+        if ("forward", instruction.stage, instruction.microbatch) not in done:
+            raise ProgramError(f"rank {rank}: {instruction} before its forward")
+        live[instruction.stage] -= 1
+        if live[instruction.stage] < 0:
+            raise ProgramError(f"rank {rank}: {instruction}, but its forward kept nothing")

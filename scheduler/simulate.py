@@ -1,0 +1,65 @@
+"""The simulator: a program and costs in, a predicted Timeline out."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping
+
+from raymm.scheduler.program import COMPUTE, Op, Program, ProgramError
+from raymm.scheduler.timeline import Span, Timeline
+
+
+def simulate(
+    program: Program, costs: Mapping[tuple[str, Op], float], latency: float = 0.0
+) -> Timeline:
+    """Run a program on paper.
+
+    Args:
+        program: what each rank does.
+        costs: seconds per (stage, compute op). What is missing takes no time.
+        latency: seconds from a SEND until the message can be received.
+
+    Returns:
+        Compute spans and the waits of receives. Collective instructions take no time.
+
+    Raises:
+        ProgramError: if the program deadlocks.
+    """
+    clock = [0.0] * len(program.ranks)
+    position = [0] * len(program.ranks)
+    arrivals: dict[tuple[str, str], deque[float]] = defaultdict(deque)
+    spans: list[Span] = []
+    # Any order that respects the queues gives the same times: a rank's clock depends only
+    # on its own past and on arrival times, which are fixed when the sender gets there.
+    runnable = deque(range(len(program.ranks)))
+    waiting: dict[tuple[str, str], int] = {}
+    while runnable:
+        rank = runnable.popleft()
+        instructions = program.ranks[rank]
+        while position[rank] < len(instructions):
+            instruction = instructions[position[rank]]
+            start = clock[rank]
+            if instruction.op is Op.RECV:
+                queue = arrivals[instruction.edge]
+                if not queue:
+                    waiting[instruction.edge] = rank
+                    break
+                clock[rank] = max(start, queue.popleft())
+            elif instruction.op is Op.SEND:
+                arrivals[instruction.edge].append(start + latency)
+                if instruction.edge in waiting:
+                    runnable.append(waiting.pop(instruction.edge))
+            elif instruction.op in COMPUTE:
+                clock[rank] += costs.get((instruction.stage, instruction.op), 0.0)
+            if instruction.op in COMPUTE or (instruction.op is Op.RECV and clock[rank] > start):
+                spans.append(
+                    Span(
+                        rank, instruction.op, instruction.stage, instruction.microbatch,
+                        start, clock[rank], instruction.peer,
+                    )
+                )
+            position[rank] += 1
+    for rank, instructions in enumerate(program.ranks):
+        if position[rank] < len(instructions):
+            raise ProgramError(f"deadlock: rank {rank} waits in {instructions[position[rank]]}")
+    return Timeline(tuple(spans), len(program.ranks))
