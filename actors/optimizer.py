@@ -1,0 +1,184 @@
+"""The optimizer of one rank, and what it must agree on with the others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW and its learning-rate schedule.
+
+    Attributes:
+        lr: peak learning rate.
+        betas, eps, weight_decay: as in ``torch.optim.AdamW``.
+        max_grad_norm: clip gradients to this global norm over all ranks; None for no clipping.
+        schedule: ``"constant"``, ``"linear"`` or ``"cosine"`` decay to ``min_lr_ratio * lr``
+            at ``total_steps``, after ``warmup_steps`` of linear warm-up.
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    max_grad_norm: float | None = 1.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    total_steps: int | None = None
+    min_lr_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.schedule not in ("constant", "linear", "cosine"):
+            raise ValueError(f"schedule is {self.schedule!r}; accepted: constant, linear, cosine")
+        if self.schedule != "constant" and not self.total_steps:
+            raise ValueError(f"schedule {self.schedule!r} needs total_steps")
+        if self.lr < 0:
+            raise ValueError(f"lr is {self.lr}; it must not be negative")
+
+    def factor(self, step: int) -> float:
+        """Learning rate of a step (from 0) as a fraction of ``lr``."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return 1.0
+        span = max(self.total_steps - self.warmup_steps, 1)
+        done = min((step - self.warmup_steps) / span, 1.0)
+        decay = 1.0 - done if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        return self.min_lr_ratio + (1 - self.min_lr_ratio) * decay
+
+    def build(
+        self, parameters: Iterable[nn.Parameter]
+    ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+        """The torch optimizer and scheduler for these parameters."""
+        optimizer = torch.optim.AdamW(
+            parameters, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay
+        )
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, self.factor)
+
+
+@dataclass(frozen=True)
+class SharedParameter:
+    """A parameter that lives in several stages (tied embeddings).
+
+    Attributes:
+        holders: (stage, name in the stage), first holder first; it alone counts the
+            parameter in the gradient norm.
+        ranks: the ranks of the holders, ascending, without repeats.
+    """
+
+    holders: tuple[tuple[str, str], ...]
+    ranks: tuple[int, ...]
+
+
+class RankOptimizer:
+    """Gradient reduction, clipping and AdamW for the parameters of one rank.
+
+    Every rank calls every method in the same order: they are collective.
+
+    Args:
+        parameters: the rank's trainable parameters by (stage, name).
+        config: the optimizer's.
+        shared: the plan's shared parameters, all of them, in one order on all ranks.
+        groups: process group per entry of ``shared`` with more than one rank, else None.
+    """
+
+    def __init__(
+        self,
+        parameters: dict[tuple[str, str], nn.Parameter],
+        config: OptimizerConfig,
+        shared: tuple[SharedParameter, ...],
+        groups: tuple[dist.ProcessGroup | None, ...],
+        device: torch.device,
+    ) -> None:
+        self.parameters = parameters
+        self.config = config
+        self._shared = tuple(zip(shared, groups, strict=True))
+        self._device = device
+        counted_elsewhere = {holder for one in shared for holder in one.holders[1:]}
+        self._counted = [p for key, p in parameters.items() if key not in counted_elsewhere]
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+        if parameters:
+            self.optimizer, self.scheduler = config.build(parameters.values())
+
+    def reduce_tied(self) -> None:
+        """Give every holder of a shared parameter the sum of all holders' gradients."""
+        for one, group in self._shared:
+            mine = [self.parameters[h] for h in one.holders if h in self.parameters]
+            if not mine:
+                continue
+            total = torch.zeros_like(mine[0])
+            for parameter in mine:
+                if parameter.grad is not None:
+                    total += parameter.grad
+            if group is not None:
+                dist.all_reduce(total, group=group)
+            for parameter in mine:
+                parameter.grad = total.clone()
+
+    def clip(self) -> float:
+        """Scale gradients to ``max_grad_norm``; returns the global norm before.
+
+        As ``torch.nn.utils.clip_grad_norm_`` over all ranks' parameters at once.
+        """
+        norms = [torch.linalg.vector_norm(p.grad) for p in self._counted if p.grad is not None]
+        square = torch.zeros((), dtype=torch.float64, device=self._device)
+        if norms:
+            square = torch.stack(norms).double().square().sum()
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(square)
+        norm = float(square.sqrt())
+        if self.config.max_grad_norm is not None:
+            scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))
+            for parameter in self.parameters.values():
+                if parameter.grad is not None and scale < 1.0:
+                    parameter.grad.mul_(scale)
+        return norm
+
+    def step(self) -> float:
+        """AdamW and scheduler step; zeroes gradients. Returns the learning rate used."""
+        if self.optimizer is None:
+            return self.config.lr
+        used = self.optimizer.param_groups[0]["lr"]
+        self.optimizer.step()
+        self.scheduler.step()
+        self.zero_grad()
+        return used
+
+    def zero_grad(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """Optimizer state as flat tensors, named ``stage/name/key``."""
+        tensors = {}
+        for (stage, name), parameter in self.parameters.items():
+            for key, value in self.optimizer.state[parameter].items():
+                tensors[f"{stage}/{name}/{key}"] = value
+        return tensors
+
+    def load_state_tensors(self, tensors: dict[str, torch.Tensor], step: int) -> None:
+        """Inverse of :meth:`state_tensors`; ``step`` is the number of steps taken."""
+        if self.optimizer is None:
+            return
+        for (stage, name), parameter in self.parameters.items():
+            prefix = f"{stage}/{name}/"
+            state = {
+                key.removeprefix(prefix): value.clone()
+                for key, value in tensors.items()
+                if key.startswith(prefix)
+            }
+            if state:
+                self.optimizer.state[parameter] = state
+        self.scheduler.last_epoch = step
+        rate = self.config.lr * self.config.factor(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.scheduler._last_lr = [rate]

@@ -1,0 +1,280 @@
+"""The actor that is one rank: its stages, channels, optimizer, and one call per step."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from raymm.actors.channel import RecvChannel, SendChannel
+from raymm.actors.executor import CompiledProgram, Executor, StepMeta, StepResult
+from raymm.actors.optimizer import OptimizerConfig, RankOptimizer, SharedParameter
+from raymm.actors.shards import read_tensors, write_shard
+from raymm.scheduler.program import Instruction, Op
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """Everything a rank must know to build itself.
+
+    Attributes:
+        rank, world_size: its place.
+        builders: per stage name, a picklable function that builds the stage module.
+        edges: all data edges of the plan (stage names).
+        stage_ranks: rank of every stage.
+        shared: the plan's shared parameters.
+        optimizer: the optimizer's configuration.
+        autocast: name of the torch dtype for automatic mixed precision, or None.
+        device: ``"cpu"`` or ``"cuda"``.
+        threads: intra-op threads of this process.
+        timeout_s: seconds any wait on another rank may take.
+    """
+
+    rank: int
+    world_size: int
+    builders: dict[str, Callable[[], torch.nn.Module]]
+    edges: tuple[tuple[str, str], ...]
+    stage_ranks: dict[str, int]
+    shared: tuple[SharedParameter, ...] = ()
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    autocast: str | None = None
+    device: str = "cpu"
+    threads: int = 1
+    timeout_s: float = 300.0
+
+
+class RankActor:
+    """One rank. Wrapped by ``ray.remote`` in :mod:`raymm.actors.group`."""
+
+    def __init__(self, spec: RankSpec) -> None:
+        torch.set_num_threads(spec.threads)
+        self._spec = spec
+        self._device = torch.device(spec.device)
+        self._timeout = timedelta(seconds=spec.timeout_s)
+        self._stages: dict[str, torch.nn.Module] = {}
+        self._programs: dict[str, CompiledProgram] = {}
+        self._executor: Executor | None = None
+        self._optimizer: RankOptimizer | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """Where this rank lives."""
+        return {"host": platform.node(), "pid": os.getpid(), "device": str(self._device)}
+
+    def rendezvous(self) -> tuple[str, int]:
+        """An address other ranks can reach this one at, for the first meeting."""
+        import ray
+
+        address = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return address, probe.getsockname()[1]
+
+    def connect(self, address: str, port: int) -> None:
+        """Join the process groups: one of all ranks, one per directed remote edge."""
+        spec = self._spec
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend, init_method=f"tcp://{address}:{port}", rank=spec.rank,
+            world_size=spec.world_size, timeout=self._timeout,
+        )
+        self._senders: dict[tuple[str, str], SendChannel] = {}
+        self._receivers: dict[tuple[str, str], RecvChannel] = {}
+        for src, dst in spec.edges:
+            for edge in ((src, dst), (dst, src)):
+                self._open_edge(edge)
+        self._shared_groups = tuple(
+            dist.new_group(list(one.ranks), timeout=self._timeout) if len(one.ranks) > 1 else None
+            for one in spec.shared
+        )
+        dist.all_reduce(torch.zeros(1, device=self._device))  # connects all pairs now, not later
+
+    def _open_edge(self, edge: tuple[str, str]) -> None:
+        """Each directed edge has its own group, so that edges cannot block one another."""
+        sender, receiver = (self._spec.stage_ranks[stage] for stage in edge)
+        if sender == receiver:
+            return
+        group = dist.new_group([sender, receiver], timeout=self._timeout)
+        if self._spec.rank == sender:
+            self._senders[edge] = SendChannel(group, receiver, self._device)
+        elif self._spec.rank == receiver:
+            self._receivers[edge] = RecvChannel(group, sender, self._device, self._timeout)
+
+    def build(self) -> dict[str, int]:
+        """Build the stages. Returns the number of parameters held, per stage."""
+        for name, builder in self._spec.builders.items():
+            self._stages[name] = builder().to(self._device)
+        parameters = {
+            (stage, name): parameter
+            for stage, module in self._stages.items()
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
+        self._optimizer = RankOptimizer(
+            parameters, self._spec.optimizer, self._spec.shared, self._shared_groups, self._device
+        )
+        autocast = getattr(torch, self._spec.autocast) if self._spec.autocast else None
+        self._executor = Executor(
+            self._stages, self._spec.edges, self._senders, self._receivers,
+            {Op.REDUCE_TIED: self._reduce_tied, Op.CLIP_GRADS: self._clip, Op.STEP: self._step},
+            autocast, self._device,
+        )
+        return {
+            stage: sum(p.numel() for p in module.parameters())
+            for stage, module in self._stages.items()
+        }
+
+    def _reduce_tied(self, result: StepResult) -> None:
+        self._optimizer.reduce_tied()
+
+    def _clip(self, result: StepResult) -> None:
+        result.grad_norm = self._optimizer.clip()
+
+    def _step(self, result: StepResult) -> None:
+        result.learning_rate = self._optimizer.step()
+
+    def load_program(self, key: str, instructions: Sequence[Instruction]) -> None:
+        """Keep a program under a key, for :meth:`run_step`."""
+        self._programs[key] = self._executor.compile(instructions)
+
+    def run_step(
+        self,
+        key: str,
+        meta: StepMeta,
+        layout: Sequence[tuple[str, int]] = (),
+        *inputs: dict[str, Any],
+    ) -> StepResult:
+        """Run one step of a loaded program.
+
+        Args:
+            key: of the program.
+            meta: the step's metadata.
+            layout: (stage, microbatch) that each of ``inputs`` is for; several entries for
+                one place are merged. Inputs are separate arguments so that object
+                references among them are resolved before the call.
+        """
+        per_stage: dict[str, list[dict[str, Any] | None]] = {}
+        for (stage, microbatch), part in zip(layout, inputs, strict=True):
+            row = per_stage.setdefault(stage, [None] * len(meta.keys))
+            moved = {k: _to(v, self._device) for k, v in part.items()}
+            row[microbatch] = {**(row[microbatch] or {}), **moved}
+        return self._executor.run(self._programs[key], per_stage, meta)
+
+    def run_epilogue(self, ops: Sequence[Op]) -> StepResult:
+        """Run collective ops on their own, after steps that only accumulated gradients."""
+        result = StepResult()
+        actions = {
+            Op.REDUCE_TIED: self._reduce_tied, Op.CLIP_GRADS: self._clip, Op.STEP: self._step,
+        }
+        for op in ops:
+            actions[Op(op)](result)
+        return result
+
+    def zero_grad(self) -> None:
+        """Forget accumulated gradients."""
+        self._optimizer.zero_grad()
+
+    def gradients(self) -> dict[tuple[str, str], torch.Tensor | None]:
+        """Gradients by (stage, name); None where a trainable parameter has none."""
+        return {
+            key: None if p.grad is None else p.grad.cpu()
+            for key, p in self._optimizer.parameters.items()
+        }
+
+    def parameters(self, trainable_only: bool = False) -> dict[tuple[str, str], torch.Tensor]:
+        """Parameters by (stage, name)."""
+        return {
+            (stage, name): parameter.detach().cpu()
+            for stage, module in self._stages.items()
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad or not trainable_only
+        }
+
+    def _named_tensors(self, skip: frozenset[str]) -> dict[str, torch.Tensor]:
+        """Parameters and persistent buffers as ``module/name`` (the module, not the stage:
+        a checkpoint does not depend on how a module was cut)."""
+        tensors = {}
+        for stage, module in self._stages.items():
+            owner = stage.rpartition(".")[0]
+            for name, tensor in module.state_dict(keep_vars=True).items():
+                trainable = getattr(tensor, "requires_grad", False)
+                if trainable or owner not in skip:
+                    tensors[f"{owner}/{name}"] = tensor.detach()
+        return tensors
+
+    def save(self, folder: str, skip_frozen: frozenset[str]) -> dict[str, list[str]]:
+        """Write this rank's shards; returns tensor names per file.
+
+        Args:
+            folder: an existing folder that is not committed yet.
+            skip_frozen: modules whose frozen weights are elsewhere and need no copy.
+        """
+        rank = self._spec.rank
+        files = {f"model-rank{rank}.safetensors": self._named_tensors(skip_frozen)}
+        if self._optimizer.parameters:
+            state = self._optimizer.state_tensors()
+            files[f"optimizer-rank{rank}.safetensors"] = {
+                _module_key(name): tensor for name, tensor in state.items()
+            }
+        written = {}
+        for file, tensors in files.items():
+            if tensors:
+                write_shard(Path(folder) / file, _untie(tensors))
+                written[file] = sorted(tensors)
+        return written
+
+    def load(self, folder: str, index: dict[str, str], step: int) -> list[str]:
+        """Read parameters, buffers and optimizer state; returns trainable parameters that
+        the checkpoint lacks."""
+        own = self._named_tensors(frozenset())
+        stored = read_tensors(Path(folder), index, list(own))
+        with torch.no_grad():
+            for name, tensor in stored.items():
+                own[name].copy_(tensor)
+        prefixes = {f"{s}/{n}/": f"{_owner(s)}/{n}/" for s, n in self._optimizer.parameters}
+        state = {}
+        for local, saved in prefixes.items():
+            names = [n for n in index if n.startswith("optimizer/" + saved)]
+            for name, value in read_tensors(Path(folder), index, names).items():
+                state[local + name.removeprefix("optimizer/" + saved)] = value
+        self._optimizer.load_state_tensors(state, step)
+        return [
+            f"{_owner(s)}/{n}" for s, n in self._optimizer.parameters
+            if f"{_owner(s)}/{n}" not in stored
+        ]
+
+
+def _owner(stage: str) -> str:
+    return stage.rpartition(".")[0]
+
+
+def _module_key(name: str) -> str:
+    """``stage/parameter/key`` -> ``optimizer/module/parameter/key``."""
+    stage, _, rest = name.partition("/")
+    return f"optimizer/{_owner(stage)}/{rest}"
+
+
+def _untie(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Safetensors refuses tensors that share memory; tied ones are written once each."""
+    seen: set[int] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        pointer = tensor.data_ptr()
+        result[name] = tensor.clone() if pointer in seen else tensor
+        seen.add(pointer)
+    return result
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _to(item, device) for key, item in value.items()}
+    return value

@@ -1,0 +1,45 @@
+"""Finding the list of blocks a module can be cut between."""
+
+from __future__ import annotations
+
+from torch import nn
+
+_DEPTH_NAMES = (
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers",
+    "depth",
+)
+
+
+def config_depth_names(config: object) -> list[str]:
+    """Names under which a Hugging Face config holds its number of layers."""
+    return [name for name in _DEPTH_NAMES if isinstance(getattr(config, name, None), int)]
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def find_blocks(module: nn.Module) -> str | None:
+    """Dotted name of the list of blocks, or None if the module has none.
+
+    It is the ``ModuleList`` (or ``Sequential``) whose length is the config's layer count,
+    or, without a config, any of at least two entries; the largest by parameters.
+    """
+    config = getattr(module, "config", None)
+    depths = {getattr(config, name) for name in config_depth_names(config)}
+    lists = [
+        (name, child)
+        for name, child in module.named_modules()
+        if name and isinstance(child, nn.ModuleList | nn.Sequential) and len(child) > 0
+    ]
+    matching = [(n, c) for n, c in lists if len(c) in depths]
+    candidates = matching or [(n, c) for n, c in lists if len(c) > 1]
+    if not candidates:
+        return None
+    return max(candidates, key=lambda item: _numel(item[1]))[0]
+
+
+def num_blocks(module: nn.Module) -> int:
+    """How many blocks the module has; 1 if it cannot be cut."""
+    name = find_blocks(module)
+    return len(module.get_submodule(name)) if name else 1

@@ -1,0 +1,160 @@
+"""Encoder stages: blocks of an encoder, its projector, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from raymm.actors.stages.cut import CutInfo, CutReached, inject, stage_parameters
+from raymm.actors.stages.message import Message, MicrobatchContext
+from raymm.actors.stages.probe import first_tensor
+from raymm.actors.stages.source import ModuleSource, Part
+
+_GHOST = "shape/"  # side tensors with this prefix hold the shape of a floating-point input
+
+
+@dataclass(frozen=True)
+class EncoderSpec:
+    """An encoder with its projector, as data that a rank can build its part from.
+
+    Callbacks follow Cornstarch v1, Listing 2: ``preprocess(inputs) -> inputs`` before the
+    encoder, ``postprocess_module(inputs, output) -> output`` after it,
+    ``postprocess_projector(inputs, output) -> output`` after the projector.
+    """
+
+    name: str
+    source: ModuleSource
+    num_blocks: int
+    projector: ModuleSource | None = None
+    preprocess: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    postprocess_module: Callable[[dict[str, Any], Any], Any] | None = None
+    postprocess_projector: Callable[[dict[str, Any], Any], Any] | None = None
+    cut: CutInfo | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return self.num_blocks + (self.projector is not None)
+
+
+def token_features(output: Any) -> torch.Tensor:
+    """Encoder output as tokens (B, T, C): feature maps (B, C, H, W) are flattened, pooled
+    vectors (B, C) become one token."""
+    features = first_tensor(output)
+    if features.dim() == 4:
+        return features.flatten(2).transpose(1, 2)
+    return features[:, None] if features.dim() == 2 else features
+
+
+class EncoderStage(nn.Module):
+    """Layers [lo, hi) of an encoder chain: its blocks, then its projector.
+
+    A whole chain (0, ``num_layers``) is the single-process reference.
+    """
+
+    def __init__(
+        self, spec: EncoderSpec, lo: int, hi: int, module: nn.Module | None,
+        projector: nn.Module | None,
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.module = module if lo < spec.num_blocks else None
+        self.projector = projector if hi > spec.num_blocks else None
+        self.first = lo == 0
+        self._inject = None
+        if self.module is not None and lo > 0:
+            self._inject = inject(self.module, spec.cut, lo)
+
+    @classmethod
+    def build(cls, spec: EncoderSpec, lo: int, hi: int) -> EncoderStage:
+        """Build only what layers [lo, hi) need."""
+        module = None
+        if lo < spec.num_blocks:
+            whole = lo == 0 and hi >= spec.num_blocks
+            part = None if whole else Part(spec.cut, lo, min(hi, spec.num_blocks))
+            module = spec.source.build(part)
+        projector = spec.projector.build() if hi > spec.num_blocks else None
+        return cls(spec, lo, hi, module, projector)
+
+    def run(
+        self,
+        inputs: dict[str, Any] | None,
+        received: dict[str, Message],
+        context: MicrobatchContext,
+    ) -> Message:
+        """One microbatch. ``inputs`` are the encoder's keyword arguments (first stage);
+        later stages get the previous stage's message."""
+        hidden: torch.Tensor | None = None
+        if self.first:
+            inputs = dict(inputs or {})
+            if self.spec.preprocess is not None:
+                inputs = self.spec.preprocess(inputs)
+            side = _side(inputs)
+        else:
+            (message,) = received.values()
+            hidden, side = message.tensors[0], message.side
+            inputs = _from_side(side)
+        if self.module is not None:
+            if self._inject is not None:
+                self._inject(hidden)
+            try:
+                output = self.module(**inputs)
+            except CutReached as cut:
+                return Message((cut.hidden,), side)
+            if self.spec.postprocess_module is not None:
+                output = self.spec.postprocess_module(inputs, output)
+            hidden = token_features(output)
+        if self.projector is not None:
+            hidden = self.projector(hidden)
+            if self.spec.postprocess_projector is not None:
+                hidden = first_tensor(self.spec.postprocess_projector(inputs, hidden))
+            side = {}
+        return Message((hidden,), side if self._unfinished else {})
+
+    @property
+    def _unfinished(self) -> bool:
+        return self.projector is None and self.spec.projector is not None
+
+
+def encoder_stage_parameters(spec: EncoderSpec, lo: int, hi: int) -> list[str]:
+    """Names, relative to the chain, of the parameters that layers [lo, hi) own."""
+    names = []
+    if lo < spec.num_blocks:
+        skeleton = spec.source.skeleton()
+        if lo == 0 and hi >= spec.num_blocks:
+            owned = [name for name, _ in skeleton.named_parameters()]
+        else:
+            owned = stage_parameters(skeleton, spec.cut, lo, min(hi, spec.num_blocks))
+        names += [f"module.{name}" for name in owned]
+    if hi > spec.num_blocks:
+        names += [f"projector.{n}" for n, _ in spec.projector.skeleton().named_parameters()]
+    return names
+
+
+def _side(inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What later stages of the chain need of the inputs: integers, and shapes of floats."""
+    side = {}
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor):
+            if value.is_floating_point():
+                side[_GHOST + name] = torch.tensor(value.shape)
+            else:
+                side[name] = value
+    return side
+
+
+def _from_side(side: dict[str, torch.Tensor]) -> dict[str, Any]:
+    inputs = {}
+    for name, value in side.items():
+        if name.startswith(_GHOST):
+            inputs[name.removeprefix(_GHOST)] = torch.zeros((), device=value.device).expand(
+                value.tolist()
+            )
+        else:
+            inputs[name] = value
+    return inputs
+
+

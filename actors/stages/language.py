@@ -1,0 +1,145 @@
+"""Language model stages: embedding and merge, blocks, head and loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from raymm.actors.stages.cut import CutInfo, CutReached, inject, stage_parameters
+from raymm.actors.stages.merge import IGNORE_INDEX, MergeError, MergePolicy
+from raymm.actors.stages.message import Message, MicrobatchContext
+from raymm.actors.stages.source import ModuleSource, Part
+from raymm.kernels.cross_entropy import token_cross_entropy_sum
+
+_NOT_FOR_MODEL = frozenset({"input_ids", "labels", "sample_index"})
+
+
+@dataclass(frozen=True)
+class LanguageSpec:
+    """A causal language model, as data that a rank can build its part from."""
+
+    name: str
+    source: ModuleSource
+    num_blocks: int
+    merge: MergePolicy
+    cut: CutInfo | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return self.num_blocks
+
+
+def label_mask(labels: torch.Tensor) -> torch.Tensor:
+    """Positions whose next token is a label: (B, T) int64 -> (B, T-1) bool.
+
+    The first token of a sample is never a label: alone it has nothing before it, and
+    whether modality tokens are put before it must not change the number of labels.
+    """
+    return labels[:, 1:] != IGNORE_INDEX
+
+
+class LanguageStage(nn.Module):
+    """Blocks [lo, hi) of a language model; the last stage returns the loss.
+
+    The loss is the sum of cross entropies over label tokens divided by the number of
+    label tokens of the whole step (``context.label_tokens``). The head runs only on
+    positions that have a label.
+    """
+
+    def __init__(self, spec: LanguageSpec, lo: int, hi: int, module: nn.Module) -> None:
+        super().__init__()
+        self.spec = spec
+        self.module = module
+        self.first = lo == 0
+        self.last = hi == spec.num_blocks
+        self._inject = None if self.first else inject(module, spec.cut, lo)
+        self._rows: torch.Tensor | None = None
+        if self.last:
+            head = module.get_output_embeddings()
+            if head is None:
+                raise TypeError(f"{type(module).__name__} has no output embeddings (no lm_head)")
+            head.register_forward_pre_hook(self._keep_labelled_rows)
+
+    @classmethod
+    def build(cls, spec: LanguageSpec, lo: int, hi: int) -> LanguageStage:
+        """Build only what blocks [lo, hi) need."""
+        whole = lo == 0 and hi == spec.num_blocks
+        return cls(spec, lo, hi, spec.source.build(None if whole else Part(spec.cut, lo, hi)))
+
+    def _keep_labelled_rows(self, head: nn.Module, args: tuple[torch.Tensor]) -> Any:
+        if self._rows is None:
+            return None
+        return (args[0][:, :-1][self._rows][None],)
+
+    def run(
+        self,
+        inputs: dict[str, Any] | None,
+        received: dict[str, Message],
+        context: MicrobatchContext,
+    ) -> Message:
+        """One microbatch.
+
+        Args:
+            inputs: text tensors and ``sample_index`` (first stage only).
+            received: messages by producing module (first stage) or stage.
+            context: the step's label count.
+
+        Returns:
+            Hidden state with the merged mask and labels as side tensors, or, from the last
+            stage, the loss.
+        """
+        if self.first:
+            merged = self._merge(inputs, received, context)
+            labels = merged["labels"]
+            kwargs = {k: v for k, v in merged.items() if k not in _NOT_FOR_MODEL and v is not None}
+            side = {k: v for k, v in kwargs.items() if k != "inputs_embeds"}
+        else:
+            (message,) = received.values()
+            side = dict(message.side)
+            labels = side.pop("labels")
+            hidden = message.tensors[0]
+            self._inject(hidden)
+            ghost = torch.zeros((), device=hidden.device).expand(hidden.shape)
+            kwargs = {**side, "inputs_embeds": ghost}
+        try:
+            self._rows = label_mask(labels)
+            logits = self.module(**kwargs, use_cache=False).logits
+        except CutReached as cut:
+            return Message((cut.hidden,), {**side, "labels": labels})
+        finally:
+            rows, self._rows = self._rows, None
+        total = token_cross_entropy_sum(logits[0], labels[:, 1:][rows])
+        return Message((total / max(context.label_tokens, 1),), {})
+
+    def _merge(
+        self, inputs: dict[str, Any], received: dict[str, Message], context: MicrobatchContext
+    ) -> dict[str, Any]:
+        labels = inputs["labels"].clone()
+        labels[:, 0] = IGNORE_INDEX
+        embeds = self.module.get_input_embeddings()(inputs["input_ids"])
+        features = {name: message.tensors[0] for name, message in received.items()}
+        try:
+            merged = self.spec.merge(
+                features, {**inputs, "inputs_embeds": embeds, "labels": labels}
+            )
+        except MergeError as error:
+            ids = ", ".join(context.sample_ids) or "unknown"
+            raise MergeError(f"{error} (sample ids of this microbatch: {ids})") from None
+        given, kept = int(label_mask(labels).sum()), int(label_mask(merged["labels"]).sum())
+        if given != kept:
+            raise MergeError(f"the merge policy turned {given} label tokens into {kept}")
+        mask = merged.get("attention_mask")
+        if mask is not None and mask.dim() == 2 and bool(mask.all()):
+            merged = {**merged, "attention_mask": None}  # plain causal attention is faster
+        return merged
+
+
+def language_stage_parameters(spec: LanguageSpec, lo: int, hi: int) -> list[str]:
+    """Names, relative to the chain, of the parameters that blocks [lo, hi) own."""
+    skeleton = spec.source.skeleton()
+    if lo == 0 and hi == spec.num_blocks:
+        return [f"module.{name}" for name, _ in skeleton.named_parameters()]
+    return [f"module.{name}" for name in stage_parameters(skeleton, spec.cut, lo, hi)]

@@ -1,0 +1,100 @@
+"""Merge policies: how encoder outputs enter the language model's sequence.
+
+A policy is a callable ``policy(encoder_outputs, inputs) -> inputs`` (Cornstarch v1,
+Listing 2, ``cb_before_llm``). ``encoder_outputs[name]`` is (n_items, n_tokens, H);
+``inputs`` holds ``inputs_embeds`` (B, T, H), ``input_ids`` (B, T), ``attention_mask``
+(B, T), ``labels`` (B, T) and ``sample_index``, a dict of (n_items,) row numbers per
+encoder. What is returned must hold ``inputs_embeds`` and ``labels`` of the merged length
+and may hold ``attention_mask`` and ``position_ids``. It may add positions, labelled -100,
+but never add or drop label tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+IGNORE_INDEX = -100
+
+MergePolicy = Callable[[dict[str, torch.Tensor], dict[str, Any]], dict[str, Any]]
+
+
+class MergeError(ValueError):
+    """Encoder outputs that do not fit the text they are merged into."""
+
+
+@dataclass(frozen=True)
+class Prepend:
+    """Put each sample's modality tokens before its text, encoder by encoder.
+
+    Padding in the text is dropped and the merged rows are padded on the right.
+    """
+
+    def __call__(
+        self, encoder_outputs: dict[str, torch.Tensor], inputs: dict[str, Any]
+    ) -> dict[str, Any]:
+        if not encoder_outputs:
+            return inputs
+        embeds, labels = inputs["inputs_embeds"], inputs["labels"]
+        mask = inputs["attention_mask"].bool()
+        rows_embeds, rows_labels = [], []
+        for row in range(embeds.shape[0]):
+            parts = [
+                features[inputs["sample_index"][name] == row].flatten(0, 1)
+                for name, features in encoder_outputs.items()
+            ]
+            modality = torch.cat(parts)
+            ignored = labels.new_full((modality.shape[0],), IGNORE_INDEX)
+            text = embeds[row][mask[row]]
+            rows_embeds.append(torch.cat([modality.to(text.dtype), text]))
+            rows_labels.append(torch.cat([ignored, labels[row][mask[row]]]))
+        lengths = torch.tensor([len(row) for row in rows_labels], device=labels.device)
+        merged = pad_sequence(rows_embeds, batch_first=True)
+        positions = torch.arange(merged.shape[1], device=labels.device)
+        return {
+            "inputs_embeds": merged,
+            "labels": pad_sequence(rows_labels, batch_first=True, padding_value=IGNORE_INDEX),
+            "attention_mask": (positions < lengths[:, None]).long(),
+        }
+
+
+@dataclass(frozen=True)
+class ReplaceTokens:
+    """Put modality tokens where the text has placeholder tokens.
+
+    Attributes:
+        token_ids: the placeholder's token id per encoder. Each sample must have exactly
+            as many of them as its items of that modality have tokens.
+    """
+
+    token_ids: Mapping[str, int]
+
+    def __call__(
+        self, encoder_outputs: dict[str, torch.Tensor], inputs: dict[str, Any]
+    ) -> dict[str, Any]:
+        embeds, labels = inputs["inputs_embeds"], inputs["labels"]
+        for name, token_id in self.token_ids.items():
+            places = inputs["input_ids"] == token_id
+            wanted = places.sum(dim=1)
+            given = torch.zeros_like(wanted)
+            if name in encoder_outputs:
+                features = encoder_outputs[name]
+                index = inputs["sample_index"][name]
+                given.index_add_(0, index, torch.full_like(index, features.shape[1]))
+            if not torch.equal(wanted, given):
+                row = int((wanted != given).nonzero()[0])
+                raise MergeError(
+                    f"sample {row} of the microbatch has {int(wanted[row])} placeholder tokens "
+                    f"(id {token_id}) for encoder {name!r}, but its inputs give "
+                    f"{int(given[row])} features; the two must be equal"
+                )
+            labels = labels.masked_fill(places, IGNORE_INDEX)
+            if name in encoder_outputs:
+                order = torch.argsort(index, stable=True)
+                flat = features[order].flatten(0, 1).to(embeds.dtype)
+                embeds = embeds.masked_scatter(places[..., None].expand_as(embeds), flat)
+        return {**inputs, "inputs_embeds": embeds, "labels": labels}

@@ -1,0 +1,38 @@
+"""What a stage hands to the next one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+
+class Message(NamedTuple):
+    """One microbatch's data on one edge.
+
+    Attributes:
+        tensors: floating-point tensors gradients may flow back through, in fixed order.
+        side: named tensors without gradient that later stages need (attention mask,
+            labels, position ids, input shapes), any dtype.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    side: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class MicrobatchContext:
+    """What a stage may know of the step besides its inputs.
+
+    Attributes:
+        label_tokens: number of label tokens in the *whole* step; the loss is the sum over
+            label tokens divided by this, whatever the microbatching.
+        seed: seed of this step, microbatch and stage; stages with dropout draw from it, so
+            that a resumed run draws the same numbers.
+        sample_ids: names of the microbatch's samples, for error messages.
+    """
+
+    label_tokens: int
+    seed: int = 0
+    sample_ids: tuple[str, ...] = field(default=())

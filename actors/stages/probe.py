@@ -1,0 +1,209 @@
+"""The probe: learn, on a shrunk copy, how a model class can be cut; refuse what cannot be.
+
+Nothing here knows a model by name. A copy with few layers and a small vocabulary runs
+whole and in pieces on the CPU; the pieces must give the same bits as the whole, and the
+gradients that reach parameters outside the blocks say which pieces need them.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from raymm.actors.stages.blocks import config_depth_names, find_blocks
+from raymm.actors.stages.cut import CutInfo, CutReached, inject, prune
+from raymm.actors.stages.source import ModuleSource, on_meta
+
+PROBE_DEPTH = 3
+_PROBE_VOCABULARY = 256
+_PROBE_INTERMEDIATE = 128
+_INTERMEDIATE_NAMES = ("intermediate_size", "n_inner", "ffn_dim", "encoder_ffn_dim", "d_ff")
+_TOKEN_NAMES = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
+
+
+class ProbeError(ValueError):
+    """A model that cannot be cut into stages, with the reason."""
+
+
+def shrink_config(config: PretrainedConfig) -> PretrainedConfig:
+    """A copy with :data:`PROBE_DEPTH` layers, narrow feed-forwards and a small vocabulary."""
+    small = copy.deepcopy(config)
+    names = config_depth_names(small)
+    depth = getattr(small, names[0]) if names else None
+    for name in names:
+        setattr(small, name, PROBE_DEPTH)
+    for name, value in list(vars(small).items()):
+        if isinstance(value, list | tuple) and depth is not None and len(value) == depth:
+            setattr(small, name, list(value)[:PROBE_DEPTH] + [value[-1]] * (PROBE_DEPTH - depth))
+    for name in _INTERMEDIATE_NAMES:
+        if isinstance(getattr(small, name, None), int):
+            setattr(small, name, min(getattr(small, name), _PROBE_INTERMEDIATE))
+    if isinstance(getattr(small, "vocab_size", None), int):
+        small.vocab_size = min(small.vocab_size, _PROBE_VOCABULARY)
+        for name in _TOKEN_NAMES:
+            if isinstance(getattr(small, name, None), int | list):
+                setattr(small, name, 0)
+    return small
+
+
+def _small_model(source: ModuleSource) -> nn.Module:
+    skeleton = source.skeleton()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        if isinstance(skeleton, PreTrainedModel):
+            model = type(skeleton)._from_config(shrink_config(skeleton.config), dtype=torch.float32)
+        else:
+            model = copy.deepcopy(on_meta(skeleton)).to_empty(device="cpu")
+            for parameter in model.parameters():
+                nn.init.normal_(parameter.data, std=0.05)
+            _copy_buffers(skeleton, model)
+    return model.requires_grad_(True).eval()
+
+
+def _copy_buffers(source: nn.Module, target: nn.Module) -> None:
+    for name, buffer in source.named_buffers():
+        target.get_buffer(name).copy_(buffer)
+
+
+def example_inputs(config: PretrainedConfig | None, main_input: str) -> dict[str, torch.Tensor]:
+    """Random inputs of the shapes an encoder's config implies.
+
+    Raises:
+        ProbeError: if the config does not say; the user then passes ``example_inputs``.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    if main_input == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
+        size, channels = config.image_size, getattr(config, "num_channels", 3)
+        return {"pixel_values": random(1, channels, size, size)}
+    if main_input == "input_features" and hasattr(config, "num_mel_bins"):
+        frames = 2 * getattr(config, "max_source_positions", 100)
+        return {"input_features": random(1, config.num_mel_bins, frames)}
+    if main_input == "input_values":
+        return {"input_values": random(1, 16000)}
+    raise ProbeError(
+        f"cannot guess inputs named {main_input!r} for this encoder; "
+        "pass example_inputs={...} to ModalityModule"
+    )
+
+
+def probe_language_model(source: ModuleSource) -> CutInfo:
+    """:class:`CutInfo` of a causal language model that is fed ``inputs_embeds``.
+
+    Raises:
+        ProbeError: if it has no list of blocks, or its pieces differ from the whole.
+    """
+    model = _small_model(source)
+    ids = torch.arange(8)[None] % model.get_input_embeddings().weight.shape[0]
+
+    def run(stage: nn.Module, first: bool) -> torch.Tensor:
+        embeds = stage.get_input_embeddings()(ids)
+        if not first:
+            embeds = torch.zeros(()).expand(embeds.shape)
+        return stage(inputs_embeds=embeds, use_cache=False).logits
+
+    return _probe(model, run)
+
+
+def probe_encoder(
+    source: ModuleSource, inputs: dict[str, torch.Tensor] | None = None
+) -> CutInfo:
+    """:class:`CutInfo` of an encoder.
+
+    Args:
+        source: the encoder.
+        inputs: example keyword arguments; guessed from the config when not given.
+
+    Raises:
+        ProbeError: as :func:`probe_language_model`.
+    """
+    model = _small_model(source)
+    if inputs is None:
+        config = getattr(model, "config", None)
+        inputs = example_inputs(config, getattr(model, "main_input_name", "input"))
+
+    def run(stage: nn.Module, first: bool) -> torch.Tensor:
+        return first_tensor(stage(**(inputs if first else ghost_inputs(inputs))))
+
+    return _probe(model, run)
+
+
+def ghost_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Inputs whose floating-point tensors keep only their shapes."""
+    return {
+        name: torch.zeros((), dtype=value.dtype).expand(value.shape)
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+        else value
+        for name, value in inputs.items()
+    }
+
+
+def first_tensor(output: Any) -> torch.Tensor:
+    """The tensor itself, ``last_hidden_state`` of a model output, or a tuple's first entry.
+
+    Raises:
+        TypeError: if there is none.
+    """
+    if isinstance(output, torch.Tensor):
+        return output
+    if getattr(output, "last_hidden_state", None) is not None:
+        return output.last_hidden_state
+    if isinstance(output, tuple | list) and isinstance(output[0], torch.Tensor):
+        return output[0]
+    raise TypeError(f"no tensor in an encoder output of type {type(output).__name__}")
+
+
+def _probe(model: nn.Module, run: Any) -> CutInfo:
+    name = type(model).__name__
+    blocks = find_blocks(model)
+    if blocks is None:
+        raise ProbeError(f"{name} has no list of blocks to cut between; give it one stage")
+    total = len(model.get_submodule(blocks))
+    if total < 2:
+        raise ProbeError(f"{name} has a single block; give it one stage")
+    returned: list[Any] = []
+    hook = model.get_submodule(blocks)[0].register_forward_hook(
+        lambda module, args, output: returned.append(output)
+    )
+    expected = run(model, True)
+    hook.remove()
+    if len(returned) != 1:
+        raise ProbeError(f"{name} runs its first block {len(returned)} times per forward, not once")
+    tuple_length = len(returned[0]) if isinstance(returned[0], tuple) else 0
+    outer = frozenset(
+        n for n, _ in model.named_parameters() if not n.startswith(blocks + ".")
+    )
+    everywhere = CutInfo(blocks, tuple_length, outer, outer, outer)
+
+    bounds = [0, 1, total - 1, total] if total > 2 else [0, 1, 2]
+    used: list[frozenset[str]] = []
+    hidden: torch.Tensor | None = None
+    try:
+        for lo, hi in zip(bounds, bounds[1:], strict=False):
+            stage = prune(copy.deepcopy(model), everywhere, lo, hi)
+            if lo:
+                inject(stage, everywhere, lo)(hidden.detach().requires_grad_())
+            try:
+                hidden = run(stage, lo == 0)
+            except CutReached as cut:
+                hidden = cut.hidden
+            # Random weights: a plain sum has zero gradient through a normalisation.
+            (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
+            reached = {n for n, p in stage.named_parameters() if p.grad is not None}
+            used.append(outer & reached)
+    except (RuntimeError, TypeError, AttributeError, KeyError, IndexError) as error:
+        raise ProbeError(f"{name} cannot be cut between its blocks: {error}") from error
+    if not torch.equal(hidden, expected):
+        raise ProbeError(
+            f"{name} cannot be cut between its blocks: something besides the hidden state "
+            "flows from block to block, and its pieces differ from the whole"
+        )
+    middle = used[1] if len(used) > 2 else frozenset()
+    return CutInfo(blocks, tuple_length, used[0], middle, used[-1])
