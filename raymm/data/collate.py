@@ -1,0 +1,122 @@
+"""Encoded samples -> the tensors of one microbatch.
+
+Legend: ``B`` samples, ``T`` tokens of the longest sample.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from raymm.data.errors import DataError
+from raymm.data.text import IGNORE_INDEX
+
+Microbatch = dict  # {"input_ids", "attention_mask", "labels": (B, T) int64; modality: {...}}
+
+
+@dataclass(frozen=True)
+class EncodedSample:
+    """A sample as tensors: token ids, labels and per modality the tensors of each item."""
+
+    id: str
+    input_ids: list[int]
+    labels: list[int]
+    media: dict[str, list[dict[str, torch.Tensor]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MicrobatchMeta:
+    """What the driver knows of a microbatch: enough to lower a program, no tensor.
+
+    Attributes:
+        num_samples: B.
+        seq_len: T.
+        tokens: text tokens that are not padding.
+        label_tokens: number of ``labels[:, 1:] != -100``; the step's loss divides by their sum.
+        items: modality -> for each item, the row it belongs to (ascending).
+        shapes: {"text" or modality: {tensor name: shape}}.
+        sample_ids: ids of the B rows.
+    """
+
+    num_samples: int
+    seq_len: int
+    tokens: int
+    label_tokens: int
+    items: dict[str, list[int]]
+    shapes: dict[str, dict[str, tuple[int, ...]]]
+    sample_ids: tuple[str, ...]
+
+
+def collate(samples: Sequence[EncodedSample], pad_id: int) -> Microbatch:
+    """One microbatch of at least one sample, padded on the right to its longest.
+
+    Returns:
+        {"input_ids", "attention_mask", "labels"}: (B, T) int64, and for every modality that some
+        sample has, {encoder argument: (items, ...), "sample_index": (items,) int64}.
+
+    Raises:
+        DataError: items of a modality that differ in tensor names, shapes or dtypes.
+    """
+    B, T = len(samples), max(len(sample.input_ids) for sample in samples)
+    microbatch: Microbatch = {
+        "input_ids": torch.full((B, T), pad_id),
+        "attention_mask": torch.zeros((B, T), dtype=torch.int64),
+        "labels": torch.full((B, T), IGNORE_INDEX),
+    }
+    for row, sample in enumerate(samples):
+        length = len(sample.input_ids)
+        microbatch["input_ids"][row, :length] = torch.tensor(sample.input_ids)
+        microbatch["attention_mask"][row, :length] = 1
+        microbatch["labels"][row, :length] = torch.tensor(sample.labels)
+    for name in dict.fromkeys(name for sample in samples for name in sample.media):
+        microbatch[name] = _stack_items(samples, name)
+    return microbatch
+
+
+def _stack_items(samples: Sequence[EncodedSample], name: str) -> dict[str, torch.Tensor]:
+    rows = [row for row, sample in enumerate(samples) for _ in sample.media.get(name, ())]
+    items = [item for sample in samples for item in sample.media.get(name, ())]
+    first = _signature(items[0])
+    for row, item in zip(rows, items, strict=True):
+        if _signature(item) != first:
+            raise DataError(
+                f"modality {name!r}: sample {samples[row].id!r} has {_signature(item)}, but "
+                f"sample {samples[rows[0]].id!r} of the same microbatch has {first}; "
+                "the processor must give every item the same shape"
+            )
+    stacked = {key: torch.stack([item[key] for item in items]) for key in items[0]}
+    return stacked | {"sample_index": torch.tensor(rows)}
+
+
+def _signature(item: dict[str, torch.Tensor]) -> dict[str, tuple]:
+    return {key: (tuple(value.shape), value.dtype) for key, value in sorted(item.items())}
+
+
+def split_parts(microbatch: Microbatch) -> dict[str, dict[str, torch.Tensor]]:
+    """{"text": {...}, modality: {...}}: what different stages need, apart."""
+    text = {key: value for key, value in microbatch.items() if not isinstance(value, dict)}
+    parts = {key: value for key, value in microbatch.items() if isinstance(value, dict)}
+    return {"text": text} | parts
+
+
+def join_parts(parts: dict[str, dict[str, torch.Tensor]]) -> Microbatch:
+    """The inverse of ``split_parts``."""
+    return {**parts["text"], **{name: part for name, part in parts.items() if name != "text"}}
+
+
+def describe(microbatch: Microbatch, sample_ids: Sequence[str]) -> MicrobatchMeta:
+    """The microbatch's ``MicrobatchMeta``."""
+    parts = split_parts(microbatch)
+    B, T = microbatch["input_ids"].shape
+    return MicrobatchMeta(
+        num_samples=B,
+        seq_len=T,
+        tokens=int(microbatch["attention_mask"].sum()),
+        label_tokens=int((microbatch["labels"][:, 1:] != IGNORE_INDEX).sum()),
+        items={k: v["sample_index"].tolist() for k, v in parts.items() if k != "text"},
+        shapes={
+            part: {key: tuple(value.shape) for key, value in tensors.items()}
+            for part, tensors in parts.items()
+        },
+        sample_ids=tuple(sample_ids),
+    )

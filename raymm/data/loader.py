@@ -1,0 +1,166 @@
+"""Steps of training data, from Ray data workers or built in this process."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+
+from raymm.data.builder import Skipped, StepBuilder, check_tools, open_split
+from raymm.data.collate import MicrobatchMeta
+from raymm.data.config import DataConfig
+from raymm.data.dataset import JsonDataset
+from raymm.data.errors import DataError
+from raymm.data.sampler import EpochSampler, State
+from raymm.data.worker import StoredStep, start_worker
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step's data.
+
+    Attributes:
+        index: from 0, counted from where the loader started.
+        microbatches: from ``StepLoader``, {"text": ref, modality: ref} (``ray.get`` of a ref
+            gives a dict of tensors; ``join_parts`` makes the microbatch of the parts); from
+            ``local_steps``, the microbatches themselves.
+        meta: one per microbatch.
+        state_after: data position to resume at after this step.
+        skipped: samples left out (``on_error: skip``).
+        owner: keeps alive the worker that owns the references, so hold the ``Step`` until its
+            tensors have been fetched.
+    """
+
+    index: int
+    microbatches: list[dict]
+    meta: list[MicrobatchMeta]
+    state_after: State
+    skipped: list[Skipped]
+    owner: object = field(default=None, repr=False, compare=False)
+
+
+def local_steps(
+    config: DataConfig,
+    split: str = "train",
+    start_state: State | None = None,
+    steps: int | None = None,
+    shuffled: Sequence[str] = (),
+) -> Iterator[Step]:
+    """The steps of ``StepLoader`` with the same bytes, built in this process without Ray."""
+    dataset = open_split(config, split)
+    builder = StepBuilder(config, dataset)
+    plan = _plan(config, dataset, split, start_state, steps)
+    for number, (indices, state_after) in enumerate(plan):
+        built = builder.build(indices, shuffled)
+        yield Step(number, built.microbatches, built.meta, state_after, built.skipped)
+
+
+class StepLoader:
+    """Iterator over steps, loaded ahead by Ray actors (start Ray first).
+
+    The driver only sees metadata: tensors stay in the object store. Step ``i`` is built by
+    worker ``i % num_workers`` and steps come out in order, so the stream is that of
+    ``local_steps`` whatever the number of workers. At most ``prefetch_steps`` steps beyond the
+    last one handed out are being built or waiting. Also a context manager.
+
+    Args:
+        config: the data configuration.
+        split: "train" (endless) or "heldout" (one pass in a fixed order; its last step may have
+            fewer samples and microbatches).
+        start_state: ``Step.state_after`` to go on from; None for the beginning.
+        steps: stop after so many.
+        shuffled: modalities whose items are given to other samples (``shuffle_modality``), for
+            the held-out loss without them.
+
+    Raises:
+        DataError: here, before any actor starts, for a missing file, malformed row, unknown
+            processor or a state that does not fit; from ``next()`` for an unusable sample
+            (``SampleError``), a dead worker or one that exceeds ``worker_timeout``.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        split: str = "train",
+        start_state: State | None = None,
+        steps: int | None = None,
+        shuffled: Sequence[str] = (),
+    ):
+        unknown = [name for name in shuffled if name not in config.modalities]
+        if unknown:
+            raise DataError(f"shuffled: {unknown} not among modalities {list(config.modalities)}")
+        dataset = open_split(config, split)
+        check_tools(config)
+        self.config, self.num_samples = config, len(dataset)
+        self._plan = enumerate(_plan(config, dataset, split, start_state, steps))
+        stored = ray.put(dataset)
+        self._workers = [start_worker(config, stored, shuffled) for _ in range(config.num_workers)]
+        self._pending: deque = deque()
+
+    def __iter__(self) -> "StepLoader":
+        return self
+
+    def __next__(self) -> Step:
+        self._fill()
+        if not self._pending:
+            self.close()
+            raise StopIteration
+        index, state_after, ref = self._pending.popleft()
+        stored = self._wait(index, ref)
+        self._fill()
+        worker = self._worker(index)
+        return Step(index, stored.parts, stored.meta, state_after, stored.skipped, worker)
+
+    def close(self) -> None:
+        """Let go of the workers; they end when the last ``Step`` they own is dropped."""
+        self._pending.clear()
+        self._plan = iter(())
+        self._workers = []
+
+    def __enter__(self) -> "StepLoader":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def _worker(self, index: int) -> ray.actor.ActorHandle:
+        return self._workers[index % self.config.num_workers]
+
+    def _fill(self) -> None:
+        room = self.config.prefetch_steps - len(self._pending)
+        for index, (indices, state_after) in islice(self._plan, max(room, 0)):
+            ref = self._worker(index).load.remote(indices)
+            self._pending.append((index, state_after, ref))
+
+    def _wait(self, index: int, ref: ray.ObjectRef) -> StoredStep:
+        who = f"data worker {index % self.config.num_workers} of {self.config.num_workers}"
+        try:
+            result = ray.get(ref, timeout=self.config.worker_timeout)
+        except GetTimeoutError:
+            raise DataError(
+                f"{who} did not load step {index} within worker_timeout "
+                f"({self.config.worker_timeout} s): is it stuck, or are there no "
+                f"{self.config.worker_cpus} CPUs (worker_cpus) free to start it?"
+            ) from None
+        except RayActorError as error:
+            raise DataError(f"{who} died while loading step {index}: {error}") from None
+        except RayError as error:
+            raise DataError(f"{who} failed to load step {index}: {error}") from None
+        if isinstance(result, DataError):
+            raise result
+        return result
+
+
+def _plan(
+    config: DataConfig,
+    dataset: JsonDataset,
+    split: str,
+    start_state: State | None,
+    steps: int | None,
+) -> Iterator[tuple[list[int], State]]:
+    sampler = EpochSampler(len(dataset), config.batch_size, config.shuffle, config.seed)
+    sampler.check(start_state)
+    batches = sampler.batches if split == "train" else sampler.one_pass
+    return islice(batches(start_state), steps)

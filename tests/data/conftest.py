@@ -1,0 +1,54 @@
+"""Fixtures of the data tests; this folder is on sys.path, for the helpers beside them."""
+
+import pytest
+from sample_files import build_tokenizer, write_rows
+
+from raymm.data import DataConfig
+
+
+@pytest.fixture(scope="session")
+def ray_session():
+    import ray
+
+    started = not ray.is_initialized()
+    if started:
+        ray.init(
+            address="local",
+            num_cpus=2,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=200 * 2**20,
+        )
+    yield ray
+    if started:
+        ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    build_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def make_config(tmp_path, tokenizer_dir):
+    """A configuration over ``count`` fresh rows in ``tmp_path``; keywords override fields."""
+
+    def make(count: int = 20, image: str = "image", **overrides) -> DataConfig:
+        write_rows(tmp_path, count)
+        fields = {
+            "train": str(tmp_path / "train.jsonl"),
+            "heldout": str(tmp_path / "train.jsonl"),
+            "tokenizer": tokenizer_dir,
+            "modalities": {
+                "vision": {"column": "images", "processor": f"media_processors:{image}"},
+                "audio": {"column": "audio", "processor": "media_processors:sound"},
+            },
+            "batch_size": 6,
+            "microbatches": 3,
+            "max_length": 40,
+        }
+        return DataConfig(**(fields | overrides))
+
+    return make

@@ -1,0 +1,38 @@
+"""Processor functions that the tests name in their configuration."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from raymm.data.processors import read_audio, read_image
+
+
+def image(path: str) -> dict[str, torch.Tensor]:
+    """(3, 8, 8) float32 pixels."""
+    pixels = np.asarray(read_image(path).resize((8, 8)), dtype=np.float32)
+    return {"pixel_values": torch.from_numpy(pixels).permute(2, 0, 1) / 255}
+
+
+def logged_image(path: str) -> dict[str, torch.Tensor]:
+    """``image`` that leaves a line in ``decoded.log`` beside the file."""
+    with open(Path(path).parent / "decoded.log", "a") as log:
+        log.write(path + "\n")
+    return image(path)
+
+
+def natural_size(path: str) -> dict[str, torch.Tensor]:
+    """Pixels at the file's own size, so that items differ in shape."""
+    return {"pixel_values": torch.from_numpy(np.array(read_image(path)))}
+
+
+def sound(path: str) -> dict[str, torch.Tensor]:
+    """First 100 samples at 8 kHz, and their mean as a bfloat16 scalar."""
+    wave = torch.from_numpy(read_audio(path, 8000)[:100])
+    return {"input_features": wave, "level": wave.abs().mean().to(torch.bfloat16)}
+
+
+def fatal(path: str) -> dict[str, torch.Tensor]:
+    """Kills its process, as the kernel does when memory runs out."""
+    os.kill(os.getpid(), 9)

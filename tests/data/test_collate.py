@@ -1,0 +1,89 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raymm.data import (
+    DataError,
+    EncodedSample,
+    collate,
+    describe,
+    join_parts,
+    shuffle_modality,
+    split_parts,
+)
+
+X = -100
+
+
+def item(value, size=2):
+    return {"pixel_values": torch.full((size,), float(value))}
+
+
+def encoded(name, ids, images=()):
+    media = {"vision": [item(i) for i in images]} if images else {}
+    return EncodedSample(name, ids, [X] + ids[1:], media)
+
+
+def test_padding_items_and_metadata():
+    samples = [encoded("a", [5, 6], [1, 2]), encoded("b", [7, 8, 9]), encoded("c", [4, 3], [3])]
+    microbatch = collate(samples, pad_id=0)
+    assert microbatch["input_ids"].tolist() == [[5, 6, 0], [7, 8, 9], [4, 3, 0]]
+    assert microbatch["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1], [1, 1, 0]]
+    assert microbatch["labels"].tolist() == [[X, 6, X], [X, 8, 9], [X, 3, X]]
+    assert microbatch["vision"]["pixel_values"].tolist() == [[1, 1], [2, 2], [3, 3]]
+    assert microbatch["vision"]["sample_index"].tolist() == [0, 0, 2]
+    tensors = [*split_parts(microbatch)["text"].values(), microbatch["vision"]["sample_index"]]
+    assert all(tensor.dtype == torch.int64 for tensor in tensors)
+    meta = describe(microbatch, ["a", "b", "c"])
+    assert (meta.num_samples, meta.seq_len, meta.tokens, meta.label_tokens) == (3, 3, 7, 4)
+    assert meta.items == {"vision": [0, 0, 2]}
+    assert meta.shapes["vision"] == {"pixel_values": (3, 2), "sample_index": (3,)}
+    assert meta.shapes["text"]["labels"] == (3, 3)
+    parts = split_parts(microbatch)
+    assert set(parts) == {"text", "vision"}
+    assert join_parts(parts).keys() == microbatch.keys()
+
+
+def test_a_modality_nobody_has_is_absent():
+    microbatch = collate([encoded("a", [5, 6])], pad_id=0)
+    assert set(microbatch) == {"input_ids", "attention_mask", "labels"}
+
+
+def test_items_that_do_not_stack_name_both_samples():
+    odd = EncodedSample("b", [1, 2], [X, 2], {"vision": [item(1, size=3)]})
+    with pytest.raises(DataError, match="'vision'.*'b'.*'a'"):
+        collate([encoded("a", [1, 2], [1]), odd], pad_id=0)
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=8).filter(any), st.integers(0, 99))
+def test_shuffle_is_a_derangement_whenever_one_exists(counts, seed):
+    owners = [row for row, count in enumerate(counts) for _ in range(count)]
+    samples, first = [], 0
+    for row, count in enumerate(counts):
+        samples.append(encoded(str(row), [1, 2], range(first, first + count)))
+        first += count
+    microbatch = collate(samples, pad_id=0)
+    before = microbatch["vision"]["pixel_values"].clone()
+    moved = shuffle_modality(microbatch, "vision", torch.Generator().manual_seed(seed))
+    torch.testing.assert_close(microbatch["vision"]["pixel_values"], before)
+    source = moved["vision"]["pixel_values"][:, 0].int().tolist()
+    assert sorted(source) == list(range(first))
+    assert moved["vision"]["sample_index"].tolist() == owners
+    stayed = sum(owners[item] == owner for item, owner in zip(source, owners, strict=True))
+    # Pigeonhole: a sample with more than half of the items must get some of its own back.
+    assert stayed == max(0, 2 * max(counts) - first)
+
+
+def test_shuffle_follows_its_generator_and_ignores_absent_modalities():
+    microbatch = collate([encoded(str(i), [1, 2], [i]) for i in range(20)], pad_id=0)
+    drawn = [
+        tuple(
+            shuffle_modality(microbatch, "vision", torch.Generator().manual_seed(seed))["vision"][
+                "pixel_values"
+            ][:, 0].tolist()
+        )
+        for seed in (1, 1, 2)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert shuffle_modality(microbatch, "audio") is microbatch

@@ -1,0 +1,166 @@
+"""The Ray path, against the local one."""
+
+import gc
+import time
+from itertools import islice
+
+import pytest
+import ray
+import torch
+
+from raymm.data import DataError, SampleError, StepLoader, join_parts, local_steps
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+
+def fetch(step):
+    return [
+        join_parts({name: ray.get(ref) for name, ref in parts.items()})
+        for parts in step.microbatches
+    ]
+
+
+def assert_same(step, reference):
+    assert step == type(step)(
+        reference.index,
+        step.microbatches,
+        reference.meta,
+        reference.state_after,
+        reference.skipped,
+    )
+    for got, want in zip(fetch(step), reference.microbatches, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_workers_give_the_local_stream_in_order(make_config, workers):
+    config = make_config(num_workers=workers, prefetch_steps=4)
+    reference = list(local_steps(config, steps=8))
+    with StepLoader(config, steps=8) as loader:
+        steps = list(loader)
+    assert len(steps) == 8
+    assert {name for step in steps for meta in step.meta for name in meta.items} == {
+        "vision",
+        "audio",
+    }
+    for step, want in zip(steps, reference, strict=True):
+        assert_same(step, want)
+        assert all(isinstance(r, ray.ObjectRef) for p in step.microbatches for r in p.values())
+
+
+def test_resuming_gives_the_remaining_stream(make_config):
+    config = make_config()
+    whole = list(local_steps(config, steps=7))
+    with StepLoader(config, start_state=whole[3].state_after, steps=3) as loader:
+        for step, want in zip(loader, whole[4:], strict=True):
+            assert (step.state_after, step.meta) == (want.state_after, want.meta)
+            torch.testing.assert_close(fetch(step), want.microbatches, rtol=0, atol=0)
+
+
+def test_tensors_from_the_store_can_be_written_to(make_config):
+    with StepLoader(make_config(), steps=1) as loader:
+        for microbatch in fetch(next(loader)):
+            microbatch["input_ids"].zero_()
+            assert not microbatch["input_ids"].any()
+
+
+def test_shuffled_loader_moves_only_the_named_modality(make_config):
+    config = make_config()
+    plain = list(local_steps(config, "heldout"))
+    with StepLoader(config, "heldout", shuffled=["vision"]) as loader:
+        shuffled = [(step, fetch(step)) for step in loader]
+    moved = 0
+    for want, (step, microbatches) in zip(plain, shuffled, strict=True):
+        assert step.meta == want.meta
+        for got, old in zip(microbatches, want.microbatches, strict=True):
+            assert torch.equal(got["input_ids"], old["input_ids"])
+            if "audio" in old:
+                torch.testing.assert_close(got["audio"], old["audio"])
+            if "vision" in old:
+                moved += not torch.equal(
+                    got["vision"]["pixel_values"], old["vision"]["pixel_values"]
+                )
+    assert moved > 0
+    with pytest.raises(DataError, match=r"\['video'\]"):
+        StepLoader(config, shuffled=["video"])
+
+
+def test_prefetch_is_bounded(make_config, tmp_path):
+    config = make_config(count=60, image="logged_image", prefetch_steps=2, shuffle=False)
+    per_step = [
+        sum(len(meta.items.get("vision", ())) for meta in step.meta)
+        for step in local_steps(config, steps=10)
+    ]
+    log = tmp_path / "decoded.log"
+    log.unlink()
+    with StepLoader(config) as loader:
+        for taken in range(1, 5):
+            step = next(loader)
+            # The worker is idle once its queue is empty: an actor runs its calls in order.
+            ray.get(step.owner.pid.remote())
+            assert len(log.read_text().splitlines()) == sum(per_step[: taken + 2])
+
+
+def test_a_corrupt_file_arrives_as_a_clean_error(make_config, tmp_path):
+    config = make_config(shuffle=False)
+    (tmp_path / "i1.png").write_bytes(b"\x89PNG broken")
+    with StepLoader(config) as loader, pytest.raises(SampleError) as caught:
+        next(loader)
+    message = str(caught.value)
+    assert "'s1'" in message and str(tmp_path / "i1.png") in message
+    assert "\n" not in message and "RayTaskError" not in message
+
+
+def test_skipping_is_the_same_with_workers(make_config, tmp_path):
+    config = make_config(on_error="skip", num_workers=2)
+    for name in ("i1.png", "i8.png", "a7.wav"):
+        (tmp_path / name).write_bytes(b"broken")
+    reference = list(local_steps(config, steps=5))
+    with StepLoader(config, steps=5) as loader:
+        for step, want in zip(loader, reference, strict=True):
+            assert_same(step, want)
+    assert {s.id for step in reference for s in step.skipped} == {"s1", "s7", "s8"}
+
+
+def test_a_dead_worker_is_named(make_config):
+    config = make_config(image="fatal", num_workers=2, shuffle=False)
+    with StepLoader(config) as loader, pytest.raises(DataError, match="data worker 0 of 2 died"):
+        next(loader)
+
+
+def test_a_worker_that_cannot_start_in_time_is_named(make_config):
+    config = make_config(worker_cpus=1000, worker_timeout=0.5)
+    with StepLoader(config) as loader, pytest.raises(DataError, match="worker_cpus"):
+        next(loader)
+
+
+def test_bad_configuration_is_found_before_an_actor_starts(make_config, monkeypatch):
+    config = make_config()
+    monkeypatch.setattr("raymm.data.loader.start_worker", None)  # calling it would be a TypeError
+    for field, value in {"train": "/nowhere.jsonl", "tokenizer": "/nowhere"}.items():
+        with pytest.raises(DataError, match="nowhere"):
+            StepLoader(config.model_copy(update={field: value}))
+    with pytest.raises(DataError, match="does not fit"):
+        StepLoader(config, start_state={"epoch": 0, "position": 999})
+    with pytest.raises(DataError, match="heldout is not set"):
+        StepLoader(config.model_copy(update={"heldout": None}), "heldout")
+
+
+def test_steps_outlive_the_loader_and_workers_end_with_them(make_config):
+    loader = StepLoader(make_config(), steps=3)
+    steps = list(islice(loader, 3))
+    pid = ray.get(steps[0].owner.pid.remote())
+    loader.close()
+    del loader
+    assert fetch(steps[0])[0]["input_ids"].numel()
+    del steps
+    gc.collect()
+    for _ in range(600):
+        try:
+            with open(f"/proc/{pid}/cmdline") as file:
+                if "DataWorker" not in file.read():
+                    return
+        except OSError:
+            return
+        time.sleep(0.05)
+    pytest.fail("the data worker still runs")
