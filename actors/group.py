@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raymm.actors.channel import ChannelError
 from raymm.actors.executor import StepMeta, StepResult
-from raymm.actors.rank_actor import RankActor, RankSpec
+from raymm.actors.rank_actor import RankActor, RankSpec, remember
 from raymm.scheduler.program import Op, Program
 from raymm.scheduler.timeline import Span, Timeline
 
@@ -102,7 +103,7 @@ class RankGroup:
     ) -> None:
         check_capacity(len(specs), resources)
         self._labels = list(labels)
-        self._programs: set[str] = set()
+        self._programs: OrderedDict[str, None] = OrderedDict()
         self._placement = placement_group([resources.bundle()] * len(specs), strategy="PACK")
         self._actors: list[Any] = []
         try:
@@ -114,7 +115,7 @@ class RankGroup:
                     f"{len(specs)} ranks of {resources.bundle()} could not be placed within "
                     f"{PLACEMENT_TIMEOUT_S:g} s; free in the cluster now: {free}"
                 ) from None
-            self._actors = [self._create(spec, index, resources) for index, spec in enumerate(specs)]
+            self._actors = [self._create(spec, i, resources) for i, spec in enumerate(specs)]
             address, port = self.wait([self._actors[0].rendezvous.remote()], ranks=[0])[0]
             self.call("connect", address, port)
             self.num_parameters = self.call("build")
@@ -150,16 +151,21 @@ class RankGroup:
         return self.wait(refs, timeout=timeout)
 
     def load_program(self, program: Program) -> str:
-        """Hand every rank its instructions, once per distinct program; returns the key."""
+        """Hand every rank its instructions, once per distinct program; returns the key.
+
+        Does not wait: a rank runs its calls in order. Driver and ranks forget the least
+        recently used program at the same point of that order.
+        """
         key = hashlib.sha256(repr(program.ranks).encode()).hexdigest()[:16]
         if key not in self._programs:
-            refs = [
+            for actor, instructions in zip(self._actors, program.ranks, strict=True):
                 actor.load_program.remote(key, [tuple(i) for i in instructions])
-                for actor, instructions in zip(self._actors, program.ranks, strict=True)
-            ]
-            self.wait(refs)
-            self._programs.add(key)
+        remember(self._programs, key, None)
         return key
+
+    def touch_program(self, key: str) -> None:
+        """Note that a loaded program is used again."""
+        remember(self._programs, key, None)
 
     def submit(
         self,

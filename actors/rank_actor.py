@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,6 +20,17 @@ from raymm.actors.executor import CompiledProgram, Executor, StepMeta, StepResul
 from raymm.actors.optimizer import OptimizerConfig, RankOptimizer, SharedParameter
 from raymm.actors.shards import read_tensors, write_shard
 from raymm.scheduler.program import Instruction, Op
+
+# Programs a rank keeps: one per combination of modalities seen in a step's microbatches.
+MAX_PROGRAMS = 256
+
+
+def remember(programs: OrderedDict[str, Any], key: str, value: Any) -> None:
+    """Put ``key`` last and drop the least recently used entry beyond :data:`MAX_PROGRAMS`."""
+    programs[key] = value
+    programs.move_to_end(key)
+    if len(programs) > MAX_PROGRAMS:
+        programs.popitem(last=False)
 
 
 @dataclass(frozen=True)
@@ -60,7 +72,7 @@ class RankActor:
         self._device = torch.device(spec.device)
         self._timeout = timedelta(seconds=spec.timeout_s)
         self._stages: dict[str, torch.nn.Module] = {}
-        self._programs: dict[str, CompiledProgram] = {}
+        self._programs: OrderedDict[str, CompiledProgram] = OrderedDict()
         self._executor: Executor | None = None
         self._optimizer: RankOptimizer | None = None
 
@@ -142,7 +154,7 @@ class RankActor:
 
     def load_program(self, key: str, instructions: Sequence[Instruction]) -> None:
         """Keep a program under a key, for :meth:`run_step`."""
-        self._programs[key] = self._executor.compile(instructions)
+        remember(self._programs, key, self._executor.compile(instructions))
 
     def run_step(
         self,
@@ -165,7 +177,9 @@ class RankActor:
             row = per_stage.setdefault(stage, [None] * len(meta.keys))
             moved = {k: _to(v, self._device) for k, v in part.items()}
             row[microbatch] = {**(row[microbatch] or {}), **moved}
-        return self._executor.run(self._programs[key], per_stage, meta)
+        program = self._programs[key]
+        remember(self._programs, key, program)
+        return self._executor.run(program, per_stage, meta)
 
     def run_epilogue(self, ops: Sequence[Op]) -> StepResult:
         """Run collective ops on their own, after steps that only accumulated gradients."""

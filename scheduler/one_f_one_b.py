@@ -35,6 +35,7 @@ def lower_1f1b(
     plan: Plan,
     present: Sequence[Collection[str]],
     costs: Mapping[tuple[str, Op], float] | None = None,
+    forward_only: bool = False,
 ) -> Program:
     """Lower a plan to a 1F1B program for one step.
 
@@ -45,23 +46,21 @@ def lower_1f1b(
     Args:
         plan: the plan.
         present: per microbatch, the names of the modules it has input for besides the
-            sink (which always runs).
+            sink (which always runs). A step may have fewer microbatches than the plan
+            (the last one of an evaluation).
         costs: seconds per (stage, op), to order work of stages that share a rank or have
             very different speeds; 1 and 2 when not given.
+        forward_only: for evaluation: no stage has a backward.
 
     Returns:
         The program, without collective epilogue.
     """
-    if len(present) != plan.num_microbatches:
-        raise ValueError(
-            f"present describes {len(present)} microbatches; the plan has {plan.num_microbatches}"
-        )
     cache: dict[frozenset[str], _Active] = {}
     active = []
     for modules in present:
         key = frozenset(modules)
         if key not in cache:
-            cache[key] = _active(plan, key)
+            cache[key] = _active(plan, key, forward_only)
         active.append(cache[key])
     order = _list_schedule(plan, active, costs or {})
     return Program(
@@ -78,7 +77,7 @@ def lower_1f1b(
     )
 
 
-def _active(plan: Plan, modules: frozenset[str]) -> _Active:
+def _active(plan: Plan, modules: frozenset[str], forward_only: bool) -> _Active:
     known = {node.name for node in plan.graph.nodes}
     if unknown := modules - known:
         raise ValueError(
@@ -87,7 +86,7 @@ def _active(plan: Plan, modules: frozenset[str]) -> _Active:
     run = {s.name for s in plan.stages if s.module in modules or s.module == plan.graph.sink}
     needs: set[str] = set()
     for stage in plan.topological_stages:
-        if stage.name not in run:
+        if stage.name not in run or forward_only:
             continue
         before = [src for src, dst in plan.stage_edges if dst == stage.name]
         if plan.trainable(stage) or any(src in needs for src in before):

@@ -61,7 +61,12 @@ class LanguageStage(nn.Module):
             head = module.get_output_embeddings()
             if head is None:
                 raise TypeError(f"{type(module).__name__} has no output embeddings (no lm_head)")
-            head.register_forward_pre_hook(self._keep_labelled_rows)
+            self._hook = head.register_forward_pre_hook(self._keep_labelled_rows)
+
+    def detach(self) -> None:
+        """Leave the module as it was: the reference builds a stage per forward."""
+        if self.last:
+            self._hook.remove()
 
     @classmethod
     def build(cls, spec: LanguageSpec, lo: int, hi: int) -> LanguageStage:

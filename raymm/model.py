@@ -1,0 +1,434 @@
+"""Describing a multimodal model: encoders with projectors, and a language model.
+
+Names follow Cornstarch v1, Listings 1 and 2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from raymm.actors.stages.blocks import find_blocks, num_blocks
+from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
+from raymm.actors.stages.language import LanguageSpec, LanguageStage, label_mask
+from raymm.actors.stages.merge import MergePolicy, Prepend
+from raymm.actors.stages.message import Message, MicrobatchContext
+from raymm.actors.stages.projector import KINDS, Projector, ProjectorConfig
+from raymm.actors.stages.source import (
+    ConfigSource,
+    LiveSource,
+    ModuleSource,
+    PretrainedSource,
+    derive_seed,
+    set_mode,
+)
+from raymm.scheduler.graph import ModuleGraph, ModuleNode
+
+LANGUAGE_MODEL = "llm"
+_RESERVED = frozenset({LANGUAGE_MODEL, "text", "input_ids", "attention_mask", "labels"})
+
+
+class ModelError(ValueError):
+    """A model description that does not fit together. Names the field and its value."""
+
+
+class ModalityModule(nn.Module):
+    """One encoder with its projector, or the language model.
+
+    Args:
+        module: a live ``nn.Module``; a Hugging Face config (random weights, drawn from
+            ``seed``); the path of a local checkpoint folder (its weights are read by the
+            ranks that need them, never by the driver); or a
+            :class:`raymm.actors.stages.source.ModuleSource` such as ``FactorySource``.
+        projector: ``"linear"``, ``"mlp"``, a live ``nn.Module``, or None for no projector
+            (the encoder's output then must be as wide as the language model).
+        frozen: True or False sets ``requires_grad`` of the whole module; None leaves a live
+            module as it is and makes any other trainable. A module with nothing trainable
+            runs in eval mode.
+        projector_frozen: the same for the projector.
+        hidden_size: width of the encoder's output features, where the config does not say.
+        model_class: transformers class name, where config or folder do not say which.
+        preprocess_callback: ``f(inputs) -> inputs`` before the encoder.
+        postprocess_module_callback: ``f(inputs, output) -> output`` after the encoder.
+        postprocess_projector_callback: ``f(inputs, output) -> output`` after the projector.
+        example_inputs: keyword arguments the encoder can be tried with, where they cannot be
+            guessed from its config (needed only to cut it into several stages).
+        seed: of random weights.
+
+    Raises:
+        ModelError, SourceError: naming the argument and what is accepted.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | PretrainedConfig | ModuleSource | str | os.PathLike[str],
+        projector: str | nn.Module | None = None,
+        *,
+        frozen: bool | None = None,
+        projector_frozen: bool | None = None,
+        hidden_size: int | None = None,
+        model_class: str | type[PreTrainedModel] | None = None,
+        preprocess_callback: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        postprocess_module_callback: Callable[[dict[str, Any], Any], Any] | None = None,
+        postprocess_projector_callback: Callable[[dict[str, Any], Any], Any] | None = None,
+        example_inputs: dict[str, torch.Tensor] | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if isinstance(projector, str) and projector not in KINDS:
+            raise ModelError(
+                f"projector is {projector!r}; accepted: {', '.join(KINDS)}, an nn.Module, None"
+            )
+        self.module: nn.Module | None = None
+        self.projector: nn.Module | None = None
+        self._given = None if isinstance(module, nn.Module) else module
+        self._model_class = model_class
+        self._frozen = frozen
+        self._projector_frozen = projector_frozen
+        self._projector_kind = projector if isinstance(projector, str) else None
+        self._seed = seed
+        self._hidden_size = hidden_size
+        self.preprocess_callback = preprocess_callback
+        self.postprocess_module_callback = postprocess_module_callback
+        self.postprocess_projector_callback = postprocess_projector_callback
+        self.example_inputs = example_inputs
+        if isinstance(module, nn.Module):
+            self.module = module
+            if frozen is not None:
+                module.requires_grad_(not frozen)
+            set_mode(module)
+        if isinstance(projector, nn.Module):
+            self.projector = projector
+            if projector_frozen is not None:
+                projector.requires_grad_(not projector_frozen)
+
+    def source(self, language_model: bool = False) -> ModuleSource:
+        """Where ranks get this module from."""
+        given, frozen = self._given, self._frozen
+        if self.module is not None:
+            return LiveSource.of(self.module)
+        if isinstance(given, ModuleSource):
+            return given if frozen is None else _with_frozen(given, frozen)
+        if isinstance(given, PretrainedConfig):
+            model_class = self._class_for(given, language_model)
+            return ConfigSource(model_class, given, seed=self._seed, frozen=frozen)
+        if isinstance(given, str | os.PathLike):
+            name = self._model_class
+            name = name.__name__ if isinstance(name, type) else name
+            return PretrainedSource(os.fspath(given), name, language_model, frozen=frozen)
+        raise ModelError(
+            f"module is a {type(given).__name__}; accepted: an nn.Module, a Hugging Face config, "
+            "the path of a checkpoint folder, a ModuleSource"
+        )
+
+    def _class_for(self, config: PretrainedConfig, language_model: bool) -> type[PreTrainedModel]:
+        if isinstance(self._model_class, type):
+            return self._model_class
+        if isinstance(self._model_class, str):
+            if not hasattr(transformers, self._model_class):
+                raise ModelError(f"model_class is {self._model_class!r}; not in transformers")
+            return getattr(transformers, self._model_class)
+        auto = transformers.AutoModelForCausalLM if language_model else transformers.AutoModel
+        if type(config) not in auto._model_mapping:
+            raise ModelError(
+                f"{auto.__name__} knows no model for {type(config).__name__}; give model_class"
+            )
+        return auto._model_mapping[type(config)]
+
+    def output_size(self, source: ModuleSource) -> int:
+        """Width of the module's output features.
+
+        Raises:
+            ModelError: if neither ``hidden_size`` nor the module says.
+        """
+        if self._hidden_size is not None:
+            return self._hidden_size
+        for holder in (source.config, self.module):
+            for name in ("hidden_size", "d_model", "n_embd"):
+                value = getattr(holder, name, None)
+                if isinstance(value, int):
+                    return value
+        raise ModelError("the module does not say how wide its output is; give hidden_size")
+
+    def build_projector(self, name: str, in_features: int, out_features: int) -> None:
+        """Make the projector that was asked for by kind; check the one that was given.
+
+        Raises:
+            ModelError: if widths do not match.
+        """
+        if self._projector_kind is not None and self.projector is None:
+            config = ProjectorConfig(self._projector_kind, in_features, out_features)
+            source = ConfigSource(
+                Projector, config, derive_seed(self._seed, name), self._projector_frozen
+            )
+            self.projector = source.build()
+        if self.projector is None:
+            if in_features != out_features:
+                raise ModelError(
+                    f"encoder {name!r} gives features of width {in_features}, the language model "
+                    f"takes {out_features}; give a projector: {', '.join(KINDS)}, or an nn.Module"
+                )
+            return
+        _check_projector(name, self.projector, in_features, out_features)
+
+    def freeze(self, module: bool = True, projector: bool = False) -> ModalityModule:
+        """Set what is frozen: the module, the projector."""
+        self._frozen = module
+        self._projector_frozen = projector
+        if self.module is not None:
+            set_mode(self.module.requires_grad_(not module))
+        if self.projector is not None:
+            set_mode(self.projector.requires_grad_(not projector))
+        return self
+
+    def materialize(self, language_model: bool = False) -> nn.Module:
+        """The whole module with weights, in this process."""
+        if self.module is None:
+            self.module = self.source(language_model).build()
+        return self.module
+
+
+def _with_frozen(source: ModuleSource, frozen: bool) -> ModuleSource:
+    return dataclasses.replace(source, frozen=frozen)
+
+
+def _check_projector(
+    name: str, projector: nn.Module, in_features: int, out_features: int
+) -> None:
+    linears = [m for m in projector.modules() if isinstance(m, nn.Linear)]
+    if not linears:
+        return
+    if linears[0].in_features != in_features:
+        raise ModelError(
+            f"projector of encoder {name!r} takes width {linears[0].in_features}, but the "
+            f"encoder gives {in_features}; set hidden_size if a callback changes the width"
+        )
+    if linears[-1].out_features != out_features:
+        raise ModelError(
+            f"projector of encoder {name!r} gives width {linears[-1].out_features}, but the "
+            f"language model takes {out_features}"
+        )
+
+
+class MultimodalModule(nn.Module):
+    """Encoders that feed a language model.
+
+    ``forward`` runs everything in this process: it is the reference that parallel training
+    is compared with. Encoders become attributes ``{name}_encoder``.
+
+    Args:
+        encoders: by modality name, as in the data.
+        language_model: a :class:`ModalityModule` or anything it accepts as ``module``.
+        preprocess_callback: the merge policy, ``f(encoder_outputs, inputs) -> inputs``
+            (:mod:`raymm.actors.stages.merge`); default: put modality tokens before the text.
+
+    Raises:
+        ModelError: if names are reserved or widths do not match.
+    """
+
+    def __init__(
+        self,
+        encoders: Mapping[str, ModalityModule] | None = None,
+        language_model: Any = None,
+        preprocess_callback: MergePolicy | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(language_model, ModalityModule):
+            language_model = ModalityModule(language_model)
+        self.language_model = language_model
+        self.merge: MergePolicy = preprocess_callback or Prepend()
+        self.encoder_names = tuple(encoders or {})
+        llm_source = language_model.source(language_model=True)
+        width = llm_source.config and llm_source.config.get_text_config().hidden_size
+        for name, encoder in (encoders or {}).items():
+            if name in _RESERVED or not name.isidentifier():
+                raise ModelError(
+                    f"an encoder is named {name!r}; it must be an identifier other than "
+                    f"{', '.join(sorted(_RESERVED))}"
+                )
+            in_features = encoder.output_size(encoder.source())
+            out_features = width or language_model.output_size(llm_source)
+            encoder.build_projector(name, in_features, out_features)
+            self.add_module(f"{name}_encoder", encoder)
+
+    @property
+    def encoders(self) -> dict[str, ModalityModule]:
+        return {name: getattr(self, f"{name}_encoder") for name in self.encoder_names}
+
+    def freeze(self, encoders: bool = True, projectors: bool = False, llm: bool = True) -> None:
+        """Set what is frozen everywhere at once; the defaults are alignment training."""
+        for encoder in self.encoders.values():
+            encoder.freeze(encoders, projectors)
+        self.language_model.freeze(llm)
+
+    def encoder_spec(self, name: str) -> EncoderSpec:
+        """The encoder as data for the ranks."""
+        encoder = self.encoders[name]
+        source = encoder.source()
+        projector = None if encoder.projector is None else LiveSource.of(encoder.projector)
+        return EncoderSpec(
+            name=name,
+            source=source,
+            num_blocks=num_blocks(source.skeleton()),
+            projector=projector,
+            preprocess=encoder.preprocess_callback,
+            postprocess_module=encoder.postprocess_module_callback,
+            postprocess_projector=encoder.postprocess_projector_callback,
+        )
+
+    def language_spec(self) -> LanguageSpec:
+        """The language model as data for the ranks."""
+        source = self.language_model.source(language_model=True)
+        return LanguageSpec(LANGUAGE_MODEL, source, num_blocks(source.skeleton()), self.merge)
+
+    def materialize(self) -> MultimodalModule:
+        """Load every part's weights into this process (``forward`` does it when needed)."""
+        for encoder in self.encoders.values():
+            encoder.materialize()
+        self.language_model.materialize(language_model=True)
+        return self
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        label_tokens: int | None = None,
+        **modalities: dict[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Loss of a microbatch, in this process.
+
+        Args:
+            input_ids: (B, T) int64.
+            labels: (B, T) int64, -100 where there is none; the first of a row never counts.
+            attention_mask: (B, T), 1 for real tokens; None for all.
+            label_tokens: what to divide by; the microbatch's own label count by default.
+            **modalities: per encoder, its keyword arguments and optionally ``sample_index``
+                (n_items,): the row each item belongs to (default: item i to row i).
+
+        Returns:
+            Scalar: sum of token cross entropies over label tokens / ``label_tokens``.
+        """
+        self.materialize()
+        microbatch = complete_microbatch(
+            {"input_ids": input_ids, "labels": labels, "attention_mask": attention_mask,
+             **modalities}, self.encoder_names,
+        )
+        if label_tokens is None:
+            label_tokens = int(label_mask(labels).sum())
+        context = MicrobatchContext(label_tokens)
+        received: dict[str, Message] = {}
+        for name in self.encoder_names:
+            if name in microbatch:
+                encoder = self.encoders[name]
+                stage = EncoderStage(
+                    self._light_encoder_spec(name), 0, 2, encoder.module, encoder.projector
+                )
+                received[name] = stage.run(encoder_inputs(microbatch[name]), {}, context)
+        stage = LanguageStage(
+            LanguageSpec(LANGUAGE_MODEL, None, 1, self.merge), 0, 1, self.language_model.module
+        )
+        try:
+            message = stage.run(text_inputs(microbatch), received, context)
+        finally:
+            stage.detach()
+        return message.tensors[0]
+
+    def _light_encoder_spec(self, name: str) -> EncoderSpec:
+        encoder = self.encoders[name]
+        return EncoderSpec(
+            name, None, 1, encoder.projector, encoder.preprocess_callback,
+            encoder.postprocess_module_callback, encoder.postprocess_projector_callback,
+        )
+
+    def trainable_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Trainable parameters by name."""
+        return ((n, p) for n, p in self.named_parameters() if p.requires_grad)
+
+
+def complete_microbatch(
+    microbatch: Mapping[str, Any], encoders: tuple[str, ...]
+) -> dict[str, Any]:
+    """Fill in an absent attention mask and absent sample indices; drop absent modalities.
+
+    Raises:
+        ModelError: on a modality without encoder, or rows that do not exist.
+    """
+    rows = microbatch["input_ids"].shape[0]
+    result: dict[str, Any] = {}
+    for name, value in microbatch.items():
+        if name in ("input_ids", "labels", "attention_mask"):
+            continue
+        if name not in encoders:
+            raise ModelError(
+                f"the batch has {name!r}, but encoders are {', '.join(encoders) or 'none'}"
+            )
+        if not value:
+            continue
+        tensors = {k: v for k, v in value.items() if k != "sample_index"}
+        items = next(iter(tensors.values())).shape[0]
+        index = value.get("sample_index")
+        index = torch.arange(items) if index is None else torch.as_tensor(index)
+        if len(index) != items or (items and int(index.max()) >= rows):
+            raise ModelError(
+                f"{name!r} has {items} items and sample_index {index.tolist()}; it needs one "
+                f"row number below {rows} per item"
+            )
+        result[name] = {**tensors, "sample_index": index}
+    mask = microbatch.get("attention_mask")
+    result["input_ids"] = microbatch["input_ids"]
+    result["labels"] = microbatch["labels"]
+    result["attention_mask"] = (
+        torch.ones_like(microbatch["input_ids"]) if mask is None else mask
+    )
+    return result
+
+
+def encoder_inputs(modality: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The encoder's keyword arguments of a modality part."""
+    return {name: value for name, value in modality.items() if name != "sample_index"}
+
+
+def text_inputs(microbatch: Mapping[str, Any]) -> dict[str, Any]:
+    """What the first language stage reads: text tensors and every modality's rows."""
+    text = {k: v for k, v in microbatch.items() if not isinstance(v, Mapping)}
+    index = {k: v["sample_index"] for k, v in microbatch.items() if isinstance(v, Mapping)}
+    return {**text, "sample_index": index}
+
+
+def module_graph(model: MultimodalModule) -> ModuleGraph:
+    """The model's graph: every encoder feeds the language model, nothing else."""
+    nodes = []
+    for name in model.encoder_names:
+        spec = model.encoder_spec(name)
+        flags = _trainable_blocks(spec.source.skeleton(), spec.num_blocks)
+        if spec.projector is not None:
+            flags += (_any_trainable(spec.projector.skeleton()),)
+        nodes.append(ModuleNode(name, flags, spec.projector is not None))
+    language = model.language_spec()
+    flags = _trainable_blocks(language.source.skeleton(), language.num_blocks)
+    nodes.append(ModuleNode(LANGUAGE_MODEL, flags))
+    return ModuleGraph(tuple(nodes), tuple((n, LANGUAGE_MODEL) for n in model.encoder_names))
+
+
+def _any_trainable(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())
+
+
+def _trainable_blocks(module: nn.Module, count: int) -> tuple[bool, ...]:
+    """Per block: is anything trainable in it? What is outside the blocks counts with the
+    first and the last block (one of them owns it, or both if it is tied)."""
+    path = find_blocks(module)
+    if path is None or count == 1:
+        return (_any_trainable(module),)
+    flags = [_any_trainable(block) for block in module.get_submodule(path)]
+    if any(p.requires_grad for n, p in module.named_parameters() if not n.startswith(path + ".")):
+        flags[0] = flags[-1] = True
+    return tuple(flags)

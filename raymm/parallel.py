@@ -1,0 +1,447 @@
+"""A model that runs on Ray actors: start it, step it, read it back."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from raymm.actors.executor import StepMeta
+from raymm.actors.group import RankGroup, RankResources, StepHandle, measured_timeline
+from raymm.actors.optimizer import OptimizerConfig, SharedParameter
+from raymm.actors.rank_actor import RankSpec, remember
+from raymm.actors.stages.encoder import EncoderSpec, EncoderStage, encoder_stage_parameters
+from raymm.actors.stages.language import (
+    LanguageSpec,
+    LanguageStage,
+    language_stage_parameters,
+)
+from raymm.actors.stages.probe import probe_encoder, probe_language_model
+from raymm.data import MicrobatchMeta, describe
+from raymm.model import (
+    LANGUAGE_MODEL,
+    MultimodalModule,
+    complete_microbatch,
+    text_inputs,
+)
+from raymm.scheduler.one_f_one_b import lower_1f1b
+from raymm.scheduler.plan import Plan
+from raymm.scheduler.program import EPILOGUE, Op, Program, check_program
+from raymm.scheduler.timeline import Timeline
+
+
+class BatchError(ValueError):
+    """A batch that does not fit the plan."""
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """Outcome of a step.
+
+    Attributes:
+        loss: sum of token cross entropies / label tokens, over the whole step.
+        label_tokens: label tokens of the step.
+        timeline: what every rank did and when.
+        grad_norm: global gradient norm before clipping, if the step clipped.
+        learning_rate: the rate used, if the step updated parameters.
+    """
+
+    loss: float
+    label_tokens: int
+    timeline: Timeline
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+
+
+class PendingStep:
+    """A step under way. :meth:`result` waits for it."""
+
+    def __init__(self, handle: StepHandle, label_tokens: int, keep: Any) -> None:
+        self._handle = handle
+        self._label_tokens = label_tokens
+        self._keep = keep  # whoever owns the input references must outlive the step
+
+    def result(self) -> StepOutput:
+        """The step's output.
+
+        Raises:
+            RankFailedError: if a rank died or raised.
+        """
+        results = self._handle.result()
+        losses = {m: value for result in results for m, value in result.losses.items()}
+        rates = [r.learning_rate for r in results if r.learning_rate is not None]
+        norms = [r.grad_norm for r in results if r.grad_norm is not None]
+        return StepOutput(
+            loss=sum(losses[m] for m in sorted(losses)),
+            label_tokens=self._label_tokens,
+            timeline=measured_timeline(results),
+            grad_norm=norms[0] if norms else None,
+            learning_rate=rates[0] if rates else None,
+        )
+
+
+class MultimodalParallelModule:
+    """A :class:`MultimodalModule` on Ray actors (made by ``MultimodalParallelSpec.apply``).
+
+    A step loop::
+
+        outputs = parallel.execute(batch)
+        optimizer.step()
+
+    Args:
+        model: the description. Its live weights are sent to the ranks that own them.
+        plan: what runs where.
+        optimizer: AdamW, its schedule, and clipping.
+        precision: ``"fp32"``, or ``"bf16"`` for autocast with fp32 parameters.
+        device: ``"cpu"`` or ``"cuda"`` (one GPU per rank).
+        resources: what each rank reserves in Ray; by default one CPU, and a GPU on CUDA.
+        threads: intra-op threads per rank.
+        seed: of dropout.
+        timeout_s: seconds a rank may wait for another.
+
+    Raises:
+        ProbeError: before any actor starts, if a module cannot be cut as planned.
+        ClusterError: if the cluster is too small.
+    """
+
+    def __init__(
+        self,
+        model: MultimodalModule,
+        plan: Plan,
+        *,
+        optimizer: OptimizerConfig | None = None,
+        precision: str = "fp32",
+        device: str = "cpu",
+        resources: RankResources | None = None,
+        threads: int = 1,
+        seed: int = 0,
+        timeout_s: float = 300.0,
+    ) -> None:
+        if precision not in ("fp32", "bf16"):
+            raise ValueError(f"precision is {precision!r}; accepted: fp32, bf16")
+        if device not in ("cpu", "cuda"):
+            raise ValueError(f"device is {device!r}; accepted: cpu, cuda")
+        self.plan = plan
+        self.model = model
+        self.optimizer_config = optimizer or OptimizerConfig()
+        self._encoders = model.encoder_names
+        self._seed = seed
+        self._step = 0
+        self._programs: OrderedDict[tuple, str] = OrderedDict()
+        builders, self._owned = stage_builders(model, plan)
+        self.shared = shared_parameters(plan, self._owned)
+        resources = resources or RankResources(gpus=1.0 if device == "cuda" else 0.0)
+        specs = [
+            RankSpec(
+                rank=rank,
+                world_size=plan.num_ranks,
+                builders={s.name: builders[s.name] for s in plan.rank_stages(rank)},
+                edges=plan.stage_edges,
+                stage_ranks={s.name: s.rank for s in plan.stages},
+                shared=self.shared,
+                optimizer=self.optimizer_config,
+                autocast="bfloat16" if precision == "bf16" else None,
+                device=device,
+                threads=threads,
+                timeout_s=timeout_s,
+            )
+            for rank in range(plan.num_ranks)
+        ]
+        self.group = RankGroup(specs, rank_labels(plan), resources)
+
+    @property
+    def optimizer(self) -> ParallelOptimizer:
+        """For step loops: ``optimizer.step()`` and ``optimizer.zero_grad()``."""
+        return ParallelOptimizer(self)
+
+    @property
+    def steps_taken(self) -> int:
+        """Optimizer steps so far."""
+        return self._step
+
+    def execute(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepOutput:
+        """Forward and backward of one step; gradients accumulate until ``optimizer.step()``.
+
+        Args:
+            batch: one batch, which is split into the plan's microbatches by rows, or a list
+                of microbatches. See :meth:`MultimodalModule.forward` for the keys.
+
+        Raises:
+            BatchError: if rows do not divide into microbatches.
+        """
+        return self.submit(self.prepare(batch)).result()
+
+    def train_step(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepOutput:
+        """:meth:`execute` and the optimizer's step in one call per rank."""
+        return self.submit(self.prepare(batch), update=True).result()
+
+    def evaluate(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepOutput:
+        """Loss only: no gradients."""
+        return self.submit(self.prepare(batch), forward_only=True).result()
+
+    def prepare(
+        self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]
+    ) -> tuple[list[dict[str, Any]], list[MicrobatchMeta]]:
+        """Microbatches as parts per reader, with their metadata."""
+        if isinstance(batch, Mapping):
+            batch = split_batch(batch, self.plan.num_microbatches)
+        microbatches = [complete_microbatch(one, self._encoders) for one in batch]
+        meta = [
+            describe(one, [str(row) for row in range(one["input_ids"].shape[0])])
+            for one in microbatches
+        ]
+        parts = []
+        for one in microbatches:
+            part = {name: one[name] for name in self._encoders if name in one}
+            parts.append({**part, "text": text_inputs(one)})
+        return parts, meta
+
+    def submit(
+        self,
+        prepared: tuple[Sequence[Mapping[str, Any]], Sequence[MicrobatchMeta]],
+        update: bool = False,
+        forward_only: bool = False,
+        keep: Any = None,
+    ) -> PendingStep:
+        """Start a step and return at once; steps run in the order they were submitted.
+
+        Args:
+            prepared: per microbatch, ``{"text": ..., modality: ...}`` where each value is a
+                dict of tensors or a Ray reference to one; and its metadata.
+            update: clip gradients and step the optimizer afterwards.
+            forward_only: compute the loss without gradients.
+            keep: held until the step's result was read.
+        """
+        parts, meta = prepared
+        ops = self._epilogue() if update else ()
+        key = self._program(tuple(tuple(sorted(m.items)) for m in meta), ops, forward_only)
+        first = {m: self.plan.module_stages(m)[0] for m in (*self._encoders, LANGUAGE_MODEL)}
+        inputs: list[list[tuple[str, int, Any]]] = [[] for _ in range(self.plan.num_ranks)]
+        for index, (part, one) in enumerate(zip(parts, meta, strict=True)):
+            for name, data in part.items():
+                stage = first[LANGUAGE_MODEL if name == "text" else name]
+                inputs[stage.rank].append((stage.name, index, data))
+            rows = {name: torch.tensor(items) for name, items in one.items.items()}
+            stage = first[LANGUAGE_MODEL]
+            inputs[stage.rank].append((stage.name, index, {"sample_index": rows}))
+        step = StepMeta(
+            step=self._step,
+            label_tokens=sum(one.label_tokens for one in meta),
+            keys=tuple(_layout_key(one) for one in meta),
+            seed=self._seed,
+            sample_ids=tuple(tuple(one.sample_ids) for one in meta),
+        )
+        handle = self.group.submit(key, step, inputs)
+        if update:
+            self._step += 1
+        return PendingStep(handle, step.label_tokens, keep)
+
+    def program(self, present: Sequence[Sequence[str]], update: bool = True) -> Program:
+        """The checked program of a step whose microbatches have these modalities."""
+        program = lower_1f1b(self.plan, present)
+        check_program(program)
+        return program.with_epilogue(self._epilogue() if update else ())
+
+    def _epilogue(self) -> tuple[Op, ...]:
+        return EPILOGUE if self.shared else tuple(op for op in EPILOGUE if op != Op.REDUCE_TIED)
+
+    def _program(self, present: tuple, ops: tuple[Op, ...], forward_only: bool) -> str:
+        pattern = (present, ops, forward_only)
+        key = self._programs.get(pattern)
+        if key is None:
+            program = lower_1f1b(self.plan, present, forward_only=forward_only)
+            check_program(program)
+            key = self.group.load_program(program.with_epilogue(ops))
+        else:
+            self.group.touch_program(key)
+        remember(self._programs, pattern, key)
+        return key
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """Accumulated gradients of all trainable parameters, by the model's names.
+
+        Holders of a shared parameter have each their part, until the optimizer's step sums
+        them; here they are summed.
+        """
+        named: dict[str, torch.Tensor | None] = {}
+        for part in self.group.call("gradients"):
+            for (stage, name), tensor in part.items():
+                full = model_name(stage, name)
+                known = named.get(full)
+                named[full] = known + tensor if known is not None and tensor is not None else (
+                    tensor if known is None else known
+                )
+        return named
+
+    def parameters(self, trainable_only: bool = True) -> dict[str, torch.Tensor]:
+        """Parameters by the model's names."""
+        return {
+            model_name(stage, name): tensor
+            for part in self.group.call("parameters", trainable_only)
+            for (stage, name), tensor in part.items()
+        }
+
+    def load_into(self, model: nn.Module) -> None:
+        """Copy trained parameters back into a live model."""
+        with torch.no_grad():
+            own = dict(model.named_parameters())
+            for name, tensor in self.parameters().items():
+                own[name].copy_(tensor)
+
+    def shutdown(self) -> None:
+        """End all ranks."""
+        self.group.shutdown()
+
+    def __enter__(self) -> MultimodalParallelModule:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+
+class ParallelOptimizer:
+    """``step()`` and ``zero_grad()`` of all ranks at once, like a torch optimizer."""
+
+    def __init__(self, parallel: MultimodalParallelModule) -> None:
+        self._parallel = parallel
+
+    def step(self) -> float | None:
+        """Clip, update and zero gradients; returns the global gradient norm."""
+        results = self._parallel.group.run_epilogue(self._parallel._epilogue())
+        self._parallel._step += 1
+        norms = [r.grad_norm for r in results if r.grad_norm is not None]
+        return norms[0] if norms else None
+
+    def zero_grad(self) -> None:
+        """Forget accumulated gradients (``step`` does so too)."""
+        self._parallel.group.call("zero_grad")
+
+
+def model_name(stage: str, name: str) -> str:
+    """``("vision.0", "module.x")`` -> ``"vision_encoder.module.x"``."""
+    module = stage.rpartition(".")[0]
+    return f"{'language_model' if module == LANGUAGE_MODEL else module + '_encoder'}.{name}"
+
+
+def rank_labels(plan: Plan) -> list[str]:
+    """Per rank, the names of its stages."""
+    return [", ".join(s.name for s in plan.rank_stages(r)) for r in range(plan.num_ranks)]
+
+
+def split_batch(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """Split a batch by rows into ``count`` microbatches of equal size.
+
+    Raises:
+        BatchError: if rows do not divide.
+    """
+    rows = batch["input_ids"].shape[0]
+    if rows % count:
+        raise BatchError(
+            f"the batch has {rows} rows, which do not divide into num_microbatches={count}"
+        )
+    size = rows // count
+    microbatches = []
+    for start in range(0, rows, size):
+        part: dict[str, Any] = {}
+        for name, value in batch.items():
+            if value is None:
+                continue
+            if not isinstance(value, Mapping):
+                part[name] = value[start : start + size]
+                continue
+            tensors = {k: v for k, v in value.items() if k != "sample_index"}
+            items = next(iter(tensors.values())).shape[0]
+            index = torch.as_tensor(value.get("sample_index", torch.arange(items)))
+            chosen = (index >= start) & (index < start + size)
+            if chosen.any():
+                part[name] = {k: v[chosen] for k, v in tensors.items()}
+                part[name]["sample_index"] = index[chosen] - start
+        microbatches.append(part)
+    return microbatches
+
+
+def _layout_key(meta: MicrobatchMeta) -> int:
+    """What decides the layout of every message of a microbatch: its shapes, which rows its
+    items belong to, and how long its rows are (without padding, no mask travels)."""
+    shapes = tuple(
+        (part, tuple(sorted((k, tuple(v)) for k, v in tensors.items())))
+        for part, tensors in sorted(meta.shapes.items())
+    )
+    items = tuple((name, tuple(rows)) for name, rows in sorted(meta.items.items()))
+    return hash((shapes, items, tuple(meta.lengths)))
+
+
+def stage_builders(
+    model: MultimodalModule, plan: Plan
+) -> tuple[dict[str, Callable[[], nn.Module]], dict[str, list[str]]]:
+    """Per stage, a picklable builder and the names of the parameters it owns.
+
+    Raises:
+        ProbeError: if a module cannot be cut as planned.
+    """
+    builders: dict[str, Callable[[], nn.Module]] = {}
+    owned: dict[str, list[str]] = {}
+    for node in plan.graph.nodes:
+        stages = plan.module_stages(node.name)
+        is_cut = stages[0].layers[1] < node.num_blocks
+        if node.name == LANGUAGE_MODEL:
+            spec: Any = model.language_spec()
+            if is_cut:
+                spec = replace(spec, cut=probe_language_model(spec.source))
+            names, build = language_stage_parameters, _build_language
+        else:
+            spec = model.encoder_spec(node.name)
+            if is_cut:
+                example = model.encoders[node.name].example_inputs
+                spec = replace(spec, cut=probe_encoder(spec.source, example))
+            names, build = encoder_stage_parameters, _build_encoder
+        for stage in stages:
+            lo, hi = stage.layers
+            own = names(spec, lo, hi)
+            owned[stage.name] = own
+            builders[stage.name] = partial(build, _slim(spec, own, lo, hi), lo, hi)
+    return builders, owned
+
+
+def _slim(
+    spec: EncoderSpec | LanguageSpec, own: list[str], lo: int, hi: int
+) -> EncoderSpec | LanguageSpec:
+    """The spec with only the live tensors that a stage owns."""
+    def names(prefix: str) -> list[str]:
+        return [n.removeprefix(prefix) for n in own if n.startswith(prefix)]
+
+    slim = replace(spec, source=spec.source.for_names(names("module.")))
+    if isinstance(slim, EncoderSpec) and slim.projector is not None:
+        slim = replace(slim, projector=slim.projector.for_names(names("projector.")))
+    return slim
+
+
+def _build_encoder(spec: EncoderSpec, lo: int, hi: int) -> nn.Module:
+    return EncoderStage.build(spec, lo, hi)
+
+
+def _build_language(spec: LanguageSpec, lo: int, hi: int) -> nn.Module:
+    return LanguageStage.build(spec, lo, hi)
+
+
+def shared_parameters(
+    plan: Plan, owned: Mapping[str, Sequence[str]]
+) -> tuple[SharedParameter, ...]:
+    """Parameters that several stages own (tied embeddings, for one)."""
+    holders: dict[str, list[tuple[str, str]]] = {}
+    for stage in plan.topological_stages:
+        for name in owned[stage.name]:
+            holders.setdefault(f"{stage.module}/{name}", []).append((stage.name, name))
+    return tuple(
+        SharedParameter(
+            tuple(places), tuple(sorted({plan.by_name[stage].rank for stage, _ in places}))
+        )
+        for places in holders.values()
+        if len(places) > 1
+    )
+
