@@ -1,0 +1,1 @@
+"""Benchmarks: each is a module run as `python -m benchmarks.NAME --json`."""

@@ -1,0 +1,122 @@
+"""What every benchmark shares: options, the machine it ran on, a local Ray, the result line.
+
+A benchmark prints its tables on stderr and, as the last line of stdout, one JSON object.
+"""
+
+import argparse
+import contextlib
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+OBJECT_STORE_BYTES = 3 * 2**30
+PACKAGES = ("torch", "ray", "transformers", "numpy")
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """An argument parser with the options every benchmark has (`--json`)."""
+    result = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    result.add_argument(
+        "--json", action="store_true", help="print the result as one JSON object, last on stdout"
+    )
+    return result
+
+
+def console() -> Console:
+    """Where tables and progress go: stderr, so that stdout ends with the JSON object."""
+    stderr = Console(stderr=True)
+    return stderr if stderr.is_terminal else Console(stderr=True, width=120)
+
+
+def cpu_model() -> str:
+    """The CPU's name as the kernel reports it, or what `platform` knows."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def machine() -> dict[str, Any]:
+    """CPU, cores, memory (GiB), accelerators, versions, load and date, ready for JSON."""
+    import torch
+
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(
+            os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1
+        ),
+        "gpus": gpus,
+        "versions": versions,
+        "load_average_1min": round(os.getloadavg()[0], 2),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def emit(result: dict[str, Any], as_json: bool) -> None:
+    """Print `result` as one line of JSON, the last of stdout, if `as_json`."""
+    sys.stderr.flush()
+    if as_json:
+        print(json.dumps(result), flush=True)
+
+
+def worker_environment() -> dict[str, str]:
+    """Environment of every Ray worker: one compute thread, loopback gloo, this checkout."""
+    search_path = [str(REPOSITORY), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return {
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": os.pathsep.join(path for path in search_path if path),
+    }
+
+
+@contextlib.contextmanager
+def local_ray(num_cpus: int, environment: dict[str, str] | None = None) -> Iterator[None]:
+    """A Ray of this process's own, with its own temporary directory, gone afterwards.
+
+    Args:
+        num_cpus: logical CPUs, so that more actors than cores can be placed.
+        environment: further environment variables for workers.
+    """
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    import ray
+
+    # Unix socket paths are limited to 107 bytes, hence a short directory.
+    directory = tempfile.mkdtemp(prefix="rb-", dir="/tmp")
+    try:
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            num_gpus=0,
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=True,
+            logging_level="error",
+            object_store_memory=OBJECT_STORE_BYTES,
+            _temp_dir=directory,
+            runtime_env={"env_vars": {**worker_environment(), **(environment or {})}},
+        )
+        yield
+    finally:
+        ray.shutdown()
+        shutil.rmtree(directory, ignore_errors=True)

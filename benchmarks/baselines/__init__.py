@@ -1,0 +1,1 @@
+"""The contenders of `benchmarks.pipeline_overhead`, one file each."""

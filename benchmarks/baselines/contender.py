@@ -1,0 +1,86 @@
+"""What the benchmark asks of a contender, and the actors that most of them are made of."""
+
+import abc
+import time
+from typing import ClassVar
+
+import ray
+import torch
+
+from benchmarks.baselines.chain import ChainConfig, ChainResult
+
+
+class Contender(abc.ABC):
+    """One way to run the chain over four processes of its own.
+
+    A contender is set up many times, for one configuration after the other; its processes may
+    live from the first `setup` to `close`, and must be idle (blocked, not polling) between steps.
+    """
+
+    name: ClassVar[str]
+
+    @abc.abstractmethod
+    def setup(self, config: ChainConfig) -> None:
+        """Make the next `step` run `config`; start the processes if there are none."""
+
+    @abc.abstractmethod
+    def dispatch(self) -> None:
+        """Run one step from the driver: return when all stages have finished it."""
+
+    @abc.abstractmethod
+    def result(self) -> ChainResult:
+        """What the last step computed."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End the processes. Nothing happens where there are none."""
+
+    def step(self) -> float:
+        """Run one step; seconds of wall time in the driver, from call to all done."""
+        start = time.perf_counter()
+        self.dispatch()
+        return time.perf_counter() - start
+
+
+class Worker:
+    """Base of the actors: one stage's process."""
+
+    def __init__(self, index: int) -> None:
+        torch.set_num_threads(1)
+        self.index = index
+
+    def configure(self, config: ChainConfig) -> None:
+        """Build the stage of `config`."""
+        raise NotImplementedError
+
+    def facts(self) -> tuple[float, float]:
+        """Loss sum (0 except on the last stage) and weight gradient of the last step."""
+        raise NotImplementedError
+
+
+class ActorContender(Contender):
+    """A contender whose processes are one `worker_class` actor per stage."""
+
+    worker_class: ClassVar[type[Worker]]
+
+    def __init__(self) -> None:
+        self.actors: list[ray.actor.ActorHandle] = []
+
+    def setup(self, config: ChainConfig) -> None:
+        if not self.actors:
+            actor = ray.remote(num_cpus=1)(self.worker_class)
+            self.actors = [actor.remote(index) for index in range(config.stages)]
+            self.connect()
+        ray.get([actor.configure.remote(config) for actor in self.actors])
+
+    def connect(self) -> None:
+        """Called once, when the actors have been made."""
+
+    def result(self) -> ChainResult:
+        losses, gradients = zip(*ray.get([a.facts.remote() for a in self.actors]), strict=True)
+        return ChainResult(sum(losses), gradients)
+
+    def close(self) -> None:
+        for actor in self.actors:
+            ray.kill(actor)
+        self.actors = []
