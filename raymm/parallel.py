@@ -164,6 +164,10 @@ class MultimodalParallelModule:
         """Optimizer steps so far."""
         return self._step
 
+    def restore_step(self, step: int) -> None:
+        """Say how many optimizer steps the loaded state has taken."""
+        self._step = step
+
     def execute(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepOutput:
         """Forward and backward of one step; gradients accumulate until ``optimizer.step()``.
 

@@ -1,0 +1,167 @@
+"""Checkpoints: shards of all ranks, made valid by one atomic rename of a manifest.
+
+``{storage}/checkpoints/step-00000100/`` holds safetensors and ``manifest.json``. Shards
+are written first; the manifest is renamed into place last, so a folder without one is a
+torn checkpoint and is never read. Tensors are named by module and parameter, not by
+stage: a checkpoint can be read under another partition.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from raymm.actors.shards import read_tensors
+from raymm.actors.stages.source import LiveSource
+from raymm.model import LANGUAGE_MODEL, MultimodalModule
+from raymm.parallel import MultimodalParallelModule
+
+CHECKPOINT_FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be read. Says which file and why."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint consists of.
+
+    Attributes:
+        step: optimizer steps taken.
+        index: file of every tensor.
+        sizes: bytes of every file.
+        plan: the plan it was written under.
+        trainer: the trainer's own state (position in the data).
+    """
+
+    step: int
+    index: dict[str, str]
+    sizes: dict[str, int]
+    plan: dict[str, Any]
+    trainer: dict[str, Any]
+
+
+class CheckpointStore:
+    """The checkpoints of one run.
+
+    Args:
+        storage: the run's folder.
+        keep: how many checkpoints to keep.
+    """
+
+    def __init__(self, storage: str | os.PathLike[str], keep: int = 2) -> None:
+        self._root = Path(storage).absolute() / "checkpoints"
+        self._keep = keep
+
+    def committed(self) -> list[Path]:
+        """Folders of valid checkpoints, oldest first."""
+        if not self._root.is_dir():
+            return []
+        return sorted(p.parent for p in self._root.glob(f"step-*/{MANIFEST}"))
+
+    def latest(self) -> Path | None:
+        """The newest valid checkpoint."""
+        return next(reversed(self.committed()), None)
+
+    def save(self, parallel: MultimodalParallelModule, trainer: dict[str, Any]) -> Path:
+        """Write a checkpoint of the current state and drop old ones."""
+        step = parallel.steps_taken
+        folder = self._root / f"step-{step:08d}"
+        if folder.exists():
+            shutil.rmtree(folder)  # torn, or of the same step
+        folder.mkdir(parents=True)
+        written = parallel.group.call("save", str(folder), frozenset(_stored_elsewhere(parallel)))
+        index = {name: file for part in written for file, names in part.items() for name in names}
+        sizes = {file: (folder / file).stat().st_size for part in written for file in part}
+        manifest = Manifest(step, index, sizes, parallel.plan.to_dict(), trainer)
+        _commit(folder / MANIFEST, {"format": CHECKPOINT_FORMAT, **asdict(manifest)})
+        for old in self.committed()[: -self._keep]:
+            (old / MANIFEST).unlink()  # first: a half-deleted checkpoint must not look valid
+            shutil.rmtree(old)
+        return folder
+
+
+def _stored_elsewhere(parallel: MultimodalParallelModule) -> list[str]:
+    """Modules whose frozen weights can be had again from where they came from."""
+    model = parallel.model
+    sources = {name: encoder.source() for name, encoder in model.encoders.items()}
+    sources[LANGUAGE_MODEL] = model.language_model.source(language_model=True)
+    return [name for name, source in sources.items() if not isinstance(source, LiveSource)]
+
+
+def _commit(path: Path, value: Any) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w") as file:
+        json.dump(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check a checkpoint's manifest.
+
+    Raises:
+        CheckpointError: if it is missing, of another format, or a file is missing or torn.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no {MANIFEST}: not a checkpoint, or a torn one")
+    try:
+        data = json.loads(path.read_text())
+        if data.pop("format") != CHECKPOINT_FORMAT:
+            raise CheckpointError(f"{path}: format is not {CHECKPOINT_FORMAT}")
+        manifest = Manifest(**data)
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
+    for name, size in manifest.sizes.items():
+        file = folder / name
+        if "/" in name or not file.is_file() or file.stat().st_size != size:
+            raise CheckpointError(f"{file} is missing or not {size} bytes long")
+    return manifest
+
+
+def restore(parallel: MultimodalParallelModule, folder: Path) -> Manifest:
+    """Load a checkpoint into running ranks.
+
+    Raises:
+        CheckpointError: if it is damaged or lacks trainable parameters of the model.
+    """
+    manifest = read_manifest(folder)
+    missing = parallel.group.call("load", str(folder), manifest.index, manifest.step)
+    if lacking := sorted({name for part in missing for name in part}):
+        raise CheckpointError(
+            f"{folder} lacks {len(lacking)} trainable parameter(s) of this model: "
+            f"{', '.join(lacking[:5])}"
+        )
+    parallel.restore_step(manifest.step)
+    return manifest
+
+
+def load_into_model(model: MultimodalModule, folder: Path) -> Manifest:
+    """Load a checkpoint's weights into a model in this process (all of it is materialized).
+
+    Raises:
+        CheckpointError: if it is damaged.
+    """
+    manifest = read_manifest(folder)
+    model.materialize()
+    parts = {name: model.encoders[name] for name in model.encoder_names}
+    parts[LANGUAGE_MODEL] = model.language_model
+    for name, part in parts.items():
+        own = part.state_dict(keep_vars=True)
+        names = {f"{name}/{key}": key for key in own}
+        for stored, tensor in read_tensors(folder, manifest.index, list(names)).items():
+            own[names[stored]].data.copy_(tensor)
+    return manifest
