@@ -32,6 +32,7 @@ class MicrobatchMeta:
         num_samples: B.
         seq_len: T.
         tokens: text tokens that are not padding.
+        lengths: the same per row.
         label_tokens: number of ``labels[:, 1:] != -100``; the step's loss divides by their sum.
         items: modality -> for each item, the row it belongs to (ascending).
         shapes: {"text" or modality: {tensor name: shape}}.
@@ -41,6 +42,7 @@ class MicrobatchMeta:
     num_samples: int
     seq_len: int
     tokens: int
+    lengths: tuple[int, ...]
     label_tokens: int
     items: dict[str, list[int]]
     shapes: dict[str, dict[str, tuple[int, ...]]]
@@ -112,6 +114,7 @@ def describe(microbatch: Microbatch, sample_ids: Sequence[str]) -> MicrobatchMet
         num_samples=B,
         seq_len=T,
         tokens=int(microbatch["attention_mask"].sum()),
+        lengths=tuple(microbatch["attention_mask"].sum(dim=1).tolist()),
         label_tokens=int((microbatch["labels"][:, 1:] != IGNORE_INDEX).sum()),
         items={k: v["sample_index"].tolist() for k, v in parts.items() if k != "text"},
         shapes={

@@ -11,10 +11,11 @@ class SampleError(DataError):
     Args:
         sample_id: the sample's ``id`` (or ``FILE:LINE`` where the row has none).
         path: the media file at fault, or None when the row itself is.
-        reason: what is wrong, in one line.
+        reason: what is wrong; made one line.
     """
 
     def __init__(self, sample_id: str, path: str | None, reason: str):
+        reason = " ".join(reason.split())  # libraries' messages may be long-winded
         self.sample_id, self.path, self.reason = sample_id, path, reason
         where = f", file {path}" if path else ""
         super().__init__(f"sample {sample_id!r}{where}: {reason}")

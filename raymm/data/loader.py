@@ -93,7 +93,7 @@ class StepLoader:
             raise DataError(f"shuffled: {unknown} not among modalities {list(config.modalities)}")
         dataset = open_split(config, split)
         check_tools(config)
-        self.config, self.num_samples = config, len(dataset)
+        self.config, self.path, self.num_samples = config, dataset.path, len(dataset)
         self._plan = enumerate(_plan(config, dataset, split, start_state, steps))
         stored = ray.put(dataset)
         self._workers = [start_worker(config, stored, shuffled) for _ in range(config.num_workers)]
@@ -107,8 +107,8 @@ class StepLoader:
         if not self._pending:
             self.close()
             raise StopIteration
-        index, state_after, ref = self._pending.popleft()
-        stored = self._wait(index, ref)
+        index, indices, state_after, ref = self._pending.popleft()
+        stored = self._wait(index, indices, ref)
         self._fill()
         worker = self._worker(index)
         return Step(index, stored.parts, stored.meta, state_after, stored.skipped, worker)
@@ -132,9 +132,9 @@ class StepLoader:
         room = self.config.prefetch_steps - len(self._pending)
         for index, (indices, state_after) in islice(self._plan, max(room, 0)):
             ref = self._worker(index).load.remote(indices)
-            self._pending.append((index, state_after, ref))
+            self._pending.append((index, indices, state_after, ref))
 
-    def _wait(self, index: int, ref: ray.ObjectRef) -> StoredStep:
+    def _wait(self, index: int, indices: Sequence[int], ref: ray.ObjectRef) -> StoredStep:
         who = f"data worker {index % self.config.num_workers} of {self.config.num_workers}"
         try:
             result = ray.get(ref, timeout=self.config.worker_timeout)
@@ -144,10 +144,14 @@ class StepLoader:
                 f"({self.config.worker_timeout} s): is it stuck, or are there no "
                 f"{self.config.worker_cpus} CPUs (worker_cpus) free to start it?"
             ) from None
-        except RayActorError as error:
-            raise DataError(f"{who} died while loading step {index}: {error}") from None
         except RayError as error:
-            raise DataError(f"{who} failed to load step {index}: {error}") from None
+            verb = "died while loading" if isinstance(error, RayActorError) else "failed to load"
+            failure = DataError(
+                f"{who} {verb} step {index}, samples {list(indices)} (counted from 0) of "
+                f"{self.path}"
+            )
+            failure.add_note(str(error))  # Ray's account: process, node, likely causes
+            raise failure from None
         if isinstance(result, DataError):
             raise result
         return result

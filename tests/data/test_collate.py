@@ -37,6 +37,7 @@ def test_padding_items_and_metadata():
     assert all(tensor.dtype == torch.int64 for tensor in tensors)
     meta = describe(microbatch, ["a", "b", "c"])
     assert (meta.num_samples, meta.seq_len, meta.tokens, meta.label_tokens) == (3, 3, 7, 4)
+    assert meta.lengths == (2, 3, 2)
     assert meta.items == {"vision": [0, 0, 2]}
     assert meta.shapes["vision"] == {"pixel_values": (3, 2), "sample_index": (3,)}
     assert meta.shapes["text"]["labels"] == (3, 3)

@@ -124,8 +124,10 @@ def test_skipping_is_the_same_with_workers(make_config, tmp_path):
 
 def test_a_dead_worker_is_named(make_config):
     config = make_config(image="fatal", num_workers=2, shuffle=False)
-    with StepLoader(config) as loader, pytest.raises(DataError, match="data worker 0 of 2 died"):
+    message = r"data worker 0 of 2 died while loading step 0, samples \[0, 1, 2, 3, 4, 5\]"
+    with StepLoader(config) as loader, pytest.raises(DataError, match=message) as caught:
         next(loader)
+    assert "\n" not in str(caught.value) and caught.value.__notes__
 
 
 def test_a_worker_that_cannot_start_in_time_is_named(make_config):
