@@ -213,6 +213,7 @@ class Executor:
         stage_inputs = inputs.get(task.stage)
         context = MicrobatchContext(
             label_tokens=meta.label_tokens,
+            microbatch=m,
             sample_ids=meta.sample_ids[m] if meta.sample_ids else (),
         )
         if stage.training:

@@ -150,6 +150,13 @@ class RankGroup:
         refs = [getattr(actor, method).remote(*args) for actor in self._actors]
         return self.wait(refs, timeout=timeout)
 
+    def rebuild(self, builders: Sequence[Mapping[str, Any]]) -> None:
+        """Replace every rank's stages (same names, other modules); programs are forgotten."""
+        self._programs.clear()
+        self.wait(
+            [actor.build.remote(dict(b)) for actor, b in zip(self._actors, builders, strict=True)]
+        )
+
     def load_program(self, program: Program) -> str:
         """Hand every rank its instructions, once per distinct program; returns the key.
 

@@ -119,10 +119,16 @@ class RankActor:
         elif self._spec.rank == receiver:
             self._receivers[edge] = RecvChannel(group, sender, self._device, self._timeout)
 
-    def build(self) -> dict[str, int]:
-        """Build the stages. Returns the number of parameters held, per stage."""
-        for name, builder in self._spec.builders.items():
-            self._stages[name] = builder().to(self._device)
+    def build(
+        self, builders: dict[str, Callable[[], torch.nn.Module]] | None = None
+    ) -> dict[str, int]:
+        """Build the stages, from ``builders`` if they are to be others than the spec's.
+        Returns the number of parameters held, per stage."""
+        self._programs.clear()
+        self._stages = {
+            name: builder().to(self._device)
+            for name, builder in (builders or self._spec.builders).items()
+        }
         parameters = {
             (stage, name): parameter
             for stage, module in self._stages.items()

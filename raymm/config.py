@@ -203,7 +203,8 @@ def expand_variables(value: Any, where: str = "") -> Any:
         ConfigError: if a variable without default is not set.
     """
     if isinstance(value, dict):
-        return {k: expand_variables(v, f"{where}.{k}" if where else str(k)) for k, v in value.items()}
+        prefix = f"{where}." if where else ""
+        return {k: expand_variables(v, f"{prefix}{k}") for k, v in value.items()}
     if isinstance(value, list):
         return [expand_variables(item, f"{where}[{i}]") for i, item in enumerate(value)]
     if not isinstance(value, str):

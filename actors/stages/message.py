@@ -28,11 +28,10 @@ class MicrobatchContext:
     Attributes:
         label_tokens: number of label tokens in the *whole* step; the loss is the sum over
             label tokens divided by this, whatever the microbatching.
-        seed: seed of this step, microbatch and stage; stages with dropout draw from it, so
-            that a resumed run draws the same numbers.
+        microbatch: number of the microbatch within the step.
         sample_ids: names of the microbatch's samples, for error messages.
     """
 
     label_tokens: int
-    seed: int = 0
+    microbatch: int = 0
     sample_ids: tuple[str, ...] = field(default=())

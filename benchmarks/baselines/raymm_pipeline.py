@@ -1,26 +1,99 @@
 """raymm's own runtime on the chain: programs run in actors, one call per actor and step."""
 
-from benchmarks.baselines.chain import ChainConfig, ChainResult
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.baselines.chain import ChainConfig, ChainLoss, ChainResult, ChainStage, chain_inputs
 from benchmarks.baselines.contender import Contender
+from raymm.actors.executor import StepMeta
+from raymm.actors.group import RankGroup, RankResources
+from raymm.actors.rank_actor import RankSpec
+from raymm.actors.stages.message import Message, MicrobatchContext
+from raymm.scheduler.graph import ModuleGraph, ModuleNode
+from raymm.scheduler.one_f_one_b import lower_1f1b
+from raymm.scheduler.plan import Plan, Stage
+from raymm.scheduler.program import check_program
+
+
+class RaymmStage(nn.Module):
+    """A stage of the chain behind the interface that raymm's executor runs."""
+
+    def __init__(self, config: ChainConfig, index: int) -> None:
+        super().__init__()
+        self.stage = ChainStage(config, index)
+        self.loss = ChainLoss(config) if index == config.stages - 1 else None
+        self.inputs = chain_inputs(config).chunk(config.microbatches) if index == 0 else None
+        self.eval()  # no dropout: no seeding per microbatch
+
+    def run(
+        self, inputs: dict[str, Any] | None, received: dict[str, Message],
+        context: MicrobatchContext,
+    ) -> Message:
+        if context.microbatch == 0:
+            self.stage.weight.grad = None
+        if self.inputs is not None:
+            x = self.inputs[context.microbatch]
+        else:
+            (message,) = received.values()
+            x = message.tensors[0]
+        y = self.stage(x)
+        return Message((y if self.loss is None else self.loss(y),), {})
+
+
+def chain_plan(config: ChainConfig) -> Plan:
+    """One stage per rank."""
+    graph = ModuleGraph((ModuleNode("chain", (True,) * config.stages),), ())
+    stages = tuple(Stage("chain", i, (i, i + 1), i) for i in range(config.stages))
+    return Plan(graph, stages, config.microbatches)
 
 
 class RaymmContender(Contender):
-    """Not connected yet: `setup` says so."""
+    """The same driver call per step that a trainer makes: `submit` and wait."""
 
     name = "raymm"
 
+    def __init__(self) -> None:
+        self.group: RankGroup | None = None
+        self.results: list = []
+
     def setup(self, config: ChainConfig) -> None:
-        raise NotImplementedError(
-            "raymm is not connected to benchmarks.pipeline_overhead yet; "
-            "leave it out with --only torch_pipelining compiled_graph actor_calls "
-            "isend_irecv_floor"
-        )
+        plan = chain_plan(config)
+        builders = [
+            {stage.name: partial(RaymmStage, config, stage.index)} for stage in plan.stages
+        ]
+        if self.group is None:
+            specs = [
+                RankSpec(
+                    rank=rank, world_size=plan.num_ranks, builders=builders[rank],
+                    edges=plan.stage_edges, stage_ranks={s.name: s.rank for s in plan.stages},
+                )
+                for rank in range(plan.num_ranks)
+            ]
+            self.group = RankGroup(specs, [s.name for s in plan.stages], RankResources(1.0))
+        else:
+            self.group.rebuild(builders)
+        program = lower_1f1b(plan, [()] * config.microbatches)
+        check_program(program)
+        self.key = self.group.load_program(program)
+        self.inputs: list[list] = [[] for _ in builders]
+        keys = (config.message_bytes,) * config.microbatches
+        self.meta = StepMeta(step=0, label_tokens=1, keys=keys)
 
     def dispatch(self) -> None:
-        raise NotImplementedError("RaymmContender.setup must come first")
+        self.results = self.group.submit(self.key, self.meta, self.inputs).result()
 
     def result(self) -> ChainResult:
-        raise NotImplementedError("RaymmContender.setup must come first")
+        gradients: dict[int, torch.Tensor] = {}
+        for part in self.group.call("gradients"):
+            for (stage, _), gradient in part.items():
+                gradients[int(stage.rpartition(".")[2])] = gradient
+        losses = [value for one in self.results for value in one.losses.values()]
+        return ChainResult(sum(losses), tuple(gradients[i].item() for i in sorted(gradients)))
 
     def close(self) -> None:
-        return
+        if self.group is not None:
+            self.group.shutdown()
+            self.group = None

@@ -1,0 +1,183 @@
+"""The command line: ``raymm train``, ``plan``, ``trace``, ``export``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from raymm import __version__
+
+# What a user can set right; anything else is a defect and keeps its traceback.
+EXIT_USER_ERROR = 2
+EXIT_RUN_FAILED = 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code: 0, 1 if the run failed, 2 if what was asked
+    for cannot run."""
+    args = _parser().parse_args(arguments)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # import paths in configs, as `python -m` has it
+    from raymm.actors.group import ClusterError, RankFailedError
+    from raymm.checkpoint import CheckpointError
+    from raymm.export import ExportError
+
+    console = Console(stderr=True)
+    try:
+        args.run(args)
+    except (ValueError, ClusterError, CheckpointError, ExportError) as error:
+        console.print(f"[bold red]error:[/] {type(error).__name__}:", highlight=False)
+        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        if os.environ.get("RAYMM_TRACEBACK"):
+            raise
+        return EXIT_USER_ERROR
+    except RankFailedError as error:
+        console.print("[bold red]the run failed:[/]", highlight=False)
+        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        console.print("Start the same command again to go on from the last checkpoint.")
+        return EXIT_RUN_FAILED
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="raymm", description="Distributed training of multimodal models on Ray."
+    )
+    parser.add_argument("--version", action="version", version=f"raymm {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    train = commands.add_parser("train", help="train, or go on from the run's last checkpoint")
+    plan = commands.add_parser("plan", help="show, draw and save what would run, without running")
+    export = commands.add_parser("export", help="write trained modules as Hugging Face folders")
+    for command in (train, plan, export):
+        command.add_argument("config", help="YAML file")
+        command.add_argument(
+            "--set", action="append", default=[], metavar="KEY.PATH=VALUE", dest="overrides",
+            help="change a value of the file (repeatable)",
+        )
+    train.set_defaults(run=_train)
+    plan.add_argument("--out", default=None, help="folder for plan.json and pictures")
+    plan.set_defaults(run=_plan)
+    export.add_argument("--out", required=True, help="a new folder")
+    export.set_defaults(run=_export)
+    trace = commands.add_parser("trace", help="summarise a run's last timeline")
+    trace.add_argument("run_folder", help="folder of a run (run.storage_path)")
+    trace.set_defaults(run=_trace)
+    return parser
+
+
+def _train(args: argparse.Namespace) -> None:
+    from raymm.build import build_model, build_plan
+    from raymm.config import load_config
+    from raymm.trainer import Trainer
+
+    config = load_config(args.config, args.overrides)
+    model = build_model(config)
+    from raymm.cluster import connected, pick_device
+
+    plan = build_plan(config, model)
+    with connected():
+        device = pick_device(config.run.device)
+        Trainer(
+            model, plan, config.data, config.run,
+            optimizer=config.optimizer.build(config.run.steps),
+            resources=config.resources.for_device(device),
+            threads=config.resources.threads,
+        ).fit()
+
+
+def _plan(args: argparse.Namespace) -> None:
+    from raymm.build import build_model, build_plan, describe_plan, write_json
+    from raymm.config import load_config
+    from raymm.draw import draw_plan, draw_timelines
+    from raymm.scheduler.one_f_one_b import DEFAULT_BACKWARD, DEFAULT_FORWARD, lower_1f1b
+    from raymm.scheduler.program import Op, check_program
+    from raymm.scheduler.simulate import simulate
+
+    config = load_config(args.config, args.overrides)
+    plan = build_plan(config, build_model(config))
+    console = Console()
+    rows = describe_plan(plan)
+    table = Table(title=f"{len(plan.stages)} stages on {plan.num_ranks} ranks")
+    for name in rows[0]:
+        table.add_column(name)
+    for row in rows:
+        table.add_row(*row.values())
+    console.print(table)
+    modules = [node.name for node in plan.graph.nodes if node.name != plan.graph.sink]
+    program = lower_1f1b(plan, [modules] * plan.num_microbatches)
+    report = check_program(program)
+    console.print(f"microbatches held at once per stage: {report.live_activations}")
+    folder = Path(args.out or config.run.storage_path)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "plan.json", plan.to_dict())
+    draw_plan(plan, folder / "plan.png")
+    # No costs are known before a run: one unit per forward, two per backward and block.
+    costs = {}
+    for stage in plan.stages:
+        size = stage.layers[1] - stage.layers[0]
+        costs[stage.name, Op.FORWARD] = costs[stage.name, Op.FORWARD_NO_GRAD] = (
+            DEFAULT_FORWARD * size / 1000
+        )
+        costs[stage.name, Op.BACKWARD] = DEFAULT_BACKWARD * size / 1000
+    names = {
+        rank: f"rank {rank}: " + " ".join(s.name for s in plan.rank_stages(rank))
+        for rank in range(plan.num_ranks)
+    }
+    draw_timelines(
+        [("1 ms per layer and forward, 2 ms per backward", simulate(program, costs))],
+        folder / "plan_schedule.png", rank_names=names,
+    )
+    for name in ("plan.json", "plan.png", "plan_schedule.png"):
+        console.print(f"wrote {folder / name}", highlight=False, soft_wrap=True)
+
+
+def _export(args: argparse.Namespace) -> None:
+    from raymm.build import build_model
+    from raymm.config import load_config
+    from raymm.export import export_model
+
+    config = load_config(args.config, args.overrides)
+    folders = export_model(
+        build_model(config), config.run.storage_path, args.out, config.data.tokenizer
+    )
+    for folder in folders:
+        print(f"wrote {folder}")
+
+
+def _trace(args: argparse.Namespace) -> None:
+    from raymm.config import ConfigError
+
+    file = Path(args.run_folder) / "trace.json"
+    if not file.is_file():
+        raise ConfigError(f"run_folder is {args.run_folder!r}; it has no trace.json")
+    events = json.loads(file.read_text())["traceEvents"]
+    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    threads = {
+        (e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"
+    }
+    table = Table(title=str(file))
+    for name in ("timeline", "rank", "busy ms", "waiting ms", "step ms", "bubble"):
+        table.add_column(name, justify="left" if name in ("timeline", "rank") else "right")
+    for (pid, tid), name in sorted(threads.items()):
+        spans = [e for e in events if e["ph"] == "X" and e["pid"] == pid]
+        end = max(e["ts"] + e["dur"] for e in spans) - min(e["ts"] for e in spans)
+        mine = [e for e in spans if e["tid"] == tid]
+        busy = sum(e["dur"] for e in mine if e["cat"].startswith(("forward", "backward")))
+        wait = sum(e["dur"] for e in mine if e["cat"] == "recv")
+        table.add_row(
+            processes[pid], name, f"{busy / 1e3:.1f}", f"{wait / 1e3:.1f}", f"{end / 1e3:.1f}",
+            f"{1 - busy / end:.0%}",
+        )
+    Console().print(table)
+    print(f"open {file} in Perfetto or chrome://tracing")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""Connecting to Ray: a cluster that is there, or an embedded one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+
+
+def connect(quiet: bool = True) -> bool:
+    """Join the cluster of ``RAY_ADDRESS`` (set inside ``ray job submit``), or the session that
+    is already connected, or start an embedded Ray on this machine.
+
+    Args:
+        quiet: do not repeat what actors print.
+
+    Returns:
+        Whether an embedded Ray was started (and should be shut down in the end).
+    """
+    if ray.is_initialized():
+        return False
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # import paths in configs; ranks inherit sys.path
+    embedded = not os.environ.get("RAY_ADDRESS")
+    options = {"include_dashboard": False} if embedded else {}
+    ray.init(log_to_driver=not quiet, logging_level="ERROR", **options)
+    return embedded
+
+
+@contextmanager
+def connected(quiet: bool = True) -> Iterator[None]:
+    """:func:`connect` for the length of a block."""
+    embedded = connect(quiet)
+    try:
+        yield
+    finally:
+        if embedded:
+            ray.shutdown()
+
+
+def pick_device(wanted: str) -> str:
+    """``"auto"`` is CUDA if the connected cluster has GPUs."""
+    if wanted != "auto":
+        return wanted
+    return "cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"

@@ -1,0 +1,47 @@
+"""A run's metrics: one JSON object per line, kept whole over restarts."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+class MetricsLog:
+    """Append-only ``metrics.jsonl``.
+
+    Rows after the checkpoint that a run resumes from are dropped: those steps happen again.
+
+    Args:
+        path: the file.
+        resume_step: number of steps already taken.
+    """
+
+    def __init__(self, path: Path, resume_step: int = 0) -> None:
+        self._path = path
+        self.rows: list[dict[str, Any]] = []
+        if path.is_file():
+            self.rows = [row for row in read_metrics(path) if row["step"] <= resume_step]
+        if resume_step == 0:
+            self.rows = []
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+        os.replace(temporary, path)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Append a row; ``step`` counts steps taken, from 1 (0: before the first)."""
+        self.rows.append(row)
+        with open(self._path, "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All complete rows; a line cut off by a crash is left out."""
+    rows = []
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows

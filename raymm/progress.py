@@ -1,0 +1,76 @@
+"""What a person sees while a run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+
+class RunProgress:
+    """A progress bar on a terminal, and one printed line per ``log_every`` steps anywhere.
+
+    Args:
+        steps: steps of the run in all.
+        done: steps taken before this start.
+        console: where to print.
+    """
+
+    def __init__(self, steps: int, done: int, console: Console) -> None:
+        self._console = console
+        self._bar = Progress(
+            TextColumn("[bold]train"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("train", total=steps, completed=done, loss="-")
+
+    def __enter__(self) -> RunProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def advance(self, loss: float) -> None:
+        """One more step is done."""
+        self._bar.update(self._task, advance=1, loss=f"{loss:.4f}")
+
+    def line(self, text: str) -> None:
+        """Print a line above the bar."""
+        self._console.print(text, highlight=False)
+
+
+def step_line(row: Mapping[str, Any], steps: int) -> str:
+    """One line about a step: loss, speed, and how busy each stage was."""
+    busy = "  ".join(f"{name} {share:.0%}" for name, share in row["stage_busy"].items())
+    return (
+        f"step {row['step']:>5}/{steps}  loss {row['loss']:.4f}  "
+        f"{row['tokens_per_s']:,.0f} tokens/s  grad norm {row['grad_norm']:.3g}  busy: {busy}"
+    )
+
+
+def heldout_line(row: Mapping[str, Any]) -> str:
+    """One line about a held-out evaluation, with the gap of each shuffled modality."""
+    parts = [f"step {row['step']:>5}  held-out loss {row['heldout_loss']:.4f}"]
+    for key, value in row.items():
+        if key.startswith("heldout_loss_shuffled_"):
+            name = key.removeprefix("heldout_loss_shuffled_")
+            gap = row[f"heldout_gap_{name}"]
+            parts.append(f"with shuffled {name} {value:.4f} (gap {gap:+.4f})")
+    return "  ".join(parts)

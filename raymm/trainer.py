@@ -1,0 +1,289 @@
+"""The trainer: a run from its start, or its last checkpoint, to its end."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from raymm.actors.group import RankResources, check_capacity
+from raymm.actors.optimizer import OptimizerConfig
+from raymm.checkpoint import CheckpointStore, restore
+from raymm.cluster import connected, pick_device
+from raymm.config import RunConfig
+from raymm.data import DataConfig, MicrobatchMeta, StepLoader, check_data
+from raymm.metrics import MetricsLog
+from raymm.model import MultimodalModule
+from raymm.parallel import MultimodalParallelModule, PendingStep, StepOutput
+from raymm.progress import RunProgress, heldout_line, step_line
+from raymm.report import RunReport
+from raymm.scheduler.plan import Plan
+from raymm.specs import MultimodalParallelSpec
+
+
+@dataclass
+class Result:
+    """Outcome of :meth:`Trainer.fit`, like ``ray.train.Result``.
+
+    Attributes:
+        metrics: the last step's row.
+        history: all rows of ``metrics.jsonl``.
+        checkpoint: folder of the last checkpoint.
+        path: the run's folder.
+        files: what to look at, by what it is (loss curve, schedule, trace).
+    """
+
+    metrics: dict[str, Any]
+    history: list[dict[str, Any]]
+    checkpoint: Path | None
+    path: Path
+    files: dict[str, Path] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A step's data: parts and metadata per microbatch, and where the data goes on."""
+
+    parts: Sequence[Mapping[str, Any]]
+    meta: Sequence[MicrobatchMeta]
+    state_after: Any
+    skipped: int
+    owner: Any
+
+
+class Trainer:
+    """Trains a model on Ray.
+
+    Args:
+        model: the model's description.
+        parallel: a plan, or specs to make one from.
+        data: a :class:`DataConfig`, or a list of batches as
+            :meth:`MultimodalParallelModule.execute` takes them, used in turn.
+        run_config: how long, and what to write where.
+        optimizer: AdamW, its schedule, and clipping.
+        resources: what each rank reserves in Ray; by default one CPU (and a GPU on CUDA).
+        threads: intra-op threads per rank.
+        console: where to print; None for standard output.
+    """
+
+    def __init__(
+        self,
+        model: MultimodalModule,
+        parallel: Plan | MultimodalParallelSpec,
+        data: DataConfig | Sequence[Any],
+        run_config: RunConfig,
+        *,
+        optimizer: OptimizerConfig | None = None,
+        resources: RankResources | None = None,
+        threads: int = 1,
+        console: Console | None = None,
+    ) -> None:
+        self.model = model
+        self.plan = parallel if isinstance(parallel, Plan) else parallel.plan(model)
+        self.data = data
+        self.run = run_config
+        self.optimizer = optimizer or OptimizerConfig()
+        self.resources = resources
+        self.threads = threads
+        self.console = console or Console()
+        self.path = Path(run_config.storage_path).absolute()
+
+    def fit(self) -> Result:
+        """Train until ``run.steps`` steps are taken in all; goes on from the run's last
+        checkpoint, if there is one.
+
+        Raises:
+            DataError, ClusterError, ProbeError: before any rank starts.
+            RankFailedError: if a rank dies; the last checkpoint is whole.
+        """
+        if isinstance(self.data, DataConfig):
+            check_data(self.data)
+        with connected():
+            device = pick_device(self.run.device)
+            resources = self.resources or RankResources(gpus=float(device == "cuda"))
+            check_capacity(self.plan.num_ranks, resources)
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._say_what_runs(device)
+            with MultimodalParallelModule(
+                self.model, self.plan, optimizer=self.optimizer, precision=self.run.precision,
+                device=device, resources=resources, threads=self.threads, seed=self.run.seed,
+                timeout_s=self.run.timeout_s,
+            ) as parallel:
+                return self._run(parallel)
+
+    def _say_what_runs(self, device: str) -> None:
+        plan = self.plan
+        self.console.print(
+            f"{len(plan.stages)} stages on {plan.num_ranks} ranks ({device}), "
+            f"{plan.num_microbatches} microbatches per step, {self.run.precision}; "
+            f"run folder {self.path}",
+            highlight=False,
+        )
+
+    def _run(self, parallel: MultimodalParallelModule) -> Result:
+        store = CheckpointStore(self.path, self.run.keep_checkpoints)
+        state: Any = None
+        if (checkpoint := store.latest()) is not None:
+            state = restore(parallel, checkpoint).trainer["data"]
+            self.console.print(f"going on from {checkpoint}", highlight=False)
+        metrics = MetricsLog(self.path / "metrics.jsonl", parallel.steps_taken)
+        report = RunReport(self.path, self.plan)
+        loop = _Loop(self, parallel, store, metrics, report)
+        with RunProgress(self.run.steps, parallel.steps_taken, self.console) as progress:
+            loop.run(state, progress)
+        files = report.write(metrics.rows)
+        for what, file in files.items():
+            self.console.print(f"{what:<14} {file}", highlight=False, soft_wrap=True)
+        steps = [row for row in metrics.rows if "loss" in row]
+        return Result(
+            metrics=steps[-1] if steps else {}, history=metrics.rows,
+            checkpoint=store.latest(), path=self.path, files=files,
+        )
+
+    def batches(
+        self, state: Any, steps: int, parallel: MultimodalParallelModule
+    ) -> Iterator[_Batch]:
+        """Training data from a position on."""
+        if isinstance(self.data, DataConfig):
+            with StepLoader(self.data, "train", start_state=state, steps=steps) as loader:
+                for step in loader:
+                    yield _Batch(
+                        step.microbatches, step.meta, step.state_after, len(step.skipped),
+                        step.owner,
+                    )
+            return
+        start = (state or {}).get("position", 0)
+        for position in range(start, start + steps):
+            parts, meta = parallel.prepare(self.data[position % len(self.data)])
+            yield _Batch(parts, meta, {"position": position + 1}, 0, None)
+
+    def evaluate(self, parallel: MultimodalParallelModule, shuffled: Sequence[str]) -> float:
+        """Held-out loss per label token, with some modalities' items in the wrong samples."""
+        total, tokens = 0.0, 0
+        pending: deque[PendingStep] = deque()
+
+        def read() -> None:
+            nonlocal total, tokens
+            output = pending.popleft().result()
+            total += output.loss * output.label_tokens
+            tokens += output.label_tokens
+
+        with StepLoader(
+            self.data, "heldout", steps=self.run.eval_steps, shuffled=shuffled
+        ) as loader:
+            for step in loader:
+                pending.append(
+                    parallel.submit((step.microbatches, step.meta), forward_only=True, keep=step)
+                )
+                if len(pending) >= self.run.steps_in_flight:
+                    read()
+        while pending:
+            read()
+        return total / max(tokens, 1)
+
+
+class _Loop:
+    """The steps of one fit: submit ahead, read results in order, evaluate, checkpoint."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        parallel: MultimodalParallelModule,
+        store: CheckpointStore,
+        metrics: MetricsLog,
+        report: RunReport,
+    ) -> None:
+        self._trainer = trainer
+        self._run = trainer.run
+        self._parallel = parallel
+        self._store = store
+        self._metrics = metrics
+        self._report = report
+        self._pending: deque[tuple[int, _Batch, PendingStep]] = deque()
+        self._last_read = time.perf_counter()
+
+    def run(self, state: Any, progress: RunProgress) -> None:
+        self._progress = progress
+        first, last = self._parallel.steps_taken, self._run.steps
+        if first == 0:
+            self._evaluate(0)
+        self._last_read = time.perf_counter()
+        for batch in self._trainer.batches(state, last - first, self._parallel):
+            pending = self._parallel.submit(
+                (batch.parts, batch.meta), update=True, keep=batch.owner
+            )
+            step = self._parallel.steps_taken
+            self._pending.append((step, batch, pending))
+            if self._stops_at(step):
+                self._drain(0)
+                if self._is_due(step, self._run.eval_every) or step == last:
+                    self._evaluate(step)
+                if step % self._run.checkpoint_every == 0 or step == last:
+                    self._store.save(self._parallel, {"data": batch.state_after})
+                self._last_read = time.perf_counter()
+            else:
+                self._drain(self._run.steps_in_flight - 1)
+        self._drain(0)
+
+    def _is_due(self, step: int, every: int | None) -> bool:
+        return every is not None and step % every == 0
+
+    def _stops_at(self, step: int) -> bool:
+        """Whether the pipeline must be empty after this step."""
+        return (
+            step == self._run.steps
+            or step % self._run.checkpoint_every == 0
+            or self._is_due(step, self._run.eval_every)
+        )
+
+    def _drain(self, leave: int) -> None:
+        while len(self._pending) > leave:
+            step, batch, pending = self._pending.popleft()
+            output = pending.result()
+            now = time.perf_counter()
+            row = self._row(step, batch, output, now - self._last_read)
+            self._last_read = now
+            self._metrics.add(row)
+            program = self._parallel.program([sorted(m.items) for m in batch.meta])
+            self._report.add(step, program, output.timeline)
+            self._progress.advance(output.loss)
+            if step % self._run.log_every == 0 or step == self._run.steps:
+                self._progress.line(step_line(row, self._run.steps))
+
+    def _row(self, step: int, batch: _Batch, output: StepOutput, seconds: float) -> dict[str, Any]:
+        timeline = output.timeline
+        span = timeline.makespan or 1.0
+        return {
+            "step": step,
+            "loss": output.loss,
+            "label_tokens": output.label_tokens,
+            "grad_norm": output.grad_norm,
+            "learning_rate": output.learning_rate,
+            "seconds": round(seconds, 4),
+            "tokens_per_s": round(sum(m.tokens for m in batch.meta) / seconds, 1),
+            "stage_busy": {
+                name: round(busy / span, 4) for name, busy in timeline.stage_busy().items()
+            },
+            "skipped": batch.skipped,
+        }
+
+    def _evaluate(self, step: int) -> None:
+        data = self._trainer.data
+        if self._run.eval_every is None or not isinstance(data, DataConfig) or not data.heldout:
+            return
+        row: dict[str, Any] = {
+            "step": step, "heldout_loss": self._trainer.evaluate(self._parallel, ())
+        }
+        for name in data.modalities if self._run.eval_shuffled else ():
+            wrong = self._trainer.evaluate(self._parallel, (name,))
+            row[f"heldout_loss_shuffled_{name}"] = wrong
+            row[f"heldout_gap_{name}"] = wrong - row["heldout_loss"]
+        self._metrics.add(row)
+        self._progress.line(heldout_line(row))
+
+
