@@ -1,0 +1,46 @@
+"""Colours: one hue per module, the same in every picture of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from matplotlib.colors import to_rgb
+
+RGB = tuple[float, float, float]
+
+# Okabe and Ito's colours, which stay apart for colour-blind readers, without yellow (too
+# light for text on it) and black; then three more for graphs with many modules.
+HUES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9",
+        "#7A5195", "#8C613C", "#7F9C1A")
+# What most models have keeps its colour also in pictures that show only some modules.
+USUAL = {"llm": HUES[0], "vision": HUES[2], "audio": HUES[1], "video": HUES[3]}
+WAIT = "#D4D4D4"
+COLLECTIVE = "#6B6B6B"
+TEXT = "#222222"
+FAINT = "#777777"
+
+
+def module_hues(modules: Iterable[str]) -> dict[str, RGB]:
+    """A base colour per module, which depends on the names and not on their order."""
+    names = sorted(set(modules))
+    hues = {name: USUAL[name] for name in names if name in USUAL}
+    free = [hue for hue in HUES if hue not in hues.values()] or list(HUES)
+    others = [name for name in names if name not in USUAL]
+    hues |= {name: free[i % len(free)] for i, name in enumerate(others)}
+    return {name: to_rgb(hues[name]) for name in names}
+
+
+def tint(colour: RGB, amount: float) -> RGB:
+    """The colour mixed with white: 0 leaves it, 1 makes it white."""
+    return tuple(c + (1.0 - c) * amount for c in colour)  # type: ignore[return-value]
+
+
+def shade(colour: RGB, amount: float) -> RGB:
+    """The colour mixed with black: 0 leaves it, 1 makes it black."""
+    return tuple(c * (1.0 - amount) for c in colour)  # type: ignore[return-value]
+
+
+def ink_on(colour: RGB) -> str:
+    """Black or white, whichever is easier to read on the colour."""
+    red, green, blue = colour
+    return TEXT if 0.299 * red + 0.587 * green + 0.114 * blue > 0.55 else "white"

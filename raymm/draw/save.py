@@ -1,0 +1,67 @@
+"""Writing a figure to a file, whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+SUFFIXES = (".png", ".svg")
+DPI = 130  # pixels per inch of a PNG: small text stays sharp
+
+
+def picture_path(path: str | os.PathLike[str]) -> Path:
+    """The path of a picture, checked before any work is done.
+
+    Raises:
+        ValueError: if the name ends neither in ``.png`` nor in ``.svg``.
+    """
+    target = Path(path)
+    if target.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"picture {str(target)!r}: the name must end in {' or '.join(SUFFIXES)}")
+    return target
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of so many inches that belongs to no pyplot state and no display."""
+    figure = Figure(figsize=(width, height), facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
+    """Write a figure under a temporary name and rename it, so no half picture is ever seen.
+
+    Missing folders are made. The same figure gives the same bytes of PNG.
+
+    Raises:
+        ValueError: if the name ends neither in ``.png`` nor in ``.svg``.
+        OSError: if the folder cannot be written; nothing is left behind.
+    """
+    target = picture_path(path)
+    kind = target.suffix.lower()[1:]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(
+        dir=target.parent, prefix=f".{target.name}.", suffix=f".tmp.{kind}"
+    )
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            metadata = {"Date": None} if kind == "svg" else None
+            figure.savefig(stream, format=kind, dpi=DPI, metadata=metadata)
+        os.chmod(temporary, 0o644)  # mkstemp makes it private; a picture is to be looked at
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return target
+
+
+def text_width(figure: Figure, text: str, size: float) -> float:
+    """Inches a text takes at a font size, its widest line if it has several."""
+    artist = figure.text(0, 0, text, fontsize=size)
+    box = artist.get_window_extent(figure.canvas.get_renderer())
+    artist.remove()
+    return box.width / figure.dpi
