@@ -122,7 +122,7 @@ MODEL_STEPS = (
     Step("models/whisper-tiny-en", (WHISPER,), f"{_HERE}.models:prepare_whisper"),
 )
 DATA_STEPS = {
-    "stamps": Step("data/stamps", (STAMPS, SOUNDS, TRANSCRIPTS), f"{_HERE}.stamps:prepare"),
+    "stamps": Step("data/stamps", (STAMPS, SOUNDS, TRANSCRIPTS), f"{_HERE}.stamps:prepare", 2),
     "easy-vqa": Step("data/easy-vqa", (EASY_VQA,), f"{_HERE}.easy_vqa:prepare"),
 }
 
