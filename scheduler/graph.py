@@ -41,7 +41,7 @@ class ModuleGraph:
     does not have (no false dependency between encoders: Cornstarch v1 §4.1).
 
     Raises:
-        ValueError: on duplicate or unknown names, a cycle, or more than one sink.
+        ValueError: on duplicate or unknown names, a duplicate edge, a cycle, or more than one sink.
     """
 
     nodes: tuple[ModuleNode, ...]
@@ -55,6 +55,8 @@ class ModuleGraph:
             for end in edge:
                 if end not in names:
                     raise ValueError(f"edge {edge} names module {end!r}; modules are {names}")
+        if len(set(self.edges)) != len(self.edges):
+            raise ValueError(f"edges must be unique, got {self.edges}")
         if len(self.topological) != len(names):
             raise ValueError(f"the module graph has a cycle: edges {self.edges}")
         sinks = [name for name in names if not self.consumers(name)]

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from raymm.scheduler.plan import Plan, Stage
 from raymm.scheduler.program import Instruction, Op, Program
 
-# How many microbatches a stage without backward may be ahead of its consumer. It keeps no
-# activations, only outputs that wait to be received; two hide the jitter between ranks.
+# How many microbatches a stage without backward is planned ahead of its consumer. It keeps
+# no activations, only outputs that wait to be received; two hide the jitter between ranks.
+# This orders the work of a rank; it does not hold back a rank that has nothing else to do.
 RUN_AHEAD = 2
 
 DEFAULT_FORWARD = 1.0
@@ -39,21 +40,25 @@ def lower_1f1b(
 ) -> Program:
     """Lower a plan to a 1F1B program for one step.
 
-    Each rank runs, whenever it is free, the oldest ready backward, else the ready forward
-    nearest to the loss, and never holds more microbatches of a stage than the stage's
-    depth. On a chain with one stage per rank this is textbook 1F1B.
+    Each rank runs, whenever it is free, the ready backward of the oldest microbatch, else
+    the ready forward of the oldest (of two stages the one nearest to the loss), and never
+    holds more microbatches of a stage than the stage's depth. On a chain with one stage
+    per rank and equal costs this is textbook 1F1B.
 
     Args:
         plan: the plan.
         present: per microbatch, the names of the modules it has input for besides the
-            sink (which always runs). A step may have fewer microbatches than the plan
-            (the last one of an evaluation).
+            sink (which always runs). Whatever takes their outputs runs as well. A step
+            may have fewer microbatches than the plan (the last one of an evaluation).
         costs: seconds per (stage, op), to order work of stages that share a rank or have
             very different speeds; 1 and 2 when not given.
         forward_only: for evaluation: no stage has a backward.
 
     Returns:
         The program, without collective epilogue.
+
+    Raises:
+        ValueError: if ``present`` names a module that the plan does not have.
     """
     cache: dict[frozenset[str], _Active] = {}
     active = []
@@ -83,7 +88,11 @@ def _active(plan: Plan, modules: frozenset[str], forward_only: bool) -> _Active:
         raise ValueError(
             f"a microbatch has input for {sorted(unknown)}; modules are {sorted(known)}"
         )
-    run = {s.name for s in plan.stages if s.module in modules or s.module == plan.graph.sink}
+    running = set(modules)
+    for module in plan.graph.topological:
+        if module == plan.graph.sink or running.intersection(plan.graph.producers(module)):
+            running.add(module)
+    run = {s.name for s in plan.stages if s.module in running}
     needs: set[str] = set()
     for stage in plan.topological_stages:
         if stage.name not in run or forward_only:
@@ -130,9 +139,8 @@ def _list_schedule(
         if choice is None:
             continue  # woken again when something it may wait for finishes
         state, microbatch, backward = choice
-        op = Op.BACKWARD if backward else Op.FORWARD
-        default = DEFAULT_BACKWARD if backward else DEFAULT_FORWARD
-        end = now + max(costs.get((state.name, op), default), 1e-9)
+        keeps = state.name in active[microbatch].needs_backward
+        end = now + max(_cost(costs, state.name, backward, keeps), 1e-9)
         state.finished[backward, microbatch] = end
         if backward:
             state.next_backward += 1
@@ -147,6 +155,19 @@ def _list_schedule(
         if left:  # cannot happen: every limit is at least one and the graph is acyclic
             raise AssertionError(f"1F1B left {left} task(s) of stage {state.name} unscheduled")
     return order
+
+
+def _cost(
+    costs: Mapping[tuple[str, Op], float], stage: str, backward: bool, keeps: bool
+) -> float:
+    """Seconds of a task. A stage that was measured under ``no_grad`` only (or only with
+    gradients) takes about as long the other way."""
+    if backward:
+        return costs.get((stage, Op.BACKWARD), DEFAULT_BACKWARD)
+    first, second = Op.FORWARD, Op.FORWARD_NO_GRAD
+    if not keeps:
+        first, second = second, first
+    return costs.get((stage, first), costs.get((stage, second), DEFAULT_FORWARD))
 
 
 def _choose(
@@ -164,12 +185,12 @@ def _choose(
         microbatch, _, state = min(ready_backward, key=lambda item: item[:2])
         return state, microbatch, True
     ready_forward = [
-        (s.depth, s.forwards[s.next_forward], s)
+        (s.forwards[s.next_forward], s.depth, s)
         for s in candidates
         if s.next_forward < len(s.forwards) and _forward_ready(s, states, active, now)
     ]
     if ready_forward:
-        _, microbatch, state = min(ready_forward, key=lambda item: item[:2])
+        microbatch, _, state = min(ready_forward, key=lambda item: item[:2])
         return state, microbatch, False
     return None
 

@@ -140,29 +140,18 @@ class Plan:
         """Inverse of :meth:`to_dict`.
 
         Raises:
-            PlanError: on a missing or unknown key, or a plan that cannot run.
+            PlanError: on a missing or unknown key, a value of another type, or a plan
+                that cannot run.
         """
         try:
             if data["format"] != PLAN_FORMAT:
                 raise PlanError(f"format is {data['format']!r}; accepted: {PLAN_FORMAT}")
-            graph = data["graph"]
-            known = {"format", "graph", "stages", "num_microbatches", "schedule"}
-            if unknown := set(data) - known:
-                raise PlanError(f"unknown keys {sorted(unknown)}; accepted: {sorted(known)}")
+            _only(data, "plan", ("format", "graph", "stages", "num_microbatches", "schedule"))
             return cls(
-                graph=ModuleGraph(
-                    nodes=tuple(
-                        ModuleNode(n["name"], tuple(n["trainable"]), n["projector"])
-                        for n in graph["nodes"]
-                    ),
-                    edges=tuple((src, dst) for src, dst in graph["edges"]),
-                ),
-                stages=tuple(
-                    Stage(s["module"], s["index"], (s["layers"][0], s["layers"][1]), s["rank"])
-                    for s in data["stages"]
-                ),
-                num_microbatches=data["num_microbatches"],
-                schedule=data["schedule"],
+                graph=_graph(data["graph"]),
+                stages=tuple(_stage(stage) for stage in data["stages"]),
+                num_microbatches=_typed(data, "num_microbatches", int),
+                schedule=_typed(data, "schedule", str),
             )
         except KeyError as error:
             raise PlanError(f"plan lacks the key {error}") from None
@@ -176,3 +165,48 @@ class Plan:
         except json.JSONDecodeError as error:
             raise PlanError(f"plan is not JSON: {error}") from None
         return cls.from_dict(data)
+
+
+def _graph(data: Mapping[str, Any]) -> ModuleGraph:
+    _only(data, "graph", ("nodes", "edges"))
+    nodes = tuple(_node(node) for node in data["nodes"])
+    edges = tuple(tuple(edge) for edge in data["edges"])
+    for edge in edges:
+        if [type(end) for end in edge] != [str, str]:
+            raise PlanError(f"edge is {list(edge)}; it must be [producer, consumer]")
+    try:
+        return ModuleGraph(nodes, edges)
+    except ValueError as error:
+        raise PlanError(f"graph: {error}") from None
+
+
+def _node(data: Mapping[str, Any]) -> ModuleNode:
+    _only(data, "node", ("name", "trainable", "projector"))
+    flags = tuple(data["trainable"])
+    if any(type(flag) is not bool for flag in flags):
+        raise PlanError(f"trainable is {list(flags)}; it must be a list of true and false")
+    return ModuleNode(_typed(data, "name", str), flags, _typed(data, "projector", bool))
+
+
+def _stage(data: Mapping[str, Any]) -> Stage:
+    _only(data, "stage", ("module", "index", "layers", "rank"))
+    layers = tuple(data["layers"])
+    if [type(layer) for layer in layers] != [int, int]:
+        raise PlanError(f"layers is {list(layers)}; it must be [first, one past the last]")
+    return Stage(
+        _typed(data, "module", str), _typed(data, "index", int), layers, _typed(data, "rank", int)
+    )
+
+
+def _only(data: Mapping[str, Any], where: str, known: tuple[str, ...]) -> None:
+    if unknown := set(data) - set(known):
+        raise PlanError(
+            f"{where}: unknown keys {sorted(map(str, unknown))}; accepted: {sorted(known)}"
+        )
+
+
+def _typed(data: Mapping[str, Any], key: str, kind: type) -> Any:
+    value = data[key]
+    if type(value) is not kind:  # not isinstance: True is no rank, though bool is an int
+        raise PlanError(f"{key} is {value!r}; it must be of type {kind.__name__}")
+    return value

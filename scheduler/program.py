@@ -83,10 +83,13 @@ class ProgramReport:
 def check_program(program: Program) -> ProgramReport:
     """Prove that a program runs to its end, before anything starts.
 
-    Sends never block; a receive blocks until the matching send was issued. Shown here:
-    every RECV has its SEND, with the same microbatch, in the same order on the same edge;
-    no message is left over; no set of ranks waits in a circle; a backward follows its own
-    forward and runs once; collective instructions come in the same order on every rank.
+    Sends never block; a receive blocks until the matching send was issued, a collective
+    until every rank is in it. Shown here: every RECV has its SEND, with the same
+    microbatch, in the same order on the same edge; no message is left over; no set of
+    ranks waits in a circle; a backward follows its own forward and runs once; outputs and
+    gradients are computed before they are sent and received before they are used;
+    collective instructions come in the same order on every rank. Whether a program lacks
+    both ends of a message that the model needs cannot be seen without the plan.
 
     Raises:
         ProgramError: naming rank and instruction.
@@ -103,12 +106,21 @@ def check_program(program: Program) -> ProgramReport:
     done: set[tuple[str, str, int]] = set()
     live: dict[str, int] = defaultdict(int)
     peak: dict[str, int] = defaultdict(int)
+    home: dict[str, int] = {}
+    met: set[tuple[str, int, str]] = set()
     progressed = True
     while progressed:
-        progressed = False
+        progressed = _meet(program, position)
         for rank, instructions in enumerate(program.ranks):
             while position[rank] < len(instructions):
                 instruction = instructions[position[rank]]
+                if instruction.op in EPILOGUE:
+                    break
+                if home.setdefault(instruction.stage, rank) != rank:
+                    raise ProgramError(
+                        f"rank {rank}: {instruction}, but stage {instruction.stage} is on "
+                        f"rank {home[instruction.stage]}"
+                    )
                 if instruction.op is Op.RECV:
                     if not queues[instruction.edge]:
                         break
@@ -117,7 +129,9 @@ def check_program(program: Program) -> ProgramReport:
                         raise ProgramError(
                             f"rank {rank}: {instruction} would get microbatch {sent} instead"
                         )
+                    _check_message(rank, instruction, done, met)
                 elif instruction.op is Op.SEND:
+                    _check_message(rank, instruction, done, met)
                     queues[instruction.edge].append(instruction.microbatch)
                 elif instruction.op in COMPUTE:
                     _check_compute(rank, instruction, done, live, peak)
@@ -137,6 +151,38 @@ def check_program(program: Program) -> ProgramReport:
     return ProgramReport(live_activations=dict(peak))
 
 
+def _meet(program: Program, position: list[int]) -> bool:
+    """Step over a collective once every rank has come to it."""
+    if not program.ranks or any(
+        at == len(rank) or rank[at].op not in EPILOGUE
+        for rank, at in zip(program.ranks, position, strict=True)
+    ):
+        return False
+    for rank in range(len(position)):
+        position[rank] += 1
+    return True
+
+
+def _check_message(
+    rank: int,
+    instruction: Instruction,
+    done: set[tuple[str, str, int]],
+    met: set[tuple[str, int, str]],
+) -> None:
+    """A stage's first message with a peer about a microbatch carries its output or input,
+    the second a gradient. ``met`` holds the first ones."""
+    op, stage, microbatch, peer = instruction
+    direction = "backward" if (stage, microbatch, peer) in met else "forward"
+    met.add((stage, microbatch, peer))
+    computed = (direction, stage, microbatch) in done
+    if op is Op.SEND and not computed:
+        raise ProgramError(f"rank {rank}: {instruction} before its {direction}")
+    if op is Op.RECV and computed:
+        raise ProgramError(f"rank {rank}: {instruction} after its {direction}")
+    if op is Op.RECV and direction == "backward" and ("forward", stage, microbatch) not in done:
+        raise ProgramError(f"rank {rank}: {instruction} before its forward")
+
+
 def _check_compute(
     rank: int,
     instruction: Instruction,
@@ -150,6 +196,7 @@ def _check_compute(
         raise ProgramError(f"rank {rank}: {instruction} runs twice")
     done.add(key)
     if instruction.op is Op.FORWARD:
+        done.add(("kept", instruction.stage, instruction.microbatch))
         live[instruction.stage] += 1
         peak[instruction.stage] = max(peak[instruction.stage], live[instruction.stage])
     elif instruction.op is Op.FORWARD_NO_GRAD:
@@ -158,5 +205,5 @@ def _check_compute(
         if ("forward", instruction.stage, instruction.microbatch) not in done:
             raise ProgramError(f"rank {rank}: {instruction} before its forward")
         live[instruction.stage] -= 1
-        if live[instruction.stage] < 0:
+        if ("kept", instruction.stage, instruction.microbatch) not in done:
             raise ProgramError(f"rank {rank}: {instruction}, but its forward kept nothing")

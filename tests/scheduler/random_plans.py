@@ -1,0 +1,97 @@
+"""Plans, what a step has input for, and costs: drawn at random, or named and simple."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from raymm.scheduler.graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan import Plan, Stage
+from raymm.scheduler.program import COMPUTE, Op
+
+Costs = dict[tuple[str, Op], int]
+
+
+def chain(ranks: int, microbatches: int, frozen: int = 0) -> Plan:
+    """One module with a stage per rank, the first ``frozen`` of them frozen."""
+    graph = ModuleGraph((ModuleNode("llm", tuple(i >= frozen for i in range(ranks))),), ())
+    stages = tuple(Stage("llm", i, (i, i + 1), i) for i in range(ranks))
+    return Plan(graph, stages, microbatches)
+
+
+def alignment(microbatches: int) -> Plan:
+    """Frozen vision (2 stages, projector in the second) and frozen audio with a projector
+    on the first vision rank, into a frozen LLM of 3 stages: the papers' standard job."""
+    graph = ModuleGraph(
+        (
+            ModuleNode("vision", (False, False, True), projector=True),
+            ModuleNode("audio", (False, True), projector=True),
+            ModuleNode("llm", (False,) * 3),
+        ),
+        (("vision", "llm"), ("audio", "llm")),
+    )
+    stages = (
+        Stage("vision", 0, (0, 1), 0),
+        Stage("vision", 1, (1, 3), 1),
+        Stage("audio", 0, (0, 2), 0),
+        *(Stage("llm", i, (i, i + 1), 2 + i) for i in range(3)),
+    )
+    return Plan(graph, stages, microbatches)
+
+
+def uniform(plan: Plan, forward: int, backward: int) -> Costs:
+    """The same costs for every stage, in whole seconds, so that sums are exact."""
+    weight = {op: backward if op is Op.BACKWARD else forward for op in COMPUTE}
+    return {(s.name, op): w for s in plan.stages for op, w in weight.items()}
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """0 to 3 encoder chains into an LLM, perhaps through a module that joins them, random
+    frozen layers, and any sharing of ranks, several stages on one included."""
+    encoders = [f"encoder{i}" for i in range(draw(st.integers(0, 3)))]
+    join = encoders and draw(st.booleans())
+    edges = []
+    for name in encoders:
+        target = draw(st.sampled_from(["join", "llm", "both"])) if join else "llm"
+        edges += [(name, "join")] if target != "llm" else []
+        edges += [(name, "llm")] if target != "join" else []
+    names = [*encoders, *(["join"] if join else []), "llm"]
+    edges += [("join", "llm")] if join else []
+    nodes, cuts = [], []
+    for name in names:
+        layers = draw(st.integers(1, 4))
+        nodes.append(ModuleNode(name, tuple(draw(st.booleans()) for _ in range(layers))))
+        inner = sorted(draw(st.sets(st.integers(1, layers - 1)))) if layers > 1 else []
+        bounds = [0, *inner, layers]
+        cuts += [(name, i, pair) for i, pair in
+                 enumerate(zip(bounds, bounds[1:], strict=False))]
+    num_ranks = draw(st.integers(1, len(cuts)))
+    more = [draw(st.integers(0, num_ranks - 1)) for _ in range(len(cuts) - num_ranks)]
+    ranks = draw(st.permutations([*range(num_ranks), *more]))
+    stages = tuple(
+        Stage(name, index, layers, rank)
+        for (name, index, layers), rank in zip(cuts, ranks, strict=True)
+    )
+    return Plan(ModuleGraph(tuple(nodes), tuple(edges)), stages, draw(st.integers(1, 7)))
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[Plan, list[set[str]]]:
+    """A plan and, per microbatch, the modules it has input for."""
+    plan = draw(plans())
+    sources = [n.name for n in plan.graph.nodes if not plan.graph.producers(n.name)]
+    present = [
+        draw(st.sets(st.sampled_from(sources))) for _ in range(plan.num_microbatches)
+    ]
+    return plan, present
+
+
+@st.composite
+def costs_of(draw: st.DrawFn, plan: Plan) -> Costs:
+    """Whole seconds per stage and op; forwards take the same time with and without grad."""
+    costs: Costs = {}
+    for stage in plan.stages:
+        forward = draw(st.integers(1, 20))
+        costs[stage.name, Op.FORWARD] = costs[stage.name, Op.FORWARD_NO_GRAD] = forward
+        costs[stage.name, Op.BACKWARD] = draw(st.integers(1, 40))
+    return costs

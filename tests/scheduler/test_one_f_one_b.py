@@ -1,0 +1,315 @@
+"""1F1B on a DAG against the textbook pattern, a closed form, and what each microbatch needs."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from random_plans import alignment, chain, costs_of, plans, steps, uniform
+
+from raymm.scheduler.graph import ModuleGraph, ModuleNode
+from raymm.scheduler.one_f_one_b import lower_1f1b
+from raymm.scheduler.plan import Plan, Stage
+from raymm.scheduler.program import COMPUTE, EPILOGUE, Instruction, Op, Program, check_program
+from raymm.scheduler.simulate import simulate
+
+F, N, B = Op.FORWARD, Op.FORWARD_NO_GRAD, Op.BACKWARD
+EXAMPLES = settings(max_examples=150, deadline=None)
+
+
+def compute(rank: tuple[Instruction, ...]) -> list[tuple[Op, int]]:
+    return [(i.op, i.microbatch) for i in rank if i.op in COMPUTE]
+
+
+def textbook(rank: int, ranks: int, microbatches: int) -> list[tuple[Op, int]]:
+    """PipeDream-flush: warm up, one forward and one backward, cool down."""
+    warm_up = min(ranks - rank - 1, microbatches)
+    tasks = [(F, m) for m in range(warm_up)]
+    for m in range(microbatches - warm_up):
+        tasks += [(F, warm_up + m), (B, m)]
+    return tasks + [(B, m) for m in range(microbatches - warm_up, microbatches)]
+
+
+@pytest.mark.parametrize("ranks", range(1, 7))
+@pytest.mark.parametrize("backward", [1, 2, 3])
+def test_a_chain_is_textbook_1f1b(ranks: int, backward: int) -> None:
+    for microbatches in range(1, 11):
+        plan = chain(ranks, microbatches)
+        costs = uniform(plan, 1, backward)
+        program = lower_1f1b(plan, [()] * microbatches, costs)
+        assert [compute(rank) for rank in program] == [
+            textbook(rank, ranks, microbatches) for rank in range(ranks)
+        ]
+        assert check_program(program).live_activations == {
+            f"llm.{rank}": min(ranks - rank, microbatches) for rank in range(ranks)
+        }
+
+
+def test_without_costs_a_chain_is_textbook_1f1b_too() -> None:
+    program = lower_1f1b(chain(4, 9), [()] * 9)
+    assert [compute(rank) for rank in program] == [textbook(rank, 4, 9) for rank in range(4)]
+
+
+@pytest.mark.parametrize(("forward", "backward"), [(1, 1), (1, 2), (3, 7), (5, 2)])
+def test_makespan_of_a_chain(forward: int, backward: int) -> None:
+    for ranks in range(1, 7):
+        for microbatches in range(1, 11):
+            plan = chain(ranks, microbatches)
+            costs = uniform(plan, forward, backward)
+            timeline = simulate(lower_1f1b(plan, [()] * microbatches), costs)
+            assert timeline.makespan == (microbatches + ranks - 1) * (forward + backward)
+
+
+def test_messages_spelled_out() -> None:
+    program = lower_1f1b(chain(2, 2), [(), ()])
+    assert str(program) == "\n".join([
+        "rank 0:",
+        "  forward llm.0 #0", "  send llm.0 -> llm.1 #0",
+        "  forward llm.0 #1", "  send llm.0 -> llm.1 #1",
+        "  recv llm.0 <- llm.1 #0", "  backward llm.0 #0",
+        "  recv llm.0 <- llm.1 #1", "  backward llm.0 #1",
+        "rank 1:",
+        "  recv llm.1 <- llm.0 #0", "  forward llm.1 #0",
+        "  backward llm.1 #0", "  send llm.1 -> llm.0 #0",
+        "  recv llm.1 <- llm.0 #1", "  forward llm.1 #1",
+        "  backward llm.1 #1", "  send llm.1 -> llm.0 #1",
+    ])
+
+
+@pytest.mark.parametrize("frozen", [1, 2, 4])
+def test_frozen_stages_in_front_have_no_backward_and_get_no_gradient(frozen: int) -> None:
+    program = lower_1f1b(chain(4, 6, frozen), [()] * 6)
+    for rank, instructions in enumerate(program):
+        if rank < frozen:
+            assert compute(instructions) == [(N, m) for m in range(6)]
+            assert not [i for i in instructions if i.op is Op.RECV and i.peer == f"llm.{rank + 1}"]
+        else:
+            assert compute(instructions) == textbook(rank - frozen, 4 - frozen, 6)
+    sent_back = {i.edge for rank in program for i in rank if i.op is Op.SEND
+                 and i.edge[0] > i.edge[1]}
+    assert sent_back == {(f"llm.{r + 1}", f"llm.{r}") for r in range(frozen, 3)}
+
+
+def test_alignment_step_with_missing_modalities() -> None:
+    """Image and speech, image alone, text alone, speech alone."""
+    present = [{"vision", "audio"}, {"vision"}, set(), {"audio"}]
+    program = lower_1f1b(alignment(4), present)
+    assert check_program(program).live_activations["vision.0"] == 0
+    ops = Counter((i.op, i.stage) for rank in program for i in rank if i.op in COMPUTE)
+    assert ops == {
+        (N, "vision.0"): 2, (F, "vision.1"): 2, (B, "vision.1"): 2,
+        (F, "audio.0"): 2, (B, "audio.0"): 2,
+        # Text alone: nothing trainable before the language model, so no backward there.
+        **{(op, f"llm.{i}"): n for i in range(3) for op, n in ((F, 3), (N, 1), (B, 3))},
+    }
+    text = [i for rank in program for i in rank if i.microbatch == 2]
+    assert {i.stage for i in text} == {"llm.0", "llm.1", "llm.2"}
+    assert {i.op for i in text} == {N, Op.SEND, Op.RECV}
+
+
+def reachable(plan: Plan, start: str) -> set[str]:
+    found = {start}
+    for _ in plan.stages:
+        found |= {dst for src, dst in plan.stage_edges if src in found}
+    return found
+
+
+def expected_work(plan: Plan, present: list[set[str]], forward_only: bool = False) -> tuple[
+    Counter[Instruction], Counter[Instruction]
+]:
+    """(compute, receives) of a step, microbatch by microbatch from their definitions."""
+    after = {stage.name: reachable(plan, stage.name) for stage in plan.stages}
+    work: Counter[Instruction] = Counter()
+    receives: Counter[Instruction] = Counter()
+    for m, modules in enumerate(present):
+        first = [s for s in plan.stages if s.module in modules or s.module == plan.graph.sink]
+        runs = {name for s in first if s.index == 0 for name in after[s.name]}
+        needs = {
+            name for s in plan.stages if s.name in runs and plan.trainable(s)
+            for name in after[s.name]
+        } if not forward_only else set()
+        for name in runs:
+            work[Instruction(F if name in needs else N, name, m)] += 1
+            if name in needs:
+                work[Instruction(B, name, m)] += 1
+        for src, dst in plan.stage_edges:
+            if plan.by_name[src].rank == plan.by_name[dst].rank or src not in runs:
+                continue
+            receives[Instruction(Op.RECV, dst, m, src)] += 1
+            if src in needs:
+                receives[Instruction(Op.RECV, src, m, dst)] += 1
+    return work, receives
+
+
+def check_step(plan: Plan, present: list[set[str]], program: Program, **kwargs) -> None:
+    report = check_program(program)
+    assert all(live <= plan.depth[stage] for stage, live in report.live_activations.items())
+    assert len(program.ranks) == plan.num_ranks
+    every = [i for rank in program for i in rank]
+    work, receives = expected_work(plan, present, **kwargs)
+    assert Counter(i for i in every if i.op in COMPUTE) == work
+    assert Counter(i for i in every if i.op is Op.RECV) == receives
+    for rank, instructions in enumerate(program):
+        assert all(plan.by_name[i.stage].rank == rank for i in instructions)
+    for op in (Op.SEND, Op.RECV):
+        for edge in {i.edge for i in every if i.op is op}:
+            order = [i.microbatch for i in every if i.op is op and i.edge == edge]
+            assert order == sorted(order)
+    check_neighbours(plan, program)
+
+
+def check_neighbours(plan: Plan, program: Program) -> None:
+    """A task has its receives directly before and its sends directly after it, and stages
+    of one rank, which need no message, still follow their data."""
+    for instructions in program:
+        at = {(i.op is B, i.stage, i.microbatch): n for n, i in enumerate(instructions)
+              if i.op in COMPUTE}
+        for src, dst in plan.stage_edges:
+            for backward, stage, m in list(at):
+                if stage != src or (backward, dst, m) not in at:
+                    continue
+                gap = at[backward, dst, m] - at[backward, src, m]
+                assert (gap < 0) if backward else (gap > 0)
+        last: Instruction | None = None
+        for i in instructions:
+            if last is not None and last.op is Op.RECV:
+                assert i.op is not Op.SEND
+                assert (i.stage, i.microbatch) == (last.stage, last.microbatch)
+            if i.op is Op.SEND:
+                assert last is not None and last.op is not Op.RECV
+                assert (i.stage, i.microbatch) == (last.stage, last.microbatch)
+            last = i
+
+
+@EXAMPLES
+@given(steps())
+def test_any_step_does_exactly_what_it_needs(step: tuple[Plan, list[set[str]]]) -> None:
+    plan, present = step
+    check_step(plan, present, lower_1f1b(plan, present))
+
+
+@EXAMPLES
+@given(st.data())
+def test_any_costs_give_a_program_that_runs(data: st.DataObject) -> None:
+    plan, present = data.draw(steps())
+    costs = data.draw(costs_of(plan))
+    program = lower_1f1b(plan, present, costs)
+    check_step(plan, present, program)
+    assert lower_1f1b(plan, present, costs) == program
+    # A stage measured with one kind of forward only is planned with that measurement.
+    used = {(i.stage, i.op) for rank in program for i in rank if i.op in COMPUTE}
+    assert lower_1f1b(plan, present, {key: costs[key] for key in used}) == program
+
+
+@EXAMPLES
+@given(steps())
+def test_forward_only(step: tuple[Plan, list[set[str]]]) -> None:
+    plan, present = step
+    program = lower_1f1b(plan, present, forward_only=True)
+    check_step(plan, present, program, forward_only=True)
+    assert {i.op for rank in program for i in rank} <= {N, Op.SEND, Op.RECV}
+
+
+@EXAMPLES
+@given(steps())
+def test_an_absent_encoder_has_no_instruction(step: tuple[Plan, list[set[str]]]) -> None:
+    plan, present = step
+    program = lower_1f1b(plan, present)
+    sources = {n.name for n in plan.graph.nodes if not plan.graph.producers(n.name)}
+    for rank in program:
+        for i in rank:
+            for stage in {i.stage, i.peer} - {""}:
+                module = plan.by_name[stage].module
+                if module in sources and module != plan.graph.sink:
+                    assert module in present[i.microbatch]
+
+
+@EXAMPLES
+@given(st.data())
+def test_no_lower_bound_is_undercut(data: st.DataObject) -> None:
+    plan, present = data.draw(steps())
+    costs = data.draw(costs_of(plan))
+    program = lower_1f1b(plan, present, costs)
+    timeline = simulate(program, costs)
+    for rank, instructions in enumerate(program):
+        work = sum(costs[i.stage, i.op] for i in instructions if i.op in COMPUTE)
+        assert timeline.busy(rank) == work <= timeline.makespan
+        assert 0 <= timeline.bubble(rank) <= 1
+        spans = sorted((s.start, s.end) for s in timeline.compute() if s.rank == rank)
+        assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
+    for m in range(len(present)):
+        mine = {(i.op, i.stage) for rank in program for i in rank if i.microbatch == m}
+        assert timeline.makespan >= round_trip(plan, costs, mine)
+
+
+def round_trip(plan: Plan, costs, mine: set[tuple[Op, str]]) -> int:
+    """The longest way of one microbatch to the loss and back, every path tried."""
+
+    def towards_loss(stage: str) -> int:
+        time = 0
+        for op in (F, N, B):
+            if (op, stage) in mine:
+                time += costs[stage, op]
+        after = [dst for src, dst in plan.stage_edges if src == stage]
+        return time + max((towards_loss(dst) for dst in after), default=0)
+
+    return max(towards_loss(stage) for _, stage in mine if stage)
+
+
+def test_on_a_shared_rank_the_oldest_microbatch_comes_first() -> None:
+    """Audio of later microbatches must not hold up vision of the first."""
+    graph = ModuleGraph(
+        (ModuleNode("vision", (True, True)), ModuleNode("audio", (True,)),
+         ModuleNode("llm", (True,))),
+        (("vision", "llm"), ("audio", "llm")),
+    )
+    stages = (Stage("vision", 0, (0, 1), 0), Stage("vision", 1, (1, 2), 1),
+              Stage("audio", 0, (0, 1), 0), Stage("llm", 0, (0, 1), 2))
+    program = lower_1f1b(Plan(graph, stages, 2), [("vision", "audio")] * 2)
+    assert [str(i) for i in program.ranks[0] if i.op is F] == [
+        "forward audio.0 #0", "forward vision.0 #0", "forward audio.0 #1", "forward vision.0 #1",
+    ]
+
+
+def test_what_takes_an_input_runs_although_it_has_none_of_its_own() -> None:
+    graph = ModuleGraph(
+        tuple(ModuleNode(n, (True,)) for n in ("vision", "audio", "join", "llm")),
+        (("vision", "join"), ("audio", "join"), ("join", "llm")),
+    )
+    plan = Plan(graph, tuple(Stage(n.name, 0, (0, 1), r) for r, n in enumerate(graph.nodes)), 2)
+    program = lower_1f1b(plan, [{"vision"}, set()])
+    check_step(plan, [{"vision"}, set()], program)
+    assert compute(program.ranks[2]) == [(F, 0), (B, 0)] and not program.ranks[1]
+
+
+def test_unknown_modality() -> None:
+    with pytest.raises(ValueError, match=r"has input for \['video'\]; modules are \['audio', "):
+        lower_1f1b(alignment(1), [{"video"}])
+
+
+def test_fewer_microbatches_than_the_plan() -> None:
+    program = lower_1f1b(chain(2, 8), [()] * 3)
+    assert [compute(rank) for rank in program] == [textbook(rank, 2, 3) for rank in range(2)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(plans())
+def test_the_epilogue_closes_every_rank(plan: Plan) -> None:
+    program = lower_1f1b(plan, [()] * plan.num_microbatches)
+    closed = program.with_epilogue(EPILOGUE)
+    check_program(closed)
+    for before, after in zip(program, closed, strict=True):
+        assert after == before + tuple(Instruction(op) for op in EPILOGUE)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_longer_latency_never_helps(data: st.DataObject) -> None:
+    plan, present = data.draw(steps())
+    assume(plan.num_ranks > 1)
+    costs = data.draw(costs_of(plan))
+    program = lower_1f1b(plan, present, costs)
+    makespans = [simulate(program, costs, latency).makespan for latency in (0, 1, 5)]
+    assert makespans == sorted(makespans)

@@ -1,0 +1,162 @@
+"""Plan: what it refuses, with which words, and that its JSON says all of it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+
+import pytest
+from hypothesis import given, settings
+from random_plans import alignment, chain, plans
+
+from raymm.scheduler.graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan import SCHEDULES, Plan, PlanError, Stage
+
+GRAPH = ModuleGraph(
+    (ModuleNode("vision", (True,) * 2), ModuleNode("llm", (True,) * 4)), (("vision", "llm"),)
+)
+VISION = Stage("vision", 0, (0, 2), 0)
+
+
+def llm(*cuts: tuple[int, int]) -> tuple[Stage, ...]:
+    return (VISION, *(Stage("llm", i, cut, 1 + i) for i, cut in enumerate(cuts)))
+
+
+@pytest.mark.parametrize(("stages", "message"), [
+    (llm((0, 2), (3, 4)), "stage llm.1: layers [3, 4) would leave a gap; it must start at 2"),
+    (llm((1, 4)), "stage llm.0: layers [1, 4) would leave a gap; it must start at 0"),
+    (llm((0, 3), (2, 4)), "stage llm.1: layers [2, 4) would overlap; it must start at 3"),
+    (llm((0, 2), (2, 2), (2, 4)), "stage llm.1: layers [2, 2) would be empty"),
+    (llm((0, 2), (2, 1)), "stage llm.1: layers [2, 1) would be empty"),
+    (llm((0, 3)), "stages of 'llm' cover layers [0, 3); the module has 4"),
+    (llm((0, 5)), "stages of 'llm' cover layers [0, 5); the module has 4"),
+    ((VISION,), "module 'llm' has no stage"),
+    ((), "module 'vision' has no stage"),
+    ((*llm((0, 4)), Stage("video", 0, (0, 1), 2)), "stage video.0: modules are ['llm', 'vision']"),
+    ((VISION, Stage("llm", 0, (0, 4), 2)), "ranks are [0, 2]; they must be 0..1 without gaps"),
+    ((VISION, Stage("llm", 0, (0, 4), -1)), "ranks are [-1, 0]"),
+    ((VISION, Stage("llm", 1, (0, 4), 1)), "stages of 'llm' must be numbered 0.. in order"),
+    ((VISION, Stage("llm", 1, (2, 4), 1), Stage("llm", 0, (0, 2), 2)), "must be numbered"),
+], ids=["gap", "gap at start", "overlap", "empty", "backwards", "short", "long", "no stage",
+        "no stages", "unknown module", "rank gap", "negative rank", "index", "order"])
+def test_stages_that_cannot_run(stages: tuple[Stage, ...], message: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(message)):
+        Plan(GRAPH, stages, 4)
+
+
+@pytest.mark.parametrize("number", [0, -3])
+def test_microbatches(number: int) -> None:
+    with pytest.raises(PlanError, match=f"num_microbatches is {number}; it must be at least 1"):
+        Plan(GRAPH, llm((0, 4)), number)
+
+
+def test_schedule() -> None:
+    with pytest.raises(PlanError, match=f"schedule is 'gpipe'; accepted: {', '.join(SCHEDULES)}"):
+        Plan(GRAPH, llm((0, 4)), 1, "gpipe")
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans())
+def test_json_round_trip(plan: Plan) -> None:
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert again.to_json() == plan.to_json()
+    assert Plan.from_dict(plan.to_dict()) == plan
+
+
+def changed(path: str, value: object) -> dict:
+    """The alignment plan's data with one value set, or removed if the value is ``...``."""
+    data = json.loads(alignment(2).to_json())
+    *parents, last = [int(key) if key.isdigit() else key for key in path.split(".")]
+    place = data
+    for key in parents:
+        place = place[key]
+    if value is ...:
+        del place[last]
+    else:
+        place[last] = value
+    return data
+
+
+@pytest.mark.parametrize(("path", "value", "message"), [
+    ("format", 2, "format is 2; accepted: 1"),
+    ("format", ..., "plan lacks the key 'format'"),
+    ("stages", ..., "plan lacks the key 'stages'"),
+    ("graph.edges", ..., "plan lacks the key 'edges'"),
+    ("graph.nodes.0.trainable", ..., "plan lacks the key 'trainable'"),
+    ("stages.1.rank", ..., "plan lacks the key 'rank'"),
+    ("microbatches", 3, "plan: unknown keys ['microbatches']; accepted: ['format', 'graph', "),
+    ("graph.sinks", 3, "graph: unknown keys ['sinks']; accepted: ['edges', 'nodes']"),
+    ("graph.nodes.0.frozen", True, "node: unknown keys ['frozen']"),
+    ("stages.0.gpu", 0, "stage: unknown keys ['gpu']"),
+    ("num_microbatches", 2.5, "num_microbatches is 2.5; it must be of type int"),
+    ("num_microbatches", True, "num_microbatches is True; it must be of type int"),
+    ("num_microbatches", "4", "num_microbatches is '4'; it must be of type int"),
+    ("num_microbatches", 0, "num_microbatches is 0; it must be at least 1"),
+    ("schedule", None, "schedule is None; it must be of type str"),
+    ("schedule", "zb", "schedule is 'zb'; accepted: 1f1b"),
+    ("stages.0.rank", 0.0, "rank is 0.0; it must be of type int"),
+    ("stages.0.index", "0", "index is '0'; it must be of type int"),
+    ("stages.0.module", 7, "module is 7; it must be of type str"),
+    ("stages.0.layers", [0], "layers is [0]; it must be [first, one past the last]"),
+    ("stages.0.layers", [0, 1.5], "layers is [0, 1.5]; it must be [first, one past the last]"),
+    ("stages.0.layers", 3, "plan has a value of the wrong kind"),
+    ("stages.0", "vision", "stage: unknown keys"),
+    ("stages", 5, "plan has a value of the wrong kind"),
+    ("graph.nodes.0.trainable", ["yes"], "trainable is ['yes']; it must be a list of true and"),
+    ("graph.nodes.0.projector", 1, "projector is 1; it must be of type bool"),
+    ("graph.edges.0", ["vision"], "edge is ['vision']; it must be [producer, consumer]"),
+    ("graph.edges.0", ["vision", "lm"], "graph: edge ('vision', 'lm') names module 'lm'"),
+    ("graph.edges.0", ["llm", "vision"], "graph: the module graph has a cycle"),
+])
+def test_edited_json(path: str, value: object, message: str) -> None:
+    data = changed(path, value)
+    if message.startswith("graph: the module graph has a cycle"):
+        data["graph"]["edges"].append(["vision", "llm"])
+    before = copy.deepcopy(data)
+    with pytest.raises(PlanError, match=re.escape(message)):
+        Plan.from_dict(data)
+    assert data == before
+
+
+@pytest.mark.parametrize("text", ["", "{", "format: 1"])
+def test_what_is_not_json(text: str) -> None:
+    with pytest.raises(PlanError, match="plan is not JSON"):
+        Plan.from_json(text)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", '"plan"'])
+def test_json_of_another_kind(text: str) -> None:
+    with pytest.raises(PlanError, match="plan has a value of the wrong kind"):
+        Plan.from_json(text)
+
+
+def test_edges_depth_and_ranks() -> None:
+    plan = alignment(2)
+    assert set(plan.stage_edges) == {
+        ("vision.0", "vision.1"), ("vision.1", "llm.0"), ("audio.0", "llm.0"),
+        ("llm.0", "llm.1"), ("llm.1", "llm.2"),
+    }
+    assert plan.depth == {
+        "vision.0": 5, "vision.1": 4, "audio.0": 4, "llm.0": 3, "llm.1": 2, "llm.2": 1,
+    }
+    assert plan.num_ranks == 5
+    assert [s.name for s in plan.rank_stages(0)] == ["vision.0", "audio.0"]
+    assert [plan.trainable(s) for s in plan.stages] == [False, True, True, False, False, False]
+    assert [s.name for s in chain(3, 1).topological_stages] == ["llm.0", "llm.1", "llm.2"]
+
+
+def longest_path(plan: Plan, stage: str) -> int:
+    """By trying every path."""
+    after = [dst for src, dst in plan.stage_edges if src == stage]
+    return 1 + max((longest_path(plan, dst) for dst in after), default=0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans())
+def test_depth_is_the_longest_path_to_the_loss(plan: Plan) -> None:
+    assert plan.depth == {s.name: longest_path(plan, s.name) for s in plan.stages}
+    order = [s.name for s in plan.topological_stages]
+    assert sorted(order) == sorted(s.name for s in plan.stages)
+    assert all(order.index(src) < order.index(dst) for src, dst in plan.stage_edges)

@@ -1,0 +1,226 @@
+"""check_program: every way to break a program is found, at every place it can be broken."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_plans import alignment, chain, steps
+
+from raymm.scheduler.one_f_one_b import lower_1f1b
+from raymm.scheduler.plan import Plan
+from raymm.scheduler.program import (
+    EPILOGUE,
+    Instruction,
+    Op,
+    Program,
+    ProgramError,
+    check_program,
+)
+
+F, N, B, S, R = Op.FORWARD, Op.FORWARD_NO_GRAD, Op.BACKWARD, Op.SEND, Op.RECV
+BOTH = frozenset({"vision", "audio"})
+MIXED = [BOTH, BOTH, frozenset(), BOTH]
+PROGRAMS = [
+    pytest.param(lower_1f1b(chain(4, 6), [()] * 6), id="chain"),
+    pytest.param(lower_1f1b(alignment(4), MIXED), id="alignment"),
+    pytest.param(lower_1f1b(chain(3, 4, frozen=1), [()] * 4).with_epilogue(EPILOGUE), id="frozen"),
+]
+
+
+def places(program: Program, *ops: Op) -> list[tuple[int, int]]:
+    return [(r, n) for r, rank in enumerate(program) for n, i in enumerate(rank) if i.op in ops]
+
+
+def edited(program: Program, rank: int, at: int, *instead: Instruction) -> Program:
+    """The program with the instruction at a place replaced."""
+    ranks = list(program.ranks)
+    ranks[rank] = (*ranks[rank][:at], *instead, *ranks[rank][at + 1 :])
+    return Program(tuple(ranks))
+
+
+def exchanged(program: Program, rank: int, one: int, two: int) -> Program:
+    """The program with two instructions of a rank in each other's place."""
+    a, b = program.ranks[rank][one], program.ranks[rank][two]
+    return edited(edited(program, rank, one, b), rank, two, a)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_unbroken_program_is_accepted(program: Program) -> None:
+    check_program(program)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("op", [S, R])
+def test_two_messages_of_an_edge_exchanged(program: Program, op: Op) -> None:
+    tried = 0
+    for rank, one in places(program, op):
+        for other, two in places(program, op):
+            same = program.ranks[rank][one].edge == program.ranks[other][two].edge
+            if rank == other and one < two and same:
+                tried += 1
+                with pytest.raises(ProgramError):
+                    check_program(exchanged(program, rank, one, two))
+    assert tried >= 10
+
+
+def test_the_message_names_both_microbatches() -> None:
+    # Both receives before both forwards, so that nothing but their order is wrong.
+    rank = (Instruction(R, "b", 1, "a"), Instruction(R, "b", 0, "a"), Instruction(N, "b", 0),
+            Instruction(N, "b", 1))
+    sender = tuple(
+        i for m in range(2) for i in (Instruction(N, "a", m), Instruction(S, "a", m, "b"))
+    )
+    with pytest.raises(ProgramError, match=r"rank 1: recv b <- a #1 would get microbatch 0"):
+        check_program(Program((sender, rank)))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("op", [S, R, B])
+def test_any_instruction_dropped(program: Program, op: Op) -> None:
+    assert places(program, op)
+    for rank, at in places(program, op):
+        with pytest.raises(ProgramError):
+            check_program(edited(program, rank, at))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_needed_forward_dropped(program: Program) -> None:
+    for rank, at in places(program, F):
+        with pytest.raises(ProgramError, match="before its forward"):
+            check_program(edited(program, rank, at))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("op", [F, N, B, S, R])
+def test_any_instruction_duplicated(program: Program, op: Op) -> None:
+    for rank, at in places(program, op):
+        instruction = program.ranks[rank][at]
+        with pytest.raises(ProgramError):
+            check_program(edited(program, rank, at, instruction, instruction))
+
+
+def test_the_messages_say_what_is_wrong() -> None:
+    program = lower_1f1b(chain(2, 2), [(), ()])  # spelled out in test_one_f_one_b
+
+    def message(broken: Program) -> str:
+        with pytest.raises(ProgramError) as caught:
+            check_program(broken)
+        return str(caught.value)
+
+    forward, backward = program.ranks[0][0], program.ranks[0][5]
+    assert message(edited(program, 0, 0, forward, forward)) == (
+        "rank 0: forward llm.0 #0 runs twice")
+    assert message(edited(program, 0, 5, backward, backward)) == (
+        "rank 0: backward llm.0 #0 runs twice")
+    assert message(edited(program, 0, 5)) == (
+        "stage llm.0: 1 forward(s) never get their backward")
+    assert message(edited(program, 0, 3)) == (
+        "deadlock: rank 0 waits forever in recv llm.0 <- llm.1 #1")
+    assert message(edited(program, 0, 6)) == "edge llm.1 -> llm.0: nobody receives [1]"
+    assert message(edited(program, 0, 0, Instruction(N, "llm.0", 0))) == (
+        "rank 0: backward llm.0 #0, but its forward kept nothing")
+    assert message(exchanged(program, 0, 0, 1)) == (
+        "rank 0: send llm.0 -> llm.1 #0 before its forward")
+    assert message(exchanged(program, 1, 2, 3)) == (
+        "rank 1: send llm.1 -> llm.0 #0 before its backward")
+    assert message(exchanged(program, 1, 0, 1)) == (
+        "rank 1: recv llm.1 <- llm.0 #0 after its forward")
+    assert message(exchanged(program, 0, 4, 5)) == (
+        "rank 0: recv llm.0 <- llm.1 #0 after its backward")
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_messages_and_compute_in_the_wrong_order(program: Program) -> None:
+    """A receive after the task that uses it, a send before the task that makes it."""
+    for rank, at in places(program, F, N, B):
+        instructions = program.ranks[rank]
+        key = (instructions[at].stage, instructions[at].microbatch)
+        for near in (at - 1, at + 1):
+            if not 0 <= near < len(instructions) or instructions[near].op not in (S, R):
+                continue
+            if (instructions[near].stage, instructions[near].microbatch) == key:
+                with pytest.raises(ProgramError):
+                    check_program(exchanged(program, rank, min(at, near), max(at, near)))
+
+
+def test_ranks_that_wait_for_each_other() -> None:
+    program = Program((
+        (Instruction(R, "a", 0, "b"), Instruction(N, "a", 0), Instruction(S, "a", 0, "c")),
+        (Instruction(R, "b", 0, "c"), Instruction(N, "b", 0), Instruction(S, "b", 0, "a")),
+        (Instruction(R, "c", 0, "a"), Instruction(N, "c", 0), Instruction(S, "c", 0, "b")),
+    ))
+    with pytest.raises(ProgramError, match="deadlock: rank 0 waits forever in recv a <- b #0"):
+        check_program(program)
+
+
+def test_a_rank_that_waits_for_itself() -> None:
+    program = Program((
+        (Instruction(N, "a", 0), Instruction(R, "b", 0, "a"), Instruction(S, "a", 0, "b")),
+    ))
+    with pytest.raises(ProgramError, match="deadlock: rank 0 waits forever"):
+        check_program(program)
+
+
+def test_the_backward_of_another_microbatch() -> None:
+    program = Program((
+        (Instruction(N, "a", 0), Instruction(F, "a", 1), Instruction(B, "a", 0)),
+    ))
+    with pytest.raises(ProgramError, match="rank 0: backward a #0, but its forward kept nothing"):
+        check_program(program)
+
+
+def test_a_stage_on_two_ranks() -> None:
+    program = Program(((Instruction(F, "a", 0),), (Instruction(B, "a", 0),)))
+    with pytest.raises(ProgramError, match="rank 1: backward a #0, but stage a is on rank 0"):
+        check_program(program)
+
+
+def collective(*ops: Op) -> tuple[Instruction, ...]:
+    return tuple(Instruction(op) for op in ops)
+
+
+@pytest.mark.parametrize("other", [
+    (Op.CLIP_GRADS, Op.REDUCE_TIED, Op.STEP), (Op.REDUCE_TIED, Op.STEP), (), (*EPILOGUE, Op.STEP),
+], ids=["order", "one less", "none", "one more"])
+def test_collectives_that_do_not_meet(other: tuple[Op, ...]) -> None:
+    program = Program((collective(*EPILOGUE), collective(*EPILOGUE), collective(*other)))
+    with pytest.raises(ProgramError, match="rank 2 runs collectives"):
+        check_program(program)
+
+
+def test_a_message_across_a_collective() -> None:
+    """Rank 1 waits for what rank 0 sends only after the collective that rank 1 is late for."""
+    late = Program((
+        (Instruction(N, "a", 0), *collective(Op.STEP), Instruction(S, "a", 0, "b")),
+        (Instruction(R, "b", 0, "a"), Instruction(N, "b", 0), *collective(Op.STEP)),
+    ))
+    with pytest.raises(ProgramError, match="deadlock: rank 0 waits forever in step"):
+        check_program(late)
+    good = Program((
+        (Instruction(N, "a", 0), Instruction(S, "a", 0, "b"), *collective(Op.STEP)),
+        (*collective(Op.STEP), Instruction(R, "b", 0, "a"), Instruction(N, "b", 0)),
+    ))
+    assert check_program(good).live_activations == {"a": 0, "b": 0}
+
+
+def test_empty_programs() -> None:
+    assert check_program(Program(())).live_activations == {}
+    assert check_program(Program(((), ()))).live_activations == {}
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_any_program_with_one_fault(data: st.DataObject) -> None:
+    plan, present = data.draw(steps())
+    assert isinstance(plan, Plan)
+    program = lower_1f1b(plan, present)
+    check_program(program)
+    droppable = places(program, S, R, B)
+    if droppable:
+        with pytest.raises(ProgramError):
+            check_program(edited(program, *data.draw(st.sampled_from(droppable))))
+    rank, at = data.draw(st.sampled_from(places(program, F, N)))
+    twice = program.ranks[rank][at]
+    with pytest.raises(ProgramError, match="runs twice"):
+        check_program(edited(program, rank, at, twice, twice))

@@ -1,0 +1,148 @@
+"""The simulator against longest paths over every dependency between instructions."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_plans import chain, costs_of, steps, uniform
+
+from raymm.scheduler.one_f_one_b import lower_1f1b
+from raymm.scheduler.program import COMPUTE, EPILOGUE, Instruction, Op, Program, ProgramError
+from raymm.scheduler.simulate import simulate
+from raymm.scheduler.timeline import Span
+
+
+def longest_paths(program: Program, costs, latency: int) -> list[Span]:
+    """Spans by relaxing "ends no sooner than" constraints until none is violated.
+
+    An instruction starts when the one before it on its rank has ended; a receive ends no
+    sooner than its edge's send of the same number, plus the latency.
+    """
+    sends, receives = defaultdict(list), defaultdict(list)
+    for r, rank in enumerate(program):
+        for n, i in enumerate(rank):
+            if i.op is Op.SEND:
+                sends[i.edge].append((r, n))
+            elif i.op is Op.RECV:
+                receives[i.edge].append((r, n))
+    sender = {
+        place: sends[edge][k] for edge, places in receives.items()
+        for k, place in enumerate(places)
+    }
+    end = {(r, n): 0 for r, rank in enumerate(program) for n in range(len(rank))}
+    for _ in range(len(end) + 1):
+        changed = False
+        for (r, n), value in end.items():
+            i = program.ranks[r][n]
+            least = end.get((r, n - 1), 0)
+            least += costs.get((i.stage, i.op), 0) if i.op in COMPUTE else 0
+            if i.op is Op.RECV:
+                least = max(least, end[sender[r, n]] + latency)
+            if value < least:
+                end[r, n] = least
+                changed = True
+        if not changed:
+            break
+    else:
+        raise AssertionError("the dependencies have a cycle")
+    spans = []
+    for (r, n), stop in end.items():
+        i = program.ranks[r][n]
+        start = end.get((r, n - 1), 0)
+        if i.op in COMPUTE or (i.op is Op.RECV and stop > start):
+            spans.append(Span(r, i.op, i.stage, i.microbatch, start, stop, i.peer))
+    return spans
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    """Any program that can run: written down in the order of one possible run."""
+    num_ranks = draw(st.integers(1, 4))
+    stages = [f"s{r}.{k}" for r in range(num_ranks) for k in range(2)]
+    ranks: list[list[Instruction]] = [[] for _ in range(num_ranks)]
+    under_way: dict[tuple[str, str], list[int]] = defaultdict(list)
+
+    def emit(op: Op, stage: str, microbatch: int, peer: str = "") -> None:
+        ranks[stages.index(stage) // 2].append(Instruction(op, stage, microbatch, peer))
+
+    def receive(edge: tuple[str, str]) -> None:
+        emit(Op.RECV, edge[1], under_way[edge].pop(0), edge[0])
+
+    for number in range(draw(st.integers(0, 40))):
+        what = draw(st.sampled_from(["compute", "send", "receive"]))
+        waiting = [edge for edge, queue in under_way.items() if queue]
+        stage = draw(st.sampled_from(stages))
+        if what == "compute":
+            emit(draw(st.sampled_from(sorted(COMPUTE))), stage, number)
+        elif what == "receive" and waiting:
+            receive(draw(st.sampled_from(waiting)))
+        elif what == "send":
+            peer = draw(st.sampled_from([s for s in stages if s != stage]))
+            emit(Op.SEND, stage, number, peer)
+            under_way[stage, peer].append(number)
+    for edge, queue in under_way.items():
+        while queue:
+            receive(edge)
+    return Program(tuple(map(tuple, ranks)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_random_programs(data: st.DataObject) -> None:
+    program = data.draw(programs())
+    keys = sorted({(i.stage, i.op) for rank in program for i in rank if i.op in COMPUTE})
+    costs = {key: data.draw(st.integers(0, 9)) for key in keys if data.draw(st.booleans())}
+    latency = data.draw(st.integers(0, 5))
+    timeline = simulate(program, costs, latency)
+    assert sorted(timeline.spans) == sorted(longest_paths(program, costs, latency))
+    assert timeline.num_ranks == len(program.ranks)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_random_plans(data: st.DataObject) -> None:
+    plan, present = data.draw(steps())
+    costs = data.draw(costs_of(plan))
+    latency = data.draw(st.integers(0, 5))
+    program = lower_1f1b(plan, present, costs)
+    timeline = simulate(program, costs, latency)
+    assert sorted(timeline.spans) == sorted(longest_paths(program, costs, latency))
+
+
+def test_waits_and_latency_spelled_out() -> None:
+    program = Program((
+        (Instruction(Op.FORWARD, "a", 0), Instruction(Op.SEND, "a", 0, "b"),
+         Instruction(Op.FORWARD, "a", 1), Instruction(Op.SEND, "a", 1, "b")),
+        (Instruction(Op.RECV, "b", 0, "a"), Instruction(Op.FORWARD, "b", 0),
+         Instruction(Op.RECV, "b", 1, "a"), Instruction(Op.FORWARD, "b", 1)),
+    ))
+    timeline = simulate(program, {("a", Op.FORWARD): 2, ("b", Op.FORWARD): 10}, latency=1)
+    assert set(timeline.spans) == {
+        Span(0, "forward", "a", 0, 0, 2), Span(0, "forward", "a", 1, 2, 4),
+        Span(1, "recv", "b", 0, 0, 3, "a"), Span(1, "forward", "b", 0, 3, 13),
+        Span(1, "forward", "b", 1, 13, 23),  # its message was there at 5: no wait
+    }
+
+
+def test_collectives_take_no_time() -> None:
+    plan = chain(3, 4)
+    program = lower_1f1b(plan, [()] * 4)
+    costs = uniform(plan, 1, 2)
+    assert simulate(program.with_epilogue(EPILOGUE), costs) == simulate(program, costs)
+
+
+def test_what_has_no_cost_takes_no_time() -> None:
+    timeline = simulate(lower_1f1b(chain(2, 2), [(), ()]), {("llm.1", Op.BACKWARD): 3})
+    assert timeline.makespan == 6 and timeline.busy(0) == 0
+
+
+def test_deadlock() -> None:
+    program = Program((
+        (Instruction(Op.RECV, "a", 0, "b"), Instruction(Op.SEND, "a", 0, "b")),
+        (Instruction(Op.RECV, "b", 0, "a"), Instruction(Op.SEND, "b", 0, "a")),
+    ))
+    with pytest.raises(ProgramError, match="deadlock: rank 0 waits in recv a <- b #0"):
+        simulate(program, {})
