@@ -1,0 +1,142 @@
+"""Who may import whom, read from the source of every file, and that what is public says
+what it is."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("raymm", "actors", "scheduler", "kernels")
+# raymm -> actors -> {scheduler, kernels}, never the other way and never between the last two.
+MAY_IMPORT = {
+    "raymm": {"raymm", "actors", "scheduler", "kernels"},
+    "actors": {"actors", "scheduler", "kernels"},
+    "scheduler": {"scheduler"},
+    "kernels": {"kernels"},
+}
+
+
+def sources(package: str) -> list[Path]:
+    files = sorted((ROOT / package).rglob("*.py"))
+    assert files, f"{package}/ has no Python file"
+    return files
+
+
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def module_name(path: Path) -> str:
+    parts = list(path.relative_to(ROOT).with_suffix("").parts)
+    if parts[-1] == "__init__":
+        parts.pop()
+    return ".".join(parts if parts[0] == "raymm" else ["raymm", *parts])
+
+
+def package_of(name: str) -> str:
+    """The package that a dotted module name lies in; ``raymm.data`` is in ``raymm``."""
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in PACKAGES else parts[0]
+
+
+def imported(path: Path) -> list[tuple[int, str]]:
+    """(line, dotted name) of every import in a file, inside functions too."""
+    names = []
+    here = module_name(path).split(".")
+    here = here if path.name == "__init__.py" else here[:-1]
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            names += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = here[: len(here) - node.level + 1]
+                base = ".".join([*above, base] if base else above)
+            # The name may be a module: ``from raymm import actors`` imports raymm.actors.
+            names += [(node.lineno, f"{base}.{alias.name}") for alias in node.names]
+    return names
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_point_one_way(package: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in sources(package)
+        for line, name in imported(path)
+        if name.split(".")[0] == "raymm" and package_of(name) not in MAY_IMPORT[package]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_siblings_are_imported_through_raymm(package: str) -> None:
+    """A top-level ``kernels`` may be the PyPI package of that name."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in sources(package)
+        for line, name in imported(path)
+        if name.split(".")[0] in {"actors", "scheduler", "kernels"}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_scheduler_names_neither_ray_nor_torch() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in sources("scheduler")
+        for line, name in imported(path)
+        if name.split(".")[0] in {"ray", "torch", "transformers"}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_kernels_name_no_ray() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in sources("kernels")
+        for line, name in imported(path)
+        if name.split(".")[0] == "ray"
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_importing_the_scheduler_loads_neither_ray_nor_torch() -> None:
+    """Also not through ``raymm/__init__.py`` or anything else on the way."""
+    names = [module_name(path) for path in sources("scheduler")]
+    code = (
+        f"import sys, importlib\nfor name in {names!r}: importlib.import_module(name)\n"
+        "print([m for m in ('ray', 'torch', 'transformers') if m in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert run.stdout.strip() == "[]", run.stdout + run.stderr
+
+
+def test_kernels_has_no_init() -> None:
+    """With one, the repository's root on sys.path would make it the package ``kernels``."""
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def undocumented(path: Path) -> list[str]:
+    """The file, if it does not say what its subject is, and its public classes and
+    functions without a docstring."""
+    where = path.relative_to(ROOT)
+    missing = [] if ast.get_docstring(tree(path)) else [f"{where}:1 the file"]
+    for node in tree(path).body:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        if not node.name.startswith("_") and not ast.get_docstring(node):
+            missing.append(f"{where}:{node.lineno} {node.name}")
+    return missing
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_is_public_has_a_docstring(package: str) -> None:
+    missing = [line for path in sources(package) for line in undocumented(path)]
+    assert not missing, "without a docstring:\n" + "\n".join(missing)
