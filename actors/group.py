@@ -124,7 +124,8 @@ class RankGroup:
             raise
 
     def _create(self, spec: RankSpec, index: int, resources: RankResources) -> Any:
-        threads = str(spec.threads)
+        # No runtime_env: a rank then takes one of Ray's prestarted workers. Its threads are set
+        # by the actor itself.
         remote = ray.remote(RankActor).options(
             num_cpus=resources.cpus,
             num_gpus=resources.gpus,
@@ -133,7 +134,6 @@ class RankGroup:
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 self._placement, placement_group_bundle_index=index
             ),
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}},
         )
         return remote.remote(spec)
 
@@ -239,7 +239,10 @@ class RankGroup:
                 except RayTaskError as other:
                     if not isinstance(other.cause, ChannelError):
                         cause, rank = other.cause or other, pending[ref]
-        self._fail(f"{self._name(rank)} failed: {type(cause).__name__}: {cause}", error)
+        reason = f"{type(cause).__name__}: {cause}"
+        if not isinstance(cause, ChannelError | ValueError):
+            reason += f"\n{error}"  # nobody expected it: show where it came from
+        self._fail(f"{self._name(rank)} failed: {reason}", error)
 
     def _fail(self, message: str, error: BaseException) -> None:
         self.shutdown()
@@ -259,6 +262,8 @@ class RankGroup:
 def _first_line(error: BaseException) -> str:
     """What a Ray error says, without its many lines of context."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if "creation task" in str(error):
+        return f"it could not start: {lines[-1]}"
     for line in lines:
         if "died because" in line or "cause" in line.lower() or "Worker" in line:
             return line

@@ -199,6 +199,15 @@ def _with_frozen(source: ModuleSource, frozen: bool) -> ModuleSource:
     return dataclasses.replace(source, frozen=frozen)
 
 
+def _embedding_width(source: ModuleSource) -> int | None:
+    """Width of the language model's input embeddings; None if it does not say. Not the
+    config's hidden size: some models (OPT-350m) project their embeddings up to it."""
+    skeleton = source.skeleton()
+    find = getattr(skeleton, "get_input_embeddings", None)
+    weight = getattr(find() if find else None, "weight", None)
+    return None if weight is None else weight.shape[1]
+
+
 def _check_projector(
     name: str, projector: nn.Module, in_features: int, out_features: int
 ) -> None:
@@ -246,7 +255,7 @@ class MultimodalModule(nn.Module):
         self.merge: MergePolicy = preprocess_callback or Prepend()
         self.encoder_names = tuple(encoders or {})
         llm_source = language_model.source(language_model=True)
-        width = llm_source.config and llm_source.config.get_text_config().hidden_size
+        width = _embedding_width(llm_source)
         for name, encoder in (encoders or {}).items():
             if name in _RESERVED or not name.isidentifier():
                 raise ModelError(
@@ -331,7 +340,7 @@ class MultimodalModule(nn.Module):
                 stage = EncoderStage(
                     self._light_encoder_spec(name), 0, 2, encoder.module, encoder.projector
                 )
-                received[name] = stage.run(encoder_inputs(microbatch[name]), {}, context)
+                received[name] = stage.run(microbatch[name], {}, context)
         stage = LanguageStage(
             LanguageSpec(LANGUAGE_MODEL, None, 1, self.merge), 0, 1, self.language_model.module
         )
@@ -389,11 +398,6 @@ def complete_microbatch(
         torch.ones_like(microbatch["input_ids"]) if mask is None else mask
     )
     return result
-
-
-def encoder_inputs(modality: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The encoder's keyword arguments of a modality part."""
-    return {name: value for name, value in modality.items() if name != "sample_index"}
 
 
 def text_inputs(microbatch: Mapping[str, Any]) -> dict[str, Any]:

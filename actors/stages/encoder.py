@@ -89,7 +89,7 @@ class EncoderStage(nn.Module):
         later stages get the previous stage's message."""
         hidden: torch.Tensor | None = None
         if self.first:
-            inputs = dict(inputs or {})
+            inputs = {k: v for k, v in (inputs or {}).items() if k != "sample_index"}
             if self.spec.preprocess is not None:
                 inputs = self.spec.preprocess(inputs)
             side = _side(inputs)

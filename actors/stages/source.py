@@ -285,7 +285,14 @@ class PretrainedSource(ModuleSource):
 
             def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
                 base.__init__(self, config, *args, **kwargs)
+                self.tie_weights()  # now, not after loading: ties decide who owns what
                 prune(self, part.info, part.lo, part.hi)
+                held = {name for name, _ in self.named_parameters(remove_duplicate=False)}
+                self.all_tied_weights_keys = {
+                    target: origin
+                    for target, origin in self.all_tied_weights_keys.items()
+                    if target in held and origin in held
+                }
 
             model_class = type(base.__name__, (base,), {"__init__": __init__})
             model_class.__module__ = base.__module__
