@@ -107,7 +107,9 @@ class LanguageStage(nn.Module):
             labels = side.pop("labels")
             hidden = message.tensors[0]
             self._inject(hidden)
-            ghost = torch.zeros((), device=hidden.device).expand(hidden.shape)
+            # As wide as the embeddings, which may be narrower than the hidden state (OPT-350m).
+            width = self.module.get_input_embeddings().weight.shape[1]
+            ghost = torch.zeros((), device=hidden.device).expand(*labels.shape, width)
             kwargs = {**side, "inputs_embeds": ghost}
         try:
             self._rows = label_mask(labels)

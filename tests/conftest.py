@@ -1,0 +1,56 @@
+"""One Ray cluster for the whole test session.
+
+Starting Ray costs seconds and importing torch and transformers in an actor costs CPU time,
+so tests share a cluster of logical CPUs and start as few actors as they can.
+"""
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+# Logical CPUs, whatever the machine has: enough for the largest test (6 ranks). Ray prestarts
+# a worker per CPU, so more would only cost time.
+CLUSTER_CPUS = 8
+
+
+@pytest.fixture(scope="session")
+def ray_cluster():
+    """A local cluster of :data:`CLUSTER_CPUS` logical CPUs with a temp folder of its own.
+
+    A smaller cluster that another session fixture left behind is replaced; that fixture's
+    own ``ray.shutdown()`` is then a repeated one, which does nothing.
+    """
+    import ray
+
+    if ray.is_initialized() and ray.cluster_resources().get("CPU", 0) < CLUSTER_CPUS:
+        ray.shutdown()
+    if ray.is_initialized():
+        yield ray
+        return
+    # Ranks unpickle modules and callbacks that tests define, so they need the folders that
+    # pytest put on this process's path.
+    here = str(Path(__file__).parent)
+    folders = [path for path in sys.path if path.startswith(here)]
+    inherited = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *([inherited] if inherited else [])])
+    # Short: Ray's socket paths below it must stay under 107 characters.
+    folder = tempfile.mkdtemp(prefix="raymm-", dir="/tmp")
+    ray.init(
+        address="local",
+        num_cpus=CLUSTER_CPUS,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=200 * 2**20,
+        _temp_dir=folder,
+    )
+    if inherited is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = inherited
+    yield ray
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,120 @@
+"""Runs a model on actors and the oracle side by side and compares everything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from parity_oracle import (
+    MergeRow,
+    Oracle,
+    gradient_errors,
+    label_tokens,
+    parameter_errors,
+    prepend,
+)
+
+from raymm.actors.optimizer import OptimizerConfig
+from raymm.model import MultimodalModule
+from raymm.parallel import MultimodalParallelModule, StepOutput
+
+# eps keeps elements whose gradient is nothing but rounding from moving at the full rate;
+# the norm makes clipping bite in every step.
+OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-5, weight_decay=0.1, max_grad_norm=0.1)
+LOSS_TOLERANCE = 1e-6
+
+Step = Sequence[Mapping[str, Any]]
+
+
+def oracle_of(model: MultimodalModule, merge: MergeRow = prepend) -> Oracle:
+    """An oracle with copies of the model's weights."""
+    model.materialize()
+    encoders = {name: (one.module, one.projector) for name, one in model.encoders.items()}
+    return Oracle(encoders, model.language_model.module, merge)
+
+
+def close(actual: float, expected: float, tolerance: float = LOSS_TOLERANCE) -> bool:
+    return abs(actual - expected) <= tolerance * abs(expected)
+
+
+def check_reference(model: MultimodalModule, oracle: Oracle, step: Step) -> None:
+    """``MultimodalModule.forward`` and its gradients equal the oracle's."""
+    model.zero_grad()
+    count = label_tokens(step)
+    loss = sum(model(**one, label_tokens=count) for one in step)
+    expected = oracle.loss(step)
+    assert close(loss.item(), expected.item())
+    assert loss.requires_grad == expected.requires_grad
+    if loss.requires_grad:
+        loss.backward()
+        oracle.zero_grad()
+        expected.backward()
+        mine = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+        assert gradient_errors(mine, oracle.gradients()) == []
+        model.zero_grad()
+
+
+def check_gradients(
+    parallel: MultimodalParallelModule, oracle: Oracle, *steps: Step
+) -> list[StepOutput]:
+    """Loss and every gradient, accumulated over ``steps``; evaluation gives the same loss and
+    leaves no gradient."""
+    parallel.optimizer.zero_grad()
+    oracle.zero_grad()
+    outputs = []
+    for step in steps:
+        expected = oracle.loss(step)
+        if expected.requires_grad:
+            expected.backward()
+        evaluated = parallel.evaluate(step)
+        assert close(evaluated.loss, expected.item())
+        if not outputs:
+            assert all(g is None for g in parallel.gradients().values())
+        outputs.append(parallel.execute(step))
+        assert close(outputs[-1].loss, expected.item())
+        assert outputs[-1].label_tokens == label_tokens(step)
+    assert gradient_errors(parallel.gradients(), oracle.gradients()) == []
+    return outputs
+
+
+def check_training(
+    parallel: MultimodalParallelModule,
+    oracle: Oracle,
+    updates: Sequence[Sequence[Step]],
+    config: OptimizerConfig = OPTIMIZER,
+) -> None:
+    """Loss, gradient norm and parameters over AdamW steps with clipping.
+
+    The model must have been started with ``config``. Every update is a list of steps whose
+    gradients add up; one of several steps goes through ``execute`` and ``optimizer.step``,
+    one of a single step through ``train_step``.
+    """
+    parallel.optimizer.zero_grad()
+    oracle.zero_grad()
+    trained = {n: p for n, p in oracle.named_parameters() if p.requires_grad}
+    before = {name: p.detach().clone() for name, p in trained.items()}
+    optimizer = torch.optim.AdamW(
+        trained.values(), lr=config.lr, betas=config.betas, eps=config.eps,
+        weight_decay=config.weight_decay,
+    )
+    for steps in updates:
+        losses = [oracle.loss(step) for step in steps]
+        sum(losses).backward()
+        expected = torch.nn.utils.clip_grad_norm_(trained.values(), config.max_grad_norm).item()
+        assert expected > config.max_grad_norm, "clipping is not exercised"
+        optimizer.step()
+        optimizer.zero_grad()
+        if len(steps) == 1:
+            output = parallel.train_step(steps[0])
+            outputs, norm = [output], output.grad_norm
+            assert output.learning_rate == config.lr
+        else:
+            outputs = [parallel.execute(step) for step in steps]
+            norm = parallel.optimizer.step()
+        for output, loss in zip(outputs, losses, strict=True):
+            assert close(output.loss, loss.item(), 1e-5)
+        assert close(norm, expected, 1e-5)
+        assert all(g is None for g in parallel.gradients().values())
+    after = {name: p.detach() for name, p in trained.items()}
+    assert parameter_errors(parallel.parameters(), after, before, config.lr) == []

@@ -1,0 +1,189 @@
+"""The oracle: one process, one sample at a time, nothing of raymm.
+
+A sample's items are encoded one by one, projected, put before its text (or where its
+placeholders are), and the language model runs on that one unpadded sequence. Slow, and
+obviously right: there is no padding, no batching, no split to get wrong.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+Row = dict[str, list[torch.Tensor]]  # modality -> features (tokens, H) of each of its items
+MergeRow = Callable[[Row, torch.Tensor, torch.Tensor, torch.Tensor], tuple]
+
+# Gradients relative to their own norm.
+GRADIENT_TOLERANCE = 1e-5
+# Softmax ignores a constant added to all keys, so the gradient of a key's bias is zero but
+# for rounding. Only these may differ by more, up to this share of the module's largest
+# gradient norm.
+ZERO_GRADIENT = re.compile(r"(k_proj|attention\.key)\.bias$")
+ROUNDING_FLOOR = 1e-7
+
+
+def prepend(features: Row, ids: torch.Tensor, embeds: torch.Tensor, labels: torch.Tensor):
+    """All items of a sample, encoder by encoder, then its text."""
+    items = [item for several in features.values() for item in several]
+    extra = labels.new_full((sum(len(item) for item in items),), -100)
+    return torch.cat([*items, embeds]), torch.cat([extra, labels])
+
+
+def replace(tokens: Mapping[str, int]) -> MergeRow:
+    """A sample's items where its placeholder tokens are."""
+
+    def merge(features: Row, ids: torch.Tensor, embeds: torch.Tensor, labels: torch.Tensor):
+        queues = {tokens[name]: list(torch.cat(items)) for name, items in features.items() if items}
+        rows = [
+            queues[int(token)].pop(0) if int(token) in tokens.values() else embeds[place]
+            for place, token in enumerate(ids)
+        ]
+        assert not any(queues.values()), "features are left over"
+        return torch.stack(rows), labels
+
+    return merge
+
+
+class Oracle(nn.Module):
+    """A copy of the parts of a model, named as raymm names its parameters.
+
+    Args:
+        encoders: name -> (encoder, projector or None).
+        language_model: a causal language model.
+        merge: how one sample's features enter its text.
+    """
+
+    def __init__(
+        self,
+        encoders: Mapping[str, tuple[nn.Module, nn.Module | None]],
+        language_model: nn.Module,
+        merge: MergeRow = prepend,
+    ) -> None:
+        super().__init__()
+        self.names = tuple(encoders)
+        self.merge = merge
+        for name, (module, projector) in encoders.items():
+            part = nn.Module()
+            part.module = copy.deepcopy(module)
+            part.projector = copy.deepcopy(projector)
+            self.add_module(f"{name}_encoder", part)
+        self.language_model = nn.Module()
+        self.language_model.module = copy.deepcopy(language_model)
+
+    def _encode(self, name: str, one: dict[str, torch.Tensor]) -> torch.Tensor:
+        part = getattr(self, f"{name}_encoder")
+        output = part.module(**one)
+        hidden = output if isinstance(output, torch.Tensor) else output.last_hidden_state
+        if hidden.dim() == 4:  # (1, C, h, w): one token per pixel of the feature map
+            hidden = hidden.permute(0, 2, 3, 1).reshape(1, -1, hidden.shape[1])
+        return hidden[0] if part.projector is None else part.projector(hidden[0])
+
+    def loss_sum(self, microbatch: Mapping[str, Any]) -> torch.Tensor:
+        """Sum of cross entropies over the label tokens of all samples."""
+        llm = self.language_model.module
+        total = torch.zeros(())
+        for row in range(microbatch["input_ids"].shape[0]):
+            real = microbatch["attention_mask"][row].bool()
+            ids = microbatch["input_ids"][row][real]
+            labels = microbatch["labels"][row][real].clone()
+            labels[0] = -100
+            features: Row = {}
+            for name in self.names:
+                part = microbatch.get(name, {"sample_index": torch.empty(0)})
+                features[name] = [
+                    self._encode(name, {k: v[i : i + 1] for k, v in part.items()
+                                        if k != "sample_index"})
+                    for i in range(len(part["sample_index"]))
+                    if int(part["sample_index"][i]) == row
+                ]
+            embeds = llm.get_input_embeddings()(ids)
+            embeds, labels = self.merge(features, ids, embeds, labels)
+            logits = llm(inputs_embeds=embeds[None], use_cache=False).logits[0]
+            total = total + F.cross_entropy(
+                logits[:-1], labels[1:], ignore_index=-100, reduction="sum"
+            )
+        return total
+
+    def loss(self, step: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+        """Loss of a step of microbatches: per label token of the whole step."""
+        return sum(self.loss_sum(one) for one in step) / label_tokens(step)
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        return {
+            name: None if p.grad is None else p.grad.clone()
+            for name, p in self.named_parameters() if p.requires_grad
+        }
+
+
+def label_tokens(step: Sequence[Mapping[str, Any]]) -> int:
+    """Label tokens of a step; a sample's first token is none."""
+    return sum(int((one["labels"][:, 1:] != -100).sum()) for one in step)
+
+
+def _module_of(name: str) -> str:
+    return ".".join(name.split(".")[:2])  # "vision_encoder.projector", "language_model.module"
+
+
+def gradient_errors(
+    actual: Mapping[str, torch.Tensor | None], expected: Mapping[str, torch.Tensor | None]
+) -> list[str]:
+    """What is wrong with ``actual``; empty if nothing is.
+
+    Every expected name must be there and no other; None matches only None; the difference
+    is measured against that gradient's own norm, so a zero gradient where one is due fails.
+    """
+    problems = [f"{name}: missing" for name in expected if name not in actual]
+    problems += [f"{name}: not expected" for name in actual if name not in expected]
+    largest: dict[str, float] = {}
+    for name, gradient in expected.items():
+        if gradient is not None:
+            norm = float(gradient.double().norm())
+            largest[_module_of(name)] = max(largest.get(_module_of(name), 0.0), norm)
+    for name in expected.keys() & actual.keys():
+        mine, due = actual[name], expected[name]
+        if (mine is None) != (due is None):
+            problems.append(f"{name}: is {'None' if mine is None else 'there'}, should not be")
+            continue
+        if due is None:
+            continue
+        if mine.shape != due.shape:
+            problems.append(f"{name}: shape {tuple(mine.shape)}, not {tuple(due.shape)}")
+            continue
+        error = float((mine.double() - due.double()).norm())
+        allowed = GRADIENT_TOLERANCE * float(due.double().norm())
+        if ZERO_GRADIENT.search(name):
+            allowed = max(allowed, ROUNDING_FLOOR * largest[_module_of(name)])
+        if not error <= allowed:
+            problems.append(f"{name}: error {error:.3e}, allowed {allowed:.3e}")
+    return sorted(problems)
+
+
+# Share of a parameter's own change over the steps that it may be off by. AdamW divides each
+# element by its own gradient's size, so elements with tiny gradients amplify rounding.
+PARAMETER_TOLERANCE = 1e-3
+
+
+def parameter_errors(
+    actual: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
+    before: Mapping[str, torch.Tensor],
+    learning_rate: float,
+) -> list[str]:
+    """What is wrong with parameters after some steps, relative to how far each has moved."""
+    problems = [f"{name}: missing" for name in expected if name not in actual]
+    problems += [f"{name}: not expected" for name in actual if name not in expected]
+    for name in expected.keys() & actual.keys():
+        moved = float((expected[name] - before[name]).double().norm())
+        error = float((actual[name] - expected[name]).double().norm())
+        allowed = PARAMETER_TOLERANCE * moved
+        if ZERO_GRADIENT.search(name):
+            allowed = max(allowed, 1e-2 * learning_rate * expected[name].numel() ** 0.5)
+        if not error <= allowed:
+            problems.append(f"{name}: error {error:.3e}, moved {moved:.3e}")
+    return sorted(problems)
