@@ -1,0 +1,142 @@
+"""End-to-end training speed: raymm on 2 ranks beside one process with all cores.
+
+    python -m benchmarks.train_throughput --json
+
+The alignment example's model and real batches (prepare them first: ``make prepare``). Both
+do the same maths on the same batches: forward, backward, clipping and AdamW in the example's
+precision, no cached features. Measured in turns in one run; key
+``raymm_over_single_process`` is the ratio of tokens per second (above 1: raymm is faster).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from benchmarks._common import console, emit, machine, parser
+from raymm.actors.optimizer import OptimizerConfig
+from raymm.build import build_model, build_plan
+from raymm.cluster import connected
+from raymm.config import TrainConfig, load_config
+from raymm.data import local_steps
+from raymm.data.collate import split_parts
+from raymm.parallel import MultimodalParallelModule
+
+CONFIG = "examples/alignment/stamps.yaml"
+
+
+class SingleProcess:
+    """The reference: the whole model in this process."""
+
+    def __init__(self, config: TrainConfig, optimizer: OptimizerConfig) -> None:
+        torch.set_num_threads(os.cpu_count() or 1)
+        self.model = build_model(config).materialize()
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.config = optimizer
+        self.optimizer, self.scheduler = optimizer.build(self.parameters)
+        bf16 = config.run.precision == "bf16"
+        self.precision = torch.autocast("cpu", torch.bfloat16) if bf16 else contextlib.nullcontext()
+
+    def run(self, steps: Sequence[Any]) -> list[float]:
+        """Train on the steps; their losses."""
+        losses = []
+        for step in steps:
+            label_tokens = sum(meta.label_tokens for meta in step.meta)
+            total = 0.0
+            for microbatch in step.microbatches:
+                with self.precision:
+                    loss = self.model(**microbatch, label_tokens=label_tokens)
+                if loss.requires_grad:
+                    loss.backward()
+                total += float(loss)
+            torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+            losses.append(total)
+        return losses
+
+
+class OnRay:
+    """The same on actors, with as many steps in flight as the trainer has."""
+
+    def __init__(self, config: TrainConfig, optimizer: OptimizerConfig) -> None:
+        model = build_model(config)
+        self.parallel = MultimodalParallelModule(
+            model, build_plan(config, model), optimizer=optimizer,
+            precision=config.run.precision, device="cpu",
+            resources=config.resources.for_device("cpu"), threads=config.resources.threads,
+        )
+        self.ahead = config.run.steps_in_flight
+
+    def run(self, steps: Sequence[Any]) -> list[float]:
+        """Train on the steps; their losses."""
+        losses, pending = [], []
+        for step in steps:
+            parts = [split_parts(microbatch) for microbatch in step.microbatches]
+            pending.append(self.parallel.submit((parts, step.meta), update=True))
+            if len(pending) >= self.ahead:
+                losses.append(pending.pop(0).result().loss)
+        self.outputs = [one.result() for one in pending]
+        return losses + [output.loss for output in self.outputs]
+
+
+def main() -> None:
+    """Measure and print."""
+    options = parser(__doc__.splitlines()[0])
+    options.add_argument("--config", default=CONFIG)
+    options.add_argument("--set", action="append", default=[], dest="overrides")
+    options.add_argument("--rounds", type=int, default=5, help="turns of each contender")
+    options.add_argument("--steps", type=int, default=4, help="steps per turn")
+    args = options.parse_args()
+    started = time.perf_counter()
+    config = load_config(args.config, args.overrides)
+    optimizer = config.optimizer.build(config.run.steps)
+    steps = list(local_steps(config.data, steps=args.steps * (args.rounds + 1)))
+    turns = [steps[i : i + args.steps] for i in range(0, len(steps), args.steps)]
+    with connected():
+        contenders = {
+            "raymm": OnRay(config, optimizer), "single_process": SingleProcess(config, optimizer)
+        }
+        rates: dict[str, list[float]] = {name: [] for name in contenders}
+        difference = 0.0
+        for number, turn in enumerate(turns):
+            losses = {}
+            order = list(contenders) if number % 2 else list(reversed(contenders))
+            for name in order:
+                start = time.perf_counter()
+                losses[name] = contenders[name].run(turn)
+                seconds = time.perf_counter() - start
+                tokens = sum(meta.tokens for step in turn for meta in step.meta)
+                if number:  # the first turn warms up
+                    rates[name].append(tokens / seconds)
+            pairs = zip(losses["raymm"], losses["single_process"], strict=True)
+            difference = max([difference, *(abs(a - b) / b for a, b in pairs)])
+        timeline = contenders["raymm"].outputs[-1].timeline
+        busy = [round(timeline.busy(r) / timeline.makespan, 3) for r in range(timeline.num_ranks)]
+        contenders["raymm"].parallel.shutdown()
+    median = {name: statistics.median(values) for name, values in rates.items()}
+    result = {
+        "benchmark": "train_throughput",
+        "raymm_over_single_process": round(median["raymm"] / median["single_process"], 3),
+        "text_tokens_per_s": {name: round(value, 1) for name, value in median.items()},
+        "all_tokens_per_s": {name: [round(v, 1) for v in values] for name, values in rates.items()},
+        "rank_busy": busy,
+        "max_relative_loss_difference": difference,
+        "steps_per_turn": args.steps,
+        "rounds": args.rounds,
+        "seconds": round(time.perf_counter() - started, 1),
+        "machine": machine(),
+    }
+    console().print(result)
+    emit(result, args.json)
+
+
+if __name__ == "__main__":
+    main()
