@@ -22,6 +22,7 @@ from raymm.actors.stages.language import (
     language_stage_parameters,
 )
 from raymm.actors.stages.probe import probe_encoder, probe_language_model
+from raymm.cluster import connect
 from raymm.data import MicrobatchMeta, describe
 from raymm.model import (
     LANGUAGE_MODEL,
@@ -88,6 +89,8 @@ class PendingStep:
 class MultimodalParallelModule:
     """A :class:`MultimodalModule` on Ray actors (made by ``MultimodalParallelSpec.apply``).
 
+    Joins the Ray cluster at hand, or starts one on this machine.
+
     A step loop::
 
         outputs = parallel.execute(batch)
@@ -126,6 +129,7 @@ class MultimodalParallelModule:
             raise ValueError(f"precision is {precision!r}; accepted: fp32, bf16")
         if device not in ("cpu", "cuda"):
             raise ValueError(f"device is {device!r}; accepted: cpu, cuda")
+        connect()
         self.plan = plan
         self.model = model
         self.optimizer_config = optimizer or OptimizerConfig()
