@@ -133,8 +133,10 @@ class LanguageStage(nn.Module):
                 features, {**inputs, "inputs_embeds": embeds, "labels": labels}
             )
         except MergeError as error:
-            ids = ", ".join(context.sample_ids) or "unknown"
-            raise MergeError(f"{error} (sample ids of this microbatch: {ids})") from None
+            ids = context.sample_ids
+            if error.row is not None:
+                ids = ids[error.row : error.row + 1]
+            raise MergeError(f"{error} (sample id: {', '.join(ids) or 'unknown'})") from None
         given, kept = int(label_mask(labels).sum()), int(label_mask(merged["labels"]).sum())
         if given != kept:
             raise MergeError(f"the merge policy turned {given} label tokens into {kept}")

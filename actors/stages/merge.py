@@ -24,7 +24,10 @@ MergePolicy = Callable[[dict[str, torch.Tensor], dict[str, Any]], dict[str, Any]
 
 
 class MergeError(ValueError):
-    """Encoder outputs that do not fit the text they are merged into."""
+    """Encoder outputs that do not fit the text they are merged into. ``row`` is the sample's
+    number in the microbatch, if it is one sample's fault."""
+
+    row: int | None = None
 
 
 @dataclass(frozen=True)
@@ -87,11 +90,13 @@ class ReplaceTokens:
                 given.index_add_(0, index, torch.full_like(index, features.shape[1]))
             if not torch.equal(wanted, given):
                 row = int((wanted != given).nonzero()[0])
-                raise MergeError(
+                error = MergeError(
                     f"sample {row} of the microbatch has {int(wanted[row])} placeholder tokens "
                     f"(id {token_id}) for encoder {name!r}, but its inputs give "
                     f"{int(given[row])} features; the two must be equal"
                 )
+                error.row = row
+                raise error
             labels = labels.masked_fill(places, IGNORE_INDEX)
             if name in encoder_outputs:
                 order = torch.argsort(index, stable=True)

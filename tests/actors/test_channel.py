@@ -1,0 +1,94 @@
+"""Channels between two processes over gloo."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from raymm.actors.channel import ChannelError, RecvChannel, SendChannel
+from raymm.actors.stages.message import Message
+
+TIMEOUT = timedelta(seconds=20)
+CPU = torch.device("cpu")
+
+
+def messages() -> list[tuple[str, Message]]:
+    """(key, message) pairs: side tensors whose bytes end at odd offsets, empty tensors, several
+    tensors, a layout that comes back after another one."""
+    g = torch.Generator().manual_seed(0)
+    plain = Message((torch.randn(3, 5, generator=g),), {})
+    side = Message(
+        (torch.randn(2, 4, generator=g), torch.randn(7, generator=g).bfloat16()),
+        {
+            "mask": torch.tensor([True, False, True]),  # 3 bytes: what follows is unaligned
+            "labels": torch.tensor([[5, -100, 7]]),
+            "scale": torch.tensor(2.5),
+            "bytes": torch.arange(5, dtype=torch.uint8),
+            "half": torch.randn(3, generator=g).bfloat16(),
+        },
+    )
+    empty = Message(
+        (torch.zeros(0, 8), torch.randn(2, generator=g)),
+        {"none": torch.zeros(0, dtype=torch.int64), "one": torch.tensor([9], dtype=torch.int32)},
+    )
+    nothing = Message((torch.zeros(0, 8),), {})
+    again = Message((torch.randn(3, 5, generator=g),), {})
+    transposed = Message((torch.randn(5, 3, generator=g).T,), {"mask": side.side["labels"].T})
+    return [
+        ("plain", plain), ("side", side), ("empty", empty), ("nothing", nothing),
+        ("plain", again), ("transposed", transposed), ("side", side), ("plain", plain),
+    ]
+
+
+def _join(rank: int, store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+
+
+def _exchange(rank: int, store: str) -> None:
+    _join(rank, store)
+    sent = messages()
+    if rank == 0:
+        channel = SendChannel(dist.group.WORLD, 1, CPU)
+        for key, message in sent:
+            channel.send(key, message)
+        channel.flush(TIMEOUT)
+        with pytest.raises(ChannelError, match="metadata 'plain' had the layout.*now has"):
+            channel.send("plain", Message((torch.zeros(3, 6),), {}))
+        with pytest.raises(ChannelError, match="metadata 'side'"):
+            channel.send("side", Message(sent[1][1].tensors, {}))
+    else:
+        channel = RecvChannel(dist.group.WORLD, 0, CPU, TIMEOUT)
+        channel.expect([key for key, _ in sent[:5]])
+        received = [channel.recv() for _ in sent[:5]]
+        channel.expect([key for key, _ in sent[5:]])  # the next step
+        received += [channel.recv() for _ in sent[5:]]
+        for (key, due), got in zip(sent, received, strict=True):
+            assert len(got.tensors) == len(due.tensors)
+            assert list(got.side) == list(due.side), key
+            pairs = [*zip(got.tensors, due.tensors, strict=True)]
+            pairs += [(got.side[name], due.side[name]) for name in due.side]
+            for mine, wanted in pairs:
+                assert mine.dtype == wanted.dtype and mine.shape == wanted.shape, key
+                assert torch.equal(mine, wanted), key
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _peer_leaves(rank: int, store: str) -> None:
+    _join(rank, store)
+    group = dist.new_group([0, 1])
+    dist.barrier()
+    if rank == 1:
+        channel = RecvChannel(group, 0, CPU, timedelta(seconds=10))
+        channel.expect(["never"])
+        with pytest.raises(ChannelError, match="no message from rank 0"):
+            channel.recv()
+
+
+@pytest.mark.parametrize("work", [_exchange, _peer_leaves])
+def test_two_processes(work, tmp_path):
+    """A failed assertion in either process fails the test."""
+    mp.spawn(work, args=(str(tmp_path / "store"),), nprocs=2)

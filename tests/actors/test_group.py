@@ -1,0 +1,131 @@
+"""Ranks as Ray actors: capacity, what the executed timeline holds, a killed rank."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+from raymm.actors.group import ClusterError, RankFailedError
+from raymm.model import ModalityModule, MultimodalModule
+from raymm.scheduler.program import Op
+from raymm.specs import MultimodalParallelSpec, ParallelSpec
+
+
+class Encoder(nn.Module):
+    """(n, 3) -> (n, 2, 4). Sleeps as many seconds as its input says."""
+
+    hidden_size = 4
+
+    def __init__(self, blocks: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(blocks))
+        self.stem = nn.Linear(3, 8)
+
+    def forward(self, x, sleep=None):
+        if sleep is not None:
+            time.sleep(float(sleep.max()))
+        hidden = self.stem(x).view(-1, 2, 4)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+def model_of(layers: int = 2) -> MultimodalModule:
+    torch.manual_seed(0)
+    llm = hf.LlamaForCausalLM(hf.LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=layers, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=16,
+    ))
+    vision = ModalityModule(Encoder(), "linear", example_inputs={"x": torch.zeros(1, 3)})
+    return MultimodalModule({"vision": vision}, ModalityModule(llm))
+
+
+def microbatch(rows: int, with_image: bool = True, sleep: int = 0) -> dict:
+    ids = torch.arange(rows * 5).view(rows, 5) % 16
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    if with_image:
+        batch["vision"] = {"x": torch.ones(rows, 3), "sleep": torch.full((rows,), sleep)}
+    return batch
+
+
+def alive_actors(ray) -> list[str]:
+    from ray._private.state import actors
+
+    return [key for key, info in actors().items() if info["State"] not in ("DEAD", 4)]
+
+
+def placement_groups(ray) -> list[str]:
+    table = ray.util.placement_group_table()
+    return [key for key, info in table.items() if info["state"] != "REMOVED"]
+
+
+def test_a_frozen_stage_has_no_backward_and_receives_no_gradient(ray_cluster):
+    """Asserted on what ran: spans of the executed timeline."""
+    model = model_of()
+    model.freeze(encoders=True, projectors=False, llm=True)
+    spec = MultimodalParallelSpec(
+        {"vision": ParallelSpec(pp=2, ranks=(0, 1))}, ParallelSpec(ranks=(0,)), 2
+    )
+    with spec.apply(model) as parallel:
+        timeline = parallel.execute([microbatch(2), microbatch(3, False), microbatch(1)]).timeline
+        seen = {}
+        for span in timeline.spans:
+            seen.setdefault(span.stage, set()).add((span.op, span.microbatch, span.peer))
+        # Frozen, and nothing trainable before it: forward only, no gradient comes.
+        assert seen["vision.0"] == {
+            (op, m, peer) for m in (0, 2)
+            for op, peer in [(Op.FORWARD_NO_GRAD, ""), (Op.SEND, "vision.1")]
+        }
+        # Frozen blocks with the trainable projector: backward, but nothing sent further back.
+        assert seen["vision.1"] == {
+            (op, m, peer) for m in (0, 2)
+            for op, peer in [
+                (Op.RECV, "vision.0"), (Op.FORWARD, ""), (Op.SEND, "llm.0"),
+                (Op.RECV, "llm.0"), (Op.BACKWARD, ""),
+            ]
+        }
+        # Frozen with something trainable before it: backward; none for the text-only one.
+        assert {(op, m) for op, m, _ in seen["llm.0"] if op in (
+            Op.FORWARD, Op.FORWARD_NO_GRAD, Op.BACKWARD)} == {
+            (Op.FORWARD, 0), (Op.BACKWARD, 0), (Op.FORWARD_NO_GRAD, 1),
+            (Op.FORWARD, 2), (Op.BACKWARD, 2),
+        }
+        text = parallel.execute([microbatch(2, False)]).timeline
+        assert {(s.stage, s.op) for s in text.spans} == {("llm.0", Op.FORWARD_NO_GRAD)}
+
+
+def test_more_ranks_than_the_cluster_has(ray_cluster):
+    cpus = int(ray_cluster.cluster_resources()["CPU"])
+    actors, groups = alive_actors(ray_cluster), placement_groups(ray_cluster)
+    model = model_of(layers=cpus)
+    spec = MultimodalParallelSpec({}, ParallelSpec(pp=cpus))
+    with pytest.raises(
+        ClusterError, match=rf"{cpus + 1} ranks of 1 CPU each.*the cluster has {cpus} CPU"
+    ):
+        spec.apply(model)
+    assert alive_actors(ray_cluster) == actors
+    assert placement_groups(ray_cluster) == groups
+
+
+@pytest.mark.timeout(120)  # the step would take ten minutes: the failure must end it
+def test_a_killed_rank_ends_the_step_and_is_named(ray_cluster):
+    """SIGKILL in the middle of a step; nothing is left behind."""
+    actors, groups = alive_actors(ray_cluster), placement_groups(ray_cluster)
+    spec = MultimodalParallelSpec({}, ParallelSpec(pp=2), 2)
+    parallel = spec.apply(model_of())
+    parallel.execute([microbatch(1), microbatch(2)])
+    victim = parallel.group.pids()[2]["pid"]
+    pending = parallel.submit(parallel.prepare([microbatch(1, sleep=600)]))
+    time.sleep(1)  # vision.0 sleeps now, the others wait for it
+    os.kill(victim, signal.SIGKILL)
+    with pytest.raises(RankFailedError, match=r"rank 2 \(stages llm\.1\) died"):
+        pending.result()
+    deadline = time.monotonic() + 30
+    while alive_actors(ray_cluster) != actors and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert alive_actors(ray_cluster) == actors
+    assert placement_groups(ray_cluster) == groups

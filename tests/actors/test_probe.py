@@ -1,0 +1,144 @@
+"""The probe: what can be cut, and what is refused by name."""
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+from raymm.actors.stages.probe import ProbeError, probe_encoder, probe_language_model
+from raymm.actors.stages.source import ConfigSource, LiveSource
+from raymm.model import ModalityModule, MultimodalModule
+from raymm.parallel import stage_builders
+from raymm.specs import MultimodalParallelSpec, ParallelSpec
+
+INPUTS = {"x": torch.linspace(-1, 1, 8).view(1, 2, 4)}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, hidden, memory=None):
+        hidden = self.layer(hidden)
+        if memory is None:
+            return hidden
+        memory.append(hidden)
+        return hidden + sum(memory[:-1])
+
+
+class Encoder(nn.Module):
+    hidden_size = 4
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x):
+        hidden = self.stem(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+class SharedMemoryEncoder(Encoder):
+    """Blocks see what earlier blocks left in a list: it would not cross a cut."""
+
+    def forward(self, x):
+        memory, hidden = [], self.stem(x)
+        for block in self.blocks:
+            hidden = block(hidden, memory)
+        return self.head(hidden)
+
+
+class SkipEncoder(Encoder):
+    """The stem's output is added at the end: later stages do not have it."""
+
+    def forward(self, x):
+        start = self.stem(x)
+        hidden = start
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden + start)
+
+
+class TupleBlock(Block):
+    def forward(self, hidden, state):
+        return self.layer(hidden), state + hidden
+
+
+class TupleStateEncoder(Encoder):
+    """Blocks hand on a second tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(TupleBlock() for _ in range(3))
+
+    def forward(self, x):
+        hidden = self.stem(x)
+        state = torch.zeros_like(hidden)
+        for block in self.blocks:
+            hidden, state = block(hidden, state)
+        return self.head(hidden + state)
+
+
+class LoopingEncoder(Encoder):
+    """Runs its blocks twice."""
+
+    def forward(self, x):
+        return super().forward(super().forward(x))
+
+
+def test_a_plain_encoder_can_be_cut():
+    info = probe_encoder(LiveSource.of(Encoder()), INPUTS)
+    assert info.blocks == "blocks" and info.tuple_length == 0
+    assert info.first == {"stem.weight", "stem.bias"}
+    assert info.middle == frozenset()
+    assert info.last == {"head.weight", "head.bias"}
+
+
+@pytest.mark.parametrize(
+    "encoder", [SharedMemoryEncoder, SkipEncoder, TupleStateEncoder, LoopingEncoder]
+)
+def test_state_that_would_not_cross_a_cut_is_refused_by_name(encoder):
+    with pytest.raises(ProbeError, match=encoder.__name__):
+        probe_encoder(LiveSource.of(encoder()), INPUTS)
+
+
+def test_a_module_without_blocks_is_refused_by_name():
+    with pytest.raises(ProbeError, match="Linear has no list of blocks"):
+        probe_encoder(LiveSource.of(nn.Linear(4, 4)), {"input": INPUTS["x"]})
+    with pytest.raises(ProbeError, match="Encoder has (a single block|no list of blocks)"):
+        probe_encoder(LiveSource.of(Encoder(blocks=1)), INPUTS)
+
+
+def test_the_refusal_comes_before_anything_starts():
+    """No Ray here: stages are worked out first."""
+    llm = hf.LlamaForCausalLM(hf.LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=16,
+    ))
+    vision = ModalityModule(SharedMemoryEncoder(), "linear", example_inputs=INPUTS)
+    model = MultimodalModule({"vision": vision}, llm)
+    cut = MultimodalParallelSpec({"vision": ParallelSpec(pp=2)}).plan(model)
+    with pytest.raises(ProbeError, match="SharedMemoryEncoder"):
+        stage_builders(model, cut)
+    whole = MultimodalParallelSpec({}).plan(model)  # in one stage it runs
+    assert set(stage_builders(model, whole)[0]) == {"vision.0", "llm.0"}
+
+
+def test_inputs_that_cannot_be_guessed_are_asked_for():
+    with pytest.raises(ProbeError, match="example_inputs"):
+        probe_encoder(LiveSource.of(Encoder()))
+
+
+def test_outer_parameters_of_a_language_model_go_where_they_are_used():
+    config = hf.GPT2Config(n_embd=8, n_layer=4, n_head=2, vocab_size=32, n_positions=16)
+    info = probe_language_model(ConfigSource(hf.GPT2LMHeadModel, config))
+    assert info.blocks == "transformer.h"
+    assert info.first == {"transformer.wte.weight", "transformer.wpe.weight"}
+    assert info.middle == frozenset()
+    norm = {"transformer.ln_f.weight", "transformer.ln_f.bias"}
+    assert info.last == norm | {"transformer.wte.weight"}  # tied to the head
