@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -49,20 +50,28 @@ class RankResources:
         return {name: amount for name, amount in bundle.items() if amount > 0}
 
 
-def check_capacity(num_ranks: int, resources: RankResources) -> None:
+def check_capacity(num_ranks: int, resources: RankResources, worker_cpus: float = 0.0) -> None:
     """Compare a plan's needs with the connected cluster.
 
+    Args:
+        num_ranks: of the plan.
+        resources: what each rank reserves.
+        worker_cpus: CPUs that data workers reserve beside the ranks, all together.
+
     Raises:
-        ClusterError: if the cluster, even when idle, cannot hold the ranks.
+        ClusterError: if the cluster, even when idle, cannot hold the ranks and data workers.
     """
     has = ray.cluster_resources()
     for name, amount in resources.bundle().items():
         needed = amount * num_ranks
-        if needed > has.get(name, 0.0) + 1e-9:
+        workers = worker_cpus if name == "CPU" else 0.0
+        if needed + workers > has.get(name, 0.0) + 1e-9:
+            beside = f", and data workers {workers:g} {name} beside them" if workers else ""
             raise ClusterError(
                 f"the plan has {num_ranks} ranks of {amount:g} {name} each, {needed:g} {name} in "
-                f"all; the cluster has {has.get(name, 0.0):g} {name}. Use fewer ranks (pp), "
-                "set resources_per_rank lower, or connect to a larger cluster"
+                f"all{beside}; the cluster has {has.get(name, 0.0):g} {name}. Use fewer ranks "
+                "(parallel.*.pp, parallel.*.ranks), reserve less for each (resources), or connect "
+                "to a larger cluster"
             )
 
 
@@ -224,25 +233,42 @@ class RankGroup:
                 self._fail(f"{self._name(rank)} died: {_first_line(error)}", error)
             except RayTaskError as error:
                 self._raised(rank, error, pending)
+            except RayError as error:  # its input was lost with the data worker that held it
+                self._fail(f"{self._name(rank)} failed: {_first_line(error)}", error)
         return [results[rank] for rank in ranks]
 
     def _raised(self, rank: int, error: RayTaskError, pending: dict[ray.ObjectRef, int]) -> None:
+        if isinstance(error.cause, ChannelError):
+            rank, error = self._first_failure(rank, error, pending)
         cause = error.cause if error.cause is not None else error
-        if isinstance(cause, ChannelError):
-            done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=DEATH_GRACE_S) \
-                if pending else ([], [])
-            for ref in done:
-                try:
-                    ray.get(ref)
-                except RayActorError as death:
-                    self._fail(f"{self._name(pending[ref])} died: {_first_line(death)}", death)
-                except RayTaskError as other:
-                    if not isinstance(other.cause, ChannelError):
-                        cause, rank = other.cause or other, pending[ref]
         reason = f"{type(cause).__name__}: {cause}"
         if not isinstance(cause, ChannelError | ValueError):
             reason += f"\n{error}"  # nobody expected it: show where it came from
         self._fail(f"{self._name(rank)} failed: {reason}", error)
+
+    def _first_failure(
+        self, rank: int, error: RayTaskError, pending: dict[ray.ObjectRef, int]
+    ) -> tuple[int, RayTaskError]:
+        """Who broke the connection that ``rank`` reports, if it was not ``rank`` itself.
+
+        A rank that has answered already is asked once more: it may have died since.
+        """
+        asked = dict(pending)
+        for other in set(range(len(self._actors))) - {rank, *pending.values()}:
+            asked[self._actors[other].describe.remote()] = other
+        deadline = time.monotonic() + DEATH_GRACE_S
+        while asked and (left := deadline - time.monotonic()) > 0:
+            ready, _ = ray.wait(list(asked), num_returns=1, timeout=left)
+            for ref in ready:
+                other = asked.pop(ref)
+                try:
+                    ray.get(ref)
+                except RayActorError as death:
+                    self._fail(f"{self._name(other)} died: {_first_line(death)}", death)
+                except RayTaskError as raised:
+                    if not isinstance(raised.cause, ChannelError):
+                        return other, raised
+        return rank, error
 
     def _fail(self, message: str, error: BaseException) -> None:
         self.shutdown()

@@ -6,7 +6,8 @@ import os
 import platform
 import socket
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -15,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raymm.actors.channel import RecvChannel, SendChannel
+from raymm.actors.channel import ChannelError, RecvChannel, SendChannel
 from raymm.actors.executor import CompiledProgram, Executor, StepMeta, StepResult
 from raymm.actors.optimizer import OptimizerConfig, RankOptimizer, SharedParameter
-from raymm.actors.shards import read_tensors, write_shard
+from raymm.actors.shards import copy_tensors, read_tensors, write_shard
 from raymm.scheduler.program import Instruction, Op
 
 # Programs a rank keeps: one per combination of modalities seen in a step's microbatches.
@@ -150,10 +151,12 @@ class RankActor:
         }
 
     def _reduce_tied(self, result: StepResult) -> None:
-        self._optimizer.reduce_tied()
+        with _reporting_connections("summing gradients of shared parameters"):
+            self._optimizer.reduce_tied()
 
     def _clip(self, result: StepResult) -> None:
-        result.grad_norm = self._optimizer.clip()
+        with _reporting_connections("the gradient norm over all ranks"):
+            result.grad_norm = self._optimizer.clip()
 
     def _step(self, result: StepResult) -> None:
         result.learning_rate = self._optimizer.step()
@@ -255,9 +258,7 @@ class RankActor:
         the checkpoint lacks."""
         own = self._named_tensors(frozenset())
         stored = read_tensors(Path(folder), index, list(own))
-        with torch.no_grad():
-            for name, tensor in stored.items():
-                own[name].copy_(tensor)
+        copy_tensors(stored, own)
         prefixes = {f"{s}/{n}/": f"{_owner(s)}/{n}/" for s, n in self._optimizer.parameters}
         state = {}
         for local, saved in prefixes.items():
@@ -269,6 +270,16 @@ class RankActor:
             f"{_owner(s)}/{n}" for s, n in self._optimizer.parameters
             if f"{_owner(s)}/{n}" not in stored
         ]
+
+
+@contextmanager
+def _reporting_connections(what: str) -> Iterator[None]:
+    """Collectives raise a bare RuntimeError when another rank is gone; the driver looks for
+    that rank when it gets a ChannelError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ChannelError(f"{what}: {error}") from error
 
 
 def _owner(stage: str) -> str:

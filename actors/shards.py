@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -43,6 +44,23 @@ def read_tensors(folder: Path, index: dict[str, str], names: list[str]) -> dict[
             with safe_open(folder / file, framework="pt") as handle:
                 for name in wanted:
                     tensors[name] = handle.get_tensor(name)
-        except (OSError, Exception) as error:  # safetensors raises its own error type
-            raise ShardError(f"cannot read {folder / file}: {error}") from error
+        except Exception as error:  # OSError, or safetensors' own error type
+            raise ShardError(f"cannot read {folder / file}: {error}") from None
     return tensors
+
+
+def copy_tensors(stored: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:
+    """Copy stored tensors into those of the same name in place.
+
+    Raises:
+        ShardError: if shapes differ.
+    """
+    for name, tensor in stored.items():
+        if own[name].shape != tensor.shape:
+            raise ShardError(
+                f"{name} is {tuple(tensor.shape)} in the checkpoint, but "
+                f"{tuple(own[name].shape)} in the model"
+            )
+    with torch.no_grad():
+        for name, tensor in stored.items():
+            own[name].copy_(tensor)

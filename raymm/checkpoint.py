@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from raymm.actors.shards import read_tensors
+from raymm.actors.group import RankFailedError
+from raymm.actors.shards import ShardError, copy_tensors, read_tensors
 from raymm.actors.stages.source import LiveSource
 from raymm.model import LANGUAGE_MODEL, MultimodalModule
 from raymm.parallel import MultimodalParallelModule
@@ -124,11 +125,11 @@ def read_manifest(folder: Path) -> Manifest:
             raise CheckpointError(f"{path}: format is not {CHECKPOINT_FORMAT}")
         manifest = Manifest(**data)
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from None
+        raise _damaged(folder, f"{path} is damaged: {error}") from None
     for name, size in manifest.sizes.items():
         file = folder / name
         if "/" in name or not file.is_file() or file.stat().st_size != size:
-            raise CheckpointError(f"{file} is missing or not {size} bytes long")
+            raise _damaged(folder, f"{file} is missing or not {size} bytes long")
     return manifest
 
 
@@ -136,15 +137,18 @@ def restore(parallel: MultimodalParallelModule, folder: Path) -> Manifest:
     """Load a checkpoint into running ranks.
 
     Raises:
-        CheckpointError: if it is damaged or lacks trainable parameters of the model.
+        CheckpointError: if it is damaged, lacks trainable parameters of the model, or has them
+            in other shapes.
     """
     manifest = read_manifest(folder)
-    missing = parallel.group.call("load", str(folder), manifest.index, manifest.step)
-    if lacking := sorted({name for part in missing for name in part}):
-        raise CheckpointError(
-            f"{folder} lacks {len(lacking)} trainable parameter(s) of this model: "
-            f"{', '.join(lacking[:5])}"
-        )
+    try:
+        missing = parallel.group.call("load", str(folder), manifest.index, manifest.step)
+    except RankFailedError as error:
+        reason = getattr(error.__cause__, "cause", None)
+        if isinstance(reason, ShardError):
+            raise CheckpointError(f"{folder}: {reason}") from None
+        raise
+    _check_complete(folder, {name for part in missing for name in part})
     parallel.restore_step(manifest.step)
     return manifest
 
@@ -153,15 +157,33 @@ def load_into_model(model: MultimodalModule, folder: Path) -> Manifest:
     """Load a checkpoint's weights into a model in this process (all of it is materialized).
 
     Raises:
-        CheckpointError: if it is damaged.
+        CheckpointError: as from :func:`restore`.
     """
     manifest = read_manifest(folder)
     model.materialize()
     parts = {name: model.encoders[name] for name in model.encoder_names}
     parts[LANGUAGE_MODEL] = model.language_model
     for name, part in parts.items():
-        own = part.state_dict(keep_vars=True)
-        names = {f"{name}/{key}": key for key in own}
-        for stored, tensor in read_tensors(folder, manifest.index, list(names)).items():
-            own[names[stored]].data.copy_(tensor)
+        own = {f"{name}/{key}": t for key, t in part.state_dict(keep_vars=True).items()}
+        try:
+            stored = read_tensors(folder, manifest.index, list(own))
+            copy_tensors(stored, own)
+        except ShardError as error:
+            raise CheckpointError(f"{folder}: {error}") from None
+        trainable = {f"{name}/{key}" for key, p in part.named_parameters() if p.requires_grad}
+        _check_complete(folder, trainable - set(stored))
     return manifest
+
+
+def _check_complete(folder: Path, lacking: set[str]) -> None:
+    if lacking:
+        raise CheckpointError(
+            f"{folder} lacks {len(lacking)} trainable parameter(s) of this model: "
+            f"{', '.join(sorted(lacking)[:5])}"
+        )
+
+
+def _damaged(folder: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{reason}. Remove {folder} to go on from the checkpoint before it, or from the beginning"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,20 +22,23 @@ EXIT_RUN_FAILED = 1
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0, 1 if the run failed, 2 if what was asked
-    for cannot run."""
+    for cannot run (configuration, model, data or cluster do not allow it), 128 + number if a
+    signal stopped it."""
     args = _parser().parse_args(arguments)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # import paths in configs, as `python -m` has it
     from raymm.actors.group import ClusterError, RankFailedError
     from raymm.checkpoint import CheckpointError
+    from raymm.data import DataError
     from raymm.export import ExportError
 
     console = Console(stderr=True)
     try:
         args.run(args)
-    except (ValueError, ClusterError, CheckpointError, ExportError) as error:
+    except (ValueError, DataError, ClusterError, CheckpointError, ExportError) as error:
         console.print(f"[bold red]error:[/] {type(error).__name__}:", highlight=False)
-        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        for text in (str(error), *getattr(error, "__notes__", ())):
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
         if os.environ.get("RAYMM_TRACEBACK"):
             raise
         return EXIT_USER_ERROR
@@ -43,7 +47,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(str(error), markup=False, highlight=False, soft_wrap=True)
         console.print("Start the same command again to go on from the last checkpoint.")
         return EXIT_RUN_FAILED
+    except KeyboardInterrupt:
+        return _stopped(console, signal.SIGINT)
+    except SystemExit as stop:  # ray.init() turns SIGTERM into this
+        if stop.code != signal.SIGTERM:
+            raise
+        return _stopped(console, signal.SIGTERM)
     return 0
+
+
+def _stopped(console: Console, number: signal.Signals) -> int:
+    console.print(
+        f"stopped by {number.name}. Start the same command again to go on from the last "
+        "checkpoint."
+    )
+    return 128 + number  # as shells report a signal
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -79,17 +97,12 @@ def _train(args: argparse.Namespace) -> None:
 
     config = load_config(args.config, args.overrides)
     model = build_model(config)
-    from raymm.cluster import connected, pick_device
-
-    plan = build_plan(config, model)
-    with connected():
-        device = pick_device(config.run.device)
-        Trainer(
-            model, plan, config.data, config.run,
-            optimizer=config.optimizer.build(config.run.steps),
-            resources=config.resources.for_device(device),
-            threads=config.resources.threads,
-        ).fit()
+    Trainer(
+        model, build_plan(config, model), config.data, config.run,
+        optimizer=config.optimizer.build(config.run.steps),
+        resources=config.resources.for_device,
+        threads=config.resources.threads,
+    ).fit()
 
 
 def _plan(args: argparse.Namespace) -> None:

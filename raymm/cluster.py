@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 import ray
 
+from raymm.actors.group import ClusterError
+
 
 def connect(quiet: bool = True) -> bool:
     """Join the cluster of ``RAY_ADDRESS`` (set inside ``ray job submit``), or the session that
@@ -19,14 +21,21 @@ def connect(quiet: bool = True) -> bool:
 
     Returns:
         Whether an embedded Ray was started (and should be shut down in the end).
+
+    Raises:
+        ClusterError: if there is no cluster at ``RAY_ADDRESS``.
     """
     if ray.is_initialized():
         return False
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # import paths in configs; ranks inherit sys.path
-    embedded = not os.environ.get("RAY_ADDRESS")
+    address = os.environ.get("RAY_ADDRESS")
+    embedded = address in (None, "", "local")
     options = {"include_dashboard": False} if embedded else {}
-    ray.init(log_to_driver=not quiet, logging_level="ERROR", **options)
+    try:
+        ray.init(log_to_driver=not quiet, logging_level="ERROR", **options)
+    except ConnectionError as error:
+        raise ClusterError(f"RAY_ADDRESS is {address!r}; cannot connect: {error}") from None
     return embedded
 
 

@@ -15,6 +15,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from raymm.data import Skipped
+
 
 class RunProgress:
     """A progress bar on a terminal, and one printed line per ``log_every`` steps anywhere.
@@ -53,7 +55,7 @@ class RunProgress:
 
     def line(self, text: str) -> None:
         """Print a line above the bar."""
-        self._console.print(text, highlight=False)
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def step_line(row: Mapping[str, Any], steps: int) -> str:
@@ -63,6 +65,12 @@ def step_line(row: Mapping[str, Any], steps: int) -> str:
         f"step {row['step']:>5}/{steps}  loss {row['loss']:.4f}  "
         f"{row['tokens_per_s']:,.0f} tokens/s  grad norm {row['grad_norm']:.3g}  busy: {busy}"
     )
+
+
+def skipped_line(step: int, sample: Skipped) -> str:
+    """One line about a sample that was left out."""
+    where = f" ({sample.path})" if sample.path else ""
+    return f"step {step:>5}  skipped sample {sample.id!r}{where}: {sample.reason}"
 
 
 def heldout_line(row: Mapping[str, Any]) -> str:

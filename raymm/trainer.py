@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,17 +13,20 @@ from rich.console import Console
 
 from raymm.actors.group import RankResources, check_capacity
 from raymm.actors.optimizer import OptimizerConfig
-from raymm.checkpoint import CheckpointStore, restore
+from raymm.checkpoint import CheckpointStore, read_manifest, restore
 from raymm.cluster import connected, pick_device
-from raymm.config import RunConfig
-from raymm.data import DataConfig, MicrobatchMeta, StepLoader, check_data
+from raymm.config import ConfigError, RunConfig
+from raymm.data import DataConfig, MicrobatchMeta, Skipped, StepLoader, check_data
 from raymm.metrics import MetricsLog
 from raymm.model import MultimodalModule
 from raymm.parallel import MultimodalParallelModule, PendingStep, StepOutput
-from raymm.progress import RunProgress, heldout_line, step_line
+from raymm.progress import RunProgress, heldout_line, skipped_line, step_line
 from raymm.report import RunReport
 from raymm.scheduler.plan import Plan
 from raymm.specs import MultimodalParallelSpec
+
+# Skipped samples that a run reports one by one; all are counted.
+SKIPPED_SHOWN = 20
 
 
 @dataclass
@@ -52,7 +55,7 @@ class _Batch:
     parts: Sequence[Mapping[str, Any]]
     meta: Sequence[MicrobatchMeta]
     state_after: Any
-    skipped: int
+    skipped: Sequence[Skipped]
     owner: Any
 
 
@@ -66,7 +69,8 @@ class Trainer:
             :meth:`MultimodalParallelModule.execute` takes them, used in turn.
         run_config: how long, and what to write where.
         optimizer: AdamW, its schedule, and clipping.
-        resources: what each rank reserves in Ray; by default one CPU (and a GPU on CUDA).
+        resources: what each rank reserves in Ray, or a function of the device (``"cpu"``,
+            ``"cuda"``) that says so; by default one CPU, and a GPU on CUDA.
         threads: intra-op threads per rank.
         console: where to print; None for standard output.
     """
@@ -79,7 +83,7 @@ class Trainer:
         run_config: RunConfig,
         *,
         optimizer: OptimizerConfig | None = None,
-        resources: RankResources | None = None,
+        resources: RankResources | Callable[[str], RankResources] | None = None,
         threads: int = 1,
         console: Console | None = None,
     ) -> None:
@@ -98,23 +102,60 @@ class Trainer:
         checkpoint, if there is one.
 
         Raises:
-            DataError, ClusterError, ProbeError: before any rank starts.
+            ConfigError, DataError, CheckpointError, ClusterError, ProbeError: before any rank
+                starts.
+            DataError: later, for a sample that cannot be used.
             RankFailedError: if a rank dies; the last checkpoint is whole.
         """
         if isinstance(self.data, DataConfig):
             check_data(self.data)
+        self._make_folder()
+        store = CheckpointStore(self.path, self.run.keep_checkpoints)
+        if (checkpoint := store.latest()) is not None:
+            taken = read_manifest(checkpoint).step
+            if taken >= self.run.steps:
+                return self._nothing_to_do(checkpoint, taken)
         with connected():
             device = pick_device(self.run.device)
-            resources = self.resources or RankResources(gpus=float(device == "cuda"))
-            check_capacity(self.plan.num_ranks, resources)
-            self.path.mkdir(parents=True, exist_ok=True)
+            resources = self._resources(device)
+            check_capacity(self.plan.num_ranks, resources, self._worker_cpus())
             self._say_what_runs(device)
             with MultimodalParallelModule(
                 self.model, self.plan, optimizer=self.optimizer, precision=self.run.precision,
                 device=device, resources=resources, threads=self.threads, seed=self.run.seed,
                 timeout_s=self.run.timeout_s,
             ) as parallel:
-                return self._run(parallel)
+                return self._run(parallel, store)
+
+    def _make_folder(self) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"run.storage_path is {self.run.storage_path!r}; expected a folder that can be "
+                f"written: {error}"
+            ) from None
+
+    def _resources(self, device: str) -> RankResources:
+        if self.resources is None:
+            return RankResources(gpus=float(device == "cuda"))
+        return self.resources(device) if callable(self.resources) else self.resources
+
+    def _worker_cpus(self) -> float:
+        """CPUs of data workers; those of an evaluation run beside those of the training data."""
+        if not isinstance(self.data, DataConfig):
+            return 0.0
+        evaluates = self.run.eval_every is not None and self.data.heldout is not None
+        return self.data.num_workers * self.data.worker_cpus * (1 + evaluates)
+
+    def _nothing_to_do(self, checkpoint: Path, taken: int) -> Result:
+        self.console.print(
+            f"nothing to do: {checkpoint} has taken {taken} steps, run.steps is "
+            f"{self.run.steps}",
+            highlight=False, soft_wrap=True,
+        )
+        rows = MetricsLog(self.path / "metrics.jsonl", taken).rows
+        return Result(_last_step(rows), rows, checkpoint, self.path)
 
     def _say_what_runs(self, device: str) -> None:
         plan = self.plan
@@ -125,8 +166,7 @@ class Trainer:
             highlight=False,
         )
 
-    def _run(self, parallel: MultimodalParallelModule) -> Result:
-        store = CheckpointStore(self.path, self.run.keep_checkpoints)
+    def _run(self, parallel: MultimodalParallelModule, store: CheckpointStore) -> Result:
         state: Any = None
         if (checkpoint := store.latest()) is not None:
             state = restore(parallel, checkpoint).trainer["data"]
@@ -139,9 +179,10 @@ class Trainer:
         files = report.write(metrics.rows)
         for what, file in files.items():
             self.console.print(f"{what:<14} {file}", highlight=False, soft_wrap=True)
-        steps = [row for row in metrics.rows if "loss" in row]
+        if skipped := sum(row.get("skipped", 0) for row in metrics.rows):
+            self.console.print(f"skipped samples in all: {skipped}", highlight=False)
         return Result(
-            metrics=steps[-1] if steps else {}, history=metrics.rows,
+            metrics=_last_step(metrics.rows), history=metrics.rows,
             checkpoint=store.latest(), path=self.path, files=files,
         )
 
@@ -153,14 +194,13 @@ class Trainer:
             with StepLoader(self.data, "train", start_state=state, steps=steps) as loader:
                 for step in loader:
                     yield _Batch(
-                        step.microbatches, step.meta, step.state_after, len(step.skipped),
-                        step.owner,
+                        step.microbatches, step.meta, step.state_after, step.skipped, step.owner
                     )
             return
         start = (state or {}).get("position", 0)
         for position in range(start, start + steps):
             parts, meta = parallel.prepare(self.data[position % len(self.data)])
-            yield _Batch(parts, meta, {"position": position + 1}, 0, None)
+            yield _Batch(parts, meta, {"position": position + 1}, (), None)
 
     def evaluate(self, parallel: MultimodalParallelModule, shuffled: Sequence[str]) -> float:
         """Held-out loss per label token, with some modalities' items in the wrong samples."""
@@ -187,6 +227,10 @@ class Trainer:
         return total / max(tokens, 1)
 
 
+def _last_step(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return next((row for row in reversed(rows) if "loss" in row), {})
+
+
 class _Loop:
     """The steps of one fit: submit ahead, read results in order, evaluate, checkpoint."""
 
@@ -206,6 +250,7 @@ class _Loop:
         self._report = report
         self._pending: deque[tuple[int, _Batch, PendingStep]] = deque()
         self._last_read = time.perf_counter()
+        self._reported: set[str] = set()
 
     def run(self, state: Any, progress: RunProgress) -> None:
         self._progress = progress
@@ -252,8 +297,16 @@ class _Loop:
             program = self._parallel.program([sorted(m.items) for m in batch.meta])
             self._report.add(step, program, output.timeline)
             self._progress.advance(output.loss)
+            self._report_skipped(step, batch.skipped)
             if step % self._run.log_every == 0 or step == self._run.steps:
                 self._progress.line(step_line(row, self._run.steps))
+
+    def _report_skipped(self, step: int, skipped: Sequence[Skipped]) -> None:
+        """Say once why a sample is left out, not every epoch, and only of the first few."""
+        for sample in skipped:
+            if sample.id not in self._reported and len(self._reported) < SKIPPED_SHOWN:
+                self._reported.add(sample.id)
+                self._progress.line(skipped_line(step, sample))
 
     def _row(self, step: int, batch: _Batch, output: StepOutput, seconds: float) -> dict[str, Any]:
         timeline = output.timeline
@@ -269,7 +322,7 @@ class _Loop:
             "stage_busy": {
                 name: round(busy / span, 4) for name, busy in timeline.stage_busy().items()
             },
-            "skipped": batch.skipped,
+            "skipped": len(batch.skipped),
         }
 
     def _evaluate(self, step: int) -> None:
