@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -43,6 +43,7 @@ class StepMeta(NamedTuple):
         keys: per microbatch, a value that determines every message's layout.
         seed: the run's seed.
         sample_ids: per microbatch, its samples' ids.
+        training: False for evaluation: no dropout anywhere.
     """
 
     step: int
@@ -50,6 +51,7 @@ class StepMeta(NamedTuple):
     keys: tuple[object, ...]
     seed: int = 0
     sample_ids: tuple[tuple[str, ...], ...] = ()
+    training: bool = True
 
 
 @dataclass
@@ -160,6 +162,15 @@ class Executor:
             inputs: per stage that reads data, its inputs per microbatch.
             meta: the step's metadata.
         """
+        with contextlib.nullcontext() if meta.training else _evaluating(self._stages.values()):
+            return self._run(program, inputs, meta)
+
+    def _run(
+        self,
+        program: CompiledProgram,
+        inputs: dict[str, Sequence[dict[str, Any] | None]],
+        meta: StepMeta,
+    ) -> StepResult:
         result = StepResult()
         mailbox: dict[tuple[str, str, int], Message] = {}
         saved: dict[tuple[str, int], tuple[dict[str, tuple[torch.Tensor, ...]], Message]] = {}
@@ -257,6 +268,19 @@ class Executor:
         if self._autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, dtype=self._autocast)
+
+
+@contextlib.contextmanager
+def _evaluating(stages: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Every module in eval mode; afterwards those that were in train mode are again."""
+    switched = [module for stage in stages for module in stage.modules() if module.training]
+    for module in switched:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in switched:
+            module.training = True
 
 
 def _received_name(producer: str, consumer: str) -> str:

@@ -243,6 +243,7 @@ class MultimodalParallelModule:
             keys=tuple(_layout_key(one) for one in meta),
             seed=self._seed,
             sample_ids=tuple(tuple(one.sample_ids) for one in meta),
+            training=not forward_only,
         )
         handle = self.group.submit(key, step, inputs)
         if update:

@@ -34,11 +34,11 @@ class Encoder(nn.Module):
         return hidden
 
 
-def model_of(layers: int = 2) -> MultimodalModule:
+def model_of(layers: int = 2, dropout: float = 0.0) -> MultimodalModule:
     torch.manual_seed(0)
     llm = hf.LlamaForCausalLM(hf.LlamaConfig(
         hidden_size=8, intermediate_size=8, num_hidden_layers=layers, num_attention_heads=2,
-        num_key_value_heads=2, vocab_size=16,
+        num_key_value_heads=2, vocab_size=16, attention_dropout=dropout,
     ))
     vision = ModalityModule(Encoder(), "linear", example_inputs={"x": torch.zeros(1, 3)})
     return MultimodalModule({"vision": vision}, ModalityModule(llm))
@@ -113,11 +113,18 @@ def test_more_ranks_than_the_cluster_has(ray_cluster):
 
 @pytest.mark.timeout(120)  # the step would take ten minutes: the failure must end it
 def test_a_killed_rank_ends_the_step_and_is_named(ray_cluster):
-    """SIGKILL in the middle of a step; nothing is left behind."""
+    """SIGKILL in the middle of a step; nothing is left behind. Before that, on the same ranks:
+    dropout is there in training and not in evaluation."""
     actors, groups = alive_actors(ray_cluster), placement_groups(ray_cluster)
     spec = MultimodalParallelSpec({}, ParallelSpec(pp=2), 2)
-    parallel = spec.apply(model_of())
-    parallel.execute([microbatch(1), microbatch(2)])
+    model = model_of(dropout=0.5)
+    parallel = spec.apply(model)
+    step = [microbatch(2)]
+    trained = parallel.execute(step).loss
+    evaluated = parallel.evaluate(step).loss
+    assert parallel.execute(step).loss == trained  # same step, same numbers drawn
+    assert abs(trained - evaluated) > 1e-4
+    assert abs(model.eval()(**step[0]).item() - evaluated) < 1e-6
     victim = parallel.group.pids()[2]["pid"]
     pending = parallel.submit(parallel.prepare([microbatch(1, sleep=600)]))
     time.sleep(1)  # vision.0 sleeps now, the others wait for it
