@@ -11,8 +11,10 @@ import json
 import os
 import platform
 import shutil
+import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from rich.console import Console
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 OBJECT_STORE_BYTES = 3 * 2**30
+SHUTDOWN_SECONDS = 10
 PACKAGES = ("torch", "ray", "transformers", "numpy")
 
 
@@ -90,6 +93,14 @@ def worker_environment() -> dict[str, str]:
     }
 
 
+def _remove(directory: Path) -> None:
+    """Delete `directory`, into which processes that are just ending may still write."""
+    deadline = time.monotonic() + SHUTDOWN_SECONDS
+    while directory.exists() and time.monotonic() < deadline:
+        shutil.rmtree(directory, ignore_errors=True)
+        time.sleep(0.1)
+
+
 @contextlib.contextmanager
 def local_ray(num_cpus: int, environment: dict[str, str] | None = None) -> Iterator[None]:
     """A Ray of this process's own, with its own temporary directory, gone afterwards.
@@ -99,6 +110,9 @@ def local_ray(num_cpus: int, environment: dict[str, str] | None = None) -> Itera
         environment: further environment variables for workers.
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # By default workers give way to the driver, which would favour drivers that wait politely
+    # over those that poll, by far more than their own cost.
+    os.environ["RAY_worker_niceness"] = "0"
     import ray
 
     # Unix socket paths are limited to 107 bytes, hence a short directory.
@@ -116,7 +130,9 @@ def local_ray(num_cpus: int, environment: dict[str, str] | None = None) -> Itera
             _temp_dir=directory,
             runtime_env={"env_vars": {**worker_environment(), **(environment or {})}},
         )
+        # Ray's own handler ends the process on the spot and leaves its files behind.
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         yield
     finally:
         ray.shutdown()
-        shutil.rmtree(directory, ignore_errors=True)
+        _remove(Path(directory))

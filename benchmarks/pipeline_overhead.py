@@ -10,16 +10,21 @@ import argparse
 import contextlib
 import itertools
 import math
+import os
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 
 from rich.table import Table
 
 from benchmarks._common import console, emit, local_ray, machine, parser
 from benchmarks.baselines.actor_calls import ActorCallsContender
 from benchmarks.baselines.chain import ChainConfig, ChainResult, calibrate_burn, reference
-from benchmarks.baselines.compiled_graph import CompiledGraphContender
+from benchmarks.baselines.compiled_graph import (
+    ArrayCompiledGraphContender,
+    CompiledGraphContender,
+)
 from benchmarks.baselines.contender import Contender
 from benchmarks.baselines.isend_irecv import LoopContender
 from benchmarks.baselines.raymm_pipeline import RaymmContender
@@ -31,6 +36,7 @@ CONTENDERS: dict[str, type[Contender]] = {
         RaymmContender,
         PipeliningContender,
         CompiledGraphContender,
+        ArrayCompiledGraphContender,
         ActorCallsContender,
         LoopContender,
     )
@@ -38,6 +44,7 @@ CONTENDERS: dict[str, type[Contender]] = {
 RATIOS = {
     "raymm_over_torch_pipelining": PipeliningContender.name,
     "raymm_over_compiled_graph": CompiledGraphContender.name,
+    "raymm_over_compiled_graph_numpy": ArrayCompiledGraphContender.name,
     "raymm_over_actor_calls": ActorCallsContender.name,
     "raymm_over_floor": LoopContender.name,
 }
@@ -49,7 +56,20 @@ QUICK_MICROBATCHES = (8,)
 WARM_UP_STEPS = 3
 # The first step after the others' turns finds cold caches; it runs, and is not counted.
 STEPS_PER_TURN = 3
+# A contender this slow does fewer steps: the first and one counted per turn, and fewer turns.
+TURN_SECONDS = 1.0
+GRID_POINT_SECONDS = 6.0
 RELATIVE_TOLERANCE = 1e-4
+
+
+@contextlib.contextmanager
+def turn_of(contender: Contender) -> Iterator[None]:
+    """While `contender` is at work: the others are paused."""
+    contender.resume()
+    try:
+        yield
+    finally:
+        contender.pause()
 
 
 def check(contender: Contender, config: ChainConfig) -> None:
@@ -58,9 +78,10 @@ def check(contender: Contender, config: ChainConfig) -> None:
     Raises:
         AssertionError: where a number differs by more than RELATIVE_TOLERANCE.
     """
-    contender.setup(config)
-    contender.dispatch()
-    compare(contender.name, contender.result(), config)
+    with turn_of(contender):
+        contender.setup(config)
+        contender.dispatch()
+        compare(contender.name, contender.result(), config)
 
 
 def compare(name: str, got: ChainResult, config: ChainConfig) -> None:
@@ -73,23 +94,34 @@ def compare(name: str, got: ChainResult, config: ChainConfig) -> None:
         raise AssertionError(f"{name} computed {got} for {config}, a single process {want}")
 
 
+def take_steps(contender: Contender, most: int) -> list[float]:
+    """Milliseconds of `most` steps, or of two if these already take TURN_SECONDS."""
+    times: list[float] = []
+    while len(times) < most and (len(times) < 2 or sum(times) < TURN_SECONDS * 1e3):
+        times.append(contender.step() * 1e3)
+    return times
+
+
 def measure(
     contenders: list[Contender], config: ChainConfig, rounds: int
 ) -> dict[str, list[float]]:
     """Milliseconds of every counted step of `config`, by contender, taken in turns."""
     for contender in contenders:
-        contender.setup(config)
-        for _ in range(WARM_UP_STEPS):
-            contender.dispatch()
+        with turn_of(contender):
+            contender.setup(config)
+            take_steps(contender, WARM_UP_STEPS)
     times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for turn in range(rounds):
         # Starting with another contender each round, so that none always follows the same one.
         shift = turn % len(contenders)
         for contender in contenders[shift:] + contenders[:shift]:
-            steps = [contender.step() * 1e3 for _ in range(STEPS_PER_TURN)]
-            times[contender.name] += steps[1:]
+            if sum(times[contender.name]) > GRID_POINT_SECONDS * 1e3:
+                continue
+            with turn_of(contender):
+                times[contender.name] += take_steps(contender, STEPS_PER_TURN)[1:]
     for contender in contenders:
-        compare(contender.name, contender.result(), config)
+        with turn_of(contender):
+            compare(contender.name, contender.result(), config)
     return times
 
 
@@ -112,15 +144,19 @@ def run_grid(contenders: list[Contender], options: argparse.Namespace) -> list[d
                     "message_bytes": message_bytes,
                     "microbatches": microbatches,
                     "median_ms": {n: round(statistics.median(t), 2) for n, t in times.items()},
-                    "quartiles_ms": {
-                        n: [round(q, 2) for q in statistics.quantiles(t, n=4)[::2]]
-                        for n, t in times.items()
-                    },
+                    "quartiles_ms": {n: quartiles(t) for n, t in times.items()},
+                    "steps": {n: len(t) for n, t in times.items()},
                 }
             )
             out.print(f"[dim]{rows[-1]['median_ms']}  ({compute_ms:g} ms compute, "
                       f"{message_bytes // 1024} KB, {microbatches} microbatches)")
     return rows
+
+
+def quartiles(times: list[float]) -> list[float]:
+    """First and third quartile, rounded; the only value twice where there is one."""
+    cuts = statistics.quantiles(times, n=4) if len(times) > 1 else times
+    return [round(cuts[0], 2), round(cuts[-1], 2)]
 
 
 def worst_ratios(rows: list[dict]) -> dict[str, float]:
@@ -142,7 +178,7 @@ def table(rows: list[dict]) -> Table:
     names = list(rows[0]["median_ms"])
     result = Table(title="ms per step, median (4 stages, forward + backward, 1F1B)")
     for heading in ("compute ms", "message KB", "microbatches", *names):
-        result.add_column(heading, justify="right")
+        result.add_column(heading.replace("_", " "), justify="right")
     for row in rows:
         point = f"{row['compute_ms']:g}", f"{row['message_bytes'] // 1024}", row["microbatches"]
         medians = (f"{row['median_ms'][name]:.1f}" for name in names)
@@ -183,7 +219,7 @@ def main() -> int:
         **worst_ratios(rows),
         "grid": rows,
         "rounds": options.rounds,
-        "steps_per_round": STEPS_PER_TURN - 1,
+        "load_average_1min_after": round(os.getloadavg()[0], 2),
         "seconds": round(time.perf_counter() - started, 1),
         "machine": described,
     }

@@ -14,7 +14,7 @@ class Contender(abc.ABC):
     """One way to run the chain over four processes of its own.
 
     A contender is set up many times, for one configuration after the other; its processes may
-    live from the first `setup` to `close`, and must be idle (blocked, not polling) between steps.
+    live from the first `setup` to `close`, and must be idle (blocked, not polling) while paused.
     """
 
     name: ClassVar[str]
@@ -34,6 +34,12 @@ class Contender(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """End the processes. Nothing happens where there are none."""
+
+    def pause(self) -> None:  # noqa: B027
+        """Called when others have their turn. For processes that poll when they wait."""
+
+    def resume(self) -> None:  # noqa: B027
+        """Called when the turn comes back, before `setup`, `dispatch` or `result`."""
 
     def step(self) -> float:
         """Run one step; seconds of wall time in the driver, from call to all done."""

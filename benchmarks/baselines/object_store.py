@@ -1,43 +1,53 @@
-"""The worker of both contenders that move hidden states through Ray's shared memory."""
+"""The workers of the contenders that move hidden states through Ray's shared memory."""
 
 import warnings
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from benchmarks.baselines.chain import ChainConfig, StageRunner
 from benchmarks.baselines.contender import Worker
 
 
-def to_tensor(array: np.ndarray | None) -> torch.Tensor | None:
-    """The tensor over a received array, without a copy."""
-    return None if array is None else torch.from_numpy(array)
+class TensorWorker(Worker):
+    """Takes and gives torch tensors, as one writes it without further thought."""
+
+    def configure(self, config: ChainConfig) -> None:
+        self.runner = StageRunner(config, self.index)
+
+    def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
+        """Output for the next stage, None on the last. The first stage ignores `x`."""
+        return self.runner.forward(microbatch, None if self.runner.is_first else x)
+
+    def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        """Gradient for the stage before, None on the first. The last ignores `gradient`."""
+        return self.runner.backward(microbatch, None if self.runner.is_last else gradient)
+
+    def facts(self) -> tuple[float, float]:
+        return self.runner.facts()
 
 
-class ArrayWorker(Worker):
-    """Hidden states travel as numpy arrays, which Ray writes and reads with one copy in all.
+def _to_tensor(array: np.ndarray | None) -> Tensor | None:
+    return torch.from_numpy(array) if isinstance(array, np.ndarray) else None
 
-    (A torch tensor would be copied once more by the receiver.)
-    """
+
+def _to_array(tensor: Tensor | None) -> np.ndarray | None:
+    return None if tensor is None else tensor.numpy()
+
+
+class ArrayWorker(TensorWorker):
+    """Takes and gives numpy arrays, which Ray reads in place: one copy in all, by the sender."""
 
     def __init__(self, index: int) -> None:
         super().__init__(index)
         # Received arrays are read-only views of shared memory; no stage writes to its input.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
-    def configure(self, config: ChainConfig) -> None:
-        self.runner = StageRunner(config, self.index)
-
     def forward(self, microbatch: int, x: np.ndarray | None) -> np.ndarray | None:
-        """Output for the next stage, None on the last. The first stage ignores `x`."""
-        y = self.runner.forward(microbatch, None if self.runner.is_first else to_tensor(x))
-        return None if y is None else y.numpy()
+        """As `TensorWorker.forward`, in arrays."""
+        return _to_array(super().forward(microbatch, _to_tensor(x)))
 
     def backward(self, microbatch: int, gradient: np.ndarray | None) -> np.ndarray | None:
-        """Gradient for the stage before, None on the first. The last ignores `gradient`."""
-        incoming = None if self.runner.is_last else to_tensor(gradient)
-        outgoing = self.runner.backward(microbatch, incoming)
-        return None if outgoing is None else outgoing.numpy()
-
-    def facts(self) -> tuple[float, float]:
-        return self.runner.facts()
+        """As `TensorWorker.backward`, in arrays."""
+        return _to_array(super().backward(microbatch, _to_tensor(gradient)))
