@@ -90,7 +90,8 @@ class SendChannel:
         self._peer = peer
         self._device = device
         self._layouts: dict[object, Layout] = {}
-        self._pending: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._sent: list[tuple[dist.Work, torch.Tensor]] = []
+        self._sent_before: list[tuple[dist.Work, torch.Tensor]] = []
 
     def send(self, key: object, message: Message) -> None:
         """Start sending; returns at once.
@@ -114,18 +115,32 @@ class SendChannel:
             self._isend(tensor.detach().contiguous())
         if message.side:
             self._isend(_pack(message.side))
-        while self._pending and self._pending[0][0].is_completed():
-            self._pending.popleft()
 
     def _isend(self, tensor: torch.Tensor) -> None:
         if tensor.numel():
             work = dist.isend(tensor, self._peer, group=self._group)
-            self._pending.append((work, tensor))
+            self._sent.append((work, tensor))
 
-    def flush(self, timeout: timedelta) -> None:
-        """Wait until everything has been sent."""
-        while self._pending:
-            self._pending.popleft()[0].wait(timeout)
+    @property
+    def held(self) -> int:
+        """How many sent tensors are kept alive."""
+        return len(self._sent) + len(self._sent_before)
+
+    def end_step(self, timeout: timedelta) -> None:
+        """Let go of what was sent before the step that ends now.
+
+        A gloo send counts as completed only once it was waited for, and its tensor must live
+        until then. Waiting one step later costs nothing: the peer has long received it.
+
+        Raises:
+            ChannelError: if the peer is gone.
+        """
+        try:
+            for work, _ in self._sent_before:
+                work.wait(timeout)
+        except RuntimeError as error:
+            raise ChannelError(f"a message to rank {self._peer} was lost: {error}") from error
+        self._sent_before, self._sent = self._sent, []
 
 
 class _Posted(NamedTuple):

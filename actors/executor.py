@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -93,6 +94,7 @@ class Executor:
         collectives: what to do for each epilogue op; gets the result to fill in.
         autocast: dtype of automatic mixed precision, None for none.
         device: where stages live.
+        timeout: how long a wait on another rank may take.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Executor:
         collectives: dict[Op, Callable[[StepResult], None]],
         autocast: torch.dtype | None = None,
         device: torch.device | None = None,
+        timeout: timedelta = timedelta(minutes=5),
     ) -> None:
         self._stages = stages
         self._edges = tuple(edges)
@@ -112,6 +115,7 @@ class Executor:
         self._collectives = collectives
         self._autocast = autocast
         self._device = device or torch.device("cpu")
+        self._timeout = timeout
 
     def compile(self, instructions: Sequence[Instruction]) -> CompiledProgram:
         """Resolve a program once; it can then run any number of steps."""
@@ -197,6 +201,8 @@ class Executor:
             result.spans.append(
                 (task.op.value, task.stage, m, wall + start, wall + end, task.peer)
             )
+        for sender in self._senders.values():
+            sender.end_step(self._timeout)
         result.losses = {m: float(loss) for m, loss in losses.items()}
         return result
 

@@ -143,7 +143,7 @@ class RankActor:
         self._executor = Executor(
             self._stages, self._spec.edges, self._senders, self._receivers,
             {Op.REDUCE_TIED: self._reduce_tied, Op.CLIP_GRADS: self._clip, Op.STEP: self._step},
-            autocast, self._device,
+            autocast, self._device, self._timeout,
         )
         return {
             stage: sum(p.numel() for p in module.parameters())

@@ -54,7 +54,11 @@ def _exchange(rank: int, store: str) -> None:
         channel = SendChannel(dist.group.WORLD, 1, CPU)
         for key, message in sent:
             channel.send(key, message)
-        channel.flush(TIMEOUT)
+        assert channel.held > 0
+        channel.end_step(TIMEOUT)
+        assert channel.held > 0  # a tensor must live until its send completed
+        channel.end_step(TIMEOUT)
+        assert channel.held == 0  # and no longer
         with pytest.raises(ChannelError, match="metadata 'plain' had the layout.*now has"):
             channel.send("plain", Message((torch.zeros(3, 6),), {}))
         with pytest.raises(ChannelError, match="metadata 'side'"):
