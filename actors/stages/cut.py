@@ -58,15 +58,20 @@ def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
 
 
 class _Placeholder(nn.Module):
-    """A block without parameters that still shows the plain attributes of the real one
-    (models read things like ``layer.attention_type`` from outside)."""
+    """A block without parameters that still shows the plain attributes of the real one and
+    of its class (models read things like ``layer.attention_type`` from outside)."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
+        for base in reversed(type(block).__mro__):
+            if issubclass(base, nn.Module) and base is not nn.Module:
+                for name, value in vars(base).items():
+                    if isinstance(value, str | int | float) and not name.startswith("__"):
+                        self.__dict__[name] = value
         internal = set(nn.Module().__dict__)
         for name, value in block.__dict__.items():
             if name not in internal and not isinstance(value, nn.Module | torch.Tensor):
-                self.__dict__.setdefault(name, value)
+                self.__dict__[name] = value
 
 
 class PassThrough(_Placeholder):

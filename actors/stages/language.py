@@ -109,8 +109,9 @@ class LanguageStage(nn.Module):
             self._inject(hidden)
             # As wide as the embeddings, which may be narrower than the hidden state (OPT-350m).
             width = self.module.get_input_embeddings().weight.shape[1]
-            ghost = torch.zeros((), device=hidden.device).expand(*labels.shape, width)
-            kwargs = {**side, "inputs_embeds": ghost}
+            # Real zeros, not zero-stride ones: some models scale them in place (CTRL, GIT).
+            unused = torch.zeros(*labels.shape, width, device=hidden.device)
+            kwargs = {**side, "inputs_embeds": unused}
         try:
             self._rows = label_mask(labels)
             logits = self.module(**kwargs, use_cache=False).logits

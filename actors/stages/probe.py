@@ -106,7 +106,7 @@ def probe_language_model(source: ModuleSource) -> CutInfo:
     def run(stage: nn.Module, first: bool) -> torch.Tensor:
         embeds = stage.get_input_embeddings()(ids)
         if not first:
-            embeds = torch.zeros(()).expand(embeds.shape)
+            embeds = torch.zeros(embeds.shape)
         return stage(inputs_embeds=embeds, use_cache=False).logits
 
     return _probe(model, run)
@@ -169,11 +169,12 @@ def _probe(model: nn.Module, run: Any) -> CutInfo:
     if total < 2:
         raise ProbeError(f"{name} has a single block; give it one stage")
     returned: list[Any] = []
-    hook = model.get_submodule(blocks)[0].register_forward_hook(
+    whole = copy.deepcopy(model)  # some models keep tensors of their last forward
+    whole.get_submodule(blocks)[0].register_forward_hook(
         lambda module, args, output: returned.append(output)
     )
-    expected = run(model, True)
-    hook.remove()
+    expected = run(whole, True)
+    del whole
     if len(returned) != 1:
         raise ProbeError(f"{name} runs its first block {len(returned)} times per forward, not once")
     tuple_length = len(returned[0]) if isinstance(returned[0], tuple) else 0
