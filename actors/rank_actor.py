@@ -220,17 +220,18 @@ class RankActor:
             if parameter.requires_grad or not trainable_only
         }
 
-    def _named_tensors(self, skip: frozenset[str]) -> dict[str, torch.Tensor]:
+    def _named_tensors(
+        self, skip: frozenset[str] = frozenset()
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters and persistent buffers as ``module/name`` (the module, not the stage:
-        a checkpoint does not depend on how a module was cut)."""
-        tensors = {}
+        a checkpoint does not depend on how a module was cut). A name comes once per stage
+        that holds the tensor: two stages of a model with tied embeddings may share a rank."""
         for stage, module in self._stages.items():
-            owner = stage.rpartition(".")[0]
+            owner = _owner(stage)
             for name, tensor in module.state_dict(keep_vars=True).items():
                 trainable = getattr(tensor, "requires_grad", False)
                 if trainable or owner not in skip:
-                    tensors[f"{owner}/{name}"] = tensor.detach()
-        return tensors
+                    yield f"{owner}/{name}", tensor.detach()
 
     def save(self, folder: str, skip_frozen: frozenset[str]) -> dict[str, list[str]]:
         """Write this rank's shards; returns tensor names per file.
@@ -240,7 +241,7 @@ class RankActor:
             skip_frozen: modules whose frozen weights are elsewhere and need no copy.
         """
         rank = self._spec.rank
-        files = {f"model-rank{rank}.safetensors": self._named_tensors(skip_frozen)}
+        files = {f"model-rank{rank}.safetensors": dict(self._named_tensors(skip_frozen))}
         if self._optimizer.parameters:
             state = self._optimizer.state_tensors()
             files[f"optimizer-rank{rank}.safetensors"] = {
@@ -256,8 +257,8 @@ class RankActor:
     def load(self, folder: str, index: dict[str, str], step: int) -> list[str]:
         """Read parameters, buffers and optimizer state; returns trainable parameters that
         the checkpoint lacks."""
-        own = self._named_tensors(frozenset())
-        stored = read_tensors(Path(folder), index, list(own))
+        own = list(self._named_tensors())
+        stored = read_tensors(Path(folder), index, list(dict(own)))
         copy_tensors(stored, own)
         prefixes = {f"{s}/{n}/": f"{_owner(s)}/{n}/" for s, n in self._optimizer.parameters}
         state = {}

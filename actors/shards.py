@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -49,18 +49,26 @@ def read_tensors(folder: Path, index: dict[str, str], names: list[str]) -> dict[
     return tensors
 
 
-def copy_tensors(stored: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:
-    """Copy stored tensors into those of the same name in place.
+def copy_tensors(
+    stored: Mapping[str, torch.Tensor], own: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """Copy stored tensors into a model's, in place.
+
+    Args:
+        stored: by name.
+        own: (name, tensor), where a name may occur more than once; those that are not stored
+            stay as they are.
 
     Raises:
-        ShardError: if shapes differ.
+        ShardError: if shapes differ; nothing was copied then.
     """
-    for name, tensor in stored.items():
-        if own[name].shape != tensor.shape:
+    pairs = [(name, stored[name], tensor) for name, tensor in own if name in stored]
+    for name, there, here in pairs:
+        if here.shape != there.shape:
             raise ShardError(
-                f"{name} is {tuple(tensor.shape)} in the checkpoint, but "
-                f"{tuple(own[name].shape)} in the model"
+                f"{name} is {tuple(there.shape)} in the checkpoint, but {tuple(here.shape)} "
+                "in the model"
             )
     with torch.no_grad():
-        for name, tensor in stored.items():
-            own[name].copy_(tensor)
+        for _, there, here in pairs:
+            here.copy_(there)

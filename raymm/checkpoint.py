@@ -167,7 +167,7 @@ def load_into_model(model: MultimodalModule, folder: Path) -> Manifest:
         own = {f"{name}/{key}": t for key, t in part.state_dict(keep_vars=True).items()}
         try:
             stored = read_tensors(folder, manifest.index, list(own))
-            copy_tensors(stored, own)
+            copy_tensors(stored, own.items())
         except ShardError as error:
             raise CheckpointError(f"{folder}: {error}") from None
         trainable = {f"{name}/{key}" for key, p in part.named_parameters() if p.requires_grad}

@@ -163,14 +163,14 @@ class Trainer:
             f"{len(plan.stages)} stages on {plan.num_ranks} ranks ({device}), "
             f"{plan.num_microbatches} microbatches per step, {self.run.precision}; "
             f"run folder {self.path}",
-            highlight=False,
+            highlight=False, soft_wrap=True,
         )
 
     def _run(self, parallel: MultimodalParallelModule, store: CheckpointStore) -> Result:
         state: Any = None
         if (checkpoint := store.latest()) is not None:
             state = restore(parallel, checkpoint).trainer["data"]
-            self.console.print(f"going on from {checkpoint}", highlight=False)
+            self.console.print(f"going on from {checkpoint}", highlight=False, soft_wrap=True)
         metrics = MetricsLog(self.path / "metrics.jsonl", parallel.steps_taken)
         report = RunReport(self.path, self.plan)
         loop = _Loop(self, parallel, store, metrics, report)
