@@ -22,7 +22,9 @@ from typing import Any
 from rich.console import Console
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+# Of which compiled graphs' channels take most; pages that are never touched cost nothing.
 OBJECT_STORE_BYTES = 3 * 2**30
+SHARED_MEMORY_SHARE = 0.5
 SHUTDOWN_SECONDS = 10
 PACKAGES = ("torch", "ray", "transformers", "numpy")
 
@@ -93,6 +95,15 @@ def worker_environment() -> dict[str, str]:
     }
 
 
+def _object_store_bytes() -> int:
+    """OBJECT_STORE_BYTES, or a share of the shared memory that is free if that is less."""
+    try:
+        free = shutil.disk_usage("/dev/shm").free
+    except OSError:
+        return OBJECT_STORE_BYTES
+    return min(OBJECT_STORE_BYTES, int(free * SHARED_MEMORY_SHARE))
+
+
 def _remove(directory: Path) -> None:
     """Delete `directory`, into which processes that are just ending may still write."""
     deadline = time.monotonic() + SHUTDOWN_SECONDS
@@ -126,7 +137,7 @@ def local_ray(num_cpus: int, environment: dict[str, str] | None = None) -> Itera
             log_to_driver=False,
             configure_logging=True,
             logging_level="error",
-            object_store_memory=OBJECT_STORE_BYTES,
+            object_store_memory=_object_store_bytes(),
             _temp_dir=directory,
             runtime_env={"env_vars": {**worker_environment(), **(environment or {})}},
         )

@@ -1,5 +1,6 @@
 """Ray Compiled Graphs over shared-memory channels: the whole step compiled into one graph."""
 
+import contextlib
 import logging
 import os
 import signal
@@ -76,7 +77,9 @@ class CompiledGraphContender(ActorContender):
                 hidden[microbatch] = node
             output = self.actors[0].finish.bind(*hidden.values())
         self._graph = output.experimental_compile(
-            _buffer_size_bytes=config.message_bytes + HEADER_BYTES
+            _buffer_size_bytes=config.message_bytes + HEADER_BYTES,
+            # Each channel has a buffer per step in flight, by default 10: 6 GB at 24 x 4 MB.
+            _max_inflight_executions=1,
         )
         self._compiled_for = wanted
 
@@ -85,7 +88,8 @@ class CompiledGraphContender(ActorContender):
 
     def _signal(self, number: signal.Signals) -> None:
         for process in self._processes:
-            os.kill(process, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, number)
 
     def pause(self) -> None:
         # An actor that waits for a channel polls it (measured: half a core each, all the time),
@@ -96,8 +100,9 @@ class CompiledGraphContender(ActorContender):
         self._signal(signal.SIGCONT)
 
     def close(self) -> None:
+        self.resume()  # a process is asked to end itself, which a stopped one cannot do
+        super().close()
         self._processes = []
-        super().close()  # killing works on a stopped process too
         self._graph, self._compiled_for = None, None
 
 
