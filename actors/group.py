@@ -10,7 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    GetTimeoutError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -112,6 +118,7 @@ class RankGroup:
     ) -> None:
         check_capacity(len(specs), resources)
         self._labels = list(labels)
+        self._places: list[str] = [""] * len(specs)
         self._programs: OrderedDict[str, None] = OrderedDict()
         self._placement = placement_group([resources.bundle()] * len(specs), strategy="PACK")
         self._actors: list[Any] = []
@@ -126,6 +133,7 @@ class RankGroup:
                 ) from None
             self._actors = [self._create(spec, i, resources) for i, spec in enumerate(specs)]
             address, port = self.wait([self._actors[0].rendezvous.remote()], ranks=[0])[0]
+            self._places = [f", process {p['pid']} on {p['host']}" for p in self.pids()]
             self.call("connect", address, port)
             self.num_parameters = self.call("build")
         except BaseException:
@@ -275,7 +283,7 @@ class RankGroup:
         raise RankFailedError(message) from error
 
     def _name(self, rank: int) -> str:
-        return f"rank {rank} (stages {self._labels[rank]})"
+        return f"rank {rank} (stages {self._labels[rank]}{self._places[rank]})"
 
     def shutdown(self) -> None:
         """End all ranks and give their resources back."""
@@ -288,11 +296,13 @@ class RankGroup:
 def _first_line(error: BaseException) -> str:
     """What a Ray error says, without its many lines of context."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, OutOfMemoryError):  # Ray's memory monitor chose this process
+        return " ".join(lines[:2]).partition(" Ray killed")[0]
     if "creation task" in str(error):
         return f"it could not start: {lines[-1]}"
     for line in lines:
         if "died because" in line or "cause" in line.lower() or "Worker" in line:
-            return line
+            return line.partition(" Some common causes")[0]
     return lines[0] if lines else type(error).__name__
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -36,6 +38,10 @@ def connect(quiet: bool = True) -> bool:
         ray.init(log_to_driver=not quiet, logging_level="ERROR", **options)
     except ConnectionError as error:
         raise ClusterError(f"RAY_ADDRESS is {address!r}; cannot connect: {error}") from None
+    if threading.current_thread() is threading.main_thread():
+        # ray.init() makes SIGTERM raise SystemExit, and then lays a handler of its C++ side over
+        # that one, which aborts the process three seconds later, in the middle of an orderly end.
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
     return embedded
 
 

@@ -163,8 +163,14 @@ def child_environment(**extra: str) -> dict[str, str]:
     """Of a raymm process with a Ray of its own; tests' modules can be imported there."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     return {
-        **environment, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(HERE)]),
-        "RAY_ADDRESS": "local", "OMP_NUM_THREADS": "1", "COLUMNS": "200", **extra,
+        **environment,
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(HERE)]),
+        "RAY_ADDRESS": "local",
+        # Ray kills what it likes when others use the machine's memory up.
+        "RAY_memory_monitor_refresh_ms": "0",
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "200",
+        **extra,
     }
 
 
