@@ -45,7 +45,7 @@ def build_model(config: TrainConfig) -> MultimodalModule:
                 ),
                 seed=seed,
             )
-            encoders[name].source()
+            encoders[name].output_size(encoders[name].source())
     section = config.model.language_model
     with _errors_name("model.language_model"):
         language_model = ModalityModule(

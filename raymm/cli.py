@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _stopped(console: Console, number: signal.Signals) -> int:
     console.print(
         f"stopped by {number.name}. Start the same command again to go on from the last "
-        "checkpoint."
+        "checkpoint.", soft_wrap=True,
     )
     return 128 + number  # as shells report a signal
 

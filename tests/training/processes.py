@@ -1,0 +1,69 @@
+"""Looking at processes through /proc."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+
+def parents() -> dict[int, int]:
+    """Parent of every process."""
+    result = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if fields[0] != "Z":
+                result[int(entry.name)] = int(fields[1])
+    return result
+
+
+def descendants(pid: int) -> set[int]:
+    """Children of a process, and theirs."""
+    found, table = {pid}, parents()
+    while more := {child for child, parent in table.items() if parent in found} - found:
+        found |= more
+    return found - {pid}
+
+
+def titles(pids: set[int]) -> dict[int, str]:
+    """Command line of every process that is still there."""
+    result = {}
+    for pid in pids:
+        try:
+            text = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        result[pid] = text
+    return result
+
+
+def ranks_of(driver: int) -> list[int]:
+    """Process ids of the ranks that belong to a driver with an embedded Ray."""
+    return sorted(
+        pid for pid, title in titles(descendants(driver)).items() if "ray::RankActor" in title
+    )
+
+
+def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:
+    """Fail loudly instead of hanging."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s for: {what}"
+        time.sleep(0.02)
+
+
+def all_gone(pids: set[int]) -> bool:
+    """Whether none of the processes is left."""
+    return not pids & set(parents())
+
+
+def end_group(pid: int) -> None:
+    """Kill a process group that a test started."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass

@@ -1,0 +1,254 @@
+"""What cannot run is refused before Ray starts: field, value, and what is accepted."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from tiny_run import HERE, child_environment, prepare, settings, write_config
+
+# Per case: what is set on top of a good configuration, and what the error must say.
+BAD_SETTINGS = {
+    "unknown section": (["runs={}"], ["runs: unknown key", "accepted: ", "model", "optimizer"]),
+    "unknown key": (["run.step=3"], ["run.step: unknown key", "checkpoint_every", "steps"]),
+    "unknown key of an encoder": (
+        ["model.encoders.vision.freeze=true"],
+        ["model.encoders.vision.freeze: unknown key", "frozen", "projector"],
+    ),
+    "unknown key of a layout": (
+        ["parallel.language_model.stages=2"], ["parallel.language_model.stages", "pp", "ranks"],
+    ),
+    "required key": (["run={steps: 3}"], ["run.storage_path: required, but not given"]),
+    "wrong type": (["run.steps=many"], ["run.steps", "integer", "'many'"]),
+    "no steps": (["run.steps=0"], ["run.steps", "greater than 0", "0"]),
+    "unknown word": (["run.precision=fp8"], ["run.precision", "'fp32' or 'bf16'", "'fp8'"]),
+    "unknown schedule": (["optimizer.schedule=step"], ["optimizer.schedule", "cosine", "'step'"]),
+    "set without value": (["run.steps"], ["--set takes key.path=value", "'run.steps'"]),
+    "set through a value": (["run.steps.more=1"], ["run.steps.more=1", "'steps' is a value"]),
+    "set that is no YAML": (["run.steps=[1"], ["--set run.steps=[1"]),
+    "unset variable": (["data.train=${RAYMM_NOT_SET}/x"], ["data.train", "RAYMM_NOT_SET"]),
+    "no such data": (["data.train=/nowhere/t.jsonl"], ["/nowhere/t.jsonl", "does not exist"]),
+    "no such held-out data": (["data.heldout=nowhere.jsonl"], ["nowhere.jsonl", "does not exist"]),
+    "no such tokenizer": (["data.tokenizer=/nowhere"], ["data.tokenizer", "'/nowhere'", "folder"]),
+    "no such column": (
+        ["data.modalities.vision.column=pictures"],
+        ["'pictures'", "'vision'", "images", "messages"],
+    ),
+    "no such processor": (
+        ["data.modalities.vision.processor=run_processors:none"],
+        ["data.modalities.vision.processor", "run_processors:none"],
+    ),
+    "processor that is no function": (
+        ["data.modalities.vision.processor=run_processors:NOT_A_FUNCTION"],
+        ["data.modalities.vision.processor", "NOT_A_FUNCTION", "not a function"],
+    ),
+    "data for no encoder": (
+        ["data.modalities.audio={column: audio, processor: 'run_processors:image'}"],
+        ["data.modalities", "'audio'", "model.encoders", "'vision'"],
+    ),
+    "microbatches that do not divide": (
+        ["data.microbatches=3"], ["data", "batch_size (4)", "microbatches (3)", "divisible"],
+    ),
+    "no such model": (
+        ["model.encoders.vision.path=/nowhere"],
+        ["model.encoders.vision", "path is '/nowhere'", "config.json", "safetensors"],
+    ),
+    "no such weights": (
+        ["model.encoders.vision={factory: 'run_processors:small_cnn', hidden_size: 8, "
+         "weights: /nowhere.safetensors}"],
+        ["model.encoders.vision", "weights is '/nowhere.safetensors'"],
+    ),
+    "no such factory": (
+        ["model.encoders.vision={factory: 'run_processors:cnn', hidden_size: 8}"],
+        ["model.encoders.vision", "factory", "run_processors:cnn"],
+    ),
+    "two sources": (
+        ["model.language_model.path=/x"],
+        ["model.language_model", "exactly one of path, config, factory", "'config'"],
+    ),
+    "unknown model type": (
+        ["model.language_model.config.model_type=lama"],
+        ["model.language_model", "model_type is 'lama'", "llama"],
+    ),
+    "config value of the wrong type": (
+        ["model.language_model.config.hidden_size=wide"],
+        ["model.language_model", "'llama'", "hidden_size", "wide"],
+    ),
+    "no such callback": (
+        ["model.encoders.vision.postprocess_module=run_processors:pool"],
+        ["model.encoders.vision", "postprocess_module", "run_processors:pool"],
+    ),
+    "malformed import path": (
+        ["model.encoders.vision.preprocess=run_processors.image"],
+        ["preprocess", "'run_processors.image'", "package.module:name"],
+    ),
+    "callback that is no function": (
+        ["model.encoders.vision.preprocess=run_processors:NOT_A_FUNCTION"],
+        ["model.encoders.vision", "preprocess", "NOT_A_FUNCTION", "expected a function"],
+    ),
+    "widths without projector": (
+        ["model.encoders.vision.projector=null"],
+        ["'vision'", "width 16", "takes 32", "linear, mlp"],
+    ),
+    "unknown projector": (
+        ["model.encoders.vision.projector=conv"],
+        ["model.encoders.vision.projector", "'linear' or 'mlp'", "'conv'"],
+    ),
+    "unknown width": (
+        ["model.encoders.vision={factory: 'run_processors:small_cnn'}"],
+        ["model.encoders.vision", "hidden_size"],
+    ),
+    "placeholder for no encoder": (
+        ["model.merge={vision: '<image>', audio: '<image>'}"], ["model.merge", "'audio'", "vision"],
+    ),
+    "no placeholder": (["model.merge={}"], ["model.merge", "'vision'"]),
+    "unknown placeholder": (
+        ["model.merge={vision: '<picture>'}"], ["model.merge.vision", "'<picture>'", "tokenizer"],
+    ),
+    "placeholder of two tokens": (
+        ["model.merge={vision: 'a dog'}"], ["model.merge.vision", "'a dog'", "2 tokens"],
+    ),
+    "zero stages": (["parallel.language_model={pp: 0}"], ["pp is 0", "at least one stage"]),
+    "too many stages": (
+        ["parallel.language_model={pp: 3}"], ["'llm'", "3", "at most 2 stages"],
+    ),
+    "tensor parallelism": (
+        ["parallel.language_model={tp: 2}"], ["tp is 2", "only 1 is supported"],
+    ),
+    "layers that do not add up": (
+        ["parallel.language_model={pp: 2, layers: [1, 2]}"], ["'llm'", "(1, 2)", "2 layers"],
+    ),
+    "ranks that do not match stages": (
+        ["parallel.language_model={pp: 2, ranks: [0]}"], ["ranks is (0,)", "pp=2"],
+    ),
+    "layout of no encoder": (["parallel.encoders={audio: {}}"], ["'audio'", "vision"]),
+    "ranks with holes": (["parallel.language_model={ranks: [5]}"], ["rank"]),
+    "no such plan": (["parallel.plan=/nowhere.json"], ["parallel.plan", "'/nowhere.json'"]),
+    "folder that cannot be": (
+        ["run.storage_path=/dev/null/run"], ["run.storage_path", "'/dev/null/run'"],
+    ),
+}
+
+
+def broken_plans(good):
+    """Edited plan files that must be refused, and what the error must say."""
+    text = json.dumps(good)
+    other = json.loads(text)
+    other["num_microbatches"] = 4
+    twice = json.loads(text)
+    twice["stages"][2]["layers"] = [0, 2]
+    unknown = json.loads(text)
+    unknown["stages"][0]["gpu"] = 3
+    foreign = json.loads(text)
+    foreign["graph"]["nodes"][0]["name"] = foreign["stages"][0]["module"] = "image"
+    foreign["graph"]["edges"][0][0] = "image"
+    return {
+        "half a plan": (text[:100], ["plan is not JSON"]),
+        "plan without stages": (
+            json.dumps({k: v for k, v in good.items() if k != "stages"}), ["lacks", "'stages'"],
+        ),
+        "plan with a layer twice": (json.dumps(twice), ["llm"]),
+        "plan with an unknown key": (json.dumps(unknown), ["'gpu'", "accepted", "rank"]),
+        "plan of other microbatches": (
+            json.dumps(other), ["4 microbatches", "data.microbatches is 2"],
+        ),
+        "plan of another model": (json.dumps(foreign), ["parallel.plan", "another model"]),
+    }
+
+
+PLANS = list(broken_plans({
+    "stages": [{}, {}, {}], "graph": {"nodes": [{}], "edges": [["", ""]]}, "num_microbatches": 2,
+}))
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """Outcome of every case, all of them from one process without Ray."""
+    folder = tmp_path_factory.mktemp("bad")
+    inputs = prepare(folder)
+    config = write_config(settings(inputs, folder / "run", 4), folder / "good.yaml")
+    (folder / "list.yaml").write_text("- run\n- model\n")
+    (folder / "no.yaml").write_text("run: [1\n")
+    first = {"plan": ["plan", config, "--out", str(folder / "plan")]}
+    results = run_cases(folder, first)
+    cases = {
+        name: ["train", config, *(part for one in overrides for part in ("--set", one))]
+        for name, (overrides, _) in BAD_SETTINGS.items()
+    }
+    if results["plan"]["code"] == 0:
+        good = json.loads((folder / "plan" / "plan.json").read_text())
+        for number, (name, (text, _)) in enumerate(broken_plans(good).items()):
+            file = folder / f"plan-{number}.json"
+            file.write_text(text)
+            cases[name] = ["train", config, "--set", f"parallel.plan={file}"]
+    cases["no such file"] = ["train", str(folder / "nothing.yaml")]
+    cases["no sections"] = ["train", str(folder / "list.yaml")]
+    cases["no YAML"] = ["train", str(folder / "no.yaml")]
+    results.update(run_cases(folder, cases))
+    results["folder"] = folder
+    return results
+
+
+def run_cases(folder, cases):
+    (folder / "cases.json").write_text(json.dumps(cases))
+    command = [sys.executable, str(HERE / "cli_cases.py"), "cases.json", "results.json"]
+    subprocess.run(command, cwd=folder, env=child_environment(), check=True, timeout=240)
+    return json.loads((folder / "results.json").read_text())
+
+
+def assert_refused(outcome, expected):
+    assert "Traceback" not in outcome["text"], outcome["text"]
+    assert outcome["code"] == 2, outcome["text"]
+    missing = [part for part in expected if part not in outcome["text"]]
+    assert not missing, f"{missing} not in: {outcome['text']}"
+    assert not outcome["ray_started"]
+
+
+@pytest.mark.parametrize("name", BAD_SETTINGS)
+def test_bad_settings(outcomes, name):
+    assert_refused(outcomes[name], BAD_SETTINGS[name][1])
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_bad_plan_files(outcomes, name):
+    good = json.loads((outcomes["folder"] / "plan" / "plan.json").read_text())
+    assert_refused(outcomes[name], broken_plans(good)[name][1])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("no such file", ["nothing.yaml", "there is no such file"]),
+        ("no sections", ["list.yaml", "list", "sections"]),
+        ("no YAML", ["no.yaml", "not YAML"]),
+    ],
+)
+def test_bad_files(outcomes, name, expected):
+    assert_refused(outcomes[name], expected)
+
+
+def test_plan_shows_draws_and_saves_without_ray(outcomes):
+    outcome = outcomes["plan"]
+    assert outcome["code"] == 0 and not outcome["ray_started"], outcome["text"]
+    folder = outcomes["folder"] / "plan"
+    for name in ("plan.png", "plan_schedule.png"):
+        assert (folder / name).read_bytes().startswith(b"\x89PNG")
+    lines = [line for line in outcome["text"].splitlines() if "│" in line]
+    assert [line.split("│")[2].strip() for line in lines] == ["vision.0", "llm.0", "llm.1"]
+    assert "2 blocks + projector" in lines[0]
+    assert not (outcomes["folder"] / "run").exists()
+
+
+def test_more_ranks_than_the_cluster_has(raymm, make_config, no_new_actors, ray_cluster):
+    has = ray_cluster.cluster_resources()["CPU"]
+    code, text = raymm("train", make_config({"resources.cpus": 5}))
+    assert code == 2 and "ClusterError" in text
+    assert f"2 ranks of 5 CPU each, 10 CPU in all, and data workers 0.1 CPU beside them; the " \
+        f"cluster has {has:g} CPU" in text
+
+
+def test_gpus_that_the_cluster_does_not_have(raymm, make_config, no_new_actors, ray_cluster):
+    if ray_cluster.cluster_resources().get("GPU", 0) >= 2:
+        pytest.skip("the cluster has GPUs")
+    code, text = raymm("train", make_config({"run.device": "cuda"}))
+    assert code == 2 and "2 ranks of 1 GPU each" in text and "the cluster has 0 GPU" in text

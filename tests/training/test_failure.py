@@ -1,0 +1,135 @@
+"""Ranks and drivers that are killed, and data that cannot be read, in the middle of a run."""
+
+import os
+import re
+import signal
+from contextlib import contextmanager
+
+import pytest
+from processes import all_gone, descendants, end_group, ranks_of, wait_until
+from tiny_run import curve, start
+
+from raymm.checkpoint import CheckpointStore, read_manifest
+from raymm.metrics import read_metrics
+
+PATIENCE_S = 240.0
+
+
+class Interrupted:
+    """A run in processes of its own, slow enough to interfere with."""
+
+    def __init__(self, config, folder):
+        self.config, self.folder, self.run = config, folder, folder / "run"
+        self.starts = 0
+
+    @contextmanager
+    def running(self, more_steps):
+        """Start the run, wait for that many more steps, hand over its process."""
+        self.starts += 1
+        self.log = self.folder / f"output-{self.starts}.txt"
+        taken = self.last_step()
+        process = start(["train", self.config], self.folder, self.log)
+        try:
+            wait_until(
+                lambda: process.poll() is not None or self.went_on(taken, more_steps),
+                PATIENCE_S, f"{more_steps} steps after {taken}",
+            )
+            assert process.poll() is None, self.log.read_text()
+            yield process
+        finally:
+            end_group(process.pid)
+            process.wait()
+
+    def last_step(self):
+        latest = CheckpointStore(self.run).latest()
+        return 0 if latest is None else read_manifest(latest).step
+
+    def went_on(self, taken, more):
+        file = self.run / "metrics.jsonl"
+        rows = read_metrics(file) if file.is_file() else []
+        # At the start there may still be rows beyond the checkpoint, of the run before.
+        resumed = self.starts == 1 or "going on from" in self.log.read_text()
+        return resumed and bool(rows) and rows[-1]["step"] >= taken + more
+
+
+def test_interrupted_again_and_again_equals_the_whole(finished, make_config, tmp_path, raymm):
+    """A killed rank, SIGTERM, and a killed driver, one after the other on one run."""
+    config = make_config({"data.modalities.vision.processor": "run_processors:slow_image"})
+    run = Interrupted(config, tmp_path)
+
+    with run.running(more_steps=3) as driver:
+        victim = ranks_of(driver.pid)[1]
+        assert len(ranks_of(driver.pid)) == 2
+        started = descendants(driver.pid)
+        os.kill(victim, signal.SIGKILL)
+        assert driver.wait(PATIENCE_S) == 1
+        text = run.log.read_text()
+        assert "the run failed" in text and "died" in text and "Traceback" not in text
+        named = re.search(r"rank (\d) \(stages (.*), process (\d+) on \S+\) died", text)
+        assert named and int(named[3]) == victim, text
+        assert named[2] == {"0": "vision.0, llm.0", "1": "llm.1"}[named[1]]
+        assert "Start the same command again" in text
+        wait_until(lambda: all_gone(started), 30, "the end of all processes of the run")
+    first = run.last_step()
+    assert first >= 2
+
+    with run.running(more_steps=2) as driver:
+        started = descendants(driver.pid)
+        driver.send_signal(signal.SIGTERM)
+        assert driver.wait(PATIENCE_S) == 128 + signal.SIGTERM
+        text = run.log.read_text()
+        assert "stopped by SIGTERM" in text and "Traceback" not in text
+        wait_until(lambda: all_gone(started), 30, "the end of all processes of the run")
+    second = run.last_step()
+    assert second >= first
+
+    with run.running(more_steps=2) as driver:
+        ranks = set(ranks_of(driver.pid))
+        driver.kill()
+        driver.wait(PATIENCE_S)
+        wait_until(lambda: all_gone(ranks), 30, "the end of the ranks")
+    assert run.last_step() >= second and len(curve(run.run)) < 12
+
+    code, text = raymm("train", make_config())
+    assert code == 0 and "going on from" in text
+    assert curve(run.run) == curve(finished.path)
+
+
+@pytest.fixture
+def rows_with_a_corrupt_image(inputs, tmp_path):
+    """The training rows, one of whose images is no image."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for file in inputs.glob("train*"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    (folder / "train-5.png").write_bytes(b"\x89PNG\r\n\x1a\n and then nothing")
+    return folder
+
+
+def test_a_corrupt_image_ends_the_run_with_its_path(
+    rows_with_a_corrupt_image, make_config, raymm, tmp_path
+):
+    """In file order the bad sample comes with the second step, after the ranks have started."""
+    train = str(rows_with_a_corrupt_image / "train.jsonl")
+    config = make_config({"data.train": train, "data.shuffle": False})
+    code, text = raymm("train", config)
+    assert code == 2
+    assert str(rows_with_a_corrupt_image / "train-5.png") in text and "'train-5'" in text
+    assert "Traceback" not in text
+    assert len(curve(tmp_path / "run")) <= 1
+
+
+def test_a_corrupt_image_is_skipped_and_counted(
+    rows_with_a_corrupt_image, make_config, raymm, tmp_path
+):
+    train = str(rows_with_a_corrupt_image / "train.jsonl")
+    config = make_config(
+        {"data.train": train, "data.shuffle": False, "data.on_error": "skip", "run.steps": 3}
+    )
+    code, text = raymm("train", config)
+    assert code == 0
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["skipped"] for row in rows] == [0, 1, 0]
+    bad = rows_with_a_corrupt_image / "train-5.png"
+    assert f"step     2  skipped sample 'train-5' ({bad}): cannot be read" in text
+    assert "skipped samples in all: 1" in text

@@ -1,0 +1,121 @@
+"""``ray job submit --working-dir . -- python -m raymm train ...`` on a Ray head of its own."""
+
+import os
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from processes import end_group, wait_until
+from tiny_run import HERE, REPOSITORY, change, child_environment, curve, settings, write_config
+
+PATIENCE_S = 240.0
+RAY = str(Path(sys.executable).with_name("ray"))
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports nobody listens on, below Ray's worker ports (10002 to 19999)."""
+    ports: list[int] = []
+    for port in range(7100 + os.getpid() % 1000, 10000):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise RuntimeError("no free ports")
+
+
+@contextmanager
+def ray_head(folder: Path, environment: dict[str, str]):
+    """A head node in a process group of its own; gives the address for jobs."""
+    gcs, dashboard, agent, client = free_ports(4)
+    # Short: Ray's socket paths below it must stay under 107 characters.
+    temp = Path("/tmp") / f"raymm-head-{os.getpid()}"
+    command = [
+        RAY, "start", "--head", "--block", "--num-cpus", "4", "--port", str(gcs),
+        "--dashboard-port", str(dashboard), "--dashboard-agent-listen-port", str(agent),
+        "--ray-client-server-port", str(client), "--temp-dir", str(temp), "--disable-usage-stats",
+        "--object-store-memory", str(200 * 2**20), "--include-log-monitor", "false",
+    ]
+    with open(folder / "head.txt", "w") as log:
+        head = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+    try:
+        wait_until(
+            lambda: head.poll() is not None or is_listening(dashboard), PATIENCE_S, "the dashboard"
+        )
+        assert head.poll() is None, (folder / "head.txt").read_text()
+        yield f"http://127.0.0.1:{dashboard}"
+    finally:
+        head.terminate()  # ends what it started
+        try:
+            head.wait(30)
+        except subprocess.TimeoutExpired:
+            pass
+        end_group(head.pid)
+        head.wait()
+        shutil.rmtree(temp, ignore_errors=True)
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    """The repository's code, which is what a working directory would hold."""
+    folder = tmp_path / "checkout"
+    for name in ("raymm", "actors", "scheduler", "kernels"):
+        shutil.copytree(
+            REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    shutil.copy(REPOSITORY / "pyproject.toml", folder)
+    shutil.copy(HERE / "run_processors.py", folder)
+    (folder / "job_callbacks.py").write_text(CALLBACKS)
+    return folder
+
+
+CALLBACKS = '''
+from pathlib import Path
+import raymm.actors.executor, raymm.metrics, raymm.scheduler.plan
+
+def same_copy(inputs, output):
+    """Fails in a rank that imported raymm from somewhere else than the working directory."""
+    for module in (raymm.actors.executor, raymm.metrics, raymm.scheduler.plan):
+        if not Path(module.__file__).is_relative_to(Path(__file__).parent):
+            raise RuntimeError(f"{module.__file__} is not beside {__file__}")
+    return output
+'''
+
+
+def test_a_job_trains_as_a_local_run_does(finished, inputs, checkout, tmp_path):
+    """With token authentication; the job's code is the working directory's, on all nodes."""
+    values = settings(inputs, tmp_path / "run", 12)
+    change(values, "run.checkpoint_every", 6)
+    change(values, "model.encoders.vision.postprocess_module", "job_callbacks:same_copy")
+    write_config(values, checkout / "config.yaml")
+    (tmp_path / "token").write_text(secrets.token_hex(32))
+    environment = child_environment(
+        RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(tmp_path / "token"),
+    )
+    del environment["RAY_ADDRESS"], environment["PYTHONPATH"]
+    with ray_head(tmp_path, environment) as address:
+        submit = [RAY, "job", "submit", "--address", address, "--working-dir", ".", "--"]
+        job = subprocess.run(
+            [*submit, sys.executable, "-m", "raymm", "train", "config.yaml"],
+            cwd=checkout, env=environment, text=True, capture_output=True, timeout=PATIENCE_S,
+        )
+        output = job.stdout + job.stderr
+        assert job.returncode == 0, output + (tmp_path / "head.txt").read_text()
+        assert "step    12/12" in re.sub(r"\x1b\[[0-9;]*m", "", output)
+    assert curve(tmp_path / "run") == curve(finished.path)

@@ -1,0 +1,104 @@
+"""The metrics file over restarts, and the report of a run."""
+
+import json
+
+import pytest
+
+from raymm.metrics import MetricsLog, read_metrics
+from raymm.report import COST_STEPS, RunReport
+from raymm.scheduler.graph import ModuleGraph, ModuleNode
+from raymm.scheduler.one_f_one_b import lower_1f1b
+from raymm.scheduler.plan import Plan, Stage
+from raymm.scheduler.program import Op
+from raymm.scheduler.simulate import simulate
+
+
+def rows(*steps):
+    return [{"step": step, "loss": step / 3} for step in steps]
+
+
+def test_rows_are_kept_to_the_last_bit(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    for row in rows(1, 2, 3):
+        log.add(row)
+    assert log.rows == rows(1, 2, 3) == read_metrics(tmp_path / "metrics.jsonl")
+
+
+def test_rows_after_the_resume_step_are_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for row in rows(1, 2, 3, 4):
+        MetricsLog(path, row["step"]).add(row)
+    log = MetricsLog(path, resume_step=2)
+    log.add({"step": 3, "loss": 9.0})
+    expected = [*rows(1, 2), {"step": 3, "loss": 9.0}]
+    assert log.rows == expected == read_metrics(path)
+    assert not path.with_name("metrics.jsonl.tmp").exists()
+
+
+def test_a_run_from_the_beginning_forgets_an_older_one(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    MetricsLog(path).add({"step": 0, "heldout_loss": 1.0})
+    assert MetricsLog(path, resume_step=0).rows == []
+    assert path.read_text() == ""
+
+
+def test_a_line_cut_off_by_a_crash_is_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "lo')
+    assert read_metrics(path) == [{"step": 1, "loss": 0.5}]
+    MetricsLog(path, resume_step=2).add({"step": 3, "loss": 0.25})
+    assert [row["step"] for row in read_metrics(path)] == [1, 3]
+
+
+@pytest.fixture
+def plan():
+    graph = ModuleGraph(
+        (ModuleNode("vision", (True, True)), ModuleNode("llm", (True, True))), (("vision", "llm"),)
+    )
+    stages = (
+        Stage("vision", 0, (0, 2), 0), Stage("llm", 0, (0, 1), 1), Stage("llm", 1, (1, 2), 2),
+    )
+    return Plan(graph, stages, 2)
+
+
+def measured(plan, factor):
+    """A program and what it would take if every operation took its stage's number of ms."""
+    program = lower_1f1b(plan, [["vision"], ["vision"]])
+    costs = {
+        (stage.name, op): factor * (number + 1) / 1000
+        for number, stage in enumerate(plan.stages) for op in (Op.FORWARD, Op.BACKWARD)
+    }
+    return program, simulate(program, costs)
+
+
+def test_the_prediction_uses_earlier_steps_only(plan, tmp_path):
+    """Three steps of factor 1, 1, 3: the last is shown, and predicted from those before it."""
+    report = RunReport(tmp_path, plan)
+    for step, factor in enumerate((1, 1, 3), start=1):
+        report.add(step, *measured(plan, factor))
+    files = report.write(rows(1, 2, 3))
+    assert all(file.is_file() for file in files.values() if file.name != "metrics.jsonl")
+    events = json.loads(files["trace"].read_text())["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    busy = dict.fromkeys(names.values(), 0.0)
+    for event in events:
+        if event["ph"] == "X" and event["cat"].startswith(("forward", "backward")):
+            busy[names[event["pid"]]] += event["dur"]
+    assert busy["measured"] == pytest.approx(3 * busy["predicted"])
+    # 2 microbatches, forward and backward, 1 + 2 + 3 ms, in microseconds
+    assert busy["predicted"] == pytest.approx(2 * 2 * 6 * 1000)
+
+
+def test_the_report_keeps_few_steps(plan, tmp_path):
+    """Steps long past do not count: the last ones took twice as long."""
+    report = RunReport(tmp_path, plan)
+    for step in range(1, 3 * COST_STEPS):
+        report.add(step, *measured(plan, 1 if step < 2 * COST_STEPS - 1 else 2))
+    costs = report._predicting_costs()
+    assert costs["llm.1", Op.FORWARD] == pytest.approx(2 * 3 / 1000)
+
+
+def test_a_report_without_steps_has_no_loss_curve(plan, tmp_path):
+    files = RunReport(tmp_path, plan).write([{"step": 0, "heldout_loss": 2.0}])
+    assert "loss curve" not in files and "schedule" not in files
+    assert Plan.from_json(files["plan"].read_text()) == plan

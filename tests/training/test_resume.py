@@ -1,0 +1,81 @@
+"""Going on from a checkpoint gives the numbers of a run that was never interrupted."""
+
+import torch
+from tiny_run import checkpoint_tensors, curve, heldout_rows
+
+
+def assert_same_state(run, other):
+    mine, theirs = checkpoint_tensors(run), checkpoint_tensors(other)
+    assert mine.keys() == theirs.keys() and any("exp_avg_sq" in name for name in mine)
+    different = [name for name in mine if not torch.equal(mine[name], theirs[name])]
+    assert not different
+
+
+def test_two_halves_equal_the_whole_bit_for_bit(finished, raymm, make_config, tmp_path):
+    config = make_config()
+    code, _ = raymm("train", config, "--set", "run.steps=5")
+    assert code == 0 and [row[0] for row in curve(tmp_path / "run")] == [1, 2, 3, 4, 5]
+    code, text = raymm("train", config)
+    assert code == 0 and "going on from" in text and "step-00000005" in text
+    assert curve(tmp_path / "run") == curve(finished.path)
+    assert_same_state(tmp_path / "run", finished.path)
+
+
+def test_another_cut_goes_on_from_the_same_checkpoint(finished, raymm, make_config, tmp_path):
+    """One stage instead of two: the same parameters and optimizer state, other rounding."""
+    run = finished.copy_until(tmp_path / "run", 8)
+    config = make_config({"parallel": {"language_model": {"ranks": [0]}, "encoders": {
+        "vision": {"pp": 2, "ranks": [0, 1]}}}})
+    code, _ = raymm("train", config)
+    assert code == 0
+    steps = list(zip(curve(run), curve(finished.path), strict=True))
+    assert all(mine == original for mine, original in steps[:8])
+    for mine, original in steps[8:]:
+        assert abs(mine[1] - original[1]) < 1e-4 and mine[3] == original[3]
+
+
+def test_rows_after_the_checkpoint_happen_again_once(finished, raymm, make_config, tmp_path):
+    """Rows of steps 11 and 12 are there, but the checkpoint is of step 10; beside it lies a torn
+    one, as a crash in the middle of writing leaves it."""
+    run = finished.copy_until(tmp_path / "run", 10)
+    torn = run / "checkpoints" / "step-00000012"
+    torn.mkdir()
+    (torn / "model-rank0.safetensors").write_bytes(b"half of a sha")
+    code, _ = raymm("train", make_config())
+    assert code == 0
+    assert curve(run) == curve(finished.path)
+    assert [row["step"] for row in heldout_rows(run)] == [0]  # that of step 12 was dropped
+    assert_same_state(run, finished.path)
+
+
+def test_a_truncated_shard_is_named_before_anything_starts(
+    finished, raymm, make_config, tmp_path, no_new_actors
+):
+    run = finished.copy_until(tmp_path / "run", 10)
+    shard = run / "checkpoints" / "step-00000010" / "optimizer-rank1.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    code, text = raymm("train", make_config())
+    assert code == 2 and "CheckpointError" in text and str(shard) in text
+    assert "Traceback" not in text
+
+
+def test_a_damaged_manifest_is_named(finished, raymm, make_config, tmp_path, no_new_actors):
+    run = finished.copy_until(tmp_path / "run", 10)
+    manifest = run / "checkpoints" / "step-00000010" / "manifest.json"
+    manifest.write_text(manifest.read_text()[:100])
+    code, text = raymm("train", make_config())
+    assert code == 2 and "CheckpointError" in text and str(manifest) in text
+
+
+def test_a_corrupt_shard_is_named_by_the_rank_that_reads_it(
+    finished, raymm, make_config, tmp_path
+):
+    run = finished.copy_until(tmp_path / "run", 10)
+    shard = run / "checkpoints" / "step-00000010" / "model-rank1.safetensors"
+    shard.write_bytes(b"\xff" * len(shard.read_bytes()))
+    code, text = raymm("train", make_config())
+    assert code == 2 and "CheckpointError" in text and str(shard) in text
+    assert "Traceback" not in text
+    code, text = raymm("export", make_config(), "--out", str(tmp_path / "out"))
+    assert code == 2 and "CheckpointError" in text and str(shard) in text
+    assert not (tmp_path / "out").exists()
