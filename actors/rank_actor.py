@@ -20,6 +20,7 @@ from raymm.actors.channel import ChannelError, RecvChannel, SendChannel
 from raymm.actors.executor import CompiledProgram, Executor, StepMeta, StepResult
 from raymm.actors.optimizer import OptimizerConfig, RankOptimizer, SharedParameter
 from raymm.actors.shards import copy_tensors, read_tensors, write_shard
+from raymm.actors.stages.precision import cast_frozen
 from raymm.scheduler.program import Instruction, Op
 
 # Programs a rank keeps: one per combination of modalities seen in a step's microbatches.
@@ -46,6 +47,8 @@ class RankSpec:
         shared: the plan's shared parameters.
         optimizer: the optimizer's configuration.
         autocast: name of the torch dtype for automatic mixed precision, or None.
+        reloadable: modules whose frozen weights can be had again from where they came from;
+            under autocast they are kept in its dtype only.
         device: ``"cpu"`` or ``"cuda"``.
         threads: intra-op threads of this process.
         timeout_s: seconds any wait on another rank may take.
@@ -59,6 +62,7 @@ class RankSpec:
     shared: tuple[SharedParameter, ...] = ()
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     autocast: str | None = None
+    reloadable: frozenset[str] = frozenset()
     device: str = "cpu"
     threads: int = 1
     timeout_s: float = 300.0
@@ -126,10 +130,13 @@ class RankActor:
         """Build the stages, from ``builders`` if they are to be others than the spec's.
         Returns the number of parameters held, per stage."""
         self._programs.clear()
-        self._stages = {
-            name: builder().to(self._device)
-            for name, builder in (builders or self._spec.builders).items()
-        }
+        autocast = getattr(torch, self._spec.autocast) if self._spec.autocast else None
+        self._stages = {}
+        for name, builder in (builders or self._spec.builders).items():
+            stage = builder()
+            if autocast is not None and _owner(name) in self._spec.reloadable:
+                cast_frozen(stage, autocast)
+            self._stages[name] = stage.to(self._device)
         parameters = {
             (stage, name): parameter
             for stage, module in self._stages.items()
@@ -139,7 +146,6 @@ class RankActor:
         self._optimizer = RankOptimizer(
             parameters, self._spec.optimizer, self._spec.shared, self._shared_groups, self._device
         )
-        autocast = getattr(torch, self._spec.autocast) if self._spec.autocast else None
         self._executor = Executor(
             self._stages, self._spec.edges, self._senders, self._receivers,
             {Op.REDUCE_TIED: self._reduce_tied, Op.CLIP_GRADS: self._clip, Op.STEP: self._step},

@@ -6,6 +6,7 @@ The alignment example's model and real batches (prepare them first: ``make prepa
 do the same maths on the same batches: forward, backward, clipping and AdamW in the example's
 precision, no cached features. Measured in turns in one run; key
 ``raymm_over_single_process`` is the ratio of tokens per second (above 1: raymm is faster).
+``single_process_cast`` is the same process with raymm's way of keeping frozen weights in bf16.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 
 from benchmarks._common import console, emit, machine, parser
 from raymm.actors.optimizer import OptimizerConfig
+from raymm.actors.stages.precision import cast_frozen
 from raymm.build import build_model, build_plan
 from raymm.cluster import connected
 from raymm.config import TrainConfig, load_config
@@ -32,11 +34,17 @@ CONFIG = "examples/alignment/stamps.yaml"
 
 
 class SingleProcess:
-    """The reference: the whole model in this process."""
+    """The reference: the whole model in this process, with all cores.
 
-    def __init__(self, config: TrainConfig, optimizer: OptimizerConfig) -> None:
+    ``cast`` keeps frozen weights in autocast's dtype, as raymm does, instead of casting them
+    anew in every forward, as autocast does.
+    """
+
+    def __init__(self, config: TrainConfig, optimizer: OptimizerConfig, cast: bool) -> None:
         torch.set_num_threads(os.cpu_count() or 1)
         self.model = build_model(config).materialize()
+        if cast and config.run.precision == "bf16":
+            cast_frozen(self.model, torch.bfloat16)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.config = optimizer
         self.optimizer, self.scheduler = optimizer.build(self.parameters)
@@ -54,7 +62,7 @@ class SingleProcess:
                     loss = self.model(**microbatch, label_tokens=label_tokens)
                 if loss.requires_grad:
                     loss.backward()
-                total += float(loss)
+                total += float(loss.detach())
             torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
             self.optimizer.step()
             self.scheduler.step()
@@ -102,7 +110,9 @@ def main() -> None:
     turns = [steps[i : i + args.steps] for i in range(0, len(steps), args.steps)]
     with connected():
         contenders = {
-            "raymm": OnRay(config, optimizer), "single_process": SingleProcess(config, optimizer)
+            "raymm": OnRay(config, optimizer),
+            "single_process": SingleProcess(config, optimizer, cast=False),
+            "single_process_cast": SingleProcess(config, optimizer, cast=True),
         }
         rates: dict[str, list[float]] = {name: [] for name in contenders}
         difference = 0.0
@@ -125,6 +135,7 @@ def main() -> None:
     result = {
         "benchmark": "train_throughput",
         "raymm_over_single_process": round(median["raymm"] / median["single_process"], 3),
+        "raymm_over_single_process_cast": round(median["raymm"] / median["single_process_cast"], 3),
         "text_tokens_per_s": {name: round(value, 1) for name, value in median.items()},
         "all_tokens_per_s": {name: [round(v, 1) for v in values] for name, values in rates.items()},
         "rank_busy": busy,

@@ -17,9 +17,8 @@ from typing import Any
 
 from raymm.actors.group import RankFailedError
 from raymm.actors.shards import ShardError, copy_tensors, read_tensors
-from raymm.actors.stages.source import LiveSource
 from raymm.model import LANGUAGE_MODEL, MultimodalModule
-from raymm.parallel import MultimodalParallelModule
+from raymm.parallel import MultimodalParallelModule, reloadable_modules
 
 CHECKPOINT_FORMAT = 1
 MANIFEST = "manifest.json"
@@ -77,7 +76,7 @@ class CheckpointStore:
         if folder.exists():
             shutil.rmtree(folder)  # torn, or of the same step
         folder.mkdir(parents=True)
-        written = parallel.group.call("save", str(folder), frozenset(_stored_elsewhere(parallel)))
+        written = parallel.group.call("save", str(folder), reloadable_modules(parallel.model))
         index = {name: file for part in written for file, names in part.items() for name in names}
         sizes = {file: (folder / file).stat().st_size for part in written for file in part}
         manifest = Manifest(step, index, sizes, parallel.plan.to_dict(), trainer)
@@ -86,14 +85,6 @@ class CheckpointStore:
             (old / MANIFEST).unlink()  # first: a half-deleted checkpoint must not look valid
             shutil.rmtree(old)
         return folder
-
-
-def _stored_elsewhere(parallel: MultimodalParallelModule) -> list[str]:
-    """Modules whose frozen weights can be had again from where they came from."""
-    model = parallel.model
-    sources = {name: encoder.source() for name, encoder in model.encoders.items()}
-    sources[LANGUAGE_MODEL] = model.language_model.source(language_model=True)
-    return [name for name, source in sources.items() if not isinstance(source, LiveSource)]
 
 
 def _commit(path: Path, value: Any) -> None:

@@ -146,16 +146,28 @@ class ModalityModule(nn.Module):
         """Width of the module's output features.
 
         Raises:
-            ModelError: if neither ``hidden_size`` nor the module says.
+            ModelError: if neither ``hidden_size`` nor the module says, or they contradict.
         """
-        if self._hidden_size is not None:
-            return self._hidden_size
-        for holder in (source.config, self.module):
-            for name in ("hidden_size", "d_model", "n_embd"):
-                value = getattr(holder, name, None)
-                if isinstance(value, int):
-                    return value
-        raise ModelError("the module does not say how wide its output is; give hidden_size")
+        given, config = self._hidden_size, source.config
+        stated = [
+            value
+            for holder in (config, self.module)
+            for name in ("hidden_size", "d_model", "n_embd")
+            if isinstance(value := getattr(holder, name, None), int)
+        ]
+        if given is None and not stated:
+            raise ModelError("the module does not say how wide its output is; give hidden_size")
+        if given is None:
+            return stated[0]
+        if stated and self.postprocess_module_callback is None:
+            # Some models add a layer of another width at the end, whose config names it too.
+            known = config.to_dict().values() if isinstance(config, PretrainedConfig) else stated
+            if given not in known:
+                raise ModelError(
+                    f"hidden_size is {given}, but the module gives features of width {stated[0]} "
+                    "and no postprocess_module_callback changes them"
+                )
+        return given
 
     def build_projector(self, name: str, in_features: int, out_features: int) -> None:
         """Make the projector that was asked for by kind; check the one that was given.

@@ -22,6 +22,7 @@ from raymm.actors.stages.language import (
     language_stage_parameters,
 )
 from raymm.actors.stages.probe import probe_encoder, probe_language_model
+from raymm.actors.stages.source import LiveSource
 from raymm.cluster import connect
 from raymm.data import MicrobatchMeta, describe
 from raymm.model import (
@@ -150,6 +151,7 @@ class MultimodalParallelModule:
                 shared=self.shared,
                 optimizer=self.optimizer_config,
                 autocast="bfloat16" if precision == "bf16" else None,
+                reloadable=reloadable_modules(model),
                 device=device,
                 threads=threads,
                 timeout_s=timeout_s,
@@ -383,6 +385,14 @@ def _layout_key(meta: MicrobatchMeta) -> int:
     )
     items = tuple((name, tuple(rows)) for name, rows in sorted(meta.items.items()))
     return hash((shapes, items, tuple(meta.lengths)))
+
+
+def reloadable_modules(model: MultimodalModule) -> frozenset[str]:
+    """Modules whose frozen weights can be had again from where they came from, so that no
+    checkpoint need hold them."""
+    sources = {name: encoder.source() for name, encoder in model.encoders.items()}
+    sources[LANGUAGE_MODEL] = model.language_model.source(language_model=True)
+    return frozenset(n for n, source in sources.items() if not isinstance(source, LiveSource))
 
 
 def stage_builders(
