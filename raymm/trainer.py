@@ -202,9 +202,13 @@ class Trainer:
             parts, meta = parallel.prepare(self.data[position % len(self.data)])
             yield _Batch(parts, meta, {"position": position + 1}, (), None)
 
-    def evaluate(self, parallel: MultimodalParallelModule, shuffled: Sequence[str]) -> float:
-        """Held-out loss per label token, with some modalities' items in the wrong samples."""
+    def evaluate(
+        self, parallel: MultimodalParallelModule, shuffled: Sequence[str] = ()
+    ) -> tuple[float, list[Skipped]]:
+        """Held-out loss per label token, with some modalities' items in the wrong samples; and
+        the samples left out of it."""
         total, tokens = 0.0, 0
+        skipped: list[Skipped] = []
         pending: deque[PendingStep] = deque()
 
         def read() -> None:
@@ -217,6 +221,7 @@ class Trainer:
             self.data, "heldout", steps=self.run.eval_steps, shuffled=shuffled
         ) as loader:
             for step in loader:
+                skipped += step.skipped
                 pending.append(
                     parallel.submit((step.microbatches, step.meta), forward_only=True, keep=step)
                 )
@@ -224,7 +229,7 @@ class Trainer:
                     read()
         while pending:
             read()
-        return total / max(tokens, 1)
+        return total / max(tokens, 1), skipped
 
 
 def _last_step(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -329,11 +334,13 @@ class _Loop:
         data = self._trainer.data
         if self._run.eval_every is None or not isinstance(data, DataConfig) or not data.heldout:
             return
+        loss, skipped = self._trainer.evaluate(self._parallel)
+        self._report_skipped(step, skipped)
         row: dict[str, Any] = {
-            "step": step, "heldout_loss": self._trainer.evaluate(self._parallel, ())
+            "step": step, "heldout_loss": loss, "heldout_skipped": len(skipped)
         }
         for name in data.modalities if self._run.eval_shuffled else ():
-            wrong = self._trainer.evaluate(self._parallel, (name,))
+            wrong, _ = self._trainer.evaluate(self._parallel, (name,))
             row[f"heldout_loss_shuffled_{name}"] = wrong
             row[f"heldout_gap_{name}"] = wrong - row["heldout_loss"]
         self._metrics.add(row)

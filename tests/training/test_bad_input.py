@@ -90,6 +90,10 @@ BAD_SETTINGS = {
         ["model.encoders.vision.projector=null"],
         ["'vision'", "width 16", "takes 32", "linear, mlp"],
     ),
+    "wrong width": (
+        ["model.encoders.vision.hidden_size=48"],
+        ["model.encoders.vision", "hidden_size is 48", "width 16", "postprocess_module"],
+    ),
     "unknown projector": (
         ["model.encoders.vision.projector=conv"],
         ["model.encoders.vision.projector", "'linear' or 'mlp'", "'conv'"],
