@@ -24,6 +24,7 @@ from benchmarks.baselines.chain import ChainConfig, ChainResult, calibrate_burn,
 from benchmarks.baselines.compiled_graph import (
     ArrayCompiledGraphContender,
     CompiledGraphContender,
+    PlainCompiledGraphContender,
 )
 from benchmarks.baselines.contender import Contender
 from benchmarks.baselines.isend_irecv import LoopContender
@@ -37,6 +38,7 @@ CONTENDERS: dict[str, type[Contender]] = {
         PipeliningContender,
         CompiledGraphContender,
         ArrayCompiledGraphContender,
+        PlainCompiledGraphContender,
         ActorCallsContender,
         LoopContender,
     )
@@ -45,6 +47,7 @@ RATIOS = {
     "raymm_over_torch_pipelining": PipeliningContender.name,
     "raymm_over_compiled_graph": CompiledGraphContender.name,
     "raymm_over_compiled_graph_numpy": ArrayCompiledGraphContender.name,
+    "raymm_over_compiled_graph_plain": PlainCompiledGraphContender.name,
     "raymm_over_actor_calls": ActorCallsContender.name,
     "raymm_over_floor": LoopContender.name,
 }

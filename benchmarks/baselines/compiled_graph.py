@@ -112,3 +112,10 @@ class ArrayCompiledGraphContender(CompiledGraphContender):
     name = "compiled_graph_numpy"
     worker_class = ArrayGraphWorker
     tensor_transport = None
+
+
+class PlainCompiledGraphContender(CompiledGraphContender):
+    """Torch tensors without a transport hint: what `experimental_compile` does by itself."""
+
+    name = "compiled_graph_plain"
+    tensor_transport = None
