@@ -17,8 +17,9 @@ from typing import Any
 
 from raymm.actors.group import RankFailedError
 from raymm.actors.shards import ShardError, copy_tensors, read_tensors
+from raymm.builders import reloadable_modules
 from raymm.model import LANGUAGE_MODEL, MultimodalModule
-from raymm.parallel import MultimodalParallelModule, reloadable_modules
+from raymm.parallel import MultimodalParallelModule
 
 CHECKPOINT_FORMAT = 1
 MANIFEST = "manifest.json"

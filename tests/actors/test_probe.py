@@ -7,8 +7,8 @@ from torch import nn
 
 from raymm.actors.stages.probe import ProbeError, probe_encoder, probe_language_model
 from raymm.actors.stages.source import ConfigSource, LiveSource
+from raymm.builders import stage_builders
 from raymm.model import ModalityModule, MultimodalModule
-from raymm.parallel import stage_builders
 from raymm.specs import MultimodalParallelSpec, ParallelSpec
 
 INPUTS = {"x": torch.linspace(-1, 1, 8).view(1, 2, 4)}

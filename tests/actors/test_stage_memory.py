@@ -9,8 +9,8 @@ from raymm.actors.stages.language import LanguageSpec, LanguageStage
 from raymm.actors.stages.merge import Prepend
 from raymm.actors.stages.probe import probe_language_model
 from raymm.actors.stages.source import ConfigSource, LiveSource, PretrainedSource
+from raymm.builders import stage_builders
 from raymm.model import ModalityModule, MultimodalModule
-from raymm.parallel import stage_builders
 from raymm.specs import MultimodalParallelSpec, ParallelSpec
 
 BOUNDS = [(0, 1), (1, 3), (3, 4)]

@@ -1,0 +1,101 @@
+"""From a model description and a plan to what each rank builds and owns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from raymm.actors.optimizer import SharedParameter
+from raymm.actors.stages.encoder import EncoderSpec, EncoderStage, encoder_stage_parameters
+from raymm.actors.stages.language import (
+    LanguageSpec,
+    LanguageStage,
+    language_stage_parameters,
+)
+from raymm.actors.stages.probe import probe_encoder, probe_language_model
+from raymm.actors.stages.source import LiveSource
+from raymm.model import LANGUAGE_MODEL, MultimodalModule
+from raymm.scheduler.plan import Plan
+
+
+def reloadable_modules(model: MultimodalModule) -> frozenset[str]:
+    """Modules whose frozen weights can be had again from where they came from, so that no
+    checkpoint need hold them."""
+    sources = {name: encoder.source() for name, encoder in model.encoders.items()}
+    sources[LANGUAGE_MODEL] = model.language_model.source(language_model=True)
+    return frozenset(n for n, source in sources.items() if not isinstance(source, LiveSource))
+
+
+def stage_builders(
+    model: MultimodalModule, plan: Plan
+) -> tuple[dict[str, Callable[[], nn.Module]], dict[str, list[str]]]:
+    """Per stage, a picklable builder and the names of the parameters it owns.
+
+    Raises:
+        ProbeError: if a module cannot be cut as planned.
+    """
+    builders: dict[str, Callable[[], nn.Module]] = {}
+    owned: dict[str, list[str]] = {}
+    for node in plan.graph.nodes:
+        stages = plan.module_stages(node.name)
+        is_cut = stages[0].layers[1] < node.num_blocks
+        if node.name == LANGUAGE_MODEL:
+            spec: Any = model.language_spec()
+            if is_cut:
+                spec = replace(spec, cut=probe_language_model(spec.source))
+            names, build = language_stage_parameters, _build_language
+        else:
+            spec = model.encoder_spec(node.name)
+            if is_cut:
+                example = model.encoders[node.name].example_inputs
+                spec = replace(spec, cut=probe_encoder(spec.source, example))
+            names, build = encoder_stage_parameters, _build_encoder
+        for stage in stages:
+            lo, hi = stage.layers
+            own = names(spec, lo, hi)
+            owned[stage.name] = own
+            builders[stage.name] = partial(build, _slim(spec, own, lo, hi), lo, hi)
+    return builders, owned
+
+
+def _slim(
+    spec: EncoderSpec | LanguageSpec, own: list[str], lo: int, hi: int
+) -> EncoderSpec | LanguageSpec:
+    """The spec with only the live tensors that a stage owns."""
+    def names(prefix: str) -> list[str]:
+        return [n.removeprefix(prefix) for n in own if n.startswith(prefix)]
+
+    slim = replace(spec, source=spec.source.for_names(names("module.")))
+    if isinstance(slim, EncoderSpec) and slim.projector is not None:
+        slim = replace(slim, projector=slim.projector.for_names(names("projector.")))
+    return slim
+
+
+def _build_encoder(spec: EncoderSpec, lo: int, hi: int) -> nn.Module:
+    return EncoderStage.build(spec, lo, hi)
+
+
+def _build_language(spec: LanguageSpec, lo: int, hi: int) -> nn.Module:
+    return LanguageStage.build(spec, lo, hi)
+
+
+def shared_parameters(
+    plan: Plan, owned: Mapping[str, Sequence[str]]
+) -> tuple[SharedParameter, ...]:
+    """Parameters that several stages own (tied embeddings, for one)."""
+    holders: dict[str, list[tuple[str, str]]] = {}
+    for stage in plan.topological_stages:
+        for name in owned[stage.name]:
+            holders.setdefault(f"{stage.module}/{name}", []).append((stage.name, name))
+    return tuple(
+        SharedParameter(
+            tuple(places), tuple(sorted({plan.by_name[stage].rank for stage, _ in places}))
+        )
+        for places in holders.values()
+        if len(places) > 1
+    )
+
