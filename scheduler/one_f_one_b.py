@@ -40,10 +40,12 @@ def lower_1f1b(
 ) -> Program:
     """Lower a plan to a 1F1B program for one step.
 
-    Each rank runs, whenever it is free, the ready backward of the oldest microbatch, else
-    the ready forward of the oldest (of two stages the one nearest to the loss), and never
-    holds more microbatches of a stage than the stage's depth. On a chain with one stage
-    per rank and equal costs this is textbook 1F1B.
+    Each rank runs, whenever it is free, the ready forward of the oldest microbatch (of two
+    stages the one nearest to the loss), else the ready backward of the oldest, and never
+    holds more microbatches of a stage than the stage's depth: once a stage is full, each
+    backward makes room for one forward. On a chain with one stage per rank and equal costs
+    this is textbook 1F1B. Forwards go first because other ranks wait for them; on a rank
+    that several stages share, backwards first would drain the pipeline after it.
 
     Args:
         plan: the plan.
@@ -176,14 +178,6 @@ def _choose(
     active: Sequence[_Active],
     now: float,
 ) -> tuple[_StageState, int, bool] | None:
-    ready_backward = [
-        (s.backwards[s.next_backward], -s.depth, s)
-        for s in candidates
-        if s.next_backward < len(s.backwards) and _backward_ready(s, states, active, now)
-    ]
-    if ready_backward:
-        microbatch, _, state = min(ready_backward, key=lambda item: item[:2])
-        return state, microbatch, True
     ready_forward = [
         (s.forwards[s.next_forward], s.depth, s)
         for s in candidates
@@ -192,6 +186,14 @@ def _choose(
     if ready_forward:
         microbatch, _, state = min(ready_forward, key=lambda item: item[:2])
         return state, microbatch, False
+    ready_backward = [
+        (s.backwards[s.next_backward], -s.depth, s)
+        for s in candidates
+        if s.next_backward < len(s.backwards) and _backward_ready(s, states, active, now)
+    ]
+    if ready_backward:
+        microbatch, _, state = min(ready_backward, key=lambda item: item[:2])
+        return state, microbatch, True
     return None
 
 

@@ -2,7 +2,9 @@
 
 import shutil
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +66,6 @@ def finished(inputs, tmp_path_factory, ray_cluster) -> FinishedRun:
     config = write_config(values, folder / "config.yaml")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "200")
-        from contextlib import redirect_stdout
-        from io import StringIO
-
         with redirect_stdout(StringIO()) as output:
             assert main(["train", config]) == 0
     return FinishedRun(config, folder / "run", output.getvalue())
@@ -76,13 +75,17 @@ def finished(inputs, tmp_path_factory, ray_cluster) -> FinishedRun:
 def raymm(capsys):
     """Calls the command line in this process; returns exit code and everything printed."""
 
+    texts = []
+
     def call(*arguments: str) -> tuple[int, str]:
         capsys.readouterr()
         code = main(list(arguments))
         printed = capsys.readouterr()
-        return code, printed.out + printed.err
+        texts.append(printed.out + printed.err)
+        return code, texts[-1]
 
-    return call
+    yield call
+    print(*texts, sep="\n")  # shown if the test fails
 
 
 @pytest.fixture
