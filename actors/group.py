@@ -11,7 +11,6 @@ from typing import Any
 
 import ray
 from ray.exceptions import (
-    GetTimeoutError,
     OutOfMemoryError,
     RayActorError,
     RayError,
@@ -123,14 +122,15 @@ class RankGroup:
         self._placement = placement_group([resources.bundle()] * len(specs), strategy="PACK")
         self._actors: list[Any] = []
         try:
-            try:
-                ray.get(self._placement.ready(), timeout=PLACEMENT_TIMEOUT_S)
-            except GetTimeoutError:
-                free = ray.available_resources()
-                raise ClusterError(
-                    f"{len(specs)} ranks of {resources.bundle()} could not be placed within "
-                    f"{PLACEMENT_TIMEOUT_S:g} s; free in the cluster now: {free}"
-                ) from None
+            deadline = time.monotonic() + PLACEMENT_TIMEOUT_S
+            # In slices, so that Ctrl-C is heard; not ready(), whose task takes a worker process.
+            while not self._placement.wait(1.0):
+                if time.monotonic() > deadline:
+                    free = ray.available_resources()
+                    raise ClusterError(
+                        f"{len(specs)} ranks of {resources.bundle()} could not be placed within "
+                        f"{PLACEMENT_TIMEOUT_S:g} s; free in the cluster now: {free}"
+                    )
             self._actors = [self._create(spec, i, resources) for i, spec in enumerate(specs)]
             address, port = self.wait([self._actors[0].rendezvous.remote()], ranks=[0])[0]
             self._places = [f", process {p['pid']} on {p['host']}" for p in self.pids()]

@@ -54,6 +54,7 @@ class Interrupted:
         return resumed and bool(rows) and rows[-1]["step"] >= taken + more
 
 
+@pytest.mark.timeout(900)  # five starts of a run, each of which imports torch in four processes
 def test_interrupted_again_and_again_equals_the_whole(finished, make_config, tmp_path, raymm):
     """A killed rank, SIGTERM, and a killed driver, one after the other on one run."""
     config = make_config({"data.modalities.vision.processor": "run_processors:slow_image"})

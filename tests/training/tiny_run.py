@@ -96,7 +96,7 @@ def settings(inputs: Path, run: Path, steps: int) -> dict[str, Any]:
     return {
         "run": {
             "storage_path": str(run), "steps": steps, "checkpoint_every": 2, "log_every": 1,
-            "seed": 3, "device": "cpu", "timeout_s": 60,
+            "seed": 3, "device": "cpu",
         },
         "model": {
             "language_model": {"config": dict(LLAMA)},
