@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any
 
+from raymm.scheduler.costs import CostProfile, ProfileError
 from raymm.scheduler.graph import ModuleGraph, ModuleNode
 
 PLAN_FORMAT = 1
-SCHEDULES = ("1f1b",)
+SCHEDULES = ("1f1b", "zero_bubble", "gpipe")
 
 
 class PlanError(ValueError):
@@ -20,17 +21,28 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Stage:
-    """Layers ``[layers[0], layers[1])`` of one module, on one rank."""
+    """Layers ``[layers[0], layers[1])`` of one module, on one rank.
+
+    Attributes:
+        module, index: the module, and the stage's place in it.
+        layers: first layer, and one past the last.
+        rank: where it runs.
+        replica: which copy of the module it belongs to. Microbatches are dealt out over the
+            copies in turn; gradients of all copies are summed.
+        recompute: keep only its inputs, and run its forward again for the backward.
+    """
 
     module: str
     index: int
     layers: tuple[int, int]
     rank: int
+    replica: int = 0
+    recompute: bool = False
 
     @property
     def name(self) -> str:
-        """Unique name, e.g. ``"llm.2"``."""
-        return f"{self.module}.{self.index}"
+        """Unique name, e.g. ``"llm.2"``, or ``"vision.0@1"`` in the module's second copy."""
+        return f"{self.module}.{self.index}" + (f"@{self.replica}" if self.replica else "")
 
 
 @dataclass(frozen=True)
@@ -39,12 +51,28 @@ class Plan:
 
     Several stages may share a rank (the rank then takes turns between them); every
     rank is one process on one device, one Ray actor.
+
+    Attributes:
+        graph: the model's modules.
+        stages: all stages.
+        num_microbatches: microbatches per step.
+        schedule: ``"1f1b"``, ``"zero_bubble"`` (1F1B's memory, less idle time) or ``"gpipe"``.
+        profile: what the layers cost, if known; schedules that depend on costs use it.
+        memory_limit: bytes one rank may use, if it is to be checked (needs ``profile``).
+        activation_limits: per rank, bytes of activations that ``"zero_bubble"`` may hold; by
+            default what 1F1B holds.
+        shared_ranks: ranks that several stages take turns on. A plan made in code need not
+            say; a plan file must, so that a rank written twice by mistake is noticed.
     """
 
     graph: ModuleGraph
     stages: tuple[Stage, ...]
     num_microbatches: int
     schedule: str = "1f1b"
+    profile: CostProfile | None = None
+    memory_limit: int | None = None
+    activation_limits: tuple[int, ...] | None = None
+    shared_ranks: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.num_microbatches < 1:
@@ -56,15 +84,54 @@ class Plan:
             if stage.module not in known:
                 raise PlanError(f"stage {stage.name}: modules are {sorted(known)}")
         for node in self.graph.nodes:
-            self._check_layers(node)
+            self._check_replicas(node)
+        if self.profile is not None:
+            try:
+                self.profile.check(self.graph)
+            except ProfileError as error:
+                raise PlanError(f"profile: {error}") from None
+        self._check_shared_ranks()
         ranks = sorted({stage.rank for stage in self.stages})
         if ranks != list(range(len(ranks))):
             raise PlanError(f"ranks are {ranks}; they must be 0..{len(ranks) - 1} without gaps")
+        limits = self.activation_limits
+        if limits is not None and len(limits) != len(ranks):
+            raise PlanError(
+                f"activation_limits has {len(limits)} entries; it needs one per rank ({len(ranks)})"
+            )
 
-    def _check_layers(self, node: ModuleNode) -> None:
-        stages = self.module_stages(node.name)
-        if not stages:
+    def _check_shared_ranks(self) -> None:
+        stages: dict[int, list[str]] = {}
+        for stage in self.stages:
+            stages.setdefault(stage.rank, []).append(stage.name)
+        shared = tuple(sorted(rank for rank, names in stages.items() if len(names) > 1))
+        if self.shared_ranks is None:
+            object.__setattr__(self, "shared_ranks", shared)
+        for rank in shared:
+            if rank not in self.shared_ranks:
+                raise PlanError(
+                    f"rank {rank} is used by stages {', '.join(stages[rank])}; give each its own "
+                    "rank, or add the rank to shared_ranks if they are to take turns on it"
+                )
+
+    def _check_replicas(self, node: ModuleNode) -> None:
+        chains = self.replicas(node.name)
+        if not chains:
             raise PlanError(f"module {node.name!r} has no stage; it needs at least one")
+        numbers = [chain[0].replica for chain in chains]
+        if numbers != list(range(len(numbers))):
+            raise PlanError(f"replicas of {node.name!r} are {numbers}; they must be 0.. in order")
+        if len(chains) > 1 and self.graph.producers(node.name):
+            raise PlanError(
+                f"module {node.name!r} has {len(chains)} replicas; only a module that no other "
+                "feeds can be replicated"
+            )
+        if len(chains) > 1 and not self.graph.consumers(node.name):
+            raise PlanError(f"module {node.name!r} computes the loss and cannot be replicated")
+        for stages in chains:
+            self._check_layers(node, stages)
+
+    def _check_layers(self, node: ModuleNode, stages: tuple[Stage, ...]) -> None:
         expected = 0
         for index, stage in enumerate(stages):
             lo, hi = stage.layers
@@ -91,7 +158,26 @@ class Plan:
         return 1 + max(stage.rank for stage in self.stages)
 
     def module_stages(self, module: str) -> tuple[Stage, ...]:
-        return tuple(stage for stage in self.stages if stage.module == module)
+        """All stages of a module, replica by replica."""
+        return tuple(stage for chain in self.replicas(module) for stage in chain)
+
+    def replicas(self, module: str) -> tuple[tuple[Stage, ...], ...]:
+        """A module's stages per replica."""
+        return self._chains.get(module, ())
+
+    @cached_property
+    def _chains(self) -> Mapping[str, tuple[tuple[Stage, ...], ...]]:
+        chains: dict[str, dict[int, list[Stage]]] = {}
+        for stage in self.stages:
+            chains.setdefault(stage.module, {}).setdefault(stage.replica, []).append(stage)
+        return {
+            module: tuple(tuple(found[number]) for number in sorted(found))
+            for module, found in chains.items()
+        }
+
+    def runs(self, stage: Stage, microbatch: int) -> bool:
+        """Whether a microbatch that has the stage's module goes through this replica of it."""
+        return microbatch % len(self.replicas(stage.module)) == stage.replica
 
     def rank_stages(self, rank: int) -> tuple[Stage, ...]:
         """Stages of a rank, producers before consumers."""
@@ -110,10 +196,15 @@ class Plan:
         """Directed data edges between stages, within modules and between them."""
         edges = []
         for node in self.graph.nodes:
-            names = [stage.name for stage in self.module_stages(node.name)]
-            edges += list(zip(names, names[1:], strict=False))
+            for chain in self.replicas(node.name):
+                names = [stage.name for stage in chain]
+                edges += list(zip(names, names[1:], strict=False))
         for src, dst in self.graph.edges:
-            edges.append((self.module_stages(src)[-1].name, self.module_stages(dst)[0].name))
+            edges += [
+                (producer[-1].name, consumer[0].name)
+                for producer in self.replicas(src)
+                for consumer in self.replicas(dst)
+            ]
         return tuple(edges)
 
     @cached_property
@@ -130,7 +221,9 @@ class Plan:
         return any(self.graph.node(stage.module).trainable[lo:hi])
 
     def to_dict(self) -> dict[str, Any]:
-        return {"format": PLAN_FORMAT, **asdict(self)}
+        data = {"format": PLAN_FORMAT, **asdict(self)}
+        data["profile"] = self.profile and self.profile.to_dict()
+        return data
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
@@ -146,13 +239,23 @@ class Plan:
         try:
             if data["format"] != PLAN_FORMAT:
                 raise PlanError(f"format is {data['format']!r}; accepted: {PLAN_FORMAT}")
-            _only(data, "plan", ("format", "graph", "stages", "num_microbatches", "schedule"))
+            _only(data, "plan", ("format", *(field.name for field in fields(cls))))
+            profile = data.get("profile")
+            limits = data.get("activation_limits")
             return cls(
                 graph=_graph(data["graph"]),
                 stages=tuple(_stage(stage) for stage in data["stages"]),
                 num_microbatches=_typed(data, "num_microbatches", int),
                 schedule=_typed(data, "schedule", str),
+                profile=None if profile is None else CostProfile.from_dict(profile),
+                memory_limit=_typed(data, "memory_limit", int)
+                if data.get("memory_limit") is not None
+                else None,
+                activation_limits=None if limits is None else _integers(data, "activation_limits"),
+                shared_ranks=_integers({"shared_ranks": [], **data}, "shared_ranks"),
             )
+        except ProfileError as error:
+            raise PlanError(f"profile: {error}") from None
         except KeyError as error:
             raise PlanError(f"plan lacks the key {error}") from None
         except (TypeError, IndexError, AttributeError) as error:
@@ -189,12 +292,14 @@ def _node(data: Mapping[str, Any]) -> ModuleNode:
 
 
 def _stage(data: Mapping[str, Any]) -> Stage:
-    _only(data, "stage", ("module", "index", "layers", "rank"))
+    _only(data, "stage", tuple(field.name for field in fields(Stage)))
     layers = tuple(data["layers"])
     if [type(layer) for layer in layers] != [int, int]:
         raise PlanError(f"layers is {list(layers)}; it must be [first, one past the last]")
     return Stage(
-        _typed(data, "module", str), _typed(data, "index", int), layers, _typed(data, "rank", int)
+        _typed(data, "module", str), _typed(data, "index", int), layers, _typed(data, "rank", int),
+        _typed({"replica": 0, **data}, "replica", int),
+        _typed({"recompute": False, **data}, "recompute", bool),
     )
 
 
@@ -203,6 +308,12 @@ def _only(data: Mapping[str, Any], where: str, known: tuple[str, ...]) -> None:
         raise PlanError(
             f"{where}: unknown keys {sorted(map(str, unknown))}; accepted: {sorted(known)}"
         )
+
+
+def _integers(data: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    if any(type(value) is not int for value in data[key]):
+        raise PlanError(f"{key} is {data[key]!r}; it must be a list of whole numbers")
+    return tuple(data[key])
 
 
 def _typed(data: Mapping[str, Any], key: str, kind: type) -> Any:

@@ -14,7 +14,11 @@ class Op(StrEnum):
 
     FORWARD = "forward"  # run a stage on a microbatch and keep what its backward needs
     FORWARD_NO_GRAD = "forward_no_grad"  # run it under no_grad: nothing is kept
-    BACKWARD = "backward"  # gradients of inputs (where due) and parameters
+    FORWARD_CHECKPOINTED = "forward_checkpointed"  # run it and keep only its inputs
+    RECOMPUTE = "recompute"  # run a checkpointed forward again, keeping what backward needs
+    BACKWARD = "backward"  # gradients of inputs and parameters, whichever are due
+    BACKWARD_INPUT = "backward_input"  # B_d: gradients of inputs only; B_w follows
+    BACKWARD_WEIGHT = "backward_weight"  # B_w: gradients of parameters, after B_d
     SEND = "send"  # start sending what the stage produced for the edge; never blocks
     RECV = "recv"  # wait until the edge's next message is here
     REDUCE_TIED = "reduce_tied"  # sum gradients of parameters that live on two ranks
@@ -22,7 +26,9 @@ class Op(StrEnum):
     STEP = "step"  # optimizer update, then zero gradients
 
 
-COMPUTE = frozenset({Op.FORWARD, Op.FORWARD_NO_GRAD, Op.BACKWARD})
+FORWARDS = frozenset({Op.FORWARD, Op.FORWARD_NO_GRAD, Op.FORWARD_CHECKPOINTED})
+BACKWARDS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
+COMPUTE = FORWARDS | BACKWARDS | {Op.RECOMPUTE}
 EPILOGUE = (Op.REDUCE_TIED, Op.CLIP_GRADS, Op.STEP)
 
 
@@ -183,6 +189,19 @@ def _check_message(
         raise ProgramError(f"rank {rank}: {instruction} before its forward")
 
 
+# What each op does to (stage, microbatch): the phases it needs, and the one it completes. A
+# gradient can be sent after "backward", which BACKWARD and BACKWARD_INPUT complete.
+_PHASE = {
+    Op.FORWARD: "forward",
+    Op.FORWARD_NO_GRAD: "forward",
+    Op.FORWARD_CHECKPOINTED: "forward",
+    Op.RECOMPUTE: "recompute",
+    Op.BACKWARD: "backward",
+    Op.BACKWARD_INPUT: "backward",
+    Op.BACKWARD_WEIGHT: "weight",
+}
+
+
 def _check_compute(
     rank: int,
     instruction: Instruction,
@@ -190,20 +209,36 @@ def _check_compute(
     live: dict[str, int],
     peak: dict[str, int],
 ) -> None:
-    kind = "backward" if instruction.op is Op.BACKWARD else "forward"
-    key = (kind, instruction.stage, instruction.microbatch)
-    if key in done:
+    op, stage, microbatch, _ = instruction
+    phase = _PHASE[op]
+
+    def is_done(what: str) -> bool:
+        return (what, stage, microbatch) in done
+
+    if is_done(phase):
         raise ProgramError(f"rank {rank}: {instruction} runs twice")
-    done.add(key)
-    if instruction.op is Op.FORWARD:
-        done.add(("kept", instruction.stage, instruction.microbatch))
-        live[instruction.stage] += 1
-        peak[instruction.stage] = max(peak[instruction.stage], live[instruction.stage])
-    elif instruction.op is Op.FORWARD_NO_GRAD:
-        peak.setdefault(instruction.stage, 0)
+    done.add((phase, stage, microbatch))
+    if op in FORWARDS:
+        peak.setdefault(stage, 0)
+        if op is Op.FORWARD_NO_GRAD:
+            return
+        done.add(("kept" if op is Op.FORWARD else "checkpointed", stage, microbatch))
+        live[stage] += 1
+        peak[stage] = max(peak[stage], live[stage])
+        return
+    if not is_done("forward"):
+        raise ProgramError(f"rank {rank}: {instruction} before its forward")
+    if op is Op.RECOMPUTE:
+        if not is_done("checkpointed"):
+            raise ProgramError(f"rank {rank}: {instruction}, but its forward kept no inputs")
+        done.add(("kept", stage, microbatch))
+        return
+    if not is_done("kept"):
+        missing = "was not recomputed" if is_done("checkpointed") else "kept nothing"
+        raise ProgramError(f"rank {rank}: {instruction}, but its forward {missing}")
+    if op is Op.BACKWARD_WEIGHT and not is_done("split"):
+        raise ProgramError(f"rank {rank}: {instruction} before its backward_input")
+    if op is Op.BACKWARD_INPUT:
+        done.add(("split", stage, microbatch))  # lives on until its backward_weight
     else:
-        if ("forward", instruction.stage, instruction.microbatch) not in done:
-            raise ProgramError(f"rank {rank}: {instruction} before its forward")
-        live[instruction.stage] -= 1
-        if ("kept", instruction.stage, instruction.microbatch) not in done:
-            raise ProgramError(f"rank {rank}: {instruction}, but its forward kept nothing")
+        live[stage] -= 1

@@ -52,8 +52,8 @@ def test_microbatches(number: int) -> None:
 
 
 def test_schedule() -> None:
-    with pytest.raises(PlanError, match=f"schedule is 'gpipe'; accepted: {', '.join(SCHEDULES)}"):
-        Plan(GRAPH, llm((0, 4)), 1, "gpipe")
+    with pytest.raises(PlanError, match=f"schedule is 'dualpipe'; accepted: {', '.join(SCHEDULES)}"):
+        Plan(GRAPH, llm((0, 4)), 1, "dualpipe")
 
 
 @settings(max_examples=60, deadline=None)
@@ -86,7 +86,7 @@ def changed(path: str, value: object) -> dict:
     ("graph.edges", ..., "plan lacks the key 'edges'"),
     ("graph.nodes.0.trainable", ..., "plan lacks the key 'trainable'"),
     ("stages.1.rank", ..., "plan lacks the key 'rank'"),
-    ("microbatches", 3, "plan: unknown keys ['microbatches']; accepted: ['format', 'graph', "),
+    ("microbatches", 3, "plan: unknown keys ['microbatches']; accepted: ['activation_limits', "),
     ("graph.sinks", 3, "graph: unknown keys ['sinks']; accepted: ['edges', 'nodes']"),
     ("graph.nodes.0.frozen", True, "node: unknown keys ['frozen']"),
     ("stages.0.gpu", 0, "stage: unknown keys ['gpu']"),
@@ -98,6 +98,14 @@ def changed(path: str, value: object) -> dict:
     ("schedule", "zb", "schedule is 'zb'; accepted: 1f1b"),
     ("stages.0.rank", 0.0, "rank is 0.0; it must be of type int"),
     ("stages.0.index", "0", "index is '0'; it must be of type int"),
+    ("stages.0.replica", "1", "replica is '1'; it must be of type int"),
+    ("stages.0.replica", 1, "stages of 'vision' must be numbered 0.. in order"),
+    ("stages.0.recompute", 1, "recompute is 1; it must be of type bool"),
+    ("stages.1.rank", 0, "rank 0 is used by stages"),
+    ("memory_limit", 1.5, "memory_limit is 1.5; it must be of type int"),
+    ("activation_limits", ["1"], "activation_limits is ['1']; it must be a list of whole numbers"),
+    ("activation_limits", [1], "activation_limits has 1 entries; it needs one per rank"),
+    ("profile", {"format": 1, "modules": {}}, "profile: the profile lacks module"),
     ("stages.0.module", 7, "module is 7; it must be of type str"),
     ("stages.0.layers", [0], "layers is [0]; it must be [first, one past the last]"),
     ("stages.0.layers", [0, 1.5], "layers is [0, 1.5]; it must be [first, one past the last]"),
