@@ -208,11 +208,27 @@ class Plan:
         return tuple(edges)
 
     @cached_property
+    def stage_producers(self) -> Mapping[str, tuple[str, ...]]:
+        """Per stage, the stages it receives from."""
+        return {
+            stage.name: tuple(src for src, dst in self.stage_edges if dst == stage.name)
+            for stage in self.stages
+        }
+
+    @cached_property
+    def stage_consumers(self) -> Mapping[str, tuple[str, ...]]:
+        """Per stage, the stages it sends to."""
+        return {
+            stage.name: tuple(dst for src, dst in self.stage_edges if src == stage.name)
+            for stage in self.stages
+        }
+
+    @cached_property
     def depth(self) -> Mapping[str, int]:
         """Stages on the longest path from a stage to the loss, itself included."""
         depth: dict[str, int] = {}
         for stage in reversed(self.topological_stages):
-            after = [depth[dst] for src, dst in self.stage_edges if src == stage.name]
+            after = [depth[dst] for dst in self.stage_consumers[stage.name]]
             depth[stage.name] = 1 + max(after, default=0)
         return depth
 

@@ -52,7 +52,8 @@ def test_microbatches(number: int) -> None:
 
 
 def test_schedule() -> None:
-    with pytest.raises(PlanError, match=f"schedule is 'dualpipe'; accepted: {', '.join(SCHEDULES)}"):
+    accepted = ", ".join(SCHEDULES)
+    with pytest.raises(PlanError, match=f"schedule is 'dualpipe'; accepted: {accepted}"):
         Plan(GRAPH, llm((0, 4)), 1, "dualpipe")
 
 
@@ -101,7 +102,7 @@ def changed(path: str, value: object) -> dict:
     ("stages.0.replica", "1", "replica is '1'; it must be of type int"),
     ("stages.0.replica", 1, "stages of 'vision' must be numbered 0.. in order"),
     ("stages.0.recompute", 1, "recompute is 1; it must be of type bool"),
-    ("stages.1.rank", 0, "rank 0 is used by stages"),
+    ("stages.4.rank", 2, "rank 2 is used by stages llm.0, llm.1"),
     ("memory_limit", 1.5, "memory_limit is 1.5; it must be of type int"),
     ("activation_limits", ["1"], "activation_limits is ['1']; it must be a list of whole numbers"),
     ("activation_limits", [1], "activation_limits has 1 entries; it needs one per rank"),

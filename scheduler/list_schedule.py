@@ -1,0 +1,426 @@
+"""List scheduling of a step: every rank, when free, takes the best task it can start.
+
+One engine for all schedules; :class:`Rules` say which task is best, what a backward consists
+of and how much may be held. Times are those the simulator will find for the result.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from raymm.scheduler.plan import Plan
+from raymm.scheduler.program import Instruction, Op, Program
+from raymm.scheduler.stage_costs import StageCost
+from raymm.scheduler.step_graph import ActiveStages
+
+# How many microbatches a stage without backward is planned ahead of its consumer. It keeps
+# no activations, only outputs that wait to be received; two hide the jitter between ranks.
+# This orders the work of a rank; it does not hold back a rank that has nothing else to do.
+RUN_AHEAD = 2
+
+# A stage whose costs are not known: a backward takes twice as long as a forward, and what a
+# forward keeps is much more than what it got.
+UNKNOWN_FORWARD, UNKNOWN_BACKWARD = 1.0, 2.0
+UNKNOWN_SIZES = StageCost(0.0, 0.0, 0.0, input_bytes=1, activation_bytes=16)
+
+# A task never takes no time at all, or a rank could take turns forever at one instant.
+SHORTEST = 1e-9
+
+FORWARD, RECOMPUTE, BACKWARD, WEIGHT = range(4)
+
+
+class Task(NamedTuple):
+    """One compute instruction to be."""
+
+    stage: str
+    microbatch: int
+    op: Op
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a rank chooses.
+
+    Attributes:
+        priority: rank of each kind (forward, recompute, backward, weight); low goes first.
+            Among tasks of one kind the oldest microbatch goes first; then, for forwards the
+            stage nearest to the loss, for others the one farthest from it.
+        patience: a weight gradient or recomputation is not started if something of a better
+            kind is known to become ready within this fraction of its duration.
+        split: whether B_w is a task of its own where somebody waits for B_d.
+        early_recompute: whether a recomputation may start before the gradient is there.
+        held: how many microbatches a stage may hold; its depth by default (1F1B's warm-up).
+        byte_limits: per rank, bytes of activations; then ``held`` does not apply.
+    """
+
+    priority: tuple[int, int, int, int] = (0, 1, 1, 2)
+    patience: float = 0.0
+    split: bool = False
+    early_recompute: bool = False
+    held: int | None = None
+    byte_limits: tuple[float, ...] | None = None
+
+
+class Schedule(NamedTuple):
+    """Tasks per rank, in order, and when the last one ends (seconds)."""
+
+    tasks: tuple[tuple[Task, ...], ...]
+    makespan: float
+
+
+class _Stage:
+    """One stage's progress. It takes its microbatches in ascending order, forward, recompute,
+    backward and weight, so that messages of an edge keep their order."""
+
+    __slots__ = (
+        "name", "rank", "depth", "held", "producers", "consumers", "recompute",
+        "forward_s", "no_grad_s", "recompute_s", "backward_s", "input_s", "weight_s",
+        "kept", "activation", "forwards", "backwards", "needs", "owes", "trains",
+        "started", "next_forward", "next_recompute", "next_backward", "next_weight",
+        "forward_end", "backward_end", "recomputed_end", "consumed", "edge_delay",
+        "grad_delay",
+    )
+
+    def __init__(self, name: str, costs: Mapping[tuple[str, Op], float]) -> None:
+        """Durations as far as they are known. A forward that was measured under ``no_grad``
+        only (or only with gradients) takes about as long the other way."""
+
+        def known(*ops: Op, default: float) -> float:
+            found = (costs[name, op] for op in ops if (name, op) in costs)
+            return max(next(found, default), SHORTEST)
+
+        f, n, c = Op.FORWARD, Op.FORWARD_NO_GRAD, Op.FORWARD_CHECKPOINTED
+        self.name = name
+        self.forward_s = known(f, c, n, default=UNKNOWN_FORWARD)
+        self.no_grad_s = known(n, c, f, default=UNKNOWN_FORWARD)
+        self.recompute_s = known(Op.RECOMPUTE, f, c, n, default=UNKNOWN_FORWARD)
+        parts = [costs.get((name, op)) for op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)]
+        whole = sum(parts) if None not in parts else UNKNOWN_BACKWARD
+        self.backward_s = known(Op.BACKWARD, default=whole)
+        self.input_s = known(Op.BACKWARD_INPUT, default=self.backward_s / 2)
+        self.weight_s = known(Op.BACKWARD_WEIGHT, default=self.backward_s - self.input_s)
+        self.started = 0
+        self.next_forward = self.next_recompute = self.next_backward = self.next_weight = 0
+        self.forward_end: dict[int, float] = {}
+        self.recomputed_end: dict[int, float] = {}
+        self.backward_end: dict[int, float] = {}
+        self.consumed: dict[str, int] = {}
+
+
+class ListScheduler:
+    """Schedules one step.
+
+    Args:
+        plan: the plan.
+        active: what each microbatch uses.
+        costs: seconds per (stage, compute op), as far as known.
+        sizes: bytes per stage; every stage's are taken to be alike where missing.
+        delays: seconds a message takes, per directed edge (gradients travel the data edge
+            reversed); 0 where missing.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        active: Sequence[ActiveStages],
+        costs: Mapping[tuple[str, Op], float],
+        sizes: Mapping[str, StageCost] | None = None,
+        delays: Mapping[tuple[str, str], float] | None = None,
+    ) -> None:
+        self._plan = plan
+        self._active = active
+        self._costs = costs
+        self.sizes = sizes or {}
+        self._delays = delays or {}
+
+    def run(self, rules: Rules) -> Schedule:
+        """Schedule everything.
+
+        Raises:
+            ValueError: if the byte limits are too small for a single microbatch.
+        """
+        self._rules = rules
+        self._start()
+        num_ranks = self._plan.num_ranks
+        free_at = [0.0] * num_ranks
+        events = [(0.0, rank) for rank in range(num_ranks)]
+        makespan = 0.0
+        while events:
+            now, rank = heapq.heappop(events)
+            while events and events[0] == (now, rank):
+                heapq.heappop(events)
+            if free_at[rank] > now:
+                continue
+            choice = self._choose(rank, now)
+            if choice is None:
+                continue  # woken again when something it may wait for becomes ready
+            stage, kind = choice
+            end = self._begin(rank, stage, kind, now)
+            free_at[rank] = end
+            makespan = max(makespan, end)
+            heapq.heappush(events, (end, rank))
+            for wake in self._wakes:
+                heapq.heappush(events, wake)
+        self._check_finished()
+        return Schedule(tuple(map(tuple, self._order)), makespan)
+
+    def _start(self) -> None:
+        plan, rules = self._plan, self._rules
+        stages = {}
+        for stage in plan.stages:
+            state = _Stage(stage.name, self._costs)
+            cost = self.sizes.get(stage.name, UNKNOWN_SIZES)
+            state.rank = stage.rank
+            state.depth = plan.depth[stage.name]
+            state.held = rules.held or state.depth
+            state.recompute = stage.recompute
+            state.kept = cost.input_bytes if stage.recompute else cost.activation_bytes
+            state.activation = cost.activation_bytes if stage.recompute else 0
+            state.trains = plan.trainable(stage)
+            state.forwards = [m for m, a in enumerate(self._active) if stage.name in a.stages]
+            state.backwards = [
+                m for m, a in enumerate(self._active) if stage.name in a.needs_backward
+            ]
+            state.needs = frozenset(state.backwards)
+            state.owes = frozenset(
+                m for m, a in enumerate(self._active) if stage.name in a.needs_input_grad
+            )
+            stages[stage.name] = state
+        for state in stages.values():
+            state.producers = [stages[name] for name in plan.stage_producers[state.name]]
+            state.consumers = [stages[name] for name in plan.stage_consumers[state.name]]
+            state.edge_delay = [
+                self._delays.get((p.name, state.name), 0.0) for p in state.producers
+            ]
+            state.grad_delay = [
+                self._delays.get((c.name, state.name), 0.0) for c in state.consumers
+            ]
+            state.consumed = {c.name: 0 for c in state.consumers}
+        self._stages = stages
+        self._on_rank = [
+            [stages[s.name] for s in plan.rank_stages(rank)] for rank in range(plan.num_ranks)
+        ]
+        self._memory = [0.0] * plan.num_ranks
+        self._order: list[list[Task]] = [[] for _ in range(plan.num_ranks)]
+
+    def _check_finished(self) -> None:
+        for state in self._stages.values():
+            left = len(state.forwards) - state.next_forward
+            left += len(state.backwards) - state.next_backward
+            if left and self._rules.byte_limits is not None:
+                raise ValueError(
+                    f"activation limits {self._rules.byte_limits} leave {left} task(s) of stage "
+                    f"{state.name} without room; a rank needs room for one microbatch"
+                )
+            if left:  # cannot happen: every limit is at least one and the graph is acyclic
+                raise AssertionError(f"{left} task(s) of stage {state.name} are unscheduled")
+
+    # -- choosing ---------------------------------------------------------------------
+
+    def _choose(self, rank: int, now: float) -> tuple[_Stage, int] | None:
+        rules = self._rules
+        best: tuple[int, int, int] | None = None
+        chosen: tuple[_Stage, int] | None = None
+        soon: list[tuple[float, int]] = []  # (when, priority) of what is not ready yet
+        for state in self._on_rank[rank]:
+            for kind, ready, microbatch in self._candidates(state, rank):
+                rank_of_kind = rules.priority[kind]
+                if ready > now:
+                    soon.append((ready, rank_of_kind))
+                    continue
+                depth = state.depth if kind == FORWARD else -state.depth
+                key = (rank_of_kind, microbatch, depth)
+                if best is None or key < best:
+                    best, chosen = key, (state, kind)
+        if chosen is not None and rules.patience and chosen[1] in (RECOMPUTE, WEIGHT):
+            state, kind = chosen
+            duration = state.weight_s if kind == WEIGHT else state.recompute_s
+            horizon = now + rules.patience * duration
+            if any(ready < horizon and priority < best[0] for ready, priority in soon):
+                return None
+        return chosen
+
+    def _candidates(self, state: _Stage, rank: int) -> list[tuple[int, float, int]]:
+        """(kind, when it is ready, microbatch) of each kind the stage could do next."""
+        found = []
+        if state.next_forward < len(state.forwards):
+            microbatch = state.forwards[state.next_forward]
+            ready = self._forward_ready(state, microbatch)
+            if ready < math.inf and self._may_hold(state, microbatch, rank):
+                found.append((FORWARD, ready, microbatch))
+        early = self._rules.early_recompute and state.recompute
+        if early and state.next_recompute < len(state.backwards):
+            microbatch = state.backwards[state.next_recompute]
+            ready = state.forward_end.get(microbatch, math.inf)
+            if ready < math.inf and self._room(rank, state.activation, microbatch):
+                found.append((RECOMPUTE, ready, microbatch))
+        if state.next_backward < len(state.backwards):
+            microbatch = state.backwards[state.next_backward]
+            ready = self._backward_ready(state, microbatch, early)
+            if ready < math.inf and (early or self._room(rank, state.activation, microbatch)):
+                found.append((BACKWARD, ready, microbatch))
+        if state.next_weight < state.next_backward:
+            microbatch = state.backwards[state.next_weight]
+            found.append((WEIGHT, state.backward_end[microbatch], microbatch))
+        return found
+
+    def _forward_ready(self, state: _Stage, microbatch: int) -> float:
+        run = self._active[microbatch].stages
+        ready = 0.0
+        for producer, delay in zip(state.producers, state.edge_delay, strict=True):
+            if producer.name in run:
+                ready = max(ready, producer.forward_end.get(microbatch, math.inf) + delay)
+        return ready
+
+    def _backward_ready(self, state: _Stage, microbatch: int, early: bool) -> float:
+        done = state.recomputed_end if early else state.forward_end
+        ready = done.get(microbatch, math.inf)
+        for consumer, delay in zip(state.consumers, state.grad_delay, strict=True):
+            ready = max(ready, consumer.backward_end.get(microbatch, math.inf) + delay)
+        return ready
+
+    def _may_hold(self, state: _Stage, microbatch: int, rank: int) -> bool:
+        if microbatch not in state.needs:
+            return state.next_forward - min(state.consumed.values(), default=math.inf) < RUN_AHEAD
+        if self._rules.byte_limits is None:
+            return state.started - state.next_backward < state.held
+        return self._room(rank, state.kept, microbatch)
+
+    def _room(self, rank: int, more: float, microbatch: int) -> bool:
+        """Whether a rank may take ``more`` bytes and still see its oldest microbatch through;
+        without that reserve a rank could fill up with younger ones and never go on."""
+        if self._rules.byte_limits is None:
+            return True
+        oldest = min(
+            s.backwards[s.next_weight] for s in self._on_rank[rank]
+            if s.next_weight < len(s.backwards)
+        )
+        reserve = 0.0
+        if microbatch != oldest:
+            largest = 0.0
+            for state in self._on_rank[rank]:
+                if oldest not in state.needs:
+                    continue
+                if oldest not in state.forward_end:
+                    reserve += state.kept
+                if oldest not in state.recomputed_end:
+                    largest = max(largest, state.activation)
+            reserve += largest
+        # Sums of many sizes: a limit that is met exactly must not fail by rounding.
+        limit = self._rules.byte_limits[rank] * (1 + 1e-12)
+        return self._memory[rank] + more + reserve <= limit
+
+    # -- doing ------------------------------------------------------------------------
+
+    def _begin(self, rank: int, state: _Stage, kind: int, now: float) -> float:
+        self._wakes: list[tuple[float, int]] = []
+        if kind == FORWARD:
+            end = self._begin_forward(rank, state, now)
+        elif kind == RECOMPUTE:
+            microbatch = state.backwards[state.next_recompute]
+            end = now + state.recompute_s
+            state.next_recompute += 1
+            state.recomputed_end[microbatch] = end
+            self._memory[rank] += state.activation
+            self._order[rank].append(Task(state.name, microbatch, Op.RECOMPUTE))
+        elif kind == BACKWARD:
+            end = self._begin_backward(rank, state, now)
+        else:
+            microbatch = state.backwards[state.next_weight]
+            end = now + state.weight_s
+            self._finish(rank, state)
+            self._order[rank].append(Task(state.name, microbatch, Op.BACKWARD_WEIGHT))
+        return end
+
+    def _begin_forward(self, rank: int, state: _Stage, now: float) -> float:
+        microbatch = state.forwards[state.next_forward]
+        state.next_forward += 1
+        if microbatch in state.needs:
+            op = Op.FORWARD_CHECKPOINTED if state.recompute else Op.FORWARD
+            end = now + state.forward_s
+            state.started += 1
+            self._memory[rank] += state.kept
+        else:
+            op, end = Op.FORWARD_NO_GRAD, now + state.no_grad_s
+        state.forward_end[microbatch] = end
+        run = self._active[microbatch].stages
+        for producer in state.producers:
+            if producer.name in run:
+                producer.consumed[state.name] += 1
+                self._wakes.append((now, producer.rank))
+        for consumer in state.consumers:
+            delay = self._delays.get((state.name, consumer.name), 0.0)
+            self._wakes.append((end + delay, consumer.rank))
+        self._order[rank].append(Task(state.name, microbatch, op))
+        return end
+
+    def _begin_backward(self, rank: int, state: _Stage, now: float) -> float:
+        microbatch = state.backwards[state.next_backward]
+        order = self._order[rank]
+        start = now
+        if state.recompute and not self._rules.early_recompute:
+            order.append(Task(state.name, microbatch, Op.RECOMPUTE))
+            start += state.recompute_s
+            state.recomputed_end[microbatch] = start
+            state.next_recompute += 1
+            self._memory[rank] += state.activation
+        split = self._rules.split and state.trains and microbatch in state.owes
+        end = start + (state.input_s if split else state.backward_s)
+        state.next_backward += 1
+        state.backward_end[microbatch] = end
+        order.append(
+            Task(state.name, microbatch, Op.BACKWARD_INPUT if split else Op.BACKWARD)
+        )
+        if not split:
+            self._finish(rank, state)
+        for producer in state.producers:
+            delay = self._delays.get((state.name, producer.name), 0.0)
+            self._wakes.append((end + delay, producer.rank))
+        return end
+
+    def _finish(self, rank: int, state: _Stage) -> None:
+        state.next_weight += 1
+        self._memory[rank] -= state.kept + state.activation
+
+
+def to_program(plan: Plan, active: Sequence[ActiveStages], schedule: Schedule) -> Program:
+    """The schedule's tasks with their messages."""
+    return Program(
+        tuple(
+            tuple(
+                instruction
+                for task in tasks
+                for instruction in with_messages(plan, active[task.microbatch], task)
+            )
+            for tasks in schedule.tasks
+        )
+    )
+
+
+def with_messages(plan: Plan, active: ActiveStages, task: Task) -> list[Instruction]:
+    """A task with the receives before it and the sends after it. Stages on one rank hand
+    tensors over directly and need no message."""
+    name, microbatch, op = task
+    rank = plan.by_name[name].rank
+    producers = [s for s in plan.stage_producers[name] if s in active.stages]
+    consumers = [s for s in plan.stage_consumers[name] if s in active.stages]
+    sources: list[str] = []
+    targets: list[str] = []
+    if op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+        sources = consumers
+        targets = [p for p in producers if p in active.needs_backward]
+    elif op not in (Op.RECOMPUTE, Op.BACKWARD_WEIGHT):
+        sources, targets = producers, consumers
+
+    def remote(names: list[str]) -> list[str]:
+        return [other for other in names if plan.by_name[other].rank != rank]
+
+    return [
+        *(Instruction(Op.RECV, name, microbatch, peer) for peer in remote(sources)),
+        Instruction(op, name, microbatch),
+        *(Instruction(Op.SEND, name, microbatch, peer) for peer in remote(targets)),
+    ]

@@ -1,0 +1,105 @@
+"""Lowering: from a plan, and what a step's microbatches contain, to the step's program."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from raymm.scheduler.list_schedule import ListScheduler, Rules, Schedule, to_program
+from raymm.scheduler.memory import activation_peaks
+from raymm.scheduler.plan import Plan
+from raymm.scheduler.program import Op, Program
+from raymm.scheduler.stage_costs import op_seconds, stage_costs
+from raymm.scheduler.step_graph import active_stages
+
+# What 1F1B does when it is free: a forward, as other ranks wait for it, while it may hold one
+# more microbatch; else a backward, which makes room for one.
+ONE_F_ONE_B = Rules(priority=(0, 1, 1, 2))
+
+# Ways to fill idle time; which is best depends on the graph and its costs, so all are tried.
+# The order is (forward, recompute, backward, weight); a weight gradient is never urgent.
+_PRIORITIES = ((0, 2, 1, 3), (1, 2, 0, 3), (0, 1, 2, 3), (1, 1, 0, 3), (2, 1, 0, 3))
+_PATIENCE = (0.0, 0.5, 1.0)
+
+
+def lower(
+    plan: Plan,
+    present: Sequence[Collection[str]],
+    costs: Mapping[tuple[str, Op], float] | None = None,
+    forward_only: bool = False,
+    delays: Mapping[tuple[str, str], float] | None = None,
+) -> Program:
+    """Lower a plan to a program for one step, by the plan's schedule.
+
+    Args:
+        plan: the plan.
+        present: per microbatch, the names of the modules it has input for besides the
+            sink (which always runs). Whatever takes their outputs runs as well. A step
+            may have fewer microbatches than the plan (the last one of an evaluation).
+        costs: seconds per (stage, op), to order work of stages that share a rank or have
+            very different speeds; the plan's own where it has a profile.
+        forward_only: for evaluation: no stage has a backward.
+        delays: seconds a message takes, per directed edge; 0 where missing.
+
+    Returns:
+        The program, without collective epilogue.
+
+    Raises:
+        ValueError: if ``present`` names a module that the plan does not have.
+    """
+    active = active_stages(plan, present, forward_only)
+    sizes = stage_costs(plan) if plan.profile is not None else {}
+    if costs is None:
+        costs = op_seconds(plan) if plan.profile is not None else {}
+    scheduler = ListScheduler(plan, active, costs, sizes, delays)
+    if plan.schedule == "gpipe":
+        # All forwards, then all backwards: 1F1B that may hold everything.
+        schedule = scheduler.run(Rules(ONE_F_ONE_B.priority, held=len(active) or 1))
+    elif plan.schedule == "zero_bubble" and not forward_only:
+        schedule = _zero_bubble(plan, scheduler, plan.activation_limits)
+    else:
+        schedule = scheduler.run(ONE_F_ONE_B)
+    return to_program(plan, active, schedule)
+
+
+def _zero_bubble(
+    plan: Plan, scheduler: ListScheduler, limits: Sequence[int] | None
+) -> Schedule:
+    """The best of several list schedules within 1F1B's activation memory.
+
+    B_w is a task of its own (Zero Bubble, Qi et al. 2024: it fills the drain), a
+    recomputation may start before its gradient arrives (a frozen model has no B_w; this is
+    where it gains), and 1F1B itself is among the candidates, so the result is never slower.
+    """
+    baseline = scheduler.run(ONE_F_ONE_B)
+    byte_limits = tuple(limits or activation_peaks(plan, baseline, scheduler.sizes))
+    best = baseline if limits is None else None
+    for priority in _PRIORITIES:
+        for patience in _PATIENCE:
+            found = scheduler.run(
+                Rules(priority, patience, split=True, early_recompute=True,
+                      byte_limits=byte_limits)
+            )
+            if best is None or found.makespan < best.makespan:
+                best = found
+    return best
+
+
+def lower_1f1b(
+    plan: Plan,
+    present: Sequence[Collection[str]],
+    costs: Mapping[tuple[str, Op], float] | None = None,
+    forward_only: bool = False,
+) -> Program:
+    """1F1B on a DAG, whatever the plan's schedule says; arguments as of :func:`lower`.
+
+    A stage's warm-up depth is its longest path to the loss (Cornstarch v1 §4.1, Fig. 6).
+    Each rank runs, whenever it is free, the ready forward of the oldest microbatch (of two
+    stages the one nearest to the loss), else the ready backward of the oldest, and never
+    holds more microbatches of a stage than the stage's depth. On a chain with one stage per
+    rank and equal costs this is textbook 1F1B. Forwards go first because other ranks wait for
+    them; on a rank that several stages share, backwards first would drain the pipeline after
+    it.
+    """
+    active = active_stages(plan, present, forward_only)
+    scheduler = ListScheduler(plan, active, costs or {})
+    return to_program(plan, active, scheduler.run(ONE_F_ONE_B))

@@ -1,0 +1,57 @@
+"""How much memory a rank needs: weights, optimizer state, and activations that live at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from raymm.scheduler.list_schedule import UNKNOWN_SIZES, Schedule, Task
+from raymm.scheduler.plan import Plan
+from raymm.scheduler.program import COMPUTE, Op, Program
+from raymm.scheduler.stage_costs import StageCost
+
+
+def peak_bytes(
+    tasks: Iterable[tuple[str, int, Op]], sizes: Mapping[str, StageCost]
+) -> int:
+    """The most bytes of activations that one rank holds at any time.
+
+    A forward keeps its activations until its backward (B_w where it is split), a checkpointed
+    one its inputs, and from its recomputation on its activations too. Not counted: outputs
+    under way to another rank.
+
+    Args:
+        tasks: (stage, microbatch, op) of the rank, in order.
+        sizes: bytes per stage.
+    """
+    held: dict[tuple[str, int], int] = {}
+    total = peak = 0
+    for stage, microbatch, op in tasks:
+        size = sizes.get(stage, UNKNOWN_SIZES)
+        key = (stage, microbatch)
+        if op is Op.FORWARD or op is Op.RECOMPUTE:
+            more = size.activation_bytes
+        elif op is Op.FORWARD_CHECKPOINTED:
+            more = size.input_bytes
+        elif op is Op.BACKWARD_INPUT:
+            continue
+        else:  # the microbatch is done with, or never kept anything
+            total -= held.pop(key, 0)
+            continue
+        held[key] = held.get(key, 0) + more
+        total += more
+        peak = max(peak, total)
+    return peak
+
+
+def activation_peaks(
+    plan: Plan, schedule: Schedule | Program, sizes: Mapping[str, StageCost]
+) -> tuple[int, ...]:
+    """Per rank, :func:`peak_bytes` of a schedule or program."""
+    if isinstance(schedule, Program):
+        ranks: Sequence[Sequence[Task]] = [
+            [Task(i.stage, i.microbatch, i.op) for i in rank if i.op in COMPUTE]
+            for rank in schedule.ranks
+        ]
+    else:
+        ranks = schedule.tasks
+    return tuple(peak_bytes(rank, sizes) for rank in ranks)
