@@ -1,0 +1,307 @@
+"""Where to cut: contiguous layers into stages, exactly, and the simple ways for comparison.
+
+The objective is the bottleneck, the cost of the slowest stage (Cornstarch v2 §3.1). Two
+solvers give the same bottleneck:
+
+* :func:`partition_layers`, a parametric probe, for costs that simply add up;
+* :func:`partition_with_cuts` and :func:`partition_matrix`, the dynamic programme of
+  Cornstarch v2 eq. 5-6, for cuts that cost something and for stages that do not fit.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import numpy as np
+
+Ranges = tuple[tuple[int, int], ...]
+"""Layers of each stage: first, and one past the last."""
+
+Feasible = Callable[[int, int, int], bool]
+"""``feasible(index, lo, hi)``: may stage ``index`` hold the layers ``[lo, hi)``?"""
+
+
+class PartitionError(ValueError):
+    """Layers that cannot be cut as asked."""
+
+
+def partition_layers(costs: Sequence[float], stages: int) -> Ranges:
+    """Cut layers into ``stages`` non-empty stages so that the costliest costs least.
+
+    A probe asks whether a bottleneck B can be kept, by filling stage after stage as far as
+    B allows; bisection narrows B down. It is exact, not merely to a tolerance, for stage
+    costs computed as differences of prefix sums: costs are not negative and rounding is
+    monotone, so a stage never gets cheaper by another layer, which is all that the probe
+    needs. Both ends of the bisection are costs of real stages: a kept B comes down to the
+    bottleneck it achieved, and a missed one goes up to the cheapest stage that the probe had
+    to refuse, since nothing changes for any B below that. So they meet in the optimum.
+
+    Of the cuts that achieve it, those nearest to an equal share of what remains are taken
+    (filling every stage to the brim would leave the last ones nearly empty).
+
+    Args:
+        costs: cost of each layer (n of them), in any unit.
+        stages: number of stages k.
+
+    Returns:
+        k ranges ``[lo, hi)`` that cover 0..n.
+
+    Raises:
+        PartitionError: if there are fewer layers than stages, or a cost is negative or not
+            finite.
+    """
+    prefix = _prefix_sums(costs)
+    num_layers = len(prefix) - 1
+    _check_stages(num_layers, stages)
+    low = max(map(_difference, prefix[1:], prefix))
+    high, fits, refused = _probe(prefix, stages, low)
+    if not fits:
+        low, high = refused, prefix[-1]
+    while low < high:
+        middle = low + (high - low) / 2
+        if middle >= high:  # neighbouring floats
+            middle = low
+        achieved, fits, refused = _probe(prefix, stages, middle)
+        if fits:
+            high = achieved
+        else:
+            low = refused
+    return _spread(prefix, stages, high)
+
+
+def _difference(high: float, low: float) -> float:
+    return high - low
+
+
+def _reach(prefix: Sequence[float], start: int, bottleneck: float) -> int:
+    """Largest end of a stage that starts at ``start`` and costs at most ``bottleneck``."""
+    end = bisect_right(prefix, prefix[start] + bottleneck, start) - 1
+    # The sum above is rounded otherwise than the difference that defines a stage's cost.
+    while prefix[end] - prefix[start] > bottleneck:
+        end -= 1
+    while end + 1 < len(prefix) and prefix[end + 1] - prefix[start] <= bottleneck:
+        end += 1
+    return end
+
+
+def _probe(
+    prefix: Sequence[float], stages: int, bottleneck: float
+) -> tuple[float, bool, float]:
+    """(largest stage cost used, all layers placed?, cheapest stage that was refused)"""
+    last = len(prefix) - 1
+    start, largest, refused = 0, 0.0, math.inf
+    for _ in range(stages):
+        end = _reach(prefix, start, bottleneck)
+        largest = max(largest, prefix[end] - prefix[start])
+        if end == last:
+            return largest, True, refused
+        refused = min(refused, prefix[end + 1] - prefix[start])
+        start = end
+    return largest, False, refused
+
+
+def _spread(prefix: Sequence[float], stages: int, bottleneck: float) -> Ranges:
+    """Cuts under a bottleneck that can be kept, near equal shares."""
+    num_layers = len(prefix) - 1
+    # earliest[i]: first layer from which on stages i.. can hold the rest.
+    earliest = [num_layers] * (stages + 1)
+    for index in range(stages - 1, 0, -1):
+        end = earliest[index + 1]
+        start = max(bisect_left(prefix, prefix[end] - bottleneck, 0, end), 0)
+        while start > 0 and prefix[end] - prefix[start - 1] <= bottleneck:
+            start -= 1
+        while prefix[end] - prefix[start] > bottleneck:
+            start += 1
+        earliest[index] = start
+    cuts = [0]
+    for index in range(1, stages):
+        start, left = cuts[-1], stages - index
+        low = max(earliest[index], start + 1)
+        high = min(_reach(prefix, start, bottleneck), num_layers - left)
+        target = prefix[start] + (prefix[-1] - prefix[start]) / (left + 1)
+        cut = min(max(bisect_left(prefix, target), low), high)
+        if cut > low and target - prefix[cut - 1] < prefix[cut] - target:
+            cut -= 1
+        cuts.append(cut)
+    return tuple(zip(cuts, [*cuts[1:], num_layers], strict=True))
+
+
+def partition_with_cuts(
+    costs: Sequence[float],
+    stages: int,
+    cut_costs: Sequence[float] | None = None,
+    feasible: Feasible | np.ndarray | None = None,
+) -> Ranges:
+    """As :func:`partition_layers`, with cuts that cost time and stages that may not fit.
+
+    Args:
+        costs: cost of each layer (n of them), e.g. seconds of 1F + 1B.
+        stages: number of stages k.
+        cut_costs: n numbers; entry i is what the cut before layer i costs each of the two
+            stages at it (communication). Entry 0 is not used.
+        feasible: see :func:`partition_matrix`.
+
+    Returns:
+        k ranges ``[lo, hi)`` with the least bottleneck, and of those the least sum of
+        squared stage costs, so that no stage is fuller than it needs to be.
+
+    Raises:
+        PartitionError: if there are fewer layers than stages, no cut is feasible, or a cost
+            is negative or not finite.
+    """
+    return partition_matrix(cost_matrix(costs, cut_costs), stages, feasible)
+
+
+def cost_matrix(costs: Sequence[float], cut_costs: Sequence[float] | None = None) -> np.ndarray:
+    """Cost of every possible stage: entry (lo, hi) of the (n + 1, n + 1) array, ``inf``
+    where ``hi <= lo``. Arguments as of :func:`partition_with_cuts`."""
+    prefix = np.array(_prefix_sums(costs))
+    num_layers = len(prefix) - 1
+    matrix = prefix[None, :] - prefix[:, None]
+    if cut_costs is not None:
+        if len(cut_costs) != num_layers:
+            raise PartitionError(
+                f"cut_costs has {len(cut_costs)} entries; it needs one per layer ({num_layers})"
+            )
+        _check_costs("cut_costs", cut_costs[1:])
+        at_cut = np.array([0.0, *cut_costs[1:], 0.0])
+        matrix = matrix + at_cut[:, None] + at_cut[None, :]
+    matrix[np.tril_indices(num_layers + 1)] = np.inf
+    return matrix
+
+
+def partition_matrix(
+    matrix: np.ndarray, stages: int, feasible: Feasible | np.ndarray | None = None
+) -> Ranges:
+    """The dynamic programme (Cornstarch v2 eq. 5-6) over costs of whole stages.
+
+    Args:
+        matrix: (n + 1, n + 1); entry (lo, hi) is the cost of a stage with the layers
+            ``[lo, hi)``, not negative; ``inf`` forbids the stage. Only ``hi > lo`` is read.
+        stages: number of stages k.
+        feasible: ``feasible(index, lo, hi) -> bool``, or a boolean array of shape
+            (k, n + 1, n + 1): may stage ``index`` hold these layers? The place matters: with
+            1F1B, earlier stages hold activations of more microbatches.
+
+    Returns:
+        k ranges ``[lo, hi)`` with the least bottleneck, and of those the least sum of
+        squared stage costs.
+
+    Raises:
+        PartitionError: if there are fewer layers than stages, or no cut is feasible.
+    """
+    num_layers = len(matrix) - 1
+    _check_stages(num_layers, stages)
+    per_stage = _allowed_costs(np.asarray(matrix, dtype=float), stages, feasible)
+
+    # Eq. 5-6: best[i], the least bottleneck of layers [0, i) in the stages so far.
+    best = per_stage[0][0]
+    for cost in per_stage[1:]:
+        best = np.maximum(best[:, None], cost).min(axis=0)
+    bottleneck = best[num_layers]
+    if not np.isfinite(bottleneck):
+        raise PartitionError(
+            f"no partition of {num_layers} layers into {stages} stages is feasible"
+        )
+
+    # Again with sums of squares, over stages within the bottleneck. Shares of it, so that
+    # squares neither overflow nor vanish.
+    squares = []
+    for cost in per_stage:
+        within = cost <= bottleneck
+        square = np.full(cost.shape, np.inf)
+        square[within] = (cost[within] / bottleneck) ** 2 if bottleneck > 0 else 0.0
+        squares.append(square)
+    total = squares[0][0]
+    choices = []
+    for square in squares[1:]:
+        sums = total[:, None] + square
+        choice = sums.argmin(axis=0)
+        choices.append(choice)
+        total = sums[choice, np.arange(num_layers + 1)]
+    cuts = [num_layers]
+    for choice in reversed(choices):
+        cuts.append(int(choice[cuts[-1]]))
+    cuts = [0, *reversed(cuts)]
+    return tuple(zip(cuts, cuts[1:], strict=False))
+
+
+def _allowed_costs(
+    matrix: np.ndarray, stages: int, feasible: Feasible | np.ndarray | None
+) -> list[np.ndarray]:
+    """Per stage index: the matrix with ``inf`` where the stage may not be."""
+    size = len(matrix)
+    matrix = np.where(np.tri(size, dtype=bool), np.inf, matrix)
+    if np.isnan(matrix).any() or (matrix < 0).any():
+        raise PartitionError("the cost of a stage is negative or not a number")
+    if feasible is None:
+        return [matrix] * stages
+    if callable(feasible):
+        function, feasible = feasible, np.zeros((stages, size, size), dtype=bool)
+        for index in range(stages):
+            first, last = index == 0, index == stages - 1
+            # Other stages hold at least one layer each, so not every range can come up.
+            for lo in range(index, 1 if first else size - stages + index):
+                ends = [size - 1] if last else range(lo + 1, size - stages + index + 1)
+                for hi in ends:
+                    feasible[index, lo, hi] = function(index, lo, hi)
+    elif np.shape(feasible) != (stages, size, size):
+        raise PartitionError(
+            f"feasible has the shape {np.shape(feasible)}; it must be {(stages, size, size)}"
+        )
+    return [np.where(allowed, matrix, np.inf) for allowed in feasible]
+
+
+def stage_costs(
+    costs: Sequence[float], ranges: Ranges, cut_costs: Sequence[float] | None = None
+) -> tuple[float, ...]:
+    """What the stages of a partition cost, as the solvers count it."""
+    matrix = cost_matrix(costs, cut_costs)
+    return tuple(float(matrix[lo, hi]) for lo, hi in ranges)
+
+
+def even_layers(num_layers: int, stages: int) -> Ranges:
+    """Baseline: as many layers on every stage, one more on the first ones if it must be.
+
+    Raises:
+        PartitionError: if there are fewer layers than stages.
+    """
+    _check_stages(num_layers, stages)
+    size, more = divmod(num_layers, stages)
+    cuts = [size * index + min(index, more) for index in range(stages + 1)]
+    return tuple(zip(cuts, cuts[1:], strict=False))
+
+
+def even_parameters(parameter_bytes: Sequence[float], stages: int) -> Ranges:
+    """Baseline: the largest stage has as few parameter bytes as possible.
+
+    Raises:
+        PartitionError: as :func:`partition_layers`.
+    """
+    return partition_layers(parameter_bytes, stages)
+
+
+def _prefix_sums(costs: Sequence[float]) -> list[float]:
+    _check_costs("costs", costs)
+    prefix = list(accumulate(map(float, costs), initial=0.0))
+    if math.isinf(prefix[-1]):
+        raise PartitionError("costs: their sum is not finite")
+    return prefix
+
+
+def _check_costs(name: str, costs: Sequence[float]) -> None:
+    for layer, cost in enumerate(costs):
+        if not 0 <= cost < math.inf:  # written so that NaN fails too
+            raise PartitionError(
+                f"{name}: the entry for layer {layer} is {cost}; it must be finite and at least 0"
+            )
+
+
+def _check_stages(num_layers: int, stages: int) -> None:
+    if not 1 <= stages <= num_layers:
+        raise PartitionError(
+            f"stages is {stages}; {num_layers} layers allow 1..{num_layers} (none may be empty)"
+        )
