@@ -1,0 +1,134 @@
+"""Devices as the analytic cost model sees them: peak rates, memory, links.
+
+Rates are the vendors' data-sheet values, without sparsity:
+
+- NVIDIA A40 (PB-10337), A100 (Ampere architecture whitepaper and data sheet), H100 SXM and
+  H200 data sheets, L4 data sheet; RTX 4090: Ada GPU architecture whitepaper, appendix A.
+- fp32 is that of the ordinary cores, because torch keeps TF32 off for matrix products unless
+  it is asked for.
+- Memory is in decimal gigabytes, slightly less than what the driver reports.
+
+Links are one direction of one GPU: NVLink or PCIe within a node, and a network of 200 or
+400 Gbit/s per GPU across nodes. Their latencies and every ``efficiency`` are no data-sheet
+values but round figures of what large matrix products and messages usually reach; a measured
+profile replaces them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+class DeviceError(ValueError):
+    """A device that is not in the table, or one with impossible numbers."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """Time of a message: ``latency + bytes / bandwidth`` (seconds, bytes per second)."""
+
+    latency: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        if not (self.latency >= 0 and self.bandwidth > 0):
+            raise DeviceError(
+                f"a link has latency {self.latency} and bandwidth {self.bandwidth}; the latency "
+                "must be at least 0, the bandwidth above 0"
+            )
+
+    def seconds(self, size: float) -> float:
+        """Time of a message of ``size`` bytes."""
+        return self.latency + size / self.bandwidth
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """One device.
+
+    Attributes:
+        name: as :func:`find_device` knows it.
+        flops: dense peak FLOP/s by compute dtype, ``"bf16"`` and ``"fp32"``.
+        memory_bandwidth: bytes per second.
+        memory_bytes: size of its memory.
+        within_node, across_nodes: what one rank sends to another over.
+        efficiency: fraction of the peak that large matrix products reach.
+    """
+
+    name: str
+    flops: Mapping[str, float]
+    memory_bandwidth: float
+    memory_bytes: int
+    within_node: Link
+    across_nodes: Link
+    efficiency: float = 0.6
+
+    def __post_init__(self) -> None:
+        rates = {**self.flops, "memory_bandwidth": self.memory_bandwidth,
+                 "memory_bytes": self.memory_bytes, "efficiency": self.efficiency}
+        for name, value in rates.items():
+            if not value > 0:
+                raise DeviceError(f"{name} of {self.name!r} is {value}; it must be above 0")
+        if self.efficiency > 1:
+            raise DeviceError(f"efficiency of {self.name!r} is {self.efficiency}; at most 1")
+
+    def peak(self, dtype: str) -> float:
+        """Dense peak FLOP/s of a compute dtype.
+
+        Raises:
+            DeviceError: if the device has no rate for it.
+        """
+        if dtype not in self.flops:
+            raise DeviceError(
+                f"dtype is {dtype!r}; {self.name} has rates for {', '.join(sorted(self.flops))}"
+            )
+        return self.flops[dtype]
+
+
+_NVLINK_3 = Link(5e-6, 300e9)
+_NVLINK_4 = Link(5e-6, 450e9)
+_PCIE_4 = Link(10e-6, 25e9)
+_NETWORK_200 = Link(10e-6, 25e9)
+_NETWORK_400 = Link(10e-6, 50e9)
+
+DEVICES: Mapping[str, DeviceSpec] = {
+    device.name: device
+    for device in (
+        # An A40's NVLink joins it to one other GPU only; between pairs it is PCIe 4.0.
+        DeviceSpec("A40", {"bf16": 149.7e12, "fp32": 37.4e12}, 696e9, 48 * 10**9,
+                   Link(10e-6, 25e9), _NETWORK_200),
+        DeviceSpec("A100-40GB", {"bf16": 312e12, "fp32": 19.5e12}, 1555e9, 40 * 10**9,
+                   _NVLINK_3, _NETWORK_200),
+        DeviceSpec("A100-80GB", {"bf16": 312e12, "fp32": 19.5e12}, 2039e9, 80 * 10**9,
+                   _NVLINK_3, _NETWORK_200),
+        DeviceSpec("H100", {"bf16": 989.4e12, "fp32": 66.9e12}, 3350e9, 80 * 10**9,
+                   _NVLINK_4, _NETWORK_400),
+        DeviceSpec("H200", {"bf16": 989.4e12, "fp32": 66.9e12}, 4800e9, 141 * 10**9,
+                   _NVLINK_4, _NETWORK_400),
+        DeviceSpec("L4", {"bf16": 121e12, "fp32": 30.3e12}, 300e9, 24 * 10**9,
+                   _PCIE_4, _NETWORK_200),
+        DeviceSpec("RTX4090", {"bf16": 165.2e12, "fp32": 82.6e12}, 1008e9, 24 * 10**9,
+                   _PCIE_4, _NETWORK_200),
+        # One core at 3 GHz with two AVX2 units: 32 fp32 multiply-adds' worth of FLOPs a cycle.
+        # bf16 has no units of its own there and is no faster.
+        DeviceSpec("cpu", {"bf16": 96e9, "fp32": 96e9}, 10e9, 4 * 10**9,
+                   Link(50e-6, 2e9), Link(100e-6, 1e9), efficiency=0.5),
+    )
+}
+
+
+def find_device(name: str) -> DeviceSpec:
+    """The device of a name; case, spaces, dashes and underscores do not matter.
+
+    Raises:
+        DeviceError: naming the accepted names.
+    """
+    for known, device in DEVICES.items():
+        if _plain(known) == _plain(name):
+            return device
+    raise DeviceError(f"device is {name!r}; accepted: {', '.join(DEVICES)}")
+
+
+def _plain(name: str) -> str:
+    return "".join(c for c in name.lower() if c not in " -_")
