@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
@@ -12,9 +12,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from raymm.actors.channel import RecvChannel, SendChannel
+from raymm.actors.module_state import evaluating, inputs_unchanged, statistics_kept
+from raymm.actors.split_backward import DeferredWeights, backward_input
 from raymm.actors.stages.message import Message, MicrobatchContext
 from raymm.actors.stages.source import derive_seed
-from raymm.scheduler.program import COMPUTE, Instruction, Op
+from raymm.scheduler.program import COMPUTE, FORWARDS, Instruction, Op
+
+_SENDS_GRADIENTS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT})
 
 
 class StageModule(Protocol):
@@ -77,6 +81,35 @@ class _Task(NamedTuple):
     consumers: tuple[str, ...] = ()  # who gets what this produces
 
 
+@dataclass
+class _Step:
+    """A step under way: its data, and what lives between instructions, by (stage, microbatch).
+
+    Attributes:
+        inputs, meta: as given to :meth:`Executor.run`.
+        mailbox: messages by (from stage, to stage, microbatch), from when they are there until
+            they are used or sent.
+        saved: leaves and output of forwards that wait for their backward.
+        checkpoints: received messages, by producer, of forwards that wait to be recomputed.
+        deferred: parameter gradients that wait for their BACKWARD_WEIGHT.
+        losses: by microbatch.
+    """
+
+    inputs: dict[str, Sequence[dict[str, Any] | None]]
+    meta: StepMeta
+    mailbox: dict[tuple[str, str, int], Message] = field(default_factory=dict)
+    saved: dict[tuple[str, int], tuple[dict[str, tuple[torch.Tensor, ...]], Message]] = field(
+        default_factory=dict
+    )
+    checkpoints: dict[tuple[str, int], dict[str, Message]] = field(default_factory=dict)
+    deferred: dict[tuple[str, int], DeferredWeights] = field(default_factory=dict)
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def stage_inputs(self, task: _Task) -> dict[str, Any] | None:
+        rows = self.inputs.get(task.stage)
+        return rows[task.microbatch] if rows else None
+
+
 class CompiledProgram(NamedTuple):
     """A rank's instructions, resolved; and per incoming edge the microbatches it carries."""
 
@@ -120,11 +153,10 @@ class Executor:
     def compile(self, instructions: Sequence[Instruction]) -> CompiledProgram:
         """Resolve a program once; it can then run any number of steps."""
         instructions = [Instruction(Op(i[0]), *i[1:]) for i in instructions]
-        computes = {(i.op, i.stage, i.microbatch) for i in instructions if i.op in COMPUTE}
         sends = {(i.stage, i.peer, i.microbatch) for i in instructions if i.op is Op.SEND}
         recvs = {(i.peer, i.stage, i.microbatch) for i in instructions if i.op is Op.RECV}
-        forwards = {(s, m) for op, s, m in computes if op is not Op.BACKWARD}
-        backwards = {(s, m) for op, s, m in computes if op is Op.BACKWARD}
+        forwards = {(i.stage, i.microbatch) for i in instructions if i.op in FORWARDS}
+        backwards = {(i.stage, i.microbatch) for i in instructions if i.op in _SENDS_GRADIENTS}
         tasks = []
         incoming: dict[tuple[str, str], tuple[int, ...]] = {}
         for i in instructions:
@@ -166,7 +198,7 @@ class Executor:
             inputs: per stage that reads data, its inputs per microbatch.
             meta: the step's metadata.
         """
-        with contextlib.nullcontext() if meta.training else _evaluating(self._stages.values()):
+        with contextlib.nullcontext() if meta.training else evaluating(self._stages.values()):
             return self._run(program, inputs, meta)
 
     def _run(
@@ -176,9 +208,7 @@ class Executor:
         meta: StepMeta,
     ) -> StepResult:
         result = StepResult()
-        mailbox: dict[tuple[str, str, int], Message] = {}
-        saved: dict[tuple[str, int], tuple[dict[str, tuple[torch.Tensor, ...]], Message]] = {}
-        losses: dict[int, torch.Tensor] = {}
+        step = _Step(inputs, meta)
         for edge, microbatches in program.incoming.items():
             self._receivers[edge].expect([meta.keys[m] for m in microbatches])
         wall = time.time() - time.perf_counter()
@@ -187,14 +217,20 @@ class Executor:
             m = task.microbatch
             if task.op is Op.RECV:
                 edge = (task.peer, task.stage)
-                mailbox[*edge, m] = self._receivers[edge].recv()
+                step.mailbox[*edge, m] = self._receivers[edge].recv()
             elif task.op is Op.SEND:
                 edge = (task.stage, task.peer)
-                self._senders[edge].send(meta.keys[m], mailbox.pop((*edge, m)))
-            elif task.op is Op.BACKWARD:
-                self._backward(task, mailbox, saved)
+                self._senders[edge].send(meta.keys[m], step.mailbox.pop((*edge, m)))
+            elif task.op in FORWARDS:
+                self._forward(task, step)
+            elif task.op is Op.RECOMPUTE:
+                received = step.checkpoints.pop((task.stage, m))
+                with statistics_kept(self._stages[task.stage]):
+                    step.saved[task.stage, m] = self._run_stage(task, step, received, True)
+            elif task.op is Op.BACKWARD_WEIGHT:
+                step.deferred.pop((task.stage, m)).run()
             elif task.op in COMPUTE:
-                self._forward(task, inputs, meta, mailbox, saved, losses)
+                self._backward(task, step)
             else:
                 self._collectives[task.op](result)
             end = time.perf_counter()
@@ -203,69 +239,76 @@ class Executor:
             )
         for sender in self._senders.values():
             sender.end_step(self._timeout)
-        result.losses = {m: float(loss) for m, loss in losses.items()}
+        result.losses = {m: float(loss) for m, loss in step.losses.items()}
         return result
 
-    def _forward(
-        self,
-        task: _Task,
-        inputs: dict[str, Sequence[dict[str, Any] | None]],
-        meta: StepMeta,
-        mailbox: dict[tuple[str, str, int], Message],
-        saved: dict[tuple[str, int], tuple[dict[str, tuple[torch.Tensor, ...]], Message]],
-        losses: dict[int, torch.Tensor],
-    ) -> None:
+    def _forward(self, task: _Task, step: _Step) -> None:
         m = task.microbatch
-        with_grad = task.op is Op.FORWARD
+        received = {src: step.mailbox.pop((src, task.stage, m)) for src, *_ in task.producers}
+        if task.op is Op.FORWARD_CHECKPOINTED:
+            step.checkpoints[task.stage, m] = received
+            with inputs_unchanged(task.stage, received, step.stage_inputs(task)):
+                _, output = self._run_stage(task, step, received, False)
+        else:
+            leaves, output = self._run_stage(task, step, received, task.op is Op.FORWARD)
+            if task.op is Op.FORWARD:
+                step.saved[task.stage, m] = (leaves, output)
+        if not self._has_consumer(task.stage):
+            step.losses[m] = output.tensors[0].detach()
+        handed = Message(tuple(t.detach() for t in output.tensors), output.side)
+        for dst in task.consumers:
+            step.mailbox[task.stage, dst, m] = handed
+
+    def _run_stage(
+        self, task: _Task, step: _Step, received: dict[str, Message], with_grad: bool
+    ) -> tuple[dict[str, tuple[torch.Tensor, ...]], Message]:
+        """A stage's forward. Returns the leaves that its backward computes gradients of, by
+        producer, and the stage's output."""
+        m, meta = task.microbatch, step.meta
         stage = self._stages[task.stage]
         leaves: dict[str, tuple[torch.Tensor, ...]] = {}
-        received: dict[str, Message] = {}
+        named: dict[str, Message] = {}
         for src, name, needs_grad in task.producers:
-            message = mailbox.pop((src, task.stage, m))
+            message = received[src]
             if with_grad and needs_grad:
                 # A detached alias: local messages must not join two stages' graphs.
                 leaves[src] = tuple(t.detach().requires_grad_() for t in message.tensors)
                 message = Message(leaves[src], message.side)
-            received[name] = message
-        stage_inputs = inputs.get(task.stage)
+            named[name] = message
         context = MicrobatchContext(
             label_tokens=meta.label_tokens,
             microbatch=m,
             sample_ids=meta.sample_ids[m] if meta.sample_ids else (),
         )
         if stage.training:
-            torch.manual_seed(derive_seed(meta.seed, meta.step, task.stage, m))
+            seed = derive_seed(meta.seed, meta.step, _without_replica(task.stage), m)
+            torch.manual_seed(seed)
         with torch.set_grad_enabled(with_grad), self._precision():
-            output = stage.run(stage_inputs[m] if stage_inputs else None, received, context)
-        if not self._has_consumer(task.stage):
-            losses[m] = output.tensors[0].detach()
-        handed = Message(tuple(t.detach() for t in output.tensors), output.side)
-        for dst in task.consumers:
-            mailbox[task.stage, dst, m] = handed
-        if with_grad:
-            saved[task.stage, m] = (leaves, output)
+            return leaves, stage.run(step.stage_inputs(task), named, context)
 
-    def _backward(
-        self,
-        task: _Task,
-        mailbox: dict[tuple[str, str, int], Message],
-        saved: dict[tuple[str, int], tuple[dict[str, tuple[torch.Tensor, ...]], Message]],
-    ) -> None:
+    def _backward(self, task: _Task, step: _Step) -> None:
         m = task.microbatch
-        leaves, output = saved.pop((task.stage, m))
+        leaves, output = step.saved.pop((task.stage, m))
         if self._has_consumer(task.stage):
-            gradients = [mailbox.pop((dst, task.stage, m)).tensors for dst in task.consumers]
+            gradients = [step.mailbox.pop((dst, task.stage, m)).tensors for dst in task.consumers]
         else:
             gradients = []
         total: list[torch.Tensor | None] = [None] * len(output.tensors)
         for one in gradients:
             total = [g if t is None else t + g for t, g in zip(total, one, strict=True)]
-        pairs = [(t, g) for t, g in zip(output.tensors, total, strict=True) if t.requires_grad]
-        if pairs:
-            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+        flat = [t for tensors in leaves.values() for t in tensors]
+        if task.op is Op.BACKWARD_INPUT:
+            found, step.deferred[task.stage, m] = backward_input(output.tensors, total, flat)
+        else:
+            pairs = [(t, g) for t, g in zip(output.tensors, total, strict=True) if t.requires_grad]
+            if pairs:
+                torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+            found = tuple(t.grad for t in flat)
+        ready = iter(
+            torch.zeros_like(t) if g is None else g for t, g in zip(flat, found, strict=True)
+        )
         for src, tensors in leaves.items():
-            grads = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in tensors)
-            mailbox[task.stage, src, m] = Message(grads, {})
+            step.mailbox[task.stage, src, m] = Message(tuple(next(ready) for _ in tensors), {})
 
     def _has_consumer(self, stage: str) -> bool:
         return any(src == stage for src, _ in self._edges)
@@ -276,17 +319,10 @@ class Executor:
         return torch.autocast(self._device.type, dtype=self._autocast)
 
 
-@contextlib.contextmanager
-def _evaluating(stages: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Every module in eval mode; afterwards those that were in train mode are again."""
-    switched = [module for stage in stages for module in stage.modules() if module.training]
-    for module in switched:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in switched:
-            module.training = True
+def _without_replica(stage: str) -> str:
+    """``"vision.0@1"`` -> ``"vision.0"``: all copies of a stage draw the same numbers."""
+    module, _, place = stage.rpartition(".")
+    return f"{module}.{place.partition('@')[0]}"
 
 
 def _received_name(producer: str, consumer: str) -> str:
