@@ -255,7 +255,7 @@ def _allowed_costs(
     return [np.where(allowed, matrix, np.inf) for allowed in feasible]
 
 
-def stage_costs(
+def range_costs(
     costs: Sequence[float], ranges: Ranges, cut_costs: Sequence[float] | None = None
 ) -> tuple[float, ...]:
     """What the stages of a partition cost, as the solvers count it."""

@@ -18,7 +18,7 @@ from raymm.scheduler.partition import (
     partition_layers,
     partition_matrix,
     partition_with_cuts,
-    stage_costs,
+    range_costs,
 )
 
 whole = st.integers(0, 12)
@@ -65,7 +65,7 @@ def test_the_probe_is_exact(case):
     costs, stages = case
     ranges = partition_layers(costs, stages)
     check_ranges(ranges, len(costs), stages)
-    assert max(stage_costs(costs, ranges)) == brute_force(costs, stages)[0]
+    assert max(range_costs(costs, ranges)) == brute_force(costs, stages)[0]
 
 
 @settings(max_examples=200, deadline=None)
@@ -97,7 +97,7 @@ def test_the_programme_is_exact_with_cut_costs_and_limits(case, data):
     assert ranges == partition_with_cuts(costs, stages, cut_costs, allowed)
     check_ranges(ranges, n, stages)
     assert all(feasible(i, lo, hi) for i, (lo, hi) in enumerate(ranges))
-    times = stage_costs(costs, ranges, cut_costs)
+    times = range_costs(costs, ranges, cut_costs)
     assert max(times) == expected[0]
     assert sum(t * t for t in times) == pytest.approx(expected[1], rel=1e-9)
 
@@ -107,7 +107,7 @@ def test_the_programme_is_exact_with_cut_costs_and_limits(case, data):
 def test_both_solvers_agree_on_long_models(costs, stages):
     probe, programme = partition_layers(costs, stages), partition_with_cuts(costs, stages)
     check_ranges(probe, len(costs), stages)
-    assert max(stage_costs(costs, probe)) == max(stage_costs(costs, programme))
+    assert max(range_costs(costs, probe)) == max(range_costs(costs, programme))
 
 
 def test_spare_room_is_spread_over_the_stages():
