@@ -55,6 +55,9 @@ class Rules:
         early_recompute: whether a recomputation may start before the gradient is there.
         held: how many microbatches a stage may hold; its depth by default (1F1B's warm-up).
         byte_limits: per rank, bytes of activations; then ``held`` does not apply.
+        hops: how far away the gradient may still be when a recomputation starts: it must have
+            left the stage that many edges downstream. A rank with several stages must not
+            fill its memory for a gradient that comes late.
     """
 
     priority: tuple[int, int, int, int] = (0, 1, 1, 2)
@@ -63,6 +66,7 @@ class Rules:
     early_recompute: bool = False
     held: int | None = None
     byte_limits: tuple[float, ...] | None = None
+    hops: int = 1_000_000
 
 
 class Schedule(NamedTuple):
@@ -204,7 +208,8 @@ class ListScheduler:
         self._on_rank = [
             [stages[s.name] for s in plan.rank_stages(rank)] for rank in range(plan.num_ranks)
         ]
-        self._memory = [0.0] * plan.num_ranks
+        # Per rank, bytes by (microbatch, depth), which is the order things are finished in.
+        self._held: list[dict[tuple[int, int], float]] = [{} for _ in range(plan.num_ranks)]
         self._order: list[list[Task]] = [[] for _ in range(plan.num_ranks)]
 
     def _check_finished(self) -> None:
@@ -227,7 +232,7 @@ class ListScheduler:
         chosen: tuple[_Stage, int] | None = None
         soon: list[tuple[float, int]] = []  # (when, priority) of what is not ready yet
         for state in self._on_rank[rank]:
-            for kind, ready, microbatch in self._candidates(state, rank):
+            for kind, ready, microbatch in self._candidates(state):
                 rank_of_kind = rules.priority[kind]
                 if ready > now:
                     soon.append((ready, rank_of_kind))
@@ -244,24 +249,25 @@ class ListScheduler:
                 return None
         return chosen
 
-    def _candidates(self, state: _Stage, rank: int) -> list[tuple[int, float, int]]:
+    def _candidates(self, state: _Stage) -> list[tuple[int, float, int]]:
         """(kind, when it is ready, microbatch) of each kind the stage could do next."""
         found = []
         if state.next_forward < len(state.forwards):
             microbatch = state.forwards[state.next_forward]
             ready = self._forward_ready(state, microbatch)
-            if ready < math.inf and self._may_hold(state, microbatch, rank):
+            if ready < math.inf and self._may_hold(state, microbatch):
                 found.append((FORWARD, ready, microbatch))
         early = self._rules.early_recompute and state.recompute
         if early and state.next_recompute < len(state.backwards):
             microbatch = state.backwards[state.next_recompute]
             ready = state.forward_end.get(microbatch, math.inf)
-            if ready < math.inf and self._room(rank, state.activation, microbatch):
+            near = ready < math.inf and self._gradient_is_near(state, microbatch)
+            if near and self._room(state, RECOMPUTE, microbatch):
                 found.append((RECOMPUTE, ready, microbatch))
         if state.next_backward < len(state.backwards):
             microbatch = state.backwards[state.next_backward]
             ready = self._backward_ready(state, microbatch, early)
-            if ready < math.inf and (early or self._room(rank, state.activation, microbatch)):
+            if ready < math.inf:
                 found.append((BACKWARD, ready, microbatch))
         if state.next_weight < state.next_backward:
             microbatch = state.backwards[state.next_weight]
@@ -283,36 +289,52 @@ class ListScheduler:
             ready = max(ready, consumer.backward_end.get(microbatch, math.inf) + delay)
         return ready
 
-    def _may_hold(self, state: _Stage, microbatch: int, rank: int) -> bool:
+    def _gradient_is_near(self, state: _Stage, microbatch: int) -> bool:
+        for _ in range(self._rules.hops):
+            if not state.consumers:
+                return True
+            state = state.consumers[0]
+            if microbatch in state.backward_end:
+                return True
+        return not state.consumers and microbatch in state.forward_end
+
+    def _may_hold(self, state: _Stage, microbatch: int) -> bool:
         if microbatch not in state.needs:
             return state.next_forward - min(state.consumed.values(), default=math.inf) < RUN_AHEAD
         if self._rules.byte_limits is None:
             return state.started - state.next_backward < state.held
-        return self._room(rank, state.kept, microbatch)
+        return self._room(state, FORWARD, microbatch)
 
-    def _room(self, rank: int, more: float, microbatch: int) -> bool:
-        """Whether a rank may take ``more`` bytes and still see its oldest microbatch through;
-        without that reserve a rank could fill up with younger ones and never go on."""
+    def _room(self, state: _Stage, kind: int, microbatch: int) -> bool:
+        """Whether a forward or recomputation leaves its rank room for what must come first.
+
+        A rank can always finish its microbatches oldest first (of one microbatch, stages
+        nearer to the loss first) if each still fits once all before it are finished. A task
+        may start if that stays so; without this a rank could fill up with what it can do
+        early and never get on.
+        """
         if self._rules.byte_limits is None:
             return True
-        oldest = min(
-            s.backwards[s.next_weight] for s in self._on_rank[rank]
-            if s.next_weight < len(s.backwards)
-        )
-        reserve = 0.0
-        if microbatch != oldest:
-            largest = 0.0
-            for state in self._on_rank[rank]:
-                if oldest not in state.needs:
-                    continue
-                if oldest not in state.forward_end:
-                    reserve += state.kept
-                if oldest not in state.recomputed_end:
-                    largest = max(largest, state.activation)
-            reserve += largest
         # Sums of many sizes: a limit that is met exactly must not fail by rounding.
-        limit = self._rules.byte_limits[rank] * (1 + 1e-12)
-        return self._memory[rank] + more + reserve <= limit
+        limit = self._rules.byte_limits[state.rank] * (1 + 1e-12)
+        held = self._held[state.rank]
+        more = state.kept if kind == FORWARD else state.activation
+        if sum(held.values()) + more > limit:
+            return False
+        task = (microbatch, state.depth)
+        for other in self._on_rank[state.rank]:
+            if other.next_recompute == len(other.backwards):
+                continue
+            first = other.backwards[other.next_recompute]
+            place = (first, other.depth)
+            if place > task or (place == task and kind == RECOMPUTE):
+                continue
+            after = sum(size for key, size in held.items() if key >= place)
+            if place not in held and other is not state:
+                after += other.kept
+            if after + more + other.activation > limit:
+                return False
+        return True
 
     # -- doing ------------------------------------------------------------------------
 
@@ -325,7 +347,7 @@ class ListScheduler:
             end = now + state.recompute_s
             state.next_recompute += 1
             state.recomputed_end[microbatch] = end
-            self._memory[rank] += state.activation
+            self._held[rank][microbatch, state.depth] += state.activation
             self._order[rank].append(Task(state.name, microbatch, Op.RECOMPUTE))
         elif kind == BACKWARD:
             end = self._begin_backward(rank, state, now)
@@ -343,7 +365,7 @@ class ListScheduler:
             op = Op.FORWARD_CHECKPOINTED if state.recompute else Op.FORWARD
             end = now + state.forward_s
             state.started += 1
-            self._memory[rank] += state.kept
+            self._held[rank][microbatch, state.depth] = state.kept
         else:
             op, end = Op.FORWARD_NO_GRAD, now + state.no_grad_s
         state.forward_end[microbatch] = end
@@ -367,7 +389,6 @@ class ListScheduler:
             start += state.recompute_s
             state.recomputed_end[microbatch] = start
             state.next_recompute += 1
-            self._memory[rank] += state.activation
         split = self._rules.split and state.trains and microbatch in state.owes
         end = start + (state.input_s if split else state.backward_s)
         state.next_backward += 1
@@ -383,8 +404,8 @@ class ListScheduler:
         return end
 
     def _finish(self, rank: int, state: _Stage) -> None:
+        del self._held[rank][state.backwards[state.next_weight], state.depth]
         state.next_weight += 1
-        self._memory[rank] -= state.kept + state.activation
 
 
 def to_program(plan: Plan, active: Sequence[ActiveStages], schedule: Schedule) -> Program:

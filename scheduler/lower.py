@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import product
 
 from raymm.scheduler.list_schedule import ListScheduler, Rules, Schedule, to_program
 from raymm.scheduler.memory import activation_peaks
 from raymm.scheduler.plan import Plan
 from raymm.scheduler.program import Op, Program
 from raymm.scheduler.stage_costs import op_seconds, stage_costs
-from raymm.scheduler.step_graph import active_stages
+from raymm.scheduler.step_graph import ActiveStages, active_stages
 
 # What 1F1B does when it is free: a forward, as other ranks wait for it, while it may hold one
 # more microbatch; else a backward, which makes room for one.
@@ -17,8 +18,9 @@ ONE_F_ONE_B = Rules(priority=(0, 1, 1, 2))
 
 # Ways to fill idle time; which is best depends on the graph and its costs, so all are tried.
 # The order is (forward, recompute, backward, weight); a weight gradient is never urgent.
-_PRIORITIES = ((0, 2, 1, 3), (1, 2, 0, 3), (0, 1, 2, 3), (1, 1, 0, 3), (2, 1, 0, 3))
+_PRIORITIES = ((0, 1, 2, 3), (0, 1, 1, 3), (1, 2, 0, 3), (1, 1, 0, 3), (0, 0, 0, 1))
 _PATIENCE = (0.0, 0.5, 1.0)
+_HOPS = (2, 4, 1_000_000)
 
 
 def lower(
@@ -47,18 +49,38 @@ def lower(
         ValueError: if ``present`` names a module that the plan does not have.
     """
     active = active_stages(plan, present, forward_only)
+    return to_program(plan, active, _schedule(plan, active, costs, delays, forward_only))
+
+
+def iteration_time(
+    plan: Plan,
+    costs: Mapping[tuple[str, Op], float] | None = None,
+    delays: Mapping[tuple[str, str], float] | None = None,
+) -> float:
+    """Seconds of a step with every modality in every microbatch: what :func:`simulate` says
+    of :func:`lower`'s program, without making one."""
+    everything = [node.name for node in plan.graph.nodes]
+    active = active_stages(plan, [everything] * plan.num_microbatches)
+    return _schedule(plan, active, costs, delays, False).makespan
+
+
+def _schedule(
+    plan: Plan,
+    active: Sequence[ActiveStages],
+    costs: Mapping[tuple[str, Op], float] | None,
+    delays: Mapping[tuple[str, str], float] | None,
+    forward_only: bool,
+) -> Schedule:
     sizes = stage_costs(plan) if plan.profile is not None else {}
     if costs is None:
         costs = op_seconds(plan) if plan.profile is not None else {}
     scheduler = ListScheduler(plan, active, costs, sizes, delays)
     if plan.schedule == "gpipe":
         # All forwards, then all backwards: 1F1B that may hold everything.
-        schedule = scheduler.run(Rules(ONE_F_ONE_B.priority, held=len(active) or 1))
-    elif plan.schedule == "zero_bubble" and not forward_only:
-        schedule = _zero_bubble(plan, scheduler, plan.activation_limits)
-    else:
-        schedule = scheduler.run(ONE_F_ONE_B)
-    return to_program(plan, active, schedule)
+        return scheduler.run(Rules(ONE_F_ONE_B.priority, held=len(active) or 1))
+    if plan.schedule == "zero_bubble" and not forward_only:
+        return _zero_bubble(plan, scheduler, plan.activation_limits)
+    return scheduler.run(ONE_F_ONE_B)
 
 
 def _zero_bubble(
@@ -73,14 +95,14 @@ def _zero_bubble(
     baseline = scheduler.run(ONE_F_ONE_B)
     byte_limits = tuple(limits or activation_peaks(plan, baseline, scheduler.sizes))
     best = baseline if limits is None else None
-    for priority in _PRIORITIES:
-        for patience in _PATIENCE:
-            found = scheduler.run(
-                Rules(priority, patience, split=True, early_recompute=True,
-                      byte_limits=byte_limits)
-            )
-            if best is None or found.makespan < best.makespan:
-                best = found
+    shared = any(len(plan.rank_stages(rank)) > 1 for rank in range(plan.num_ranks))
+    for priority, patience, hops in product(_PRIORITIES, _PATIENCE, _HOPS if shared else _HOPS[-1:]):
+        found = scheduler.run(
+            Rules(priority, patience, split=True, early_recompute=True, byte_limits=byte_limits,
+                  hops=hops)
+        )
+        if best is None or found.makespan < best.makespan:
+            best = found
     return best
 
 
