@@ -1,4 +1,4 @@
-"""The command line: ``raymm train``, ``plan``, ``trace``, ``export``."""
+"""The command line: ``raymm train``, ``plan``, ``profile``, ``trace``, ``export``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from raymm import __version__
+from raymm.profile_command import add_profile_arguments, run_profile
 
 # What a user can set right; anything else is a defect and keeps its traceback.
 EXIT_USER_ERROR = 2
@@ -73,7 +74,8 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="train, or go on from the run's last checkpoint")
     plan = commands.add_parser("plan", help="show, draw and save what would run, without running")
     export = commands.add_parser("export", help="write trained modules as Hugging Face folders")
-    for command in (train, plan, export):
+    profile = commands.add_parser("profile", help="measure what the layers cost on a real device")
+    for command in (train, plan, export, profile):
         command.add_argument("config", help="YAML file")
         command.add_argument(
             "--set", action="append", default=[], metavar="KEY.PATH=VALUE", dest="overrides",
@@ -84,6 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     plan.set_defaults(run=_plan)
     export.add_argument("--out", required=True, help="a new folder")
     export.set_defaults(run=_export)
+    add_profile_arguments(profile)
+    profile.set_defaults(run=run_profile)
     trace = commands.add_parser("trace", help="summarise a run's last timeline")
     trace.add_argument("run_folder", help="folder of a run (run.storage_path)")
     trace.set_defaults(run=_trace)

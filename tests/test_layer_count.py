@@ -144,7 +144,8 @@ def test_bert_counts_its_nested_attention_once():
 def test_parameters_are_exact(name):
     model_class, config, *_ = {**LANGUAGE_MODELS, **ENCODERS}[name]
     model = make(model_class, config)
-    counted = sum(layer.parameters for layer in count_layers(model, Load(1, 16), name in LANGUAGE_MODELS))
+    layers = count_layers(model, Load(1, 16), name in LANGUAGE_MODELS)
+    counted = sum(layer.parameters for layer in layers)
     exact = sum(p.numel() for p in model.parameters())
     tied = getattr(config, "tie_word_embeddings", False) and name in LANGUAGE_MODELS
     # A tied embedding lies on the first and on the last stage.
