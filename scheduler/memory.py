@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from raymm.scheduler.list_schedule import UNKNOWN_SIZES, Schedule, Task
-from raymm.scheduler.plan import Plan
+from raymm.scheduler.plan import Plan, PlanError
 from raymm.scheduler.program import COMPUTE, Op, Program
-from raymm.scheduler.stage_costs import StageCost
+from raymm.scheduler.stage_costs import StageCost, stage_costs
+
+GIB = 2**30
 
 
 def peak_bytes(
@@ -55,3 +58,43 @@ def activation_peaks(
     else:
         ranks = schedule.tasks
     return tuple(peak_bytes(rank, sizes) for rank in ranks)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes one rank needs: ``state`` is weights, gradients and optimizer moments,
+    ``activations`` the most that live at once."""
+
+    state: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.state + self.activations
+
+
+def rank_memory(plan: Plan, program: Program) -> tuple[RankMemory, ...]:
+    """Per rank, what a plan with a profile needs under a program."""
+    sizes = stage_costs(plan)
+    return tuple(
+        RankMemory(sum(sizes[s.name].state_bytes for s in plan.rank_stages(rank)), peak)
+        for rank, peak in enumerate(activation_peaks(plan, program, sizes))
+    )
+
+
+def check_memory(plan: Plan, program: Program) -> None:
+    """
+    Raises:
+        PlanError: if a rank needs more than the plan's ``memory_limit``; a plan without
+            limit or profile passes.
+    """
+    if plan.memory_limit is None or plan.profile is None:
+        return
+    for rank, need in enumerate(rank_memory(plan, program)):
+        if need.total > plan.memory_limit:
+            names = ", ".join(stage.name for stage in plan.rank_stages(rank))
+            raise PlanError(
+                f"rank {rank} ({names}) needs {need.total / GIB:.2f} GiB: {need.state / GIB:.2f} "
+                f"of weights and optimizer state, {need.activations / GIB:.2f} of activations; "
+                f"memory_limit is {plan.memory_limit / GIB:.2f} GiB"
+            )

@@ -5,19 +5,26 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping
 
+from raymm.scheduler.network import Transfer
 from raymm.scheduler.program import COMPUTE, Op, Program, ProgramError
 from raymm.scheduler.timeline import Span, Timeline
 
 
 def simulate(
-    program: Program, costs: Mapping[tuple[str, Op], float], latency: float = 0.0
+    program: Program,
+    costs: Mapping[tuple[str, Op], float],
+    latency: float = 0.0,
+    transfers: Mapping[tuple[str, str], Transfer] | None = None,
 ) -> Timeline:
     """Run a program on paper.
 
     Args:
         program: what each rank does.
         costs: seconds per (stage, compute op). What is missing takes no time.
-        latency: seconds from a SEND until the message can be received.
+        latency: seconds from a SEND until the message can be received, on edges that
+            ``transfers`` does not have.
+        transfers: what a message takes, per directed edge. Messages of one edge go one after
+            another; a rank computes on while they do.
 
     Returns:
         Compute spans and the waits of receives. Collective instructions take no time.
@@ -33,6 +40,9 @@ def simulate(
     # on its own past and on arrival times, which are fixed when the sender gets there.
     runnable = deque(range(len(program.ranks)))
     waiting: dict[tuple[str, str], int] = {}
+    transfers = transfers or {}
+    default = Transfer(0.0, latency)
+    link_free: dict[tuple[str, str], float] = defaultdict(float)
     while runnable:
         rank = runnable.popleft()
         instructions = program.ranks[rank]
@@ -46,7 +56,10 @@ def simulate(
                     break
                 clock[rank] = max(start, queue.popleft())
             elif instruction.op is Op.SEND:
-                arrivals[instruction.edge].append(start + latency)
+                transfer = transfers.get(instruction.edge, default)
+                sent = max(start, link_free[instruction.edge]) + transfer.seconds
+                link_free[instruction.edge] = sent
+                arrivals[instruction.edge].append(sent + transfer.latency)
                 if instruction.edge in waiting:
                     runnable.append(waiting.pop(instruction.edge))
             elif instruction.op in COMPUTE:
