@@ -81,7 +81,7 @@ class _Stage:
     backward and weight, so that messages of an edge keep their order."""
 
     __slots__ = (
-        "name", "rank", "depth", "held", "producers", "consumers", "recompute",
+        "name", "rank", "depth", "turn", "held", "producers", "consumers", "recompute",
         "forward_s", "no_grad_s", "recompute_s", "backward_s", "input_s", "weight_s",
         "kept", "activation", "forwards", "backwards", "needs", "owes", "trains",
         "started", "next_forward", "next_recompute", "next_backward", "next_weight",
@@ -180,6 +180,7 @@ class ListScheduler:
             cost = self.sizes.get(stage.name, UNKNOWN_SIZES)
             state.rank = stage.rank
             state.depth = plan.depth[stage.name]
+            state.turn = (state.depth, len(stages))  # of one microbatch, nearest to loss first
             state.held = rules.held or state.depth
             state.recompute = stage.recompute
             state.kept = cost.input_bytes if stage.recompute else cost.activation_bytes
@@ -208,8 +209,8 @@ class ListScheduler:
         self._on_rank = [
             [stages[s.name] for s in plan.rank_stages(rank)] for rank in range(plan.num_ranks)
         ]
-        # Per rank, bytes by (microbatch, depth), which is the order things are finished in.
-        self._held: list[dict[tuple[int, int], float]] = [{} for _ in range(plan.num_ranks)]
+        # Per rank, bytes by microbatch and turn, which is the order things are finished in.
+        self._held: list[dict[tuple[int, int, int], float]] = [{} for _ in range(plan.num_ranks)]
         self._order: list[list[Task]] = [[] for _ in range(plan.num_ranks)]
 
     def _check_finished(self) -> None:
@@ -321,12 +322,12 @@ class ListScheduler:
         more = state.kept if kind == FORWARD else state.activation
         if sum(held.values()) + more > limit:
             return False
-        task = (microbatch, state.depth)
+        task = (microbatch, *state.turn)
         for other in self._on_rank[state.rank]:
             if other.next_recompute == len(other.backwards):
                 continue
             first = other.backwards[other.next_recompute]
-            place = (first, other.depth)
+            place = (first, *other.turn)
             if place > task or (place == task and kind == RECOMPUTE):
                 continue
             after = sum(size for key, size in held.items() if key >= place)
@@ -347,7 +348,7 @@ class ListScheduler:
             end = now + state.recompute_s
             state.next_recompute += 1
             state.recomputed_end[microbatch] = end
-            self._held[rank][microbatch, state.depth] += state.activation
+            self._held[rank][microbatch, *state.turn] += state.activation
             self._order[rank].append(Task(state.name, microbatch, Op.RECOMPUTE))
         elif kind == BACKWARD:
             end = self._begin_backward(rank, state, now)
@@ -365,7 +366,7 @@ class ListScheduler:
             op = Op.FORWARD_CHECKPOINTED if state.recompute else Op.FORWARD
             end = now + state.forward_s
             state.started += 1
-            self._held[rank][microbatch, state.depth] = state.kept
+            self._held[rank][microbatch, *state.turn] = state.kept
         else:
             op, end = Op.FORWARD_NO_GRAD, now + state.no_grad_s
         state.forward_end[microbatch] = end
@@ -404,7 +405,7 @@ class ListScheduler:
         return end
 
     def _finish(self, rank: int, state: _Stage) -> None:
-        del self._held[rank][state.backwards[state.next_weight], state.depth]
+        del self._held[rank][state.backwards[state.next_weight], *state.turn]
         state.next_weight += 1
 
 

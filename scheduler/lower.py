@@ -96,7 +96,8 @@ def _zero_bubble(
     byte_limits = tuple(limits or activation_peaks(plan, baseline, scheduler.sizes))
     best = baseline if limits is None else None
     shared = any(len(plan.rank_stages(rank)) > 1 for rank in range(plan.num_ranks))
-    for priority, patience, hops in product(_PRIORITIES, _PATIENCE, _HOPS if shared else _HOPS[-1:]):
+    hops_tried = _HOPS if shared else _HOPS[-1:]
+    for priority, patience, hops in product(_PRIORITIES, _PATIENCE, hops_tried):
         found = scheduler.run(
             Rules(priority, patience, split=True, early_recompute=True, byte_limits=byte_limits,
                   hops=hops)
