@@ -253,7 +253,9 @@ class _Trace:
             value = args[0] if name is None else kwargs[name]
             if isinstance(value, torch.Tensor) and value.is_floating_point():
                 self.entering = self.entering or tuple(value.shape)
-                changed[name] = value.detach().requires_grad_() if leaf else value
+                # Also with everything trained, so that B_d is in both and the difference is B_w.
+                start = leaf or not value.requires_grad
+                changed[name] = value.detach().requires_grad_() if start else value
         if None in changed:
             return (changed.pop(None), *args[1:]), kwargs
         return args, {**kwargs, **changed}

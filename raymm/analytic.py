@@ -9,9 +9,14 @@ of bytes at the memory's bandwidth. FLOPs and bytes come from :mod:`raymm.layer_
   the forward has two (Dao, FlashAttention-2, section 3.1.2).
 - B_w: the products once more (input times the output's gradient); attention has no weights.
 
+Blocks hand on fp32 in both dtypes: under autocast the residual stream starts with an fp32
+embedding and stays that.
+
 Not counted: communication within a tensor or context parallel group, the optimizer, and work
 that is no product (norms, activation functions, rotary tables), which fusion may or may not
-hide. For planning, ratios between layers matter more than their absolute size.
+hide; nor the copies of fp32 weights in the compute dtype that autocast keeps with each
+microbatch of a trainable module. For planning, ratios between layers matter more than their
+absolute size.
 """
 
 from __future__ import annotations
@@ -116,7 +121,8 @@ def projector_layers(
     counts = count_layers(projector, load)
     total = sum(counts, LayerCount())
     total = replace(total, output_elements=counts[-1].output_elements)
-    return _costs((total,), device, dtype, tp, cp)
+    # The last product gives the compute dtype.
+    return _costs((total,), device, dtype, tp, cp, _ELEMENT_BYTES.get(dtype, _FP32_BYTES))
 
 
 def _size(what: str, value: int | Mapping[str, int], module: str) -> int:
@@ -127,17 +133,21 @@ def _size(what: str, value: int | Mapping[str, int], module: str) -> int:
 
 
 def _costs(
-    counts: tuple[LayerCount, ...], device: DeviceSpec | str, dtype: str, tp: int, cp: int
+    counts: tuple[LayerCount, ...], device: DeviceSpec | str, dtype: str, tp: int, cp: int,
+    output_bytes: int = _FP32_BYTES,
 ) -> tuple[LayerCost, ...]:
     device = find_device(device) if isinstance(device, str) else device
-    seconds = _Roofline(device, dtype, tp, cp)
+    seconds = _Roofline(device, dtype, tp, cp, output_bytes)
     return tuple(seconds.cost(count) for count in counts)
 
 
 class _Roofline:
     """Times of counted layers on one GPU of a tensor and context parallel group."""
 
-    def __init__(self, device: DeviceSpec, dtype: str, tp: int, cp: int) -> None:
+    def __init__(
+        self, device: DeviceSpec, dtype: str, tp: int, cp: int, output_bytes: int
+    ) -> None:
+        self._output_bytes = output_bytes
         self._rate = device.peak(dtype) * device.efficiency
         self._bandwidth = device.memory_bandwidth
         self._bytes = _ELEMENT_BYTES[dtype]
@@ -163,5 +173,5 @@ class _Roofline:
             ),
             activation_bytes=round(kept / (self._tp * self._cp)),
             parameter_bytes=round(count.parameters * _FP32_BYTES / self._tp),
-            output_bytes=round(count.output_elements * self._bytes / self._cp),
+            output_bytes=round(count.output_elements * self._output_bytes / self._cp),
         )

@@ -94,8 +94,8 @@ def profile_model(
 
 
 def full_microbatch(config: DataConfig, modalities: Sequence[str]) -> dict[str, Any]:
-    """The run's first microbatch with every modality; of the first step that has one, the
-    microbatch with the most tokens.
+    """A microbatch with every modality: of the first step that has one, that with the most
+    items, and of those the one with the most text.
 
     Raises:
         ProfileError: if there is none in the first :data:`MAX_STEPS` steps.
@@ -103,11 +103,11 @@ def full_microbatch(config: DataConfig, modalities: Sequence[str]) -> dict[str, 
     seen: set[str] = set()
     for step in local_steps(config, steps=MAX_STEPS):
         found = [
-            (meta.num_samples * meta.seq_len, -index)
+            (sum(map(len, meta.items.values())), meta.num_samples * meta.seq_len, -index)
             for index, meta in enumerate(step.meta) if set(modalities) <= set(meta.items)
         ]
         if found:
-            return step.microbatches[-max(found)[1]]
+            return step.microbatches[-max(found)[2]]
         seen |= {name for meta in step.meta for name in meta.items}
     missing = sorted(set(modalities) - seen)
     what = f"no sample with {missing}" if missing else f"no microbatch with all of {modalities}"

@@ -97,8 +97,9 @@ def parse_lengths(text: str) -> tuple[int, ...]:
 def profile_rows(table: ProfileTable, graph: ModuleGraph) -> Table:
     """The default microbatch's costs; neighbouring layers that cost the same share a row."""
     shown = Table(title=f"one microbatch on {table.device}, {table.dtype}")
-    for name in ("module", "layers", "F ms", "B_d ms", "B_w ms", "activations MB", "parameters MB"):
-        shown.add_column(name, justify="left" if name in ("module", "layers") else "right")
+    for name in ("module", "layers", "F ms", "B_d ms", "B_w ms", "activ. MB", "param. MB"):
+        left = name in ("module", "layers")
+        shown.add_column(name, justify="left" if left else "right", no_wrap=True)
     profile = table.at()
     for node in graph.nodes:
         layers = profile.modules[node.name]

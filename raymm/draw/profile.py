@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from raymm.draw.palette import FAINT, TEXT, module_hues, tint
-from raymm.draw.save import new_figure, picture_path, save_figure
+from raymm.draw.save import new_figure, picture_path, save_figure, text_width
 from raymm.scheduler.costs import CostProfile
 
 # Inches; font sizes in points.
-LEFT, RIGHT, TOP, BOTTOM, BETWEEN = 0.75, 0.3, 0.85, 0.75, 0.5
+LEFT, RIGHT, TOP, BOTTOM, BETWEEN = 0.75, 0.3, 0.85, 0.6, 0.5
 BAR, NARROWEST, WIDEST, HEIGHT = 0.32, 1.1, 14.0, 3.2
+LEGEND = 5.0
 LABEL_SIZE = 9
 PARTS = (("forward", "F", 0.0), ("backward_input", "B_d", 0.42), ("backward_weight", "B_w", 0.75))
 
@@ -42,7 +43,8 @@ def draw_profile(
     names = list(profile.modules)
     hues = module_hues(names)
     widths = _widths({name: len(profile.modules[name]) for name in names})
-    total = LEFT + RIGHT + sum(widths.values()) + BETWEEN * (len(names) - 1)
+    plots = sum(widths.values()) + BETWEEN * (len(names) - 1)
+    total = LEFT + RIGHT + max(plots, LEGEND)
     height = TOP + HEIGHT + BOTTOM
     figure = new_figure(total, height)
     highest = max(
@@ -102,18 +104,14 @@ def _widths(counts: Mapping[str, int]) -> dict[str, float]:
 def _legend(figure, total: float, height: float, hue) -> None:
     """The three tints, explained in words under the heading."""
     x, y = LEFT, 0.52
-    names = {
-        "F": "forward", "B_d": "backward, gradient of the input",
-        "B_w": "backward, gradient of the weights",
-    }
+    words = {"F": "forward", "B_d": "gradient of the input", "B_w": "gradient of the weights"}
     for _, label, amount in PARTS:
         figure.text(
             x / total, 1 - y / height, "\u25a0", fontsize=LABEL_SIZE + 3, va="center",
             color=tint(hue, amount),
         )
-        words = f"{label}: {names[label]}"
+        text = f"{label}: {words[label]}"
         figure.text(
-            (x + 0.2) / total, 1 - y / height, words, fontsize=LABEL_SIZE, va="center",
-            color=FAINT,
+            (x + 0.2) / total, 1 - y / height, text, fontsize=LABEL_SIZE, va="center", color=FAINT
         )
-        x += 0.2 + 0.075 * len(words) + 0.15
+        x += 0.2 + text_width(figure, text, LABEL_SIZE) + 0.25

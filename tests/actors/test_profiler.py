@@ -1,0 +1,181 @@
+"""The profiler on modules whose cost is known: a clock that only the modules move."""
+
+import time
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, SiglipVisionModel
+
+from raymm.actors.profiler import ModuleProfiler, ProfileRequest
+from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
+from raymm.actors.stages.language import LanguageSpec, LanguageStage
+from raymm.actors.stages.merge import Prepend
+from raymm.actors.stages.source import ConfigSource, LiveSource
+
+# Seconds of the fake clock per block: forward, gradient of the input, of the weight.
+COSTS = ((3.0, 5.0, 7.0), (11.0, 13.0, 17.0), (19.0, 23.0, 29.0))
+CLOCK = [0.0]
+
+
+class _TimedProduct(torch.autograd.Function):
+    """``x @ w`` that moves the clock by what was asked for."""
+
+    @staticmethod
+    def forward(ctx, x, weight, costs):
+        CLOCK[0] += costs[0]
+        ctx.save_for_backward(x, weight)
+        ctx.costs = costs
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        for_x = for_weight = None
+        if ctx.needs_input_grad[0]:
+            CLOCK[0] += ctx.costs[1]
+            for_x = gradient @ weight.T
+        if ctx.needs_input_grad[1]:
+            CLOCK[0] += ctx.costs[2]
+            for_weight = x.flatten(0, 1).T @ gradient.flatten(0, 1)
+        return for_x, for_weight, None
+
+
+class TimedBlock(nn.Module):
+    def __init__(self, costs) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4))
+        self.costs = costs
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return _TimedProduct.apply(hidden_states, self.weight, self.costs)
+
+
+class TimedEncoder(nn.Module):
+    """Blocks called in one of the two ways that models call theirs."""
+
+    def __init__(self, by_keyword: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(TimedBlock(costs) for costs in COSTS[:2])
+        self.by_keyword = by_keyword
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            features = layer(hidden_states=features) if self.by_keyword else layer(features)
+        return features
+
+
+@pytest.fixture
+def fake_clock(monkeypatch):
+    monkeypatch.setattr(time, "perf_counter", lambda: CLOCK[0])
+
+
+def timed_stage(by_keyword: bool, frozen: bool) -> EncoderStage:
+    encoder = TimedEncoder(by_keyword).requires_grad_(not frozen)
+    projector = TimedBlock(COSTS[2])
+    spec = EncoderSpec("x", LiveSource.of(encoder), 2, LiveSource.of(projector))
+    return EncoderStage(spec, 0, 3, encoder, projector)
+
+
+@pytest.mark.parametrize("by_keyword", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_times_are_given_to_the_layers_that_took_them(fake_clock, by_keyword, frozen):
+    profiler = ModuleProfiler(partial(timed_stage, by_keyword, frozen), "cpu", None, False, 1)
+    inputs = {"features": torch.randn(2, 6, 4), "sample_index": torch.tensor([0, 1])}
+    times = profiler.measure(ProfileRequest(inputs, {}), repeats=3)
+    measured = tuple((t.forward, t.backward_input, t.backward_weight) for t in times.layers)
+    assert measured == COSTS
+    assert (times.samples, times.tokens, times.output_shape) == (2, 12, (2, 6, 4))
+    assert [t.output_bytes for t in times.layers] == [2 * 6 * 4 * 4] * 3
+
+
+def test_saved_bytes_are_counted_once_and_without_parameters():
+    profiler = ModuleProfiler(partial(timed_stage, False, False), "cpu", None, False, 1)
+    inputs = {"features": torch.randn(2, 6, 4), "sample_index": torch.tensor([0, 1])}
+    times = profiler.measure(ProfileRequest(inputs, {}), repeats=1)
+    # Every block keeps its input (2, 6, 4) in fp32; its weight is a parameter.
+    assert [t.activation_bytes for t in times.layers] == [2 * 6 * 4 * 4] * 3
+
+
+LLAMA = LlamaConfig(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2,
+    num_key_value_heads=1, vocab_size=20,
+)
+
+
+def language_stage(frozen: bool = False) -> LanguageStage:
+    source = ConfigSource(LlamaForCausalLM, LLAMA, frozen=frozen)
+    return LanguageStage.build(LanguageSpec("llm", source, 3, Prepend()), 0, 3)
+
+
+def text(rows: int, length: int, **sample_index: list[int]) -> dict:
+    ids = torch.randint(0, 20, (rows, length))
+    index = {name: torch.tensor(rows_of) for name, rows_of in sample_index.items()}
+    return {
+        "input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids),
+        "sample_index": index,
+    }
+
+
+@pytest.mark.parametrize("autocast", [None, "bfloat16"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_language_model_has_every_cost(autocast, frozen):
+    profiler = ModuleProfiler(partial(language_stage, frozen), "cpu", autocast, True, 1)
+    request = ProfileRequest(text(2, 10, vision=[0, 1]), {"vision": (2, 4, 32)})
+    times = profiler.measure(request, repeats=2)
+    assert (times.samples, times.tokens) == (2, 2 * (4 + 10))  # image tokens before the text
+    assert len(times.layers) == 3 and times.output_shape == ()
+    assert all(t.forward > 0 and t.backward_input > 0 for t in times.layers)
+    assert all(t.activation_bytes > 28 * 32 for t in times.layers)
+    assert [t.output_bytes for t in times.layers] == [28 * 32 * 4] * 2 + [4]
+
+
+def test_plain_text_leaves_the_merge_out_for_that_request_only():
+    profiler = ModuleProfiler(language_stage, "cpu", None, False, 1)
+    plain = profiler.measure(ProfileRequest(text(3, 9), {}, plain_text=True), repeats=1)
+    assert (plain.samples, plain.tokens) == (3, 27)
+    request = ProfileRequest(text(1, 9, vision=[0]), {"vision": (1, 4, 32)})
+    assert profiler.measure(request, repeats=1).tokens == 13
+
+
+def test_activations_grow_with_the_length_and_weights_in_bf16_are_none():
+    profiler = ModuleProfiler(partial(language_stage, True), "cpu", "bfloat16", True, 1)
+    short, long = (
+        profiler.measure(ProfileRequest(text(1, n), {}, plain_text=True), 1).layers[1]
+        for n in (64, 128)
+    )
+    # Twice as much, but for rotary tables and the like: no weights in it.
+    assert long.activation_bytes == pytest.approx(2 * short.activation_bytes, rel=0.02)
+
+
+def test_a_real_encoder_is_measured_with_its_projector():
+    config = SiglipVisionConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        image_size=8, patch_size=4,
+    )
+    projector = nn.Linear(16, 32)
+
+    def build() -> EncoderStage:
+        spec = EncoderSpec(
+            "vision", ConfigSource(SiglipVisionModel, config, frozen=True), 2,
+            LiveSource.of(projector),
+        )
+        return EncoderStage.build(spec, 0, 3)
+
+    profiler = ModuleProfiler(build, "cpu", None, False, 1)
+    inputs = {"pixel_values": torch.randn(3, 3, 8, 8), "sample_index": torch.tensor([0, 0, 1])}
+    times = profiler.measure(ProfileRequest(inputs, {}), repeats=1)
+    assert (times.samples, times.tokens, times.output_shape) == (3, 12, (3, 4, 32))
+    assert times.layers[2].output_bytes == 12 * 32 * 4
+    assert times.layers[2].activation_bytes == 12 * 16 * 4  # the input of its one product
+
+
+def test_a_plain_module_that_cannot_be_cut_is_one_layer():
+    cnn = nn.Conv2d(3, 8, 4, 4)
+    spec = EncoderSpec("vision", LiveSource.of(cnn), 1)
+    profiler = ModuleProfiler(lambda: EncoderStage(spec, 0, 1, cnn, None), "cpu", None, False, 1)
+    inputs = {"input": torch.randn(2, 3, 8, 8), "sample_index": torch.tensor([0, 1])}
+    times = profiler.measure(ProfileRequest(inputs, {}), repeats=1)
+    assert (len(times.layers), times.samples, times.tokens) == (1, 2, 8)
+    assert times.layers[0].backward_input > 0
