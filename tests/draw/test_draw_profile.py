@@ -10,7 +10,8 @@ from raymm.scheduler.costs import CostProfile, LayerCost
 def profile(llm: int, vision: int) -> CostProfile:
     layers = {"vision": LayerCost(1e-3, 1e-3, 2e-3), "llm": LayerCost(3e-3, 3e-3, 0)}
     return CostProfile(
-        {"vision": (layers["vision"],) * vision, "llm": (layers["llm"],) * llm}, "a device", "bf16", "measured", {"llm": 99},
+        {"vision": (layers["vision"],) * vision, "llm": (layers["llm"],) * llm},
+        "a device", "bf16", "measured", {"llm": 99},
     )
 
 
