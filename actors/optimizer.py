@@ -11,6 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+# Gradients of shared parameters are summed this many bytes at a time.
+BUCKET_BYTES = 64 * 2**20
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:
@@ -65,7 +68,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class SharedParameter:
-    """A parameter that lives in several stages (tied embeddings).
+    """A parameter that lives in several stages (tied embeddings, copies of a module).
 
     Attributes:
         holders: (stage, name in the stage), first holder first; it alone counts the
@@ -77,6 +80,28 @@ class SharedParameter:
     ranks: tuple[int, ...]
 
 
+def _all_reduce(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Sum tensors over a group, in place, in buckets of :data:`BUCKET_BYTES`."""
+    bucket: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if bucket and (tensor.dtype != bucket[0].dtype or size + tensor.nbytes > BUCKET_BYTES):
+            _all_reduce_bucket(bucket, group)
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    if bucket:
+        _all_reduce_bucket(bucket, group)
+
+
+def _all_reduce_bucket(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    dist.all_reduce(flat, group=group)
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.copy_(part.view(tensor.shape))
+
+
 class RankOptimizer:
     """Gradient reduction, clipping and AdamW for the parameters of one rank.
 
@@ -86,7 +111,8 @@ class RankOptimizer:
         parameters: the rank's trainable parameters by (stage, name).
         config: the optimizer's.
         shared: the plan's shared parameters, all of them, in one order on all ranks.
-        groups: process group per entry of ``shared`` with more than one rank, else None.
+        groups: process group per entry of ``shared`` with more than one rank, else None;
+            entries with the same ranks have the same group.
     """
 
     def __init__(
@@ -99,7 +125,13 @@ class RankOptimizer:
     ) -> None:
         self.parameters = parameters
         self.config = config
-        self._shared = tuple(zip(shared, groups, strict=True))
+        self._shared: dict[
+            tuple[int, ...], tuple[dist.ProcessGroup | None, list[list[nn.Parameter]]]
+        ] = {}
+        for one, group in zip(shared, groups, strict=True):
+            mine = [parameters[holder] for holder in one.holders if holder in parameters]
+            if mine:
+                self._shared.setdefault(one.ranks, (group, []))[1].append(mine)
         self._device = device
         counted_elsewhere = {holder for one in shared for holder in one.holders[1:]}
         self._counted = [p for key, p in parameters.items() if key not in counted_elsewhere]
@@ -109,19 +141,30 @@ class RankOptimizer:
             self.optimizer, self.scheduler = config.build(parameters.values())
 
     def reduce_tied(self) -> None:
-        """Give every holder of a shared parameter the sum of all holders' gradients."""
-        for one, group in self._shared:
-            mine = [self.parameters[h] for h in one.holders if h in self.parameters]
-            if not mine:
-                continue
-            total = torch.zeros_like(mine[0])
-            for parameter in mine:
-                if parameter.grad is not None:
-                    total += parameter.grad
+        """Give every holder of a shared parameter the sum of all holders' gradients.
+
+        A holder without a gradient counts as zero; where none has one, all stay without, so
+        that AdamW leaves the parameter alone.
+        """
+        for group, shared in self._shared.values():
+            present = torch.tensor(
+                [any(p.grad is not None for p in mine) for mine in shared],
+                dtype=torch.int32, device=self._device,
+            )
             if group is not None:
-                dist.all_reduce(total, group=group)
-            for parameter in mine:
-                parameter.grad = total.clone()
+                dist.all_reduce(present, group=group)
+            due = [mine for mine, count in zip(shared, present.tolist(), strict=True) if count]
+            for first, *others in due:
+                if first.grad is None:
+                    first.grad = torch.zeros_like(first)
+                for other in others:
+                    if other.grad is not None:
+                        first.grad += other.grad
+            if group is not None:
+                _all_reduce([first.grad for first, *_ in due], group)
+            for first, *others in due:
+                for other in others:
+                    other.grad = first.grad.clone()
 
     def clip(self) -> float:
         """Scale gradients to ``max_grad_norm``; returns the global norm before.

@@ -6,7 +6,7 @@ import os
 import platform
 import socket
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -107,10 +107,11 @@ class RankActor:
         for src, dst in spec.edges:
             for edge in ((src, dst), (dst, src)):
                 self._open_edge(edge)
-        self._shared_groups = tuple(
-            dist.new_group(list(one.ranks), timeout=self._timeout) if len(one.ranks) > 1 else None
-            for one in spec.shared
-        )
+        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for one in spec.shared:  # copies of a module share hundreds of parameters
+            if len(one.ranks) > 1 and one.ranks not in groups:
+                groups[one.ranks] = dist.new_group(list(one.ranks), timeout=self._timeout)
+        self._shared_groups = tuple(groups.get(one.ranks) for one in spec.shared)
         dist.all_reduce(torch.zeros(1, device=self._device))  # connects all pairs now, not later
 
     def _open_edge(self, edge: tuple[str, str]) -> None:
@@ -227,31 +228,34 @@ class RankActor:
         }
 
     def _named_tensors(
-        self, skip: frozenset[str] = frozenset()
+        self, stages: Iterable[str], skip: frozenset[str] = frozenset()
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters and persistent buffers as ``module/name`` (the module, not the stage:
         a checkpoint does not depend on how a module was cut). A name comes once per stage
         that holds the tensor: two stages of a model with tied embeddings may share a rank."""
-        for stage, module in self._stages.items():
+        for stage in stages:
             owner = _owner(stage)
-            for name, tensor in module.state_dict(keep_vars=True).items():
+            for name, tensor in self._stages[stage].state_dict(keep_vars=True).items():
                 trainable = getattr(tensor, "requires_grad", False)
                 if trainable or owner not in skip:
                     yield f"{owner}/{name}", tensor.detach()
 
     def save(self, folder: str, skip_frozen: frozenset[str]) -> dict[str, list[str]]:
-        """Write this rank's shards; returns tensor names per file.
+        """Write this rank's shards; returns tensor names per file. Of a module that has
+        several copies, the first one writes.
 
         Args:
             folder: an existing folder that is not committed yet.
             skip_frozen: modules whose frozen weights are elsewhere and need no copy.
         """
         rank = self._spec.rank
-        files = {f"model-rank{rank}.safetensors": dict(self._named_tensors(skip_frozen))}
+        writing = [stage for stage in self._stages if _is_first_copy(stage)]
+        files = {f"model-rank{rank}.safetensors": dict(self._named_tensors(writing, skip_frozen))}
         if self._optimizer.parameters:
             state = self._optimizer.state_tensors()
             files[f"optimizer-rank{rank}.safetensors"] = {
                 _module_key(name): tensor for name, tensor in state.items()
+                if name.partition("/")[0] in writing
             }
         written = {}
         for file, tensors in files.items():
@@ -263,7 +267,7 @@ class RankActor:
     def load(self, folder: str, index: dict[str, str], step: int) -> list[str]:
         """Read parameters, buffers and optimizer state; returns trainable parameters that
         the checkpoint lacks."""
-        own = list(self._named_tensors())
+        own = list(self._named_tensors(self._stages))
         stored = read_tensors(Path(folder), index, list(dict(own)))
         copy_tensors(stored, own)
         prefixes = {f"{s}/{n}/": f"{_owner(s)}/{n}/" for s, n in self._optimizer.parameters}
@@ -291,6 +295,10 @@ def _reporting_connections(what: str) -> Iterator[None]:
 
 def _owner(stage: str) -> str:
     return stage.rpartition(".")[0]
+
+
+def _is_first_copy(stage: str) -> bool:
+    return "@" not in stage.rpartition(".")[2]
 
 
 def _module_key(name: str) -> str:

@@ -41,8 +41,7 @@ def stage_builders(
     builders: dict[str, Callable[[], nn.Module]] = {}
     owned: dict[str, list[str]] = {}
     for node in plan.graph.nodes:
-        stages = plan.module_stages(node.name)
-        is_cut = stages[0].layers[1] < node.num_blocks
+        is_cut = plan.replicas(node.name)[0][0].layers[1] < node.num_blocks
         if node.name == LANGUAGE_MODEL:
             spec: Any = model.language_spec()
             if is_cut:
@@ -54,11 +53,13 @@ def stage_builders(
                 example = model.encoders[node.name].example_inputs
                 spec = replace(spec, cut=probe_encoder(spec.source, example))
             names, build = encoder_stage_parameters, _build_encoder
-        for stage in stages:
+        parts: dict[tuple[int, int], tuple[list[str], Callable[[], nn.Module]]] = {}
+        for stage in plan.module_stages(node.name):
             lo, hi = stage.layers
-            own = names(spec, lo, hi)
-            owned[stage.name] = own
-            builders[stage.name] = partial(build, _slim(spec, own, lo, hi), lo, hi)
+            if stage.layers not in parts:  # copies of the module have it in common
+                own = names(spec, lo, hi)
+                parts[lo, hi] = own, partial(build, _slim(spec, own, lo, hi), lo, hi)
+            owned[stage.name], builders[stage.name] = parts[lo, hi]
     return builders, owned
 
 
@@ -86,7 +87,8 @@ def _build_language(spec: LanguageSpec, lo: int, hi: int) -> nn.Module:
 def shared_parameters(
     plan: Plan, owned: Mapping[str, Sequence[str]]
 ) -> tuple[SharedParameter, ...]:
-    """Parameters that several stages own (tied embeddings, for one)."""
+    """Parameters that several stages own: tied embeddings, and all of a module that has
+    several copies."""
     holders: dict[str, list[tuple[str, str]]] = {}
     for stage in plan.topological_stages:
         for name in owned[stage.name]:

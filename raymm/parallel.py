@@ -23,8 +23,8 @@ from raymm.model import (
     complete_microbatch,
     text_inputs,
 )
-from raymm.scheduler.one_f_one_b import lower_1f1b
-from raymm.scheduler.plan import Plan
+from raymm.scheduler.lower import lower
+from raymm.scheduler.plan import Plan, PlanError, Stage
 from raymm.scheduler.program import EPILOGUE, Op, Program, check_program
 from raymm.scheduler.timeline import Timeline
 
@@ -166,6 +166,23 @@ class MultimodalParallelModule:
         """Say how many optimizer steps the loaded state has taken."""
         self._step = step
 
+    def reschedule(self, plan: Plan) -> None:
+        """Go on under a plan with another schedule or recomputation; nothing is restarted.
+
+        Raises:
+            PlanError: if it puts other layers on a rank.
+        """
+        def places(plan: Plan) -> dict[str, tuple]:
+            return {stage.name: (stage.layers, stage.rank) for stage in plan.stages}
+
+        if plan.graph != self.plan.graph or places(plan) != places(self.plan):
+            raise PlanError(
+                "stages of the new plan differ in layers or ranks from those that run; "
+                "start the model anew under it"
+            )
+        self.plan = plan
+        self._programs.clear()
+
     def execute(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepOutput:
         """Forward and backward of one step; gradients accumulate until ``optimizer.step()``.
 
@@ -222,14 +239,13 @@ class MultimodalParallelModule:
         parts, meta = prepared
         ops = self._epilogue() if update else ()
         key = self._program(tuple(tuple(sorted(m.items)) for m in meta), ops, forward_only)
-        first = {m: self.plan.module_stages(m)[0] for m in (*self._encoders, LANGUAGE_MODEL)}
         inputs: list[list[tuple[str, int, Any]]] = [[] for _ in range(self.plan.num_ranks)]
         for index, (part, one) in enumerate(zip(parts, meta, strict=True)):
             for name, data in part.items():
-                stage = first[LANGUAGE_MODEL if name == "text" else name]
+                stage = self._reader(LANGUAGE_MODEL if name == "text" else name, index)
                 inputs[stage.rank].append((stage.name, index, data))
             rows = {name: torch.tensor(items) for name, items in one.items.items()}
-            stage = first[LANGUAGE_MODEL]
+            stage = self._reader(LANGUAGE_MODEL, index)
             inputs[stage.rank].append((stage.name, index, {"sample_index": rows}))
         step = StepMeta(
             step=self._step,
@@ -244,9 +260,14 @@ class MultimodalParallelModule:
             self._step += 1
         return PendingStep(handle, step.label_tokens, keep)
 
+    def _reader(self, module: str, microbatch: int) -> Stage:
+        """The stage that gets a module's inputs of a microbatch."""
+        firsts = [chain[0] for chain in self.plan.replicas(module)]
+        return next(stage for stage in firsts if self.plan.runs(stage, microbatch))
+
     def program(self, present: Sequence[Sequence[str]], update: bool = True) -> Program:
         """The checked program of a step whose microbatches have these modalities."""
-        program = lower_1f1b(self.plan, present)
+        program = lower(self.plan, present)
         check_program(program)
         return program.with_epilogue(self._epilogue() if update else ())
 
@@ -257,7 +278,7 @@ class MultimodalParallelModule:
         pattern = (present, ops, forward_only)
         key = self._programs.get(pattern)
         if key is None:
-            program = lower_1f1b(self.plan, present, forward_only=forward_only)
+            program = lower(self.plan, present, forward_only=forward_only)
             check_program(program)
             key = self.group.load_program(program.with_epilogue(ops))
         else:
@@ -268,8 +289,8 @@ class MultimodalParallelModule:
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Accumulated gradients of all trainable parameters, by the model's names.
 
-        Holders of a shared parameter have each their part, until the optimizer's step sums
-        them; here they are summed.
+        Holders of a shared parameter (tied embeddings, copies of a module) have each their
+        part, until the optimizer's step sums them; here they are summed.
         """
         named: dict[str, torch.Tensor | None] = {}
         for part in self.group.call("gradients"):

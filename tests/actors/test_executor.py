@@ -1,0 +1,212 @@
+"""The executor, in one process: any valid order of instructions gives the same numbers."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from raymm.actors.executor import Executor, StepMeta
+from raymm.actors.stages.message import Message
+from raymm.actors.stages.source import derive_seed
+from raymm.scheduler.program import Instruction, Op, Program, check_program
+
+SEED, STEP = 3, 11
+
+
+class Part(nn.Module):
+    """One stage: dropout, batch norm and a linear layer over the sum of what it gets."""
+
+    def __init__(self, name: str, sink: bool = False) -> None:
+        super().__init__()
+        self.name, self.sink = name, sink
+        self.dropout = nn.Dropout(0.4)
+        self.norm = nn.BatchNorm1d(6)
+        self.linear = nn.Linear(6, 6)
+        self.seen: list[tuple[list[str], bool]] = []
+
+    def run(self, inputs, received, context):
+        self.seen.append((sorted(received), torch.is_grad_enabled()))
+        values = [message.tensors[0] for message in received.values()]
+        if inputs is not None:
+            values.append(inputs["x"])
+        hidden = self.linear(self.norm(self.dropout(sum(values)))).tanh()
+        if self.sink:
+            return Message((hidden.square().sum() / context.label_tokens,), {})
+        return Message((hidden,), {"microbatch": torch.tensor(context.microbatch)})
+
+
+# Two copies of a two-stage encoder feed a language model in two stages.
+CHAINS = {0: ("vision.0", "vision.1"), 1: ("vision.0@1", "vision.1@1")}
+LLM = ("llm.0", "llm.1")
+EDGES = tuple(
+    edge for first, second in CHAINS.values() for edge in ((first, second), (second, "llm.0"))
+) + (LLM,)
+WITH_IMAGE = (True, False, True, True, False)
+FROZEN = {"none": (), "encoders": ("vision.0",), "llm": LLM}
+
+
+def chain(microbatch: int) -> tuple[str, ...]:
+    return (CHAINS[microbatch % 2] if WITH_IMAGE[microbatch] else ()) + LLM
+
+
+def stages(frozen: str) -> dict[str, Part]:
+    torch.manual_seed(0)
+    parts = {name: Part(name, name == "llm.1") for name in (*CHAINS[0], *LLM)}
+    for name in FROZEN[frozen]:
+        parts[name].requires_grad_(False)
+    for one, other in zip(*CHAINS.values(), strict=True):
+        parts[other] = copy.deepcopy(parts[one])
+    return parts
+
+
+def data() -> dict[str, list]:
+    def rows(seed):
+        return [{"x": torch.randn(4, 6, generator=torch.Generator().manual_seed(seed + m))}
+                for m in range(len(WITH_IMAGE))]
+
+    return {"vision.0": rows(0), "vision.0@1": rows(0), "llm.0": rows(50)}
+
+
+def random_program(frozen: str, rng: random.Random, recompute: bool, split: bool):
+    """Any order in which every instruction comes after what it needs. Each stage takes its
+    microbatches in ascending order."""
+    trains = {n: n.partition("@")[0] not in FROZEN[frozen] for c in CHAINS.values() for n in c}
+    trains |= {n: n not in FROZEN[frozen] for n in LLM}
+    waiting: list[tuple[tuple[Op, str, int], set]] = []
+    for m in range(len(WITH_IMAGE)):
+        names = chain(m)
+        gradient = [any(trains[n] for n in names[: i + 1]) for i in range(len(names))]
+        for i, name in enumerate(names):
+            again = recompute and gradient[i]
+            forward = (
+                Op.FORWARD_NO_GRAD if not gradient[i]
+                else Op.FORWARD_CHECKPOINTED if again else Op.FORWARD
+            )
+            done = {(names[i - 1], m, "forward")} if i else set()
+            done |= {(name, k, "forward") for k in range(m) if name in chain(k)}
+            waiting.append(((forward, name, m), done))
+            if not gradient[i]:
+                continue
+            if again:
+                waiting.append(((Op.RECOMPUTE, name, m), {(name, m, "forward")}))
+            need = {(name, m, "recompute" if again else "forward")}
+            if i + 1 < len(names):
+                need.add((names[i + 1], m, "gradient"))
+            in_two = split and i > 0 and gradient[i - 1] and trains[name]
+            waiting.append(((Op.BACKWARD_INPUT if in_two else Op.BACKWARD, name, m), need))
+            if in_two:
+                waiting.append(((Op.BACKWARD_WEIGHT, name, m), {(name, m, "gradient")}))
+    result = {Op.RECOMPUTE: "recompute", Op.BACKWARD: "gradient", Op.BACKWARD_INPUT: "gradient",
+              Op.BACKWARD_WEIGHT: "weight"}
+    program, done = [], set()
+    while waiting:
+        ready = [task for task in waiting if task[1] <= done]
+        task = rng.choice(ready)
+        waiting.remove(task)
+        (op, name, m), _ = task
+        done.add((name, m, result.get(op, "forward")))
+        program.append(Instruction(op, name, m))
+    check_program(Program((tuple(program),)))
+    return program
+
+
+def expected(parts: dict[str, Part]) -> dict[int, float]:
+    """Losses, by running the first copy's stages one after another with ordinary autograd."""
+    inputs, losses = data(), {}
+    for m in range(len(WITH_IMAGE)):
+        message = None
+        for name in chain(m):
+            name = name.partition("@")[0]
+            torch.manual_seed(derive_seed(SEED, STEP, name, m))
+            rows = inputs.get(name)
+            received = {} if message is None else {"before": message}
+            message = parts[name].run(rows and rows[m], received, _Context(m))
+        (loss,) = message.tensors
+        losses[m] = float(loss.detach())
+        if loss.requires_grad:
+            loss.backward()
+    return losses
+
+
+class _Context:
+    label_tokens = 9
+
+    def __init__(self, microbatch: int) -> None:
+        self.microbatch = microbatch
+
+
+def execute(parts: dict[str, Part], program: list[Instruction]) -> dict[int, float]:
+    executor = Executor(parts, EDGES, {}, {}, {})
+    keys = tuple(range(len(WITH_IMAGE)))
+    meta = StepMeta(STEP, _Context.label_tokens, keys, SEED)
+    return executor.run(executor.compile(program), data(), meta).losses
+
+
+def close(mine, due) -> bool:
+    return bool((mine - due).double().norm() <= 1e-6 * due.double().norm())
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_any_order_gives_the_gradients_of_plain_autograd(frozen, recompute, split):
+    """With dropout, batch norm, copies of the encoder, and microbatches without images."""
+    reference = stages(frozen)
+    losses = expected(reference)
+    for trial in range(5):
+        rng = random.Random(f"{frozen} {recompute} {split} {trial}")
+        program = random_program(frozen, rng, recompute, split)
+        parts = stages(frozen)
+        assert execute(parts, program) == losses
+        for name in (*CHAINS[0], *LLM):
+            copies = [parts[n] for n in (name, name + "@1") if n in parts]
+            for key, due in reference[name].named_parameters():
+                held = [dict(one.named_parameters())[key].grad for one in copies]
+                held = [gradient for gradient in held if gradient is not None]
+                assert (due.grad is None) == (not held)
+                if held:
+                    assert close(sum(held), due.grad)
+        for name in LLM:  # copies of the encoder have statistics of their own
+            for key, due in reference[name].norm.named_buffers():
+                assert close(dict(parts[name].norm.named_buffers())[key], due)
+
+
+def test_copies_see_their_own_microbatches():
+    parts = stages("none")
+    execute(parts, random_program("none", random.Random(0), True, True))
+    # Forward and recomputation of microbatches 0 and 2, and of 3; 1 and 4 have no image.
+    first, second = (parts[name].seen for name in ("vision.1", "vision.1@1"))
+    assert [names for names, _ in first] == [["vision.0"]] * 4
+    assert [names for names, _ in second] == [["vision.0@1"]] * 2
+    assert sorted(grad for _, grad in second) == [False, True]
+    assert {tuple(names) for names, _ in parts["llm.0"].seen} == {("vision",), ()}
+
+
+def test_pass_two_is_where_the_weights_are():
+    """The gradient chain is finished before any weight has its gradient."""
+    parts = stages("none")
+    names = chain(0)
+    forward = [(Op.FORWARD, name, 0) for name in names]
+    chained = [(Op.BACKWARD_INPUT, name, 0) for name in reversed(names[1:])]
+    execute(parts, [Instruction(*i) for i in [*forward, *chained]])
+    assert all(q.grad is None for part in parts.values() for q in part.parameters())
+    later = [(Op.BACKWARD, names[0], 0), *((Op.BACKWARD_WEIGHT, name, 0) for name in names[1:])]
+    execute(parts, [Instruction(*i) for i in [*forward, *chained, *later]])
+    assert all(q.grad is not None for name in names for q in parts[name].parameters())
+
+
+def test_a_stage_that_changes_its_inputs_cannot_be_recomputed():
+    parts = stages("none")
+
+    def run(inputs, received, context):
+        inputs["x"].mul_(2)
+        return Message((inputs["x"] * parts["vision.0"].linear.weight.sum(),), {})
+
+    parts["vision.0"].run = run
+    program = [Instruction(Op.FORWARD_CHECKPOINTED, "vision.0", 0)]
+    with pytest.raises(RuntimeError, match="vision.0 changes its inputs in place.*recompute"):
+        execute(parts, program)
