@@ -7,6 +7,7 @@ plans by an iteration time that the caller supplies, usually a simulated one.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -50,8 +51,12 @@ def loosely_coupled(
 ) -> SearchResult:
     """Cornstarch v1's Algorithm 1: cut the module that computes the loss (the language model)
     into every number of stages, give each other module the fewest stages that are no slower
-    than the language model's slowest, and keep the fastest of these plans. Where the budget
-    does not allow an encoder that many, it gets all that the others leave it.
+    than the language model's slowest, and keep the fastest of these plans.
+
+    The algorithm as printed knows no budget. Here, where the encoders would need more ranks
+    than the language model leaves them, the pace asked of them is relaxed until they fit;
+    leaving out such plans instead can leave out every balanced one. An encoder that cannot
+    keep the pace at all gets as many stages as it may have.
 
     Args:
         space: what to choose from.
@@ -62,28 +67,39 @@ def loosely_coupled(
     Raises:
         StageSearchError: if no plan fits.
     """
-    llm, *encoders = reversed(space.graph.topological)
+    llm = space.graph.sink
     combinations = 0
     judged = []
     for count in space.possible(llm):
-        pace = space.bottleneck(llm, count)
-        most = space.ranks - count - (len(encoders) - 1)
-        counts = {llm: count}
-        for encoder in encoders:
-            beyond = space.beyond(encoder, counts)
-            options = space.possible(encoder, beyond, most)
-            if not options:
-                break
-            enough = (n for n in options if space.bottleneck(encoder, n, beyond) <= pace)
-            counts[encoder] = next(enough, options[-1])
-        if len(counts) <= len(encoders) or sum(counts.values()) > space.ranks:
+        counts = _pace_encoders(space, {llm: count}, space.bottleneck(llm, count))
+        if counts is None:
             continue
         combinations += 1
         plan = space.plan(counts)
         if fits is None or fits(plan):
-            counts = {module: counts[module] for module in space.graph.topological}
             judged.append(Choice(counts, plan, iteration_time(plan)))
     return _result(space, judged, combinations, alternatives)
+
+
+def _pace_encoders(space: StageSpace, start: Counts, pace: float) -> Counts | None:
+    """Stages for every module, those in ``start`` given, with the fewest stages per module
+    that keep the pace, or the next slower pace at which all are within the budget."""
+    encoders = [module for module in reversed(space.graph.topological) if module not in start]
+    most = space.ranks - sum(start.values()) - (len(encoders) - 1)
+    while pace < math.inf:
+        counts, slower = dict(start), math.inf
+        for encoder in encoders:
+            beyond = space.beyond(encoder, counts)
+            options = space.possible(encoder, beyond, most)
+            if not options:
+                return None
+            times = {n: space.bottleneck(encoder, n, beyond) for n in options}
+            counts[encoder] = next((n for n in options if times[n] <= pace), options[-1])
+            slower = min([slower, *(times[n] for n in options if n < counts[encoder])])
+        if sum(counts.values()) <= space.ranks:
+            return {module: counts[module] for module in space.graph.topological}
+        pace = slower
+    return None
 
 
 def joint_search(

@@ -26,11 +26,12 @@ whole = st.integers(0, 12)
 real = st.one_of(
     st.just(0.0), st.floats(0, 1, allow_subnormal=False), st.floats(1e-9, 1e9), st.just(0.1)
 )
+near = st.floats(1, 1.02)  # optima that differ by little
 
 
 @st.composite
 def layers(draw: st.DrawFn) -> tuple[list[float], int]:
-    costs = draw(st.lists(draw(st.sampled_from([whole, real])), min_size=1, max_size=9))
+    costs = draw(st.lists(draw(st.sampled_from([whole, real, near])), min_size=1, max_size=9))
     return costs, draw(st.integers(1, len(costs)))
 
 

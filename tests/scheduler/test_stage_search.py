@@ -254,6 +254,32 @@ def test_a_frozen_encoder_gets_few_stages():
     assert unaware.lower_bound("vision", 1) == space.lower_bound("vision", 1)
 
 
+def test_loosely_coupled_keeps_the_pace_of_the_llm():
+    names = ("vision", "audio", "llm")
+    graph = ModuleGraph(
+        tuple(ModuleNode(n, (False,) * 12) for n in names), (("vision", "llm"), ("audio", "llm"))
+    )
+    weights = {"vision": 2.0, "audio": 1.0, "llm": 1.0}
+    profile = CostProfile(
+        {n: (LayerCost(weight, 0.0, 0.0),) * 12 for n, weight in weights.items()}
+    )
+
+    def plans(ranks: int) -> list[dict[str, int]]:
+        space = StageSpace(graph, profile, ranks=ranks, num_microbatches=4)
+        found = loosely_coupled(space, iteration_time, alternatives=99)
+        counts = [found.best.counts, *(c.counts for c in found.alternatives)]
+        return sorted(counts, key=lambda c: c["llm"])
+
+    # LLM stages of 12, 6 and 4 s; vision has 24 s, audio 12 s.
+    assert plans(16)[:3] == [
+        {"vision": 2, "audio": 1, "llm": 1},
+        {"vision": 4, "audio": 2, "llm": 2},
+        {"vision": 6, "audio": 3, "llm": 3},
+    ]
+    # With 8 ranks, 3 for the LLM leave 5: vision slows down to 8 s, audio to 6 s.
+    assert plans(8)[2] == {"vision": 3, "audio": 2, "llm": 3}
+
+
 def test_alternatives_say_what_lost():
     graph, profile = vision_and_llm(trainable=True)
     space = StageSpace(graph, profile, ranks=5, num_microbatches=8)
