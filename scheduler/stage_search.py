@@ -48,21 +48,23 @@ def loosely_coupled(
     iteration_time: Callable[[Plan], float],
     fits: Callable[[Plan], bool] | None = None,
     alternatives: int = DEFAULT_ALTERNATIVES,
+    relax: bool = False,
 ) -> SearchResult:
     """Cornstarch v1's Algorithm 1: cut the module that computes the loss (the language model)
     into every number of stages, give each other module the fewest stages that are no slower
     than the language model's slowest, and keep the fastest of these plans.
 
-    The algorithm as printed knows no budget. Here, where the encoders would need more ranks
-    than the language model leaves them, the pace asked of them is relaxed until they fit;
-    leaving out such plans instead can leave out every balanced one. An encoder that cannot
-    keep the pace at all gets as many stages as it may have.
+    An encoder that cannot keep the pace gets as many stages as the budget can leave it. The
+    algorithm as printed knows no budget; plans over it are left out, which on a small one can
+    leave out every balanced plan, and even all.
 
     Args:
         space: what to choose from.
         iteration_time: seconds of one iteration of a plan.
         fits: whether a plan fits in memory; all do by default.
         alternatives: how many of the next fastest plans to return.
+        relax: instead of leaving such plans out, slow down the pace asked of the encoders
+            until they are within the budget (not in the paper, and much better).
 
     Raises:
         StageSearchError: if no plan fits.
@@ -71,7 +73,7 @@ def loosely_coupled(
     combinations = 0
     judged = []
     for count in space.possible(llm):
-        counts = _pace_encoders(space, {llm: count}, space.bottleneck(llm, count))
+        counts = _pace_encoders(space, {llm: count}, space.bottleneck(llm, count), relax)
         if counts is None:
             continue
         combinations += 1
@@ -81,9 +83,11 @@ def loosely_coupled(
     return _result(space, judged, combinations, alternatives)
 
 
-def _pace_encoders(space: StageSpace, start: Counts, pace: float) -> Counts | None:
-    """Stages for every module, those in ``start`` given, with the fewest stages per module
-    that keep the pace, or the next slower pace at which all are within the budget."""
+def _pace_encoders(
+    space: StageSpace, start: Counts, pace: float, relax: bool
+) -> Counts | None:
+    """Stages for every module, those in ``start`` given: the fewest that keep the pace, or,
+    relaxed, the next slower pace at which all are within the budget."""
     encoders = [module for module in reversed(space.graph.topological) if module not in start]
     most = space.ranks - sum(start.values()) - (len(encoders) - 1)
     while pace < math.inf:
@@ -98,7 +102,7 @@ def _pace_encoders(space: StageSpace, start: Counts, pace: float) -> Counts | No
             slower = min([slower, *(times[n] for n in options if n < counts[encoder])])
         if sum(counts.values()) <= space.ranks:
             return {module: counts[module] for module in space.graph.topological}
-        pace = slower
+        pace = slower if relax else math.inf
     return None
 
 
@@ -181,7 +185,7 @@ def _result(
 ) -> SearchResult:
     if not judged:
         raise StageSearchError(
-            f"no plan with at most {space.ranks} ranks fits in memory; "
+            f"no plan found with at most {space.ranks} ranks that fits in memory; "
             "give it more ranks or memory, or turn recomputation on"
         )
     judged.sort(key=lambda c: (c.seconds, sum(c.counts.values()), tuple(c.counts.values())))

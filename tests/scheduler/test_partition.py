@@ -69,6 +69,13 @@ def test_the_probe_is_exact(case):
     assert max(range_costs(costs, ranges)) == brute_force(costs, stages)[0]
 
 
+def test_a_sum_that_rounds_down_does_not_shorten_a_stage():
+    # Prefix sums 3.5000000000000004 - 1.3 give 2.2, but 1.3 + 2.2 gives 3.5.
+    costs = [1.1, 0.2, 1.1, 1.1, 0.1, 1.1]
+    bottleneck = max(range_costs(costs, partition_layers(costs, 3)))
+    assert bottleneck == brute_force(costs, 3)[0] == 2.2
+
+
 @settings(max_examples=200, deadline=None)
 @given(layers(), st.data())
 def test_the_programme_is_exact_with_cut_costs_and_limits(case, data):

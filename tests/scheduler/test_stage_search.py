@@ -141,7 +141,7 @@ def check(space: StageSpace, fits=lambda plan: True, **options) -> None:
     expected = exhaustive_search(space, iteration_time, fits)
     if not expected:
         for search in (joint_search, loosely_coupled):
-            with pytest.raises(StageSearchError, match="no plan with at most"):
+            with pytest.raises(StageSearchError, match="no plan found with at most"):
                 search(space, iteration_time, fits=fits)
         return
     found = joint_search(space, iteration_time, fits=fits, alternatives=3, **options)
@@ -158,12 +158,13 @@ def check(space: StageSpace, fits=lambda plan: True, **options) -> None:
         for module, count in choice.counts.items():
             assert len(choice.plan.module_stages(module)) == count
             assert space.max_stages is None or count <= space.max_stages
-    try:
-        loose = loosely_coupled(space, iteration_time, fits)
-    except StageSearchError:
-        return
-    assert found.best.seconds <= loose.best.seconds * (1 + 1e-8)
-    assert loose.best.plan.num_ranks <= space.ranks and fits(loose.best.plan)
+    for relax in (False, True):
+        try:
+            loose = loosely_coupled(space, iteration_time, fits, relax=relax)
+        except StageSearchError:
+            continue
+        assert found.best.seconds <= loose.best.seconds * (1 + 1e-8)
+        assert loose.best.plan.num_ranks <= space.ranks and fits(loose.best.plan)
 
 
 @settings(max_examples=100, deadline=None)
@@ -264,20 +265,22 @@ def test_loosely_coupled_keeps_the_pace_of_the_llm():
         {n: (LayerCost(weight, 0.0, 0.0),) * 12 for n, weight in weights.items()}
     )
 
-    def plans(ranks: int) -> list[dict[str, int]]:
+    def plans(ranks: int, relax: bool) -> list[dict[str, int]]:
         space = StageSpace(graph, profile, ranks=ranks, num_microbatches=4)
-        found = loosely_coupled(space, iteration_time, alternatives=99)
+        found = loosely_coupled(space, iteration_time, alternatives=99, relax=relax)
         counts = [found.best.counts, *(c.counts for c in found.alternatives)]
         return sorted(counts, key=lambda c: c["llm"])
 
     # LLM stages of 12, 6 and 4 s; vision has 24 s, audio 12 s.
-    assert plans(16)[:3] == [
+    kept = [
         {"vision": 2, "audio": 1, "llm": 1},
         {"vision": 4, "audio": 2, "llm": 2},
         {"vision": 6, "audio": 3, "llm": 3},
     ]
+    assert plans(16, relax=False)[:3] == plans(16, relax=True)[:3] == kept
     # With 8 ranks, 3 for the LLM leave 5: vision slows down to 8 s, audio to 6 s.
-    assert plans(8)[2] == {"vision": 3, "audio": 2, "llm": 3}
+    assert plans(8, relax=True)[:3] == [*kept[:2], {"vision": 3, "audio": 2, "llm": 3}]
+    assert [c["llm"] for c in plans(8, relax=False)] == [1, 2, 6]
 
 
 def test_alternatives_say_what_lost():
