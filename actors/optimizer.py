@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -80,23 +81,35 @@ class SharedParameter:
     ranks: tuple[int, ...]
 
 
-def _all_reduce(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Sum tensors over a group, in place, in buckets of :data:`BUCKET_BYTES`."""
+def reduce_in_buckets(
+    tensors: Iterable[torch.Tensor],
+    reduce: Callable[[torch.Tensor], object],
+    limit: int = BUCKET_BYTES,
+) -> None:
+    """Apply an in-place collective to many tensors, a flat bucket of them at a time.
+
+    Args:
+        tensors: changed in place; any shapes and dtypes.
+        reduce: gets one flat tensor, of one dtype.
+        limit: bytes per bucket; only a tensor larger than that makes a larger one.
+    """
     bucket: list[torch.Tensor] = []
     size = 0
     for tensor in tensors:
-        if bucket and (tensor.dtype != bucket[0].dtype or size + tensor.nbytes > BUCKET_BYTES):
-            _all_reduce_bucket(bucket, group)
+        if bucket and (tensor.dtype != bucket[0].dtype or size + tensor.nbytes > limit):
+            _reduce_bucket(bucket, reduce)
             bucket, size = [], 0
         bucket.append(tensor)
         size += tensor.nbytes
     if bucket:
-        _all_reduce_bucket(bucket, group)
+        _reduce_bucket(bucket, reduce)
 
 
-def _all_reduce_bucket(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+def _reduce_bucket(
+    tensors: list[torch.Tensor], reduce: Callable[[torch.Tensor], object]
+) -> None:
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    dist.all_reduce(flat, group=group)
+    reduce(flat)
     parts = flat.split([tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.copy_(part.view(tensor.shape))
@@ -161,7 +174,9 @@ class RankOptimizer:
                     if other.grad is not None:
                         first.grad += other.grad
             if group is not None:
-                _all_reduce([first.grad for first, *_ in due], group)
+                reduce_in_buckets(
+                    [first.grad for first, *_ in due], partial(dist.all_reduce, group=group)
+                )
             for first, *others in due:
                 for other in others:
                     other.grad = first.grad.clone()

@@ -429,6 +429,20 @@ def test_graph_is_freed_in_the_course_of_pass_two():
         gc.enable()
 
 
+def test_no_hook_is_left_on_a_graph_that_lives_on():
+    """A node that saves nothing can run again; it must not keep what flows into it."""
+    leaf, bias = x(3, 4).requires_grad_(), p(4)
+    output = leaf + bias
+    _, deferred = backward_input([output], [torch.ones(3, 4)], [leaf])
+    deferred.run()
+    later = torch.full((3, 4), 2.0)
+    watched = weakref.ref(later)
+    (gradient,) = torch.autograd.grad([output], [leaf], [later])
+    assert gradient.equal(later)
+    del gradient, later
+    assert watched() is None
+
+
 def test_hooks_of_tensors_and_parameters_apply_once():
     weight, bias = p(4, 4), p(4, seed=9)
     weight.register_hook(lambda g: g * 3)

@@ -1,0 +1,195 @@
+"""Schedules, recomputation and layouts change when and where things run, never the numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import parity_models as pm
+import pytest
+import torch
+from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
+
+from raymm.checkpoint import CheckpointStore, restore
+from raymm.model import LANGUAGE_MODEL, ModalityModule, MultimodalModule
+from raymm.parallel import MultimodalParallelModule, StepOutput
+from raymm.scheduler.plan import Plan, PlanError, Stage
+from raymm.scheduler.program import Op
+from raymm.specs import MultimodalParallelSpec, ParallelSpec
+
+# What is frozen: of vision, its 2 blocks; its projector; all 4 blocks of the language model.
+TRAINING = {
+    "projectors_only": {"encoders": True, "projectors": False, "llm": True},
+    "encoders_frozen": {"encoders": True, "projectors": False, "llm": False},
+    "everything": {"encoders": False, "projectors": False, "llm": False},
+}
+# A step with text-only microbatches in between, of different lengths.
+STEP = [
+    pm.batch([7, 5], 3, vision=[0, 1]),
+    pm.batch([4, 9], 4),
+    pm.batch([6], 5, vision=[0, 0]),
+    pm.batch([8, 3], 6, vision=[1]),
+    pm.batch([5], 7),
+    pm.batch([10, 4], 8, vision=[0, 1]),
+]
+TEXT = [STEP[1], STEP[4]]
+
+
+def vision_and_llm(**frozen: bool) -> MultimodalModule:
+    model = MultimodalModule(
+        {"vision": ModalityModule(pm.build(pm.siglip(), 1), "mlp")},
+        ModalityModule(pm.build(pm.llama(tied=True, layers=4), 2)),
+    )
+    if frozen:
+        model.freeze(**frozen)
+    return model
+
+
+def planned(plan: Plan, schedule: str, *recompute: str) -> Plan:
+    """The plan with another schedule; stages of the modules ``recompute`` keep only inputs."""
+    stages = tuple(replace(stage, recompute=stage.module in recompute) for stage in plan.stages)
+    return replace(plan, stages=stages, schedule=schedule)
+
+
+def ops(output: StepOutput) -> dict[str, set[str]]:
+    """Per stage, the compute ops that ran."""
+    seen: dict[str, set[str]] = {}
+    for span in output.timeline.compute():
+        seen.setdefault(span.stage, set()).add(span.op)
+    return seen
+
+
+@pytest.mark.parametrize("training", TRAINING)
+def test_every_schedule_with_two_chunks_per_rank(ray_cluster, training):
+    """Two ranks; rank i holds vision.i and the language model's stages i and i + 2, whose first
+    and last one, on different ranks, share the tied embedding."""
+    model = vision_and_llm(**TRAINING[training])
+    oracle = oracle_of(model)
+    spec = MultimodalParallelSpec(
+        {"vision": ParallelSpec(pp=2, ranks=(0, 1))}, ParallelSpec(pp=4, ranks=(0, 1, 0, 1)), 6
+    )
+    plan = spec.plan(model)
+    llm_trains = training != "projectors_only"
+    with MultimodalParallelModule(model, plan, optimizer=OPTIMIZER) as parallel:
+        parallel.reschedule(planned(plan, "gpipe", "vision"))
+        (output,) = check_gradients(parallel, oracle, STEP)
+        assert Op.RECOMPUTE in ops(output)["vision.1"]
+        assert (Op.RECOMPUTE in ops(output)["vision.0"]) == (training == "everything")
+
+        parallel.reschedule(planned(plan, "1f1b", LANGUAGE_MODEL))
+        (output,) = check_gradients(parallel, oracle, STEP)
+        assert all(Op.FORWARD_CHECKPOINTED in ops(output)[f"llm.{i}"] for i in range(4))
+        assert ops(output)["vision.1"] == {Op.FORWARD, Op.BACKWARD}
+
+        parallel.reschedule(planned(plan, "zero_bubble"))
+        (output,) = check_gradients(parallel, oracle, STEP)
+        split = {name for name, seen in ops(output).items() if Op.BACKWARD_WEIGHT in seen}
+        assert bool(split) == llm_trains
+        check_gradients(parallel, oracle, TEXT)
+
+        parallel.reschedule(planned(plan, "zero_bubble", "vision", LANGUAGE_MODEL))
+        check_gradients(parallel, oracle, STEP, STEP[2:4])
+        check_training(parallel, oracle, [[STEP], [STEP[:2], STEP[3:]], [STEP[3:]]])
+        with pytest.raises(PlanError, match="differ in layers or ranks"):
+            parallel.reschedule(replace(spec, language_model_spec=ParallelSpec()).plan(model))
+
+
+def test_two_copies_of_an_encoder(ray_cluster, tmp_path):
+    """Copies take turns; each has a part of the gradient, or none at all. SigLIP's pooling head
+    never has one: it must not move, not even by weight decay."""
+    model = vision_and_llm()
+    oracle = oracle_of(model)
+    plan = MultimodalParallelSpec(
+        {"vision": ParallelSpec(pp=2, ranks=(0, 1))}, ParallelSpec(pp=2, ranks=(2, 2)), 6
+    ).plan(model)
+    copies = [
+        Stage(s.module, s.index, s.layers, 1 - s.rank, 1) for s in plan.module_stages("vision")
+    ]
+    plan = replace(plan, stages=(*plan.stages, *copies), shared_ranks=None)
+    with MultimodalParallelModule(model, plan, optimizer=OPTIMIZER) as parallel:
+        (output,) = check_gradients(parallel, oracle, STEP)
+        ran = {(s.stage, s.microbatch) for s in output.timeline.compute() if "vision" in s.stage}
+        assert ran == {
+            (f"vision.{i}{copy}", m) for i in (0, 1)
+            for copy, m in [("", 0), ("", 2), ("@1", 3), ("@1", 5)]
+        }
+        parallel.reschedule(planned(plan, "zero_bubble", "vision"))
+        check_gradients(parallel, oracle, STEP)
+        # Only the first copy sees an image in the second update, none does in the third.
+        check_training(parallel, oracle, [[STEP], [STEP[2:3]], [TEXT], [STEP[:4], STEP[2:]]])
+        held = parallel.group.call("parameters", True)
+        for name, tensor in held[0].items():
+            if name[0].startswith("vision.0"):
+                assert torch.equal(tensor, held[1][name[0] + "@1", name[1]])
+
+        folder = CheckpointStore(tmp_path).save(parallel, {})
+        trained = parallel.parameters()
+        loss = parallel.evaluate(STEP).loss
+        after = parallel.train_step(STEP).loss, parallel.evaluate(STEP).loss
+        assert after[1] != loss
+        manifest = restore(parallel, folder)
+        names = [name for name in manifest.index if name.startswith("vision/")]
+        assert set(names) == {f"vision/{name}" for name in model.encoders["vision"].state_dict()}
+        # Each tensor is in one file only: the second copy writes nothing.
+        assert [manifest.index[n] for n in names if ".layers.0." in n][0] == (
+            "model-rank0.safetensors"
+        )
+        restored = parallel.parameters()
+        assert all(torch.equal(restored[name], trained[name]) for name in trained)
+        assert (parallel.train_step(STEP).loss, parallel.evaluate(STEP).loss) == after
+
+
+def test_dropout_is_the_same_when_recomputed(ray_cluster):
+    """Bit for bit, in both modules, under every schedule."""
+    gpt2 = pm.gpt2()
+    gpt2.resid_pdrop = gpt2.embd_pdrop = gpt2.attn_pdrop = 0.3
+    whisper = pm.whisper()
+    whisper.dropout = 0.3
+    model = MultimodalModule(
+        {"audio": ModalityModule(pm.build(whisper, 1), "mlp")}, ModalityModule(pm.build(gpt2, 2))
+    )
+    step = [pm.batch([7, 5], 3, audio=[0, 1]), pm.batch([4, 9], 4), pm.batch([6], 5, audio=[0])]
+    spec = MultimodalParallelSpec(
+        {"audio": ParallelSpec(pp=2, ranks=(0, 1))}, ParallelSpec(pp=2, ranks=(0, 1)), 3
+    )
+    plan = spec.plan(model)
+    with MultimodalParallelModule(model, plan, optimizer=OPTIMIZER) as parallel:
+        expected = parallel.execute(step).loss
+        due = parallel.gradients()
+        assert abs(parallel.evaluate(step).loss - expected) > 1e-4  # there is dropout
+        for schedule in ("1f1b", "gpipe", "zero_bubble"):
+            parallel.reschedule(planned(plan, schedule, "audio", LANGUAGE_MODEL))
+            parallel.optimizer.zero_grad()
+            output = parallel.execute(step)
+            assert all(Op.RECOMPUTE in seen for seen in ops(output).values())
+            assert output.loss == expected
+            mine = parallel.gradients()
+            for name, gradient in due.items():
+                assert (gradient is None) == (mine[name] is None)
+                if gradient is not None:  # schedules add microbatches up in the same order
+                    assert torch.equal(mine[name], gradient), name
+
+
+def test_colocated_encoders(ray_cluster):
+    """Two encoders side by side on the same two ranks, the language model on another."""
+    model = MultimodalModule(
+        {
+            "vision": ModalityModule(pm.build(pm.siglip(), 1), "mlp"),
+            "audio": ModalityModule(pm.build(pm.whisper(), 2), "linear"),
+        },
+        ModalityModule(pm.build(pm.llama(layers=2), 3)),
+    )
+    model.encoders["vision"].freeze(module=True, projector=False)
+    oracle = oracle_of(model)
+    both = ParallelSpec(pp=2, ranks=(0, 1))
+    plan = MultimodalParallelSpec(
+        {"vision": both, "audio": both}, ParallelSpec(pp=2, ranks=(2, 2)), 4
+    ).plan(model)
+    step = [
+        pm.batch([7, 5], 3, vision=[0, 1], audio=[1]), pm.batch([4, 9], 4),
+        pm.batch([6], 5, audio=[0, 0]), pm.batch([8, 3], 6, vision=[1]),
+    ]
+    with MultimodalParallelModule(model, plan, optimizer=OPTIMIZER) as parallel:
+        for schedule in ("1f1b", "zero_bubble"):
+            parallel.reschedule(planned(plan, schedule, "audio"))
+            check_gradients(parallel, oracle, step)
+        check_training(parallel, oracle, [[step], [step[:3]], [step[1:]]])
