@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -33,6 +34,10 @@ SHORTEST = 1e-9
 FORWARD, RECOMPUTE, BACKWARD, WEIGHT = range(4)
 
 
+class NoRoomError(ValueError):
+    """Byte limits under which a schedule got stuck."""
+
+
 class Task(NamedTuple):
     """One compute instruction to be."""
 
@@ -51,10 +56,13 @@ class Rules:
             stage nearest to the loss, for others the one farthest from it.
         patience: a weight gradient or recomputation is not started if something of a better
             kind is known to become ready within this fraction of its duration.
+        make_room: whether a weight gradient is as urgent as what waits for its memory.
         split: whether B_w is a task of its own where somebody waits for B_d.
         early_recompute: whether a recomputation may start before the gradient is there.
-        held: how many microbatches a stage may hold; its depth by default (1F1B's warm-up).
-        byte_limits: per rank, bytes of activations; then ``held`` does not apply.
+        flush: whether a stage holds all its microbatches before its first backward (GPipe);
+            if not, it runs no further ahead than its depth (1F1B's warm-up).
+        byte_limits: per rank, bytes of activations.
+        beyond_depth: with byte limits, whether forwards may run further ahead than the depth.
         hops: how far away the gradient may still be when a recomputation starts: it must have
             left the stage that many edges downstream. A rank with several stages must not
             fill its memory for a gradient that comes late.
@@ -62,18 +70,22 @@ class Rules:
 
     priority: tuple[int, int, int, int] = (0, 1, 1, 2)
     patience: float = 0.0
+    make_room: bool = False
     split: bool = False
     early_recompute: bool = False
-    held: int | None = None
+    flush: bool = False
     byte_limits: tuple[float, ...] | None = None
+    beyond_depth: bool = False
     hops: int = 1_000_000
 
 
 class Schedule(NamedTuple):
-    """Tasks per rank, in order, and when the last one ends (seconds)."""
+    """Tasks per rank, in order, and when the last one ends (seconds). ``early`` says whether
+    a recomputation runs without waiting for its gradient."""
 
     tasks: tuple[tuple[Task, ...], ...]
     makespan: float
+    early: bool = True
 
 
 class _Stage:
@@ -84,7 +96,7 @@ class _Stage:
         "name", "rank", "depth", "turn", "held", "producers", "consumers", "recompute",
         "forward_s", "no_grad_s", "recompute_s", "backward_s", "input_s", "weight_s",
         "kept", "activation", "forwards", "backwards", "needs", "owes", "trains",
-        "started", "next_forward", "next_recompute", "next_backward", "next_weight",
+        "started", "next_forward", "next_recompute", "next_backward", "weights",
         "forward_end", "backward_end", "recomputed_end", "consumed", "edge_delay",
         "grad_delay",
     )
@@ -108,7 +120,8 @@ class _Stage:
         self.input_s = known(Op.BACKWARD_INPUT, default=self.backward_s / 2)
         self.weight_s = known(Op.BACKWARD_WEIGHT, default=self.backward_s - self.input_s)
         self.started = 0
-        self.next_forward = self.next_recompute = self.next_backward = self.next_weight = 0
+        self.next_forward = self.next_recompute = self.next_backward = 0
+        self.weights: deque[int] = deque()  # microbatches whose B_d is done and B_w is not
         self.forward_end: dict[int, float] = {}
         self.recomputed_end: dict[int, float] = {}
         self.backward_end: dict[int, float] = {}
@@ -145,7 +158,7 @@ class ListScheduler:
         """Schedule everything.
 
         Raises:
-            ValueError: if the byte limits are too small for a single microbatch.
+            NoRoomError: if a rank filled up to its byte limit and can never go on.
         """
         self._rules = rules
         self._start()
@@ -170,7 +183,7 @@ class ListScheduler:
             for wake in self._wakes:
                 heapq.heappush(events, wake)
         self._check_finished()
-        return Schedule(tuple(map(tuple, self._order)), makespan)
+        return Schedule(tuple(map(tuple, self._order)), makespan, rules.early_recompute)
 
     def _start(self) -> None:
         plan, rules = self._plan, self._rules
@@ -181,7 +194,7 @@ class ListScheduler:
             state.rank = stage.rank
             state.depth = plan.depth[stage.name]
             state.turn = (state.depth, len(stages))  # of one microbatch, nearest to loss first
-            state.held = rules.held or state.depth
+            state.held = len(self._active) if rules.flush else state.depth
             state.recompute = stage.recompute
             state.kept = cost.input_bytes if stage.recompute else cost.activation_bytes
             state.activation = cost.activation_bytes if stage.recompute else 0
@@ -218,7 +231,7 @@ class ListScheduler:
             left = len(state.forwards) - state.next_forward
             left += len(state.backwards) - state.next_backward
             if left and self._rules.byte_limits is not None:
-                raise ValueError(
+                raise NoRoomError(
                     f"activation limits {self._rules.byte_limits} leave {left} task(s) of stage "
                     f"{state.name} without room; a rank needs room for one microbatch"
                 )
@@ -229,19 +242,28 @@ class ListScheduler:
 
     def _choose(self, rank: int, now: float) -> tuple[_Stage, int] | None:
         rules = self._rules
+        candidates: list[tuple[_Stage, int, float, int]] = []
+        lacks_room = len(rules.priority)  # best priority of what only lacks room
+        for state in self._on_rank[rank]:
+            for kind, ready, microbatch, has_room in self._candidates(state):
+                if has_room:
+                    candidates.append((state, kind, ready, microbatch))
+                elif ready <= now:
+                    lacks_room = min(lacks_room, rules.priority[kind])
         best: tuple[int, int, int] | None = None
         chosen: tuple[_Stage, int] | None = None
         soon: list[tuple[float, int]] = []  # (when, priority) of what is not ready yet
-        for state in self._on_rank[rank]:
-            for kind, ready, microbatch in self._candidates(state):
-                rank_of_kind = rules.priority[kind]
-                if ready > now:
-                    soon.append((ready, rank_of_kind))
-                    continue
-                depth = state.depth if kind == FORWARD else -state.depth
-                key = (rank_of_kind, microbatch, depth)
-                if best is None or key < best:
-                    best, chosen = key, (state, kind)
+        for state, kind, ready, microbatch in candidates:
+            priority = rules.priority[kind]
+            if kind == WEIGHT and rules.make_room:
+                priority = min(priority, lacks_room)
+            if ready > now:
+                soon.append((ready, priority))
+                continue
+            depth = state.depth if kind == FORWARD else -state.depth
+            key = (priority, microbatch, depth)
+            if best is None or key < best:
+                best, chosen = key, (state, kind)
         if chosen is not None and rules.patience and chosen[1] in (RECOMPUTE, WEIGHT):
             state, kind = chosen
             duration = state.weight_s if kind == WEIGHT else state.recompute_s
@@ -250,29 +272,32 @@ class ListScheduler:
                 return None
         return chosen
 
-    def _candidates(self, state: _Stage) -> list[tuple[int, float, int]]:
-        """(kind, when it is ready, microbatch) of each kind the stage could do next."""
+    def _candidates(self, state: _Stage) -> list[tuple[int, float, int, bool]]:
+        """(kind, when it is ready, microbatch, whether there is room for it) of each kind the
+        stage could do next."""
         found = []
         if state.next_forward < len(state.forwards):
             microbatch = state.forwards[state.next_forward]
             ready = self._forward_ready(state, microbatch)
-            if ready < math.inf and self._may_hold(state, microbatch):
-                found.append((FORWARD, ready, microbatch))
+            if ready < math.inf and self._may_run_ahead(state, microbatch):
+                room = microbatch not in state.needs or self._room(state, FORWARD, microbatch)
+                found.append((FORWARD, ready, microbatch, room))
         early = self._rules.early_recompute and state.recompute
         if early and state.next_recompute < len(state.backwards):
             microbatch = state.backwards[state.next_recompute]
             ready = state.forward_end.get(microbatch, math.inf)
-            near = ready < math.inf and self._gradient_is_near(state, microbatch)
-            if near and self._room(state, RECOMPUTE, microbatch):
-                found.append((RECOMPUTE, ready, microbatch))
-        if state.next_backward < len(state.backwards):
+            if ready < math.inf and self._gradient_is_near(state, microbatch):
+                room = self._room(state, RECOMPUTE, microbatch)
+                found.append((RECOMPUTE, ready, microbatch, room))
+        held_back = self._rules.flush and state.next_forward < len(state.forwards)
+        if state.next_backward < len(state.backwards) and not held_back:
             microbatch = state.backwards[state.next_backward]
             ready = self._backward_ready(state, microbatch, early)
             if ready < math.inf:
-                found.append((BACKWARD, ready, microbatch))
-        if state.next_weight < state.next_backward:
-            microbatch = state.backwards[state.next_weight]
-            found.append((WEIGHT, state.backward_end[microbatch], microbatch))
+                found.append((BACKWARD, ready, microbatch, True))
+        if state.weights:
+            microbatch = state.weights[0]
+            found.append((WEIGHT, state.backward_end[microbatch], microbatch, True))
         return found
 
     def _forward_ready(self, state: _Stage, microbatch: int) -> float:
@@ -299,12 +324,13 @@ class ListScheduler:
                 return True
         return not state.consumers and microbatch in state.forward_end
 
-    def _may_hold(self, state: _Stage, microbatch: int) -> bool:
+    def _may_run_ahead(self, state: _Stage, microbatch: int) -> bool:
         if microbatch not in state.needs:
             return state.next_forward - min(state.consumed.values(), default=math.inf) < RUN_AHEAD
-        if self._rules.byte_limits is None:
-            return state.started - state.next_backward < state.held
-        return self._room(state, FORWARD, microbatch)
+        ahead = state.started - state.next_backward
+        return ahead < state.held or (
+            self._rules.beyond_depth and self._rules.byte_limits is not None
+        )
 
     def _room(self, state: _Stage, kind: int, microbatch: int) -> bool:
         """Whether a forward or recomputation leaves its rank room for what must come first.
@@ -324,15 +350,20 @@ class ListScheduler:
             return False
         task = (microbatch, *state.turn)
         for other in self._on_rank[state.rank]:
-            if other.next_recompute == len(other.backwards):
+            # What the stage will next need memory for.
+            index = other.next_recompute if other.recompute else other.started
+            if index == len(other.backwards):
                 continue
-            first = other.backwards[other.next_recompute]
+            first = other.backwards[index]
             place = (first, *other.turn)
             if place > task or (place == task and kind == RECOMPUTE):
                 continue
             after = sum(size for key, size in held.items() if key >= place)
-            if place not in held and other is not state:
-                after += other.kept
+            for late in self._on_rank[state.rank]:  # forwards that must still come before it
+                key = (first, *late.turn)
+                if key >= place and key != task and first in late.needs:
+                    if first not in late.forward_end:
+                        after += late.kept
             if after + more + other.activation > limit:
                 return False
         return True
@@ -353,9 +384,9 @@ class ListScheduler:
         elif kind == BACKWARD:
             end = self._begin_backward(rank, state, now)
         else:
-            microbatch = state.backwards[state.next_weight]
+            microbatch = state.weights.popleft()
             end = now + state.weight_s
-            self._finish(rank, state)
+            del self._held[rank][microbatch, *state.turn]
             self._order[rank].append(Task(state.name, microbatch, Op.BACKWARD_WEIGHT))
         return end
 
@@ -397,35 +428,39 @@ class ListScheduler:
         order.append(
             Task(state.name, microbatch, Op.BACKWARD_INPUT if split else Op.BACKWARD)
         )
-        if not split:
-            self._finish(rank, state)
+        if split:
+            state.weights.append(microbatch)
+        else:
+            del self._held[rank][microbatch, *state.turn]
         for producer in state.producers:
             delay = self._delays.get((state.name, producer.name), 0.0)
             self._wakes.append((end + delay, producer.rank))
         return end
 
-    def _finish(self, rank: int, state: _Stage) -> None:
-        del self._held[rank][state.backwards[state.next_weight], *state.turn]
-        state.next_weight += 1
-
 
 def to_program(plan: Plan, active: Sequence[ActiveStages], schedule: Schedule) -> Program:
     """The schedule's tasks with their messages."""
-    return Program(
-        tuple(
-            tuple(
-                instruction
-                for task in tasks
-                for instruction in with_messages(plan, active[task.microbatch], task)
-            )
-            for tasks in schedule.tasks
-        )
-    )
+    ranks = []
+    for tasks in schedule.tasks:
+        instructions: list[Instruction] = []
+        for task in tasks:
+            receives, sends = messages(plan, active[task.microbatch], task)
+            if task.op is Op.RECOMPUTE and not schedule.early:
+                backward = task._replace(op=Op.BACKWARD)
+                receives, _ = messages(plan, active[task.microbatch], backward)
+            elif task.op is Op.BACKWARD and plan.by_name[task.stage].recompute:
+                if not schedule.early:
+                    receives = []  # they came before the recomputation
+            instructions += [*receives, Instruction(task.op, task.stage, task.microbatch), *sends]
+        ranks.append(tuple(instructions))
+    return Program(tuple(ranks))
 
 
-def with_messages(plan: Plan, active: ActiveStages, task: Task) -> list[Instruction]:
-    """A task with the receives before it and the sends after it. Stages on one rank hand
-    tensors over directly and need no message."""
+def messages(
+    plan: Plan, active: ActiveStages, task: Task
+) -> tuple[list[Instruction], list[Instruction]]:
+    """The receives before a task and the sends after it. Stages on one rank hand tensors
+    over directly and need no message."""
     name, microbatch, op = task
     rank = plan.by_name[name].rank
     producers = [s for s in plan.stage_producers[name] if s in active.stages]
@@ -438,11 +473,11 @@ def with_messages(plan: Plan, active: ActiveStages, task: Task) -> list[Instruct
     elif op not in (Op.RECOMPUTE, Op.BACKWARD_WEIGHT):
         sources, targets = producers, consumers
 
-    def remote(names: list[str]) -> list[str]:
-        return [other for other in names if plan.by_name[other].rank != rank]
+    def remote(what: Op, names: list[str]) -> list[Instruction]:
+        return [
+            Instruction(what, name, microbatch, other)
+            for other in names
+            if plan.by_name[other].rank != rank
+        ]
 
-    return [
-        *(Instruction(Op.RECV, name, microbatch, peer) for peer in remote(sources)),
-        Instruction(op, name, microbatch),
-        *(Instruction(Op.SEND, name, microbatch, peer) for peer in remote(targets)),
-    ]
+    return remote(Op.RECV, sources), remote(Op.SEND, targets)

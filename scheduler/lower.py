@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from itertools import product
 
-from raymm.scheduler.list_schedule import ListScheduler, Rules, Schedule, to_program
+from raymm.scheduler.list_schedule import (
+    ListScheduler,
+    NoRoomError,
+    Rules,
+    Schedule,
+    to_program,
+)
 from raymm.scheduler.memory import activation_peaks
 from raymm.scheduler.plan import Plan
 from raymm.scheduler.program import Op, Program
-from raymm.scheduler.stage_costs import op_seconds, stage_costs
+from raymm.scheduler.stage_costs import StageCost, op_seconds, stage_costs
 from raymm.scheduler.step_graph import ActiveStages, active_stages
 
 # What 1F1B does when it is free: a forward, as other ranks wait for it, while it may hold one
@@ -21,6 +27,7 @@ ONE_F_ONE_B = Rules(priority=(0, 1, 1, 2))
 _PRIORITIES = ((0, 1, 2, 3), (0, 1, 1, 3), (1, 2, 0, 3), (1, 1, 0, 3), (0, 0, 0, 1))
 _PATIENCE = (0.0, 0.5, 1.0)
 _HOPS = (2, 4, 1_000_000)
+_BEYOND_DEPTH = (False, True)
 
 
 def lower(
@@ -76,8 +83,7 @@ def _schedule(
         costs = op_seconds(plan) if plan.profile is not None else {}
     scheduler = ListScheduler(plan, active, costs, sizes, delays)
     if plan.schedule == "gpipe":
-        # All forwards, then all backwards: 1F1B that may hold everything.
-        return scheduler.run(Rules(ONE_F_ONE_B.priority, held=len(active) or 1))
+        return scheduler.run(Rules(ONE_F_ONE_B.priority, flush=True))
     if plan.schedule == "zero_bubble" and not forward_only:
         return _zero_bubble(plan, scheduler, plan.activation_limits)
     return scheduler.run(ONE_F_ONE_B)
@@ -93,18 +99,45 @@ def _zero_bubble(
     where it gains), and 1F1B itself is among the candidates, so the result is never slower.
     """
     baseline = scheduler.run(ONE_F_ONE_B)
-    byte_limits = tuple(limits or activation_peaks(plan, baseline, scheduler.sizes))
     best = baseline if limits is None else None
+    limits = limits or one_f_one_b_limits(plan, baseline, scheduler.sizes)
     shared = any(len(plan.rank_stages(rank)) > 1 for rank in range(plan.num_ranks))
     hops_tried = _HOPS if shared else _HOPS[-1:]
-    for priority, patience, hops in product(_PRIORITIES, _PATIENCE, hops_tried):
-        found = scheduler.run(
-            Rules(priority, patience, split=True, early_recompute=True, byte_limits=byte_limits,
-                  hops=hops)
-        )
+    for priority, patience, hops, beyond_depth in product(
+        _PRIORITIES, _PATIENCE, hops_tried, _BEYOND_DEPTH
+    ):
+        rules = Rules(priority, patience, make_room=True, split=True, early_recompute=True,
+                      byte_limits=tuple(limits), beyond_depth=beyond_depth, hops=hops)
+        try:
+            found = scheduler.run(rules)
+        except NoRoomError as error:  # where stages of one rank wait for each other
+            stuck = error
+            continue
         if best is None or found.makespan < best.makespan:
             best = found
+    if best is None:
+        raise stuck
     return best
+
+
+def one_f_one_b_limits(
+    plan: Plan, baseline: Schedule | Program, sizes: Mapping[str, StageCost]
+) -> tuple[int, ...]:
+    """Bytes of activations per rank that cost no more memory than 1F1B does.
+
+    Devices are alike, so what counts is the rank that needs most (as Zero Bubble counts its
+    memory): any rank may hold as much as 1F1B's fullest does, as long as weights and
+    optimizer state leave room for it.
+    """
+    peaks = activation_peaks(plan, baseline, sizes)
+    state = [
+        sum(sizes[s.name].state_bytes for s in plan.rank_stages(rank) if s.name in sizes)
+        for rank in range(plan.num_ranks)
+    ]
+    device = max(p + s for p, s in zip(peaks, state, strict=True))
+    return tuple(
+        max(peak, min(max(peaks), device - own)) for peak, own in zip(peaks, state, strict=True)
+    )
 
 
 def lower_1f1b(

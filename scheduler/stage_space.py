@@ -57,6 +57,7 @@ def make_plan(
     profile: CostProfile | None = None,
     recompute: bool = False,
     memory_limit: int | None = None,
+    recompute_loss: bool = False,
 ) -> Plan:
     """A plan with one rank per stage ("modality parallel"), encoders first.
 
@@ -67,6 +68,8 @@ def make_plan(
         recompute: recompute in every stage whose layers all have a backward. A stage that
             has none in its first layers keeps what its other layers need: recomputing it
             whole would run forwards again that nothing asks for.
+        recompute_loss: recompute in the loss's stage too. It has one microbatch under way at
+            a time, whose activations it needs at once, so nothing is gained by it.
 
     Raises:
         PlanError: if the partitions do not cover the modules.
@@ -76,6 +79,8 @@ def make_plan(
     for module in graph.topological:
         for index, (lo, hi) in enumerate(partitions.get(module, ())):
             again = recompute and all(backward[module][lo:hi])
+            if module == graph.sink and hi == graph.node(module).num_layers:
+                again = again and recompute_loss
             stages.append(Stage(module, index, (lo, hi), rank=len(stages), recompute=again))
     return Plan(
         graph, tuple(stages), num_microbatches, schedule, profile, memory_limit=memory_limit
@@ -89,7 +94,8 @@ class StageSpace:
     Attributes:
         graph, profile: the model and what its layers cost.
         ranks: the budget, one rank per stage; a plan may use fewer.
-        num_microbatches, schedule, recompute, memory_limit: as of :func:`make_plan`.
+        num_microbatches, schedule, recompute, recompute_loss, memory_limit: as of
+            :func:`make_plan`.
         max_stages: the most stages a module may have, if limited.
         cut_costs: per module, seconds that the cut before each layer costs the two stages at
             it, as of :func:`~raymm.scheduler.partition.partition_with_cuts`.
@@ -112,6 +118,7 @@ class StageSpace:
     num_microbatches: int
     schedule: str = "1f1b"
     recompute: bool = False
+    recompute_loss: bool = False
     memory_limit: int | None = None
     max_stages: int | None = None
     cut_costs: Mapping[str, Sequence[float]] | None = None
@@ -228,7 +235,7 @@ class StageSpace:
             partitions[node.name] = ranges
         return make_plan(
             self.graph, partitions, self.num_microbatches, self.schedule, self.profile,
-            self.recompute, self.memory_limit,
+            self.recompute, self.memory_limit, self.recompute_loss,
         )
 
 
@@ -259,6 +266,8 @@ def _tables(space: StageSpace) -> dict[str, _ModuleTable]:
         if space.recompute:  # as in make_plan: once a layer has a backward, all after it have
             again = np.array([*backward[module], False])[:, None]
             more = np.where(again, cost_matrix(forward[module]), 0.0)
+            if module == space.graph.sink and not space.recompute_loss:
+                more[:, len(work)] = 0.0
             all_work, in_time = all_work + more, in_time + more
         # A stage has a backward if its last layer has.
         last_has_backward = np.array([False, *backward[module]])[None, :]

@@ -228,12 +228,17 @@ def vision_and_llm(trainable: bool = False) -> tuple[ModuleGraph, CostProfile]:
 def test_a_stage_recomputes_only_if_all_of_it_has_a_backward():
     graph, profile = vision_and_llm()
     assert has_backward(graph)["vision"] == (False,) * 4 + (True,)
-    partitions = {"vision": ((0, 4), (4, 5)), "llm": ((0, 6),)}
+    partitions = {"vision": ((0, 4), (4, 5)), "llm": ((0, 3), (3, 6))}
     plan = make_plan(graph, partitions, 4, profile=profile, recompute=True)
     assert [(s.name, s.rank, s.recompute) for s in plan.stages] == [
-        ("vision.0", 0, False), ("vision.1", 1, True), ("llm.0", 2, True)
+        ("vision.0", 0, False), ("vision.1", 1, True), ("llm.0", 2, True),
+        ("llm.1", 3, False),  # the loss's stage needs its activations at once
     ]
-    mixed = make_plan(graph, {"vision": ((0, 5),), "llm": ((0, 6),)}, 4, recompute=True)
+    again = make_plan(graph, partitions, 4, recompute=True, recompute_loss=True)
+    assert again.by_name["llm.1"].recompute
+    mixed = make_plan(
+        graph, {"vision": ((0, 5),), "llm": ((0, 6),)}, 4, recompute=True, recompute_loss=True
+    )
     assert [s.recompute for s in mixed.stages] == [False, True]
     assert not any(s.recompute for s in make_plan(graph, partitions, 4).stages)
     with pytest.raises(PlanError, match="'llm' has no stage"):
