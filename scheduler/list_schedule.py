@@ -1,7 +1,8 @@
 """List scheduling of a step: every rank, when free, takes the best task it can start.
 
-One engine for all schedules; :class:`Rules` say which task is best, what a backward consists
-of and how much may be held. Times are those the simulator will find for the result.
+One engine for all schedules; :class:`Rules` say what a backward consists of and how much may
+be held, and a :class:`~raymm.scheduler.policy.Policy` which task is best. Times are those the
+simulator will find for the result.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from raymm.scheduler.plan import Plan
+from raymm.scheduler.policy import ONE_F_ONE_B, Policy
 from raymm.scheduler.program import Instruction, Op, Program
 from raymm.scheduler.stage_costs import StageCost
 from raymm.scheduler.step_graph import ActiveStages
@@ -48,35 +50,23 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class Rules:
-    """How a rank chooses.
+    """What kind of schedule to make.
 
     Attributes:
-        priority: rank of each kind (forward, recompute, backward, weight); low goes first.
-            Among tasks of one kind the oldest microbatch goes first; then, for forwards the
-            stage nearest to the loss, for others the one farthest from it.
-        patience: a weight gradient or recomputation is not started if something of a better
-            kind is known to become ready within this fraction of its duration.
-        make_room: whether a weight gradient is as urgent as what waits for its memory.
-        split: whether B_w is a task of its own where somebody waits for B_d.
-        early_recompute: whether a recomputation may start before the gradient is there.
+        policy: how a rank chooses.
         flush: whether a stage holds all its microbatches before its first backward (GPipe);
             if not, it runs no further ahead than its depth (1F1B's warm-up).
+        split: whether B_w is a task of its own where somebody waits for B_d; it then becomes
+            as urgent as what waits for its memory.
+        early_recompute: whether a recomputation may start before the gradient is there.
         byte_limits: per rank, bytes of activations.
-        beyond_depth: with byte limits, whether forwards may run further ahead than the depth.
-        hops: how far away the gradient may still be when a recomputation starts: it must have
-            left the stage that many edges downstream. A rank with several stages must not
-            fill its memory for a gradient that comes late.
     """
 
-    priority: tuple[int, int, int, int] = (0, 1, 1, 2)
-    patience: float = 0.0
-    make_room: bool = False
+    policy: Policy = ONE_F_ONE_B
+    flush: bool = False
     split: bool = False
     early_recompute: bool = False
-    flush: bool = False
     byte_limits: tuple[float, ...] | None = None
-    beyond_depth: bool = False
-    hops: int = 1_000_000
 
 
 class Schedule(NamedTuple):
@@ -241,21 +231,21 @@ class ListScheduler:
     # -- choosing ---------------------------------------------------------------------
 
     def _choose(self, rank: int, now: float) -> tuple[_Stage, int] | None:
-        rules = self._rules
+        policy = self._rules.policy
         candidates: list[tuple[_Stage, int, float, int]] = []
-        lacks_room = len(rules.priority)  # best priority of what only lacks room
+        lacks_room = max(policy.priority)  # best priority of what only lacks room
         for state in self._on_rank[rank]:
             for kind, ready, microbatch, has_room in self._candidates(state):
                 if has_room:
                     candidates.append((state, kind, ready, microbatch))
                 elif ready <= now:
-                    lacks_room = min(lacks_room, rules.priority[kind])
+                    lacks_room = min(lacks_room, policy.priority[kind])
         best: tuple[int, int, int] | None = None
         chosen: tuple[_Stage, int] | None = None
         soon: list[tuple[float, int]] = []  # (when, priority) of what is not ready yet
         for state, kind, ready, microbatch in candidates:
-            priority = rules.priority[kind]
-            if kind == WEIGHT and rules.make_room:
+            priority = policy.priority[kind]
+            if kind == WEIGHT:
                 priority = min(priority, lacks_room)
             if ready > now:
                 soon.append((ready, priority))
@@ -264,10 +254,10 @@ class ListScheduler:
             key = (priority, microbatch, depth)
             if best is None or key < best:
                 best, chosen = key, (state, kind)
-        if chosen is not None and rules.patience and chosen[1] in (RECOMPUTE, WEIGHT):
+        if chosen is not None and policy.patience and chosen[1] in (RECOMPUTE, WEIGHT):
             state, kind = chosen
             duration = state.weight_s if kind == WEIGHT else state.recompute_s
-            horizon = now + rules.patience * duration
+            horizon = now + policy.patience * duration
             if any(ready < horizon and priority < best[0] for ready, priority in soon):
                 return None
         return chosen
@@ -316,7 +306,7 @@ class ListScheduler:
         return ready
 
     def _gradient_is_near(self, state: _Stage, microbatch: int) -> bool:
-        for _ in range(self._rules.hops):
+        for _ in range(self._rules.policy.hops):
             if not state.consumers:
                 return True
             state = state.consumers[0]
@@ -329,7 +319,7 @@ class ListScheduler:
             return state.next_forward - min(state.consumed.values(), default=math.inf) < RUN_AHEAD
         ahead = state.started - state.next_backward
         return ahead < state.held or (
-            self._rules.beyond_depth and self._rules.byte_limits is not None
+            self._rules.policy.beyond_depth and self._rules.byte_limits is not None
         )
 
     def _room(self, state: _Stage, kind: int, microbatch: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from itertools import product
+from dataclasses import replace
 
 from raymm.scheduler.list_schedule import (
     ListScheduler,
@@ -14,20 +14,10 @@ from raymm.scheduler.list_schedule import (
 )
 from raymm.scheduler.memory import activation_peaks
 from raymm.scheduler.plan import Plan
+from raymm.scheduler.policy import Policy, policies
 from raymm.scheduler.program import Op, Program
 from raymm.scheduler.stage_costs import StageCost, op_seconds, stage_costs
 from raymm.scheduler.step_graph import ActiveStages, active_stages
-
-# What 1F1B does when it is free: a forward, as other ranks wait for it, while it may hold one
-# more microbatch; else a backward, which makes room for one.
-ONE_F_ONE_B = Rules(priority=(0, 1, 1, 2))
-
-# Ways to fill idle time; which is best depends on the graph and its costs, so all are tried.
-# The order is (forward, recompute, backward, weight); a weight gradient is never urgent.
-_PRIORITIES = ((0, 1, 2, 3), (0, 1, 1, 3), (1, 2, 0, 3), (1, 1, 0, 3), (0, 0, 0, 1))
-_PATIENCE = (0.0, 0.5, 1.0)
-_HOPS = (2, 4, 1_000_000)
-_BEYOND_DEPTH = (False, True)
 
 
 def lower(
@@ -66,9 +56,20 @@ def iteration_time(
 ) -> float:
     """Seconds of a step with every modality in every microbatch: what :func:`simulate` says
     of :func:`lower`'s program, without making one."""
-    everything = [node.name for node in plan.graph.nodes]
-    active = active_stages(plan, [everything] * plan.num_microbatches)
+    active = active_stages(plan, _everything(plan))
     return _schedule(plan, active, costs, delays, False).makespan
+
+
+def _everything(plan: Plan) -> list[list[str]]:
+    return [[node.name for node in plan.graph.nodes]] * plan.num_microbatches
+
+
+def _known_costs(
+    plan: Plan, costs: Mapping[tuple[str, Op], float] | None
+) -> tuple[Mapping[tuple[str, Op], float], Mapping[str, StageCost]]:
+    if plan.profile is None:
+        return costs or {}, {}
+    return op_seconds(plan) if costs is None else costs, stage_costs(plan)
 
 
 def _schedule(
@@ -78,46 +79,52 @@ def _schedule(
     delays: Mapping[tuple[str, str], float] | None,
     forward_only: bool,
 ) -> Schedule:
-    sizes = stage_costs(plan) if plan.profile is not None else {}
-    if costs is None:
-        costs = op_seconds(plan) if plan.profile is not None else {}
-    scheduler = ListScheduler(plan, active, costs, sizes, delays)
+    scheduler = ListScheduler(plan, active, *_known_costs(plan, costs), delays)
     if plan.schedule == "gpipe":
-        return scheduler.run(Rules(ONE_F_ONE_B.priority, flush=True))
+        return scheduler.run(Rules(flush=True))
     if plan.schedule == "zero_bubble" and not forward_only:
-        return _zero_bubble(plan, scheduler, plan.activation_limits)
-    return scheduler.run(ONE_F_ONE_B)
+        return _zero_bubble(plan, scheduler)[0]
+    return scheduler.run(Rules())
 
 
-def _zero_bubble(
-    plan: Plan, scheduler: ListScheduler, limits: Sequence[int] | None
-) -> Schedule:
-    """The best of several list schedules within 1F1B's activation memory.
+def _zero_bubble(plan: Plan, scheduler: ListScheduler) -> tuple[Schedule, Policy | None]:
+    """The best of several list schedules within 1F1B's activation memory, and its policy
+    (None for 1F1B itself).
 
     B_w is a task of its own (Zero Bubble, Qi et al. 2024: it fills the drain), a
     recomputation may start before its gradient arrives (a frozen model has no B_w; this is
     where it gains), and 1F1B itself is among the candidates, so the result is never slower.
     """
-    baseline = scheduler.run(ONE_F_ONE_B)
-    best = baseline if limits is None else None
-    limits = limits or one_f_one_b_limits(plan, baseline, scheduler.sizes)
+    baseline = scheduler.run(Rules())
+    best, chosen, stuck = None, None, None
+    if plan.activation_limits is None:
+        best = baseline
+    limits = plan.activation_limits or one_f_one_b_limits(plan, baseline, scheduler.sizes)
     shared = any(len(plan.rank_stages(rank)) > 1 for rank in range(plan.num_ranks))
-    hops_tried = _HOPS if shared else _HOPS[-1:]
-    for priority, patience, hops, beyond_depth in product(
-        _PRIORITIES, _PATIENCE, hops_tried, _BEYOND_DEPTH
-    ):
-        rules = Rules(priority, patience, make_room=True, split=True, early_recompute=True,
-                      byte_limits=tuple(limits), beyond_depth=beyond_depth, hops=hops)
+    for policy in policies(shared) if plan.policy is None else (plan.policy,):
         try:
-            found = scheduler.run(rules)
+            found = scheduler.run(
+                Rules(policy, split=True, early_recompute=True, byte_limits=tuple(limits))
+            )
         except NoRoomError as error:  # where stages of one rank wait for each other
             stuck = error
             continue
         if best is None or found.makespan < best.makespan:
-            best = found
+            best, chosen = found, policy
     if best is None:
         raise stuck
-    return best
+    return best, chosen
+
+
+def settle(plan: Plan, delays: Mapping[tuple[str, str], float] | None = None) -> Plan:
+    """A zero-bubble plan with its policy chosen, so that every step's lowering is quick; any
+    other plan, or one that has a policy, as it is."""
+    if plan.schedule != "zero_bubble" or plan.policy is not None:
+        return plan
+    active = active_stages(plan, _everything(plan))
+    scheduler = ListScheduler(plan, active, *_known_costs(plan, None), delays)
+    _, policy = _zero_bubble(plan, scheduler)
+    return plan if policy is None else replace(plan, policy=policy)
 
 
 def one_f_one_b_limits(
@@ -158,4 +165,4 @@ def lower_1f1b(
     """
     active = active_stages(plan, present, forward_only)
     scheduler = ListScheduler(plan, active, costs or {})
-    return to_program(plan, active, scheduler.run(ONE_F_ONE_B))
+    return to_program(plan, active, scheduler.run(Rules()))

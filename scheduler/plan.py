@@ -10,6 +10,7 @@ from typing import Any
 
 from raymm.scheduler.costs import CostProfile, ProfileError
 from raymm.scheduler.graph import ModuleGraph, ModuleNode
+from raymm.scheduler.policy import Policy
 
 PLAN_FORMAT = 1
 SCHEDULES = ("1f1b", "zero_bubble", "gpipe")
@@ -61,6 +62,7 @@ class Plan:
         memory_limit: bytes one rank may use, if it is to be checked (needs ``profile``).
         activation_limits: per rank, bytes of activations that ``"zero_bubble"`` may hold; by
             default what 1F1B holds.
+        policy: how ``"zero_bubble"`` chooses; by default several are tried at every lowering.
         shared_ranks: ranks that several stages take turns on. A plan made in code need not
             say; a plan file must, so that a rank written twice by mistake is noticed.
     """
@@ -72,6 +74,7 @@ class Plan:
     profile: CostProfile | None = None
     memory_limit: int | None = None
     activation_limits: tuple[int, ...] | None = None
+    policy: Policy | None = None
     shared_ranks: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -257,7 +260,7 @@ class Plan:
                 raise PlanError(f"format is {data['format']!r}; accepted: {PLAN_FORMAT}")
             _only(data, "plan", ("format", *(field.name for field in fields(cls))))
             profile = data.get("profile")
-            limits = data.get("activation_limits")
+            limits, policy = data.get("activation_limits"), data.get("policy")
             return cls(
                 graph=_graph(data["graph"]),
                 stages=tuple(_stage(stage) for stage in data["stages"]),
@@ -268,6 +271,7 @@ class Plan:
                 if data.get("memory_limit") is not None
                 else None,
                 activation_limits=None if limits is None else _integers(data, "activation_limits"),
+                policy=None if policy is None else _policy(policy),
                 shared_ranks=_integers({"shared_ranks": [], **data}, "shared_ranks"),
             )
         except ProfileError as error:
@@ -317,6 +321,14 @@ def _stage(data: Mapping[str, Any]) -> Stage:
         _typed({"replica": 0, **data}, "replica", int),
         _typed({"recompute": False, **data}, "recompute", bool),
     )
+
+
+def _policy(data: Mapping[str, Any]) -> Policy:
+    _only(data, "policy", tuple(field.name for field in fields(Policy)))
+    try:
+        return Policy(**{**data, "priority": tuple(data["priority"])})
+    except ValueError as error:
+        raise PlanError(f"policy: {error}") from None
 
 
 def _only(data: Mapping[str, Any], where: str, known: tuple[str, ...]) -> None:
