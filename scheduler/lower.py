@@ -116,15 +116,17 @@ def _zero_bubble(plan: Plan, scheduler: ListScheduler) -> tuple[Schedule, Policy
     return best, chosen
 
 
-def settle(plan: Plan, delays: Mapping[tuple[str, str], float] | None = None) -> Plan:
-    """A zero-bubble plan with its policy chosen, so that every step's lowering is quick; any
-    other plan, or one that has a policy, as it is."""
-    if plan.schedule != "zero_bubble" or plan.policy is not None:
-        return plan
+def settle(
+    plan: Plan, delays: Mapping[tuple[str, str], float] | None = None
+) -> tuple[Plan, float]:
+    """A plan whose lowerings are quick, and its :func:`iteration_time`: a zero-bubble plan
+    without policy gets the best one."""
     active = active_stages(plan, _everything(plan))
+    if plan.schedule != "zero_bubble" or plan.policy is not None:
+        return plan, _schedule(plan, active, None, delays, False).makespan
     scheduler = ListScheduler(plan, active, *_known_costs(plan, None), delays)
-    _, policy = _zero_bubble(plan, scheduler)
-    return plan if policy is None else replace(plan, policy=policy)
+    schedule, policy = _zero_bubble(plan, scheduler)
+    return plan if policy is None else replace(plan, policy=policy), schedule.makespan
 
 
 def one_f_one_b_limits(

@@ -233,10 +233,24 @@ class StageSpace:
             if ranges is None:
                 raise StageSearchError(f"module {node.name!r} cannot have {count} stages")
             partitions[node.name] = ranges
+        return self.made_of(partitions)
+
+    def made_of(self, partitions: Mapping[str, Ranges]) -> Plan:
+        """The plan with these layers per stage, one rank each."""
         return make_plan(
             self.graph, partitions, self.num_microbatches, self.schedule, self.profile,
             self.recompute, self.memory_limit, self.recompute_loss,
         )
+
+    def stage_seconds(self, module: str) -> np.ndarray:
+        """Seconds of 1F + 1B of layers [lo, hi) as one stage, as partitions balance them: an
+        array of shape (n + 1, n + 1)."""
+        return self._tables[module].balanced
+
+    @cached_property
+    def backward(self) -> dict[str, tuple[bool, ...]]:
+        """Per module and layer: does a training step run a backward of it at all?"""
+        return has_backward(self.graph)
 
 
 @dataclass(frozen=True)
