@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from matplotlib.colors import to_rgb
+
+from raymm.scheduler.program import Op
 
 RGB = tuple[float, float, float]
 
@@ -44,3 +47,48 @@ def ink_on(colour: RGB) -> str:
     """Black or white, whichever is easier to read on the colour."""
     red, green, blue = colour
     return TEXT if 0.299 * red + 0.587 * green + 0.114 * blue > 0.55 else "white"
+
+
+class Look(NamedTuple):
+    """How a compute op is drawn: fill and edge of its box, and what the legend calls it."""
+
+    fill: RGB
+    edge: RGB
+    hatch: str
+    name: str
+
+
+WHITE: RGB = (1.0, 1.0, 1.0)
+_NAMES = {
+    Op.FORWARD_NO_GRAD: "forward, no grad",
+    Op.FORWARD_CHECKPOINTED: "forward, to be recomputed",
+    Op.FORWARD: "forward",
+    Op.RECOMPUTE: "recompute",
+    Op.BACKWARD_INPUT: "backward of inputs (B_d)",
+    Op.BACKWARD: "backward",
+    Op.BACKWARD_WEIGHT: "backward of weights (B_w)",
+}
+
+
+def op_looks(hue: RGB) -> dict[Op, Look]:
+    """Every compute op in a module's hue, from light to dark in the order of a microbatch's
+    life. Lightness alone tells them apart, so that colour-blind readers and grey prints lose
+    nothing; what is forward work done twice has stripes."""
+    fills = {
+        Op.FORWARD_NO_GRAD: tint(hue, 0.89),
+        Op.FORWARD_CHECKPOINTED: tint(hue, 0.70),
+        Op.FORWARD: tint(hue, 0.48),
+        Op.RECOMPUTE: tint(hue, 0.50),
+        Op.BACKWARD_INPUT: hue,
+        Op.BACKWARD: shade(hue, 0.38),
+        Op.BACKWARD_WEIGHT: shade(hue, 0.70),
+    }
+    return {
+        op: Look(
+            fill,
+            hue if op is Op.FORWARD_NO_GRAD else WHITE,
+            "/////" if op is Op.RECOMPUTE else "",
+            _NAMES[op],
+        )
+        for op, fill in fills.items()
+    }

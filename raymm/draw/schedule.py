@@ -1,10 +1,12 @@
-"""The picture of a step: what every rank did when, predicted and measured below each other."""
+"""The picture of a step: what every rank did when; several timelines share one time axis."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
@@ -19,10 +21,10 @@ from raymm.draw.palette import (
     RGB,
     TEXT,
     WAIT,
+    Look,
     ink_on,
     module_hues,
-    shade,
-    tint,
+    op_looks,
 )
 from raymm.draw.save import new_figure, picture_path, save_figure, text_width
 from raymm.scheduler.program import COMPUTE, EPILOGUE, Op
@@ -30,18 +32,43 @@ from raymm.scheduler.timeline import Span, Timeline
 
 # Sizes in inches, font sizes in points.
 ROW = 0.30
-ROW_MANY = 0.24  # per row when there are more than MANY_ROWS
+ROW_MANY = 0.24  # per row when a panel has more than MANY_ROWS
 MANY_ROWS = 10
+ROW_LEAST, MAX_ROWS_HEIGHT = 0.10, 32.0  # rows shrink to keep all of them this high
 TITLE = 0.42  # above each panel
 AXIS = 0.52  # below the last panel: tick labels and axis label
 HEAD = 0.40  # the picture's title
 LEGEND_ROW = 0.22
 BUBBLES = 0.85  # right of the panels
-MIN_WIDTH, MAX_WIDTH = 8.0, 24.0  # of the panels, without the margins
+MIN_WIDTH, MAX_WIDTH = 8.0, 20.0  # of the panels, without the margins
 BOX = 0.17  # how wide the median compute box should at least be
-LABEL_SIZE = 8.5
+LABEL_SIZE, CAPTION_SIZE = 8.5, 10.0
 NUMBER_SIZES = (7.5, 6.5, 5.5, 4.8)  # the largest that fits its box is taken
+DIGIT = 0.64 / 72  # inches of a digit per point of font size
 LABEL_STAGES = 3  # more stages on a rank than this are counted, not named
+
+# In rows: a box, and how much lower each later stage of the same module on the rank stands.
+BOX_ROWS, STEP_ROWS, MAX_STEP_ROWS = 0.86, 0.20, 0.40
+UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
+
+
+class _Scale(NamedTuple):
+    """The time axis all panels share. ``end`` is in units, a unit is ``second`` seconds."""
+
+    unit: str
+    second: float
+    end: float
+    inches: float  # per unit
+
+    def text(self, seconds: float) -> str:
+        return f"{seconds / self.second:,.4g} {self.unit}"
+
+
+class _Step(NamedTuple):
+    """Where a stage's boxes lie in their row: centre above the row's, and half height."""
+
+    rise: float
+    half: float
 
 
 def draw_timelines(
@@ -53,13 +80,18 @@ def draw_timelines(
 ) -> Path:
     """Draw timelines of one step on one time axis, a panel each, a row per rank.
 
-    Forward boxes are light and backward boxes dark in their module's hue, forwards under
-    ``no_grad`` are pale with an outline; thin grey lines are waits for a message. At the
-    right of each row stands the rank's bubble, in the panel's title the makespan. Every
-    timeline is moved to begin at 0, so that a late start does not look like a slow step.
+    Boxes have their module's hue, the darker the later in a microbatch's life: forward,
+    recompute (striped), backward of inputs, backward of weights; forwards under ``no_grad``
+    are pale with an outline. Where a rank has several stages of one module (chunks of an
+    interleaved schedule, or replicas), boxes of later stages stand lower. Thin grey lines
+    are waits for a message. At the right of each row stands the rank's bubble, in the panel's
+    title the iteration time and, from the second panel on, what it gains against the first,
+    whose end is a dashed line. Every timeline is moved to begin at 0, so that a late start
+    does not look like a slow step.
 
     Args:
-        timelines: (label, timeline) pairs, e.g. ``[("predicted", p), ("measured", m)]``.
+        timelines: (label, timeline) pairs, e.g. ``[("predicted", p), ("measured", m)]`` or
+            ``[("1f1b", a), ("zero_bubble", b)]``.
         path: file to write, ``.png`` or ``.svg``.
         rank_names: row labels; by default each rank with the stages it ran.
         title: heading of the picture.
@@ -73,16 +105,25 @@ def draw_timelines(
     target = picture_path(path)
     if not timelines:
         raise ValueError("timelines is empty; at least one (label, timeline) pair is needed")
-    names = _row_names(timelines, rank_names)
+    on_rank = _stages_of_ranks(timelines)
+    names = _row_names(on_rank, rank_names)
+    steps = _steps(on_rank)
     hues = module_hues(_module(s.stage) for _, t in timelines for s in t.compute())
-    end = max(timeline.makespan for _, timeline in timelines) * 1e3 or 1.0
-    handles, columns = _legend(timelines, hues)
+    looks = {module: op_looks(hue) for module, hue in hues.items()}
+    handles, columns = _legend(timelines, looks, stepped=any(s.rise for s in steps.values()))
 
     rows = [max(timeline.num_ranks, 1) for _, timeline in timelines]
     row = ROW if max(rows) <= MANY_ROWS else ROW_MANY
+    row = max(min(row, MAX_ROWS_HEIGHT / sum(rows)), ROW_LEAST)
+    label_size = min(LABEL_SIZE, row * 72 * 0.8)
     ruler = new_figure(1, 1)
-    left = 0.25 + max([text_width(ruler, name, LABEL_SIZE) for name in names.values()] or [0.0])
-    body = min(max(MIN_WIDTH, end / _median_box(timelines) * BOX), MAX_WIDTH)
+    left = 0.25 + max([text_width(ruler, name, label_size) for name in names.values()] or [0.0])
+    captions = [
+        _caption(label, timeline, timelines[0] if index else None, _scale(timelines, 1.0))
+        for index, (label, timeline) in enumerate(timelines)
+    ]
+    body = max(_body(timelines), *(text_width(ruler, c, CAPTION_SIZE) + 0.2 for c in captions))
+    scale = _scale(timelines, body)
     legend = LEGEND_ROW * -(-len(handles) // columns) + 0.12 if handles else 0.0
     head = HEAD if title else 0.08
     width = left + body + BUBBLES
@@ -92,23 +133,25 @@ def draw_timelines(
         figure.text(0.12 / width, 1 - 0.28 / height, title, fontsize=12, weight="bold",
                     color=TEXT, va="center")
     top = height - head
-    for index, ((label, timeline), count) in enumerate(zip(timelines, rows, strict=True)):
+    for index, ((_, timeline), count) in enumerate(zip(timelines, rows, strict=True)):
         bottom = top - TITLE - row * count
         axes = figure.add_axes(
             (left / width, bottom / height, body / width, row * count / height)
         )
-        _panel(axes, timeline, names, hues, end, body / end)
-        axes.set_title(_caption(label, timeline, timelines[0] if index else None),
-                       loc="left", fontsize=10, color=TEXT, pad=5)
+        _panel(axes, timeline, names, scale, label_size)
+        _boxes(axes, timeline, looks, steps, scale)
+        axes.set_title(captions[index], loc="left", fontsize=CAPTION_SIZE, color=TEXT, pad=5)
+        if index:
+            _mark_end(axes, timelines[0], scale, text_width(ruler, captions[index], CAPTION_SIZE))
         if index < len(timelines) - 1:
             axes.tick_params(labelbottom=False, bottom=False)
         else:
-            axes.set_xlabel("time (ms)", fontsize=9, color=TEXT)
+            axes.set_xlabel(f"time ({scale.unit})", fontsize=9, color=TEXT)
         top = bottom
     if handles:
         figure.legend(
             handles=handles, ncols=columns, loc="lower left", fontsize=8, frameon=False,
-            bbox_to_anchor=(left / width, 0.02), borderaxespad=0.0, handlelength=1.6,
+            bbox_to_anchor=(left / width, 0.02), borderaxespad=0.0, handlelength=1.8,
             labelspacing=0.45, columnspacing=1.6,
         )
     return save_figure(figure, target)
@@ -118,18 +161,27 @@ def _module(stage: str) -> str:
     return stage.rsplit(".", 1)[0]
 
 
-def _row_names(
-    timelines: Sequence[tuple[str, Timeline]], given: Mapping[int, str] | None
-) -> dict[int, str]:
-    stages: dict[int, dict[str, None]] = {}
+def _natural(stage: str) -> list[int | str]:
+    """Sorts ``llm.10`` after ``llm.2``."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", stage)]
+
+
+def _stages_of_ranks(timelines: Sequence[tuple[str, Timeline]]) -> dict[int, list[str]]:
+    stages: dict[int, set[str]] = {}
     for _, timeline in timelines:
         for rank in range(timeline.num_ranks):
-            stages.setdefault(rank, {})
+            stages.setdefault(rank, set())
         for span in timeline.compute():
-            stages[span.rank][span.stage] = None
+            stages[span.rank].add(span.stage)
+    return {rank: sorted(found, key=_natural) for rank, found in stages.items()}
+
+
+def _row_names(
+    on_rank: Mapping[int, Sequence[str]], given: Mapping[int, str] | None
+) -> dict[int, str]:
     names = {}
-    for rank, on_rank in stages.items():
-        shown = sorted(on_rank)
+    for rank, stages in on_rank.items():
+        shown = list(stages)
         more = len(shown) - LABEL_STAGES
         if more > 0:
             shown = [*shown[:LABEL_STAGES], f"+{more}"]
@@ -138,51 +190,71 @@ def _row_names(
     return names
 
 
-def _caption(label: str, timeline: Timeline, first: tuple[str, Timeline] | None) -> str:
+def _steps(on_rank: Mapping[int, Sequence[str]]) -> dict[tuple[int, str], _Step]:
+    """Stages of one module on one rank stand one step lower each."""
+    steps = {}
+    for rank, stages in on_rank.items():
+        for module in {_module(stage) for stage in stages}:
+            same = [stage for stage in stages if _module(stage) == module]
+            room = min(STEP_ROWS * (len(same) - 1), MAX_STEP_ROWS)
+            for index, stage in enumerate(same):
+                rise = room * (0.5 - index / (len(same) - 1)) if room else 0.0
+                steps[rank, stage] = _Step(rise, (BOX_ROWS - room) / 2)
+    return steps
+
+
+def _scale(timelines: Sequence[tuple[str, Timeline]], body: float) -> _Scale:
+    longest = max(timeline.makespan for _, timeline in timelines)
+    unit, second = next((u for u in UNITS if longest >= u[1]), UNITS[-1 if longest else 1])
+    end = longest / second or 1.0
+    return _Scale(unit, second, end, body / end)
+
+
+def _body(timelines: Sequence[tuple[str, Timeline]]) -> float:
+    """Inches of the panels: enough for the median box to be seen, within limits."""
+    spans = (s for _, t in timelines for s in t.compute())
+    lengths = sorted(s.end - s.start for s in spans if s.end > s.start)
+    if not lengths:
+        return MIN_WIDTH
+    longest = max(timeline.makespan for _, timeline in timelines)
+    return min(max(MIN_WIDTH, longest / lengths[len(lengths) // 2] * BOX), MAX_WIDTH)
+
+
+def _caption(
+    label: str, timeline: Timeline, first: tuple[str, Timeline] | None, scale: _Scale
+) -> str:
     bubbles = [timeline.bubble(rank) for rank in range(timeline.num_ranks)]
     mean = sum(bubbles) / len(bubbles) if bubbles else 0.0
-    caption = f"{label}: makespan {timeline.makespan * 1e3:,.4g} ms, mean bubble {mean:.0%}"
+    caption = f"{label}: iteration {scale.text(timeline.makespan)}, mean bubble {mean:.0%}"
     if first is not None and first[1].makespan:
-        caption += f" ({timeline.makespan / first[1].makespan - 1:+.1%} against {first[0]})"
+        change = timeline.makespan / first[1].makespan - 1
+        caption += f", {abs(change):.1%} {'shorter' if change < 0 else 'longer'} than {first[0]}"
     return caption
 
 
-def _median_box(timelines: Sequence[tuple[str, Timeline]]) -> float:
-    """Milliseconds of the median compute span; infinite when there is none."""
-    lengths = sorted(s.end - s.start for _, t in timelines for s in t.compute() if s.end > s.start)
-    return lengths[len(lengths) // 2] * 1e3 if lengths else float("inf")
-
-
-def _fill(op: str, hue: RGB) -> RGB:
-    if op == Op.BACKWARD:
-        return shade(hue, 0.25)
-    return tint(hue, 0.86 if op == Op.FORWARD_NO_GRAD else 0.50)
-
-
-def _edge(op: str, hue: RGB) -> RGB | str:
-    return hue if op == Op.FORWARD_NO_GRAD else "white"
-
-
 def _legend(
-    timelines: Sequence[tuple[str, Timeline]], hues: Mapping[str, RGB]
+    timelines: Sequence[tuple[str, Timeline]],
+    looks: Mapping[str, Mapping[Op, Look]],
+    stepped: bool,
 ) -> tuple[list[Patch], int]:
     """Legend entries, column by column (a column is a module), and the number of columns."""
     spans = [span for _, timeline in timelines for span in timeline.spans]
     used = {(_module(span.stage), span.op) for span in spans if span.op in COMPUTE}
-    names = {Op.FORWARD: "forward", Op.FORWARD_NO_GRAD: "forward, no grad", Op.BACKWARD: "backward"}
     blank = Patch(alpha=0.0, label="")
     columns: list[list[Patch]] = []
-    for module, hue in hues.items():
+    for module, of_op in looks.items():
         columns.append([
-            Patch(facecolor=_fill(op, hue), edgecolor=_edge(op, hue), linewidth=0.8,
-                  label=f"{module} {name}")
-            for op, name in names.items() if (module, op) in used
+            Patch(facecolor=look.fill, edgecolor=look.edge, linewidth=0.8, hatch=look.hatch,
+                  label=f"{module} {look.name}")
+            for op, look in of_op.items() if (module, op) in used
         ])
     other = []
     if any(span.op == Op.RECV for span in spans):
         other.append(Patch(facecolor=WAIT, label="waiting for a message"))
     if any(span.op in EPILOGUE for span in spans):
         other.append(Patch(facecolor=COLLECTIVE, label="reduce, clip, optimizer step"))
+    if stepped:
+        other.append(Patch(alpha=0.0, label="lower boxes: later stages of a module on its rank"))
     if other:
         columns.append(other)
     height = max((len(column) for column in columns), default=0)
@@ -191,15 +263,15 @@ def _legend(
 
 
 def _panel(
-    axes: Axes, timeline: Timeline, names: Mapping[int, str], hues: Mapping[str, RGB],
-    end: float, inches_per_ms: float,
+    axes: Axes, timeline: Timeline, names: Mapping[int, str], scale: _Scale, label_size: float
 ) -> None:
+    """Axes, row labels and bubbles; everything but the boxes."""
     count = max(timeline.num_ranks, 1)
-    axes.set_xlim(0.0, end)
+    axes.set_xlim(0.0, scale.end)
     axes.set_ylim(count - 0.5, -0.5)  # rank 0 on top
     axes.set_yticks(range(timeline.num_ranks), [names[r] for r in range(timeline.num_ranks)])
     axes.xaxis.set_major_locator(MaxNLocator(nbins=12, steps=[1, 2, 2.5, 5, 10]))
-    axes.tick_params(axis="y", length=0, labelsize=LABEL_SIZE, labelcolor=TEXT)
+    axes.tick_params(axis="y", length=0, labelsize=label_size, labelcolor=TEXT)
     axes.tick_params(axis="x", labelsize=8, labelcolor=TEXT, color=FAINT)
     axes.grid(axis="x", color="#ECECEC", linewidth=0.7)
     axes.set_axisbelow(True)
@@ -207,68 +279,120 @@ def _panel(
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color("#BBBBBB")
     place = axes.get_yaxis_transform()  # x in widths of the panel, y in rows
-    inches = end * inches_per_ms
+    right = 1 + 0.62 / (scale.end * scale.inches)
     for rank in range(timeline.num_ranks):
         axes.axhline(rank, color="#F3F3F3", linewidth=0.7, zorder=0)
-        axes.text(1 + 0.62 / inches, rank, f"{timeline.bubble(rank):.0%}", transform=place,
-                  fontsize=8, color=TEXT, va="center", ha="right")
-    axes.text(1 + 0.62 / inches, 1 + 0.07 / (axes.get_position().height * _height(axes)),
-              "bubble", transform=axes.transAxes, fontsize=8, color=FAINT, ha="right",
-              va="bottom")
-    _boxes(axes, timeline, hues, inches_per_ms)
+        axes.text(right, rank, f"{timeline.bubble(rank):.0%}", transform=place,
+                  fontsize=min(8.0, label_size), color=TEXT, va="center", ha="right")
+    axes.text(right, _above(axes), "bubble", transform=axes.transAxes, fontsize=8, color=FAINT,
+              ha="right", va="bottom")
 
 
-def _height(axes: Axes) -> float:
+def _above(axes: Axes) -> float:
+    """A little above the panel, in heights of it."""
     figure = axes.figure
     assert isinstance(figure, Figure)
-    return figure.get_size_inches()[1]
+    return 1 + 0.07 / (axes.get_position().height * figure.get_size_inches()[1])
+
+
+def _mark_end(
+    axes: Axes, first: tuple[str, Timeline], scale: _Scale, caption: float
+) -> None:
+    """A dashed line where the first timeline ends, named if the caption leaves room."""
+    label, timeline = first
+    end = timeline.makespan / scale.second
+    axes.axvline(end, color=TEXT, linewidth=0.9, linestyle=(0, (4, 3)), zorder=5, clip_on=False)
+    figure = axes.figure
+    assert isinstance(figure, Figure)
+    text = f"end of {label}"
+    if end * scale.inches - text_width(figure, text, 8) - 0.15 > caption:
+        axes.text(end, _above(axes), text, transform=axes.get_xaxis_transform(),
+                  fontsize=8, color=FAINT, ha="right", va="bottom")
 
 
 def _boxes(
-    axes: Axes, timeline: Timeline, hues: Mapping[str, RGB], inches_per_ms: float
+    axes: Axes,
+    timeline: Timeline,
+    looks: Mapping[str, Mapping[Op, Look]],
+    steps: Mapping[tuple[int, str], _Step],
+    scale: _Scale,
 ) -> None:
     origin = min((span.start for span in timeline.spans), default=0.0)
-    polygons, fills, edges = [], [], []
-    numbers: list[tuple[float, float, float, Span, RGB]] = []
-    # Waits lie below everything, outlined boxes above their neighbours' white borders.
+    outline: RGB | str
+    # Polygons, fills and edges per hatch, as a collection has one. Waits lie below everything,
+    # outlined boxes above their neighbours' white borders.
+    sheets: dict[str, tuple[list, list, list]] = {}
+    numbers: list[tuple[float, float, float, Span, Look]] = []
     layers = {Op.RECV: 0, Op.FORWARD_NO_GRAD: 2}
     for span in sorted(timeline.spans, key=lambda s: layers.get(s.op, 1)):
-        start, stop = (span.start - origin) * 1e3, (span.end - origin) * 1e3
+        start, stop = ((at - origin) / scale.second for at in (span.start, span.end))
+        middle, hatch = float(span.rank), ""
         if span.op in COMPUTE:
-            hue = hues[_module(span.stage)]
-            half, fill, edge = 0.42, _fill(span.op, hue), _edge(span.op, hue)
-            numbers.append((start, stop, span.rank, span, fill))
+            step = steps[span.rank, span.stage]
+            look = looks[_module(span.stage)][Op(span.op)]
+            middle, half = span.rank - step.rise, step.half
+            fill, outline, hatch = look.fill, look.edge, look.hatch
+            numbers.append((start, stop, middle, span, look))
         elif span.op == Op.RECV:
-            half, fill, edge = 0.06, WAIT, "none"
+            half, fill, outline = 0.06, WAIT, "none"
         elif span.op in EPILOGUE:
-            half, fill, edge = 0.30, COLLECTIVE, "white"
+            half, fill, outline = 0.30, COLLECTIVE, "white"
         else:  # a SEND only starts a transfer
             continue
-        low, high = span.rank - half, span.rank + half
+        low, high = middle - half, middle + half
+        polygons, fills, outlines = sheets.setdefault(hatch, ([], [], []))
         polygons.append([(start, low), (stop, low), (stop, high), (start, high)])
         fills.append(fill)
-        edges.append(edge)
-    thin = min([0.6, *((stop - start) * inches_per_ms * 10 for start, stop, *_ in numbers)])
-    axes.add_collection(
-        PolyCollection(polygons, facecolors=fills, edgecolors=edges, linewidths=max(thin, 0.15))
-    )
-    size = _number_size([((stop - start) * inches_per_ms, span) for start, stop, _, span, _ in
-                         numbers])
-    for start, stop, rank, span, fill in numbers:
-        if _fits((stop - start) * inches_per_ms, span, size):
-            axes.add_artist(
-                Text((start + stop) / 2, rank, str(span.microbatch), fontsize=size,
-                     color=ink_on(fill), ha="center", va="center_baseline", clip_on=True)
-            )
+        outlines.append(outline)
+    thin = min([0.6, *((stop - start) * scale.inches * 10 for start, stop, *_ in numbers)])
+    for hatch, (polygons, fills, outlines) in sheets.items():
+        axes.add_collection(
+            PolyCollection(polygons, facecolors=fills, edgecolors=outlines,
+                           linewidths=max(thin, 0.15), hatch=hatch or None)
+        )
+    _numbers(axes, numbers, scale)
+
+
+def _numbers(
+    axes: Axes, boxes: Sequence[tuple[float, float, float, Span, Look]], scale: _Scale
+) -> None:
+    """Microbatch numbers, where they fit."""
+    widths = [(stop - start) * scale.inches for start, stop, *_ in boxes]
+    size = _number_size(zip(widths, (span for *_, span, _ in boxes), strict=True))
+    plain, fills = [], []
+    high = size / 72 * 0.5 / _row_inches(axes)
+    for inches, (start, stop, middle, span, look) in zip(widths, boxes, strict=True):
+        if not _fits(inches, span, size):
+            continue
+        x = (start + stop) / 2
+        axes.add_artist(
+            Text(x, middle, str(span.microbatch), fontsize=size, color=ink_on(look.fill),
+                 ha="center", va="center_baseline", clip_on=True)
+        )
+        if look.hatch:  # a plain patch keeps the digits off the stripes
+            wide = (len(str(span.microbatch)) * DIGIT * size + 0.02) / 2 / scale.inches
+            wide = min(wide, (stop - start) / 2)
+            plain.append([(x - wide, middle - high), (x + wide, middle - high),
+                          (x + wide, middle + high), (x - wide, middle + high)])
+            fills.append(look.fill)
+    if plain:
+        axes.add_collection(PolyCollection(plain, facecolors=fills, linewidths=0, gid="digits"))
+
+
+def _row_inches(axes: Axes) -> float:
+    figure = axes.figure
+    assert isinstance(figure, Figure)
+    rows = abs(axes.get_ylim()[1] - axes.get_ylim()[0])
+    return axes.get_position().height * figure.get_size_inches()[1] / rows
 
 
 def _fits(inches: float, span: Span, size: float) -> bool:
-    digit = 0.64 / 72  # inches of a digit per point of font size
-    return inches >= len(str(span.microbatch)) * digit * size + 0.02
+    return inches >= len(str(span.microbatch)) * DIGIT * size + 0.02
 
 
-def _number_size(boxes: Sequence[tuple[float, Span]]) -> float:
+def _number_size(boxes: Iterable[tuple[float, Span]]) -> float:
     """One font size for all microbatch numbers: the largest at which most boxes have room."""
+    boxes = list(boxes)
     for size in NUMBER_SIZES:
         if sum(_fits(inches, span, size) for inches, span in boxes) >= 0.9 * len(boxes):
             return size

@@ -116,14 +116,14 @@ def test_timelines_say_what_a_reader_looks_for(tmp_path) -> None:
         Span(1, Op.RECV, "llm.0", 3, 0.0, 0.010, "vision.0"),
         Span(1, Op.FORWARD_NO_GRAD, "llm.0", 3, 0.010, 0.040),
     ), 2)
-    # Late as a whole: the panel still begins at 0 and its makespan leaves the start out.
+    # Late as a whole: the panel still begins at 0 and its length leaves the start out.
     measured = Timeline(tuple(s._replace(start=5 + 2 * s.start, end=5 + 2 * s.end)
                               for s in predicted.spans), 2)
     draw_timelines([("predicted", predicted), ("measured", measured)], path, title="heading")
     text = svg_comments(path)
     for expected in (
-        "heading", "predicted: makespan 40 ms, mean bubble 50%",
-        "measured: makespan 80 ms, mean bubble 50% (+100.0% against predicted)",
+        "heading", "predicted: iteration 40 ms, mean bubble 50%",
+        "measured: iteration 80 ms, mean bubble 50%, 100.0% longer than predicted",
         "rank 0: vision.0", "rank 1: llm.0", "75%", "25%", "vision forward",
         "llm forward, no grad", "waiting for a message", "time (ms)", "<!-- 3 -->",
     ):
