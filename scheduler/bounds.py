@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from raymm.scheduler.list_schedule import UNKNOWN_SIZES
 from raymm.scheduler.plan import Plan, Stage
 from raymm.scheduler.stage_costs import StageCost, stage_costs
 from raymm.scheduler.step_graph import ActiveStages, active_stages
@@ -129,7 +128,7 @@ class _Bound:
 
     def _can_wait(self, stage: Stage, cost: StageCost, count: int) -> int:
         """How many of a stage's B_w can come after its last B_d."""
-        if stage.rank not in self.limits:
+        if stage.rank not in self.limits or not cost.activation_bytes:
             return count
-        held = cost.activation_bytes or UNKNOWN_SIZES.activation_bytes
-        return min(count, max(1, int(self.limits[stage.rank] * (1 + 1e-9) // held)))
+        room = self.limits[stage.rank] * (1 + 1e-9) // cost.activation_bytes
+        return int(min(count, max(1, room)))

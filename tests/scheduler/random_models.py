@@ -1,0 +1,71 @@
+"""Models drawn at random: graphs of modules with what their layers cost."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from raymm.scheduler.costs import CostProfile, LayerCost
+from raymm.scheduler.graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan import Plan
+from raymm.scheduler.stage_space import StageSpace
+
+SMALL = st.integers(0, 9)
+
+
+@st.composite
+def layer_costs(draw: st.DrawFn) -> LayerCost:
+    """Whole seconds and bytes, zeros included, so that sums are exact."""
+    return LayerCost(
+        draw(SMALL), draw(SMALL), draw(SMALL), draw(SMALL), 4 * draw(st.integers(0, 3)),
+        draw(SMALL),
+    )
+
+
+@st.composite
+def models(
+    draw: st.DrawFn, most_encoders: int = 2, chains: bool = True, llm_layers: int = 5
+) -> tuple[ModuleGraph, CostProfile]:
+    """Encoders into an LLM, and perhaps one of them into another that feeds the LLM."""
+    encoders = [f"encoder{i}" for i in range(draw(st.integers(0, most_encoders)))]
+    edges = [(name, "llm") for name in encoders]
+    if chains and len(encoders) > 1 and draw(st.booleans()):
+        edges[0] = (encoders[0], encoders[1])
+        if draw(st.booleans()):
+            edges.append((encoders[0], "llm"))
+    nodes = []
+    for name in [*encoders, "llm"]:
+        size = draw(st.integers(1, llm_layers if name == "llm" else 3))
+        flags = draw(st.one_of(
+            st.just((False,) * size),
+            st.just((False,) * (size - 1) + (True,)),
+            st.tuples(*[st.booleans()] * size),
+        ))
+        nodes.append(ModuleNode(name, flags))
+    modules = {n.name: tuple(draw(layer_costs()) for _ in n.trainable) for n in nodes}
+    return (
+        ModuleGraph(tuple(nodes), tuple(edges)),
+        CostProfile(modules, dtype=draw(st.sampled_from(["fp32", "bf16"]))),
+    )
+
+
+@st.composite
+def spaces(draw: st.DrawFn, most_ranks: int = 7, **options) -> StageSpace:
+    graph, profile = draw(models(**options))
+    return StageSpace(
+        graph, profile,
+        ranks=draw(st.integers(len(graph.nodes), most_ranks)),
+        num_microbatches=draw(st.integers(1, 6)),
+        recompute=draw(st.booleans()),
+    )
+
+
+def everything(plan: Plan) -> list[list[str]]:
+    """Every module in every microbatch."""
+    return [[node.name for node in plan.graph.nodes]] * plan.num_microbatches
+
+
+@st.composite
+def contents(draw: st.DrawFn, plan: Plan) -> list[set[str]]:
+    """Per microbatch, modules it has input for; a text-only one has none."""
+    sources = [n.name for n in plan.graph.nodes if not plan.graph.producers(n.name)]
+    return [draw(st.sets(st.sampled_from(sources))) for _ in range(plan.num_microbatches)]

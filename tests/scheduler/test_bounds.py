@@ -1,0 +1,174 @@
+"""Lower bounds against simulated steps, and against bounds that are obvious."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from raymm.scheduler.bounds import lower_bound
+from raymm.scheduler.costs import CostProfile, LayerCost
+from raymm.scheduler.graph import ModuleGraph, ModuleNode
+from raymm.scheduler.list_schedule import NoRoomError
+from raymm.scheduler.lower import lower, one_f_one_b_limits
+from raymm.scheduler.network import Transfer
+from raymm.scheduler.plan import SCHEDULES, Plan, Stage
+from raymm.scheduler.program import Op
+from raymm.scheduler.simulate import simulate
+from raymm.scheduler.stage_costs import op_seconds, stage_costs
+from raymm.scheduler.step_graph import active_stages
+from tests.scheduler.random_models import everything, layer_costs
+from tests.scheduler.random_plans import plans
+
+EXAMPLES = settings(max_examples=60, deadline=None)
+Delays = dict[tuple[str, str], float]
+
+
+@st.composite
+def profiled_plans(draw: st.DrawFn) -> Plan:
+    """Any DAG on any ranks, with recomputation and copies of encoders."""
+    plan = draw(plans())
+    profile = CostProfile({
+        node.name: tuple(draw(layer_costs()) for _ in range(node.num_layers))
+        for node in plan.graph.nodes
+    })
+    stages = [replace(stage, recompute=draw(st.booleans())) for stage in plan.stages]
+    for node in plan.graph.nodes:
+        if not plan.graph.producers(node.name) and node.name != plan.graph.sink:
+            chain = [s for s in stages if s.module == node.name]
+            ranks = st.integers(0, plan.num_ranks - 1)
+            for copy in range(1, 1 + draw(st.integers(0, 2))):
+                stages += [replace(s, replica=copy, rank=draw(ranks)) for s in chain]
+    return replace(plan, stages=tuple(stages), profile=profile, shared_ranks=None)
+
+
+@st.composite
+def delays_of(draw: st.DrawFn, plan: Plan) -> Delays:
+    return {
+        edge: draw(st.integers(0, 5))
+        for src, dst in plan.stage_edges for edge in ((src, dst), (dst, src))
+        if plan.by_name[src].rank != plan.by_name[dst].rank
+    }
+
+
+def simulated(plan: Plan, delays: Delays) -> float:
+    program = lower(plan, everything(plan), delays=delays)
+    transfers = {edge: Transfer(0.0, seconds) for edge, seconds in delays.items()}
+    return simulate(program, op_seconds(plan), transfers=transfers).makespan
+
+
+@EXAMPLES
+@given(st.data())
+def test_no_schedule_is_faster(data: st.DataObject) -> None:
+    plan = data.draw(profiled_plans())
+    delays = data.draw(delays_of(plan))
+    bound = lower_bound(plan, delays)
+    for schedule in SCHEDULES:
+        assert bound <= simulated(replace(plan, schedule=schedule), delays) + 1e-6, schedule
+
+
+@EXAMPLES
+@given(st.data())
+def test_no_schedule_within_limits_is_faster(data: st.DataObject) -> None:
+    plan = replace(data.draw(profiled_plans()), schedule="zero_bubble")
+    delays = data.draw(delays_of(plan))
+    sizes = stage_costs(plan)
+    if data.draw(st.booleans()):
+        baseline = lower(replace(plan, schedule="1f1b"), everything(plan), delays=delays)
+        limits = one_f_one_b_limits(plan, baseline, sizes)
+    else:
+        limits = tuple(
+            sum(sizes[s.name].activation_bytes + sizes[s.name].input_bytes
+                for s in plan.rank_stages(rank)) + data.draw(st.integers(0, 60))
+            for rank in range(plan.num_ranks)
+        )
+    plan = replace(plan, activation_limits=limits)
+    try:
+        seconds = simulated(plan, delays)
+    except NoRoomError:
+        assume(False)
+    assert lower_bound(plan, delays, dict(enumerate(limits))) <= seconds + 1e-6
+    assert lower_bound(plan, delays) <= lower_bound(plan, delays, dict(enumerate(limits)))
+
+
+def slow_bounds(plan: Plan, delays: Delays) -> tuple[float, float]:
+    """The busiest rank's work; and the longest way of one microbatch down to the loss, every
+    way of it spelled out, with what the loss's stage does."""
+    costs = op_seconds(plan)
+    active = active_stages(plan, everything(plan))
+    work = [0.0] * plan.num_ranks
+    for one in active:
+        for name in one.stages:
+            stage = plan.by_name[name]
+            work[stage.rank] += costs[name, Op.FORWARD]
+            if name in one.needs_backward:
+                work[stage.rank] += costs[name, Op.BACKWARD]
+                work[stage.rank] += costs[name, Op.FORWARD] if stage.recompute else 0.0
+
+    def ways(name: str, run: frozenset[str]) -> list[float]:
+        """Seconds of every way from data to the end of a stage's forward."""
+        before = [src for src in plan.stage_producers[name] if src in run]
+        found = [
+            seconds + delays.get((src, name), 0.0) for src in before for seconds in ways(src, run)
+        ]
+        return [seconds + costs[name, Op.FORWARD] for seconds in found or [0.0]]
+
+    (sink,) = (s for s in plan.stages if not plan.stage_consumers[s.name])
+    path = []
+    for one in active:
+        seconds = max(ways(sink.name, one.stages))
+        if sink.name in one.needs_backward:
+            seconds += costs[sink.name, Op.BACKWARD]
+            seconds += costs[sink.name, Op.FORWARD] if sink.recompute else 0.0
+        path.append(seconds)
+    return max(work), min(path)
+
+
+@EXAMPLES
+@given(st.data())
+def test_at_least_the_obvious_bounds(data: st.DataObject) -> None:
+    plan = data.draw(profiled_plans())
+    delays = data.draw(delays_of(plan))
+    bound = lower_bound(plan, delays)
+    assert bound >= max(slow_bounds(plan, delays)) - 1e-9
+    assert lower_bound(plan) <= bound
+    more = replace(plan, num_microbatches=plan.num_microbatches + 1)
+    assert bound <= lower_bound(more, delays)
+
+
+def chain(ranks: int, microbatches: int, **layer: int) -> Plan:
+    """A trained LLM with a layer per rank, F = B_d = B_w = 1 s."""
+    cost = LayerCost(1, 1, 1, **layer)
+    return Plan(
+        ModuleGraph((ModuleNode("llm", (True,) * ranks),), ()),
+        tuple(Stage("llm", i, (i, i + 1), i) for i in range(ranks)),
+        microbatches, profile=CostProfile({"llm": (cost,) * ranks}),
+    )
+
+
+def test_spelled_out() -> None:
+    # The last rank begins after 2 s, has 5 times 3 s of work, of which all 5 s of B_w may come
+    # after its last gradient; from then on 1 + 1 s of the others' B_d (the first has only B_w).
+    assert lower_bound(chain(3, 5)) == 2 + 15
+    # One microbatch: 3 F, then B_d, B_d and the first stage's B_w.
+    assert lower_bound(chain(3, 1)) == 3 + 2 + 1
+    # With room for a single microbatch no more than one B_w can wait.
+    limits = {rank: 50.0 for rank in range(3)}
+    assert lower_bound(chain(3, 5, activation_bytes=50), None, limits) == 2 + 14 + 1 + 1
+    edges = [("llm.0", "llm.1"), ("llm.1", "llm.2")]
+    assert lower_bound(chain(3, 5), dict.fromkeys(edges, 10)) == 22 + 15
+
+
+def test_what_takes_no_memory_may_always_wait() -> None:
+    """A profile may not know activations; limits then do not limit anything."""
+    nothing = {rank: 0 for rank in range(3)}
+    assert lower_bound(chain(3, 5), None, nothing) == lower_bound(chain(3, 5))
+    plan = replace(chain(3, 5), schedule="zero_bubble", activation_limits=(0, 0, 0))
+    assert lower_bound(plan, None, nothing) <= simulated(plan, {}) + 1e-6
+
+
+def test_a_profile_is_needed() -> None:
+    with pytest.raises(ValueError, match="no cost profile"):
+        lower_bound(replace(chain(2, 2), profile=None))
