@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -14,29 +15,54 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch, Rectangle
 from raymm.draw.palette import FAINT, RGB, TEXT, module_hues, tint
 from raymm.draw.save import new_figure, picture_path, save_figure, text_width
 from raymm.scheduler.plan import Plan, Stage
+from raymm.scheduler.stage_costs import StageCost, stage_costs
 
 Point = tuple[float, float]
+Edge = tuple[str, str]  # two stages
 
 # Inches; font sizes in points.
 BOX_WIDTH, BOX_HEIGHT = 1.62, 1.06
-GAP_X, GAP_Y = 0.55, 0.62
-MARGIN, HEAD, LEGEND = 0.3, 0.45, 0.42
+COST_LINE = 0.17  # two of these make a box higher if costs are known
+GAP_X, GAP_Y = 0.55, 0.5
+FAN, MAX_FAN = 0.1, 0.3  # wider gaps for steeper arrows, per edge into one stage beyond two
+BAND_GAP = 0.62  # between bands of a plan that is too deep for one
+MAX_WIDTH, MIN_WIDTH = 17.0, 6.2  # of a picture
+MARGIN, HEAD, LEGEND, NOTE_LINE = 0.3, 0.6, 0.42, 0.16
 CELL_HEIGHT, CELL_MAX = 0.15, 0.2
 PORT = 0.3  # between the edges at one side of a box
 PAD = 0.08  # how near an arrow may come to a box that is not its own
 BENDS = (0.0, 0.15, -0.15, 0.3, -0.3, 0.45, -0.45, 0.6, -0.6, 0.8, -0.8)
-ACTIVATION, GRADIENT = "#555555", "#B3261E"
+STUB = 0.46  # of an arrow that is cut between bands
+ACTIVATION, GRADIENT, SHARED = "#555555", "#B3261E", "#111111"
 TRAINED, FROZEN = 0.15, 0.82  # tints of a layer's cell
+COST_NOTE = (
+    "ms per microbatch: F forward, R recompute, B_d and B_w backward of inputs and weights",
+    "state: weights, gradients, optimizer; keeps: activations of one microbatch",
+)
+
+
+class _Sheet(NamedTuple):
+    """Where everything stands, in inches from the page's lower left corner."""
+
+    width: float
+    height: float
+    box: tuple[float, float]  # width and height of all boxes
+    bottom: float  # of the lowest box
+    place: dict[str, Point]  # per stage, the lower left corner of its box
+    band: dict[str, int]  # per stage, its band, counted from the top
 
 
 def draw_plan(plan: Plan, path: str | os.PathLike[str], *, title: str | None = None) -> Path:
     """Draw a plan's stages and the data flow between them.
 
-    A box is a stage: its layers, its rank, and what its backward computes. The strip in
-    it has a cell per layer, dark if the layer is trained, pale if it is frozen; a
-    projector's cell is outlined. Grey arrows are activations; a red arrow beside one is
-    the gradient that travels back along it (when the microbatch has every modality).
-    Stages stand as far from the right as they are deep, so the loss is at the right.
+    A box is a stage: its layers, its rank (dark where several stages share the rank), what
+    its backward computes, whether it recomputes and, if the plan has a profile, what it
+    costs per microbatch. The strip in it has a cell per layer, dark if the layer is trained,
+    pale if it is frozen; a projector's cell is outlined. Grey arrows are activations; a red
+    arrow beside one is the gradient that travels back along it (when the microbatch has every
+    modality). Stages stand as far from the right as they are deep, so the loss is at the
+    right, and copies of a module below each other. A plan too deep for the page goes on in a
+    band below; arrows from one to the next are cut and say what they lead to.
 
     Args:
         plan: the plan.
@@ -50,79 +76,115 @@ def draw_plan(plan: Plan, path: str | os.PathLike[str], *, title: str | None = N
         ValueError: on another file suffix.
     """
     target = picture_path(path)
-    lanes = _lanes(plan)
-    deepest = max(plan.depth.values())
-    ruler = new_figure(1, 1)
-    box = max([BOX_WIDTH, *(text_width(ruler, _layers(plan, s), 8) + 0.2 for s in plan.stages),
-               *(text_width(ruler, s.name, 10) * 1.12 + text_width(ruler, f"rank {s.rank}", 8)
-                 + 0.45 for s in plan.stages)])
-    width = max(2 * MARGIN + deepest * (box + GAP_X) - GAP_X, 6.2)
-    rows = max(lanes.values()) + 1
-    height = HEAD + LEGEND + 2 * 0.15 + rows * (BOX_HEIGHT + GAP_Y) - GAP_Y
-    figure = new_figure(width, height)
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set_xlim(0, width)
-    axes.set_ylim(0, height)
-    axes.axis("off")
-    heading = title or (
-        f"{_count(plan.num_ranks, 'rank', 's')}, "
-        f"{_count(plan.num_microbatches, 'microbatch', 'es')}, {plan.schedule}"
-    )
-    axes.text(MARGIN, height - 0.3, heading, fontsize=12, weight="bold", color=TEXT, va="center")
-
-    hues = module_hues(node.name for node in plan.graph.nodes)
     needs = _needs_backward(plan)
-    place = {
-        stage.name: (
-            MARGIN + (deepest - plan.depth[stage.name]) * (box + GAP_X),
-            height - HEAD - 0.15 - BOX_HEIGHT - lanes[stage.module] * (BOX_HEIGHT + GAP_Y),
-        )
-        for stage in plan.stages
-    }
-    leave, enter = _ports(plan, place)
-    for src, dst in plan.stage_edges:
-        (x0, y0), (x1, y1) = place[src], place[dst]
-        start = (x0 + box, y0 + BOX_HEIGHT / 2 + leave[src, dst])
-        stop = (x1, y1 + BOX_HEIGHT / 2 + enter[src, dst])
-        others = [corner for name, corner in place.items() if name not in (src, dst)]
-        bend = _bend(start, stop, others, box, height)
-        _edge(axes, start, stop, bend, gradient=src in needs)
+    costs = stage_costs(plan) if plan.profile is not None else {}
+    note = COST_NOTE if costs else ()
+    sheet = _sheet(plan, needs, costs, note)
+    figure = new_figure(sheet.width, sheet.height)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_xlim(0, sheet.width)
+    axes.set_ylim(0, sheet.height)
+    axes.axis("off")
+    axes.text(MARGIN, sheet.height - 0.3, title or _heading(plan), fontsize=12, weight="bold",
+              color=TEXT, va="center")
+    hues = module_hues(node.name for node in plan.graph.nodes)
+    _edges(axes, plan, sheet, needs)
     for stage in plan.stages:
-        _box(axes, plan, stage, place[stage.name], box, hues[stage.module], needs)
-    _legend(axes, height=LEGEND / height)
+        _box(axes, plan, stage, sheet, hues[stage.module], needs, costs.get(stage.name))
+    for line, text in enumerate(note):
+        axes.text(MARGIN, 0.16 + (len(note) - 1 - line) * NOTE_LINE, text, fontsize=7,
+                  color=FAINT, va="center")
+    _legend(axes, plan, needs, x=(MARGIN - 0.05) / sheet.width,
+            y=(LEGEND / 2 + len(note) * NOTE_LINE) / sheet.height)
     return save_figure(figure, target)
 
 
-def _lanes(plan: Plan) -> dict[str, float]:
-    """A row per module: one for each source, the mean of its producers for any other, and
-    the nearest free row where two modules would lie on each other."""
-    columns = {
-        node.name: (
-            min(plan.depth[s.name] for s in plan.module_stages(node.name)),
-            max(plan.depth[s.name] for s in plan.module_stages(node.name)),
+def _heading(plan: Plan) -> str:
+    return (
+        f"{_count(plan.num_ranks, 'rank', 's')}, "
+        f"{_count(plan.num_microbatches, 'microbatch', 'es')}, {plan.schedule}"
+    )
+
+
+def _sheet(
+    plan: Plan, needs: set[str], costs: Mapping[str, StageCost], note: Sequence[str]
+) -> _Sheet:
+    ruler = new_figure(1, 1)
+    lines = {text for stage in plan.stages
+             for text in _lines(plan, stage, needs, costs.get(stage.name))}
+    tops = {(s.name, s.rank) for s in plan.stages}
+    middles = {(_layers(plan, s), "recompute" if _recomputes(s, needs) else "")
+               for s in plan.stages}
+    wide = max([
+        BOX_WIDTH, *(text_width(ruler, text, 7) + 0.2 for text in lines),
+        *(text_width(ruler, layers, 8) + (text_width(ruler, mark, 7) + 0.35 if mark else 0.2)
+          for layers, mark in middles),
+        *(text_width(ruler, name, 10) * 1.12 + text_width(ruler, f"rank {rank}", 8) + 0.45
+          for name, rank in tops),
+    ])
+    high = BOX_HEIGHT + (2 * COST_LINE if costs else 0.0)
+    deepest = max(plan.depth.values())
+    edges_in = max(len(producers) for producers in plan.stage_producers.values())
+    gap = GAP_X + min(FAN * max(edges_in - 2, 0), MAX_FAN)
+    most = max(int((MAX_WIDTH - 2 * MARGIN + gap) / (wide + gap)), 2)
+    bands = -(-deepest // most)
+    columns = -(-deepest // bands)
+    # Cut arrows need room beside the outer boxes.
+    side = MARGIN + (GAP_X if bands > 1 else 0.0)
+    rows = _rows(plan)
+    column = {s.name: deepest - plan.depth[s.name] for s in plan.stages}
+    band = {name: at // columns for name, at in column.items()}
+    levels = [
+        [rows[s.module, s.replica] for s in plan.stages if band[s.name] == b] for b in range(bands)
+    ]
+    tall = [(max(used) - min(used)) * (high + GAP_Y) + high for used in levels]
+    bottom = LEGEND + len(note) * NOTE_LINE + 0.15
+    height = HEAD + sum(tall) + BAND_GAP * (bands - 1) + bottom
+    top = [height - HEAD - sum(tall[:b]) - BAND_GAP * b for b in range(bands)]
+    place = {
+        s.name: (
+            side + (column[s.name] % columns) * (wide + gap),
+            top[band[s.name]] - high
+            - (rows[s.module, s.replica] - min(levels[band[s.name]])) * (high + GAP_Y),
         )
-        for node in plan.graph.nodes
+        for s in plan.stages
     }
-    lanes: dict[str, float] = {}
+    texts = [text_width(ruler, text, 7) for text in note]
+    width = max(2 * side + columns * (wide + gap) - gap, MIN_WIDTH,
+                *(text + 2 * MARGIN for text in texts),
+                text_width(ruler, _heading(plan), 12) * 1.15 + 2 * MARGIN)
+    return _Sheet(width, height, (wide, high), bottom, place, band)
+
+
+def _rows(plan: Plan) -> dict[tuple[str, int], float]:
+    """A row per copy of a module: one for each source, the mean of its producers for any
+    other, and the nearest free row where two would lie on each other."""
+    rows: dict[tuple[str, int], float] = {}
+    spans: dict[tuple[str, int], tuple[int, int]] = {}
     sources = 0
-    for name in plan.graph.topological:
-        producers = plan.graph.producers(name)
-        if producers:
-            wanted = sum(lanes[p] for p in producers) / len(producers)
-        else:
-            wanted = float(sources)
-            sources += 1
-        near, far = columns[name]
-        taken = [
-            lanes[other] for other in lanes
-            if columns[other][0] <= far and near <= columns[other][1]
-        ]
-        steps = [half * sign / 2 for half in range(2 * len(lanes) + 3) for sign in (1, -1)]
-        lanes[name] = next(
-            wanted + step for step in steps
-            if wanted + step >= 0 and all(abs(wanted + step - lane) >= 1 for lane in taken)
-        )
-    return lanes
+    for module in plan.graph.topological:
+        producers = plan.graph.producers(module)
+        for chain in plan.replicas(module):
+            key = module, chain[0].replica
+            before = [row for (name, _), row in rows.items() if name in producers]
+            if before:
+                wanted = sum(before) / len(before)
+            else:
+                wanted = float(sources)
+                sources += 1
+            depths = [plan.depth[stage.name] for stage in chain]
+            near, far = min(depths), max(depths)
+            taken = [
+                rows[other] for other, (first, last) in spans.items()
+                if first <= far and near <= last
+            ]
+            steps = (half * sign / 2 for half in range(4 * len(rows) + 3) for sign in (1, -1))
+            rows[key] = next(
+                wanted + step for step in steps
+                if wanted + step >= 0 and all(abs(wanted + step - row) >= 1 for row in taken)
+            )
+            spans[key] = near, far
+    return rows
 
 
 def _needs_backward(plan: Plan) -> set[str]:
@@ -158,25 +220,59 @@ def _layers(plan: Plan, stage: Stage) -> str:
     return " + ".join(parts)
 
 
+def _recomputes(stage: Stage, needs: set[str]) -> bool:
+    """A stage without backward has nothing to recompute for."""
+    return stage.recompute and stage.name in needs
+
+
+def _lines(plan: Plan, stage: Stage, needs: set[str], cost: StageCost | None) -> list[str]:
+    """The small print of a box."""
+    lines = [_work(plan, stage, needs)]
+    if cost is None:
+        return lines
+    again = _recomputes(stage, needs)
+    parts = [
+        ("F", cost.forward), ("R", cost.forward if again else 0.0),
+        ("B_d", cost.backward_input), ("B_w", cost.backward_weight),
+    ]
+    lines.append(" + ".join(f"{name} {1e3 * seconds:.3g}" for name, seconds in parts
+                            if seconds or name == "F") + " ms")
+    kept = cost.input_bytes if again else cost.activation_bytes
+    lines.append(f"state {_size(cost.state_bytes)}, keeps {_size(kept)}")
+    return lines
+
+
+def _size(number: int) -> str:
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if number >= factor:
+            return f"{number / factor:.{0 if number >= 100 * factor else 1}f} {unit}"
+    return f"{number} B"
+
+
 def _box(
-    axes: Axes, plan: Plan, stage: Stage, corner: tuple[float, float], width: float, hue: RGB,
-    needs: set[str],
+    axes: Axes, plan: Plan, stage: Stage, sheet: _Sheet, hue: RGB, needs: set[str],
+    cost: StageCost | None,
 ) -> None:
-    x, y = corner
+    (x, y), (width, height) = sheet.place[stage.name], sheet.box
     axes.add_patch(
-        FancyBboxPatch((x, y), width, BOX_HEIGHT, boxstyle="round,pad=0,rounding_size=0.08",
+        FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0,rounding_size=0.08",
                        facecolor="white", edgecolor=hue, linewidth=1.6, zorder=3)
     )
-    top = y + BOX_HEIGHT
+    top = y + height
+    shared = stage.rank in (plan.shared_ranks or ())
     axes.text(x + 0.1, top - 0.19, stage.name, fontsize=10, weight="bold", color=TEXT,
               va="center", zorder=4)
-    axes.text(x + width - 0.1, top - 0.19, f"rank {stage.rank}", fontsize=8, color=TEXT,
-              va="center", ha="right", zorder=4,
-              bbox={"boxstyle": "round,pad=0.25", "facecolor": "#EEEEEE", "edgecolor": "none"})
+    axes.text(x + width - 0.1, top - 0.19, f"rank {stage.rank}", fontsize=8,
+              color="white" if shared else TEXT, va="center", ha="right", zorder=4,
+              bbox=_badge(SHARED if shared else "#EEEEEE"))
     axes.text(x + 0.1, top - 0.44, _layers(plan, stage), fontsize=8, color=TEXT, va="center",
               zorder=4)
-    axes.text(x + 0.1, top - 0.63, _work(plan, stage, needs), fontsize=7, color=FAINT,
-              va="center", zorder=4)
+    if _recomputes(stage, needs):
+        axes.text(x + width - 0.1, top - 0.44, "recompute", fontsize=7, color=TEXT,
+                  va="center", ha="right", zorder=4, bbox=_badge(tint(hue, 0.7)))
+    for line, text in enumerate(_lines(plan, stage, needs, cost)):
+        axes.text(x + 0.1, top - 0.63 - line * COST_LINE, text, fontsize=7,
+                  color=TEXT if line else FAINT, va="center", zorder=4)
     lo, hi = stage.layers
     node = plan.graph.node(stage.module)
     cell = min((width - 0.2) / (hi - lo), CELL_MAX)
@@ -192,28 +288,52 @@ def _box(
         )
 
 
-def _ports(
-    plan: Plan, place: Mapping[str, Point]
-) -> tuple[dict[tuple[str, str], float], dict[tuple[str, str], float]]:
+def _badge(colour: RGB | str) -> dict[str, Any]:
+    return {"boxstyle": "round,pad=0.25", "facecolor": colour, "edgecolor": "none"}
+
+
+def _edges(axes: Axes, plan: Plan, sheet: _Sheet, needs: set[str]) -> None:
+    leave, enter = _ports(plan, sheet)
+    wide, high = sheet.box
+    for src, dst in plan.stage_edges:
+        (x0, y0), (x1, y1) = sheet.place[src], sheet.place[dst]
+        start = (x0 + wide, y0 + high / 2 + leave[src, dst])
+        stop = (x1, y1 + high / 2 + enter[src, dst])
+        gradient = src in needs
+        if sheet.band[src] == sheet.band[dst]:
+            _edge(axes, start, stop, _bend(start, stop, sheet, (src, dst)), gradient)
+            continue
+        for here, there, near, name, side in (
+            (start, (start[0] + STUB, start[1]), start[0], dst, "left"),
+            ((stop[0] - STUB, stop[1]), stop, stop[0] - STUB, src, "right"),
+        ):
+            _edge(axes, here, there, 0.0, gradient)
+            axes.text(near + STUB / 2, here[1] + 0.15, name, fontsize=7, color=ACTIVATION,
+                      ha="center", va="center", zorder=6, gid=f"cut {side}",
+                      bbox={"boxstyle": "square,pad=0.05", "facecolor": "white",
+                            "edgecolor": "none"})
+
+
+def _ports(plan: Plan, sheet: _Sheet) -> tuple[dict[Edge, float], dict[Edge, float]]:
     """Where each edge leaves and enters its boxes: inches above the middle of their sides,
     in the order of the boxes at the other end, so that edges of one box do not cross."""
-    leave: dict[tuple[str, str], float] = {}
-    enter: dict[tuple[str, str], float] = {}
+    leave: dict[Edge, float] = {}
+    enter: dict[Edge, float] = {}
     for stage in plan.stages:
         for here, there, ports in ((0, 1, leave), (1, 0, enter)):
             edges = [e for e in plan.stage_edges if e[here] == stage.name]
-            edges.sort(key=lambda e: place[e[there]][1])
-            step = min(PORT, (BOX_HEIGHT - 0.3) / max(len(edges) - 1, 1))
+            edges.sort(key=lambda e: sheet.place[e[there]][1])
+            step = min(PORT, (sheet.box[1] - 0.3) / max(len(edges) - 1, 1))
             for index, edge in enumerate(edges):
                 ports[edge] = (index - (len(edges) - 1) / 2) * step
     return leave, enter
 
 
-def _bend(
-    start: Point, stop: Point, corners: Sequence[Point], width: float, height: float
-) -> float:
+def _bend(start: Point, stop: Point, sheet: _Sheet, ends: tuple[str, str]) -> float:
     """How far an arrow must bend (matplotlib's arc3 radius) to stay out of the other boxes
     and on the page; 0 if nothing helps."""
+    width, height = sheet.box
+    corners = [corner for name, corner in sheet.place.items() if name not in ends]
     (x0, y0), (x1, y1) = start, stop
     for rad in BENDS:
         xc, yc = (x0 + x1) / 2 + rad * (y1 - y0), (y0 + y1) / 2 - rad * (x1 - x0)
@@ -222,8 +342,8 @@ def _bend(
             t = step / 40
             x = (1 - t) ** 2 * x0 + 2 * t * (1 - t) * xc + t * t * x1
             y = (1 - t) ** 2 * y0 + 2 * t * (1 - t) * yc + t * t * y1
-            inside = LEGEND < y < height - HEAD and not any(
-                left - PAD < x < left + width + PAD and low - PAD < y < low + BOX_HEIGHT + PAD
+            inside = sheet.bottom - 0.15 < y < sheet.height - HEAD + 0.15 and not any(
+                left - PAD < x < left + width + PAD and low - PAD < y < low + height + PAD
                 for left, low in corners
             )
             clear = clear and inside
@@ -256,14 +376,25 @@ def _count(number: int, noun: str, plural: str) -> str:
     return f"{number} {noun if number == 1 else noun + plural}"
 
 
-def _legend(axes: Axes, height: float) -> None:
+def _legend(axes: Axes, plan: Plan, needs: set[str], x: float, y: float) -> None:
+    """What occurs in the plan."""
     grey: RGB = (0.35, 0.35, 0.35)
-    handles = [
-        Patch(facecolor=tint(grey, TRAINED), edgecolor=grey, label="trained layer"),
-        Patch(facecolor=tint(grey, FROZEN), edgecolor=grey, label="frozen layer"),
-        Patch(facecolor="white", edgecolor=TEXT, linewidth=1.2, label="projector"),
-        Line2D([], [], color=ACTIVATION, marker=">", markersize=5, label="activations"),
-        Line2D([], [], color=GRADIENT, marker="<", markersize=5, label="gradients"),
-    ]
+    trained = {flag for node in plan.graph.nodes for flag in node.trainable}
+    handles: list[Patch | Line2D] = []
+    if True in trained:
+        handles.append(Patch(facecolor=tint(grey, TRAINED), edgecolor=grey, label="trained layer"))
+    if False in trained:
+        handles.append(Patch(facecolor=tint(grey, FROZEN), edgecolor=grey, label="frozen layer"))
+    if any(node.projector for node in plan.graph.nodes):
+        handles.append(Patch(facecolor="white", edgecolor=TEXT, linewidth=1.2, label="projector"))
+    if plan.stage_edges:
+        handles.append(Line2D([], [], color=ACTIVATION, marker=">", markersize=5,
+                              label="activations"))
+    if any(src in needs for src, _ in plan.stage_edges):
+        handles.append(Line2D([], [], color=GRADIENT, marker="<", markersize=5,
+                              label="gradients"))
+    if plan.shared_ranks:
+        handles.append(Patch(facecolor=SHARED, edgecolor="none", label="rank of several stages"))
     axes.legend(handles=handles, ncols=len(handles), loc="center left", fontsize=8,
-                frameon=False, bbox_to_anchor=(0.01, height / 2), handlelength=1.6)
+                frameon=False, bbox_to_anchor=(x, y), borderaxespad=0, handlelength=1.4,
+                columnspacing=1.4)

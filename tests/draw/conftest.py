@@ -18,7 +18,7 @@ class Drawn:
 
     def overlapping_texts(self) -> list[tuple[str, str]]:
         """Pairs of visible texts whose boxes share more than a pixel in both directions."""
-        boxes = sorted(self._placed(), key=lambda entry: entry[1].x0)
+        boxes = sorted(self.placed(), key=lambda entry: entry[1].x0)
         pairs = []
         for index, (one, a) in enumerate(boxes):
             for other, b in boxes[index + 1:]:
@@ -32,13 +32,14 @@ class Drawn:
         """Texts that leave the page."""
         page = self.figure.bbox
         return [
-            text for text, box in self._placed()
+            text for text, box in self.placed()
             if box.x0 < 0 or box.y0 < 0 or box.x1 > page.x1 or box.y1 > page.y1
         ]
 
-    def _placed(self) -> list[tuple[str, Bbox]]:
+    def placed(self) -> list[tuple[str, Bbox]]:
+        """Visible texts and where they are, in pixels."""
+        self.figure.draw_without_rendering()  # places legends
         renderer = self.figure.canvas.get_renderer()
-        self.figure.draw(renderer)
         # Axes keep ticks beyond their limits, which are not drawn.
         beyond = {
             id(tick.label1) for axes in self.figure.axes for tick in axes.xaxis.get_major_ticks()
