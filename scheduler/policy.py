@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 
 # Gradients are never farther away than this.
 ANY_DISTANCE = 1_000_000
@@ -50,14 +48,25 @@ class Policy:
 # ahead; else a backward, which lets it run ahead again.
 ONE_F_ONE_B = Policy((0, 1, 1, 2))
 
-_PRIORITIES = (
-    (0, 1, 2, 3), (0, 1, 1, 3), (1, 2, 0, 3), (1, 1, 0, 3), (1, 0, 0, 3), (0, 0, 0, 1),
+# Policies worth trying, found on the 27 models of Cornstarch v1 with every part of them frozen
+# or not: from all combinations of many more, those that between them came within a percent
+# of the best everywhere.
+_ONE_STAGE_PER_RANK = (
+    Policy((0, 1, 1, 3)), Policy((0, 1, 1, 3), 0.5), Policy((0, 1, 1, 3), 1.0),
+    Policy((0, 1, 1, 3), 0.5, beyond_depth=True), Policy((1, 1, 0, 3), beyond_depth=True),
+    Policy((1, 2, 0, 3)), Policy((0, 0, 0, 1)),
 )
-_PATIENCE = (0.0, 0.5, 1.0)
+_SEVERAL_STAGES_PER_RANK = (
+    Policy((1, 2, 0, 3), 0.5, 4), Policy((1, 1, 0, 3), 0.5, 4), Policy((1, 2, 0, 3), 0.0, 2),
+    Policy((0, 0, 0, 1), 1.0, 4), Policy((1, 2, 0, 3), 0.0, 4), Policy((1, 1, 0, 3), 0.0, 3),
+    Policy((1, 0, 0, 3), 0.0, 2, True), Policy((0, 1, 1, 3), 0.0, 4),
+    Policy((0, 0, 0, 1), 1.0, 4, True), Policy((1, 1, 0, 3), 0.0, 2),
+    Policy((1, 2, 0, 3), 0.0, 4, True), Policy((1, 0, 0, 3), 0.5, 2),
+    Policy((1, 0, 0, 3), 0.0, 4, True), Policy((0, 0, 0, 1), 0.25, 4, True),
+    Policy((0, 1, 1, 3), 0.0, 2), Policy((0, 1, 1, 3)),
+)
 
 
-def policies(several_stages_per_rank: bool) -> Iterator[Policy]:
+def policies(several_stages_per_rank: bool) -> tuple[Policy, ...]:
     """Policies worth trying for the zero-bubble schedule."""
-    hops = (2, 4, ANY_DISTANCE) if several_stages_per_rank else (ANY_DISTANCE,)
-    for choice in product(_PRIORITIES, _PATIENCE, hops, (False, True)):
-        yield Policy(*choice)
+    return _SEVERAL_STAGES_PER_RANK if several_stages_per_rank else _ONE_STAGE_PER_RANK

@@ -1,0 +1,163 @@
+"""How much faster than 1F1B on a DAG the better schedules are, within the same memory.
+
+The 27 vision-audio-language models of Cornstarch v1 (Tables 1 and 6) with analytic costs on
+A40s, 24 microbatches, recomputation on, messages free. Per configuration and kind of training
+(``align``: only projectors are trainable; ``sft``: the language model too; ``full``:
+everything):
+
+- *baseline*: DAG 1F1B, every stage recomputes;
+- *zero bubble*: the same stages, B_d split from B_w, recomputation ahead of the gradient;
+- *loss kept*: as before, and the loss's stage, which needs its activations at once, does not
+  recompute;
+- *chunks*: as before, with 2 to 4 chunks of the language model per rank.
+
+All of them hold no more activations per rank than the baseline's fullest rank does (and no
+more memory in all, with weights, than the baseline's largest). ``best`` is the fastest, and 1.0
+if none is faster. ``bound`` is what no schedule of the best plan undercuts.
+
+Stages per module are searched for 1F1B and each kind of training, on as many ranks as the
+paper's Table 6 has; ``table6_`` keys are with the table's own stages, which were made for
+alignment.
+
+    python -m benchmarks.schedules --json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+
+from rich.table import Table
+
+from benchmarks import _common
+from benchmarks.valm_configs import MICROBATCHES, TRAINABLE, VALM_CONFIGS, ValmConfig, valm_profile
+from raymm.scheduler.bounds import lower_bound
+from raymm.scheduler.layouts import chunked
+from raymm.scheduler.lower import iteration_time, lower, one_f_one_b_limits, settle
+from raymm.scheduler.memory import activation_peaks
+from raymm.scheduler.plan import Plan
+from raymm.scheduler.stage_costs import stage_costs
+from raymm.scheduler.stage_search import joint_search
+from raymm.scheduler.stage_space import StageSearchError, StageSpace
+
+CHUNKS = (2, 3, 4)
+
+
+def everything(plan: Plan) -> list[list[str]]:
+    return [[node.name for node in plan.graph.nodes]] * plan.num_microbatches
+
+
+def ratios(space: StageSpace, counts: dict[str, int]) -> dict[str, float]:
+    """Iteration times relative to DAG 1F1B, all within its memory."""
+    baseline = replace(space, recompute_loss=True).plan(counts)
+    sizes = stage_costs(baseline)
+    program = lower(baseline, everything(baseline))
+    limits = one_f_one_b_limits(baseline, program, sizes)
+    seconds = iteration_time(baseline)
+
+    plans = {"zero_bubble": baseline, "loss_kept": _loss_kept(baseline)}
+    for chunks in CHUNKS:
+        try:
+            plans[f"chunks_{chunks}"] = chunked(space, counts, chunks)
+        except StageSearchError:
+            continue
+    result = {"gpipe": iteration_time(replace(baseline, schedule="gpipe")) / seconds}
+    best, bound = 1.0, lower_bound(baseline, None, dict(enumerate(limits))) / seconds
+    for name, plan in plans.items():
+        plan = replace(plan, schedule="zero_bubble", activation_limits=limits)
+        try:
+            plan, one = settle(plan)
+            program = lower(plan, everything(plan))
+        except ValueError:  # does not fit in the baseline's memory at all
+            continue
+        peaks = activation_peaks(plan, program, stage_costs(plan))
+        assert all(p <= limit for p, limit in zip(peaks, limits, strict=True)), (peaks, limits)
+        result[name] = one / seconds
+        if result[name] < best:
+            best = result[name]
+            bound = lower_bound(plan, None, dict(enumerate(limits))) / seconds
+    return {**result, "best": best, "bound": bound, "baseline_s": seconds}
+
+
+def _loss_kept(plan: Plan) -> Plan:
+    last = plan.module_stages(plan.graph.sink)[-1]
+    stages = (replace(s, recompute=False) if s == last else s for s in plan.stages)
+    return replace(plan, stages=tuple(stages))
+
+
+def measure(task: tuple[ValmConfig, str]) -> dict[str, dict]:
+    """One configuration and kind of training, with searched and with the table's stages."""
+    config, trainable = task
+    graph, profile = valm_profile(config.llm, config.vision, config.audio, trainable)
+    ranks = sum(config.cornstarch)
+    space = StageSpace(graph, profile, ranks, MICROBATCHES, recompute=True)
+    searched = joint_search(
+        replace(space, recompute_loss=True), iteration_time, lower_bound, alternatives=0
+    ).best.counts
+    llm, vision, audio = config.cornstarch
+    table = {"vision": vision, "audio": audio, "llm": llm}
+    found = {"stages": searched, **ratios(space, searched)}
+    same = searched == table
+    return {"searched": found, "table6": found if same else {"stages": table,
+                                                             **ratios(space, table)}}
+
+
+def main() -> None:
+    options = _common.parser(__doc__.splitlines()[0])
+    options.add_argument("--limit", type=int, default=len(VALM_CONFIGS), help="configurations")
+    args = options.parse_args()
+    console = _common.console()
+    for size in "SML":  # count layers once, before the processes fork
+        valm_profile(size, size, size)
+    tasks = [(c, t) for t in TRAINABLE for c in VALM_CONFIGS[: args.limit]]
+    rows = []
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        for (config, trainable), found in zip(tasks, pool.map(measure, tasks), strict=True):
+            rows.append({"config": config.name, "trainable": trainable, **found})
+            best, table = found["searched"], found["table6"]
+            console.print(
+                f"{trainable:5} {config.name:14} best {best['best']:.3f} "
+                f"(bound {best['bound']:.3f}); on Table 6's stages {table['best']:.3f}",
+                highlight=False,
+            )
+    result = {"machine": _common.machine(), "rows": rows}
+    console.print(_table(rows))
+    for trainable in TRAINABLE:
+        for stages, prefix in (("searched", ""), ("table6", "table6_")):
+            mine = [row[stages] for row in rows if row["trainable"] == trainable]
+            for name in ("best", "bound"):
+                values = [one[name] for one in mine]
+                result[f"{prefix}{name}_{trainable}_median"] = round(statistics.median(values), 4)
+            result[f"{prefix}best_{trainable}_max"] = round(max(one["best"] for one in mine), 4)
+            one_chunk = [min(1.0, one["zero_bubble"], one["loss_kept"]) for one in mine]
+            result[f"{prefix}one_chunk_{trainable}_median"] = round(statistics.median(one_chunk), 4)
+            same = [min(1.0, one["zero_bubble"]) for one in mine]
+            result[f"{prefix}same_plan_{trainable}_median"] = round(statistics.median(same), 4)
+    for key, value in result.items():
+        if key not in ("rows", "machine"):
+            console.print(f"{key:34} {value}", highlight=False)
+    if args.json:
+        sys.stdout.write(json.dumps(result) + "\n")
+
+
+def _table(rows: list[dict]) -> Table:
+    table = Table(title="iteration time relative to DAG 1F1B (medians, searched stages)")
+    names = ("gpipe", "zero_bubble", "loss_kept", *(f"chunks_{n}" for n in CHUNKS), "best", "bound")
+    for name in ("trainable", *names):
+        table.add_column(name)
+    for trainable in TRAINABLE:
+        mine = [row["searched"] for row in rows if row["trainable"] == trainable]
+        cells = []
+        for name in names:
+            values = [one[name] for one in mine if name in one]
+            cells.append(f"{statistics.median(values):.3f}" if values else "-")
+        table.add_row(trainable, *cells)
+    return table
+
+
+if __name__ == "__main__":
+    main()
