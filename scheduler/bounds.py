@@ -130,5 +130,5 @@ class _Bound:
         """How many of a stage's B_w can come after its last B_d."""
         if stage.rank not in self.limits or not cost.activation_bytes:
             return count
-        room = self.limits[stage.rank] * (1 + 1e-9) // cost.activation_bytes
+        room = self.limits[stage.rank] * (1 + 1e-9) / cost.activation_bytes
         return int(min(count, max(1, room)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -22,7 +23,7 @@ from raymm.scheduler.step_graph import active_stages
 from tests.scheduler.random_models import everything, layer_costs
 from tests.scheduler.random_plans import plans
 
-EXAMPLES = settings(max_examples=60, deadline=None)
+EXAMPLES = settings(max_examples=30, deadline=None)
 Delays = dict[tuple[str, str], float]
 
 
@@ -167,6 +168,8 @@ def test_what_takes_no_memory_may_always_wait() -> None:
     assert lower_bound(chain(3, 5), None, nothing) == lower_bound(chain(3, 5))
     plan = replace(chain(3, 5), schedule="zero_bubble", activation_limits=(0, 0, 0))
     assert lower_bound(plan, None, nothing) <= simulated(plan, {}) + 1e-6
+    plenty = {rank: math.inf for rank in range(3)}
+    assert lower_bound(chain(3, 5, activation_bytes=50), None, plenty) == 17
 
 
 def test_a_profile_is_needed() -> None:

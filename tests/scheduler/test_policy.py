@@ -1,0 +1,96 @@
+"""Policies: what they accept, which are tried, and that any of them gives a whole step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raymm.scheduler.lower import iteration_time, lower, settle
+from raymm.scheduler.plan import Plan, PlanError
+from raymm.scheduler.policy import ANY_DISTANCE, ONE_F_ONE_B, Policy, policies
+from raymm.scheduler.program import COMPUTE, FORWARDS, check_program
+from tests.scheduler.random_models import contents, everything
+from tests.scheduler.test_bounds import chain, profiled_plans
+
+a_policy = st.builds(
+    Policy,
+    st.tuples(*[st.integers(-1, 3)] * 4),
+    st.sampled_from([0.0, 0.3, 1.0]),
+    st.sampled_from([1, 2, ANY_DISTANCE]),
+    st.booleans(),
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"priority": (0, 1, 2)}, r"priority is \(0, 1, 2\); it needs a whole number for each"),
+        ({"priority": (0, 1, 2, 0.5)}, "priority is .*whole number"),
+        ({"priority": (0, 1, 2, True)}, "priority is .*whole number"),
+        ({"patience": 1.5}, "patience is 1.5; it must be between 0 and 1"),
+        ({"patience": -0.1}, "patience is -0.1"),
+        ({"patience": float("nan")}, "patience is nan"),
+        ({"hops": 0}, "hops is 0; it must be a whole number, at least 1"),
+        ({"hops": 1.0}, "hops is 1.0"),
+        ({"beyond_depth": 1}, "beyond_depth is 1; it must be true or false"),
+    ],
+)
+def test_impossible_ones_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Policy(**{"priority": (0, 1, 2, 3), **options})
+
+
+def test_each_is_tried_once() -> None:
+    one, several = list(policies(False)), list(policies(True))
+    assert len(set(one)) == len(one) and len(set(several)) == len(several)
+    # How far away a gradient may be matters only where a rank has several stages.
+    assert {policy.hops for policy in one} == {ANY_DISTANCE}
+    assert len({policy.hops for policy in several}) > 1
+    for tried in (one, several):
+        assert {policy.beyond_depth for policy in tried} == {False, True}
+        assert ONE_F_ONE_B not in tried  # 1F1B is always a candidate
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_policy_runs_everything_once(data: st.DataObject) -> None:
+    plan = replace(data.draw(profiled_plans()), schedule="zero_bubble")
+    present = data.draw(contents(plan))
+    chosen = replace(plan, policy=data.draw(a_policy))
+    program = lower(chosen, present)
+    check_program(program)
+    forwards = [
+        {(i.stage, i.microbatch) for rank in p for i in rank if i.op in FORWARDS}
+        for p in (program, lower(replace(plan, schedule="1f1b"), present))
+    ]
+    assert forwards[0] == forwards[1]
+    counts = Counter(i for rank in program for i in rank if i.op in COMPUTE)
+    assert set(counts.values()) <= {1}
+    one = iteration_time(replace(plan, schedule="1f1b"))
+    assert iteration_time(chosen) <= one + 1e-6  # 1F1B itself is a candidate
+
+
+@settings(max_examples=5, deadline=None)
+@given(profiled_plans())
+def test_a_settled_plan_says_its_policy(plan: Plan) -> None:
+    plan = replace(plan, schedule="zero_bubble")
+    settled, seconds = settle(plan)
+    assert iteration_time(plan) == seconds == iteration_time(settled)
+    assert lower(settled, everything(plan)) == lower(plan, everything(plan))
+    assert Plan.from_json(settled.to_json()) == settled
+    assert settle(settled) == (settled, seconds)
+
+
+def test_a_policy_that_is_none_is_named() -> None:
+    data = replace(chain(2, 2), policy=Policy((0, 1, 2, 3))).to_dict()
+    for change, message in (
+        ({"patience": 2}, "policy: patience is 2"),
+        ({"priority": [0, 1]}, r"policy: priority is \(0, 1\)"),
+        ({"speed": 1}, r"policy: unknown keys \['speed'\]"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            Plan.from_dict({**data, "policy": {**data["policy"], **change}})
