@@ -1,0 +1,340 @@
+"""Stages that sleep instead of computing, on raymm's own ranks, channels and executor.
+
+Processes that sleep need no core, so pipelines of many ranks run undisturbed on a small
+machine, and what every instruction should take is known exactly.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from raymm.actors.executor import StepMeta
+from raymm.actors.group import RankGroup, RankResources, measured_timeline
+from raymm.actors.rank_actor import RankSpec
+from raymm.actors.stages.message import Message, MicrobatchContext
+from raymm.scheduler.costs import CostProfile, LayerCost
+from raymm.scheduler.graph import ModuleGraph, ModuleNode
+from raymm.scheduler.lower import lower
+from raymm.scheduler.plan import Plan, Stage
+from raymm.scheduler.program import COMPUTE, Op, Program, check_program
+from raymm.scheduler.stage_costs import StageCost, op_seconds, stage_costs
+from raymm.scheduler.timeline import Span, Timeline
+
+# A sleep ends up to this late; the rest of the time is waited for awake.
+AWAKE_SECONDS = 2e-4
+MESSAGE_FLOATS = 1024
+# Overheads are measured on steps with a single microbatch and nothing to do, and on a few with
+# stages of known times.
+IDLE_STEPS = 20
+BUSY_STEPS, BUSY_MICROBATCHES, BUSY_SECONDS = 2, 12, 5e-3
+# A message sent so long ago has arrived.
+READY_SECONDS = 2e-3
+
+
+def pause(seconds: float) -> None:
+    """Take this much time and no core (but for the last moment)."""
+    deadline = time.perf_counter() + seconds
+    if seconds > AWAKE_SECONDS:
+        time.sleep(seconds - AWAKE_SECONDS)
+    while time.perf_counter() < deadline:
+        pass
+
+
+class _SlowGradient(torch.autograd.Function):
+    """The identity, whose backward takes a while."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        pause(ctx.seconds)
+        return gradient, None
+
+
+class SleepingStage(nn.Module):
+    """A stage behind the interface that the executor runs: ``received + weight``.
+
+    Its forward takes ``cost.forward`` seconds, the gradient of what it received
+    ``cost.backward_input`` and that of its weight ``cost.backward_weight``. The two are apart
+    in the autograd graph, so that a split backward runs one of them each time.
+
+    Args:
+        cost: seconds; without ``backward_weight`` the stage is frozen and has no weight.
+        width: floats of a message.
+        last: whether it computes the loss.
+    """
+
+    def __init__(self, cost: StageCost, width: int, last: bool) -> None:
+        super().__init__()
+        self.cost = cost
+        self.width = width
+        self.last = last
+        self.weight = nn.Parameter(torch.zeros(1)) if cost.backward_weight else None
+        self.eval()  # no dropout: no seeding per microbatch
+
+    def run(
+        self, inputs: dict[str, Any] | None, received: dict[str, Message],
+        context: MicrobatchContext,
+    ) -> Message:
+        pause(self.cost.forward)
+        y = next(iter(received.values())).tensors[0] if received else torch.zeros(self.width)
+        if y.requires_grad:
+            y = _SlowGradient.apply(y, self.cost.backward_input)
+        if self.weight is not None:
+            # An ordinary sum joins the two: of a custom function's edges the executor could
+            # not tell which leads to a weight.
+            y = y + _SlowGradient.apply(self.weight, self.cost.backward_weight)
+        return Message((y.sum() if self.last else y,), {})
+
+
+class Renaming(NamedTuple):
+    """A chain of ``length`` stages on the last ranks of a pipeline of ``ranks`` ranks.
+
+    Ranks of a group have their stages' names for good. So that one group can run plans of any
+    number of stages, they have numbers, and a plan is laid on the last ones: the loss is always
+    computed by the last rank."""
+
+    plan: Plan
+    ranks: int
+
+    @property
+    def offset(self) -> int:
+        return self.ranks - self.plan.num_ranks
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The plan's stage names to the group's."""
+        return {s.name: rank_stage(self.offset + s.rank) for s in self.plan.stages}
+
+    def program(self, program: Program) -> Program:
+        """The plan's program as the group runs it; further ranks do nothing."""
+        names = {**self.names, "": ""}
+        return Program(
+            ((),) * self.offset
+            + tuple(
+                tuple(i._replace(stage=names[i.stage], peer=names[i.peer]) for i in rank)
+                for rank in program.ranks
+            )
+        )
+
+    def timeline(self, timeline: Timeline) -> Timeline:
+        """A timeline of the group in the plan's names and ranks."""
+        names = {ours: theirs for theirs, ours in self.names.items()} | {"": ""}
+        return Timeline(
+            tuple(
+                s._replace(rank=s.rank - self.offset, stage=names[s.stage], peer=names[s.peer])
+                for s in timeline.spans
+            ),
+            self.plan.num_ranks,
+        )
+
+
+def rank_stage(rank: int) -> str:
+    """Name of the stage on a rank of the group."""
+    return f"chain.{rank}"
+
+
+def full_program(plan: Plan) -> Program:
+    """The checked program of a step in which every microbatch goes through every module."""
+    everything = [node.name for node in plan.graph.nodes]
+    program = lower(plan, [everything] * plan.num_microbatches)
+    check_program(program)
+    return program
+
+
+class SleepingPipeline:
+    """Ranks whose stages sleep. Runs any plan that is a chain with one stage per rank.
+
+    Args:
+        ranks: how many; plans may have fewer.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        nothing = StageCost(0.0, 0.0, 0.0)
+        specs = [
+            RankSpec(
+                rank=rank, world_size=ranks,
+                builders={rank_stage(rank): partial(SleepingStage, nothing, 1, False)},
+                edges=tuple((rank_stage(i), rank_stage(i + 1)) for i in range(ranks - 1)),
+                stage_ranks={rank_stage(i): i for i in range(ranks)},
+            )
+            for rank in range(ranks)
+        ]
+        labels = [rank_stage(rank) for rank in range(ranks)]
+        self._group = RankGroup(specs, labels, RankResources(1.0))
+
+    def run(
+        self, plan: Plan, program: Program, steps: int, width: int = MESSAGE_FLOATS
+    ) -> list[Timeline]:
+        """Run a plan's program ``steps`` times.
+
+        Args:
+            plan: a chain of at most ``ranks`` stages, with a profile: stages sleep what
+                :func:`~raymm.scheduler.stage_costs.stage_costs` says.
+            program: the plan's.
+            width: floats of a message.
+
+        Returns:
+            Each step's timeline, in the plan's names.
+
+        Raises:
+            ValueError: if the plan has too many stages.
+        """
+        if plan.num_ranks > self.ranks:
+            raise ValueError(f"the plan has {plan.num_ranks} stages; there are {self.ranks} ranks")
+        chain = Renaming(plan, self.ranks)
+        costs = {chain.names[name]: cost for name, cost in stage_costs(plan).items()}
+        self._group.rebuild([
+            {name: partial(SleepingStage, costs.get(name, StageCost(0.0, 0.0, 0.0)), width,
+                           rank == self.ranks - 1)}
+            for rank, name in enumerate(map(rank_stage, range(self.ranks)))
+        ])
+        key = self._group.load_program(chain.program(program))
+        # What decides a message's layout is its width.
+        meta = StepMeta(step=0, label_tokens=1, keys=(width,) * plan.num_microbatches)
+        empty: list[list] = [[] for _ in range(self.ranks)]
+        return [
+            chain.timeline(measured_timeline(self._group.submit(key, meta, empty).result()))
+            for _ in range(steps)
+        ]
+
+    def overheads(self, width: int = MESSAGE_FLOATS) -> Overheads:
+        """Measure what instructions take beside their stage's work.
+
+        From runs of their own, on chains over all ranks: one microbatch that goes down and
+        comes back through stages that take no time, so that every receiver waits for its
+        message; and every compute op on stages of known times.
+        """
+        idle = chain_plan(self.ranks, 0.0, 1)
+        messages = self.run(idle, full_program(idle), IDLE_STEPS + 1, width)[1:]
+        extra: dict[Op, list[float]] = {}
+        for trainable, recompute in ((True, False), (True, True), (False, False)):
+            plan = chain_plan(self.ranks, BUSY_SECONDS, BUSY_MICROBATCHES, trainable, recompute)
+            nominal = op_seconds(plan)
+            for timeline in self.run(plan, full_program(plan), BUSY_STEPS + 1, width)[1:]:
+                for s in timeline.compute():
+                    late = s.end - s.start - nominal[s.stage, Op(s.op)]
+                    extra.setdefault(Op(s.op), []).append(late)
+                for s in timeline.spans:
+                    if s.op == Op.SEND:
+                        extra.setdefault(Op.SEND, []).append(s.end - s.start)
+                extra.setdefault(Op.RECV, []).extend(ready_receives(timeline))
+        return Overheads(
+            statistics.median(x for one in messages for x in message_seconds(one)),
+            {op: statistics.median(values) for op, values in extra.items()},
+        )
+
+    def close(self) -> None:
+        """End the ranks."""
+        self._group.shutdown()
+
+
+class Overheads(NamedTuple):
+    """What a step takes beside the stages' work, in seconds.
+
+    Attributes:
+        message: from the start of a SEND to the end of the RECV that waits for it.
+        per_op: of one instruction: a compute op beside its stage's time, a SEND, a RECV whose
+            message is there already.
+    """
+
+    message: float
+    per_op: dict[Op, float]
+
+    @property
+    def latency(self) -> float:
+        """Of a message, beside what the instructions at its two ends take."""
+        ends = self.per_op.get(Op.SEND, 0.0) + self.per_op.get(Op.RECV, 0.0)
+        return max(0.0, self.message - ends)
+
+    def added_to(
+        self, costs: Mapping[tuple[str, Op], float], program: Program
+    ) -> dict[tuple[str, Op], float]:
+        """Costs per (stage, compute op) with the overhead of the op and of the messages around
+        it: receives before and sends after it, of which all microbatches have as many."""
+        around: dict[tuple[str, Op], list[float]] = {}
+        for rank in program.ranks:
+            pending, last = 0.0, None
+            for instruction in rank:
+                seconds = self.per_op.get(instruction.op, 0.0)
+                if instruction.op in COMPUTE:
+                    last = around.setdefault((instruction.stage, instruction.op), [])
+                    last.append(seconds + pending)
+                    pending = 0.0
+                elif instruction.op is Op.SEND and last is not None:
+                    last[-1] += seconds
+                elif instruction.op is Op.RECV:
+                    pending += seconds
+        return {
+            key: costs.get(key, 0.0) + statistics.fmean(values) for key, values in around.items()
+        }
+
+
+def chain_plan(
+    ranks: int, seconds: float, microbatches: int, trainable: bool = True, recompute: bool = False
+) -> Plan:
+    """A chain of stages on which F, B_d and B_w take ``seconds`` each, under zero bubble.
+
+    Args:
+        ranks: stages.
+        seconds: per op.
+        microbatches: per step.
+        trainable: all stages; or only the one in the middle, so that those before it have no
+            backward and those after it no B_w.
+        recompute: in every stage that has all of a backward, but the last.
+    """
+    middle = ranks // 2
+    flags = tuple(trainable or rank == middle for rank in range(ranks))
+    # A weight gradient takes an instant at least, or the stage would have no weight.
+    layer = LayerCost(seconds, seconds, max(seconds, 1e-9), activation_bytes=16, output_bytes=1)
+    stages = tuple(
+        Stage("idle", i, (i, i + 1), i, recompute=recompute and i < ranks - 1)
+        for i in range(ranks)
+    )
+    return Plan(
+        ModuleGraph((ModuleNode("idle", flags),), ()), stages, microbatches, "zero_bubble",
+        CostProfile({"idle": (layer,) * ranks}),
+    )
+
+
+def _messages(timeline: Timeline) -> list[tuple[Span, Span]]:
+    """(SEND, RECV) of every message that has spans at both ends (a measured timeline has all,
+    a simulated one no SENDs)."""
+    sent = {(s.stage, s.peer, s.microbatch): s for s in timeline.spans if s.op == Op.SEND}
+    return [
+        (sent[key], s) for s in timeline.spans
+        if s.op == Op.RECV and (key := (s.peer, s.stage, s.microbatch)) in sent
+    ]
+
+
+def message_seconds(timeline: Timeline) -> list[float]:
+    """Of every message, seconds from the start of its SEND to the end of its RECV."""
+    return [received.end - sent.start for sent, received in _messages(timeline)]
+
+
+def ready_receives(timeline: Timeline) -> list[float]:
+    """Seconds of every RECV that began long after its SEND had ended: nothing to wait for."""
+    return [
+        received.end - received.start for sent, received in _messages(timeline)
+        if received.start > sent.end + READY_SECONDS
+    ]
+
+
+def op_seconds_measured(timelines: Sequence[Timeline]) -> dict[tuple[str, Op], float]:
+    """Median seconds per (stage, compute op) over several steps."""
+    found: dict[tuple[str, Op], list[float]] = {}
+    for timeline in timelines:
+        for span in timeline.compute():
+            found.setdefault((span.stage, Op(span.op)), []).append(span.end - span.start)
+    return {key: statistics.median(values) for key, values in found.items()}
