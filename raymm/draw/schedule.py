@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -124,6 +124,7 @@ def draw_timelines(
     ]
     body = max(_body(timelines), *(text_width(ruler, c, CAPTION_SIZE) + 0.2 for c in captions))
     scale = _scale(timelines, body)
+    digits = _number_size(timelines, scale)
     legend = LEGEND_ROW * -(-len(handles) // columns) + 0.12 if handles else 0.0
     head = HEAD if title else 0.08
     width = left + body + BUBBLES
@@ -139,7 +140,7 @@ def draw_timelines(
             (left / width, bottom / height, body / width, row * count / height)
         )
         _panel(axes, timeline, names, scale, label_size)
-        _boxes(axes, timeline, looks, steps, scale)
+        _boxes(axes, timeline, looks, steps, scale, digits)
         axes.set_title(captions[index], loc="left", fontsize=CAPTION_SIZE, color=TEXT, pad=5)
         if index:
             _mark_end(axes, timelines[0], scale, text_width(ruler, captions[index], CAPTION_SIZE))
@@ -316,6 +317,7 @@ def _boxes(
     looks: Mapping[str, Mapping[Op, Look]],
     steps: Mapping[tuple[int, str], _Step],
     scale: _Scale,
+    digits: float,
 ) -> None:
     origin = min((span.start for span in timeline.spans), default=0.0)
     outline: RGB | str
@@ -350,19 +352,22 @@ def _boxes(
             PolyCollection(polygons, facecolors=fills, edgecolors=outlines,
                            linewidths=max(thin, 0.15), hatch=hatch or None)
         )
-    _numbers(axes, numbers, scale)
+    _numbers(axes, numbers, scale, digits)
 
 
 def _numbers(
-    axes: Axes, boxes: Sequence[tuple[float, float, float, Span, Look]], scale: _Scale
+    axes: Axes,
+    boxes: Sequence[tuple[float, float, float, Span, Look]],
+    scale: _Scale,
+    largest: float,
 ) -> None:
     """Microbatch numbers, where they fit."""
-    widths = [(stop - start) * scale.inches for start, stop, *_ in boxes]
-    size = _number_size(zip(widths, (span for *_, span, _ in boxes), strict=True))
     plain, fills = [], []
-    high = size / 72 * 0.5 / _row_inches(axes)
-    for inches, (start, stop, middle, span, look) in zip(widths, boxes, strict=True):
-        if not _fits(inches, span, size):
+    row = _row_inches(axes)
+    for start, stop, middle, span, look in boxes:
+        # Where the common size has no room, a smaller one may.
+        size = next((n for n in NUMBER_SIZES if n <= largest and _fits(span, n, scale)), 0.0)
+        if not size:
             continue
         x = (start + stop) / 2
         axes.add_artist(
@@ -371,7 +376,7 @@ def _numbers(
         )
         if look.hatch:  # a plain patch keeps the digits off the stripes
             wide = (len(str(span.microbatch)) * DIGIT * size + 0.02) / 2 / scale.inches
-            wide = min(wide, (stop - start) / 2)
+            high = size / 72 * 0.5 / row
             plain.append([(x - wide, middle - high), (x + wide, middle - high),
                           (x + wide, middle + high), (x - wide, middle + high)])
             fills.append(look.fill)
@@ -386,14 +391,15 @@ def _row_inches(axes: Axes) -> float:
     return axes.get_position().height * figure.get_size_inches()[1] / rows
 
 
-def _fits(inches: float, span: Span, size: float) -> bool:
+def _fits(span: Span, size: float, scale: _Scale) -> bool:
+    inches = (span.end - span.start) / scale.second * scale.inches
     return inches >= len(str(span.microbatch)) * DIGIT * size + 0.02
 
 
-def _number_size(boxes: Iterable[tuple[float, Span]]) -> float:
-    """One font size for all microbatch numbers: the largest at which most boxes have room."""
-    boxes = list(boxes)
+def _number_size(timelines: Sequence[tuple[str, Timeline]], scale: _Scale) -> float:
+    """The largest font size of microbatch numbers at which most boxes have room."""
+    spans = [span for _, timeline in timelines for span in timeline.compute()]
     for size in NUMBER_SIZES:
-        if sum(_fits(inches, span, size) for inches, span in boxes) >= 0.9 * len(boxes):
+        if sum(_fits(span, size, scale) for span in spans) >= 0.85 * len(spans):
             return size
     return NUMBER_SIZES[-1]

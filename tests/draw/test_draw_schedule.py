@@ -194,3 +194,19 @@ def test_a_png_of_24_ranks_is_small(tmp_path) -> None:
     plan = chain(24, 24, recompute=True)
     path = draw_timelines([("1f1b", timeline(plan))], tmp_path / "a.png")
     assert path.stat().st_size < 400_000
+
+
+def test_panels_have_numbers_of_one_size_and_smaller_ones_where_room_is_short(drawn) -> None:
+    wide = tuple(Span(0, Op.FORWARD, "llm.0", i, i, i + 1.0) for i in range(10))
+    narrow = (
+        Span(0, Op.FORWARD, "llm.0", 11, 10.0, 10.15),
+        Span(0, Op.FORWARD, "llm.0", 12, 10.15, 10.16),
+    )
+    draw_timelines([("a", Timeline(wide, 1)), ("b", Timeline(wide + narrow, 1))], "a.png")
+    sizes = [
+        {text.get_text(): text.get_fontsize() for text in axes.texts if text.get_text().isdigit()}
+        for axes in drawn.figure.axes
+    ]
+    assert len(sizes[0]) == 10 and len(set(sizes[0].values())) == 1
+    assert {sizes[1][key] for key in sizes[0]} == set(sizes[0].values())
+    assert "12" not in sizes[1] and sizes[1]["11"] < sizes[1]["1"]
