@@ -30,13 +30,16 @@ def chunked(space: StageSpace, counts: Mapping[str, int], chunks: int) -> Plan:
     too few layers keep one stage per rank.
 
     Raises:
-        StageSearchError: if no module can have so many chunks.
+        StageSearchError: if no module can have so many chunks, or a module not so many stages.
     """
     graph = space.graph
+    if chunks < 2:
+        raise StageSearchError(f"chunks is {chunks}; it must be at least 2")
     partitions: dict[str, Ranges] = {}
     any_chunked = False
     for node in graph.nodes:
         ranks = counts[node.name]
+        _check_stages(graph, node.name, ranks)
         worthwhile = ranks > 1 and all(space.backward[node.name][1:])
         many = chunks if worthwhile and node.num_layers >= chunks * ranks else 1
         any_chunked |= many > 1
@@ -66,11 +69,9 @@ def colocated(space: StageSpace, encoder_ranks: int, language_ranks: int) -> Pla
     """
     graph = space.graph
     encoders = encoders_into_sink(graph)
-    if language_ranks > graph.node(graph.sink).num_layers:
-        raise StageSearchError(
-            f"module {graph.sink!r} cannot have {language_ranks} stages; "
-            f"it has {graph.node(graph.sink).num_layers} layers"
-        )
+    if encoder_ranks < 1:
+        raise StageSearchError(f"encoder_ranks is {encoder_ranks}; it must be at least 1")
+    _check_stages(graph, graph.sink, language_ranks)
     counts = {name: min(encoder_ranks, graph.node(name).num_layers) for name in encoders}
     partitions = {
         name: partition_matrix(space.stage_seconds(name), count, None)
@@ -98,11 +99,7 @@ def replicated(space: StageSpace, ranks: int) -> Plan:
     """
     graph = space.graph
     encoders = encoders_into_sink(graph)
-    if ranks > graph.node(graph.sink).num_layers:
-        raise StageSearchError(
-            f"module {graph.sink!r} cannot have {ranks} stages; "
-            f"it has {graph.node(graph.sink).num_layers} layers"
-        )
+    _check_stages(graph, graph.sink, ranks)
     partitions = {name: ((0, graph.node(name).num_layers),) for name in encoders}
     partitions[graph.sink] = partition_matrix(space.stage_seconds(graph.sink), ranks, None)
     plan = space.made_of(partitions)
@@ -115,6 +112,14 @@ def replicated(space: StageSpace, ranks: int) -> Plan:
     ]
     stages += [replace(s, rank=s.index) for s in plan.module_stages(graph.sink)]
     return replace(plan, stages=tuple(stages), shared_ranks=None)
+
+
+def _check_stages(graph: ModuleGraph, module: str, stages: int) -> None:
+    layers = graph.node(module).num_layers
+    if not 1 <= stages <= layers:
+        raise StageSearchError(
+            f"module {module!r} cannot have {stages} stages; it has {layers} layers"
+        )
 
 
 def encoders_into_sink(graph: ModuleGraph) -> list[str]:
@@ -131,4 +136,3 @@ def encoders_into_sink(graph: ModuleGraph) -> list[str]:
     if not encoders:
         raise StageSearchError("this layout is for models with encoders; there are none")
     return encoders
-
