@@ -9,6 +9,8 @@ everything):
 - *zero bubble*: the same stages, B_d split from B_w, recomputation ahead of the gradient;
 - *loss kept*: as before, and the loss's stage, which needs its activations at once, does not
   recompute;
+- *rebalanced*: as before, with layers cut so that the loss's stage, which has less to do, gets
+  more of them;
 - *chunks*: as before, with 2 to 4 chunks of the language model per rank.
 
 All of them hold no more activations per rank than the baseline's fullest rank does (and no
@@ -59,7 +61,11 @@ def ratios(space: StageSpace, counts: dict[str, int]) -> dict[str, float]:
     limits = one_f_one_b_limits(baseline, program, sizes)
     seconds = iteration_time(baseline)
 
-    plans = {"zero_bubble": baseline, "loss_kept": _loss_kept(baseline)}
+    plans = {
+        "zero_bubble": baseline,
+        "loss_kept": _loss_kept(baseline),
+        "rebalanced": space.plan(counts),
+    }
     for chunks in CHUNKS:
         try:
             plans[f"chunks_{chunks}"] = chunked(space, counts, chunks)
@@ -133,7 +139,8 @@ def main() -> None:
                 values = [one[name] for one in mine]
                 result[f"{prefix}{name}_{trainable}_median"] = round(statistics.median(values), 4)
             result[f"{prefix}best_{trainable}_max"] = round(max(one["best"] for one in mine), 4)
-            one_chunk = [min(1.0, one["zero_bubble"], one["loss_kept"]) for one in mine]
+            names = ("zero_bubble", "loss_kept", "rebalanced")
+            one_chunk = [min(1.0, *(one.get(n, 1.0) for n in names)) for one in mine]
             result[f"{prefix}one_chunk_{trainable}_median"] = round(statistics.median(one_chunk), 4)
             same = [min(1.0, one["zero_bubble"]) for one in mine]
             result[f"{prefix}same_plan_{trainable}_median"] = round(statistics.median(same), 4)
@@ -146,7 +153,8 @@ def main() -> None:
 
 def _table(rows: list[dict]) -> Table:
     table = Table(title="iteration time relative to DAG 1F1B (medians, searched stages)")
-    names = ("gpipe", "zero_bubble", "loss_kept", *(f"chunks_{n}" for n in CHUNKS), "best", "bound")
+    names = ("gpipe", "zero_bubble", "loss_kept", "rebalanced", *(f"chunks_{n}" for n in CHUNKS))
+    names += ("best", "bound")
     for name in ("trainable", *names):
         table.add_column(name)
     for trainable in TRAINABLE:

@@ -139,10 +139,10 @@ class ListScheduler:
         delays: Mapping[tuple[str, str], float] | None = None,
     ) -> None:
         self._plan = plan
-        self._active = active
-        self._costs = costs
+        self.active = active
+        self.costs = costs
         self.sizes = sizes or {}
-        self._delays = delays or {}
+        self.delays = delays or {}
 
     def run(self, rules: Rules) -> Schedule:
         """Schedule everything.
@@ -179,33 +179,33 @@ class ListScheduler:
         plan, rules = self._plan, self._rules
         stages = {}
         for stage in plan.stages:
-            state = _Stage(stage.name, self._costs)
+            state = _Stage(stage.name, self.costs)
             cost = self.sizes.get(stage.name, UNKNOWN_SIZES)
             state.rank = stage.rank
             state.depth = plan.depth[stage.name]
             state.turn = (state.depth, len(stages))  # of one microbatch, nearest to loss first
-            state.held = len(self._active) if rules.flush else state.depth
+            state.held = len(self.active) if rules.flush else state.depth
             state.recompute = stage.recompute
             state.kept = cost.input_bytes if stage.recompute else cost.activation_bytes
             state.activation = cost.activation_bytes if stage.recompute else 0
             state.trains = plan.trainable(stage)
-            state.forwards = [m for m, a in enumerate(self._active) if stage.name in a.stages]
+            state.forwards = [m for m, a in enumerate(self.active) if stage.name in a.stages]
             state.backwards = [
-                m for m, a in enumerate(self._active) if stage.name in a.needs_backward
+                m for m, a in enumerate(self.active) if stage.name in a.needs_backward
             ]
             state.needs = frozenset(state.backwards)
             state.owes = frozenset(
-                m for m, a in enumerate(self._active) if stage.name in a.needs_input_grad
+                m for m, a in enumerate(self.active) if stage.name in a.needs_input_grad
             )
             stages[stage.name] = state
         for state in stages.values():
             state.producers = [stages[name] for name in plan.stage_producers[state.name]]
             state.consumers = [stages[name] for name in plan.stage_consumers[state.name]]
             state.edge_delay = [
-                self._delays.get((p.name, state.name), 0.0) for p in state.producers
+                self.delays.get((p.name, state.name), 0.0) for p in state.producers
             ]
             state.grad_delay = [
-                self._delays.get((c.name, state.name), 0.0) for c in state.consumers
+                self.delays.get((c.name, state.name), 0.0) for c in state.consumers
             ]
             state.consumed = {c.name: 0 for c in state.consumers}
         self._stages = stages
@@ -291,7 +291,7 @@ class ListScheduler:
         return found
 
     def _forward_ready(self, state: _Stage, microbatch: int) -> float:
-        run = self._active[microbatch].stages
+        run = self.active[microbatch].stages
         ready = 0.0
         for producer, delay in zip(state.producers, state.edge_delay, strict=True):
             if producer.name in run:
@@ -391,13 +391,13 @@ class ListScheduler:
         else:
             op, end = Op.FORWARD_NO_GRAD, now + state.no_grad_s
         state.forward_end[microbatch] = end
-        run = self._active[microbatch].stages
+        run = self.active[microbatch].stages
         for producer in state.producers:
             if producer.name in run:
                 producer.consumed[state.name] += 1
                 self._wakes.append((now, producer.rank))
         for consumer in state.consumers:
-            delay = self._delays.get((state.name, consumer.name), 0.0)
+            delay = self.delays.get((state.name, consumer.name), 0.0)
             self._wakes.append((end + delay, consumer.rank))
         self._order[rank].append(Task(state.name, microbatch, op))
         return end
@@ -423,7 +423,7 @@ class ListScheduler:
         else:
             del self._held[rank][microbatch, *state.turn]
         for producer in state.producers:
-            delay = self._delays.get((state.name, producer.name), 0.0)
+            delay = self.delays.get((state.name, producer.name), 0.0)
             self._wakes.append((end + delay, producer.rank))
         return end
 

@@ -13,9 +13,11 @@ from raymm.scheduler.list_schedule import (
     to_program,
 )
 from raymm.scheduler.memory import activation_peaks
+from raymm.scheduler.network import Transfer
 from raymm.scheduler.plan import Plan
 from raymm.scheduler.policy import Policy, policies
 from raymm.scheduler.program import Op, Program
+from raymm.scheduler.simulate import simulate
 from raymm.scheduler.stage_costs import StageCost, op_seconds, stage_costs
 from raymm.scheduler.step_graph import ActiveStages, active_stages
 
@@ -113,6 +115,12 @@ def _zero_bubble(plan: Plan, scheduler: ListScheduler) -> tuple[Schedule, Policy
             best, chosen = found, policy
     if best is None:
         raise stuck
+    if chosen is not None:
+        # A program does not wait on purpose as a policy does; it may end sooner.
+        program = to_program(plan, scheduler.active, best)
+        transfers = {edge: Transfer(0.0, wait) for edge, wait in scheduler.delays.items()}
+        timeline = simulate(program, scheduler.costs, transfers=transfers)
+        best = best._replace(makespan=timeline.makespan)
     return best, chosen
 
 

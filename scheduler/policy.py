@@ -63,7 +63,8 @@ _SEVERAL_STAGES_PER_RANK = (
     Policy((0, 0, 0, 1), 1.0, 4, True), Policy((1, 1, 0, 3), 0.0, 2),
     Policy((1, 2, 0, 3), 0.0, 4, True), Policy((1, 0, 0, 3), 0.5, 2),
     Policy((1, 0, 0, 3), 0.0, 4, True), Policy((0, 0, 0, 1), 0.25, 4, True),
-    Policy((0, 1, 1, 3), 0.0, 2), Policy((0, 1, 1, 3)),
+    Policy((0, 1, 1, 3), 0.0, 2), Policy((0, 1, 1, 3)), Policy((1, 0, 0, 3), 0.25, 4),
+    Policy((1, 1, 0, 3), 0.0, 4), Policy((1, 0, 0, 3), 0.0, 3), Policy((0, 1, 2, 3), 1.0, 4),
 )
 
 
