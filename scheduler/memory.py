@@ -94,7 +94,12 @@ def check_memory(plan: Plan, program: Program) -> None:
         if need.total > plan.memory_limit:
             names = ", ".join(stage.name for stage in plan.rank_stages(rank))
             raise PlanError(
-                f"rank {rank} ({names}) needs {need.total / GIB:.2f} GiB: {need.state / GIB:.2f} "
-                f"of weights and optimizer state, {need.activations / GIB:.2f} of activations; "
-                f"memory_limit is {plan.memory_limit / GIB:.2f} GiB"
+                f"rank {rank} ({names}) needs {_size(need.total)}: {_size(need.state)} of "
+                f"weights and optimizer state, {_size(need.activations)} of activations; "
+                f"memory_limit is {_size(plan.memory_limit)}"
             )
+
+
+def _size(count: float) -> str:
+    """In GiB, unless that would hide by how much a small model is over its limit."""
+    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count:,} bytes"

@@ -8,8 +8,7 @@ limit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,11 +21,13 @@ from raymm.scheduler.graph import ModuleGraph
 from raymm.scheduler.layouts import chunked, colocated, replicated
 from raymm.scheduler.lower import iteration_time, lower, settle
 from raymm.scheduler.memory import RankMemory, check_memory, rank_memory
-from raymm.scheduler.network import delays, edge_transfers
+from raymm.scheduler.network import Transfer, delays, edge_transfers
 from raymm.scheduler.partition import cost_matrix
-from raymm.scheduler.plan import Plan, PlanError
+from raymm.scheduler.plan import SCHEDULES, Plan, PlanError
 from raymm.scheduler.program import Program
-from raymm.scheduler.stage_search import joint_search
+from raymm.scheduler.simulate import simulate
+from raymm.scheduler.stage_costs import op_seconds
+from raymm.scheduler.stage_search import SearchResult, joint_search
 from raymm.scheduler.stage_space import StageSearchError, StageSpace
 
 LAYOUTS = ("modality_parallel", "colocated", "replicated")
@@ -44,11 +45,13 @@ class Network:
     across_nodes: Link = Link(0.0, float("inf"))
     ranks_per_node: int = 1_000_000
 
+    def transfers(self, plan: Plan) -> dict[tuple[str, str], Transfer]:
+        """What a message takes, per directed edge."""
+        return edge_transfers(plan, self.within_node, self.across_nodes, self.ranks_per_node)
+
     def delays(self, plan: Plan) -> dict[tuple[str, str], float]:
-        """Seconds of a message per directed edge."""
-        return delays(
-            edge_transfers(plan, self.within_node, self.across_nodes, self.ranks_per_node)
-        )
+        """Seconds of a message per directed edge, if its link is free."""
+        return delays(self.transfers(plan))
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,8 @@ class Option:
     Attributes:
         layout: one of :data:`LAYOUTS`, with the chunks per rank if there are several.
         plan: the plan.
-        seconds: simulated seconds of an iteration.
+        seconds: simulated seconds of an iteration: of the program that ``lower(plan)`` gives,
+            with messages.
         memory: bytes per rank.
     """
 
@@ -69,13 +73,16 @@ class Option:
 
     @property
     def label(self) -> str:
-        """E.g. ``"modality_parallel vision 1, llm 5 (7 ranks), zero_bubble"``."""
+        """E.g. ``"modality_parallel: vision 1, llm 5; 6 ranks, zero_bubble"``."""
         counts = ", ".join(
             f"{node.name} {len(self.plan.replicas(node.name)[0])}"
             + (f" x{n}" if (n := len(self.plan.replicas(node.name))) > 1 else "")
             for node in self.plan.graph.nodes
         )
-        return f"{self.layout}: {counts}; {self.plan.num_ranks} ranks, {self.plan.schedule}"
+        how = self.plan.schedule
+        if any(stage.recompute for stage in self.plan.stages):
+            how += ", recomputing"
+        return f"{self.layout}: {counts}; {self.plan.num_ranks} ranks, {how}"
 
 
 @dataclass(frozen=True)
@@ -121,34 +128,61 @@ def propose(
         num_microbatches: microbatches per step.
         memory_limit: bytes per rank; no limit if None.
         network: what messages take.
-        recompute: whether stages recompute; if None, only when nothing fits otherwise.
+        recompute: whether stages recompute; if None, a layout does only if it does not fit
+            otherwise.
         schedules: of ``"1f1b"``, ``"zero_bubble"`` and ``"gpipe"``.
         layouts: of :data:`LAYOUTS`.
         chunks: stages of a module per rank that are tried besides one.
 
     Raises:
         StageSearchError: if nothing fits.
-        ValueError: on an unknown layout or schedule.
+        ValueError: on an unknown layout or schedule, none at all, or fewer than two chunks.
     """
-    for name in layouts:
-        if name not in LAYOUTS:
-            raise ValueError(f"layouts has {name!r}; accepted: {', '.join(LAYOUTS)}")
-    error: StageSearchError | None = None
+    _check_choices("layouts", layouts, LAYOUTS)
+    _check_choices("schedules", schedules, SCHEDULES)
+    if any(many < 2 for many in chunks):
+        raise ValueError(f"chunks is {tuple(chunks)}; each must be at least 2")
+    planners: list[_Planner] = []
+    left = tuple(layouts)
     for again in (False, True) if recompute is None else (recompute,):
         space = StageSpace(
             graph, profile, ranks, num_microbatches, recompute=again, memory_limit=memory_limit
         )
         if memory_limit is not None:
             space = replace(space, feasible=_Feasible(space, memory_limit))
-        planner = _Planner(space, network or Network(), schedules, layouts, chunks)
-        try:
-            return planner.run()
-        except StageSearchError as found:
-            error = found
-    raise error
+        planners.append(_Planner(space, network or Network(), schedules, left, chunks))
+        left = planners[-1].run()
+        if not left or memory_limit is None:
+            break
+    return _proposal(planners)
+
+
+def _check_choices(field: str, chosen: Sequence[str], accepted: Sequence[str]) -> None:
+    for name in chosen:
+        if name not in accepted:
+            raise ValueError(f"{field} has {name!r}; accepted: {', '.join(accepted)}")
+    if not chosen:
+        raise ValueError(f"{field} is empty; accepted: {', '.join(accepted)}")
+
+
+def _proposal(planners: Sequence[_Planner]) -> Proposal:
+    options = [option for planner in planners for option in planner.options]
+    refused = tuple(entry for planner in planners for entry in planner.refused)
+    if not options:
+        reasons = "; ".join(f"{label}: {why}" for label, why in refused)
+        raise StageSearchError(f"no plan fits: {reasons}")
+    options.sort(key=lambda option: (option.seconds, option.plan.num_ranks))
+    best = options[0].plan
+    searches = [planner.found for planner in planners if planner.found]
+    return Proposal(
+        tuple(options), refused, lower_bound(best, planners[0].network.delays(best)),
+        sum(found.combinations for found in searches), sum(found.simulated for found in searches),
+    )
 
 
 class _Planner:
+    """One round of planning, with or without recomputation."""
+
     def __init__(
         self,
         space: StageSpace,
@@ -164,31 +198,45 @@ class _Planner:
         self.chunks = chunks
         self.options: list[Option] = []
         self.refused: list[tuple[str, str]] = []
+        self.found: SearchResult | None = None
 
-    def run(self) -> Proposal:
-        found = None
-        if "modality_parallel" in self.layouts:
-            found = joint_search(
+    def run(self) -> tuple[str, ...]:
+        """Fill in what was found; returns the layouts of which no plan fits."""
+        left = []
+        for layout in self.layouts:
+            before = len(self.options)
+            if layout == "modality_parallel":
+                self._try_modality_parallel()
+            else:
+                self._try_shared(layout)
+            if len(self.options) == before:
+                left.append(layout)
+        return tuple(left)
+
+    def _try_modality_parallel(self) -> None:
+        try:
+            self.found = joint_search(
                 self.space,
-                lambda plan: iteration_time(plan, delays=self.network.delays(plan)),
+                self._seconds,
                 lambda plan: lower_bound(plan, self.network.delays(plan)),
                 self._fits,
                 alternatives=FINALISTS - 1,
             )
-            for choice in (found.best, *found.alternatives):
-                self._try_schedules("modality_parallel", choice.plan)
-            self._try_chunks(found.best.counts)
-        self._try_other_layouts()
-        if not self.options:
-            reasons = "; ".join(f"{label}: {why}" for label, why in self.refused) or "no layout"
-            raise StageSearchError(f"no plan fits: {reasons}")
-        self.options.sort(key=lambda option: (option.seconds, option.plan.num_ranks))
-        best = self.options[0].plan
-        return Proposal(
-            tuple(self.options), tuple(self.refused),
-            lower_bound(best, self.network.delays(best)),
-            found.combinations if found else 0, found.simulated if found else 0,
-        )
+        except StageSearchError as error:  # other layouts may need less memory
+            self.refused.append(("modality_parallel", str(error)))
+            return
+        for choice in (self.found.best, *self.found.alternatives):
+            self._try_schedules("modality_parallel", choice.plan)
+        self._try_chunks(self.found.best.counts)
+
+    def _seconds(self, plan: Plan, program: Program | None = None) -> float:
+        """Of the program that the trainer will make of the plan. It does not know how long
+        messages take, so neither does its order of work."""
+        transfers = self.network.transfers(plan)
+        if program is None and not any(t.total for t in transfers.values()):
+            return iteration_time(plan)
+        program = _program(plan) if program is None else program
+        return simulate(program, op_seconds(plan), transfers=transfers).makespan
 
     def _fits(self, plan: Plan) -> bool:
         return self.space.memory_limit is None or _too_full(plan, _program(plan)) is None
@@ -205,31 +253,41 @@ class _Planner:
                 plan = chunked(self.space, counts, many)
             except StageSearchError:
                 continue
-            # As much memory as the plan with one chunk takes, unless a limit says otherwise.
             self._judge(f"modality_parallel, {many} chunks per rank",
                         replace(plan, schedule="zero_bubble"))
 
-    def _try_other_layouts(self) -> None:
-        for layout in self.layouts:
-            plans = [] if layout == "modality_parallel" else list(self._made(layout))
-            if plans:
-                times = [iteration_time(p, delays=self.network.delays(p)) for p in plans]
-                self._try_schedules(layout, plans[times.index(min(times))])
+    def _try_shared(self, layout: str) -> None:
+        """Layouts in which modules share ranks: of those that fit the one that is fastest
+        under 1F1B, or else the fastest, to say why it does not fit."""
+        plans, reason = [], f"it needs at least 2 ranks; ranks is {self.space.ranks}"
+        for make in self._makers(layout):
+            try:
+                plans.append(make())
+            except StageSearchError as error:  # this one does not exist for the model
+                reason = str(error)
+        if not plans:
+            self.refused.append((layout, reason))
+            return
+        plans = [plan for plan in plans if self._fits(plan)] or plans
+        times = [self._seconds(plan) for plan in plans]
+        self._try_schedules(layout, plans[times.index(min(times))])
 
-    def _made(self, layout: str) -> Iterator[Plan]:
-        space, ranks = self.space, self.space.ranks
-        makers = [partial(replicated, space, ranks)]
-        if layout == "colocated":
-            makers = [partial(colocated, space, n, ranks - n) for n in range(1, ranks)]
-        for make in makers:
-            with suppress(StageSearchError):  # this one does not exist for the model
-                yield make()
+    def _makers(self, layout: str) -> list[Callable[[], Plan]]:
+        space, ranks, sink = self.space, self.space.ranks, self.space.graph.sink
+        most = space.graph.node(sink).num_layers  # stages of the sink, however many ranks
+        if layout == "replicated":
+            return [partial(replicated, space, min(ranks, most))]
+        longest = max((n.num_layers for n in space.graph.nodes if n.name != sink), default=1)
+        return [
+            partial(colocated, space, first, min(ranks - first, most))
+            for first in range(1, min(longest, ranks - 1) + 1)
+        ]
 
     def _judge(self, layout: str, plan: Plan) -> None:
-        waits = self.network.delays(plan)
-        plan, seconds = settle(plan, waits)
+        plan, _ = settle(plan, self.network.delays(plan))
         program = _program(plan)
-        option = Option(layout, plan, seconds, rank_memory(plan, program))
+        memory = rank_memory(plan, program)
+        option = Option(layout, plan, self._seconds(plan, program), memory)
         if reason := _too_full(plan, program):
             self.refused.append((option.label, reason))
         else:
@@ -262,7 +320,7 @@ class _Feasible:
         backward = space.backward[module]
         frozen = space.profile.frozen_share
         state = cost_matrix([
-            c.parameter_bytes * (TRAINED_COPIES if trainable else frozen)
+            int(c.parameter_bytes * (TRAINED_COPIES if trainable else frozen))
             for c, trainable in zip(costs, node.trainable, strict=True)
         ])
         kept = cost_matrix([

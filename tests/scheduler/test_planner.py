@@ -1,0 +1,364 @@
+"""The planner against judging every plan there is, on small models."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raymm.scheduler.bounds import lower_bound
+from raymm.scheduler.costs import CostProfile, LayerCost, ProfileError
+from raymm.scheduler.devices import Link
+from raymm.scheduler.graph import ModuleGraph, ModuleNode
+from raymm.scheduler.layouts import colocated, replicated
+from raymm.scheduler.lower import lower
+from raymm.scheduler.memory import rank_memory
+from raymm.scheduler.network import edge_transfers
+from raymm.scheduler.plan import SCHEDULES, Plan, PlanError
+from raymm.scheduler.planner import LAYOUTS, Network, Proposal, _Feasible, propose
+from raymm.scheduler.program import check_program
+from raymm.scheduler.simulate import simulate
+from raymm.scheduler.stage_costs import op_seconds, stage_costs
+from raymm.scheduler.stage_space import StageSearchError, StageSpace, make_plan
+from tests.scheduler.random_models import contents, everything, models, spaces
+
+FEW = settings(max_examples=25, deadline=None)
+Model = tuple[ModuleGraph, CostProfile]
+
+
+def needed(plan: Plan) -> list[int]:
+    """Bytes per rank of the program that runs."""
+    return [need.total for need in rank_memory(plan, lower(plan, everything(plan)))]
+
+
+def seconds(plan: Plan, near: Link | None = None, far: Link | None = None, node: int = 1) -> float:
+    transfers = edge_transfers(plan, near, far, node) if near else None
+    program = lower(plan, everything(plan))
+    return simulate(program, op_seconds(plan), transfers=transfers).makespan
+
+
+def depth_bytes(plan: Plan, name: str) -> int:
+    """What 1F1B may come to hold in a stage of its own rank, whatever a step contains: a
+    microbatch for each stage on the way to the loss."""
+    stage, cost = plan.by_name[name], stage_costs(plan)[name]
+    live = min(plan.depth[name], plan.num_microbatches)
+    if stage.recompute:
+        return cost.state_bytes + live * cost.input_bytes + cost.activation_bytes
+    return cost.state_bytes + live * cost.activation_bytes
+
+
+def cuts(layers: int, stages: int) -> list[tuple[tuple[int, int], ...]]:
+    found = []
+    for inner in itertools.combinations(range(1, layers), stages - 1):
+        ends = [0, *inner, layers]
+        found.append(tuple(itertools.pairwise(ends)))
+    return found
+
+
+def brute_force(space: StageSpace, limit: int | None) -> list[tuple[dict[str, int], float]]:
+    """Every number of stages of every module, each module cut by trying all ways: that with
+    the least bottleneck and then squares of those whose stages fit."""
+    graph = space.graph
+    judged = []
+    sizes = [range(1, node.num_layers + 1) for node in graph.nodes]
+    for chosen in itertools.product(*sizes):
+        if sum(chosen) > space.ranks:
+            continue
+        counts = {n.name: c for n, c in zip(graph.nodes, chosen, strict=True)}
+        best: dict[str, tuple[tuple[int, int], ...]] = {}
+        for node in graph.nodes:
+            table = space.stage_seconds(node.name)
+            options = []
+            for ranges in cuts(node.num_layers, counts[node.name]):
+                others = {
+                    n.name: cuts(n.num_layers, counts[n.name])[0] for n in graph.nodes
+                }
+                plan = made_of(space, {**others, node.name: ranges})
+                stages = plan.module_stages(node.name)
+                if limit is None or all(depth_bytes(plan, s.name) <= limit for s in stages):
+                    times = [table[pair] for pair in ranges]
+                    options.append((max(times), sum(t * t for t in times), ranges))
+            if not options:
+                break
+            best[node.name] = min(options)[2]
+        else:
+            judged.append((counts, made_of(space, best)))
+    return judged
+
+
+def made_of(space: StageSpace, partitions: dict) -> Plan:
+    return make_plan(
+        space.graph, partitions, space.num_microbatches, profile=space.profile,
+        recompute=space.recompute,
+    )
+
+
+@FEW
+@given(models(llm_layers=4), st.integers(0, 3), st.integers(1, 5), st.integers(0, 160))
+def test_stage_counts_within_memory(model: Model, more: int, microbatches: int, limit: int) -> None:
+    graph, profile = model
+    ranks = len(graph.nodes) + more
+    options = {"schedules": ("1f1b",), "layouts": ("modality_parallel",), "chunks": ()}
+    found: Proposal | None
+    try:
+        found = propose(graph, profile, ranks, microbatches, memory_limit=limit, **options)
+    except StageSearchError:
+        found = None
+    expected: list[float] = []
+    for recompute in (False, True):
+        space = StageSpace(graph, profile, ranks, microbatches, recompute=recompute)
+        every = brute_force(space, limit)
+        expected = sorted(seconds(plan) for _, plan in every)
+        if expected:
+            break
+    assert (found is None) == (not expected)
+    if found is None:
+        return
+    # Recomputation only if nothing fits otherwise.
+    assert recompute or not any(s.recompute for s in found.best.plan.stages)
+    assert found.best.seconds == pytest.approx(expected[0], rel=1e-6, abs=1e-5)
+    times = [option.seconds for option in found.options]
+    assert times == pytest.approx(expected[:3], rel=1e-6, abs=1e-5)
+
+
+@FEW
+@given(models(), st.integers(0, 3), st.integers(1, 5), st.integers(0, 300), st.data())
+def test_what_every_option_promises(
+    model: Model, more: int, microbatches: int, limit: int, data: st.DataObject
+) -> None:
+    graph, profile = model
+    ranks = len(graph.nodes) + more
+    network = Network(Link(1.0, 8.0), Link(3.0, 2.0), data.draw(st.integers(1, 3)))
+    network = data.draw(st.sampled_from([None, network]))
+    schedules = data.draw(st.lists(st.sampled_from(SCHEDULES), min_size=1, unique=True))
+    layouts = data.draw(st.lists(st.sampled_from(LAYOUTS), min_size=1, unique=True))
+    try:
+        found = propose(
+            graph, profile, ranks, microbatches, memory_limit=limit, network=network,
+            recompute=data.draw(st.sampled_from([None, False, True])), schedules=schedules,
+            layouts=layouts,
+        )
+    except StageSearchError as error:
+        assert str(error).startswith("no plan fits: ") and str(error) != "no plan fits: "
+        return
+    links = (network.within_node, network.across_nodes, network.ranks_per_node) if network else ()
+    for option in found.options:
+        plan = option.plan
+        check_program(lower(plan, everything(plan)))
+        assert Plan.from_json(plan.to_json()) == plan
+        assert plan.num_ranks <= ranks and plan.num_microbatches == microbatches
+        assert plan.schedule in schedules and option.layout.split(",")[0] in layouts
+        assert plan.memory_limit == limit
+        assert [need.total for need in option.memory] == needed(plan)
+        assert max(needed(plan)) <= limit
+        # What it says is what the program that will run takes, with its messages.
+        assert option.seconds == pytest.approx(seconds(plan, *links), abs=1e-5)
+    assert found.best.seconds == min(option.seconds for option in found.options)
+    assert found.bound <= found.best.seconds + 1e-6
+    for label, reason in found.refused:
+        assert label and reason
+        if reason.startswith("rank "):
+            assert re.search(r"^rank \d+ \(.+\) needs [\d,]+ bytes: .*limit is [\d,]+ by", reason)
+
+
+@FEW
+@given(st.data())
+def test_steps_of_any_content_fit(data: st.DataObject) -> None:
+    """A text-only step fills the pipeline more than one that waits for an encoder; plans are
+    chosen so that it fits as well."""
+    graph, profile = data.draw(models())
+    limit = data.draw(st.integers(0, 200))
+    try:
+        found = propose(
+            graph, profile, len(graph.nodes) + 2, 5, memory_limit=limit, schedules=("1f1b",),
+            layouts=("modality_parallel",),
+        )
+    except StageSearchError:
+        return
+    for option in found.options:
+        program = lower(option.plan, data.draw(contents(option.plan)))
+        assert all(need.total <= limit for need in rank_memory(option.plan, program))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_feasible_stages_are_those_that_fit(data: st.DataObject) -> None:
+    space = data.draw(spaces())
+    partitions = {
+        n.name: data.draw(st.sampled_from([
+            c for k in range(1, n.num_layers + 1) for c in cuts(n.num_layers, k)
+        ]))
+        for n in space.graph.nodes
+    }
+    plan = made_of(space, partitions)
+    program = lower(plan, everything(plan))
+    live = check_program(program).live_activations
+    counts = {module: len(ranges) for module, ranges in partitions.items()}
+    for stage, need in zip(plan.topological_stages, rank_memory(plan, program), strict=True):
+        beyond = space.beyond(stage.module, counts)
+        deep = min(plan.depth[stage.name], plan.num_microbatches)
+        for limit in (need.total - 1, need.total, depth_bytes(plan, stage.name)):
+            fits = _Feasible(space, limit)(stage.module, counts[stage.module], beyond)
+            assert fits.shape[1:] == (space.graph.node(stage.module).num_layers + 1,) * 2
+            feasible = bool(fits[stage.index][stage.layers])
+            assert feasible == (depth_bytes(plan, stage.name) <= limit)
+            if feasible:
+                assert need.total <= limit
+            # Only a stage that 1F1B cannot fill (it waits for a slow one) needs less.
+            elif need.total <= limit:
+                assert live[stage.name] < deep
+
+
+@FEW
+@given(models(), st.integers(0, 3), st.integers(1, 5))
+def test_messages_never_lower_the_bound(model: Model, more: int, microbatches: int) -> None:
+    graph, profile = model
+    ranks = len(graph.nodes) + more
+    options = {"schedules": ("1f1b",), "chunks": ()}
+    free = propose(graph, profile, ranks, microbatches, **options)
+    slow = Network(Link(1.0, 4.0), Link(2.0, 1.0), 2)
+    found = propose(graph, profile, ranks, microbatches, network=slow, **options)
+    for option in found.options:
+        # Its program is the one that would run if messages took no time.
+        assert option.seconds >= seconds(option.plan) - 1e-5
+        assert lower_bound(option.plan, slow.delays(option.plan)) >= lower_bound(option.plan)
+    parallel = [o for o in found.options if o.layout == "modality_parallel"]
+    assert min(o.seconds for o in parallel) >= min(
+        o.seconds for o in free.options if o.layout == "modality_parallel"
+    ) - 1e-5
+
+
+@FEW
+@given(models(most_encoders=2, chains=False), st.integers(0, 4), st.integers(0, 200))
+def test_other_layouts_are_the_best_that_fit(model: Model, more: int, limit: int) -> None:
+    graph, profile = model
+    ranks = len(graph.nodes) + more
+    space = StageSpace(graph, profile, ranks, 4, memory_limit=limit)
+    encoders = [node for node in graph.nodes if node.name != "llm"]
+    layers = graph.node("llm").num_layers
+    plans = {"colocated": [], "replicated": []}
+    if encoders:
+        plans["replicated"] = [replicated(space, min(ranks, layers))]
+        plans["colocated"] = [
+            colocated(space, first, second)
+            for first in range(1, max(n.num_layers for n in encoders) + 1)
+            for second in range(1, layers + 1) if first + second <= ranks
+            if second == min(layers, ranks - first)  # as many as there are
+        ]
+    for layout, every in plans.items():
+        fitting = [seconds(plan) for plan in every if max(needed(plan)) <= limit]
+        try:
+            found = propose(
+                graph, profile, ranks, 4, memory_limit=limit, recompute=False,
+                schedules=("1f1b",), layouts=(layout,),
+            )
+        except StageSearchError:
+            assert not fitting
+        else:
+            assert [o.seconds for o in found.options] == pytest.approx(
+                [min(fitting)], abs=1e-5
+            )
+
+
+def small(parameter_bytes: int = 4, **changes: float) -> Model:
+    """A frozen encoder of two layers and a projector, into a frozen LLM of four."""
+    cost = LayerCost(**{
+        "forward": 1, "backward_input": 1, "backward_weight": 1, "activation_bytes": 10,
+        "parameter_bytes": parameter_bytes, "output_bytes": 2, **changes,
+    })
+    graph = ModuleGraph(
+        (ModuleNode("vision", (False, False, True), projector=True),
+         ModuleNode("llm", (False,) * 4)), (("vision", "llm"),),
+    )
+    return graph, CostProfile({"vision": (cost,) * 3, "llm": (cost,) * 4})
+
+
+def test_recomputes_only_where_nothing_else_fits() -> None:
+    graph, profile = small()
+    plenty = propose(graph, profile, 4, 8, memory_limit=1000)
+    assert not any(s.recompute for o in plenty.options for s in o.plan.stages)
+    tight = propose(graph, profile, 4, 8, memory_limit=40, layouts=("modality_parallel",))
+    assert any(s.recompute for s in tight.best.plan.stages)
+    assert "recomputing" in tight.best.label
+    with pytest.raises(StageSearchError, match="modality_parallel: no plan found .* 4 ranks"):
+        propose(graph, profile, 4, 8, memory_limit=40, layouts=("modality_parallel",),
+                recompute=False)
+
+
+def test_a_layout_that_does_not_fit_leaves_the_others() -> None:
+    """Replicas hold fewer LLM layers per rank than modality parallel with one rank less."""
+    graph, profile = small(parameter_bytes=4, activation_bytes=0, output_bytes=0)
+    # Per layer 4 bytes frozen, 16 trained: the encoder 24.
+    both = propose(graph, profile, 2, 4, memory_limit=32, schedules=("1f1b",), chunks=())
+    assert {o.layout for o in both.options} == {"modality_parallel", "colocated", "replicated"}
+    short = replace(
+        profile, modules={**profile.modules, "vision": (LayerCost(1, 1, 1),) * 3}
+    )
+    found = propose(graph, short, 2, 4, memory_limit=8, schedules=("1f1b",), chunks=())
+    assert [o.layout for o in found.options] == ["replicated"]
+    refused = dict(found.refused)
+    assert "fits in memory" in refused["modality_parallel"]
+    (reason,) = {why for label, why in refused.items() if label.startswith("colocated")}
+    assert reason.startswith("rank 1 (llm.0) needs 16 bytes: 16 bytes of weights")
+    assert reason.endswith("memory_limit is 8 bytes")
+
+
+def test_more_ranks_than_layers() -> None:
+    graph, profile = small()
+    found = propose(graph, profile, 100, 8, schedules=("1f1b",), chunks=())
+    ranks = {option.layout: option.plan.num_ranks for option in found.options}
+    assert ranks["replicated"] == 4 and ranks["colocated"] <= 7
+    assert found.best.plan.num_ranks <= 7
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layouts": ("ring",)}, "layouts has 'ring'; accepted: modality_parallel, colocated"),
+        ({"layouts": ()}, "layouts is empty; accepted"),
+        ({"schedules": ("1f1b", "dual")}, "schedules has 'dual'; accepted: 1f1b, zero_bubble"),
+        ({"schedules": ()}, "schedules is empty; accepted"),
+        ({"chunks": (2, 1)}, r"chunks is \(2, 1\); each must be at least 2"),
+        ({"ranks": 1}, "ranks is 1; 2 modules need at least one each"),
+        ({"ranks": 0}, "ranks is 0; 2 modules"),
+    ],
+)
+def test_what_it_does_not_accept(options: dict, message: str) -> None:
+    graph, profile = small()
+    with pytest.raises(ValueError, match=message):
+        propose(graph, profile, **{"ranks": 4, "num_microbatches": 2, **options})
+
+
+def test_odd_inputs() -> None:
+    graph, profile = small()
+    with pytest.raises(PlanError, match="num_microbatches is 0"):
+        propose(graph, profile, 4, 0)
+    with pytest.raises(ProfileError, match="lacks module 'llm'"):
+        propose(graph, CostProfile({"vision": profile.modules["vision"]}), 4, 2)
+    with pytest.raises(StageSearchError, match="no plan fits: modality_parallel"):
+        propose(graph, profile, 4, 2, memory_limit=1)
+    assert propose(graph, profile, 4, 2, memory_limit=10**30).best.seconds > 0
+    nothing = propose(*small(forward=0, backward_input=0, backward_weight=0), 4, 3)
+    assert nothing.best.seconds == pytest.approx(0, abs=1e-5) and nothing.bound == 0
+
+
+def test_one_layer_on_one_rank() -> None:
+    graph = ModuleGraph((ModuleNode("llm", (True,)),), ())
+    profile = CostProfile({"llm": (LayerCost(1, 2, 3, 5, 4),)})
+    found = propose(graph, profile, 1, 1)
+    # The first layer's input needs no gradient.
+    assert found.best.seconds == pytest.approx(4) and found.bound == 4
+    assert [need.total for need in found.best.memory] == [5 + 16]
+    assert {layout for layout, _ in found.refused} == {"colocated", "replicated"}
+
+
+def test_shapes_of_feasible() -> None:
+    graph, profile = small()
+    space = StageSpace(graph, profile, 4, 8)
+    fits = _Feasible(space, 10**9)("llm", 2, 0)
+    assert fits.shape == (2, 5, 5) and fits.dtype == np.bool_
