@@ -136,8 +136,13 @@ def propose(
 
     Raises:
         StageSearchError: if nothing fits.
-        ValueError: on an unknown layout or schedule, none at all, or fewer than two chunks.
+        ProfileError: if the profile is not of this graph.
+        ValueError: on an unknown layout or schedule, none at all, or a number that is none.
     """
+    _check_number("ranks", ranks)
+    _check_number("num_microbatches", num_microbatches)
+    if memory_limit is not None:
+        _check_number("memory_limit", memory_limit)
     _check_choices("layouts", layouts, LAYOUTS)
     _check_choices("schedules", schedules, SCHEDULES)
     if any(many < 2 for many in chunks):
@@ -155,6 +160,12 @@ def propose(
         if not left or memory_limit is None:
             break
     return _proposal(planners)
+
+
+def _check_number(field: str, value: int) -> None:
+    # Plan files know whole numbers only, so a plan must not be made with another one.
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{field} is {value!r}; it must be a whole number, at least 1")
 
 
 def _check_choices(field: str, chosen: Sequence[str], accepted: Sequence[str]) -> None:
@@ -223,7 +234,8 @@ class _Planner:
                 alternatives=FINALISTS - 1,
             )
         except StageSearchError as error:  # other layouts may need less memory
-            self.refused.append(("modality_parallel", str(error)))
+            again = ", recomputing" if self.space.recompute else ""
+            self.refused.append((f"modality_parallel{again}", str(error)))
             return
         for choice in (self.found.best, *self.found.alternatives):
             self._try_schedules("modality_parallel", choice.plan)
