@@ -38,6 +38,9 @@ _PUBLIC = {
     "RunConfig": "raymm.config",
     "Trainer": "raymm.trainer",
     "Result": "raymm.trainer",
+    "plan": "raymm.planning",
+    "Planned": "raymm.planning",
+    "PlanRequest": "raymm.plan_request",
     "Plan": "raymm.scheduler.plan",
     "PlanError": "raymm.scheduler.plan",
     "Timeline": "raymm.scheduler.timeline",
@@ -55,6 +58,8 @@ if TYPE_CHECKING:
     from raymm.data import DataConfig, ModalityDataConfig
     from raymm.model import ModalityModule, MultimodalModule
     from raymm.parallel import MultimodalParallelModule, StepOutput
+    from raymm.plan_request import PlanRequest
+    from raymm.planning import Planned, plan
     from raymm.scheduler.plan import Plan, PlanError
     from raymm.scheduler.timeline import Timeline
     from raymm.specs import MultimodalParallelSpec, ParallelSpec

@@ -14,8 +14,9 @@ from raymm.actors.stages.merge import MergePolicy, Prepend, ReplaceTokens
 from raymm.actors.stages.source import FactorySource, SourceError, import_object
 from raymm.config import ConfigError, EncoderSection, LayoutSection, SourceSection, TrainConfig
 from raymm.data.text import load_tokenizer
-from raymm.model import ModalityModule, MultimodalModule
-from raymm.scheduler.plan import Plan
+from raymm.model import ModalityModule, MultimodalModule, module_graph
+from raymm.plan_check import check_fits, differences
+from raymm.scheduler.plan import Plan, PlanError
 from raymm.specs import MultimodalParallelSpec, ParallelSpec
 
 
@@ -131,28 +132,47 @@ def build_merge(config: TrainConfig) -> MergePolicy:
     return ReplaceTokens(ids)
 
 
-def build_plan(config: TrainConfig, model: MultimodalModule) -> Plan:
-    """The plan a configuration asks for, or the one in its ``parallel.plan`` file.
+def build_plan(config: TrainConfig, model: MultimodalModule) -> Plan | None:
+    """The plan a configuration asks for by layouts or by its ``parallel.plan`` file; None if
+    raymm is to plan.
 
     Raises:
         PlanError: if it cannot run.
         ConfigError: if a named file does not exist or is for another model.
     """
     section = config.parallel
+    if section.plan is not None:
+        return _plan_of_file(section.plan, config, model)
     specs = MultimodalParallelSpec(
         {name: _spec(layout) for name, layout in section.encoders.items()},
         _spec(section.language_model),
         config.data.microbatches,
+        section.schedule or "1f1b",
+        bool(section.recompute),
     )
-    if section.plan is None:
-        return specs.plan(model)
-    file = Path(section.plan)
+    return specs.plan(model) if section.has_layouts else None
+
+
+def _plan_of_file(path: str, config: TrainConfig, model: MultimodalModule) -> Plan:
+    section = config.parallel
+    for name in ("schedule", "recompute"):
+        if getattr(section, name) is not None:
+            raise ConfigError(
+                f"parallel.{name} is {getattr(section, name)!r}, but parallel.plan is given, which "
+                "has its own; give one of them"
+            )
+    file = Path(path)
     if not file.is_file():
-        raise ConfigError(f"parallel.plan is {section.plan!r}; there is no such file")
-    plan = Plan.from_json(file.read_text())
-    wanted = MultimodalParallelSpec(num_microbatches=1).plan(model).graph
-    if plan.graph != wanted:
-        raise ConfigError(f"parallel.plan {section.plan!r} was made for another model")
+        raise ConfigError(f"parallel.plan is {path!r}; there is no such file")
+    try:
+        plan = Plan.from_json(file.read_text())
+        check_fits(plan)
+    except PlanError as error:
+        raise PlanError(f"parallel.plan {path!r}: {error}") from None
+    if different := differences(plan.graph, module_graph(model)):
+        raise ConfigError(
+            f"parallel.plan {path!r} was made for another model: {'; '.join(different)}"
+        )
     if plan.num_microbatches != config.data.microbatches:
         raise ConfigError(
             f"parallel.plan has {plan.num_microbatches} microbatches, "
@@ -163,29 +183,6 @@ def build_plan(config: TrainConfig, model: MultimodalModule) -> Plan:
 
 def _spec(layout: LayoutSection) -> ParallelSpec:
     return ParallelSpec(**layout.model_dump())
-
-
-def describe_plan(plan: Plan) -> list[dict[str, str]]:
-    """Rows of a table: one per stage."""
-    rows = []
-    for stage in plan.stages:
-        node = plan.graph.node(stage.module)
-        lo, hi = stage.layers
-        has_projector = node.projector and hi == node.num_layers
-        blocks = min(hi, node.num_blocks) - lo
-        parts = [f"{blocks} block{'s' * (blocks != 1)}"] if blocks > 0 else []
-        parts += ["projector"] if has_projector else []
-        rows.append(
-            {
-                "rank": str(stage.rank),
-                "stage": stage.name,
-                "layers": f"{lo}..{hi - 1}",
-                "holds": " + ".join(parts),
-                "trainable": "yes" if plan.trainable(stage) else "frozen",
-                "depth": str(plan.depth[stage.name]),
-            }
-        )
-    return rows
 
 
 def write_json(path: Path, value: Any) -> None:

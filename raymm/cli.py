@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from raymm import __version__
+from raymm.plan_command import add_plan_arguments, run_plan
 from raymm.profile_command import add_profile_arguments, run_profile
 
 # What a user can set right; anything else is a defect and keeps its traceback.
@@ -72,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"raymm {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     train = commands.add_parser("train", help="train, or go on from the run's last checkpoint")
-    plan = commands.add_parser("plan", help="show, draw and save what would run, without running")
+    plan = commands.add_parser("plan", help="decide what runs where; show, draw and save it")
     export = commands.add_parser("export", help="write trained modules as Hugging Face folders")
     profile = commands.add_parser("profile", help="measure what the layers cost on a real device")
     for command in (train, plan, export, profile):
@@ -82,8 +83,8 @@ def _parser() -> argparse.ArgumentParser:
             help="change a value of the file (repeatable)",
         )
     train.set_defaults(run=_train)
-    plan.add_argument("--out", default=None, help="folder for plan.json and pictures")
-    plan.set_defaults(run=_plan)
+    add_plan_arguments(plan)
+    plan.set_defaults(run=run_plan)
     export.add_argument("--out", required=True, help="a new folder")
     export.set_defaults(run=_export)
     add_profile_arguments(profile)
@@ -97,62 +98,18 @@ def _parser() -> argparse.ArgumentParser:
 def _train(args: argparse.Namespace) -> None:
     from raymm.build import build_model, build_plan
     from raymm.config import load_config
+    from raymm.plan_request import PlanRequest
     from raymm.trainer import Trainer
 
     config = load_config(args.config, args.overrides)
     model = build_model(config)
+    plan = build_plan(config, model)
     Trainer(
-        model, build_plan(config, model), config.data, config.run,
+        model, PlanRequest.of_config(config) if plan is None else plan, config.data, config.run,
         optimizer=config.optimizer.build(config.run.steps),
         resources=config.resources.for_device,
         threads=config.resources.threads,
     ).fit()
-
-
-def _plan(args: argparse.Namespace) -> None:
-    from raymm.build import build_model, build_plan, describe_plan, write_json
-    from raymm.config import load_config
-    from raymm.draw import draw_plan, draw_timelines
-    from raymm.scheduler.one_f_one_b import DEFAULT_BACKWARD, DEFAULT_FORWARD, lower_1f1b
-    from raymm.scheduler.program import Op, check_program
-    from raymm.scheduler.simulate import simulate
-
-    config = load_config(args.config, args.overrides)
-    plan = build_plan(config, build_model(config))
-    console = Console()
-    rows = describe_plan(plan)
-    table = Table(title=f"{len(plan.stages)} stages on {plan.num_ranks} ranks")
-    for name in rows[0]:
-        table.add_column(name)
-    for row in rows:
-        table.add_row(*row.values())
-    console.print(table)
-    modules = [node.name for node in plan.graph.nodes if node.name != plan.graph.sink]
-    program = lower_1f1b(plan, [modules] * plan.num_microbatches)
-    report = check_program(program)
-    console.print(f"microbatches held at once per stage: {report.live_activations}")
-    folder = Path(args.out or config.run.storage_path)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "plan.json", plan.to_dict())
-    draw_plan(plan, folder / "plan.png")
-    # No costs are known before a run: one unit per forward, two per backward and block.
-    costs = {}
-    for stage in plan.stages:
-        size = stage.layers[1] - stage.layers[0]
-        costs[stage.name, Op.FORWARD] = costs[stage.name, Op.FORWARD_NO_GRAD] = (
-            DEFAULT_FORWARD * size / 1000
-        )
-        costs[stage.name, Op.BACKWARD] = DEFAULT_BACKWARD * size / 1000
-    names = {
-        rank: f"rank {rank}: " + " ".join(s.name for s in plan.rank_stages(rank))
-        for rank in range(plan.num_ranks)
-    }
-    draw_timelines(
-        [("1 ms per layer and forward, 2 ms per backward", simulate(program, costs))],
-        folder / "plan_schedule.png", rank_names=names,
-    )
-    for name in ("plan.json", "plan.png", "plan_schedule.png"):
-        console.print(f"wrote {folder / name}", highlight=False, soft_wrap=True)
 
 
 def _export(args: argparse.Namespace) -> None:

@@ -83,6 +83,8 @@ class LayoutSection(_Section):
     """Layout of one module: see :class:`raymm.specs.ParallelSpec`."""
 
     pp: int = 1
+    chunks: int = 1
+    replicas: int = 1
     tp: int = 1
     cp: int = 1
     dp: int = 1
@@ -91,14 +93,51 @@ class LayoutSection(_Section):
 
 
 class ParallelSection(_Section):
-    """Layouts by module; what is not named gets one stage on a rank of its own.
+    """What runs where. Without ``language_model``, ``encoders`` and ``plan``, raymm plans.
 
-    ``plan`` names a file that ``raymm plan`` saved, which is then used instead.
+    Attributes:
+        language_model, encoders: layouts by module; what is not named gets one stage on a rank
+            of its own.
+        plan: a file that ``raymm plan`` saved, which is used instead of layouts.
+        schedule: ``"1f1b"`` (the default of layouts), ``"zero_bubble"`` or ``"gpipe"``; where
+            raymm plans, the only one it tries.
+        recompute: run forwards again for their backward instead of keeping activations. Where
+            raymm plans, None means: only if nothing fits in memory otherwise.
     """
 
     language_model: LayoutSection = Field(default_factory=LayoutSection)
     encoders: dict[str, LayoutSection] = Field(default_factory=dict)
     plan: str | None = None
+    schedule: str | None = None
+    recompute: bool | None = None
+
+    @property
+    def has_layouts(self) -> bool:
+        """Whether layouts are given, so that there is nothing to plan."""
+        return bool(self.model_fields_set & {"language_model", "encoders"})
+
+
+class PlanningSection(_Section):
+    """What raymm plans for, where it plans. Options of ``raymm plan`` go before it.
+
+    Attributes:
+        ranks: how many ranks there will be; those of the cluster by default.
+        device: a device that costs are computed for (``raymm.scheduler.devices``); the
+            cluster's by default.
+        profile: file of ``raymm profile``; its measured costs are used instead.
+        tokens: tokens per sample, by module: the language model's with everything merged in,
+            an encoder's of one item. Where not given, those of the training data.
+        memory_gib: GiB that a rank may use; by default 0.9 of the device's memory, without
+            limit on CPUs.
+        ranks_per_node: ranks that share a node; decides which links are fast.
+    """
+
+    ranks: int | None = Field(default=None, gt=0)
+    device: str | None = None
+    profile: str | None = None
+    tokens: dict[str, int] = Field(default_factory=dict)
+    memory_gib: float | None = Field(default=None, gt=0)
+    ranks_per_node: int = Field(default=8, gt=0)
 
 
 class ResourcesSection(_Section):
@@ -178,6 +217,7 @@ class TrainConfig(_Section):
     model: ModelSection
     data: DataConfig
     parallel: ParallelSection = Field(default_factory=ParallelSection)
+    planning: PlanningSection = Field(default_factory=PlanningSection)
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
     resources: ResourcesSection = Field(default_factory=ResourcesSection)
 

@@ -23,6 +23,7 @@ from raymm.model import (
     complete_microbatch,
     text_inputs,
 )
+from raymm.plan_check import check_fits
 from raymm.scheduler.lower import lower
 from raymm.scheduler.plan import Plan, PlanError, Stage
 from raymm.scheduler.program import EPILOGUE, Op, Program, check_program
@@ -101,6 +102,7 @@ class MultimodalParallelModule:
         timeout_s: seconds a rank may wait for another.
 
     Raises:
+        PlanError: before any actor starts, if a rank needs more memory than the plan's limit.
         ProbeError: before any actor starts, if a module cannot be cut as planned.
         ClusterError: if the cluster is too small.
     """
@@ -122,6 +124,7 @@ class MultimodalParallelModule:
             raise ValueError(f"precision is {precision!r}; accepted: fp32, bf16")
         if device not in ("cpu", "cuda"):
             raise ValueError(f"device is {device!r}; accepted: cpu, cuda")
+        check_fits(plan)
         connect()
         self.plan = plan
         self.model = model

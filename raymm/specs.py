@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from raymm.model import LANGUAGE_MODEL, MultimodalModule, module_graph
 from raymm.scheduler.graph import ModuleNode
-from raymm.scheduler.plan import Plan, PlanError, Stage
+from raymm.scheduler.plan import SCHEDULES, Plan, PlanError, Stage
+from raymm.scheduler.stage_space import make_plan
 
 
 @dataclass(frozen=True)
@@ -15,12 +16,15 @@ class ParallelSpec:
     """Layout of one module.
 
     Attributes:
-        pp: number of pipeline stages.
+        pp: number of ranks in its pipeline.
         tp, cp, dp: tensor, context and data parallel degree; only 1 is supported yet.
+        chunks: stages per rank; the module is cut into ``pp * chunks`` stages, and stage i is on
+            the pipeline's rank ``i % pp`` (Megatron's interleaved schedule).
+        replicas: copies of an encoder, which share the microbatches out among them.
         layers: layers per stage, if they are not to be split evenly. The projector is an
             encoder's last layer, so ``layers=(12, 1)`` gives it a stage of its own.
-        ranks: the rank of each stage. By default every stage gets a rank of its own;
-            stages that name the same rank share it.
+        ranks: the ranks of the pipeline, copy after copy. By default ranks of its own; modules
+            that name the same rank share it.
 
     Raises:
         PlanError: naming the field and what is accepted.
@@ -30,6 +34,8 @@ class ParallelSpec:
     tp: int = 1
     cp: int = 1
     dp: int = 1
+    chunks: int = 1
+    replicas: int = 1
     layers: tuple[int, ...] | None = None
     ranks: tuple[int, ...] | None = None
 
@@ -39,12 +45,26 @@ class ParallelSpec:
                 raise PlanError(f"{name} is {getattr(self, name)}; only 1 is supported yet")
         if self.pp < 1:
             raise PlanError(f"pp is {self.pp}; a module needs at least one stage")
-        for name in ("layers", "ranks"):
+        for name in ("chunks", "replicas"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name, wanted, what in (
+            ("layers", self.stages, "stage"), ("ranks", self.pp * self.replicas, "rank"),
+        ):
             value = getattr(self, name)
-            if value is not None and len(value) != self.pp:
+            if value is not None and len(value) != wanted:
+                factors = f"pp={self.pp}"
+                other = "chunks" if name == "layers" else "replicas"
+                if getattr(self, other) > 1:
+                    factors += f", {other}={getattr(self, other)}"
                 raise PlanError(
-                    f"{name} is {tuple(value)}; it needs one entry per stage (pp={self.pp})"
+                    f"{name} is {tuple(value)}; it needs one entry per {what} ({factors})"
                 )
+
+    @property
+    def stages(self) -> int:
+        """Stages of one copy."""
+        return self.pp * self.chunks
 
 
 @dataclass(frozen=True)
@@ -55,11 +75,32 @@ class MultimodalParallelSpec:
         encoder_specs: by encoder name; one stage each where not given.
         language_model_spec: the language model's.
         num_microbatches: microbatches per step.
+        schedule: ``"1f1b"``, ``"zero_bubble"`` or ``"gpipe"``.
+        recompute: whether stages keep only their inputs and run their forward again for the
+            backward. The loss's stage, which needs its activations at once, and stages that
+            begin with layers without backward keep theirs.
     """
 
     encoder_specs: Mapping[str, ParallelSpec] = field(default_factory=dict)
     language_model_spec: ParallelSpec = field(default_factory=ParallelSpec)
     num_microbatches: int = 1
+    schedule: str = "1f1b"
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise PlanError(f"schedule is {self.schedule!r}; accepted: {', '.join(SCHEDULES)}")
+        if self.language_model_spec.replicas > 1:
+            raise PlanError(
+                f"replicas of the language model is {self.language_model_spec.replicas}; "
+                "only encoders can have more than 1"
+            )
+        for name, spec in self.encoder_specs.items():
+            if spec.replicas > self.num_microbatches:
+                raise PlanError(
+                    f"replicas of {name!r} is {spec.replicas}, but there are only "
+                    f"{self.num_microbatches} microbatches to share out"
+                )
 
     def plan(self, model: MultimodalModule) -> Plan:
         """The plan for a model.
@@ -75,16 +116,17 @@ class MultimodalParallelSpec:
             )
         specs = {n: self.encoder_specs.get(n, ParallelSpec()) for n in model.encoder_names}
         specs[LANGUAGE_MODEL] = self.language_model_spec
+        cut = make_plan(
+            graph,
+            {node.name: tuple(split_layers(node, specs[node.name])) for node in graph.nodes},
+            self.num_microbatches, self.schedule, recompute=self.recompute,
+        )
         taken = {rank for spec in specs.values() for rank in spec.ranks or ()}
         free = iter(rank for rank in range(10**6) if rank not in taken)
-        stages = []
-        for node in graph.nodes:
-            spec = specs[node.name]
-            bounds = split_layers(node, spec)
-            ranks = spec.ranks or [next(free) for _ in range(spec.pp)]
-            for index, (layers, rank) in enumerate(zip(bounds, ranks, strict=True)):
-                stages.append(Stage(node.name, index, layers, rank))
-        return Plan(graph, tuple(stages), self.num_microbatches)
+        stages: list[Stage] = []
+        for name, spec in specs.items():
+            stages += _placed(cut.module_stages(name), spec, free)
+        return replace(cut, stages=tuple(stages), shared_ranks=None)
 
     def apply(self, model: MultimodalModule, **options):
         """Start the model on the connected Ray cluster; returns a
@@ -92,6 +134,17 @@ class MultimodalParallelSpec:
         from raymm.parallel import MultimodalParallelModule
 
         return MultimodalParallelModule(model, self.plan(model), **options)
+
+
+def _placed(
+    stages: tuple[Stage, ...], spec: ParallelSpec, free: Iterator[int]
+) -> Iterator[Stage]:
+    """A module's stages in every copy, each on its rank."""
+    ranks = spec.ranks or [next(free) for _ in range(spec.pp * spec.replicas)]
+    for copy in range(spec.replicas):
+        for stage in stages:
+            rank = ranks[copy * spec.pp + stage.index % spec.pp]
+            yield replace(stage, rank=rank, replica=copy)
 
 
 def split_layers(node: ModuleNode, spec: ParallelSpec) -> list[tuple[int, int]]:
@@ -109,13 +162,14 @@ def split_layers(node: ModuleNode, spec: ParallelSpec) -> list[tuple[int, int]]:
             )
         counts = list(spec.layers)
     else:
-        if spec.pp > node.num_blocks:
+        if spec.stages > node.num_blocks:
+            what = "pp" if spec.chunks == 1 else "pp * chunks"
             raise PlanError(
-                f"pp of {node.name!r} is {spec.pp}, but it can be cut into at most "
+                f"{what} of {node.name!r} is {spec.stages}, but it can be cut into at most "
                 f"{node.num_blocks} stages"
             )
-        base, extra = divmod(node.num_blocks, spec.pp)
-        counts = [base + (index < extra) for index in range(spec.pp)]
+        base, extra = divmod(node.num_blocks, spec.stages)
+        counts = [base + (index < extra) for index in range(spec.stages)]
         counts[-1] += node.num_layers - node.num_blocks
     bounds, start = [], 0
     for count in counts:

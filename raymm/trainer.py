@@ -6,20 +6,25 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from raymm.actors.group import RankResources, check_capacity
+from raymm.actors.group import ClusterError, RankResources, check_capacity
 from raymm.actors.optimizer import OptimizerConfig
+from raymm.build import write_json
 from raymm.checkpoint import CheckpointStore, read_manifest, restore
 from raymm.cluster import connected, pick_device
 from raymm.config import ConfigError, RunConfig
 from raymm.data import DataConfig, MicrobatchMeta, Skipped, StepLoader, check_data
 from raymm.metrics import MetricsLog
-from raymm.model import MultimodalModule
+from raymm.model import MultimodalModule, module_graph
 from raymm.parallel import MultimodalParallelModule, PendingStep, StepOutput
+from raymm.plan_check import differences
+from raymm.plan_request import PlanRequest, plan_for_cluster
+from raymm.plan_view import summary
 from raymm.progress import RunProgress, heldout_line, skipped_line, step_line
 from raymm.report import RunReport
 from raymm.scheduler.plan import Plan
@@ -64,7 +69,9 @@ class Trainer:
 
     Args:
         model: the model's description.
-        parallel: a plan, or specs to make one from.
+        parallel: a plan, or specs to make one from; a :class:`raymm.plan_request.PlanRequest`
+            says what raymm is to plan itself. By default it plans for the cluster it finds, and
+            a run that goes on keeps the plan it began with.
         data: a :class:`DataConfig`, or a list of batches as
             :meth:`MultimodalParallelModule.execute` takes them, used in turn.
         run_config: how long, and what to write where.
@@ -73,22 +80,37 @@ class Trainer:
             ``"cuda"``) that says so; by default one CPU, and a GPU on CUDA.
         threads: intra-op threads per rank.
         console: where to print; None for standard output.
+
+    Attributes:
+        plan: what runs where; None until :meth:`fit` has planned.
+
+    Raises:
+        ConfigError: without ``data`` or ``run_config``.
     """
 
     def __init__(
         self,
         model: MultimodalModule,
-        parallel: Plan | MultimodalParallelSpec,
-        data: DataConfig | Sequence[Any],
-        run_config: RunConfig,
+        parallel: Plan | MultimodalParallelSpec | PlanRequest | None = None,
+        data: DataConfig | Sequence[Any] | None = None,
+        run_config: RunConfig | None = None,
         *,
         optimizer: OptimizerConfig | None = None,
         resources: RankResources | Callable[[str], RankResources] | None = None,
         threads: int = 1,
         console: Console | None = None,
     ) -> None:
+        for name, value in (("data", data), ("run_config", run_config)):
+            if value is None:
+                raise ConfigError(f"{name} is None; a trainer needs it")
         self.model = model
-        self.plan = parallel if isinstance(parallel, Plan) else parallel.plan(model)
+        self.request = parallel if isinstance(parallel, PlanRequest) else PlanRequest()
+        self.request.check(model)
+        self.plan: Plan | None = None
+        if isinstance(parallel, Plan):
+            self.plan = parallel
+        elif isinstance(parallel, MultimodalParallelSpec):
+            self.plan = parallel.plan(model)
         self.data = data
         self.run = run_config
         self.optimizer = optimizer or OptimizerConfig()
@@ -118,6 +140,9 @@ class Trainer:
         with connected():
             device = pick_device(self.run.device)
             resources = self._resources(device)
+            if self.plan is None:
+                self._make_plan(device, resources, checkpoint)
+            write_json(self.path / "plan.json", self.plan.to_dict())
             check_capacity(self.plan.num_ranks, resources, self._worker_cpus())
             self._say_what_runs(device)
             with MultimodalParallelModule(
@@ -126,6 +151,45 @@ class Trainer:
                 timeout_s=self.run.timeout_s,
             ) as parallel:
                 return self._run(parallel, store)
+
+    def _make_plan(
+        self, device: str, resources: RankResources, checkpoint: Path | None
+    ) -> None:
+        """Plan; a run that goes on keeps the plan of its checkpoint while it can, so that its
+        numbers are those of a run without interruption."""
+        say = partial(self.console.print, highlight=False, soft_wrap=True, markup=False)
+        if checkpoint is not None:
+            plan = Plan.from_dict(read_manifest(checkpoint).plan)
+            reason = self._cannot_keep(plan, resources)
+            if reason is None:
+                say("going on under the plan of the checkpoint")
+                self.plan = plan
+                return
+            say(f"planning anew: {reason}")
+        with self.console.status("planning"):
+            planned = plan_for_cluster(
+                self.request, self.model, self.data, device=device, resources=resources,
+                worker_cpus=self._worker_cpus(), dtype=self.run.precision,
+            )
+        for line in (*summary(planned), *(f"note: {note}" for note in planned.notes)):
+            say(line)
+        self.plan = planned.plan
+
+    def _cannot_keep(self, plan: Plan, resources: RankResources) -> str | None:
+        different = differences(plan.graph, module_graph(self.model))
+        if different:
+            return f"the checkpoint's plan is of another model: {'; '.join(different)}"
+        wanted = self.data.microbatches if isinstance(self.data, DataConfig) else None
+        if wanted is not None and plan.num_microbatches != wanted:
+            return (
+                f"the checkpoint's plan has {plan.num_microbatches} microbatches, the data "
+                f"{wanted}"
+            )
+        try:
+            check_capacity(plan.num_ranks, resources, self._worker_cpus())
+        except ClusterError as error:
+            return str(error)
+        return None
 
     def _make_folder(self) -> None:
         try:

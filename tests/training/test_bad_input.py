@@ -125,6 +125,45 @@ BAD_SETTINGS = {
     "ranks that do not match stages": (
         ["parallel.language_model={pp: 2, ranks: [0]}"], ["ranks is (0,)", "pp=2"],
     ),
+    "no chunks": (["parallel.language_model={chunks: 0}"], ["chunks is 0", "at least 1"]),
+    "too many chunks": (
+        ["parallel.language_model={pp: 2, chunks: 2}"],
+        ["pp * chunks of 'llm' is 4", "at most 2 stages"],
+    ),
+    "layers that do not match chunks": (
+        ["parallel.language_model={chunks: 2, layers: [2]}"],
+        ["layers is (2,)", "pp=1, chunks=2"],
+    ),
+    "no replicas": (["parallel.encoders={vision: {replicas: 0}}"], ["replicas is 0"]),
+    "ranks that do not match replicas": (
+        ["parallel.encoders={vision: {replicas: 2, ranks: [0]}}"],
+        ["ranks is (0,)", "pp=1, replicas=2"],
+    ),
+    "more replicas than microbatches": (
+        ["parallel.encoders={vision: {replicas: 3}}"],
+        ["replicas of 'vision' is 3", "2 microbatches"],
+    ),
+    "replicas of the language model": (
+        ["parallel.language_model={replicas: 2}"], ["replicas", "is 2", "only encoders"],
+    ),
+    "unknown pipeline schedule": (
+        ["parallel.schedule=2f2b"], ["schedule is '2f2b'", "1f1b, zero_bubble, gpipe"],
+    ),
+    "unknown device to plan for": (
+        ["parallel={}", "planning={device: H900, ranks: 2}"],
+        ["device is 'H900'", "H100", "A100-80GB"],
+    ),
+    "no profile to plan with": (
+        ["parallel={}", "planning={profile: /nowhere.json, ranks: 2}"],
+        ["'/nowhere.json'", "there is no such file"],
+    ),
+    "tokens of no module": (
+        ["parallel={}", "planning={tokens: {audio: 5}}"], ["tokens name 'audio'", "vision, llm"],
+    ),
+    "no tokens": (
+        ["parallel={}", "planning={tokens: {llm: 0}}"], ["tokens of 'llm' is 0", ">= 1"],
+    ),
+    "no ranks to plan for": (["planning={ranks: 0}"], ["planning.ranks", "greater than 0"]),
     "layout of no encoder": (["parallel.encoders={audio: {}}"], ["'audio'", "vision"]),
     "ranks with holes": (["parallel.language_model={ranks: [5]}"], ["rank"]),
     "no such plan": (["parallel.plan=/nowhere.json"], ["parallel.plan", "'/nowhere.json'"]),
@@ -146,7 +185,30 @@ def broken_plans(good):
     foreign = json.loads(text)
     foreign["graph"]["nodes"][0]["name"] = foreign["stages"][0]["module"] = "image"
     foreign["graph"]["edges"][0][0] = "image"
+    foreign["profile"]["modules"]["image"] = foreign["profile"]["modules"].pop("vision", [])
+    missing, twice_used, full = json.loads(text), json.loads(text), json.loads(text)
+    missing["stages"][2]["layers"] = [2, 3]
+    twice_used["stages"][1]["rank"], twice_used["shared_ranks"] = 0, []
+    full["memory_limit"] = 100_000
+    other_costs, unfrozen = json.loads(text), json.loads(text)
+    other_costs["profile"]["modules"]["llm"] = other_costs["profile"]["modules"]["llm"][:1]
+    unfrozen["graph"]["nodes"][0]["trainable"][0] = False
     return {
+        "plan without a layer": (
+            json.dumps(missing), ["stage llm.1", "[2, 3)", "leave a gap", "start at 1"],
+        ),
+        "plan that uses a rank twice": (
+            json.dumps(twice_used), ["rank 0 is used by stages vision.0, llm.0", "shared_ranks"],
+        ),
+        "plan over the memory limit": (
+            json.dumps(full), ["rank 0 (vision.0, llm.0) needs", "memory_limit is 100,000 bytes"],
+        ),
+        "plan with costs of another model": (
+            json.dumps(other_costs), ["profile", "'llm' has 1 layers, the module 2"],
+        ),
+        "plan of a frozen encoder": (
+            json.dumps(unfrozen), ["another model", "layer 0 of 'vision' is frozen in the plan"],
+        ),
         "half a plan": (text[:100], ["plan is not JSON"]),
         "plan without stages": (
             json.dumps({k: v for k, v in good.items() if k != "stages"}), ["lacks", "'stages'"],
@@ -156,12 +218,15 @@ def broken_plans(good):
         "plan of other microbatches": (
             json.dumps(other), ["4 microbatches", "data.microbatches is 2"],
         ),
-        "plan of another model": (json.dumps(foreign), ["parallel.plan", "another model"]),
+        "plan of another model": (
+            json.dumps(foreign), ["parallel.plan", "another model", "'image'", "'vision'"],
+        ),
     }
 
 
 PLANS = list(broken_plans({
-    "stages": [{}, {}, {}], "graph": {"nodes": [{}], "edges": [["", ""]]}, "num_microbatches": 2,
+    "stages": [{}, {}, {}], "num_microbatches": 2, "profile": {"modules": {"llm": []}},
+    "graph": {"nodes": [{"trainable": [True]}], "edges": [["", ""]]},
 }))
 
 
@@ -237,9 +302,12 @@ def test_plan_shows_draws_and_saves_without_ray(outcomes):
     folder = outcomes["folder"] / "plan"
     for name in ("plan.png", "plan_schedule.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
-    lines = [line for line in outcome["text"].splitlines() if "│" in line]
-    assert [line.split("│")[2].strip() for line in lines] == ["vision.0", "llm.0", "llm.1"]
-    assert "2 blocks + projector" in lines[0]
+    rows = [line.split() for line in outcome["text"].splitlines()]
+    rows = [row for row in rows if row and row[0] in ("vision", "llm")]
+    assert [row[:2] for row in rows] == [["vision", "0"], ["llm", "0"], ["llm", "1"]]
+    assert rows[0][2:8] == ["0-1", "+", "proj.", "0", "0:0", rows[0][7]]
+    assert [row[3] for row in rows[1:]] == ["0", "1"]  # ranks
+    assert "predicted" in outcome["text"] and "analytic costs of cpu" in outcome["text"]
     assert not (outcomes["folder"] / "run").exists()
 
 

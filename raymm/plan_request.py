@@ -1,0 +1,210 @@
+"""What is to be planned, put together from a configuration, the data and the cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from raymm.actors.group import RankResources
+from raymm.config import TrainConfig
+from raymm.data import DataConfig, local_steps
+from raymm.loads import check_tokens
+from raymm.model import MultimodalModule, module_graph
+from raymm.planning import Costs, Planned, device_called, model_costs, plan_model
+from raymm.profile import full_microbatch, load_table
+from raymm.scheduler.costs import ProfileError
+from raymm.scheduler.devices import find_device
+from raymm.scheduler.planner import LAYOUTS
+from raymm.strategies import OMNIBAL_RADIUS, SCHEDULES, Search
+
+# Ranks that raymm takes by itself where they are CPU processes.
+MAX_CPU_RANKS = 8
+# What a GPU that raymm has no data of is taken for.
+DEFAULT_GPU = "A100-80GB"
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What to plan for and how; fields as of :func:`raymm.plan`. None: as the cluster is."""
+
+    ranks: int | None = None
+    device: str | None = None
+    profile: str | None = None
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    memory_gib: float | None = None
+    ranks_per_node: int = 8
+    strategy: str = "joint"
+    schedules: Sequence[str] = SCHEDULES
+    layouts: Sequence[str] = LAYOUTS
+    recompute: bool | None = None
+    radius: int = OMNIBAL_RADIUS
+
+    @classmethod
+    def of_config(cls, config: TrainConfig) -> PlanRequest:
+        """What the sections ``planning`` and ``parallel`` ask for."""
+        only = config.parallel.schedule
+        return cls(
+            **config.planning.model_dump(), recompute=config.parallel.recompute,
+            schedules=SCHEDULES if only is None else (only,),
+        )
+
+    def check(self, model: MultimodalModule) -> None:
+        """Find what is wrong before anything starts.
+
+        Raises:
+            PlanError, DeviceError, ProfileError, LoadError: naming the field, its value and what
+                is accepted.
+        """
+        self._search(1)
+        if self.device is not None:
+            find_device(self.device)
+        if self.profile is not None:
+            load_table(self.profile).at(extrapolate=True).check(module_graph(model))
+        check_tokens(model, self.tokens)
+
+    def _search(self, microbatches: int) -> Search:
+        return Search(
+            1 if self.ranks is None else self.ranks, microbatches, strategy=self.strategy,
+            schedules=self.schedules, layouts=self.layouts, recompute=self.recompute,
+            radius=self.radius,
+        )
+
+    def costs(self, model: MultimodalModule, data: DataShape, dtype: str) -> Costs:
+        """Costs of the model's layers on a microbatch of the data."""
+        return model_costs(
+            model, device=self.device, profile=self.profile, microbatch=data.microbatch,
+            tokens=self.tokens, samples=data.samples, text=data.text, dtype=dtype,
+            ranks_per_node=self.ranks_per_node,
+        )
+
+    def plan(
+        self, model: MultimodalModule, data: DataShape, dtype: str, note: str | None = None
+    ) -> Planned:
+        """The plan; :attr:`ranks` must be known."""
+        search = self._search(data.microbatches)
+        costs = self.costs(model, data, dtype)
+        if note is not None:
+            costs = replace(costs, notes=(*costs.notes, note))
+        return plan_model(
+            model, costs, replace(search, memory_limit=costs.memory_limit(self.memory_gib))
+        )
+
+
+@dataclass(frozen=True)
+class DataShape:
+    """What planning needs to know of the data.
+
+    Attributes:
+        microbatches: per step.
+        samples: per microbatch.
+        text: the longest text of a sample.
+        microbatch: reads a real one; None if there is no data (yet).
+    """
+
+    microbatches: int
+    samples: int = 1
+    text: int | None = None
+    microbatch: Callable[[], Mapping[str, Any]] | None = None
+
+    @classmethod
+    def of_config(cls, data: DataConfig, modalities: Sequence[str]) -> DataShape:
+        """Of a run's data; its file need not be there."""
+        there = Path(data.train).is_file()
+        return cls(
+            data.microbatches, data.batch_size // data.microbatches, data.max_length,
+            (lambda: _full_or_first(data, modalities)) if there else None,
+        )
+
+    @classmethod
+    def of_batches(cls, batches: Sequence[Any], ranks: int) -> DataShape:
+        """Of batches in memory: as many microbatches as they are split into already, else a
+        number that divides the rows and keeps the ranks busy."""
+        first = batches[0]
+        if not isinstance(first, Mapping):
+            largest = max(first, key=lambda one: (len(one), one["input_ids"].numel()))
+            return cls(len(first), microbatch=lambda: largest)
+        from raymm.parallel import split_batch
+
+        rows = first["input_ids"].shape[0]
+        count = max(n for n in range(1, min(rows, 2 * ranks) + 1) if rows % n == 0)
+        parts = split_batch(first, count)
+        largest = max(parts, key=len)
+        return cls(count, rows // count, microbatch=lambda: largest)
+
+
+def _full_or_first(data: DataConfig, modalities: Sequence[str]) -> Mapping[str, Any]:
+    try:
+        return full_microbatch(data, modalities)
+    except ProfileError:  # data that lack a modality can be trained on too
+        return next(iter(local_steps(data, steps=1))).microbatches[0]
+
+
+def cluster_ranks(resources: RankResources, worker_cpus: float = 0.0) -> int:
+    """Ranks that the connected cluster has room for beside the data workers: one per GPU share,
+    or on CPUs at most :data:`MAX_CPU_RANKS`; at least one."""
+    has = ray.cluster_resources()
+    limits = [
+        (has.get(name, 0.0) - (worker_cpus if name == "CPU" else 0.0)) / amount + 1e-9
+        for name, amount in resources.bundle().items() if amount > 0
+    ]
+    if not resources.gpus:
+        limits.append(MAX_CPU_RANKS)
+    return max(1, int(min(limits)))
+
+
+def cluster_device(device: str) -> tuple[str, str | None]:
+    """(name, note): the device of the connected cluster as raymm's table calls it, and what to
+    say if it is not in there.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``.
+    """
+    if device == "cpu":
+        return "cpu", None
+    prefix = "accelerator_type:"
+    names = [key.removeprefix(prefix) for key in ray.cluster_resources() if key.startswith(prefix)]
+    if torch.cuda.is_available():
+        names.insert(0, torch.cuda.get_device_name(0))
+    for name in names:
+        if (found := device_called(name)) is not None:
+            return found.name, None
+    return DEFAULT_GPU, (
+        f"the cluster's GPUs ({', '.join(names) or 'of unknown type'}) are not in raymm's table; "
+        f"planned as {DEFAULT_GPU}. planning.device names another, planning.profile has measured "
+        "costs"
+    )
+
+
+def plan_for_cluster(
+    request: PlanRequest, model: MultimodalModule, data: DataConfig | Sequence[Any], *,
+    device: str, resources: RankResources, worker_cpus: float, dtype: str,
+) -> Planned:
+    """Plan a run for the connected cluster.
+
+    Args:
+        request: what is asked for; ranks and device are the cluster's where it does not say.
+        data: the run's, or batches in memory.
+        device: ``"cpu"`` or ``"cuda"``.
+        resources: of each rank.
+        worker_cpus: CPUs of the data workers.
+        dtype: the run's precision.
+
+    Raises:
+        StageSearchError: if nothing fits; DeviceError, ProfileError, LoadError, DataError.
+    """
+    note = None
+    if request.ranks is None:
+        request = replace(request, ranks=cluster_ranks(resources, worker_cpus))
+    if request.device is None and request.profile is None:
+        name, note = cluster_device(device)
+        request = replace(request, device=name)
+    if isinstance(data, DataConfig):
+        shape = DataShape.of_config(data, model.encoder_names)
+    else:
+        shape = DataShape.of_batches(data, request.ranks)
+    return request.plan(model, shape, dtype, note)

@@ -1,0 +1,230 @@
+"""What a person sees of a plan: a table, an explanation, the picture of its step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from html import escape
+from io import StringIO
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from raymm.draw import draw_timelines
+from raymm.planning import Planned, judge_plan
+from raymm.scheduler.memory import GIB, rank_memory
+from raymm.scheduler.plan import Plan, Stage
+from raymm.scheduler.planner import Option
+from raymm.scheduler.stage_costs import stage_costs
+
+# How many of the plans that lost, and of those that do not fit, are listed.
+SHOWN, REFUSED_SHOWN = 8, 4
+_LEFT = ("module", "stage", "layers", "GPU")
+
+
+def plan_rows(planned: Planned) -> list[dict[str, str]]:
+    """A row per stage. ``F``, ``B_d``, ``B_w`` are milliseconds of one microbatch (with
+    recomputation, one more F comes before ``B_d``); weights (with gradients and optimizer
+    state) and activations are in GiB, those of activations the whole rank's most; the bubble
+    is the rank's share of the step without work."""
+    plan, timeline = planned.plan, planned.timeline
+    costs = stage_costs(plan)
+    memory = rank_memory(plan, planned.program)
+    rows, seen = [], set()
+    for stage in plan.stages:
+        cost = costs[stage.name]
+        first = stage.rank not in seen
+        seen.add(stage.rank)
+        node, place = divmod(stage.rank, planned.network.ranks_per_node)
+        trained = any(plan.graph.node(stage.module).trainable[slice(*stage.layers)])
+        split = cost.backward_input, cost.backward_weight
+        rows.append({
+            "module": stage.module,
+            "stage": stage.name.removeprefix(f"{stage.module}.") + ("" if trained else " *"),
+            "layers": layers_text(plan, stage),
+            "rank": str(stage.rank),
+            "GPU": f"{node}:{place}",
+            "F": _ms(cost.forward),
+            "B_d": _ms(split[0]) if split[0] else "-",
+            "B_w": _ms(split[1]) if split[1] else "-",
+            "weights": _gib(cost.state_bytes),
+            "activ.": _gib(memory[stage.rank].activations) if first else '"',
+            "bubble": f"{timeline.bubble(stage.rank):.0%}" if first else '"',
+        })
+    return rows
+
+
+def layers_text(plan: Plan, stage: Stage) -> str:
+    """E.g. ``"0-11"``, ``"12-23 + proj."``; `` r`` after it: recomputed."""
+    node = plan.graph.node(stage.module)
+    lo, hi = stage.layers
+    blocks = min(hi, node.num_blocks)
+    parts = [f"{lo}-{blocks - 1}" if blocks - lo > 1 else f"{lo}"] if blocks > lo else []
+    parts += ["proj."] if hi > node.num_blocks else []
+    return " + ".join(parts) + (" r" if stage.recompute else "")
+
+
+def plan_table(planned: Planned) -> Table:
+    """:func:`plan_rows` as a rich table."""
+    plan = planned.plan
+    rows = plan_rows(planned)
+    marks = ["* frozen"] if any(row["stage"].endswith("*") for row in rows) else []
+    marks += ["r recomputed"] if any(stage.recompute for stage in plan.stages) else []
+    table = Table(
+        title=f"{len(plan.stages)} stages on {plan.num_ranks} ranks, {plan.num_microbatches} "
+        f"microbatches, {plan.schedule}",
+        caption="F, B_d, B_w in ms, memory in GiB" + "".join(f"; {mark}" for mark in marks),
+        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title_justify="left",
+        caption_justify="left",
+    )
+    for name in rows[0]:
+        table.add_column(name, justify="left" if name in _LEFT else "right", no_wrap=True)
+    before = rows[0]["module"]
+    for row in rows:
+        if row["module"] != before:
+            table.add_section()
+            before = row["module"]
+        table.add_row(*row.values())
+    return table
+
+
+def summary(planned: Planned) -> list[str]:
+    """Three lines: what runs, how long a step takes, and why this and not something else."""
+    plan, best = planned.plan, planned.proposal.best
+    counts = ", ".join(_module_text(plan, node.name) for node in plan.graph.nodes)
+    lines = [f"plan: {counts}; {plan.num_ranks} ranks, {plan.schedule}", _prediction(planned)]
+    others = planned.proposal.options[1:]
+    if others:
+        lines.append(
+            f"best of {len(others) + 1} plans that were simulated to the end; the next is "
+            f"{_slower(others[0], best)} slower: {others[0].label}"
+        )
+    elif planned.search is not None:
+        lines.append("the only plan for so few ranks")
+    return lines
+
+
+def explanation(planned: Planned) -> str:
+    """How long a step takes, what was tried instead, and why it lost."""
+    proposal = planned.proposal
+    lines = [_prediction(planned)]
+    if planned.unfit:
+        lines.append(f"does not fit: {planned.unfit}")
+    if planned.search is not None:
+        if proposal.combinations:
+            lines.append(
+                f"searched {proposal.combinations:,} combinations of stages per module within "
+                f"{planned.search.ranks} ranks: {proposal.simulated:,} simulated, the others "
+                "cannot be faster than those"
+            )
+        lines.append(f"chosen      {proposal.best.label}")
+        others = _others(proposal.options)
+        for option in others[:SHOWN]:
+            lines.append(f"{_slower(option, proposal.best):>7} slower {option.label}")
+        if len(others) > SHOWN:
+            lines.append(f"and {len(others) - SHOWN} slower ones")
+        for label, reason in proposal.refused[:REFUSED_SHOWN]:
+            lines.append(f"does not fit {label}: {reason}")
+        if len(proposal.refused) > REFUSED_SHOWN:
+            lines.append(f"and {len(proposal.refused) - REFUSED_SHOWN} more that do not fit")
+    lines += [f"note: {note}" for note in planned.notes]
+    return "\n".join(lines)
+
+
+def _others(options: Sequence[Option]) -> list[Option]:
+    """The options after the first, without those that only have another name for the schedule
+    of one before."""
+    seen = set()
+    result = []
+    for option in options:
+        key = option.plan.stages, round(option.seconds, 12)
+        if key not in seen:
+            result.append(option)
+        seen.add(key)
+    return result[1:]
+
+
+def draw_schedule(planned: Planned, path: str | Path) -> Path:
+    """Draw the simulated step; above it, for another schedule than 1F1B, the same stages
+    under 1F1B."""
+    plan = planned.plan
+    timelines = [(f"{plan.schedule}, predicted", planned.timeline)]
+    if plan.schedule != "1f1b":
+        plain = judge_plan(
+            replace(plan, schedule="1f1b", policy=None, activation_limits=None), planned.costs
+        )
+        timelines.insert(0, ("1f1b, the same stages", plain.timeline))
+    return draw_timelines(
+        timelines, path, rank_names=rank_names(plan),
+        title=f"a step on {plan.num_ranks} ranks, {plan.num_microbatches} microbatches",
+    )
+
+
+def rank_names(plan: Plan) -> dict[int, str]:
+    """Per rank, its number and stages."""
+    names = {}
+    for rank in range(plan.num_ranks):
+        stages = [stage.name for stage in plan.rank_stages(rank)]
+        shown = " ".join(stages) if len(stages) <= 3 else f"{stages[0]} .. {stages[-1]}"
+        names[rank] = f"rank {rank}: {shown}"
+    return names
+
+
+def plan_html(planned: Planned) -> str:
+    """Table and explanation for notebooks."""
+    rows = plan_rows(planned)
+    head = "".join(f"<th>{escape(name)}</th>" for name in rows[0])
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(value)}</td>" for value in row.values()) + "</tr>"
+        for row in rows
+    )
+    return (
+        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        f"<pre>{escape(explanation(planned))}</pre>"
+    )
+
+
+def plan_text(planned: Planned, width: int = 100) -> str:
+    """The table as plain text."""
+    console = Console(file=StringIO(), width=width)
+    console.print(plan_table(planned))
+    return console.file.getvalue()
+
+
+def _prediction(planned: Planned) -> str:
+    seconds, bound = planned.seconds, planned.proposal.bound
+    text = f"{_time(seconds)} per step"
+    if seconds > 0:
+        tokens = planned.costs.profile.tokens.get(planned.plan.graph.sink)
+        if tokens:
+            rate = tokens * planned.plan.num_microbatches / seconds
+            text += f", {rate:,.0f} tokens/s"
+        above = max(seconds / bound - 1, 0.0) if bound else 0.0
+        text += f"; at least {_time(bound)} under any schedule (it is {above:.1%} above that)"
+    profile = planned.costs.profile
+    return f"predicted {text}; {profile.source} costs of {profile.device}, {profile.dtype}"
+
+
+def _module_text(plan: Plan, name: str) -> str:
+    chains = plan.replicas(name)
+    stages = len(chains[0])
+    copies = f" x{len(chains)}" if len(chains) > 1 else ""
+    return f"{name} {stages} stage{'s' * (stages != 1)}{copies}"
+
+
+def _slower(option: Option, best: Option) -> str:
+    return f"{option.seconds / best.seconds - 1:.1%}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g}" if seconds < 0.1 else f"{seconds * 1e3:,.0f}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f}"

@@ -1,0 +1,273 @@
+"""Planners to choose from: raymm's own search, and simpler ones to compare it with.
+
+- ``joint``: :func:`raymm.scheduler.planner.propose`, exact over stage counts, with the better
+  schedules, chunks and layouts;
+- ``loosely_coupled``: Cornstarch v1's Algorithm 1;
+- ``unaware``: the joint search of stage counts, but stages balanced as if every layer were
+  trained;
+- ``layers``, ``parameters``: the same with stages of equally many layers or parameters;
+- ``omnibal``: around the joint search's stage counts, OmniBal's partition candidates (§4.2), the
+  best of which are meant to be really run.
+
+All but ``joint`` have one rank per stage; what they find is judged like its plans.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from raymm.scheduler.bounds import lower_bound
+from raymm.scheduler.costs import CostProfile, LayerWork, layer_work, unaware_work
+from raymm.scheduler.few_ranks import few_rank_plans
+from raymm.scheduler.graph import ModuleGraph
+from raymm.scheduler.lower import iteration_time, lower, settle
+from raymm.scheduler.memory import check_memory, rank_memory
+from raymm.scheduler.partition import PartitionError, Ranges
+from raymm.scheduler.partition_search import PartitionCandidate, partition_candidates
+from raymm.scheduler.plan import Plan, PlanError
+from raymm.scheduler.planner import LAYOUTS, Network, Option, Proposal, propose
+from raymm.scheduler.simulate import simulate
+from raymm.scheduler.stage_costs import op_seconds
+from raymm.scheduler.stage_search import SearchResult, joint_search, loosely_coupled
+from raymm.scheduler.stage_space import StageSearchError, StageSpace
+
+STRATEGIES = ("joint", "loosely_coupled", "unaware", "layers", "parameters", "omnibal")
+SCHEDULES = ("1f1b", "zero_bubble")
+OMNIBAL_RADIUS = 1
+OMNIBAL_TOP = 8
+# A plan that fills this share of a rank's memory may owe its cuts to it.
+TIGHT = 0.8
+
+
+@dataclass(frozen=True)
+class Search:
+    """What is searched for, and how.
+
+    Attributes:
+        ranks: how many there are.
+        num_microbatches: microbatches per step.
+        memory_limit: bytes per rank, or None.
+        network: what messages take.
+        strategy: of :data:`STRATEGIES`.
+        schedules: ``"1f1b"``, ``"zero_bubble"``, ``"gpipe"``: those that are tried.
+        layouts: of :data:`raymm.scheduler.planner.LAYOUTS`; for ``joint``.
+        recompute: whether stages recompute; None: only if nothing fits otherwise.
+        radius: how many layers OmniBal's search moves a cut.
+
+    Raises:
+        PlanError: naming the field, its value and what is accepted.
+    """
+
+    ranks: int
+    num_microbatches: int
+    memory_limit: int | None = None
+    network: Network = Network()
+    strategy: str = "joint"
+    schedules: Sequence[str] = SCHEDULES
+    layouts: Sequence[str] = LAYOUTS
+    recompute: bool | None = None
+    radius: int = OMNIBAL_RADIUS
+
+    def __post_init__(self) -> None:
+        from raymm.scheduler.plan import SCHEDULES as KNOWN
+
+        if self.ranks < 1:
+            raise PlanError(f"ranks is {self.ranks}; it must be at least 1")
+        if self.num_microbatches < 1:
+            raise PlanError(f"microbatches is {self.num_microbatches}; it must be at least 1")
+        if self.strategy not in STRATEGIES:
+            raise PlanError(f"strategy is {self.strategy!r}; accepted: {', '.join(STRATEGIES)}")
+        for field, given, known in (
+            ("schedules", self.schedules, KNOWN), ("layouts", self.layouts, LAYOUTS),
+        ):
+            if unknown := [name for name in given if name not in known]:
+                raise PlanError(f"{field} has {unknown[0]!r}; accepted: {', '.join(known)}")
+            if not given:
+                raise PlanError(f"{field} is empty; choose of {', '.join(known)}")
+        if self.radius < 0:
+            raise PlanError(f"radius is {self.radius}; it must be at least 0")
+
+
+def find_plans(graph: ModuleGraph, profile: CostProfile, search: Search) -> Proposal:
+    """Plan a model by a strategy.
+
+    If it is open whether stages recompute, plans that do are searched as well once memory gets
+    in the way of others.
+
+    Raises:
+        StageSearchError: if nothing fits.
+    """
+    try:
+        found = _find(graph, profile, search)
+    except StageSearchError:
+        if search.recompute is not None or _is_joint(graph, search):
+            raise
+        return _find(graph, profile, replace(search, recompute=True))
+    if search.recompute is None and _is_tight(found.best, search.memory_limit):
+        with suppress(StageSearchError):
+            found = _merged(found, _find(graph, profile, replace(search, recompute=True)))
+    return found
+
+
+def _is_joint(graph: ModuleGraph, search: Search) -> bool:
+    """Whether the planner searches, which asks for a rank per module."""
+    return search.strategy == "joint" and search.ranks >= len(graph.nodes)
+
+
+def _is_tight(option: Option, limit: int | None) -> bool:
+    if limit is None or any(stage.recompute for stage in option.plan.stages):
+        return False
+    return max(need.total for need in option.memory) > TIGHT * limit
+
+
+def _merged(one: Proposal, other: Proposal) -> Proposal:
+    options = sorted(
+        (*one.options, *other.options), key=lambda o: (o.seconds, o.plan.num_ranks)
+    )
+    return Proposal(
+        tuple(options), tuple(dict.fromkeys((*one.refused, *other.refused))),
+        one.bound if options[0] is one.best else other.bound,
+        one.combinations + other.combinations, one.simulated + other.simulated,
+    )
+
+
+def _find(graph: ModuleGraph, profile: CostProfile, search: Search) -> Proposal:
+    if _is_joint(graph, search):
+        return propose(
+            graph, profile, search.ranks, search.num_microbatches,
+            memory_limit=search.memory_limit, network=search.network,
+            recompute=search.recompute, schedules=search.schedules, layouts=search.layouts,
+        )
+    space = StageSpace(
+        graph, profile, max(search.ranks, len(graph.nodes)), search.num_microbatches,
+        recompute=bool(search.recompute), memory_limit=search.memory_limit,
+    )
+    judge = _Judge(search)
+    return judge.proposal(_candidates(space, search, judge))
+
+
+def evaluate(plan: Plan, network: Network, label: str = "") -> tuple[Option, str | None]:
+    """A plan with a profile, judged as the planners judge theirs; and why it does not fit in
+    memory, if it does not."""
+    plan, _ = settle(plan, network.delays(plan))
+    program = lower(plan, [[node.name for node in plan.graph.nodes]] * plan.num_microbatches)
+    timeline = simulate(program, op_seconds(plan), transfers=network.transfers(plan))
+    option = Option(label, plan, timeline.makespan, rank_memory(plan, program))
+    try:
+        check_memory(plan, program)
+    except PlanError as error:
+        return option, str(error)
+    return option, None
+
+
+class _Judge:
+    """Collects plans, each under every schedule."""
+
+    def __init__(self, search: Search) -> None:
+        self.search = search
+        self.combinations = self.simulated = 0
+
+    def seconds(self, plan: Plan) -> float:
+        return iteration_time(plan, delays=self.search.network.delays(plan))
+
+    def fits(self, plan: Plan) -> bool:
+        return evaluate(plan, self.search.network)[1] is None
+
+    def count(self, result: SearchResult) -> None:
+        self.combinations += result.combinations
+        self.simulated += result.simulated
+
+    def proposal(self, candidates: Iterator[tuple[str, Plan]]) -> Proposal:
+        options, refused = [], []
+        for label, plan in candidates:
+            for schedule in self.search.schedules:
+                option, reason = evaluate(
+                    replace(plan, schedule=schedule), self.search.network, label
+                )
+                if reason is None:
+                    options.append(option)
+                else:
+                    refused.append((option.label, reason))
+        if not options:
+            reasons = "; ".join(f"{label}: {why}" for label, why in refused)
+            raise StageSearchError(f"no plan fits: {reasons or 'there is none for this model'}")
+        options.sort(key=lambda option: (option.seconds, option.plan.num_ranks))
+        best = options[0].plan
+        return Proposal(
+            tuple(options), tuple(refused), lower_bound(best, self.search.network.delays(best)),
+            self.combinations, self.simulated,
+        )
+
+
+def _candidates(space: StageSpace, search: Search, judge: _Judge) -> Iterator[tuple[str, Plan]]:
+    if search.ranks < len(space.graph.nodes):
+        if search.strategy != "joint":
+            raise StageSearchError(
+                f"ranks is {search.ranks}; strategy {search.strategy!r} needs one for each of "
+                f"{len(space.graph.nodes)} modules"
+            )
+        yield from few_rank_plans(space, search.ranks)
+        return
+    fits = judge.fits if search.memory_limit is not None else None
+    if search.strategy == "loosely_coupled":
+        found = loosely_coupled(space, judge.seconds, fits)
+    else:
+        space = replace(space, believed=_believed(space, search.strategy))
+        # Bounds of the profile hold for any partition, so the search stays exact.
+        found = joint_search(
+            space, judge.seconds,
+            lambda plan: lower_bound(plan, search.network.delays(plan)), fits,
+        )
+    judge.count(found)
+    if search.strategy == "omnibal":
+        plans = _omnibal(space, found.best.plan, search.radius)
+    else:
+        plans = (choice.plan for choice in (found.best, *found.alternatives))
+    yield from ((search.strategy, plan) for plan in plans)
+
+
+def _believed(space: StageSpace, strategy: str) -> dict[str, tuple[LayerWork, ...]] | None:
+    """What stages are balanced by, where it is not what the layers really cost."""
+    if strategy == "unaware":
+        return unaware_work(space.graph, space.profile)
+    if strategy == "layers":
+        return {m: (_weight(1.0),) * len(c) for m, c in space.profile.modules.items()}
+    if strategy == "parameters":
+        return {
+            m: tuple(_weight(float(cost.parameter_bytes)) for cost in costs)
+            for m, costs in space.profile.modules.items()
+        }
+    return None
+
+
+def _weight(amount: float) -> LayerWork:
+    return LayerWork(amount, 0.0, 0.0, 0.0)
+
+
+def _omnibal(space: StageSpace, best: Plan, radius: int) -> Iterator[Plan]:
+    """Plans of the best combinations of every module's candidates. OmniBal ranks by the
+    variance of forward times; here by that of 1F + 1B, of which a frozen module has no B."""
+    per_module: dict[str, tuple[PartitionCandidate, ...]] = {}
+    work = layer_work(space.graph, space.profile, space.recompute)
+    for node in space.graph.nodes:
+        anchor: Ranges = tuple(stage.layers for stage in best.module_stages(node.name))
+        try:
+            per_module[node.name] = partition_candidates(
+                [one.total for one in work[node.name]],
+                [cost.output_bytes for cost in space.profile.modules[node.name]],
+                len(anchor), radius, anchor, OMNIBAL_TOP,
+            )
+        except PartitionError as error:
+            raise StageSearchError(f"module {node.name!r}: {error}") from None
+    combined = heapq.nsmallest(
+        OMNIBAL_TOP, itertools.product(*per_module.values()),
+        key=lambda chosen: sum(candidate.score for candidate in chosen),
+    )
+    for chosen in combined:
+        yield space.made_of(
+            {name: one.ranges for name, one in zip(per_module, chosen, strict=True)}
+        )

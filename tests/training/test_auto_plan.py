@@ -1,0 +1,120 @@
+"""Runs without a layout: raymm plans them, and a run that goes on keeps its plan."""
+
+import json
+
+import pytest
+import torch
+from tiny_run import checkpoint_tensors, curve
+from transformers import LlamaConfig, SiglipVisionConfig
+
+import raymm as public
+from raymm.checkpoint import CheckpointStore, read_manifest
+from raymm.config import ConfigError
+from raymm.scheduler.plan import Plan
+
+
+@pytest.fixture
+def planned_config(make_config):
+    """The standard run without its layouts, for two ranks."""
+    def make(**changes):
+        return make_config({"parallel": None, "planning": {"ranks": 2}, **changes})
+
+    return make
+
+
+def test_train_plans_prints_and_saves(raymm, planned_config, tmp_path, ray_cluster):
+    code, text = raymm("train", planned_config(), "--set", "run.steps=2")
+    assert code == 0, text
+    assert "plan: vision" in text and "per step" in text and "costs of cpu, fp32" in text
+    plan = Plan.from_json((tmp_path / "run" / "plan.json").read_text())
+    assert plan.num_ranks <= 2 and plan.num_microbatches == 2
+    assert plan.profile is not None and plan.profile.source == "analytic"
+    # lengths are those of the data: four patches an image, two samples a microbatch
+    assert plan.profile.tokens["vision"] % 4 == 0
+    assert [row[0] for row in curve(tmp_path / "run")] == [1, 2]
+
+
+def test_a_resumed_run_keeps_its_plan_bit_for_bit(raymm, planned_config, tmp_path, ray_cluster):
+    assert raymm("train", planned_config(), "--set", "run.steps=6")[0] == 0
+    whole = tmp_path / "whole"
+    (tmp_path / "run").rename(whole)
+    assert raymm("train", planned_config(), "--set", "run.steps=4")[0] == 0
+    first = read_manifest(CheckpointStore(tmp_path / "run").latest()).plan
+    # Planned anew it would be another plan: there are more ranks now.
+    more = planned_config(planning={"ranks": 3})
+    code, text = raymm("train", more, "--set", "run.steps=6")
+    assert code == 0 and "going on under the plan of the checkpoint" in text
+    assert read_manifest(CheckpointStore(tmp_path / "run").latest()).plan == first
+    assert curve(tmp_path / "run") == curve(whole)
+    mine, theirs = checkpoint_tensors(tmp_path / "run"), checkpoint_tensors(whole)
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_a_plan_that_no_longer_fits_is_made_anew(raymm, planned_config, tmp_path, ray_cluster):
+    assert raymm("train", planned_config(), "--set", "run.steps=2")[0] == 0
+    config = planned_config(**{"data.microbatches": 4})
+    code, text = raymm("train", config, "--set", "run.steps=3")
+    assert code == 0, text
+    assert "planning anew: the checkpoint's plan has 2 microbatches, the data 4" in text
+    assert Plan.from_json((tmp_path / "run" / "plan.json").read_text()).num_microbatches == 4
+
+
+def tiny_model(**layers):
+    sizes = dict(hidden_size=32, intermediate_size=48, num_attention_heads=2)
+    vision = public.ModalityModule(
+        SiglipVisionConfig(image_size=16, patch_size=8, num_hidden_layers=2, **sizes), "mlp",
+        frozen=True,
+    )
+    config = LlamaConfig(vocab_size=64, num_hidden_layers=3, **sizes)
+    return public.MultimodalModule({"vision": vision}, config)
+
+
+def batch(rows=4):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(64, (rows, 6), generator=generator)
+    images = torch.randn(rows, 3, 16, 16, generator=generator)
+    return {"input_ids": ids, "labels": ids, "vision": {"pixel_values": images}}
+
+
+def test_a_trainer_without_specs_plans(tmp_path, ray_cluster):
+    run = public.RunConfig(storage_path=str(tmp_path / "run"), steps=2, device="cpu")
+    trainer = public.Trainer(
+        tiny_model(), data=[batch()], run_config=run,
+        resources=public.RankResources(cpus=3.0),  # of 8 CPUs: room for two ranks
+    )
+    assert trainer.plan is None
+    result = trainer.fit()
+    assert 1 <= trainer.plan.num_ranks <= 2
+    assert len(result.history) == 2
+    saved = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert Plan.from_dict(saved) == trainer.plan
+    # four rows of six tokens of text and four of an image, in as many microbatches
+    samples = 4 // trainer.plan.num_microbatches
+    assert trainer.plan.profile.tokens == {"vision": 4 * samples, "llm": 10 * samples}
+
+
+def test_a_trainer_needs_data(tmp_path):
+    run = public.RunConfig(storage_path=str(tmp_path / "run"), steps=2)
+    with pytest.raises(ConfigError, match="data is None"):
+        public.Trainer(tiny_model(), run_config=run)
+
+
+def test_plan_is_a_function_for_notebooks(tmp_path):
+    planned = public.plan(
+        tiny_model(), ranks=4, microbatches=4, device="H100", tokens={"llm": 64}
+    )
+    assert planned.plan.num_ranks <= 4 and planned.plan.num_microbatches == 4
+    assert planned.table().row_count == len(planned.plan.stages)
+    assert "<table>" in planned._repr_html_() and "per step" in planned._repr_html_()
+    assert "chosen" in planned.explain()
+    assert planned.draw(tmp_path / "step.svg").read_text().lstrip().startswith("<?xml")
+    assert planned.seconds == pytest.approx(planned.proposal.best.seconds)
+    assert planned.seconds >= planned.proposal.bound * (1 - 1e-9)
+
+
+def test_fewer_ranks_than_modules():
+    for ranks in (1, 2):
+        planned = public.plan(tiny_model(), ranks=ranks, microbatches=4, tokens={"llm": 64})
+        assert planned.plan.num_ranks <= ranks
+        assert planned.unfit is None
