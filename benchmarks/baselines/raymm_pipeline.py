@@ -13,7 +13,7 @@ from raymm.actors.group import RankGroup, RankResources
 from raymm.actors.rank_actor import RankSpec
 from raymm.actors.stages.message import Message, MicrobatchContext
 from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.one_f_one_b import lower_1f1b
+from raymm.scheduler.lower import lower_1f1b
 from raymm.scheduler.plan import Plan, Stage
 from raymm.scheduler.program import check_program
 

@@ -12,7 +12,7 @@ from raymm.draw import draw_loss, draw_plan, draw_timelines
 from raymm.draw.loss import LINE, _smooth, _spread
 from raymm.draw.palette import module_hues
 from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.one_f_one_b import lower_1f1b
+from raymm.scheduler.lower import lower_1f1b
 from raymm.scheduler.plan import Plan, Stage
 from raymm.scheduler.program import EPILOGUE, Op
 from raymm.scheduler.simulate import simulate

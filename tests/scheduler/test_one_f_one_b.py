@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from random_plans import alignment, chain, costs_of, plans, steps, uniform
 
 from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.one_f_one_b import lower_1f1b
+from raymm.scheduler.lower import lower_1f1b
 from raymm.scheduler.plan import Plan, Stage
 from raymm.scheduler.program import COMPUTE, EPILOGUE, Instruction, Op, Program, check_program
 from raymm.scheduler.simulate import simulate

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_plans import alignment, chain, steps
 
-from raymm.scheduler.one_f_one_b import lower_1f1b
+from raymm.scheduler.lower import lower_1f1b
 from raymm.scheduler.plan import Plan
 from raymm.scheduler.program import (
     EPILOGUE,

@@ -1,7 +1,7 @@
 """A rank that encoders share with the language model must not drain the pipeline after it."""
 
 from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.one_f_one_b import lower_1f1b
+from raymm.scheduler.lower import lower_1f1b
 from raymm.scheduler.plan import Plan, Stage
 from raymm.scheduler.program import COMPUTE, Op
 from raymm.scheduler.simulate import simulate

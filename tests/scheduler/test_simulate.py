@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_plans import chain, costs_of, steps, uniform
 
-from raymm.scheduler.one_f_one_b import lower_1f1b
+from raymm.scheduler.lower import lower_1f1b
 from raymm.scheduler.program import COMPUTE, EPILOGUE, Instruction, Op, Program, ProgramError
 from raymm.scheduler.simulate import simulate
 from raymm.scheduler.timeline import Span

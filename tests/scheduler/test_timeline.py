@@ -7,7 +7,7 @@ import json
 import pytest
 from random_plans import chain, uniform
 
-from raymm.scheduler.one_f_one_b import lower_1f1b
+from raymm.scheduler.lower import lower_1f1b
 from raymm.scheduler.program import Op
 from raymm.scheduler.simulate import simulate
 from raymm.scheduler.timeline import Span, Timeline, chrome_trace

@@ -7,7 +7,7 @@ import pytest
 from raymm.metrics import MetricsLog, read_metrics
 from raymm.report import COST_STEPS, RunReport
 from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.one_f_one_b import lower_1f1b
+from raymm.scheduler.lower import lower_1f1b
 from raymm.scheduler.plan import Plan, Stage
 from raymm.scheduler.program import Op
 from raymm.scheduler.simulate import simulate
