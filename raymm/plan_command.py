@@ -47,13 +47,14 @@ def run_plan(args: argparse.Namespace) -> None:
         ClusterError: naming what is wrong.
     """
     from raymm.build import build_model, build_plan, write_json
-    from raymm.config import load_config
+    from raymm.config import ConfigError, load_config
     from raymm.draw import draw_plan
 
+    for name in ("microbatches", "measure"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 1")
     config = load_config(args.config, args.overrides)
     if args.microbatches is not None:
-        if args.microbatches < 1:
-            raise ValueError(f"--microbatches is {args.microbatches}; it must be at least 1")
         data = config.data.model_copy(update={
             "microbatches": args.microbatches,
             # as large microbatches as before

@@ -1,0 +1,210 @@
+"""``raymm plan``: plans, judges given plans, explains, measures."""
+
+import json
+import re
+
+import pytest
+from PIL import Image
+
+from raymm.plan_command import parse_tokens
+from raymm.scheduler.plan import Plan
+
+EXAMPLE = "examples/planning/llm32b.yaml"
+
+
+@pytest.fixture
+def wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def table_rows(text):
+    """Rows of the printed table: one per stage."""
+    return [
+        line.split() for line in text.splitlines()
+        if re.match(r"(vision|audio|llm) +\d+(@\d+)? ", line)
+    ]
+
+
+def saved_plan(folder):
+    return Plan.from_json((folder / "plan.json").read_text())
+
+
+def test_it_plans_a_32b_model_from_its_configuration_alone(raymm, tmp_path, wide, monkeypatch):
+    """Fewer ranks than the example has, as the search grows with them."""
+    from tiny_run import REPOSITORY
+
+    monkeypatch.chdir(REPOSITORY)
+    out = tmp_path / "plan"
+    code, text = raymm(
+        "plan", EXAMPLE, "--ranks", "5", "--layouts", "modality_parallel,colocated",
+        "--schedules", "1f1b", "--out", str(out),
+    )
+    assert code == 0, text
+    plan = saved_plan(out)
+    assert plan.num_ranks <= 5 and plan.num_microbatches == 24
+    assert plan.graph.node("llm").num_layers == 64
+    assert plan.memory_limit == int(0.9 * 80e9)
+    assert plan.profile.device == "H100" and plan.profile.tokens["llm"] == 4572
+    assert len(table_rows(text)) == len(plan.stages)
+    assert "tokens/s" in text and "chosen" in text and "slower" in text
+    assert "combinations of stages per module within 5 ranks" in text
+    for name in ("plan.png", "plan_schedule.png"):
+        with Image.open(out / name) as picture:
+            assert picture.width > 400
+        assert f"{out / name}" in text
+
+
+def test_memory_decides(raymm, tmp_path, wide, monkeypatch):
+    """A 32B model in bf16 does not fit on three GPUs of 20 GiB."""
+    from tiny_run import REPOSITORY
+
+    monkeypatch.chdir(REPOSITORY)
+    arguments = ["plan", EXAMPLE, "--ranks", "3", "--schedules", "1f1b", "--out", str(tmp_path)]
+    code, text = raymm(*arguments, "--memory-gib", "20")
+    assert code == 2 and "StageSearchError" in text and "no plan" in text
+    assert not (tmp_path / "plan.json").exists()
+
+
+@pytest.mark.parametrize("strategy", ["layers", "parameters", "unaware", "loosely_coupled"])
+def test_other_planners_are_never_better(raymm, make_config, tmp_path, wide, strategy):
+    config = make_config({"parallel": None})
+    seconds = {}
+    for name in ("joint", strategy):
+        out = tmp_path / name
+        code, text = raymm(
+            "plan", config, "--ranks", "3", "--device", "H100", "--strategy", name,
+            "--layouts", "modality_parallel", "--schedules", "1f1b", "--out", str(out),
+        )
+        assert code == 0, text
+        seconds[name] = float(re.search(r"predicted ([\d.]+) \S+ per step", text)[1])
+        assert saved_plan(out).schedule == "1f1b"
+    assert seconds["joint"] <= seconds[strategy]
+
+
+def test_a_given_layout_is_judged_not_changed(raymm, make_config, tmp_path, wide):
+    config = make_config({
+        "parallel": {
+            "schedule": "zero_bubble", "recompute": True,
+            "encoders": {"vision": {"replicas": 2, "ranks": [0, 1]}},
+            "language_model": {"ranks": [0], "chunks": 2},
+        },
+    })
+    code, text = raymm("plan", config, "--out", str(tmp_path / "plan"), "--svg")
+    assert code == 0, text
+    plan = saved_plan(tmp_path / "plan")
+    assert [(s.name, s.rank) for s in plan.stages] == [
+        ("vision.0", 0), ("vision.0@1", 1), ("llm.0", 0), ("llm.1", 0)
+    ]
+    assert plan.schedule == "zero_bubble" and plan.profile.source == "analytic"
+    # The stage of the loss needs its activations at once.
+    assert [s.recompute for s in plan.stages] == [True, True, True, False]
+    assert [row[:2] for row in table_rows(text)] == [
+        ["vision", "0"], ["vision", "0@1"], ["llm", "0"], ["llm", "1"]
+    ]
+    assert "chosen" not in text
+    for name in ("plan.svg", "plan_schedule.svg"):
+        assert "<svg" in (tmp_path / "plan" / name).read_text()
+
+
+def test_a_saved_plan_is_judged_again_and_refused_if_too_full(
+    raymm, make_config, tmp_path, wide
+):
+    code, _ = raymm("plan", make_config(), "--out", str(tmp_path / "a"))
+    assert code == 0
+    again = make_config({"parallel": {"plan": str(tmp_path / "a" / "plan.json")}})
+    code, text = raymm("plan", again, "--out", str(tmp_path / "b"))
+    assert code == 0 and saved_plan(tmp_path / "b") == saved_plan(tmp_path / "a")
+    code, text = raymm(
+        "plan", again, "--out", str(tmp_path / "c"), "--memory-gib", "0.0001"
+    )
+    assert code == 2 and "memory_limit is" in text and "rank 0 (vision.0, llm.0) needs" in text
+    assert len(table_rows(text)) == 3  # shown all the same
+    assert not (tmp_path / "c").exists()
+
+
+def test_measured_costs(raymm, make_config, tmp_path, wide):
+    """A profile made up: planning reads it as it reads a measured one."""
+    layer = {
+        "forward": 0.01, "backward_input": 0.01, "backward_weight": 0.01,
+        "activation_bytes": 10, "parameter_bytes": 10, "output_bytes": 10,
+    }
+    slow = {**layer, "forward": 0.05}
+    table = {
+        "format": 1, "default": {"vision": 8, "llm": 20}, "device": "some CPU", "dtype": "fp32",
+        "modules": {
+            "vision": [{"tokens": 8, "samples": 2, "layers": [layer] * 3}],
+            "llm": [
+                {"tokens": 20, "samples": 2, "layers": [layer, slow]},
+                {"tokens": 40, "samples": 2, "layers": [slow, slow]},
+            ],
+        },
+    }
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps(table))
+    arguments = ["plan", make_config({"parallel": None}), "--ranks", "3", "--profile", str(file)]
+    code, text = raymm(*arguments, "--out", str(tmp_path / "a"))
+    assert code == 0 and "measured costs of some CPU" in text
+    profile = saved_plan(tmp_path / "a").profile
+    assert profile.modules["llm"][0].forward == 0.01 and profile.tokens["llm"] == 20
+    # 20 tokens per sample, of which the measured microbatch has two
+    code, text = raymm(*arguments, "--tokens", "llm=20", "--out", str(tmp_path / "b"))
+    assert code == 0
+    assert saved_plan(tmp_path / "b").profile.modules["llm"][0].forward == 0.05
+    table["modules"]["llm"][0]["layers"] = table["modules"]["llm"][1]["layers"] = [layer]
+    file.write_text(json.dumps(table))
+    code, text = raymm(*arguments, "--out", str(tmp_path / "c"))
+    assert code == 2 and "ProfileError" in text and "'llm' has 1 layers, the module 2" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--ranks", "0"], ["ranks is 0", "at least 1"]),
+        (["--ranks", "2", "--device", "H900"], ["device is 'H900'", "H100"]),
+        (["--ranks", "2", "--strategy", "best"], ["strategy is 'best'", "joint", "omnibal"]),
+        (["--ranks", "2", "--schedules", "2f2b"], ["schedules has '2f2b'", "1f1b"]),
+        (["--ranks", "2", "--layouts", "flat"], ["layouts has 'flat'", "colocated"]),
+        (["--ranks", "2", "--tokens", "llm"], ["--tokens has 'llm'", "llm=4096"]),
+        (["--ranks", "2", "--tokens", "audio=3"], ["tokens name 'audio'", "vision, llm"]),
+        (["--ranks", "2", "--memory-gib", "0"], ["memory_gib is 0", "above 0"]),
+        (["--ranks", "2", "--ranks-per-node", "0"], ["ranks_per_node is 0"]),
+        (["--ranks", "2", "--microbatches", "0"], ["--microbatches is 0"]),
+        (["--ranks", "2", "--radius", "-1"], ["radius is -1"]),
+        (["--ranks", "2", "--profile", "/no.json"], ["'/no.json'", "no such file"]),
+        (["--ranks", "1", "--strategy", "layers"], ["ranks is 1", "'layers'", "2 modules"]),
+        (["--ranks", "2", "--measure", "0"], ["--measure is 0", "at least 1"]),
+    ],
+)
+def test_bad_options_are_refused(raymm, make_config, tmp_path, wide, arguments, expected):
+    config = make_config({"parallel": None})
+    code, text = raymm("plan", config, *arguments, "--out", str(tmp_path / "plan"))
+    assert code == 2 and "Traceback" not in text, text
+    assert [part for part in expected if part not in text] == [], text
+    assert not (tmp_path / "plan").exists()
+
+
+def test_measure_runs_the_best_and_keeps_the_fastest(
+    raymm, make_config, tmp_path, wide, ray_cluster
+):
+    config = make_config({"parallel": None})
+    out = tmp_path / "plan"
+    code, text = raymm(
+        "plan", config, "--ranks", "2", "--strategy", "omnibal", "--measure", "2",
+        "--out", str(out),
+    )
+    assert code == 0, text
+    rows = [line for line in text.splitlines() if "%" in line and "omnibal:" in line]
+    measured = [line for line in rows if re.search(r"[+-]\d+\.\d%$", line.strip())]
+    assert len(measured) == 2
+    # Columns: mark, plan, predicted, measured, error. The marked one is the fastest.
+    times = {line.strip().startswith("*"): float(line.split()[-2]) for line in measured}
+    assert times[True] == min(times.values())
+    assert saved_plan(out).num_ranks == 2
+    import ray._private.state
+
+    states = [actor["State"] for actor in ray._private.state.actors().values()]
+    assert set(states) == {"DEAD"}  # nothing is left running
+
+
+def test_tokens_are_module_and_number():
+    assert parse_tokens(["llm=4096", "vision=1025"]) == {"llm": 4096, "vision": 1025}
