@@ -60,7 +60,7 @@ def test_a_plan_that_no_longer_fits_is_made_anew(raymm, planned_config, tmp_path
     assert Plan.from_json((tmp_path / "run" / "plan.json").read_text()).num_microbatches == 4
 
 
-def tiny_model(**layers):
+def tiny_model():
     sizes = dict(hidden_size=32, intermediate_size=48, num_attention_heads=2)
     vision = public.ModalityModule(
         SiglipVisionConfig(image_size=16, patch_size=8, num_hidden_layers=2, **sizes), "mlp",
@@ -118,3 +118,36 @@ def test_fewer_ranks_than_modules():
         planned = public.plan(tiny_model(), ranks=ranks, microbatches=4, tokens={"llm": 64})
         assert planned.plan.num_ranks <= ranks
         assert planned.unfit is None
+
+
+class SkipEncoder(torch.nn.Module):
+    """Its last block needs the first one's output: no cut goes through it."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(256, 256) for _ in range(4))
+
+    def forward(self, x):
+        first = hidden = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            hidden = block(hidden)
+        return hidden + first
+
+
+def test_a_module_that_cannot_be_cut_stays_whole():
+    encoder = public.ModalityModule(
+        SkipEncoder(), "linear", hidden_size=256, example_inputs={"x": torch.randn(1, 4, 256)}
+    )
+    config = LlamaConfig(
+        vocab_size=64, num_hidden_layers=2, hidden_size=16, intermediate_size=16,
+        num_attention_heads=2,
+    )
+    model = public.MultimodalModule({"vision": encoder}, config)
+    planned = public.plan(
+        model, ranks=5, microbatches=8, tokens={"vision": 4096, "llm": 8},
+        layouts=("modality_parallel",),
+    )
+    stages = planned.plan.module_stages("vision")
+    assert stages[0].layers[0] == 0 and stages[0].layers[1] >= 4 and len(stages) <= 2
+    (note,) = [note for note in planned.notes if "vision stays in one piece" in note]
+    assert "SkipEncoder" in note and note in planned.explain()
