@@ -145,8 +145,8 @@ def propose(
         _check_number("memory_limit", memory_limit)
     _check_choices("layouts", layouts, LAYOUTS)
     _check_choices("schedules", schedules, SCHEDULES)
-    if any(many < 2 for many in chunks):
-        raise ValueError(f"chunks is {tuple(chunks)}; each must be at least 2")
+    if any(type(many) is not int or many < 2 for many in chunks):
+        raise ValueError(f"chunks is {tuple(chunks)}; each must be a whole number, at least 2")
     planners: list[_Planner] = []
     left = tuple(layouts)
     for again in (False, True) if recompute is None else (recompute,):
