@@ -10,6 +10,7 @@ from typing import Any
 from raymm.actors.group import RankResources, check_capacity
 from raymm.model import MultimodalModule
 from raymm.parallel import MultimodalParallelModule
+from raymm.scheduler.lower import lower
 from raymm.scheduler.plan import Plan, PlanError
 from raymm.scheduler.planner import Option
 
@@ -33,7 +34,8 @@ class Measured:
 
 
 def distinct_options(options: Sequence[Option], count: int) -> list[Option]:
-    """The first options that differ in what runs where or when.
+    """The first options that differ in what runs where or when, whatever their names say: a
+    zero-bubble schedule that finds nothing to improve is 1F1B.
 
     Raises:
         PlanError: if ``count`` is below 1.
@@ -42,9 +44,12 @@ def distinct_options(options: Sequence[Option], count: int) -> list[Option]:
         raise PlanError(f"measure is {count}; it must be at least 1")
     chosen: dict[Any, Option] = {}
     for option in options:
-        plan = option.plan
-        chosen.setdefault((plan.stages, plan.schedule, plan.policy), option)
-    return list(chosen.values())[:count]
+        if len(chosen) == count:
+            break
+        everything = [node.name for node in option.plan.graph.nodes]
+        program = lower(option.plan, [everything] * option.plan.num_microbatches)
+        chosen.setdefault((_places(option.plan), program.ranks), option)
+    return list(chosen.values())
 
 
 def measure_options(

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
-from io import StringIO
 from pathlib import Path
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from raymm.draw import draw_timelines
@@ -57,13 +55,14 @@ def plan_rows(planned: Planned) -> list[dict[str, str]]:
 
 
 def layers_text(plan: Plan, stage: Stage) -> str:
-    """E.g. ``"0-11"``, ``"12-23 + proj."``; `` r`` after it: recomputed."""
+    """E.g. ``"0-11"``, or ``"12-23 +p"`` with the projector; `` r`` after it: recomputed."""
     node = plan.graph.node(stage.module)
     lo, hi = stage.layers
     blocks = min(hi, node.num_blocks)
-    parts = [f"{lo}-{blocks - 1}" if blocks - lo > 1 else f"{lo}"] if blocks > lo else []
-    parts += ["proj."] if hi > node.num_blocks else []
-    return " + ".join(parts) + (" r" if stage.recompute else "")
+    text = f"{lo}-{blocks - 1}" if blocks - lo > 1 else f"{lo}"
+    if hi > node.num_blocks:
+        text = f"{text} +p" if blocks > lo else "p"
+    return text + (" r" if stage.recompute else "")
 
 
 def plan_table(planned: Planned) -> Table:
@@ -71,12 +70,13 @@ def plan_table(planned: Planned) -> Table:
     plan = planned.plan
     rows = plan_rows(planned)
     marks = ["* frozen"] if any(row["stage"].endswith("*") for row in rows) else []
+    marks += ["p projector"] if any(node.projector for node in plan.graph.nodes) else []
     marks += ["r recomputed"] if any(stage.recompute for stage in plan.stages) else []
     table = Table(
         title=f"{len(plan.stages)} stages on {plan.num_ranks} ranks, {plan.num_microbatches} "
         f"microbatches, {plan.schedule}",
         caption="F, B_d, B_w in ms, memory in GiB" + "".join(f"; {mark}" for mark in marks),
-        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title_justify="left",
+        box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), title_justify="left",
         caption_justify="left",
     )
     for name in rows[0]:
@@ -184,13 +184,6 @@ def plan_html(planned: Planned) -> str:
         f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
         f"<pre>{escape(explanation(planned))}</pre>"
     )
-
-
-def plan_text(planned: Planned, width: int = 100) -> str:
-    """The table as plain text."""
-    console = Console(file=StringIO(), width=width)
-    console.print(plan_table(planned))
-    return console.file.getvalue()
 
 
 def _prediction(planned: Planned) -> str:

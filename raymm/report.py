@@ -10,6 +10,7 @@ from typing import Any
 
 from raymm.build import write_json
 from raymm.draw import draw_loss, draw_plan, draw_timelines
+from raymm.plan_view import rank_names
 from raymm.scheduler.plan import Plan
 from raymm.scheduler.program import Op, Program
 from raymm.scheduler.simulate import simulate
@@ -36,14 +37,6 @@ class RunReport:
         """Note a step's program and what was measured."""
         self._recent.append((step, program, timeline))
 
-    @property
-    def rank_names(self) -> dict[int, str]:
-        plan = self._plan
-        return {
-            rank: f"rank {rank}: " + " ".join(s.name for s in plan.rank_stages(rank))
-            for rank in range(plan.num_ranks)
-        }
-
     def write(self, history: Sequence[Mapping[str, Any]]) -> dict[str, Path]:
         """Write plan, pictures and trace; returns them by what they are."""
         folder = self._folder
@@ -57,13 +50,14 @@ class RunReport:
         if self._recent:
             step, program, measured = self._recent[-1]
             predicted = simulate(program, self._predicting_costs())
+            names = rank_names(self._plan)
             timelines = [("predicted", predicted), ("measured", measured)]
             files["schedule"] = folder / "schedule.png"
             draw_timelines(
-                timelines, files["schedule"], rank_names=self.rank_names, title=f"step {step}"
+                timelines, files["schedule"], rank_names=names, title=f"step {step}"
             )
             files["trace"] = folder / "trace.json"
-            write_json(files["trace"], chrome_trace(timelines, self.rank_names))
+            write_json(files["trace"], chrome_trace(timelines, names))
         return files
 
     def _predicting_costs(self) -> dict[tuple[str, Op], float]:

@@ -305,7 +305,7 @@ def test_plan_shows_draws_and_saves_without_ray(outcomes):
     rows = [line.split() for line in outcome["text"].splitlines()]
     rows = [row for row in rows if row and row[0] in ("vision", "llm")]
     assert [row[:2] for row in rows] == [["vision", "0"], ["llm", "0"], ["llm", "1"]]
-    assert rows[0][2:8] == ["0-1", "+", "proj.", "0", "0:0", rows[0][7]]
+    assert rows[0][2:6] == ["0-1", "+p", "0", "0:0"]  # layers, rank, node and GPU
     assert [row[3] for row in rows[1:]] == ["0", "1"]  # ranks
     assert "predicted" in outcome["text"] and "analytic costs of cpu" in outcome["text"]
     assert not (outcomes["folder"] / "run").exists()

@@ -2,12 +2,18 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from PIL import Image
 
+from raymm.measure import distinct_options
 from raymm.plan_command import parse_tokens
-from raymm.scheduler.plan import Plan
+from raymm.scheduler.costs import CostProfile, LayerCost
+from raymm.scheduler.graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan import Plan, PlanError
+from raymm.scheduler.planner import Option
+from raymm.scheduler.stage_space import make_plan
 
 EXAMPLE = "examples/planning/llm32b.yaml"
 
@@ -204,6 +210,24 @@ def test_measure_runs_the_best_and_keeps_the_fastest(
 
     states = [actor["State"] for actor in ray._private.state.actors().values()]
     assert set(states) == {"DEAD"}  # nothing is left running
+
+
+def test_only_plans_that_run_differently_are_measured():
+    cost = LayerCost(1.0, 1.0, 1.0)
+    graph = ModuleGraph((ModuleNode("llm", (True, True)),), ())
+    profile = CostProfile({"llm": (cost, cost)})
+    plan = make_plan(graph, {"llm": ((0, 1), (1, 2))}, 4, "1f1b", profile)
+    one = make_plan(graph, {"llm": ((0, 2),)}, 4, "1f1b", profile)
+    options = [
+        Option(name, p, 1.0, ())
+        for name, p in (("a", plan), ("b", replace(plan, num_microbatches=4)), ("c", one),
+                        ("d", replace(one, schedule="gpipe")))
+    ]
+    chosen = distinct_options(options, 4)
+    assert [option.layout for option in chosen] == ["a", "c", "d"]
+    assert [option.layout for option in distinct_options(options, 2)] == ["a", "c"]
+    with pytest.raises(PlanError, match="measure is 0"):
+        distinct_options(options, 0)
 
 
 def test_tokens_are_module_and_number():
