@@ -10,6 +10,7 @@ from transformers import LlamaConfig, SiglipVisionConfig
 import raymm as public
 from raymm.checkpoint import CheckpointStore, read_manifest
 from raymm.config import ConfigError
+from raymm.planning import device_called
 from raymm.scheduler.plan import Plan
 
 
@@ -151,3 +152,17 @@ def test_a_module_that_cannot_be_cut_stays_whole():
     assert stages[0].layers[0] == 0 and stages[0].layers[1] >= 4 and len(stages) <= 2
     (note,) = [note for note in planned.notes if "vision stays in one piece" in note]
     assert "SkipEncoder" in note and note in planned.explain()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("A100-40G", "A100-40GB"), ("A100-80G", "A100-80GB"), ("A100", "A100-40GB"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"), ("NVIDIA L4", "L4"), ("NVIDIA H200", "H200"),
+        ("NVIDIA L40S", None), ("AMD EPYC", None), ("Tesla V100-SXM2-16GB", None),
+    ],
+)
+def test_devices_as_drivers_call_them(name, expected):
+    found = device_called(name)
+    assert (found and found.name) == expected
