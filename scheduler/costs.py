@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -40,9 +41,9 @@ class LayerCost:
 
     def __post_init__(self) -> None:
         for entry in fields(self):
-            if not getattr(self, entry.name) >= 0:  # written so that NaN fails too
+            if not 0 <= getattr(self, entry.name) < math.inf:  # NaN fails too
                 raise ProfileError(
-                    f"{entry.name} is {getattr(self, entry.name)}; it must be at least 0"
+                    f"{entry.name} is {getattr(self, entry.name)}; it must be at least 0 and finite"
                 )
 
 

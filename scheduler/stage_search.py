@@ -184,9 +184,10 @@ def _result(
     space: StageSpace, judged: list[Choice], combinations: int, alternatives: int
 ) -> SearchResult:
     if not judged:
+        more = "" if space.recompute else ", or turn recomputation on"
         raise StageSearchError(
             f"no plan found with at most {space.ranks} ranks that fits in memory; "
-            "give it more ranks or memory, or turn recomputation on"
+            f"give it more ranks or memory{more}"
         )
     judged.sort(key=lambda c: (c.seconds, sum(c.counts.values()), tuple(c.counts.values())))
     return SearchResult(

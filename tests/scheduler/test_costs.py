@@ -125,6 +125,7 @@ def test_json_round_trip(data: st.DataObject) -> None:
     (lambda d: d["modules"]["llm"][0].update(forward=-1), "forward is -1; it must be at least 0"),
     (lambda d: d["modules"]["llm"][0].update(forward="1"), "wrong key or value"),
     (lambda d: d["modules"]["llm"][0].update(forward=float("nan")), "forward is nan"),
+    (lambda d: d["modules"]["llm"][0].update(forward=float("inf")), "forward is inf; .* finite"),
     (lambda d: d["modules"]["llm"][0].pop("forward"), "wrong key or value"),
     (lambda d: d["modules"].update(llm=3), "wrong key or value"),
 ])
