@@ -55,9 +55,10 @@ class Run:
     Attributes:
         name: e.g. ``"unaware 1f1b"``; ``own`` in it: raymm's own partition, else the table's.
         plan, program: what runs.
-        predicted, without_overheads: seconds of a step, without and with the overheads of
-            instructions left out.
+        expected: the predicted step.
+        without_overheads: predicted seconds without the overheads of instructions.
         timelines: measured.
+        load: load average of the machine after the last step (sleeping ranks add little).
     """
 
     name: str
@@ -66,6 +67,7 @@ class Run:
     expected: Timeline
     without_overheads: float
     timelines: list[Timeline] = field(default_factory=list)
+    load: float = 0.0
 
     @classmethod
     def of(cls, name: str, plan: Plan, overheads: Overheads) -> "Run":
@@ -116,6 +118,7 @@ class Run:
             "error": round(self.error, 4),
             "error_without_overheads": round(self.error_without_overheads, 4),
             "worst_op_ms": round(self.worst_op() * 1e3, 3),
+            "load_average_1min": round(self.load, 2),
         }
 
 
@@ -159,6 +162,8 @@ def measure(pipeline: SleepingPipeline, runs: list[Run], steps: int) -> None:
             found = pipeline.run(run.plan, run.program, 1)
             if turn:
                 run.timelines += found
+    for run in runs:
+        run.load = os.getloadavg()[0]
 
 
 def speedups(row: PaperRow, runs: dict[str, Run]) -> dict[str, Any]:
@@ -207,7 +212,8 @@ def run_rows(
         found.append((row, runs))
         worst = max(runs.values(), key=lambda run: abs(run.error))
         speedup = runs["unaware 1f1b"].measured / runs["aware 1f1b"].measured
-        out.print(f"[dim]{row.name}: worst error {worst.error:+.1%} ({worst.name}), "
+        out.print(f"[dim]{row.name}: worst error {worst.error:+.1%} ({worst.name}; "
+                  f"load {worst.load:.1f}), "
                   f"aware speedup {speedup:.2f}, paper {row.paper_speedup:.2f}")
     return found
 
