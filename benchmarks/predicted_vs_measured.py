@@ -41,7 +41,7 @@ from raymm.scheduler.stage_costs import op_seconds, stage_costs
 from raymm.scheduler.timeline import Timeline
 
 # Milliseconds of 1F + 1B of the slowest stage; what paper's rows are scaled to.
-BOTTLENECK_MS = 20.0
+BOTTLENECK_MS = 50.0
 QUICK_ROWS = ("VLM-S", "MMM")
 PICTURE_ROW, PICTURE_RUN = "VLM-L", "aware zero_bubble trained"
 # Runs that are not compared with the paper's have this many microbatches.
