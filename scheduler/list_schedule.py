@@ -138,7 +138,7 @@ class ListScheduler:
         sizes: Mapping[str, StageCost] | None = None,
         delays: Mapping[tuple[str, str], float] | None = None,
     ) -> None:
-        self._plan = plan
+        self.plan = plan
         self.active = active
         self.costs = costs
         self.sizes = sizes or {}
@@ -152,7 +152,7 @@ class ListScheduler:
         """
         self._rules = rules
         self._start()
-        num_ranks = self._plan.num_ranks
+        num_ranks = self.plan.num_ranks
         free_at = [0.0] * num_ranks
         events = [(0.0, rank) for rank in range(num_ranks)]
         makespan = 0.0
@@ -176,7 +176,7 @@ class ListScheduler:
         return Schedule(tuple(map(tuple, self._order)), makespan, rules.early_recompute)
 
     def _start(self) -> None:
-        plan, rules = self._plan, self._rules
+        plan, rules = self.plan, self._rules
         stages = {}
         for stage in plan.stages:
             state = _Stage(stage.name, self.costs)
@@ -215,6 +215,23 @@ class ListScheduler:
         # Per rank, bytes by microbatch and turn, which is the order things are finished in.
         self._held: list[dict[tuple[int, int, int], float]] = [{} for _ in range(plan.num_ranks)]
         self._order: list[list[Task]] = [[] for _ in range(plan.num_ranks)]
+
+    @property
+    def seconds(self) -> dict[tuple[str, Op], float]:
+        """What every op of the last run was taken to take."""
+        return {
+            (state.name, op): seconds
+            for state in self._stages.values()
+            for op, seconds in (
+                (Op.FORWARD, state.forward_s),
+                (Op.FORWARD_CHECKPOINTED, state.forward_s),
+                (Op.FORWARD_NO_GRAD, state.no_grad_s),
+                (Op.RECOMPUTE, state.recompute_s),
+                (Op.BACKWARD, state.backward_s),
+                (Op.BACKWARD_INPUT, state.input_s),
+                (Op.BACKWARD_WEIGHT, state.weight_s),
+            )
+        }
 
     def _check_finished(self) -> None:
         for state in self._stages.values():

@@ -19,7 +19,7 @@ from raymm.scheduler.policy import Policy, policies
 from raymm.scheduler.program import Op, Program
 from raymm.scheduler.simulate import simulate
 from raymm.scheduler.stage_costs import StageCost, op_seconds, stage_costs
-from raymm.scheduler.step_graph import ActiveStages, active_stages
+from raymm.scheduler.step_graph import active_stages
 
 
 def lower(
@@ -48,7 +48,8 @@ def lower(
         ValueError: if ``present`` names a module that the plan does not have.
     """
     active = active_stages(plan, present, forward_only)
-    return to_program(plan, active, _schedule(plan, active, costs, delays, forward_only))
+    scheduler = ListScheduler(plan, active, *_known_costs(plan, costs), delays)
+    return to_program(plan, active, _schedule(scheduler, forward_only))
 
 
 def iteration_time(
@@ -59,7 +60,8 @@ def iteration_time(
     """Seconds of a step with every modality in every microbatch: what :func:`simulate` says
     of :func:`lower`'s program, without making one."""
     active = active_stages(plan, _everything(plan))
-    return _schedule(plan, active, costs, delays, False).makespan
+    scheduler = ListScheduler(plan, active, *_known_costs(plan, costs), delays)
+    return _replayed(scheduler, _schedule(scheduler, False)).makespan
 
 
 def _everything(plan: Plan) -> list[list[str]]:
@@ -74,22 +76,25 @@ def _known_costs(
     return op_seconds(plan) if costs is None else costs, stage_costs(plan)
 
 
-def _schedule(
-    plan: Plan,
-    active: Sequence[ActiveStages],
-    costs: Mapping[tuple[str, Op], float] | None,
-    delays: Mapping[tuple[str, str], float] | None,
-    forward_only: bool,
-) -> Schedule:
-    scheduler = ListScheduler(plan, active, *_known_costs(plan, costs), delays)
+def _schedule(scheduler: ListScheduler, forward_only: bool) -> Schedule:
+    plan = scheduler.plan
     if plan.schedule == "gpipe":
         return scheduler.run(Rules(flush=True))
     if plan.schedule == "zero_bubble" and not forward_only:
-        return _zero_bubble(plan, scheduler)[0]
+        return _zero_bubble(scheduler)[0]
     return scheduler.run(Rules())
 
 
-def _zero_bubble(plan: Plan, scheduler: ListScheduler) -> tuple[Schedule, Policy | None]:
+def _replayed(scheduler: ListScheduler, schedule: Schedule) -> Schedule:
+    """A schedule with its program's time. A program does not wait on purpose, as a policy does
+    and a stage without backward that is far enough ahead; it may end sooner."""
+    program = to_program(scheduler.plan, scheduler.active, schedule)
+    transfers = {edge: Transfer(0.0, wait) for edge, wait in scheduler.delays.items()}
+    timeline = simulate(program, scheduler.seconds, transfers=transfers)
+    return schedule._replace(makespan=timeline.makespan)
+
+
+def _zero_bubble(scheduler: ListScheduler) -> tuple[Schedule, Policy | None]:
     """The best of several list schedules within 1F1B's activation memory, and its policy
     (None for 1F1B itself).
 
@@ -97,10 +102,9 @@ def _zero_bubble(plan: Plan, scheduler: ListScheduler) -> tuple[Schedule, Policy
     recomputation may start before its gradient arrives (a frozen model has no B_w; this is
     where it gains), and 1F1B itself is among the candidates, so the result is never slower.
     """
-    baseline = scheduler.run(Rules())
+    plan = scheduler.plan
+    baseline = _replayed(scheduler, scheduler.run(Rules()))
     best, chosen, stuck = None, None, None
-    if plan.activation_limits is None:
-        best = baseline
     limits = plan.activation_limits or one_f_one_b_limits(plan, baseline, scheduler.sizes)
     shared = any(len(plan.rank_stages(rank)) > 1 for rank in range(plan.num_ranks))
     for policy in policies(shared) if plan.policy is None else (plan.policy,):
@@ -113,14 +117,12 @@ def _zero_bubble(plan: Plan, scheduler: ListScheduler) -> tuple[Schedule, Policy
             continue
         if best is None or found.makespan < best.makespan:
             best, chosen = found, policy
+    if best is not None:
+        best = _replayed(scheduler, best)
+    if plan.activation_limits is None and (best is None or baseline.makespan <= best.makespan):
+        return baseline, None
     if best is None:
         raise stuck
-    if chosen is not None:
-        # A program does not wait on purpose as a policy does; it may end sooner.
-        program = to_program(plan, scheduler.active, best)
-        transfers = {edge: Transfer(0.0, wait) for edge, wait in scheduler.delays.items()}
-        timeline = simulate(program, scheduler.costs, transfers=transfers)
-        best = best._replace(makespan=timeline.makespan)
     return best, chosen
 
 
@@ -130,10 +132,10 @@ def settle(
     """A plan whose lowerings are quick, and its :func:`iteration_time`: a zero-bubble plan
     without policy gets the best one."""
     active = active_stages(plan, _everything(plan))
-    if plan.schedule != "zero_bubble" or plan.policy is not None:
-        return plan, _schedule(plan, active, None, delays, False).makespan
     scheduler = ListScheduler(plan, active, *_known_costs(plan, None), delays)
-    schedule, policy = _zero_bubble(plan, scheduler)
+    if plan.schedule != "zero_bubble" or plan.policy is not None:
+        return plan, _replayed(scheduler, _schedule(scheduler, False)).makespan
+    schedule, policy = _zero_bubble(scheduler)
     return plan if policy is None else replace(plan, policy=policy), schedule.makespan
 
 
