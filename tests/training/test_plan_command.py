@@ -192,9 +192,17 @@ def test_bad_options_are_refused(raymm, make_config, tmp_path, wide, arguments, 
     assert not (tmp_path / "plan").exists()
 
 
+def actor_states() -> dict[str, str]:
+    """States by actor. The cluster is shared, so it may hold what other tests left behind."""
+    import ray._private.state
+
+    return {name: one["State"] for name, one in ray._private.state.actors().items()}
+
+
 def test_measure_runs_the_best_and_keeps_the_fastest(
     raymm, make_config, tmp_path, wide, ray_cluster
 ):
+    before = actor_states()
     config = make_config({"parallel": None})
     out = tmp_path / "plan"
     code, text = raymm(
@@ -209,17 +217,16 @@ def test_measure_runs_the_best_and_keeps_the_fastest(
     times = {line.strip().startswith("*"): float(line.split()[-2]) for line in measured}
     assert times[True] == min(times.values())
     assert saved_plan(out).num_ranks == 2
-    import ray._private.state
-
-    def states() -> set[str]:
-        return {actor["State"] for actor in ray._private.state.actors().values()}
-
-    # Nothing is left running; the cluster learns of an actor's end a moment later, and may
-    # list one that was ended before it started as still to be created.
+    started = actor_states().keys() - before.keys()
+    assert started
+    # Nothing is left running; the cluster learns of an actor's end a moment later.
     deadline = time.monotonic() + ACTORS_END_SECONDS
-    while "ALIVE" in states() and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        left = {actor: state for actor, state in actor_states().items() if actor in started}
+        if set(left.values()) == {"DEAD"}:
+            break
         time.sleep(0.2)
-    assert "DEAD" in states() and "ALIVE" not in states()
+    assert set(left.values()) == {"DEAD"}
 
 
 def test_only_plans_that_run_differently_are_measured():
