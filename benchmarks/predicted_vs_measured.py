@@ -28,12 +28,8 @@ from rich.table import Table
 from benchmarks import real_model
 from benchmarks._common import console, emit, local_ray, machine, parser
 from benchmarks.paper_rows import ROWS, PaperRow, own_plan, scale_of, table_plan
-from benchmarks.sleeping_stages import (
-    Overheads,
-    SleepingPipeline,
-    full_program,
-    op_seconds_measured,
-)
+from benchmarks.sleeping_stages import Overheads, SleepingPipeline, op_seconds_measured
+from raymm.scheduler.lower import full_program
 from raymm.scheduler.plan import Plan
 from raymm.scheduler.program import Program
 from raymm.scheduler.simulate import simulate

@@ -39,7 +39,7 @@ from benchmarks import _common
 from benchmarks.valm_configs import MICROBATCHES, TRAINABLE, VALM_CONFIGS, ValmConfig, valm_profile
 from raymm.scheduler.bounds import lower_bound
 from raymm.scheduler.layouts import chunked
-from raymm.scheduler.lower import iteration_time, lower, one_f_one_b_limits, settle
+from raymm.scheduler.lower import full_program, iteration_time, one_f_one_b_limits, settle
 from raymm.scheduler.memory import activation_peaks
 from raymm.scheduler.plan import Plan
 from raymm.scheduler.stage_costs import stage_costs
@@ -49,15 +49,11 @@ from raymm.scheduler.stage_space import StageSearchError, StageSpace
 CHUNKS = (2, 3, 4)
 
 
-def everything(plan: Plan) -> list[list[str]]:
-    return [[node.name for node in plan.graph.nodes]] * plan.num_microbatches
-
-
 def ratios(space: StageSpace, counts: dict[str, int]) -> dict[str, float]:
     """Iteration times relative to DAG 1F1B, all within its memory."""
     baseline = replace(space, recompute_loss=True).plan(counts)
     sizes = stage_costs(baseline)
-    program = lower(baseline, everything(baseline))
+    program = full_program(baseline)
     limits = one_f_one_b_limits(baseline, program, sizes)
     seconds = iteration_time(baseline)
 
@@ -77,7 +73,7 @@ def ratios(space: StageSpace, counts: dict[str, int]) -> dict[str, float]:
         plan = replace(plan, schedule="zero_bubble", activation_limits=limits)
         try:
             plan, one = settle(plan)
-            program = lower(plan, everything(plan))
+            program = full_program(plan)
         except ValueError:  # does not fit in the baseline's memory at all
             continue
         peaks = activation_peaks(plan, program, stage_costs(plan))

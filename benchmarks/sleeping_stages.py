@@ -21,7 +21,7 @@ from raymm.actors.rank_actor import RankSpec
 from raymm.actors.stages.message import Message, MicrobatchContext
 from raymm.scheduler.costs import CostProfile, LayerCost
 from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.lower import lower
+from raymm.scheduler.lower import full_program
 from raymm.scheduler.plan import Plan, Stage
 from raymm.scheduler.program import COMPUTE, Op, Program, check_program
 from raymm.scheduler.stage_costs import StageCost, op_seconds, stage_costs
@@ -144,14 +144,6 @@ def rank_stage(rank: int) -> str:
     return f"chain.{rank}"
 
 
-def full_program(plan: Plan) -> Program:
-    """The checked program of a step in which every microbatch goes through every module."""
-    everything = [node.name for node in plan.graph.nodes]
-    program = lower(plan, [everything] * plan.num_microbatches)
-    check_program(program)
-    return program
-
-
 class SleepingPipeline:
     """Ranks whose stages sleep. Runs any plan that is a chain with one stage per rank.
 
@@ -190,7 +182,9 @@ class SleepingPipeline:
 
         Raises:
             ValueError: if the plan has too many stages.
+            ProgramError: if the program cannot run.
         """
+        check_program(program)
         if plan.num_ranks > self.ranks:
             raise ValueError(f"the plan has {plan.num_ranks} stages; there are {self.ranks} ranks")
         chain = Renaming(plan, self.ranks)

@@ -10,7 +10,7 @@ from typing import Any
 from raymm.actors.group import RankResources, check_capacity
 from raymm.model import MultimodalModule
 from raymm.parallel import MultimodalParallelModule
-from raymm.scheduler.lower import lower
+from raymm.scheduler.lower import full_program
 from raymm.scheduler.plan import Plan, PlanError
 from raymm.scheduler.planner import Option
 
@@ -46,9 +46,8 @@ def distinct_options(options: Sequence[Option], count: int) -> list[Option]:
     for option in options:
         if len(chosen) == count:
             break
-        everything = [node.name for node in option.plan.graph.nodes]
-        program = lower(option.plan, [everything] * option.plan.num_microbatches)
-        chosen.setdefault((_places(option.plan), program.ranks), option)
+        key = _places(option.plan), full_program(option.plan).ranks
+        chosen.setdefault(key, option)
     return list(chosen.values())
 
 

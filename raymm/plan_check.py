@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from raymm.scheduler.graph import ModuleGraph
-from raymm.scheduler.lower import lower
+from raymm.scheduler.lower import full_program
 from raymm.scheduler.memory import check_memory
 from raymm.scheduler.plan import Plan
 
@@ -16,8 +16,7 @@ def check_fits(plan: Plan) -> None:
     """
     if plan.memory_limit is None or plan.profile is None:
         return
-    everything = [node.name for node in plan.graph.nodes]
-    check_memory(plan, lower(plan, [everything] * plan.num_microbatches))
+    check_memory(plan, full_program(plan))
 
 
 def differences(planned: ModuleGraph, model: ModuleGraph) -> list[str]:

@@ -20,7 +20,7 @@ from raymm.scheduler.bounds import lower_bound
 from raymm.scheduler.costs import CostProfile, ProfileError
 from raymm.scheduler.devices import DEVICES, DeviceSpec, find_device
 from raymm.scheduler.graph import ModuleGraph
-from raymm.scheduler.lower import lower
+from raymm.scheduler.lower import full_program
 from raymm.scheduler.memory import GIB
 from raymm.scheduler.plan import Plan, PlanError
 from raymm.scheduler.planner import LAYOUTS, Network, Proposal
@@ -186,8 +186,7 @@ class Planned:
     @cached_property
     def program(self) -> Program:
         """The program of a step in which every microbatch has every modality."""
-        everything = [node.name for node in self.plan.graph.nodes]
-        return lower(self.plan, [everything] * self.plan.num_microbatches)
+        return full_program(self.plan)
 
     @cached_property
     def timeline(self) -> Timeline:

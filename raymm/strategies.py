@@ -24,7 +24,7 @@ from raymm.scheduler.bounds import lower_bound
 from raymm.scheduler.costs import CostProfile, LayerWork, layer_work, unaware_work
 from raymm.scheduler.few_ranks import few_rank_plans
 from raymm.scheduler.graph import ModuleGraph
-from raymm.scheduler.lower import iteration_time, lower, settle
+from raymm.scheduler.lower import full_program, iteration_time, settle
 from raymm.scheduler.memory import check_memory, rank_memory
 from raymm.scheduler.partition import PartitionError, Ranges
 from raymm.scheduler.partition_search import PartitionCandidate, partition_candidates
@@ -154,7 +154,7 @@ def evaluate(plan: Plan, network: Network, label: str = "") -> tuple[Option, str
     """A plan with a profile, judged as the planners judge theirs; and why it does not fit in
     memory, if it does not."""
     plan, _ = settle(plan, network.delays(plan))
-    program = lower(plan, [[node.name for node in plan.graph.nodes]] * plan.num_microbatches)
+    program = full_program(plan)
     timeline = simulate(program, op_seconds(plan), transfers=network.transfers(plan))
     option = Option(label, plan, timeline.makespan, rank_memory(plan, program))
     try:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from raymm.scheduler.plan import Plan, Stage
 from raymm.scheduler.stage_costs import StageCost, stage_costs
-from raymm.scheduler.step_graph import ActiveStages, active_stages
+from raymm.scheduler.step_graph import ActiveStages, active_stages, full_step
 
 
 def lower_bound(
@@ -42,10 +42,9 @@ class _Bound:
         self.delays = delays
         self.limits = limits
         self.costs = stage_costs(plan)
-        everything = [node.name for node in plan.graph.nodes]
         # One round over the replicas shows every stage at work.
-        rounds = max(len(plan.replicas(name)) for name in everything)
-        self.active = active_stages(plan, [everything] * min(rounds, plan.num_microbatches))
+        rounds = max(len(plan.replicas(node.name)) for node in plan.graph.nodes)
+        self.active = active_stages(plan, full_step(plan)[:rounds])
         self.head = self._heads()
         self.tail = self._tails()
 

@@ -19,7 +19,7 @@ from raymm.scheduler.policy import Policy, policies
 from raymm.scheduler.program import Op, Program
 from raymm.scheduler.simulate import simulate
 from raymm.scheduler.stage_costs import StageCost, op_seconds, stage_costs
-from raymm.scheduler.step_graph import active_stages
+from raymm.scheduler.step_graph import active_stages, full_step
 
 
 def lower(
@@ -52,20 +52,23 @@ def lower(
     return to_program(plan, active, _schedule(scheduler, forward_only))
 
 
+def full_program(
+    plan: Plan, *, delays: Mapping[tuple[str, str], float] | None = None
+) -> Program:
+    """:func:`lower`'s program of a step with every modality in every microbatch."""
+    return lower(plan, full_step(plan), delays=delays)
+
+
 def iteration_time(
     plan: Plan,
     costs: Mapping[tuple[str, Op], float] | None = None,
     delays: Mapping[tuple[str, str], float] | None = None,
 ) -> float:
     """Seconds of a step with every modality in every microbatch: what :func:`simulate` says
-    of :func:`lower`'s program, without making one."""
-    active = active_stages(plan, _everything(plan))
+    of :func:`full_program`."""
+    active = active_stages(plan, full_step(plan))
     scheduler = ListScheduler(plan, active, *_known_costs(plan, costs), delays)
     return _replayed(scheduler, _schedule(scheduler, False)).makespan
-
-
-def _everything(plan: Plan) -> list[list[str]]:
-    return [[node.name for node in plan.graph.nodes]] * plan.num_microbatches
 
 
 def _known_costs(
@@ -131,7 +134,7 @@ def settle(
 ) -> tuple[Plan, float]:
     """A plan whose lowerings are quick, and its :func:`iteration_time`: a zero-bubble plan
     without policy gets the best one."""
-    active = active_stages(plan, _everything(plan))
+    active = active_stages(plan, full_step(plan))
     scheduler = ListScheduler(plan, active, *_known_costs(plan, None), delays)
     if plan.schedule != "zero_bubble" or plan.policy is not None:
         return plan, _replayed(scheduler, _schedule(scheduler, False)).makespan

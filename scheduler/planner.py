@@ -19,7 +19,7 @@ from raymm.scheduler.costs import TRAINED_COPIES, CostProfile
 from raymm.scheduler.devices import Link
 from raymm.scheduler.graph import ModuleGraph
 from raymm.scheduler.layouts import chunked, colocated, replicated
-from raymm.scheduler.lower import iteration_time, lower, settle
+from raymm.scheduler.lower import full_program, iteration_time, settle
 from raymm.scheduler.memory import RankMemory, check_memory, rank_memory
 from raymm.scheduler.network import Transfer, delays, edge_transfers
 from raymm.scheduler.partition import cost_matrix
@@ -247,11 +247,11 @@ class _Planner:
         transfers = self.network.transfers(plan)
         if program is None and not any(t.total for t in transfers.values()):
             return iteration_time(plan)
-        program = _program(plan) if program is None else program
+        program = full_program(plan) if program is None else program
         return simulate(program, op_seconds(plan), transfers=transfers).makespan
 
     def _fits(self, plan: Plan) -> bool:
-        return self.space.memory_limit is None or _too_full(plan, _program(plan)) is None
+        return self.space.memory_limit is None or _too_full(plan, full_program(plan)) is None
 
     def _try_schedules(self, layout: str, plan: Plan) -> None:
         for schedule in self.schedules:
@@ -297,17 +297,13 @@ class _Planner:
 
     def _judge(self, layout: str, plan: Plan) -> None:
         plan, _ = settle(plan, self.network.delays(plan))
-        program = _program(plan)
+        program = full_program(plan)
         memory = rank_memory(plan, program)
         option = Option(layout, plan, self._seconds(plan, program), memory)
         if reason := _too_full(plan, program):
             self.refused.append((option.label, reason))
         else:
             self.options.append(option)
-
-
-def _program(plan: Plan) -> Program:
-    return lower(plan, [[node.name for node in plan.graph.nodes]] * plan.num_microbatches)
 
 
 def _too_full(plan: Plan, program: Program) -> str | None:

@@ -52,6 +52,11 @@ def active_stages(
     return result
 
 
+def full_step(plan: Plan) -> list[list[str]]:
+    """Per microbatch, the modules of a step in which every microbatch has every modality."""
+    return [[node.name for node in plan.graph.nodes]] * plan.num_microbatches
+
+
 def _active(
     plan: Plan, modules: frozenset[str], microbatch: int, forward_only: bool
 ) -> ActiveStages:

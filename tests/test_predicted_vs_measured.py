@@ -23,13 +23,13 @@ from benchmarks.sleeping_stages import (
     SleepingPipeline,
     SleepingStage,
     chain_plan,
-    full_program,
     message_seconds,
     ready_receives,
 )
 from raymm.actors.split_backward import backward_input
 from raymm.actors.stages.message import Message, MicrobatchContext
 from raymm.scheduler.costs import unaware_work
+from raymm.scheduler.lower import full_program
 from raymm.scheduler.program import Instruction, Op, Program, check_program
 from raymm.scheduler.simulate import simulate
 from raymm.scheduler.stage_costs import StageCost, op_seconds, stage_costs

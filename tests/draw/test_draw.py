@@ -12,7 +12,7 @@ from raymm.draw import draw_loss, draw_plan, draw_timelines
 from raymm.draw.loss import LINE, _smooth, _spread
 from raymm.draw.palette import module_hues
 from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.lower import lower_1f1b
+from raymm.scheduler.lower import full_program
 from raymm.scheduler.plan import Plan, Stage
 from raymm.scheduler.program import EPILOGUE, Op
 from raymm.scheduler.simulate import simulate
@@ -50,8 +50,7 @@ def multimodal() -> Plan:
 
 
 def timeline(plan: Plan, scale: float = 1.0, epilogue: bool = False) -> Timeline:
-    modules = [node.name for node in plan.graph.nodes]
-    program = lower_1f1b(plan, [modules] * plan.num_microbatches)
+    program = full_program(plan)
     weight = {Op.FORWARD: 0.01, Op.FORWARD_NO_GRAD: 0.01, Op.BACKWARD: 0.02}
     costs = {(s.name, op): scale * w for s in plan.stages for op, w in weight.items()}
     simulated = simulate(program, costs, latency=0.001)

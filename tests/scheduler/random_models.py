@@ -59,11 +59,6 @@ def spaces(draw: st.DrawFn, most_ranks: int = 7, **options) -> StageSpace:
     )
 
 
-def everything(plan: Plan) -> list[list[str]]:
-    """Every module in every microbatch."""
-    return [[node.name for node in plan.graph.nodes]] * plan.num_microbatches
-
-
 @st.composite
 def contents(draw: st.DrawFn, plan: Plan) -> list[set[str]]:
     """Per microbatch, modules it has input for; a text-only one has none."""

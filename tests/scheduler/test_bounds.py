@@ -13,14 +13,14 @@ from raymm.scheduler.bounds import lower_bound
 from raymm.scheduler.costs import CostProfile, LayerCost
 from raymm.scheduler.graph import ModuleGraph, ModuleNode
 from raymm.scheduler.list_schedule import NoRoomError
-from raymm.scheduler.lower import lower, one_f_one_b_limits
+from raymm.scheduler.lower import full_program, one_f_one_b_limits
 from raymm.scheduler.network import Transfer
 from raymm.scheduler.plan import SCHEDULES, Plan, Stage
 from raymm.scheduler.program import Op
 from raymm.scheduler.simulate import simulate
 from raymm.scheduler.stage_costs import op_seconds, stage_costs
-from raymm.scheduler.step_graph import active_stages
-from tests.scheduler.random_models import everything, layer_costs
+from raymm.scheduler.step_graph import active_stages, full_step
+from tests.scheduler.random_models import layer_costs
 from tests.scheduler.random_plans import plans
 
 EXAMPLES = settings(max_examples=30, deadline=None)
@@ -55,7 +55,7 @@ def delays_of(draw: st.DrawFn, plan: Plan) -> Delays:
 
 
 def simulated(plan: Plan, delays: Delays) -> float:
-    program = lower(plan, everything(plan), delays=delays)
+    program = full_program(plan, delays=delays)
     transfers = {edge: Transfer(0.0, seconds) for edge, seconds in delays.items()}
     return simulate(program, op_seconds(plan), transfers=transfers).makespan
 
@@ -77,7 +77,7 @@ def test_no_schedule_within_limits_is_faster(data: st.DataObject) -> None:
     delays = data.draw(delays_of(plan))
     sizes = stage_costs(plan)
     if data.draw(st.booleans()):
-        baseline = lower(replace(plan, schedule="1f1b"), everything(plan), delays=delays)
+        baseline = full_program(replace(plan, schedule="1f1b"), delays=delays)
         limits = one_f_one_b_limits(plan, baseline, sizes)
     else:
         limits = tuple(
@@ -98,7 +98,7 @@ def slow_bounds(plan: Plan, delays: Delays) -> tuple[float, float]:
     """The busiest rank's work; and the longest way of one microbatch down to the loss, every
     way of it spelled out, with what the loss's stage does."""
     costs = op_seconds(plan)
-    active = active_stages(plan, everything(plan))
+    active = active_stages(plan, full_step(plan))
     work = [0.0] * plan.num_ranks
     for one in active:
         for name in one.stages:
@@ -135,8 +135,10 @@ def test_at_least_the_obvious_bounds(data: st.DataObject) -> None:
     bound = lower_bound(plan, delays)
     assert bound >= max(slow_bounds(plan, delays)) - 1e-9
     assert lower_bound(plan) <= bound
-    more = replace(plan, num_microbatches=plan.num_microbatches + 1)
-    assert bound <= lower_bound(more, delays)
+    # A copy's first microbatch may have a shorter way back than the others'.
+    if all(len(plan.replicas(n.name)) <= plan.num_microbatches for n in plan.graph.nodes):
+        more = replace(plan, num_microbatches=plan.num_microbatches + 1)
+        assert bound <= lower_bound(more, delays)
 
 
 def chain(ranks: int, microbatches: int, **layer: int) -> Plan:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from raymm.scheduler.bounds import lower_bound
 from raymm.scheduler.costs import CostProfile, LayerCost, trainable_before
 from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.lower import iteration_time, lower, one_f_one_b_limits
+from raymm.scheduler.lower import full_program, iteration_time, lower, one_f_one_b_limits
 from raymm.scheduler.memory import GIB, activation_peaks, check_memory, rank_memory
 from raymm.scheduler.plan import SCHEDULES, Plan, PlanError, Stage
 from raymm.scheduler.program import BACKWARDS, COMPUTE, FORWARDS, Op, Program, check_program
@@ -60,10 +60,6 @@ def steps(draw: st.DrawFn) -> tuple[Plan, list[set[str]]]:
     ]
 
 
-def everything(plan: Plan) -> list[list[str]]:
-    return [[n.name for n in plan.graph.nodes]] * plan.num_microbatches
-
-
 def ops_of(program: Program) -> dict[tuple[str, int], Counter[Op]]:
     found: dict[tuple[str, int], Counter[Op]] = {}
     for rank in program:
@@ -103,8 +99,8 @@ def test_every_schedule_runs_what_1f1b_runs(step: tuple[Plan, list[set[str]]]) -
 def test_time_memory_and_bounds(plan: Plan) -> None:
     costs, sizes = op_seconds(plan), stage_costs(plan)
     one = replace(plan, schedule="1f1b")
-    baseline = lower(one, everything(plan))
-    program = lower(plan, everything(plan))
+    baseline = full_program(one)
+    program = full_program(plan)
     seconds = simulate(program, costs).makespan
     # The list scheduler gives a task without cost a moment.
     assert iteration_time(plan) == pytest.approx(seconds, abs=1e-5)
@@ -140,7 +136,7 @@ def test_limits_and_delays(data: st.DataObject) -> None:
         for src, dst in plan.stage_edges for edge in ((src, dst), (dst, src))
         if plan.by_name[src].rank != plan.by_name[dst].rank
     }
-    program = lower(replace(plan, activation_limits=limits), everything(plan), delays=delays)
+    program = full_program(replace(plan, activation_limits=limits), delays=delays)
     check_program(program)
     peaks = activation_peaks(plan, program, sizes)
     assert all(a <= b for a, b in zip(peaks, limits, strict=True))
@@ -184,9 +180,16 @@ def test_recomputation_hides_behind_the_wait_for_gradients() -> None:
     assert early == pytest.approx(12 * 3 + 3 * 2, abs=1e-5)
 
 
+def test_a_full_program_has_every_modality_in_every_microbatch() -> None:
+    plan = chain(3, 8, "gpipe")
+    assert [node.name for node in plan.graph.nodes] == ["projector", "llm"]
+    assert full_program(plan) == lower(plan, [["projector", "llm"]] * 8)
+    assert full_program(plan) != lower(plan, [["projector", "llm"]] * 7 + [["llm"]])
+
+
 def test_gpipe_holds_everything() -> None:
     plan = chain(3, 8, "gpipe")
-    report = check_program(lower(plan, everything(plan)))
+    report = check_program(full_program(plan))
     assert {report.live_activations[f"llm.{i}"] for i in range(3)} == {8}
 
 
@@ -206,12 +209,12 @@ def test_frozen_rules_across_modules() -> None:
 def test_too_small_a_limit_is_refused() -> None:
     plan = replace(chain(2, 4, "zero_bubble"), activation_limits=(49, 49))
     with pytest.raises(ValueError, match="activation limits .* a rank needs room for one"):
-        lower(plan, everything(plan))
+        full_program(plan)
 
 
 def test_memory_over_the_limit_is_refused() -> None:
     plan = chain(2, 4, "1f1b")
-    program = lower(plan, everything(plan))
+    program = full_program(plan)
     need = rank_memory(plan, program)
     assert [n.activations for n in need] == [100, 50]
     check_memory(replace(plan, memory_limit=100), program)
@@ -223,8 +226,8 @@ def test_memory_over_the_limit_is_refused() -> None:
 def test_backwards_of_one_rank_only() -> None:
     """What a plan owes nobody is one whole backward, even when backwards are split."""
     plan = chain(1, 3, "zero_bubble")
-    ops = {i.op for rank in lower(plan, everything(plan)) for i in rank} & BACKWARDS
+    ops = {i.op for rank in full_program(plan) for i in rank} & BACKWARDS
     assert ops <= {Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT}
     assert Op.BACKWARD in {
-        i.op for rank in lower(plan, everything(plan)) for i in rank if i.stage == "projector.0"
+        i.op for rank in full_program(plan) for i in rank if i.stage == "projector.0"
     }

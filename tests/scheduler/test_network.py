@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymm.scheduler.devices import Link
-from raymm.scheduler.lower import lower
+from raymm.scheduler.lower import full_program, lower
 from raymm.scheduler.network import Transfer, delays, edge_transfers
 from raymm.scheduler.plan import Plan
 from raymm.scheduler.planner import Network
 from raymm.scheduler.program import COMPUTE, Op, Program
 from raymm.scheduler.simulate import simulate
 from raymm.scheduler.stage_costs import StageCost, op_seconds
-from tests.scheduler.random_models import contents, everything
+from tests.scheduler.random_models import contents
 from tests.scheduler.test_bounds import chain, profiled_plans
 
 FREE = Link(0.0, math.inf)
@@ -106,7 +106,7 @@ def test_slower_links_never_help_a_program(data: st.DataObject) -> None:
     """A program's order is fixed, so every delay can only add. (Lowering again with other
     delays may choose another order, better or worse.)"""
     plan = data.draw(profiled_plans())
-    program, costs = lower(plan, everything(plan)), op_seconds(plan)
+    program, costs = full_program(plan), op_seconds(plan)
 
     def makespan(latency: int, bandwidth: float) -> float:
         one = Link(latency, bandwidth)
@@ -154,9 +154,7 @@ def test_messages_of_an_edge_queue() -> None:
     assert transfers == {
         ("llm.0", "llm.1"): Transfer(5.0, 2.0), ("llm.1", "llm.0"): Transfer(5.0, 2.0)
     }
-    spans = simulate(
-        lower(plan, everything(plan)), op_seconds(plan), transfers=transfers
-    ).compute()
+    spans = simulate(full_program(plan), op_seconds(plan), transfers=transfers).compute()
     starts = [s.start for s in spans if s.rank == 1 and s.op is Op.FORWARD]
     assert starts[:2] == [8, 13]
 
@@ -174,7 +172,7 @@ def test_sizes_may_be_given() -> None:
 
 def test_only_compute_takes_time_on_a_rank() -> None:
     plan = chain(3, 2, output_bytes=1)
-    program, costs = lower(plan, everything(plan)), op_seconds(plan)
+    program, costs = full_program(plan), op_seconds(plan)
     slow = Link(0.0, 0.01)
     timeline = simulate(program, costs, transfers=edge_transfers(plan, slow, slow, 3))
     for rank, instructions in enumerate(program):

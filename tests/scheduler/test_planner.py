@@ -16,7 +16,7 @@ from raymm.scheduler.costs import CostProfile, LayerCost, ProfileError
 from raymm.scheduler.devices import Link
 from raymm.scheduler.graph import ModuleGraph, ModuleNode
 from raymm.scheduler.layouts import colocated, replicated
-from raymm.scheduler.lower import lower
+from raymm.scheduler.lower import full_program, lower
 from raymm.scheduler.memory import rank_memory
 from raymm.scheduler.network import edge_transfers
 from raymm.scheduler.plan import SCHEDULES, Plan
@@ -25,7 +25,7 @@ from raymm.scheduler.program import check_program
 from raymm.scheduler.simulate import simulate
 from raymm.scheduler.stage_costs import op_seconds, stage_costs
 from raymm.scheduler.stage_space import StageSearchError, StageSpace, make_plan
-from tests.scheduler.random_models import contents, everything, models, spaces
+from tests.scheduler.random_models import contents, models, spaces
 
 FEW = settings(max_examples=50, deadline=None)
 Model = tuple[ModuleGraph, CostProfile]
@@ -33,12 +33,12 @@ Model = tuple[ModuleGraph, CostProfile]
 
 def needed(plan: Plan) -> list[int]:
     """Bytes per rank of the program that runs."""
-    return [need.total for need in rank_memory(plan, lower(plan, everything(plan)))]
+    return [need.total for need in rank_memory(plan, full_program(plan))]
 
 
 def seconds(plan: Plan, near: Link | None = None, far: Link | None = None, node: int = 1) -> float:
     transfers = edge_transfers(plan, near, far, node) if near else None
-    program = lower(plan, everything(plan))
+    program = full_program(plan)
     return simulate(program, op_seconds(plan), transfers=transfers).makespan
 
 
@@ -164,7 +164,7 @@ def test_what_every_option_promises(
     links = (network.within_node, network.across_nodes, network.ranks_per_node) if network else ()
     for option in found.options:
         plan = option.plan
-        check_program(lower(plan, everything(plan)))
+        check_program(full_program(plan))
         assert Plan.from_json(plan.to_json()) == plan
         assert plan.num_ranks <= ranks and plan.num_microbatches == microbatches
         assert plan.schedule in schedules and option.layout.split(",")[0] in layouts
@@ -211,7 +211,7 @@ def test_feasible_stages_are_those_that_fit(data: st.DataObject) -> None:
         for n in space.graph.nodes
     }
     plan = made_of(space, partitions)
-    program = lower(plan, everything(plan))
+    program = full_program(plan)
     live = check_program(program).live_activations
     counts = {module: len(ranges) for module, ranges in partitions.items()}
     for stage, need in zip(plan.topological_stages, rank_memory(plan, program), strict=True):
