@@ -31,6 +31,14 @@ def lower(
 ) -> Program:
     """Lower a plan to a program for one step, by the plan's schedule.
 
+    1F1B on a DAG: a stage's warm-up depth is its longest path to the loss (Cornstarch v1 §4.1,
+    Fig. 6). Each rank runs, whenever it is free, the ready forward of the oldest microbatch (of
+    two stages the one nearest to the loss), else the ready backward of the oldest, and never
+    holds more microbatches of a stage than the stage's depth. On a chain with one stage per
+    rank and equal costs this is textbook 1F1B. Forwards go first because other ranks wait for
+    them; on a rank that several stages share, backwards first would drain the pipeline after
+    it.
+
     Args:
         plan: the plan.
         present: per microbatch, the names of the modules it has input for besides the
@@ -160,24 +168,3 @@ def one_f_one_b_limits(
     return tuple(
         max(peak, min(max(peaks), device - own)) for peak, own in zip(peaks, state, strict=True)
     )
-
-
-def lower_1f1b(
-    plan: Plan,
-    present: Sequence[Collection[str]],
-    costs: Mapping[tuple[str, Op], float] | None = None,
-    forward_only: bool = False,
-) -> Program:
-    """1F1B on a DAG, whatever the plan's schedule says; arguments as of :func:`lower`.
-
-    A stage's warm-up depth is its longest path to the loss (Cornstarch v1 §4.1, Fig. 6).
-    Each rank runs, whenever it is free, the ready forward of the oldest microbatch (of two
-    stages the one nearest to the loss), else the ready backward of the oldest, and never
-    holds more microbatches of a stage than the stage's depth. On a chain with one stage per
-    rank and equal costs this is textbook 1F1B. Forwards go first because other ranks wait for
-    them; on a rank that several stages share, backwards first would drain the pipeline after
-    it.
-    """
-    active = active_stages(plan, present, forward_only)
-    scheduler = ListScheduler(plan, active, costs or {})
-    return to_program(plan, active, scheduler.run(Rules()))

@@ -13,7 +13,7 @@ from raymm.actors.group import RankGroup, RankResources
 from raymm.actors.rank_actor import RankSpec
 from raymm.actors.stages.message import Message, MicrobatchContext
 from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.lower import lower_1f1b
+from raymm.scheduler.lower import lower
 from raymm.scheduler.plan import Plan, Stage
 from raymm.scheduler.program import check_program
 
@@ -75,7 +75,7 @@ class RaymmContender(Contender):
             self.group = RankGroup(specs, [s.name for s in plan.stages], RankResources(1.0))
         else:
             self.group.rebuild(builders)
-        program = lower_1f1b(plan, [()] * config.microbatches)
+        program = lower(plan, [()] * config.microbatches)
         check_program(program)
         self.key = self.group.load_program(program)
         self.inputs: list[list] = [[] for _ in builders]

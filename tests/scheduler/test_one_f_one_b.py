@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from random_plans import alignment, chain, costs_of, plans, steps, uniform
 
 from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.lower import lower_1f1b
+from raymm.scheduler.lower import lower
 from raymm.scheduler.plan import Plan, Stage
 from raymm.scheduler.program import COMPUTE, EPILOGUE, Instruction, Op, Program, check_program
 from raymm.scheduler.simulate import simulate
@@ -38,7 +38,7 @@ def test_a_chain_is_textbook_1f1b(ranks: int, backward: int) -> None:
     for microbatches in range(1, 11):
         plan = chain(ranks, microbatches)
         costs = uniform(plan, 1, backward)
-        program = lower_1f1b(plan, [()] * microbatches, costs)
+        program = lower(plan, [()] * microbatches, costs)
         assert [compute(rank) for rank in program] == [
             textbook(rank, ranks, microbatches) for rank in range(ranks)
         ]
@@ -48,7 +48,7 @@ def test_a_chain_is_textbook_1f1b(ranks: int, backward: int) -> None:
 
 
 def test_without_costs_a_chain_is_textbook_1f1b_too() -> None:
-    program = lower_1f1b(chain(4, 9), [()] * 9)
+    program = lower(chain(4, 9), [()] * 9)
     assert [compute(rank) for rank in program] == [textbook(rank, 4, 9) for rank in range(4)]
 
 
@@ -58,12 +58,12 @@ def test_makespan_of_a_chain(forward: int, backward: int) -> None:
         for microbatches in range(1, 11):
             plan = chain(ranks, microbatches)
             costs = uniform(plan, forward, backward)
-            timeline = simulate(lower_1f1b(plan, [()] * microbatches), costs)
+            timeline = simulate(lower(plan, [()] * microbatches), costs)
             assert timeline.makespan == (microbatches + ranks - 1) * (forward + backward)
 
 
 def test_messages_spelled_out() -> None:
-    program = lower_1f1b(chain(2, 2), [(), ()])
+    program = lower(chain(2, 2), [(), ()])
     assert str(program) == "\n".join([
         "rank 0:",
         "  forward llm.0 #0", "  send llm.0 -> llm.1 #0",
@@ -80,7 +80,7 @@ def test_messages_spelled_out() -> None:
 
 @pytest.mark.parametrize("frozen", [1, 2, 4])
 def test_frozen_stages_in_front_have_no_backward_and_get_no_gradient(frozen: int) -> None:
-    program = lower_1f1b(chain(4, 6, frozen), [()] * 6)
+    program = lower(chain(4, 6, frozen), [()] * 6)
     for rank, instructions in enumerate(program):
         if rank < frozen:
             assert compute(instructions) == [(N, m) for m in range(6)]
@@ -95,7 +95,7 @@ def test_frozen_stages_in_front_have_no_backward_and_get_no_gradient(frozen: int
 def test_alignment_step_with_missing_modalities() -> None:
     """Image and speech, image alone, text alone, speech alone."""
     present = [{"vision", "audio"}, {"vision"}, set(), {"audio"}]
-    program = lower_1f1b(alignment(4), present)
+    program = lower(alignment(4), present)
     assert check_program(program).live_activations["vision.0"] == 0
     ops = Counter((i.op, i.stage) for rank in program for i in rank if i.op in COMPUTE)
     assert ops == {
@@ -187,7 +187,7 @@ def check_neighbours(plan: Plan, program: Program) -> None:
 @given(steps())
 def test_any_step_does_exactly_what_it_needs(step: tuple[Plan, list[set[str]]]) -> None:
     plan, present = step
-    check_step(plan, present, lower_1f1b(plan, present))
+    check_step(plan, present, lower(plan, present))
 
 
 @EXAMPLES
@@ -195,19 +195,19 @@ def test_any_step_does_exactly_what_it_needs(step: tuple[Plan, list[set[str]]]) 
 def test_any_costs_give_a_program_that_runs(data: st.DataObject) -> None:
     plan, present = data.draw(steps())
     costs = data.draw(costs_of(plan))
-    program = lower_1f1b(plan, present, costs)
+    program = lower(plan, present, costs)
     check_step(plan, present, program)
-    assert lower_1f1b(plan, present, costs) == program
+    assert lower(plan, present, costs) == program
     # A stage measured with one kind of forward only is planned with that measurement.
     used = {(i.stage, i.op) for rank in program for i in rank if i.op in COMPUTE}
-    assert lower_1f1b(plan, present, {key: costs[key] for key in used}) == program
+    assert lower(plan, present, {key: costs[key] for key in used}) == program
 
 
 @EXAMPLES
 @given(steps())
 def test_forward_only(step: tuple[Plan, list[set[str]]]) -> None:
     plan, present = step
-    program = lower_1f1b(plan, present, forward_only=True)
+    program = lower(plan, present, forward_only=True)
     check_step(plan, present, program, forward_only=True)
     assert {i.op for rank in program for i in rank} <= {N, Op.SEND, Op.RECV}
 
@@ -216,7 +216,7 @@ def test_forward_only(step: tuple[Plan, list[set[str]]]) -> None:
 @given(steps())
 def test_an_absent_encoder_has_no_instruction(step: tuple[Plan, list[set[str]]]) -> None:
     plan, present = step
-    program = lower_1f1b(plan, present)
+    program = lower(plan, present)
     sources = {n.name for n in plan.graph.nodes if not plan.graph.producers(n.name)}
     for rank in program:
         for i in rank:
@@ -231,7 +231,7 @@ def test_an_absent_encoder_has_no_instruction(step: tuple[Plan, list[set[str]]])
 def test_no_lower_bound_is_undercut(data: st.DataObject) -> None:
     plan, present = data.draw(steps())
     costs = data.draw(costs_of(plan))
-    program = lower_1f1b(plan, present, costs)
+    program = lower(plan, present, costs)
     timeline = simulate(program, costs)
     for rank, instructions in enumerate(program):
         work = sum(costs[i.stage, i.op] for i in instructions if i.op in COMPUTE)
@@ -267,7 +267,7 @@ def test_on_a_shared_rank_the_oldest_microbatch_comes_first() -> None:
     )
     stages = (Stage("vision", 0, (0, 1), 0), Stage("vision", 1, (1, 2), 1),
               Stage("audio", 0, (0, 1), 0), Stage("llm", 0, (0, 1), 2))
-    program = lower_1f1b(Plan(graph, stages, 2), [("vision", "audio")] * 2)
+    program = lower(Plan(graph, stages, 2), [("vision", "audio")] * 2)
     assert [str(i) for i in program.ranks[0] if i.op is F] == [
         "forward audio.0 #0", "forward vision.0 #0", "forward audio.0 #1", "forward vision.0 #1",
     ]
@@ -279,25 +279,25 @@ def test_what_takes_an_input_runs_although_it_has_none_of_its_own() -> None:
         (("vision", "join"), ("audio", "join"), ("join", "llm")),
     )
     plan = Plan(graph, tuple(Stage(n.name, 0, (0, 1), r) for r, n in enumerate(graph.nodes)), 2)
-    program = lower_1f1b(plan, [{"vision"}, set()])
+    program = lower(plan, [{"vision"}, set()])
     check_step(plan, [{"vision"}, set()], program)
     assert compute(program.ranks[2]) == [(F, 0), (B, 0)] and not program.ranks[1]
 
 
 def test_unknown_modality() -> None:
     with pytest.raises(ValueError, match=r"has input for \['video'\]; modules are \['audio', "):
-        lower_1f1b(alignment(1), [{"video"}])
+        lower(alignment(1), [{"video"}])
 
 
 def test_fewer_microbatches_than_the_plan() -> None:
-    program = lower_1f1b(chain(2, 8), [()] * 3)
+    program = lower(chain(2, 8), [()] * 3)
     assert [compute(rank) for rank in program] == [textbook(rank, 2, 3) for rank in range(2)]
 
 
 @settings(max_examples=40, deadline=None)
 @given(plans())
 def test_the_epilogue_closes_every_rank(plan: Plan) -> None:
-    program = lower_1f1b(plan, [()] * plan.num_microbatches)
+    program = lower(plan, [()] * plan.num_microbatches)
     closed = program.with_epilogue(EPILOGUE)
     check_program(closed)
     for before, after in zip(program, closed, strict=True):
@@ -310,6 +310,6 @@ def test_a_longer_latency_never_helps(data: st.DataObject) -> None:
     plan, present = data.draw(steps())
     assume(plan.num_ranks > 1)
     costs = data.draw(costs_of(plan))
-    program = lower_1f1b(plan, present, costs)
+    program = lower(plan, present, costs)
     makespans = [simulate(program, costs, latency).makespan for latency in (0, 1, 5)]
     assert makespans == sorted(makespans)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_plans import alignment, chain, steps
 
-from raymm.scheduler.lower import lower_1f1b
+from raymm.scheduler.lower import lower
 from raymm.scheduler.plan import Plan
 from raymm.scheduler.program import (
     EPILOGUE,
@@ -22,9 +22,9 @@ F, N, B, S, R = Op.FORWARD, Op.FORWARD_NO_GRAD, Op.BACKWARD, Op.SEND, Op.RECV
 BOTH = frozenset({"vision", "audio"})
 MIXED = [BOTH, BOTH, frozenset(), BOTH]
 PROGRAMS = [
-    pytest.param(lower_1f1b(chain(4, 6), [()] * 6), id="chain"),
-    pytest.param(lower_1f1b(alignment(4), MIXED), id="alignment"),
-    pytest.param(lower_1f1b(chain(3, 4, frozen=1), [()] * 4).with_epilogue(EPILOGUE), id="frozen"),
+    pytest.param(lower(chain(4, 6), [()] * 6), id="chain"),
+    pytest.param(lower(alignment(4), MIXED), id="alignment"),
+    pytest.param(lower(chain(3, 4, frozen=1), [()] * 4).with_epilogue(EPILOGUE), id="frozen"),
 ]
 
 
@@ -101,7 +101,7 @@ def test_any_instruction_duplicated(program: Program, op: Op) -> None:
 
 
 def test_the_messages_say_what_is_wrong() -> None:
-    program = lower_1f1b(chain(2, 2), [(), ()])  # spelled out in test_one_f_one_b
+    program = lower(chain(2, 2), [(), ()])  # spelled out in test_one_f_one_b
 
     def message(broken: Program) -> str:
         with pytest.raises(ProgramError) as caught:
@@ -214,7 +214,7 @@ def test_empty_programs() -> None:
 def test_any_program_with_one_fault(data: st.DataObject) -> None:
     plan, present = data.draw(steps())
     assert isinstance(plan, Plan)
-    program = lower_1f1b(plan, present)
+    program = lower(plan, present)
     check_program(program)
     droppable = places(program, S, R, B)
     if droppable:

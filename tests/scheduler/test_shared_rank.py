@@ -1,7 +1,7 @@
 """A rank that encoders share with the language model must not drain the pipeline after it."""
 
 from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.lower import lower_1f1b
+from raymm.scheduler.lower import lower
 from raymm.scheduler.plan import Plan, Stage
 from raymm.scheduler.program import COMPUTE, Op
 from raymm.scheduler.simulate import simulate
@@ -26,7 +26,7 @@ def alignment_plan(microbatches: int) -> Plan:
 
 
 def test_language_stages_alternate_without_known_costs():
-    program = lower_1f1b(alignment_plan(6), [("vision", "audio")] * 6)
+    program = lower(alignment_plan(6), [("vision", "audio")] * 6)
     first = [
         f"{'B' if i.op is Op.BACKWARD else 'F'}{i.microbatch}"
         for i in program.ranks[0] if i.op in COMPUTE and i.stage == "llm.0"
@@ -35,7 +35,7 @@ def test_language_stages_alternate_without_known_costs():
 
 
 def test_second_rank_is_idle_only_at_both_ends():
-    program = lower_1f1b(alignment_plan(6), [("vision", "audio")] * 6)
+    program = lower(alignment_plan(6), [("vision", "audio")] * 6)
     costs = {}
     for stage, forward, backward in (
         ("vision.0", 0.1, 0.02), ("audio.0", 0.1, 0.02), ("llm.0", 1.0, 1.0), ("llm.1", 1.2, 1.2)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_plans import chain, costs_of, steps, uniform
 
-from raymm.scheduler.lower import lower_1f1b
+from raymm.scheduler.lower import lower
 from raymm.scheduler.program import COMPUTE, EPILOGUE, Instruction, Op, Program, ProgramError
 from raymm.scheduler.simulate import simulate
 from raymm.scheduler.timeline import Span
@@ -107,7 +107,7 @@ def test_random_plans(data: st.DataObject) -> None:
     plan, present = data.draw(steps())
     costs = data.draw(costs_of(plan))
     latency = data.draw(st.integers(0, 5))
-    program = lower_1f1b(plan, present, costs)
+    program = lower(plan, present, costs)
     timeline = simulate(program, costs, latency)
     assert sorted(timeline.spans) == sorted(longest_paths(program, costs, latency))
 
@@ -129,13 +129,13 @@ def test_waits_and_latency_spelled_out() -> None:
 
 def test_collectives_take_no_time() -> None:
     plan = chain(3, 4)
-    program = lower_1f1b(plan, [()] * 4)
+    program = lower(plan, [()] * 4)
     costs = uniform(plan, 1, 2)
     assert simulate(program.with_epilogue(EPILOGUE), costs) == simulate(program, costs)
 
 
 def test_what_has_no_cost_takes_no_time() -> None:
-    timeline = simulate(lower_1f1b(chain(2, 2), [(), ()]), {("llm.1", Op.BACKWARD): 3})
+    timeline = simulate(lower(chain(2, 2), [(), ()]), {("llm.1", Op.BACKWARD): 3})
     assert timeline.makespan == 6 and timeline.busy(0) == 0
 
 

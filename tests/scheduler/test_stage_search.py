@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from raymm.scheduler.costs import CostProfile, LayerCost, ProfileError, layer_work, unaware_work
 from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.lower import lower, lower_1f1b
+from raymm.scheduler.lower import lower
 from raymm.scheduler.plan import Plan, PlanError
 from raymm.scheduler.program import Op
 from raymm.scheduler.simulate import simulate
 from raymm.scheduler.stage_search import Choice, joint_search, loosely_coupled
 from raymm.scheduler.stage_space import StageSearchError, StageSpace, has_backward, make_plan
+from raymm.scheduler.step_graph import full_step
 
 
 def op_costs(plan: Plan) -> dict[tuple[str, Op], float]:
@@ -36,13 +37,9 @@ def op_costs(plan: Plan) -> dict[tuple[str, Op], float]:
     return costs
 
 
-def present(plan: Plan) -> list[set[str]]:
-    return [{node.name for node in plan.graph.nodes}] * plan.num_microbatches
-
-
 def iteration_time(plan: Plan) -> float:
     costs = op_costs(plan)
-    return simulate(lower_1f1b(plan, present(plan), costs), costs).makespan
+    return simulate(lower(plan, full_step(plan), costs), costs).makespan
 
 
 def work_bound(plan: Plan) -> float:
@@ -189,8 +186,7 @@ def test_under_a_memory_limit(space, budget):
 def test_no_schedule_undercuts_the_bound(space):
     for counts in itertools.islice(space.combinations(), 8):
         plan = space.plan(counts)
-        costs = op_costs(plan)
-        seconds = simulate(lower(plan, present(plan), costs), costs).makespan
+        seconds = iteration_time(plan)
         beyond = {m: space.beyond(m, counts) for m in counts}
         assert max(space.lower_bound(m, n, beyond[m]) for m, n in counts.items()) <= seconds
 

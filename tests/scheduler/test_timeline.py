@@ -7,7 +7,7 @@ import json
 import pytest
 from random_plans import chain, uniform
 
-from raymm.scheduler.lower import lower_1f1b
+from raymm.scheduler.lower import lower
 from raymm.scheduler.program import Op
 from raymm.scheduler.simulate import simulate
 from raymm.scheduler.timeline import Span, Timeline, chrome_trace
@@ -41,7 +41,7 @@ def test_costs_are_medians_that_the_simulator_takes() -> None:
     }
     assert all(isinstance(op, Op) for _, op in costs)
     plan = chain(3, 5)
-    program = lower_1f1b(plan, [()] * 5)
+    program = lower(plan, [()] * 5)
     run = simulate(program, uniform(plan, 2, 3))
     again = Timeline.from_json(run.to_json())
     assert simulate(program, again.costs()) == run

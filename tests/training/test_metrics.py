@@ -7,7 +7,7 @@ import pytest
 from raymm.metrics import MetricsLog, read_metrics
 from raymm.report import COST_STEPS, RunReport
 from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.lower import lower_1f1b
+from raymm.scheduler.lower import lower
 from raymm.scheduler.plan import Plan, Stage
 from raymm.scheduler.program import Op
 from raymm.scheduler.simulate import simulate
@@ -63,7 +63,7 @@ def plan():
 
 def measured(plan, factor):
     """A program and what it would take if every operation took its stage's number of ms."""
-    program = lower_1f1b(plan, [["vision"], ["vision"]])
+    program = lower(plan, [["vision"], ["vision"]])
     costs = {
         (stage.name, op): factor * (number + 1) / 1000
         for number, stage in enumerate(plan.stages) for op in (Op.FORWARD, Op.BACKWARD)
