@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 
 from raymm.model import LANGUAGE_MODEL, MultimodalModule, module_graph
 from raymm.scheduler.graph import ModuleNode
+from raymm.scheduler.partition import Ranges, even_layers
 from raymm.scheduler.plan import SCHEDULES, Plan, PlanError, Stage
 from raymm.scheduler.stage_space import make_plan
 
@@ -118,7 +120,7 @@ class MultimodalParallelSpec:
         specs[LANGUAGE_MODEL] = self.language_model_spec
         cut = make_plan(
             graph,
-            {node.name: tuple(split_layers(node, specs[node.name])) for node in graph.nodes},
+            {node.name: split_layers(node, specs[node.name]) for node in graph.nodes},
             self.num_microbatches, self.schedule, recompute=self.recompute,
         )
         taken = {rank for spec in specs.values() for rank in spec.ranks or ()}
@@ -147,7 +149,7 @@ def _placed(
             yield replace(stage, rank=rank, replica=copy)
 
 
-def split_layers(node: ModuleNode, spec: ParallelSpec) -> list[tuple[int, int]]:
+def split_layers(node: ModuleNode, spec: ParallelSpec) -> Ranges:
     """Layer ranges of a module's stages; blocks are split evenly where ``layers`` is not
     given, and the projector goes with the last blocks.
 
@@ -160,19 +162,12 @@ def split_layers(node: ModuleNode, spec: ParallelSpec) -> list[tuple[int, int]]:
                 f"layers of {node.name!r} is {tuple(spec.layers)}; it must add up to the module's "
                 f"{node.num_layers} layers, each at least 1"
             )
-        counts = list(spec.layers)
-    else:
-        if spec.stages > node.num_blocks:
-            what = "pp" if spec.chunks == 1 else "pp * chunks"
-            raise PlanError(
-                f"{what} of {node.name!r} is {spec.stages}, but it can be cut into at most "
-                f"{node.num_blocks} stages"
-            )
-        base, extra = divmod(node.num_blocks, spec.stages)
-        counts = [base + (index < extra) for index in range(spec.stages)]
-        counts[-1] += node.num_layers - node.num_blocks
-    bounds, start = [], 0
-    for count in counts:
-        bounds.append((start, start + count))
-        start += count
-    return bounds
+        return tuple(pairwise(accumulate(spec.layers, initial=0)))
+    if spec.stages > node.num_blocks:
+        what = "pp" if spec.chunks == 1 else "pp * chunks"
+        raise PlanError(
+            f"{what} of {node.name!r} is {spec.stages}, but it can be cut into at most "
+            f"{node.num_blocks} stages"
+        )
+    *first, (last, _) = even_layers(node.num_blocks, spec.stages)
+    return (*first, (last, node.num_layers))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -126,7 +126,7 @@ def _spread(prefix: Sequence[float], stages: int, bottleneck: float) -> Ranges:
         if cut > low and target - prefix[cut - 1] < prefix[cut] - target:
             cut -= 1
         cuts.append(cut)
-    return tuple(zip(cuts, [*cuts[1:], num_layers], strict=True))
+    return tuple(pairwise([*cuts, num_layers]))
 
 
 def partition_with_cuts(
@@ -226,7 +226,7 @@ def partition_matrix(
     for choice in reversed(choices):
         cuts.append(int(choice[cuts[-1]]))
     cuts = [0, *reversed(cuts)]
-    return tuple(zip(cuts, cuts[1:], strict=False))
+    return tuple(pairwise(cuts))
 
 
 def _allowed_costs(
@@ -272,16 +272,7 @@ def even_layers(num_layers: int, stages: int) -> Ranges:
     _check_stages(num_layers, stages)
     size, more = divmod(num_layers, stages)
     cuts = [size * index + min(index, more) for index in range(stages + 1)]
-    return tuple(zip(cuts, cuts[1:], strict=False))
-
-
-def even_parameters(parameter_bytes: Sequence[float], stages: int) -> Ranges:
-    """Baseline: the largest stage has as few parameter bytes as possible.
-
-    Raises:
-        PartitionError: as :func:`partition_layers`.
-    """
-    return partition_layers(parameter_bytes, stages)
+    return tuple(pairwise(cuts))
 
 
 def _prefix_sums(costs: Sequence[float]) -> list[float]:

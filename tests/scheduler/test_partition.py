@@ -14,7 +14,6 @@ from raymm.scheduler.partition import (
     PartitionError,
     cost_matrix,
     even_layers,
-    even_parameters,
     partition_layers,
     partition_matrix,
     partition_with_cuts,
@@ -154,14 +153,13 @@ def test_costs_of_whole_stages():
     assert partition_matrix(matrix, 2) == ((0, 3), (3, 4))
 
 
-def test_baselines():
+def test_even_layers():
     assert even_layers(10, 4) == ((0, 3), (3, 6), (6, 8), (8, 10))
-    assert even_parameters([100, 10, 10, 10, 10], 2) == ((0, 1), (1, 5))
 
 
 @pytest.mark.parametrize("stages", [0, 4, -1])
 def test_stages_that_cannot_be_filled_are_refused(stages):
-    for partition in (partition_layers, partition_with_cuts, even_parameters):
+    for partition in (partition_layers, partition_with_cuts):
         with pytest.raises(PartitionError, match="stages is .*3 layers allow 1..3"):
             partition([1, 1, 1], stages)
     with pytest.raises(PartitionError, match="stages is"):

@@ -1,0 +1,38 @@
+"""Layers per stage from a module's spec."""
+
+import pytest
+
+from raymm.scheduler.graph import ModuleNode
+from raymm.scheduler.plan import PlanError
+from raymm.specs import ParallelSpec, split_layers
+
+# Seven blocks, then the projector.
+ENCODER = ModuleNode("vision", (False,) * 7 + (True,), projector=True)
+
+
+@pytest.mark.parametrize(
+    ("spec", "ranges"),
+    [
+        (ParallelSpec(), ((0, 8),)),
+        (ParallelSpec(pp=3), ((0, 3), (3, 5), (5, 8))),
+        (ParallelSpec(pp=7), (*((i, i + 1) for i in range(6)), (6, 8))),
+        (ParallelSpec(pp=2, chunks=2), ((0, 2), (2, 4), (4, 6), (6, 8))),
+        (ParallelSpec(pp=2, layers=(7, 1)), ((0, 7), (7, 8))),
+    ],
+)
+def test_blocks_are_split_evenly_and_the_projector_goes_with_the_last(spec, ranges):
+    assert split_layers(ENCODER, spec) == ranges
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (ParallelSpec(pp=8), "pp of 'vision' is 8, but it can be cut into at most 7 stages"),
+        (ParallelSpec(pp=4, chunks=2), r"pp \* chunks of 'vision' is 8"),
+        (ParallelSpec(pp=2, layers=(4, 3)), r"layers of 'vision' is \(4, 3\); it must add up"),
+        (ParallelSpec(pp=2, layers=(8, 0)), r"layers of 'vision' is \(8, 0\)"),
+    ],
+)
+def test_specs_that_do_not_fit_the_module_are_refused(spec, message):
+    with pytest.raises(PlanError, match=message):
+        split_layers(ENCODER, spec)
