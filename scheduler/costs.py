@@ -71,10 +71,17 @@ class CostProfile:
         if self.dtype not in ("fp32", "bf16"):
             raise ProfileError(f"dtype is {self.dtype!r}; accepted: fp32, bf16")
 
-    @property
-    def frozen_share(self) -> float:
-        """Bytes of a frozen parameter as a fraction of ``parameter_bytes``."""
-        return 0.5 if self.dtype == "bf16" else 1.0
+    def state_share(self, trainable: bool) -> float:
+        """Bytes that a layer's state takes per one of its ``parameter_bytes``: a trained
+        weight in fp32 with its gradient and AdamW moments, a frozen one in the compute
+        dtype."""
+        if trainable:
+            return TRAINED_COPIES
+        return 0.5 if self.dtype == "bf16" else 1
+
+    def state_bytes(self, cost: LayerCost, trainable: bool) -> int:
+        """What a layer keeps whatever runs, in bytes; see :meth:`state_share`."""
+        return int(cost.parameter_bytes * self.state_share(trainable))
 
     def check(self, graph: ModuleGraph) -> None:
         """

@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from raymm.scheduler.bounds import lower_bound
-from raymm.scheduler.costs import TRAINED_COPIES, CostProfile
+from raymm.scheduler.costs import CostProfile
 from raymm.scheduler.devices import Link
 from raymm.scheduler.graph import ModuleGraph
 from raymm.scheduler.layouts import chunked, colocated, replicated
@@ -326,9 +326,8 @@ class _Feasible:
         space, graph = self.space, self.space.graph
         node, costs = graph.node(module), space.profile.modules[module]
         backward = space.backward[module]
-        frozen = space.profile.frozen_share
         state = cost_matrix([
-            int(c.parameter_bytes * (TRAINED_COPIES if trainable else frozen))
+            space.profile.state_bytes(c, trainable)
             for c, trainable in zip(costs, node.trainable, strict=True)
         ])
         kept = cost_matrix([

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raymm.scheduler.costs import TRAINED_COPIES, CostProfile, LayerCost, trainable_before
+from raymm.scheduler.costs import CostProfile, trainable_before
 from raymm.scheduler.plan import Plan, Stage
 from raymm.scheduler.program import Op
 
@@ -94,15 +94,9 @@ def _stage_cost(
         ),
         output_bytes=layers[-1].output_bytes,
         state_bytes=sum(
-            _state_bytes(c, t, profile) for c, t in zip(layers, trainable, strict=True)
+            profile.state_bytes(c, t) for c, t in zip(layers, trainable, strict=True)
         ),
     )
-
-
-def _state_bytes(cost: LayerCost, trainable: bool, profile: CostProfile) -> int:
-    if trainable:
-        return TRAINED_COPIES * cost.parameter_bytes
-    return int(cost.parameter_bytes * profile.frozen_share)
 
 
 def op_seconds(plan: Plan, profile: CostProfile | None = None) -> dict[tuple[str, Op], float]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from raymm.scheduler.costs import TRAINED_COPIES, CostProfile, LayerCost, layer_work
+from raymm.scheduler.costs import CostProfile, LayerCost, layer_work
 from raymm.scheduler.graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan import Plan
 
@@ -38,15 +38,13 @@ def with_whole_modules(
             backward_weight += backward_input
             backward_input = 0.0
         state = sum(
-            c.parameter_bytes * (TRAINED_COPIES if flag else profile.frozen_share)
-            for c, flag in zip(own, node.trainable, strict=False)
+            profile.state_bytes(c, flag) for c, flag in zip(own, node.trainable, strict=False)
         )
-        share = TRAINED_COPIES if trainable else profile.frozen_share
         costs[node.name] = (
             LayerCost(
                 sum(c.forward for c in own), backward_input, backward_weight,
                 sum(c.activation_bytes for c, w in zip(own, done, strict=True) if w.backward),
-                round(state / share), own[-1].output_bytes,
+                round(state / profile.state_share(trainable)), own[-1].output_bytes,
             ),
             *profile.modules[node.name][blocks:],
         )
