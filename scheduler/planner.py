@@ -335,10 +335,7 @@ class _Feasible:
         ])
         first = sum(space.profile.modules[p][-1].output_bytes for p in graph.producers(module))
         received = np.array([first, *(c.output_bytes for c in costs)], dtype=float)[:, None]
-        again = np.array([*(all(backward[lo:]) for lo in range(len(costs))), False])[:, None]
-        again = np.broadcast_to(again & space.recompute, state.shape).copy()
-        if module == graph.sink and not space.recompute_loss:
-            again[:, len(costs)] = False
+        again = space.recomputing[module]
         fits = np.empty((stages, *state.shape), dtype=bool)
         for index in range(stages):
             live = min(stages - index + beyond, space.num_microbatches)

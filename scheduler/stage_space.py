@@ -49,6 +49,22 @@ def has_backward(graph: ModuleGraph) -> dict[str, tuple[bool, ...]]:
     }
 
 
+def recomputing(
+    graph: ModuleGraph, recompute: bool, recompute_loss: bool = False
+) -> dict[str, np.ndarray]:
+    """Which stages recompute; arguments as of :func:`make_plan`. Per module of n layers, a
+    boolean array of shape (n + 1, n + 1): entry (lo, hi) is of a stage with layers [lo, hi)."""
+    result = {}
+    for module, backward in has_backward(graph).items():
+        # Once a layer has a backward, all after it have.
+        first_has_backward = np.array([*backward, False])[:, None]
+        again = np.repeat(first_has_backward & recompute, len(backward) + 1, axis=1)
+        if module == graph.sink and not recompute_loss:
+            again[:, -1] = False
+        result[module] = again
+    return result
+
+
 def make_plan(
     graph: ModuleGraph,
     partitions: Mapping[str, Ranges],
@@ -74,13 +90,12 @@ def make_plan(
     Raises:
         PlanError: if the partitions do not cover the modules.
     """
-    backward = has_backward(graph)
+    recomputed = recomputing(graph, recompute, recompute_loss)
     stages: list[Stage] = []
     for module in graph.topological:
         for index, (lo, hi) in enumerate(partitions.get(module, ())):
-            again = recompute and all(backward[module][lo:hi])
-            if module == graph.sink and hi == graph.node(module).num_layers:
-                again = again and recompute_loss
+            there = 0 <= lo < hi <= graph.node(module).num_layers  # if not, the plan says so
+            again = there and bool(recomputed[module][lo, hi])
             stages.append(Stage(module, index, (lo, hi), rank=len(stages), recompute=again))
     return Plan(
         graph, tuple(stages), num_microbatches, schedule, profile, memory_limit=memory_limit
@@ -252,6 +267,11 @@ class StageSpace:
         """Per module and layer: does a training step run a backward of it at all?"""
         return has_backward(self.graph)
 
+    @cached_property
+    def recomputing(self) -> dict[str, np.ndarray]:
+        """Which stages recompute, as of :func:`recomputing`."""
+        return recomputing(self.graph, self.recompute, self.recompute_loss)
+
 
 @dataclass(frozen=True)
 class _ModuleTable:
@@ -264,7 +284,6 @@ class _ModuleTable:
 
 def _tables(space: StageSpace) -> dict[str, _ModuleTable]:
     works = layer_work(space.graph, space.profile)
-    backward = has_backward(space.graph)
     # Where B_w is split from B_d it can be put off, so only B_d is sure to hold up others.
     whole = space.schedule in WHOLE_BACKWARD
     forward = {m: np.array([w.forward for w in work]) for m, work in works.items()}
@@ -277,14 +296,10 @@ def _tables(space: StageSpace) -> dict[str, _ModuleTable]:
     for module, work in works.items():
         all_work = cost_matrix([w.total for w in work])
         in_time = cost_matrix(forward[module] + gradient[module])  # before the last gradient
-        if space.recompute:  # as in make_plan: once a layer has a backward, all after it have
-            again = np.array([*backward[module], False])[:, None]
-            more = np.where(again, cost_matrix(forward[module]), 0.0)
-            if module == space.graph.sink and not space.recompute_loss:
-                more[:, len(work)] = 0.0
-            all_work, in_time = all_work + more, in_time + more
+        again = np.where(space.recomputing[module], cost_matrix(forward[module]), 0.0)
+        all_work, in_time = all_work + again, in_time + again
         # A stage has a backward if its last layer has.
-        last_has_backward = np.array([False, *backward[module]])[None, :]
+        last_has_backward = np.array([False, *space.backward[module]])[None, :]
         after = np.where(
             last_has_backward, ways.to_first(module)[:, None], ways.to_loss_and_back(module)
         )
