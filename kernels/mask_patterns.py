@@ -138,7 +138,7 @@ def causal_with_own_image(
     """Causal, and a token of an image sees the whole of its image (Gemma 3). A window narrows
     the past, not the image."""
     starts, stops, items, ends = _layout(length, spans, document_lengths)
-    item_starts, item_stops, _ = _span_arrays(spans)
+    item_starts, item_stops, kinds = _span_arrays(spans)
     table = query_rows(
         starts,
         lo=ends[0],
@@ -147,7 +147,9 @@ def causal_with_own_image(
         lo2=np.where(items < 0, 0, item_starts[items]),
         hi2=np.where(items < 0, 0, item_stops[items]),
     )
-    return _with_window(_mask(table, length, length), window)
+    # Every row attends to every kind: the kinds of keys hide nothing, but pictures show them.
+    keys = _key_table(starts, np.where(items < 0, TEXT, kinds[items]))
+    return _with_window(AttentionMask(table, keys, length, length), window)
 
 
 def prefix_causal(
