@@ -19,6 +19,7 @@ from raymm.actors.stages.language import LanguageStage
 from raymm.actors.stages.merge import Prepend
 from raymm.actors.stages.message import Message, MicrobatchContext
 from raymm.actors.stages.precision import cast_frozen
+from raymm.actors.to_device import to_device
 
 WARM_UP_RUNS = 2
 
@@ -128,7 +129,7 @@ class ModuleProfiler:
             stage.spec = replace(
                 stage.spec, merge=Prepend() if request.plain_text else self._merge
             )
-        inputs = _to(request.inputs, self._device)
+        inputs = to_device(request.inputs, self._device)
         received = {
             name: Message((torch.randn(shape, device=self._device),), {})
             for name, shape in request.received.items()
@@ -315,11 +316,3 @@ class _Trace:
 
     def _seconds(self, start: Any, end: Any) -> float:
         return start.elapsed_time(end) / 1e3 if self._cuda else end - start
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: _to(item, device) for key, item in value.items()}
-    return value

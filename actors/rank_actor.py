@@ -21,6 +21,7 @@ from raymm.actors.executor import CompiledProgram, Executor, StepMeta, StepResul
 from raymm.actors.optimizer import OptimizerConfig, RankOptimizer, SharedParameter
 from raymm.actors.shards import copy_tensors, read_tensors, write_shard
 from raymm.actors.stages.precision import cast_frozen
+from raymm.actors.to_device import to_device
 from raymm.scheduler.program import Instruction, Op
 
 # Programs a rank keeps: one per combination of modalities seen in a step's microbatches.
@@ -191,7 +192,7 @@ class RankActor:
         per_stage: dict[str, list[dict[str, Any] | None]] = {}
         for (stage, microbatch), part in zip(layout, inputs, strict=True):
             row = per_stage.setdefault(stage, [None] * len(meta.keys))
-            moved = {k: _to(v, self._device) for k, v in part.items()}
+            moved = {k: to_device(v, self._device) for k, v in part.items()}
             row[microbatch] = {**(row[microbatch] or {}), **moved}
         program = self._programs[key]
         remember(self._programs, key, program)
@@ -316,11 +317,3 @@ def _untie(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         result[name] = tensor.clone() if pointer in seen else tensor
         seen.add(pointer)
     return result
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: _to(item, device) for key, item in value.items()}
-    return value
