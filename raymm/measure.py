@@ -10,9 +10,9 @@ from typing import Any
 from raymm.actors.group import RankResources, check_capacity
 from raymm.model import MultimodalModule
 from raymm.parallel import MultimodalParallelModule
+from raymm.scheduler.judge import Option
 from raymm.scheduler.lower import full_program
 from raymm.scheduler.plan import Plan, PlanError
-from raymm.scheduler.planner import Option
 
 WARM_UP_STEPS = 2
 STEPS = 5

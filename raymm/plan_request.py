@@ -19,8 +19,8 @@ from raymm.planning import Costs, Planned, device_called, model_costs, plan_mode
 from raymm.profile import full_microbatch, load_table
 from raymm.scheduler.costs import ProfileError
 from raymm.scheduler.devices import find_device
-from raymm.scheduler.planner import LAYOUTS
-from raymm.strategies import OMNIBAL_RADIUS, SCHEDULES, Search
+from raymm.scheduler.planner import LAYOUTS, SEARCHED_SCHEDULES
+from raymm.strategies import OMNIBAL_RADIUS, Search
 
 # Ranks that raymm takes by itself where they are CPU processes.
 MAX_CPU_RANKS = 8
@@ -39,7 +39,7 @@ class PlanRequest:
     memory_gib: float | None = None
     ranks_per_node: int = 8
     strategy: str = "joint"
-    schedules: Sequence[str] = SCHEDULES
+    schedules: Sequence[str] = SEARCHED_SCHEDULES
     layouts: Sequence[str] = LAYOUTS
     recompute: bool | None = None
     radius: int = OMNIBAL_RADIUS
@@ -50,7 +50,7 @@ class PlanRequest:
         only = config.parallel.schedule
         return cls(
             **config.planning.model_dump(), recompute=config.parallel.recompute,
-            schedules=SCHEDULES if only is None else (only,),
+            schedules=SEARCHED_SCHEDULES if only is None else (only,),
         )
 
     def check(self, model: MultimodalModule) -> None:

@@ -12,9 +12,9 @@ from rich.table import Table
 
 from raymm.draw import draw_timelines
 from raymm.planning import Planned, judge_plan
+from raymm.scheduler.judge import Option
 from raymm.scheduler.memory import GIB, rank_memory
 from raymm.scheduler.plan import Plan, Stage
-from raymm.scheduler.planner import Option
 from raymm.scheduler.stage_costs import stage_costs
 
 # How many of the plans that lost, and of those that do not fit, are listed.

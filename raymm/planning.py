@@ -16,21 +16,20 @@ from raymm.analytic import analytic_profile
 from raymm.loads import Loads, changed_tokens, check_tokens, loads_of_microbatch, loads_of_tokens
 from raymm.model import LANGUAGE_MODEL, MultimodalModule, module_graph
 from raymm.profile import load_table
-from raymm.scheduler.bounds import lower_bound
 from raymm.scheduler.costs import CostProfile, ProfileError
 from raymm.scheduler.devices import DEVICES, DeviceSpec, find_device
 from raymm.scheduler.graph import ModuleGraph
+from raymm.scheduler.judge import Proposal, judge, step_bound, step_timeline
 from raymm.scheduler.lower import full_program
 from raymm.scheduler.memory import GIB
+from raymm.scheduler.network import Network
 from raymm.scheduler.plan import Plan, PlanError
-from raymm.scheduler.planner import LAYOUTS, Network, Proposal
+from raymm.scheduler.planner import LAYOUTS, SEARCHED_SCHEDULES
 from raymm.scheduler.profile_table import ProfileTable
 from raymm.scheduler.program import Program
-from raymm.scheduler.simulate import simulate
-from raymm.scheduler.stage_costs import op_seconds
 from raymm.scheduler.timeline import Timeline
 from raymm.scheduler.whole_modules import in_own_layers, with_whole_modules
-from raymm.strategies import OMNIBAL_RADIUS, SCHEDULES, Search, evaluate, find_plans
+from raymm.strategies import OMNIBAL_RADIUS, Search, find_plans
 
 # Share of a device's memory that a plan may use; the rest is for CUDA, NCCL and fragmentation.
 MEMORY_SHARE = 0.9
@@ -191,9 +190,7 @@ class Planned:
     @cached_property
     def timeline(self) -> Timeline:
         """That step, simulated."""
-        return simulate(
-            self.program, op_seconds(self.plan), transfers=self.network.transfers(self.plan)
-        )
+        return step_timeline(self.plan, self.network, self.program)
 
     @property
     def seconds(self) -> float:
@@ -290,8 +287,8 @@ def judge_plan(plan: Plan, costs: Costs, memory_limit: int | None = None) -> Pla
         memory_limit=memory_limit if plan.memory_limit is None else plan.memory_limit,
     )
     costs = replace(costs, profile=plan.profile)
-    option, unfit = evaluate(plan, costs.network, "given")
-    bound = lower_bound(option.plan, costs.network.delays(option.plan))
+    option, unfit = judge(plan, costs.network, "given")
+    bound = step_bound(option.plan, costs.network)
     return Planned(
         option.plan, Proposal((option,), (), bound, 0, 1), costs, unfit=unfit, notes=costs.notes
     )
@@ -311,7 +308,7 @@ def plan(
     memory_gib: float | None = None,
     ranks_per_node: int = 8,
     strategy: str = "joint",
-    schedules: Sequence[str] = SCHEDULES,
+    schedules: Sequence[str] = SEARCHED_SCHEDULES,
     layouts: Sequence[str] = LAYOUTS,
     recompute: bool | None = None,
     radius: int = OMNIBAL_RADIUS,

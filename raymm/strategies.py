@@ -20,23 +20,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from raymm.scheduler.bounds import lower_bound
 from raymm.scheduler.costs import CostProfile, LayerWork, layer_work, unaware_work
 from raymm.scheduler.few_ranks import few_rank_plans
 from raymm.scheduler.graph import ModuleGraph
-from raymm.scheduler.lower import full_program, iteration_time, settle
-from raymm.scheduler.memory import check_memory, rank_memory
+from raymm.scheduler.judge import Candidates, Option, Proposal, fastest_first
+from raymm.scheduler.network import Network
 from raymm.scheduler.partition import PartitionError, Ranges
 from raymm.scheduler.partition_search import PartitionCandidate, partition_candidates
-from raymm.scheduler.plan import Plan, PlanError
-from raymm.scheduler.planner import LAYOUTS, Network, Option, Proposal, propose
-from raymm.scheduler.simulate import simulate
-from raymm.scheduler.stage_costs import op_seconds
-from raymm.scheduler.stage_search import SearchResult, joint_search, loosely_coupled
+from raymm.scheduler.plan import SCHEDULES, Plan, PlanError, check_choices, check_number
+from raymm.scheduler.planner import LAYOUTS, SEARCHED_SCHEDULES, propose
+from raymm.scheduler.stage_search import joint_search, loosely_coupled
 from raymm.scheduler.stage_space import StageSearchError, StageSpace
 
 STRATEGIES = ("joint", "loosely_coupled", "unaware", "layers", "parameters", "omnibal")
-SCHEDULES = ("1f1b", "zero_bubble")
 OMNIBAL_RADIUS = 1
 OMNIBAL_TOP = 8
 # A plan that fills this share of a rank's memory may owe its cuts to it.
@@ -67,29 +63,21 @@ class Search:
     memory_limit: int | None = None
     network: Network = Network()
     strategy: str = "joint"
-    schedules: Sequence[str] = SCHEDULES
+    schedules: Sequence[str] = SEARCHED_SCHEDULES
     layouts: Sequence[str] = LAYOUTS
     recompute: bool | None = None
     radius: int = OMNIBAL_RADIUS
 
     def __post_init__(self) -> None:
-        from raymm.scheduler.plan import SCHEDULES as KNOWN
-
-        if self.ranks < 1:
-            raise PlanError(f"ranks is {self.ranks}; it must be at least 1")
-        if self.num_microbatches < 1:
-            raise PlanError(f"microbatches is {self.num_microbatches}; it must be at least 1")
+        check_number("ranks", self.ranks)
+        check_number("microbatches", self.num_microbatches)
+        if self.memory_limit is not None:
+            check_number("memory_limit", self.memory_limit)
         if self.strategy not in STRATEGIES:
             raise PlanError(f"strategy is {self.strategy!r}; accepted: {', '.join(STRATEGIES)}")
-        for field, given, known in (
-            ("schedules", self.schedules, KNOWN), ("layouts", self.layouts, LAYOUTS),
-        ):
-            if unknown := [name for name in given if name not in known]:
-                raise PlanError(f"{field} has {unknown[0]!r}; accepted: {', '.join(known)}")
-            if not given:
-                raise PlanError(f"{field} is empty; choose of {', '.join(known)}")
-        if self.radius < 0:
-            raise PlanError(f"radius is {self.radius}; it must be at least 0")
+        check_choices("schedules", self.schedules, SCHEDULES)
+        check_choices("layouts", self.layouts, LAYOUTS)
+        check_number("radius", self.radius, least=0)
 
 
 def find_plans(graph: ModuleGraph, profile: CostProfile, search: Search) -> Proposal:
@@ -125,11 +113,9 @@ def _is_tight(option: Option, limit: int | None) -> bool:
 
 
 def _merged(one: Proposal, other: Proposal) -> Proposal:
-    options = sorted(
-        (*one.options, *other.options), key=lambda o: (o.seconds, o.plan.num_ranks)
-    )
+    options = fastest_first((*one.options, *other.options))
     return Proposal(
-        tuple(options), tuple(dict.fromkeys((*one.refused, *other.refused))),
+        options, tuple(dict.fromkeys((*one.refused, *other.refused))),
         one.bound if options[0] is one.best else other.bound,
         one.combinations + other.combinations, one.simulated + other.simulated,
     )
@@ -146,64 +132,16 @@ def _find(graph: ModuleGraph, profile: CostProfile, search: Search) -> Proposal:
         graph, profile, max(search.ranks, len(graph.nodes)), search.num_microbatches,
         recompute=bool(search.recompute), memory_limit=search.memory_limit,
     )
-    judge = _Judge(search)
-    return judge.proposal(_candidates(space, search, judge))
+    found = Candidates(search.network, search.schedules)
+    for label, plan in _candidates(space, search, found):
+        found.add_schedules(label, plan)
+    return found.proposal()
 
 
-def evaluate(plan: Plan, network: Network, label: str = "") -> tuple[Option, str | None]:
-    """A plan with a profile, judged as the planners judge theirs; and why it does not fit in
-    memory, if it does not."""
-    plan, _ = settle(plan, network.delays(plan))
-    program = full_program(plan)
-    timeline = simulate(program, op_seconds(plan), transfers=network.transfers(plan))
-    option = Option(label, plan, timeline.makespan, rank_memory(plan, program))
-    try:
-        check_memory(plan, program)
-    except PlanError as error:
-        return option, str(error)
-    return option, None
-
-
-class _Judge:
-    """Collects plans, each under every schedule."""
-
-    def __init__(self, search: Search) -> None:
-        self.search = search
-        self.combinations = self.simulated = 0
-
-    def seconds(self, plan: Plan) -> float:
-        return iteration_time(plan, delays=self.search.network.delays(plan))
-
-    def fits(self, plan: Plan) -> bool:
-        return evaluate(plan, self.search.network)[1] is None
-
-    def count(self, result: SearchResult) -> None:
-        self.combinations += result.combinations
-        self.simulated += result.simulated
-
-    def proposal(self, candidates: Iterator[tuple[str, Plan]]) -> Proposal:
-        options, refused = [], []
-        for label, plan in candidates:
-            for schedule in self.search.schedules:
-                option, reason = evaluate(
-                    replace(plan, schedule=schedule), self.search.network, label
-                )
-                if reason is None:
-                    options.append(option)
-                else:
-                    refused.append((option.label, reason))
-        if not options:
-            reasons = "; ".join(f"{label}: {why}" for label, why in refused)
-            raise StageSearchError(f"no plan fits: {reasons or 'there is none for this model'}")
-        options.sort(key=lambda option: (option.seconds, option.plan.num_ranks))
-        best = options[0].plan
-        return Proposal(
-            tuple(options), tuple(refused), lower_bound(best, self.search.network.delays(best)),
-            self.combinations, self.simulated,
-        )
-
-
-def _candidates(space: StageSpace, search: Search, judge: _Judge) -> Iterator[tuple[str, Plan]]:
+def _candidates(
+    space: StageSpace, search: Search, judge: Candidates
+) -> Iterator[tuple[str, Plan]]:
+    """(name, plan) of what a strategy would run."""
     if search.ranks < len(space.graph.nodes):
         if search.strategy != "joint":
             raise StageSearchError(
@@ -212,16 +150,12 @@ def _candidates(space: StageSpace, search: Search, judge: _Judge) -> Iterator[tu
             )
         yield from few_rank_plans(space, search.ranks)
         return
-    fits = judge.fits if search.memory_limit is not None else None
     if search.strategy == "loosely_coupled":
-        found = loosely_coupled(space, judge.seconds, fits)
+        found = loosely_coupled(space, judge.seconds, judge.fits)
     else:
         space = replace(space, believed=_believed(space, search.strategy))
         # Bounds of the profile hold for any partition, so the search stays exact.
-        found = joint_search(
-            space, judge.seconds,
-            lambda plan: lower_bound(plan, search.network.delays(plan)), fits,
-        )
+        found = joint_search(space, judge.seconds, judge.bound, judge.fits)
     judge.count(found)
     if search.strategy == "omnibal":
         plans = _omnibal(space, found.best.plan, search.radius)

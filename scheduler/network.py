@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from raymm.scheduler.devices import Link
@@ -56,6 +57,23 @@ def edge_transfers(
         one = Transfer(sizes[src].output_bytes / link.bandwidth, link.latency)
         transfers[src, dst] = transfers[dst, src] = one
     return transfers
+
+
+@dataclass(frozen=True)
+class Network:
+    """The links between ranks; ranks fill nodes in order. Messages take no time by default."""
+
+    within_node: Link = Link(0.0, float("inf"))
+    across_nodes: Link = Link(0.0, float("inf"))
+    ranks_per_node: int = 1_000_000
+
+    def transfers(self, plan: Plan) -> dict[Edge, Transfer]:
+        """What a message takes, per directed edge."""
+        return edge_transfers(plan, self.within_node, self.across_nodes, self.ranks_per_node)
+
+    def delays(self, plan: Plan) -> dict[Edge, float]:
+        """Seconds of a message per directed edge, if its link is free."""
+        return delays(self.transfers(plan))
 
 
 def delays(transfers: Mapping[Edge, Transfer]) -> dict[Edge, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -18,6 +18,28 @@ SCHEDULES = ("1f1b", "zero_bubble", "gpipe")
 
 class PlanError(ValueError):
     """A plan that cannot run. The message names the field, its value and what is accepted."""
+
+
+def check_number(field: str, value: int, least: int = 1) -> None:
+    """
+    Raises:
+        PlanError: if a value is no whole number, or below the least. Plan files know whole
+            numbers only, so a plan must not be made with another one.
+    """
+    if type(value) is not int or value < least:
+        raise PlanError(f"{field} is {value!r}; it must be a whole number, at least {least}")
+
+
+def check_choices(field: str, chosen: Sequence[str], accepted: Sequence[str]) -> None:
+    """
+    Raises:
+        PlanError: if something chosen is not accepted, or nothing is chosen.
+    """
+    for name in chosen:
+        if name not in accepted:
+            raise PlanError(f"{field} has {name!r}; accepted: {', '.join(accepted)}")
+    if not chosen:
+        raise PlanError(f"{field} is empty; accepted: {', '.join(accepted)}")
 
 
 @dataclass(frozen=True)

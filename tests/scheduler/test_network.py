@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from raymm.scheduler.devices import Link
 from raymm.scheduler.lower import full_program, lower
-from raymm.scheduler.network import Transfer, delays, edge_transfers
+from raymm.scheduler.network import Network, Transfer, delays, edge_transfers
 from raymm.scheduler.plan import Plan
-from raymm.scheduler.planner import Network
 from raymm.scheduler.program import COMPUTE, Op, Program
 from raymm.scheduler.simulate import simulate
 from raymm.scheduler.stage_costs import StageCost, op_seconds

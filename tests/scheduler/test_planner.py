@@ -15,12 +15,13 @@ from raymm.scheduler.bounds import lower_bound
 from raymm.scheduler.costs import CostProfile, LayerCost, ProfileError
 from raymm.scheduler.devices import Link
 from raymm.scheduler.graph import ModuleGraph, ModuleNode
+from raymm.scheduler.judge import Proposal
 from raymm.scheduler.layouts import colocated, replicated
 from raymm.scheduler.lower import full_program, lower
 from raymm.scheduler.memory import rank_memory
-from raymm.scheduler.network import edge_transfers
+from raymm.scheduler.network import Network, edge_transfers
 from raymm.scheduler.plan import SCHEDULES, Plan
-from raymm.scheduler.planner import LAYOUTS, Network, Proposal, _Feasible, propose
+from raymm.scheduler.planner import LAYOUTS, _Feasible, propose
 from raymm.scheduler.program import check_program
 from raymm.scheduler.simulate import simulate
 from raymm.scheduler.stage_costs import op_seconds, stage_costs

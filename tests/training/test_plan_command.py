@@ -12,8 +12,8 @@ from raymm.measure import distinct_options
 from raymm.plan_command import parse_tokens
 from raymm.scheduler.costs import CostProfile, LayerCost
 from raymm.scheduler.graph import ModuleGraph, ModuleNode
+from raymm.scheduler.judge import Option
 from raymm.scheduler.plan import Plan, PlanError
-from raymm.scheduler.planner import Option
 from raymm.scheduler.stage_space import make_plan
 
 # How long the cluster may take to notice that an actor has ended.

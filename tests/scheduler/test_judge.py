@@ -1,0 +1,77 @@
+"""What planners judge by is what the trainer's program will do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raymm.scheduler.devices import Link
+from raymm.scheduler.judge import Candidates, judge, step_timeline
+from raymm.scheduler.lower import lower
+from raymm.scheduler.memory import rank_memory
+from raymm.scheduler.network import Network
+from raymm.scheduler.plan import Plan
+from raymm.scheduler.simulate import simulate
+from raymm.scheduler.stage_costs import op_seconds
+from raymm.scheduler.stage_space import StageSearchError
+from tests.scheduler.test_lower import chain, profiled_plans
+
+FEW = settings(max_examples=60, deadline=None)
+NETWORKS = st.sampled_from([Network(), Network(Link(0.5, 10.0), Link(3.0, 2.0), 2)])
+
+
+def seconds_of(plan: Plan, network: Network) -> float:
+    names = [node.name for node in plan.graph.nodes]
+    program = lower(plan, [names] * plan.num_microbatches)
+    return simulate(program, op_seconds(plan), transfers=network.transfers(plan)).makespan
+
+
+@FEW
+@given(profiled_plans(), NETWORKS)
+def test_seconds_are_those_of_the_program_that_runs(plan: Plan, network: Network) -> None:
+    option, reason = judge(plan, network, "a name")
+    assert reason is None and option.layout == "a name"
+    assert option.seconds == seconds_of(option.plan, network)
+    assert step_timeline(option.plan, network).makespan == option.seconds
+    assert option.plan == replace(plan, policy=option.plan.policy)
+    # A search orders plans by the same seconds.
+    searched = Candidates(network, ("1f1b",)).seconds(plan)
+    assert searched == pytest.approx(seconds_of(plan, network), rel=1e-6, abs=1e-6)
+
+
+@FEW
+@given(profiled_plans(), st.floats(0.5, 1.5))
+def test_a_plan_fits_if_every_rank_does(plan: Plan, share: float) -> None:
+    needs = [need.total for need in rank_memory(plan, lower(plan, [
+        [node.name for node in plan.graph.nodes]
+    ] * plan.num_microbatches))]
+    limit = int(share * max(needs)) or 1
+    plan = replace(plan, memory_limit=limit)
+    found = Candidates(Network(), ("1f1b",))
+    assert found.fits(plan) == (max(needs) <= limit)
+    assert found.fits(replace(plan, memory_limit=None))
+    found.add("it", plan)
+    assert len(found.options) + len(found.refused) == 1
+    assert bool(found.options) == (judge(plan, Network())[1] is None)
+
+
+def test_a_proposal_has_the_fastest_first_and_says_what_does_not_fit() -> None:
+    plan = chain(3, 6, "1f1b")
+    found = Candidates(Network(), ("gpipe", "1f1b", "zero_bubble"))
+    with pytest.raises(StageSearchError, match="no plan fits: there is none for this model"):
+        found.proposal()
+    found.add("small", replace(plan, memory_limit=149))
+    with pytest.raises(StageSearchError, match=r"no plan fits: small: .*rank 0 .*llm\.0"):
+        found.proposal()
+    found.add_schedules("chain", plan)
+    proposal = found.proposal()
+    assert [option.plan.schedule for option in proposal.options][0] == "zero_bubble"
+    times = [option.seconds for option in proposal.options]
+    assert times == sorted(times) and len(times) == 3
+    assert proposal.bound <= proposal.best.seconds == times[0]
+    assert [label for label, _ in proposal.refused] == [
+        "small: projector 1, llm 3; 3 ranks, 1f1b"
+    ]
