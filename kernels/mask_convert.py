@@ -18,12 +18,13 @@ import numpy as np
 import torch
 
 from raymm.kernels.mask import ALL_KINDS, AttentionMask, MaskError, as_masks, query_rows
-from raymm.kernels.tiles import Tiles, key_runs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch.nn.attention.flex_attention import BlockMask
+
+    from raymm.kernels.tiles import Tiles
 
 CAUSAL_BIT = -(1 << 63)
 """Bit 63 of an int64."""
@@ -188,6 +189,8 @@ def to_block_mask(
         block: FlexAttention's ``BLOCK_SIZE``.
     """
     from torch.nn.attention.flex_attention import BlockMask
+
+    from raymm.kernels.tiles import key_runs  # loads the compiler, which other forms do not need
 
     first = mask if isinstance(mask, AttentionMask) else mask[0]
     masks = as_masks(mask, batch, *first.shape)

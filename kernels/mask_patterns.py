@@ -82,7 +82,7 @@ def multimodal(
         MaskError: spans that overlap, leave the sequence or cross a document's end; a kind
             outside 1 to 62; lengths that do not add up to T.
     """
-    starts, stops, items, ends = _layout(length, spans, document_lengths)
+    starts, items, ends = _layout(length, spans, document_lengths)
     is_text = items < 0
     item_starts, item_stops, kinds = _span_arrays(spans)
     kind = np.where(is_text, TEXT, kinds[items])
@@ -137,7 +137,7 @@ def causal_with_own_image(
 ) -> AttentionMask:
     """Causal, and a token of an image sees the whole of its image (Gemma 3). A window narrows
     the past, not the image."""
-    starts, stops, items, ends = _layout(length, spans, document_lengths)
+    starts, items, ends = _layout(length, spans, document_lengths)
     item_starts, item_stops, kinds = _span_arrays(spans)
     table = query_rows(
         starts,
@@ -316,35 +316,24 @@ def _span_arrays(spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 def _layout(
     length: int, spans: Sequence[Span], document_lengths: Sequence[int] | None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cut a sequence where spans and documents begin and end.
 
     Returns:
-        starts (S,), stops (S,), the span of every piece (-1 for text), and (2, S) start and
-        stop of its document.
+        starts (S,), the span of every piece (-1 for text), and (2, S) start and stop of its
+        document.
     """
     lengths = [length] if document_lengths is None else document_lengths
     document_starts, document_stops = _consecutive(lengths, "document")
     _check_total(document_stops, length)
     item_starts, item_stops, kinds = _span_arrays(spans)
-    if len(spans):
-        item_starts, item_stops, kinds = item_starts[:-1], item_stops[:-1], kinds[:-1]
-        if ((kinds < 1) | (kinds > MAX_KIND)).any():
-            raise MaskError(f"span kinds must be 1 to {MAX_KIND}, got {sorted(set(kinds))}")
-        bad = (item_starts > item_stops) | (item_starts < 0) | (item_stops > length)
-        bad[1:] |= item_starts[1:] < item_stops[:-1]
-        if bad.any():
-            raise MaskError(
-                f"{spans[int(np.flatnonzero(bad)[0])]}: spans must ascend, not overlap and lie "
-                f"within [0, {length})"
-            )
+    _check_spans(spans, item_starts[:-1], item_stops[:-1], kinds[:-1], length)
     edges = np.concatenate([[0], document_starts, item_starts, item_stops])
     starts = np.unique(edges)
     starts = starts[starts < length]
-    stops = np.append(starts[1:], length)[: len(starts)]
     # Of empty spans that share a start with a longer one, the last is found: the longer one.
-    item = np.searchsorted(item_starts, starts, side="right") - 1 if len(spans) else starts - length
-    item = np.where((item >= 0) & (starts < item_stops[item]), item, -1)
+    item = np.searchsorted(item_starts[:-1], starts, side="right") - 1
+    item = np.where(starts < item_stops[item], item, -1)
     document = np.searchsorted(document_starts, starts, side="right") - 1
     ends = np.stack([document_starts[document], document_stops[document]])
     inside = item >= 0
@@ -352,7 +341,22 @@ def _layout(
     if crossing.any():
         span = spans[int(item[np.flatnonzero(crossing)[0]])]
         raise MaskError(f"{span} crosses the end of a document")
-    return starts, stops, item, ends
+    return starts, item, ends
+
+
+def _check_spans(
+    spans: Sequence[Span], starts: np.ndarray, stops: np.ndarray, kinds: np.ndarray, length: int
+) -> None:
+    outside = (kinds < 1) | (kinds > MAX_KIND)
+    if outside.any():
+        raise MaskError(f"span kinds must be 1 to {MAX_KIND}, got {kinds[outside].tolist()}")
+    bad = (starts > stops) | (starts < 0) | (stops > length)
+    bad[1:] |= starts[1:] < stops[:-1]
+    if bad.any():
+        raise MaskError(
+            f"{spans[int(np.flatnonzero(bad)[0])]}: spans must ascend, not overlap and lie "
+            f"within [0, {length})"
+        )
 
 
 def _protect(mask: AttentionMask, rows: np.ndarray, starts: np.ndarray) -> AttentionMask:

@@ -54,7 +54,11 @@ def build_model(config: TrainConfig) -> MultimodalModule:
             seed=seed,
         )
         language_model.source(language_model=True)
-    return MultimodalModule(encoders, language_model, build_merge(config))
+    mask = config.model.mask
+    if mask is not None and ":" in mask:
+        mask = _callback("model.mask", mask)
+    with _errors_name("model"):
+        return MultimodalModule(encoders, language_model, build_merge(config), mask)
 
 
 @contextmanager

@@ -72,11 +72,17 @@ class ModelSection(_Section):
         encoders: by modality name, as in ``data.modalities``.
         merge: ``"prepend"``, or a placeholder token per encoder
             (``{vision: "<image>"}``), or the import path of a merge policy.
+        mask: which tokens of the merged sequence see which: ``"causal"``, ``"multimodal"``
+            (text is causal, an encoder's tokens see one another), ``"multimodal_isolated"``
+            (an item's tokens see their item), ``"causal_with_own_image"`` (causal, and an
+            item's tokens see all of it), or the import path of a mask policy; default: the
+            language model's own mask.
     """
 
     language_model: SourceSection
     encoders: dict[str, EncoderSection] = Field(default_factory=dict)
     merge: str | dict[str, str] = "prepend"
+    mask: str | None = None
 
 
 class LayoutSection(_Section):

@@ -20,6 +20,7 @@ from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.language import LanguageSpec, LanguageStage, label_mask
 from raymm.actors.stages.merge import MergePolicy, Prepend
 from raymm.actors.stages.message import Message, MicrobatchContext
+from raymm.actors.stages.probe import probe_mask
 from raymm.actors.stages.projector import KINDS, Projector, ProjectorConfig
 from raymm.actors.stages.source import (
     ConfigSource,
@@ -29,6 +30,7 @@ from raymm.actors.stages.source import (
     derive_seed,
     set_mode,
 )
+from raymm.actors.stages.token_layout import MASKS, MaskPolicy
 from raymm.scheduler.graph import ModuleGraph, ModuleNode
 
 LANGUAGE_MODEL = "llm"
@@ -249,6 +251,10 @@ class MultimodalModule(nn.Module):
         language_model: a :class:`ModalityModule` or anything it accepts as ``module``.
         preprocess_callback: the merge policy, ``f(encoder_outputs, inputs) -> inputs``
             (:mod:`raymm.actors.stages.merge`); default: put modality tokens before the text.
+        mask: which tokens of the merged sequence see which: a name of
+            :data:`raymm.actors.stages.token_layout.MASKS` (``"causal"``, ``"multimodal"``,
+            ``"multimodal_isolated"``, ``"causal_with_own_image"``) or a mask policy. Default:
+            the language model's own mask.
 
     Raises:
         ModelError: if names are reserved or widths do not match.
@@ -259,14 +265,18 @@ class MultimodalModule(nn.Module):
         encoders: Mapping[str, ModalityModule] | None = None,
         language_model: Any = None,
         preprocess_callback: MergePolicy | None = None,
+        mask: str | MaskPolicy | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(language_model, ModalityModule):
             language_model = ModalityModule(language_model)
         self.language_model = language_model
         self.merge: MergePolicy = preprocess_callback or Prepend()
+        self.mask = _mask_policy(mask)
         self.encoder_names = tuple(encoders or {})
         llm_source = language_model.source(language_model=True)
+        if self.mask is not None:
+            probe_mask(llm_source)
         width = _embedding_width(llm_source)
         for name, encoder in (encoders or {}).items():
             if name in _RESERVED or not name.isidentifier():
@@ -307,7 +317,10 @@ class MultimodalModule(nn.Module):
     def language_spec(self) -> LanguageSpec:
         """The language model as data for the ranks."""
         source = self.language_model.source(language_model=True)
-        return LanguageSpec(LANGUAGE_MODEL, source, num_blocks(source.skeleton()), self.merge)
+        return LanguageSpec(
+            LANGUAGE_MODEL, source, num_blocks(source.skeleton()), self.merge,
+            mask=self.mask, encoders=self.encoder_names,
+        )
 
     def materialize(self) -> MultimodalModule:
         """Load every part's weights into this process (``forward`` does it when needed)."""
@@ -354,7 +367,10 @@ class MultimodalModule(nn.Module):
                 )
                 received[name] = stage.run(microbatch[name], {}, context)
         stage = LanguageStage(
-            LanguageSpec(LANGUAGE_MODEL, None, 1, self.merge), 0, 1, self.language_model.module
+            LanguageSpec(
+                LANGUAGE_MODEL, None, 1, self.merge, mask=self.mask, encoders=self.encoder_names
+            ),
+            0, 1, self.language_model.module,
         )
         try:
             message = stage.run(text_inputs(microbatch), received, context)
@@ -372,6 +388,14 @@ class MultimodalModule(nn.Module):
     def trainable_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Trainable parameters by name."""
         return ((n, p) for n, p in self.named_parameters() if p.requires_grad)
+
+
+def _mask_policy(mask: str | MaskPolicy | None) -> MaskPolicy | None:
+    if mask is None or callable(mask):
+        return mask
+    if mask not in MASKS:
+        raise ModelError(f"mask is {mask!r}; expected a function or one of {', '.join(MASKS)}")
+    return MASKS[mask]
 
 
 def complete_microbatch(

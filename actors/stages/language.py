@@ -12,20 +12,29 @@ from raymm.actors.stages.cut import CutInfo, CutReached, inject, stage_parameter
 from raymm.actors.stages.merge import IGNORE_INDEX, MergeError, MergePolicy
 from raymm.actors.stages.message import Message, MicrobatchContext
 from raymm.actors.stages.source import ModuleSource, Part
+from raymm.actors.stages.token_layout import MaskPolicy, row_masks
+from raymm.kernels import hf_attention
 from raymm.kernels.cross_entropy import token_cross_entropy_sum
 
-_NOT_FOR_MODEL = frozenset({"input_ids", "labels", "sample_index"})
+_NOT_FOR_MODEL = frozenset({"input_ids", "labels", "sample_index", "encoder_kinds"})
 
 
 @dataclass(frozen=True)
 class LanguageSpec:
-    """A causal language model, as data that a rank can build its part from."""
+    """A causal language model, as data that a rank can build its part from.
+
+    Attributes:
+        mask: which mask the merged tokens get; None for the model's own (causal).
+        encoders: names of all encoders; the mask counts their kinds from 1 in this order.
+    """
 
     name: str
     source: ModuleSource
     num_blocks: int
     merge: MergePolicy
     cut: CutInfo | None = None
+    mask: MaskPolicy | None = None
+    encoders: tuple[str, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -62,11 +71,18 @@ class LanguageStage(nn.Module):
             if head is None:
                 raise TypeError(f"{type(module).__name__} has no output embeddings (no lm_head)")
             self._hook = head.register_forward_pre_hook(self._keep_labelled_rows)
+        self._own_attention: str | None = None
+        if spec.mask is not None:
+            hf_attention.register()
+            self._own_attention = module.config._attn_implementation
+            module.set_attn_implementation(hf_attention.NAME)
 
     def detach(self) -> None:
         """Leave the module as it was: the reference builds a stage per forward."""
         if self.last:
             self._hook.remove()
+        if self._own_attention is not None:
+            self.module.set_attn_implementation(self._own_attention)
 
     @classmethod
     def build(cls, spec: LanguageSpec, lo: int, hi: int) -> LanguageStage:
@@ -101,6 +117,7 @@ class LanguageStage(nn.Module):
             labels = merged["labels"]
             kwargs = {k: v for k, v in merged.items() if k not in _NOT_FOR_MODEL and v is not None}
             side = {k: v for k, v in kwargs.items() if k != "inputs_embeds"}
+            kwargs.pop("token_layout", None)
         else:
             (message,) = received.values()
             side = dict(message.side)
@@ -111,7 +128,10 @@ class LanguageStage(nn.Module):
             width = self.module.get_input_embeddings().weight.shape[1]
             # Real zeros, not zero-stride ones: some models scale them in place (CTRL, GIT).
             unused = torch.zeros(*labels.shape, width, device=hidden.device)
-            kwargs = {**side, "inputs_embeds": unused}
+            kwargs = {k: v for k, v in side.items() if k != "token_layout"}
+            kwargs["inputs_embeds"] = unused
+        if self.spec.mask is not None:
+            kwargs[hf_attention.MASK_ARGUMENT] = row_masks(side["token_layout"], self.spec.mask)
         try:
             self._rows = label_mask(labels)
             logits = self.module(**kwargs, use_cache=False).logits
@@ -129,10 +149,11 @@ class LanguageStage(nn.Module):
         labels[:, 0] = IGNORE_INDEX
         embeds = self.module.get_input_embeddings()(inputs["input_ids"])
         features = {name: message.tensors[0] for name, message in received.items()}
+        to_merge = {**inputs, "inputs_embeds": embeds, "labels": labels}
+        if self.spec.mask is not None:
+            to_merge["encoder_kinds"] = {name: n for n, name in enumerate(self.spec.encoders, 1)}
         try:
-            merged = self.spec.merge(
-                features, {**inputs, "inputs_embeds": embeds, "labels": labels}
-            )
+            merged = self.spec.merge(features, to_merge)
         except MergeError as error:
             ids = context.sample_ids
             if error.row is not None:
@@ -141,6 +162,13 @@ class LanguageStage(nn.Module):
         given, kept = int(label_mask(labels).sum()), int(label_mask(merged["labels"]).sum())
         if given != kept:
             raise MergeError(f"the merge policy turned {given} label tokens into {kept}")
+        if self.spec.mask is not None:
+            if merged.get("token_layout") is None:
+                raise MergeError(
+                    "the merge policy returned no token_layout, which the model's mask is made "
+                    "from; see raymm.actors.stages.token_layout"
+                )
+            return {**merged, "attention_mask": None}
         mask = merged.get("attention_mask")
         if mask is not None and mask.dim() == 2 and bool(mask.all()):
             merged = {**merged, "attention_mask": None}  # plain causal attention is faster

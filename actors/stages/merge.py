@@ -7,6 +7,10 @@ Listing 2, ``cb_before_llm``). ``encoder_outputs[name]`` is (n_items, n_tokens, 
 encoder. What is returned must hold ``inputs_embeds`` and ``labels`` of the merged length
 and may hold ``attention_mask`` and ``position_ids``. It may add positions, labelled -100,
 but never add or drop label tokens.
+
+If the model has a mask policy, ``inputs`` also holds ``encoder_kinds``, a number from 1 per
+encoder, and what is returned must hold ``token_layout``
+(:mod:`raymm.actors.stages.token_layout`).
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
+
+from raymm.actors.stages.token_layout import place_items, text_layout
 
 IGNORE_INDEX = -100
 
@@ -40,16 +46,21 @@ class Prepend:
     def __call__(
         self, encoder_outputs: dict[str, torch.Tensor], inputs: dict[str, Any]
     ) -> dict[str, Any]:
+        kinds = inputs.get("encoder_kinds")
         if not encoder_outputs:
-            return inputs
+            return {**inputs, **_text_only(inputs)}
         embeds, labels = inputs["inputs_embeds"], inputs["labels"]
         mask = inputs["attention_mask"].bool()
-        rows_embeds, rows_labels = [], []
+        rows_embeds, rows_labels, places = [], [], {name: [] for name in encoder_outputs}
         for row in range(embeds.shape[0]):
             parts = [
                 features[inputs["sample_index"][name] == row].flatten(0, 1)
                 for name, features in encoder_outputs.items()
             ]
+            start = 0
+            for name, part in zip(encoder_outputs, parts, strict=True):
+                places[name].append((start, start + len(part)))
+                start += len(part)
             modality = torch.cat(parts)
             ignored = labels.new_full((modality.shape[0],), IGNORE_INDEX)
             text = embeds[row][mask[row]]
@@ -58,11 +69,25 @@ class Prepend:
         lengths = torch.tensor([len(row) for row in rows_labels], device=labels.device)
         merged = pad_sequence(rows_embeds, batch_first=True)
         positions = torch.arange(merged.shape[1], device=labels.device)
-        return {
+        result = {
             "inputs_embeds": merged,
             "labels": pad_sequence(rows_labels, batch_first=True, padding_value=IGNORE_INDEX),
             "attention_mask": (positions < lengths[:, None]).long(),
         }
+        if kinds is not None:
+            result["token_layout"] = layout = text_layout(result["attention_mask"])
+            for name, features in encoder_outputs.items():
+                starts, stops = torch.tensor(places[name], device=labels.device).T[..., None]
+                here = (starts <= positions) & (positions < stops)
+                place_items(layout, here, kinds[name], features.shape[1])
+        return result
+
+
+def _text_only(inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The layout of a microbatch without items, if it is wanted."""
+    if "encoder_kinds" not in inputs:
+        return {}
+    return {"token_layout": text_layout(inputs["attention_mask"])}
 
 
 @dataclass(frozen=True)
@@ -80,6 +105,7 @@ class ReplaceTokens:
         self, encoder_outputs: dict[str, torch.Tensor], inputs: dict[str, Any]
     ) -> dict[str, Any]:
         embeds, labels = inputs["inputs_embeds"], inputs["labels"]
+        extra = _text_only(inputs)
         for name, token_id in self.token_ids.items():
             places = inputs["input_ids"] == token_id
             wanted = places.sum(dim=1)
@@ -102,4 +128,7 @@ class ReplaceTokens:
                 order = torch.argsort(index, stable=True)
                 flat = features[order].flatten(0, 1).to(embeds.dtype)
                 embeds = embeds.masked_scatter(places[..., None].expand_as(embeds), flat)
-        return {**inputs, "inputs_embeds": embeds, "labels": labels}
+                if extra:
+                    kind = inputs["encoder_kinds"][name]
+                    place_items(extra["token_layout"], places, kind, features.shape[1])
+        return {**inputs, "inputs_embeds": embeds, "labels": labels, **extra}

@@ -17,6 +17,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from raymm.actors.stages.blocks import config_depth_names, find_blocks
 from raymm.actors.stages.cut import CutInfo, CutReached, inject, prune
 from raymm.actors.stages.source import ModuleSource, on_meta
+from raymm.kernels import hf_attention
+from raymm.kernels.mask_patterns import documents
 
 PROBE_DEPTH = 3
 _PROBE_VOCABULARY = 256
@@ -110,6 +112,43 @@ def probe_language_model(source: ModuleSource) -> CutInfo:
         return stage(inputs_embeds=embeds, use_cache=False).logits
 
     return _probe(model, run)
+
+
+def probe_mask(source: ModuleSource) -> None:
+    """Check that a causal language model's attention obeys a raymm mask.
+
+    Raises:
+        ProbeError: if it has its own attention, drops the mask on the way to its layers, or
+            needs more than a mask (sinks, position biases, dropout).
+    """
+    skeleton = source.skeleton()
+    name = type(skeleton).__name__
+    if not hf_attention.can_use(skeleton):
+        raise ProbeError(
+            f"{name} does not take its attention from transformers' AttentionInterface, so it "
+            "cannot have a mask; leave mask out"
+        )
+    hf_attention.register()
+    model = _small_model(source).train(skeleton.training)
+    model.set_attn_implementation(hf_attention.NAME)
+    size = 8
+    with torch.no_grad():
+        ids = torch.arange(size)[None] % model.get_input_embeddings().weight.shape[0]
+        embeds = model.get_input_embeddings()(ids)
+        other = embeds.clone()
+        other[:, 0] += 1.0
+        masks = {hf_attention.MASK_ARGUMENT: (documents([size // 2, size // 2]),)}
+        try:
+            one, two = (
+                model(inputs_embeds=e, use_cache=False, **masks).logits for e in (embeds, other)
+            )
+        except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
+            raise ProbeError(f"{name} cannot have a mask: {error}") from error
+    if not torch.equal(one[:, size // 2 :], two[:, size // 2 :]):
+        raise ProbeError(
+            f"{name} lets a token see another document under a mask that hides it: something in "
+            "it mixes tokens without the mask"
+        )
 
 
 def probe_encoder(

@@ -1,0 +1,71 @@
+"""Attention with a raymm mask, on whatever device the tensors are.
+
+Legend: ``B`` sequences, ``Hq`` query heads, ``Hk`` key heads, ``Tq`` rows, ``Tk`` keys,
+``D`` head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from raymm.kernels.mask import AttentionMask, as_masks
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: AttentionMask | Sequence[AttentionMask],
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(scale * Q K^T where visible) V: ATen's flash attention by blocks on a CPU, Triton
+    kernels on a GPU. No memory of the order of Tq x Tk.
+
+    Args:
+        query: (B, Hq, Tq, D).
+        key, value: (B, Hk, Tk, D), of the same dtype; Hq is a multiple of Hk (GQA). Under
+            autocast all three are cast to its dtype, as PyTorch's own attention does.
+        mask: one for all sequences, or one each.
+        scale: default ``D ** -0.5``.
+        softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2).
+
+    Returns:
+        Output (B, Hq, Tq, D) in the dtype of the query, and LSE (B, Hq, Tq) fp32 (natural
+        log), which carries no gradient. A row that sees nothing has output 0, LSE -inf and no
+        gradient.
+
+    Raises:
+        MaskError: masks that do not fit the tensors.
+        ValueError: tensors that do not fit one another.
+    """
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    _check(query, key, value, softcap)
+    masks = as_masks(mask, query.shape[0], query.shape[2], key.shape[2])
+    if device == "cpu":
+        from raymm.kernels.attention_cpu import cpu_attention as run
+    else:
+        from raymm.kernels.triton_attention import triton_attention as run
+    return run(query, key, value, masks, scale=scale, softcap=softcap)
+
+
+def _check(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, softcap: float | None
+) -> None:
+    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+    if query.dim() != 4 or key.dim() != 4 or key.shape != value.shape:
+        raise ValueError(f"expected (B, H, T, D) and key like value, got {shapes}")
+    if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
+        raise ValueError(f"batch and head dim must agree, got {shapes}")
+    if not key.shape[1] or query.shape[1] % key.shape[1]:
+        raise ValueError(f"query heads must be a multiple of key heads, got {shapes}")
+    if not query.dtype == key.dtype == value.dtype:
+        raise ValueError(f"dtypes must agree, got {query.dtype}, {key.dtype}, {value.dtype}")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap must be positive, got {softcap}")

@@ -1,0 +1,110 @@
+"""Other forms of a mask lead back to it."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from random_masks import every_pattern, tables
+from torch.nn.attention.flex_attention import create_block_mask
+
+from raymm.kernels.mask import MaskError
+from raymm.kernels.mask_convert import (
+    CAUSAL_BIT,
+    from_bitfield,
+    from_block_mask,
+    from_dense,
+    to_bitfield,
+    to_block_mask,
+)
+from raymm.kernels.mask_patterns import Span, causal, documents, embedded, full
+
+BLOCK = 16
+
+
+def slow_bitfield(field: torch.Tensor) -> torch.Tensor:
+    """The paper's form, pair by pair, read as two sets."""
+    size = len(field)
+    visible = torch.zeros(size, size, dtype=torch.bool)
+    for q in range(size):
+        for k in range(size):
+            attend = int(field[q]) & ~CAUSAL_BIT
+            is_text = int(field[k]) < 0
+            identity = 1 if is_text else int(field[k])
+            visible[q, k] = bool(attend & identity) and (int(field[q]) >= 0 or k <= q)
+    return visible
+
+
+@given(st.lists(st.tuples(st.integers(0, 7), st.booleans()), min_size=1, max_size=16))
+def test_a_bit_field_means_two_sets(tokens):
+    field = torch.tensor([bits | (CAUSAL_BIT if is_text else 0) for bits, is_text in tokens])
+    mask = from_bitfield(field)
+    assert torch.equal(mask.dense(), slow_bitfield(field))
+
+
+@pytest.mark.parametrize("name", every_pattern(57))
+def test_a_pattern_becomes_a_bit_field_or_is_refused(name):
+    mask = every_pattern(57)[name]()
+    says_it = {"full", "causal", "ep", "ee"}
+    try:
+        field = to_bitfield(mask)
+    except MaskError as error:
+        assert name not in says_it, error
+        return
+    assert field.dtype == torch.int64
+    assert torch.equal(slow_bitfield(field), mask.dense())
+    assert from_bitfield(field).same_as(mask) or torch.equal(
+        from_bitfield(field).dense(), mask.dense()
+    )
+
+
+@pytest.mark.parametrize("mask", [full(6), causal(6), embedded(9, [Span(2, 5, 1), Span(5, 9, 2)])])
+def test_what_a_bit_field_can_say_comes_back(mask):
+    assert torch.equal(slow_bitfield(to_bitfield(mask)), mask.dense())
+
+
+@pytest.mark.parametrize(
+    ("mask", "row"), [(documents([3, 3]), 3), (causal(9, 2), 2), (full(3, 4), None)]
+)
+def test_what_a_bit_field_cannot_say_names_the_row(mask, row):
+    with pytest.raises(MaskError, match="self attention" if row is None else f"row {row} "):
+        to_bitfield(mask)
+
+
+@given(tables(40, 40))
+def test_any_table_comes_back_from_its_dense_form(mask):
+    assert torch.equal(from_dense(mask.dense()).dense(), mask.dense())
+
+
+@pytest.mark.parametrize("name", every_pattern(144))
+def test_patterns_come_back_from_their_dense_form_as_short_tables(name):
+    mask = every_pattern(144)[name]()
+    back = from_dense(mask.dense())
+    assert torch.equal(back.dense(), mask.dense())
+    assert len(back.query_table) <= 3 * len(mask.query_table)
+
+
+def test_a_dense_mask_of_too_many_kinds_is_refused():
+    noise = torch.from_numpy(np.random.default_rng(0).random((96, 200)) < 0.5)
+    with pytest.raises(MaskError, match="kinds of key"):
+        from_dense(noise)
+    with pytest.raises(MaskError, match="bool"):
+        from_dense(torch.ones(3, 3))
+
+
+@pytest.mark.parametrize("name", every_pattern(57))
+def test_block_masks_are_those_that_flex_attention_makes(name):
+    mask = every_pattern(57)[name]()
+    block_mask = to_block_mask(mask, block=BLOCK)
+    expected = create_block_mask(
+        block_mask.mask_mod, 1, 1, *mask.shape, device="cpu", BLOCK_SIZE=BLOCK
+    )
+    assert torch.equal(block_mask.to_dense(), expected.to_dense())
+    assert torch.equal(from_block_mask(block_mask).dense(), mask.dense())
+
+
+def test_a_batch_of_block_masks_keeps_its_masks_apart():
+    masks = [causal(40), documents([10, 30])]
+    block_mask = to_block_mask(masks, batch=2, block=BLOCK)
+    for number, mask in enumerate(masks):
+        assert torch.equal(from_block_mask(block_mask, batch=number).dense(), mask.dense())
