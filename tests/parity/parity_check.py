@@ -9,6 +9,7 @@ import torch
 from parity_oracle import (
     MergeRow,
     Oracle,
+    Visible,
     gradient_errors,
     label_tokens,
     parameter_errors,
@@ -27,11 +28,13 @@ LOSS_TOLERANCE = 1e-6
 Step = Sequence[Mapping[str, Any]]
 
 
-def oracle_of(model: MultimodalModule, merge: MergeRow = prepend) -> Oracle:
+def oracle_of(
+    model: MultimodalModule, merge: MergeRow = prepend, visible: Visible | None = None
+) -> Oracle:
     """An oracle with copies of the model's weights."""
     model.materialize()
     encoders = {name: (one.module, one.projector) for name, one in model.encoders.items()}
-    return Oracle(encoders, model.language_model.module, merge)
+    return Oracle(encoders, model.language_model.module, merge, visible)
 
 
 def close(actual: float, expected: float, tolerance: float = LOSS_TOLERANCE) -> bool:

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+# (kind, item) of two tokens, (0, 0) for text, and whether the second is at or before the first.
+Visible = Callable[[tuple[int, int], tuple[int, int], bool], bool]
 Row = dict[str, list[torch.Tensor]]  # modality -> features (tokens, H) of each of its items
 MergeRow = Callable[[Row, torch.Tensor, torch.Tensor, torch.Tensor], tuple]
 
@@ -57,6 +59,7 @@ class Oracle(nn.Module):
         encoders: name -> (encoder, projector or None).
         language_model: a causal language model.
         merge: how one sample's features enter its text.
+        visible: which token of a merged sample sees which; default: the language model's mask.
     """
 
     def __init__(
@@ -64,10 +67,12 @@ class Oracle(nn.Module):
         encoders: Mapping[str, tuple[nn.Module, nn.Module | None]],
         language_model: nn.Module,
         merge: MergeRow = prepend,
+        visible: Visible | None = None,
     ) -> None:
         super().__init__()
         self.names = tuple(encoders)
         self.merge = merge
+        self.visible = visible
         for name, (module, projector) in encoders.items():
             part = nn.Module()
             part.module = copy.deepcopy(module)
@@ -83,6 +88,24 @@ class Oracle(nn.Module):
         if hidden.dim() == 4:  # (1, C, h, w): one token per pixel of the feature map
             hidden = hidden.permute(0, 2, 3, 1).reshape(1, -1, hidden.shape[1])
         return hidden[0] if part.projector is None else part.projector(hidden[0])
+
+    def _dense_mask(self, features: Row, ids: torch.Tensor, labels: torch.Tensor) -> dict:
+        """The mask as the model takes it, pair by pair. What a token is comes from merging
+        features that hold nothing but their encoder's and item's number."""
+        if self.visible is None:
+            return {}
+        marks: Row = {
+            name: [torch.full((len(item), 2), float(kind)) + torch.tensor([0.0, number - kind])
+                   for number, item in enumerate(features[name], 1)]
+            for kind, name in enumerate(self.names, 1)
+        }  # fmt: skip
+        merged, _ = self.merge(marks, ids, torch.zeros(len(ids), 2), labels)
+        tokens = [tuple(int(value) for value in token) for token in merged]
+        dense = torch.tensor([
+            [self.visible(query, key, k <= q) for k, key in enumerate(tokens)]
+            for q, query in enumerate(tokens)
+        ])
+        return {"attention_mask": dense[None, None]}
 
     def loss_sum(self, microbatch: Mapping[str, Any]) -> torch.Tensor:
         """Sum of cross entropies over the label tokens of all samples."""
@@ -103,8 +126,9 @@ class Oracle(nn.Module):
                     if int(part["sample_index"][i]) == row
                 ]
             embeds = llm.get_input_embeddings()(ids)
+            mask = self._dense_mask(features, ids, labels)
             embeds, labels = self.merge(features, ids, embeds, labels)
-            logits = llm(inputs_embeds=embeds[None], use_cache=False).logits[0]
+            logits = llm(inputs_embeds=embeds[None], use_cache=False, **mask).logits[0]
             total = total + F.cross_entropy(
                 logits[:-1], labels[1:], ignore_index=-100, reduction="sum"
             )

@@ -1,0 +1,112 @@
+"""Masks over merged tokens, across pipeline stages, equal the dense mask in one process."""
+
+import parity_models as pm
+import pytest
+import transformers as hf
+from parity_check import OPTIMIZER, check_gradients, check_reference, check_training, oracle_of
+from parity_oracle import prepend, replace
+
+from raymm.actors.stages.merge import ReplaceTokens
+from raymm.actors.stages.probe import ProbeError
+from raymm.kernels.mask_patterns import full
+from raymm.model import ModalityModule, ModelError, MultimodalModule
+from raymm.specs import MultimodalParallelSpec, ParallelSpec
+
+TOKENS = {"vision": pm.IMAGE_TOKEN, "audio": pm.AUDIO_TOKEN}
+
+
+def multimodal(query, key, past):
+    return past if query[0] == 0 else query[0] == key[0]
+
+
+def isolated(query, key, past):
+    return past if query[0] == 0 else query == key
+
+
+def own_image(query, key, past):
+    return past or (query[0] != 0 and query == key)
+
+
+RULES = {
+    "causal": lambda query, key, past: past,
+    "multimodal": multimodal,
+    "multimodal_isolated": isolated,
+    "causal_with_own_image": own_image,
+}
+
+
+def everything(length, spans, document_lengths):
+    """A mask policy of a user: every token sees every token, padding too."""
+    return full(length)
+
+
+def model_of(mask, merge=None) -> MultimodalModule:
+    return MultimodalModule(
+        {
+            "vision": ModalityModule(pm.build(pm.siglip(), 1), "mlp"),
+            "audio": ModalityModule(pm.build(pm.whisper(), 2), "linear"),
+        },
+        ModalityModule(pm.build(pm.llama(), 3)),
+        merge,
+        mask,
+    )
+
+
+def batches():
+    image, sound = (pm.IMAGE_TOKEN, 4), (pm.AUDIO_TOKEN, pm.AUDIO_FRAMES // 2)
+    both = pm.batch([7, 5, 9], 4, [[image, image], [], [sound, image]], vision=[0, 0, 2], audio=[2])
+    return [both, pm.batch([6, 8], 5, [[image], [image]], vision=[0, 1]), pm.batch([4, 13], 7)]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_masks_in_one_process(name):
+    """Items among the text and before it, several images in a row, text-only microbatches."""
+    model = model_of(name, ReplaceTokens(TOKENS))
+    check_reference(model, oracle_of(model, replace(TOKENS), RULES[name]), batches())
+    model = model_of(name)
+    plain = [pm.batch([7, 5], 3, vision=[0, 0], audio=[1]), pm.batch([4, 6], 4)]
+    check_reference(model, oracle_of(model, prepend, RULES[name]), plain)
+
+
+def test_masks_across_stages(ray_cluster):
+    """The language model in three stages: the mask reaches every one of them."""
+    model = model_of("multimodal_isolated", ReplaceTokens(TOKENS))
+    oracle = oracle_of(model, replace(TOKENS), isolated)
+    both, images, text = batches()
+    spec = MultimodalParallelSpec({}, ParallelSpec(pp=3), 3, recompute=True)
+    with spec.apply(model, optimizer=OPTIMIZER) as parallel:
+        check_gradients(parallel, oracle, [both, images, text])
+        # Equal shapes, other places of the images: nothing is kept from the batch before.
+        image = (pm.IMAGE_TOKEN, 4)
+        moved = pm.batch([6, 8], 5, [[image], [image]], vision=[0, 1])
+        moved["input_ids"] = moved["input_ids"].roll(2, dims=1)
+        moved["input_ids"][:, :2] = 5
+        check_gradients(parallel, oracle, [images, moved, text])
+        check_training(parallel, oracle, [[[both, text]], [[images, moved]], [[text, both]]])
+
+
+def test_a_mask_of_the_user(ray_cluster):
+    model = model_of(everything, ReplaceTokens(TOKENS))
+    oracle = oracle_of(model, replace(TOKENS), lambda query, key, past: True)
+    images = pm.batch([6, 6], 5, [[(pm.IMAGE_TOKEN, 4)]] * 2, vision=[0, 1])
+    with MultimodalParallelSpec({}, ParallelSpec(pp=2), 1).apply(model) as parallel:
+        check_gradients(parallel, oracle, [images])
+
+
+def test_a_model_that_cannot_obey_a_mask_is_refused_by_name():
+    with pytest.raises(ModelError, match="'diagonal'.*multimodal_isolated"):
+        model_of("diagonal")
+    sinks = hf.GptOssConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, vocab_size=97, num_local_experts=2,
+        num_experts_per_tok=1,
+    )
+    with pytest.raises(ProbeError, match="GptOssForCausalLM.*attention sinks"):
+        MultimodalModule({}, ModalityModule(sinks), mask="causal")
+    recurrent = hf.MambaConfig(hidden_size=32, num_hidden_layers=3, vocab_size=97, state_size=4)
+    with pytest.raises(ProbeError, match="Mamba"):
+        MultimodalModule({}, ModalityModule(recurrent), mask="causal")
+    dropped = pm.llama()
+    dropped.attention_dropout = 0.1
+    with pytest.raises(ProbeError, match="attention dropout 0.1"):
+        MultimodalModule({}, ModalityModule(dropped), mask="causal")
