@@ -228,6 +228,28 @@ class AttentionMask:
         key_table = np.concatenate(keys) if keys else np.zeros((0, KEY_COLUMNS), dtype=np.int64)
         return AttentionMask(table, key_table, self.n_queries, offset)
 
+    def seen_keys(self) -> np.ndarray:
+        """(Tk,) bool: keys that some row sees; O(Tk) for every different ``attend``."""
+        table, last = self.query_table, self.query_stops - 1
+        top, bottom = (
+            table[:, BASES] + table[:, SLOPES] * row[:, None] for row in (table[:, START], last)
+        )
+        lengths = self.key_stops - self.key_table[:, KEY_START]
+        seen = np.zeros(self.n_keys, dtype=bool)
+        for attend in np.unique(table[:, ATTEND]):
+            changes = np.zeros(self.n_keys + 1, dtype=np.int64)
+            for first in (0, 2):
+                # Bounds move by 0 or 1 a row: what the rows of a segment see is contiguous, and
+                # there is something if the first or the last row's interval is not empty.
+                lo, hi = top[:, first], bottom[:, first + 1]
+                some = (lo < top[:, first + 1]) | (bottom[:, first] < hi)
+                some &= table[:, ATTEND] == attend
+                np.add.at(changes, lo[some].clip(0, self.n_keys), 1)
+                np.add.at(changes, hi[some].clip(0, self.n_keys), -1)
+            kinds = np.repeat((self.key_table[:, IDENTITY] & attend) != 0, lengths)
+            seen |= (np.cumsum(changes[:-1]) > 0) & kinds
+        return seen
+
     def area(self) -> int:
         """Number of visible (query, key) pairs, counted without a dense mask."""
         lo1, hi1, lo2, hi2 = self.bounds()

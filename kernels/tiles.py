@@ -110,8 +110,8 @@ def _any_match(keys, attend, lo, hi):
 
 
 @njit(cache=True)
-def _bound(rows, segment, which, q, n_keys):
-    return min(max(rows[2][segment, which] + rows[3][segment, which] * q, 0), n_keys)
+def _bound(rows, segment, which, q):
+    return rows[2][segment, which] + rows[3][segment, which] * q
 
 
 @njit(cache=True)
@@ -120,17 +120,18 @@ def _add_piece(rows, keys, segment, q0, q1, n_keys, block_k, some, every):
     pieces that see the whole block into ``every``.
 
     Bounds move by 0 or 1 per row, so the keys that some row sees through one interval are
-    contiguous, from the first row's lower to the last row's upper bound; what all rows see is
-    from the last row's lower to the first row's upper bound.
+    contiguous, from the first row's lower to the last row's upper bound (there are some if the
+    first or the last row's interval is not empty); what all rows see is from the last row's
+    lower to the first row's upper bound.
     """
     kind = rows[4][segment]
     attend, states = keys[3][kind], keys[4][kind]
     for i in (0, 2):
-        lo0, hi0 = _bound(rows, segment, i, q0, n_keys), _bound(rows, segment, i + 1, q0, n_keys)
-        lo1 = _bound(rows, segment, i, q1 - 1, n_keys)
-        hi1 = _bound(rows, segment, i + 1, q1 - 1, n_keys)
+        lo0, hi0 = _bound(rows, segment, i, q0), _bound(rows, segment, i + 1, q0)
+        lo1, hi1 = _bound(rows, segment, i, q1 - 1), _bound(rows, segment, i + 1, q1 - 1)
         if lo0 >= hi0 and lo1 >= hi1:
             continue
+        lo0, hi1 = max(lo0, 0), min(hi1, n_keys)
         for b in range(lo0 // block_k, -(-hi1 // block_k)):
             if some[b] or states[b] == _NONE:
                 continue
@@ -141,8 +142,8 @@ def _add_piece(rows, keys, segment, q0, q1, n_keys, block_k, some, every):
             else:
                 some[b] = _any_match(keys, attend, max(start, lo0), min(stop, hi1))
     # What all rows see: two ranges, or one where they touch.
-    a0, a1 = _bound(rows, segment, 0, q1 - 1, n_keys), _bound(rows, segment, 1, q0, n_keys)
-    b0, b1 = _bound(rows, segment, 2, q1 - 1, n_keys), _bound(rows, segment, 3, q0, n_keys)
+    a0, a1 = max(_bound(rows, segment, 0, q1 - 1), 0), min(_bound(rows, segment, 1, q0), n_keys)
+    b0, b1 = max(_bound(rows, segment, 2, q1 - 1), 0), min(_bound(rows, segment, 3, q0), n_keys)
     if a0 < a1 and b0 < b1 and a0 <= b1 and b0 <= a1:
         a0, a1 = min(a0, b0), max(a1, b1)
         b0 = b1 = 0

@@ -39,6 +39,7 @@ def test_dense_is_the_definition(mask):
     dense = slow_dense(mask)
     assert torch.equal(mask.dense(), dense)
     assert mask.area() == int(dense.sum())
+    assert mask.seen_keys().tolist() == dense.any(dim=0).tolist()
     assert torch.equal(mask.dense(slice(3, 9), slice(2, 20)), dense[3:9, 2:20])
 
 
@@ -53,6 +54,14 @@ def test_a_window_narrows_the_first_interval_only(mask, window):
     assert np.array_equal(mask.windowed(window).dense().numpy(), expected)
     again = mask.windowed(window).windowed(window)
     assert np.array_equal(again.dense().numpy(), expected)
+
+
+def test_keys_that_only_rows_in_the_middle_see():
+    """A window that moves across few keys: its first and last rows lie outside them."""
+    mask = AttentionMask(
+        query_rows([0], lo=-10, hi=-9, lo_slope=1, hi_slope=1), np.array([[0, 1]]), 31, 5
+    )
+    assert mask.seen_keys().all() and mask.area() == 5
 
 
 def ranges(size: int, ascending: bool):

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_masks import every_pattern, tables
 
+from raymm.kernels.mask import AttentionMask, query_rows
 from raymm.kernels.mask_patterns import causal, documents
 from raymm.kernels.tiles import Tiles, key_runs, query_runs
 
@@ -69,6 +70,14 @@ def test_a_causal_mask_has_one_full_and_one_partial_run_per_block():
 def test_documents_have_no_tiles_across():
     tiles = key_runs(documents([128, 128]), 64, 64)
     assert tiles.work.tolist() == [1, 2, 1, 2]
+
+
+def test_a_window_that_moves_across_few_keys_has_tiles():
+    table = query_rows([0], lo=-10, hi=-9, lo_slope=1, hi_slope=1)
+    mask = AttentionMask(table, np.array([[0, 1]]), 31, 5)
+    for block_q in (4, 31):
+        for block_k in (2, 5):
+            check(mask, block_q, block_k)
 
 
 def test_blocks_below_one_are_refused():
