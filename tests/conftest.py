@@ -8,13 +8,43 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# A deadline would be an assertion on wall time, and compiled code is slow the first time.
+settings.register_profile("raymm", deadline=None)
+settings.load_profile("raymm")
 
 # Logical CPUs, whatever the machine has: enough for the largest test (6 ranks). Ray prestarts
 # a worker per CPU, so more would only cost time.
 CLUSTER_CPUS = 8
+# How long the cluster may take to notice that an actor has ended.
+ACTORS_END_SECONDS = 30
+
+
+@pytest.fixture
+def ended_actors():
+    """Waits for the end of the actors that the test has started, and returns their states."""
+    import ray._private.state
+
+    def states() -> dict[str, str]:
+        return {name: one["State"] for name, one in ray._private.state.actors().items()}
+
+    before = states()
+
+    def wait() -> list[str]:
+        # The cluster learns of an actor's end a moment later.
+        deadline = time.monotonic() + ACTORS_END_SECONDS
+        while True:
+            mine = [state for name, state in states().items() if name not in before]
+            if set(mine) <= {"DEAD"} or time.monotonic() > deadline:
+                return mine
+            time.sleep(0.2)
+
+    return wait
 
 
 @pytest.fixture(scope="session")

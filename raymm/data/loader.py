@@ -115,6 +115,8 @@ class StepLoader:
 
     def close(self) -> None:
         """Let go of the workers; they end when the last ``Step`` they own is dropped."""
+        for *_, ref in self._pending:
+            ray.cancel(ref)  # a worker that never started would wait for a place to do it
         self._pending.clear()
         self._plan = iter(())
         self._workers = []
@@ -139,6 +141,7 @@ class StepLoader:
         try:
             result = ray.get(ref, timeout=self.config.worker_timeout)
         except GetTimeoutError:
+            ray.cancel(ref)
             raise DataError(
                 f"{who} did not load step {index} within worker_timeout "
                 f"({self.config.worker_timeout} s): is it stuck, or are there no "

@@ -130,10 +130,11 @@ def test_a_dead_worker_is_named(make_config):
     assert "\n" not in str(caught.value) and caught.value.__notes__
 
 
-def test_a_worker_that_cannot_start_in_time_is_named(make_config):
-    config = make_config(worker_cpus=1000, worker_timeout=0.5)
+def test_a_worker_that_cannot_start_in_time_is_named(make_config, ended_actors):
+    config = make_config(worker_cpus=1000, worker_timeout=0.5, prefetch_steps=3)
     with StepLoader(config) as loader, pytest.raises(DataError, match="worker_cpus"):
         next(loader)
+    assert set(ended_actors()) == {"DEAD"}  # it does not go on waiting for the CPUs
 
 
 def test_bad_configuration_is_found_before_an_actor_starts(make_config, monkeypatch):

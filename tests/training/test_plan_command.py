@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 from dataclasses import replace
 
 import pytest
@@ -16,8 +15,6 @@ from raymm.scheduler.judge import Option
 from raymm.scheduler.plan import Plan, PlanError
 from raymm.scheduler.stage_space import make_plan
 
-# How long the cluster may take to notice that an actor has ended.
-ACTORS_END_SECONDS = 30
 EXAMPLE = "examples/planning/llm32b.yaml"
 
 
@@ -192,17 +189,9 @@ def test_bad_options_are_refused(raymm, make_config, tmp_path, wide, arguments, 
     assert not (tmp_path / "plan").exists()
 
 
-def actor_states() -> dict[str, str]:
-    """States by actor. The cluster is shared, so it may hold what other tests left behind."""
-    import ray._private.state
-
-    return {name: one["State"] for name, one in ray._private.state.actors().items()}
-
-
 def test_measure_runs_the_best_and_keeps_the_fastest(
-    raymm, make_config, tmp_path, wide, ray_cluster
+    raymm, make_config, tmp_path, wide, ray_cluster, ended_actors
 ):
-    before = actor_states()
     config = make_config({"parallel": None})
     out = tmp_path / "plan"
     code, text = raymm(
@@ -217,16 +206,7 @@ def test_measure_runs_the_best_and_keeps_the_fastest(
     times = {line.strip().startswith("*"): float(line.split()[-2]) for line in measured}
     assert times[True] == min(times.values())
     assert saved_plan(out).num_ranks == 2
-    started = actor_states().keys() - before.keys()
-    assert started
-    # Nothing is left running; the cluster learns of an actor's end a moment later.
-    deadline = time.monotonic() + ACTORS_END_SECONDS
-    while time.monotonic() < deadline:
-        left = {actor: state for actor, state in actor_states().items() if actor in started}
-        if set(left.values()) == {"DEAD"}:
-            break
-        time.sleep(0.2)
-    assert set(left.values()) == {"DEAD"}
+    assert set(ended_actors()) == {"DEAD"}  # some were started, and none is left
 
 
 def test_only_plans_that_run_differently_are_measured():
