@@ -1,0 +1,315 @@
+"""Attention on CPUs for any :class:`AttentionMask`, forward and backward.
+
+Blocks of query rows run ATen's CPU flash attention on the keys that they see and nothing
+else; only where a block sees a key in part is there a mask, of that block and those keys.
+The parts of a block are merged by their LSE in fp32. In the backward pass ATen's kernel is
+given the *whole* row's output and LSE, with which it computes exactly a part's share of the
+gradients. There is never a Tq x Tk mask.
+
+Legend: ``B`` sequences, ``Hq`` query heads, ``Hk`` key heads, ``G = Hq / Hk``, ``Tq`` rows,
+``Tk`` keys, ``D`` head dim, ``n`` rows of a block, ``K`` keys of a part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from raymm.kernels import attention_cpu_dense as dense
+from raymm.kernels.attention_cpu_plan import Block, Kind, Limits, Part, Plan, plan_blocks
+from raymm.kernels.mask import AttentionMask, as_masks
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+# A call costs about as long as this many multiply-adds per head dim (0.1 ms at 65 GFLOP/s,
+# forward and backward): divided by heads and head dim it is the planner's overhead in pairs.
+CALL_COST = 500_000
+# The kernel in plain torch operations holds scores of Hq x rows x keys.
+DENSE_LIMITS = {"rows": 256, "keys": 1024, "triangles": False}
+
+
+def cpu_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    masks: AttentionMask | Sequence[AttentionMask],
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(scale * Q K^T where visible) V on the CPU, without a Tq x Tk mask.
+
+    Args:
+        query: (B, Hq, Tq, D); fp32, bf16, fp16 or fp64, any strides.
+        key, value: (B, Hk, Tk, D) of the same dtype; Hq is a multiple of Hk.
+        masks: one per sequence, (Tq, Tk) each, the same object may repeat; or one for all.
+        scale: default ``D ** -0.5``.
+        softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2); in plain torch
+            operations, slower than without.
+
+    Returns:
+        Output (B, Hq, Tq, D) in the inputs' dtype and LSE (B, Hq, Tq) fp32, natural log, not
+        differentiable. Rows that see nothing have output 0 and LSE -inf, and give no gradient.
+
+    Under autocast inputs are cast as `scaled_dot_product_attention` does. Gradients of
+    gradients are refused.
+
+    Raises:
+        ValueError: shapes, dtypes or masks that do not go together.
+    """
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = (
+            t.to(dtype) if t.dtype == torch.float32 else t for t in (query, key, value)
+        )
+    _check(query, key, value)
+    masks = as_masks(masks, query.shape[0], query.shape[2], key.shape[2])
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+    return _CpuAttention.apply(query, key, value, masks, scale, softcap)
+
+
+class _CpuAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        masks: tuple[AttentionMask, ...],
+        scale: float,
+        softcap: float | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        query, key, value = (_unit_stride(t) for t in (query, key, value))
+        batch, heads, rows, _ = query.shape
+        # Memory order (B, Tq, Hq, D): what projections read after attention.
+        out = query.new_zeros(batch, rows, heads, value.shape[-1]).transpose(1, 2)
+        lse = query.new_full((batch, heads, rows), -math.inf, dtype=_lse_dtype(query))
+        with torch.autocast("cpu", enabled=False):
+            for plan, sequences in _plans(query, value, masks, softcap):
+                units = [_unit(query, key, value, out, lse, s) for s in sequences]
+                for block in plan.blocks:
+                    _block_forward(block, plan, units, scale, softcap)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.masks, ctx.scale, ctx.softcap = masks, scale, softcap
+        lse32 = lse.float()
+        ctx.mark_non_differentiable(lse32)
+        return out, lse32
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        grad_out = _unit_stride(grad_out)
+        # Sums over blocks are kept in fp32.
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        needs = ctx.needs_input_grad[:3]
+        grads = [
+            torch.zeros_like(t, dtype=dtype) if needed else None
+            for t, needed in zip((query, key, value), needs, strict=True)
+        ]
+        with torch.autocast("cpu", enabled=False):
+            for plan, sequences in _plans(query, value, ctx.masks, ctx.softcap):
+                units = [
+                    (
+                        *_unit(query, key, value, out, lse, s),
+                        _split_heads(grad_out, s, key.shape[1]),
+                        *(g if g is None else _split_heads(g, s, key.shape[1]) for g in grads),
+                    )
+                    for s in sequences
+                ]
+                for block in plan.blocks:
+                    _block_backward(block, plan, units, ctx.scale, ctx.softcap)
+        return *(g if g is None else g.to(query.dtype) for g in grads), None, None, None
+
+
+def _block_forward(
+    block: Block, plan: Plan, units: list[tuple[torch.Tensor, ...]], scale: float,
+    softcap: float | None,
+) -> None:  # fmt: skip
+    """Write a block's rows of output and LSE."""
+    rows = slice(block.start, block.stop)
+    biases = [_bias(plan, block, part, units[0][0].dtype) for part in block.parts]
+    for query, key, value, out, lse in units:
+        results = []
+        for part, (bias, hidden) in zip(block.parts, biases, strict=True):
+            results.append(
+                _part_forward(
+                    query[:, :, rows], _keys_of(key, part), _keys_of(value, part), part.kind,
+                    bias, scale, softcap,
+                )
+            )  # fmt: skip
+            if hidden is not None:
+                # ATen gives rows that see nothing an LSE of 0.
+                results[-1][1].masked_fill_(hidden, -math.inf)
+        if len(results) == 1:
+            out[:, :, rows], lse[:, :, rows] = results[0]
+            continue
+        total = torch.logsumexp(torch.stack([part_lse for _, part_lse in results]), dim=0)
+        # Rows that see nothing at all: exp(-inf - 0) instead of exp(-inf + inf).
+        finite = total.masked_fill(total == -math.inf, 0.0)
+        merged: torch.Tensor | None = None
+        for part_out, part_lse in results:
+            weight = (part_lse - finite).exp_().unsqueeze(-1)
+            if merged is None:
+                merged = part_out * weight
+            else:
+                merged.addcmul_(part_out.to(merged.dtype), weight)
+        out[:, :, rows], lse[:, :, rows] = merged, total
+
+
+def _block_backward(
+    block: Block, plan: Plan, units: list[tuple[torch.Tensor | None, ...]], scale: float,
+    softcap: float | None,
+) -> None:  # fmt: skip
+    """Add what a block's rows contribute to the gradients."""
+    rows = slice(block.start, block.stop)
+    for part in block.parts:
+        bias, hidden = _bias(plan, block, part, units[0][0].dtype)
+        for query, key, value, out, lse, grad_out, *grads in units:
+            row_lse = lse[:, :, rows]
+            if hidden is not None:
+                # exp(-inf - 0) is 0 for rows that see nothing, exp(-inf + inf) is not.
+                row_lse = row_lse.masked_fill(row_lse == -math.inf, 0.0)
+            found = _part_backward(
+                grad_out[:, :, rows], query[:, :, rows], _keys_of(key, part),
+                _keys_of(value, part), out[:, :, rows], row_lse, part.kind, bias, scale, softcap,
+            )  # fmt: skip
+            if grads[0] is not None:
+                grads[0][:, :, rows] += found[0]
+            for grad, part_grad in zip(grads[1:], found[1:], strict=True):
+                at = 0
+                for start, stop in part.runs if grad is not None else ():
+                    grad[:, :, start:stop] += part_grad[:, :, at : at + stop - start]
+                    at += stop - start
+
+
+def _part_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: Kind,
+    bias: torch.Tensor | None, scale: float, softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Output and LSE of (N, H, n, D) rows among the keys of one part, (N, M, K, D)."""
+    if softcap is not None or value.shape[-1] != query.shape[-1]:
+        return dense.forward(query, key, value, bias, scale, softcap)
+    shape = query.shape
+    if kind is Kind.FULL:
+        query = _fold(query, key)
+    else:
+        key, value = (t.expand(-1, shape[1], -1, -1) for t in (key, value))
+    out, lse = _forward(
+        query, key, value, 0.0, kind is Kind.CAUSAL, attn_mask=bias, scale=scale
+    )
+    return out.reshape(shape), lse.reshape(shape[:3])
+
+
+def _part_backward(
+    grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    out: torch.Tensor, lse: torch.Tensor, kind: Kind, bias: torch.Tensor | None, scale: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Shares of the gradients: (N, H, n, D) and twice (N, M, K, D)."""
+    if softcap is not None or value.shape[-1] != query.shape[-1]:
+        return dense.backward(grad_out, query, key, value, out, lse, bias, scale, softcap)
+    shape, key_heads = query.shape, key.shape[1]
+    if kind is Kind.FULL:
+        grad_out, query, out = (_fold(t, key) for t in (grad_out, query, out))
+        lse = lse.reshape(query.shape[:3])
+    else:
+        key, value = (t.expand(-1, shape[1], -1, -1) for t in (key, value))
+    dq, dk, dv = _backward(
+        grad_out, query, key, value, out, lse, 0.0, kind is Kind.CAUSAL, attn_mask=bias,
+        scale=scale,
+    )  # fmt: skip
+    if dk.shape[1] != key_heads:
+        dk, dv = (t.sum(1, keepdim=True, dtype=torch.promote_types(t.dtype, torch.float32))
+                  for t in (dk, dv))  # fmt: skip
+    return dq.reshape(shape), dk, dv
+
+
+def _fold(rows: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Rows of the heads that share a key head, one after another: every row sees every key,
+    and a matrix product of G n rows is faster than G of n."""
+    if rows.shape[1] == key.shape[1]:
+        return rows
+    return rows.reshape(rows.shape[0], 1, -1, rows.shape[-1])
+
+
+def _bias(
+    plan: Plan, block: Block, part: Part, dtype: torch.dtype
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """What is added to the scores of a masked part, (1, 1, n, K), and which of its rows see
+    nothing (n,), or None if all see something."""
+    if part.kind is not Kind.MASKED:
+        return None, None
+    visible = plan.visible(block, part)
+    bias = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -math.inf)
+    hidden = ~visible.any(dim=1)
+    return bias[None, None], hidden if hidden.any() else None
+
+
+def _keys_of(tensor: torch.Tensor, part: Part) -> torch.Tensor:
+    """(N, M, Tk, D) to (N, M, K, D); a view if the part is one run."""
+    runs = [tensor[:, :, start:stop] for start, stop in part.runs]
+    return runs[0] if len(runs) == 1 else torch.cat(runs, dim=2)
+
+
+def _plans(
+    query: torch.Tensor, value: torch.Tensor, masks: tuple[AttentionMask, ...],
+    softcap: float | None,
+) -> Iterator[tuple[Plan, list[slice]]]:  # fmt: skip
+    """Plans with the sequences they are for: those of one mask run together."""
+    work = query.shape[1] * query.shape[-1]
+    # In powers of two, so that plans of like tensors are shared.
+    limits = Limits(2 ** round(math.log2(max(CALL_COST / work, 1))))
+    if softcap is not None or value.shape[-1] != query.shape[-1]:
+        limits = Limits(limits.overhead, **DENSE_LIMITS)
+    groups: dict[tuple[bytes, bytes], list[int]] = {}
+    for index, mask in enumerate(masks):
+        tables = mask.query_table.tobytes(), mask.key_table.tobytes()
+        groups.setdefault(tables, []).append(index)
+    for indices in groups.values():
+        yield plan_blocks(masks[indices[0]], limits), [slice(i, i + 1) for i in indices]
+
+
+def _unit(*tensors_and_sequence: Any) -> tuple[torch.Tensor, ...]:
+    """One sequence's tensors with the heads of a key head beside each other: (Hk, G, ...)."""
+    *tensors, sequence = tensors_and_sequence
+    return tuple(_split_heads(t, sequence, tensors[1].shape[1]) for t in tensors)
+
+
+def _split_heads(tensor: torch.Tensor, sequence: slice, key_heads: int) -> torch.Tensor:
+    return tensor[sequence].squeeze(0).unflatten(0, (key_heads, -1))
+
+
+def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _lse_dtype(query: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(query.dtype, torch.float32)
+
+
+def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} must be (B, H, T, D), got {tuple(tensor.shape)}")
+        if tensor.device.type != "cpu":
+            raise ValueError(f"{name} must be on the CPU, is on {tensor.device}")
+        if tensor.dtype != query.dtype or not tensor.is_floating_point():
+            raise ValueError(
+                f"query, key and value must be of one floating dtype, got {query.dtype}, "
+                f"{key.dtype} and {value.dtype}"
+            )
+    if key.shape[:3] != value.shape[:3]:
+        raise ValueError(f"key {tuple(key.shape)} and value {tuple(value.shape)} do not match")
+    if query.shape[0] != key.shape[0] or query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"query {tuple(query.shape)} and key {tuple(key.shape)} do not match")
+    if not key.shape[1] or query.shape[1] % key.shape[1]:
+        raise ValueError(
+            f"query heads must be a multiple of key heads, got {query.shape[1]} and "
+            f"{key.shape[1]}"
+        )
