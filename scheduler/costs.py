@@ -19,6 +19,18 @@ class ProfileError(ValueError):
     """A cost profile that is malformed or is not of this model."""
 
 
+def profile_data(text: str) -> Any:
+    """What a profile's JSON holds.
+
+    Raises:
+        ProfileError: if it is none.
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ProfileError(f"the profile is not JSON: {error}") from None
+
+
 @dataclass(frozen=True)
 class LayerCost:
     """One layer on one microbatch, as if everything in it were trainable.
@@ -128,11 +140,7 @@ class CostProfile:
 
     @classmethod
     def from_json(cls, text: str) -> CostProfile:
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ProfileError(f"the profile is not JSON: {error}") from None
-        return cls.from_dict(data)
+        return cls.from_dict(profile_data(text))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from raymm.scheduler.costs import CostProfile, LayerCost, ProfileError
+from raymm.scheduler.costs import CostProfile, LayerCost, ProfileError, profile_data
 
 TABLE_FORMAT = 1
 _INTEGER_FIELDS = ("activation_bytes", "parameter_bytes", "output_bytes")
@@ -174,11 +174,7 @@ class ProfileTable:
 
     @classmethod
     def from_json(cls, text: str) -> ProfileTable:
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ProfileError(f"the profile is not JSON: {error}") from None
-        return cls.from_dict(data)
+        return cls.from_dict(profile_data(text))
 
 
 def _nothing(cost: LayerCost) -> LayerCost:
