@@ -4,21 +4,10 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from raymm.scheduler.costs import CostProfile, LayerCost
+from raymm.scheduler.costs import CostProfile
 from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.plan import Plan
 from raymm.scheduler.stage_space import StageSpace
-
-SMALL = st.integers(0, 9)
-
-
-@st.composite
-def layer_costs(draw: st.DrawFn) -> LayerCost:
-    """Whole seconds and bytes, zeros included, so that sums are exact."""
-    return LayerCost(
-        draw(SMALL), draw(SMALL), draw(SMALL), draw(SMALL), 4 * draw(st.integers(0, 3)),
-        draw(SMALL),
-    )
+from tests.scheduler.random_plans import layer_costs
 
 
 @st.composite
@@ -57,10 +46,3 @@ def spaces(draw: st.DrawFn, most_ranks: int = 7, **options) -> StageSpace:
         num_microbatches=draw(st.integers(1, 6)),
         recompute=draw(st.booleans()),
     )
-
-
-@st.composite
-def contents(draw: st.DrawFn, plan: Plan) -> list[set[str]]:
-    """Per microbatch, modules it has input for; a text-only one has none."""
-    sources = [n.name for n in plan.graph.nodes if not plan.graph.producers(n.name)]
-    return [draw(st.sets(st.sampled_from(sources))) for _ in range(plan.num_microbatches)]

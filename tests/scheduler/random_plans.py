@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
+from raymm.scheduler.costs import CostProfile, LayerCost
 from raymm.scheduler.graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan import Plan, Stage
 from raymm.scheduler.program import COMPUTE, Op
 
 Costs = dict[tuple[str, Op], int]
+SMALL = st.integers(0, 9)
 
 
 def chain(ranks: int, microbatches: int, frozen: int = 0) -> Plan:
@@ -76,14 +80,48 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[Plan, list[set[str]]]:
-    """A plan and, per microbatch, the modules it has input for."""
+def layer_costs(draw: st.DrawFn) -> LayerCost:
+    """Whole seconds and bytes, zeros included, so that sums are exact."""
+    return LayerCost(
+        draw(SMALL), draw(SMALL), draw(SMALL), draw(SMALL), 4 * draw(st.integers(0, 3)),
+        draw(SMALL),
+    )
+
+
+@st.composite
+def profiled_plans(draw: st.DrawFn, costs: st.SearchStrategy[LayerCost] | None = None) -> Plan:
+    """:func:`plans` with costs of their layers, recomputation, and perhaps a second and third
+    copy of an encoder."""
     plan = draw(plans())
+    costs = layer_costs() if costs is None else costs
+    profile = CostProfile({
+        node.name: tuple(draw(costs) for _ in range(node.num_layers))
+        for node in plan.graph.nodes
+    })
+    stages = [replace(stage, recompute=draw(st.booleans())) for stage in plan.stages]
+    for node in plan.graph.nodes:
+        if not plan.graph.producers(node.name) and node.name != plan.graph.sink:
+            own = [s for s in stages if s.module == node.name]
+            ranks = st.integers(0, plan.num_ranks - 1)
+            for copy in range(1, 1 + draw(st.integers(0, 2))):
+                stages += [replace(s, replica=copy, rank=draw(ranks)) for s in own]
+    return replace(plan, stages=tuple(stages), profile=profile, shared_ranks=None)
+
+
+@st.composite
+def contents(draw: st.DrawFn, plan: Plan) -> list[set[str]]:
+    """Per microbatch, modules it has input for; a text-only one has none."""
     sources = [n.name for n in plan.graph.nodes if not plan.graph.producers(n.name)]
-    present = [
-        draw(st.sets(st.sampled_from(sources))) for _ in range(plan.num_microbatches)
-    ]
-    return plan, present
+    return [draw(st.sets(st.sampled_from(sources))) for _ in range(plan.num_microbatches)]
+
+
+@st.composite
+def steps(
+    draw: st.DrawFn, any_plans: st.SearchStrategy[Plan] | None = None
+) -> tuple[Plan, list[set[str]]]:
+    """A plan and, per microbatch, the modules it has input for."""
+    plan = draw(plans() if any_plans is None else any_plans)
+    return plan, draw(contents(plan))
 
 
 @st.composite

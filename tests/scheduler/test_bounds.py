@@ -20,29 +20,10 @@ from raymm.scheduler.program import Op
 from raymm.scheduler.simulate import simulate
 from raymm.scheduler.stage_costs import op_seconds, stage_costs
 from raymm.scheduler.step_graph import active_stages, full_step
-from tests.scheduler.random_models import layer_costs
-from tests.scheduler.random_plans import plans
+from tests.scheduler.random_plans import profiled_plans
 
 EXAMPLES = settings(max_examples=30, deadline=None)
 Delays = dict[tuple[str, str], float]
-
-
-@st.composite
-def profiled_plans(draw: st.DrawFn) -> Plan:
-    """Any DAG on any ranks, with recomputation and copies of encoders."""
-    plan = draw(plans())
-    profile = CostProfile({
-        node.name: tuple(draw(layer_costs()) for _ in range(node.num_layers))
-        for node in plan.graph.nodes
-    })
-    stages = [replace(stage, recompute=draw(st.booleans())) for stage in plan.stages]
-    for node in plan.graph.nodes:
-        if not plan.graph.producers(node.name) and node.name != plan.graph.sink:
-            chain = [s for s in stages if s.module == node.name]
-            ranks = st.integers(0, plan.num_ranks - 1)
-            for copy in range(1, 1 + draw(st.integers(0, 2))):
-                stages += [replace(s, replica=copy, rank=draw(ranks)) for s in chain]
-    return replace(plan, stages=tuple(stages), profile=profile, shared_ranks=None)
 
 
 @st.composite

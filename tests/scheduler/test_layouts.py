@@ -16,7 +16,8 @@ from raymm.scheduler.lower import lower
 from raymm.scheduler.plan import SCHEDULES, Plan
 from raymm.scheduler.program import FORWARDS, Op, check_program
 from raymm.scheduler.stage_space import StageSearchError, StageSpace, has_backward
-from tests.scheduler.random_models import contents, spaces
+from tests.scheduler.random_models import spaces
+from tests.scheduler.random_plans import contents
 
 EXAMPLES = settings(max_examples=60, deadline=None)
 

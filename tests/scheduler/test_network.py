@@ -18,8 +18,8 @@ from raymm.scheduler.plan import Plan
 from raymm.scheduler.program import COMPUTE, Op, Program
 from raymm.scheduler.simulate import simulate
 from raymm.scheduler.stage_costs import StageCost, op_seconds
-from tests.scheduler.random_models import contents
-from tests.scheduler.test_bounds import chain, profiled_plans
+from tests.scheduler.random_plans import contents, profiled_plans
+from tests.scheduler.test_bounds import chain
 
 FREE = Link(0.0, math.inf)
 Edge = tuple[str, str]

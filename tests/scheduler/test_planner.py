@@ -26,7 +26,8 @@ from raymm.scheduler.program import check_program
 from raymm.scheduler.simulate import simulate
 from raymm.scheduler.stage_costs import op_seconds, stage_costs
 from raymm.scheduler.stage_space import StageSearchError, StageSpace, make_plan
-from tests.scheduler.random_models import contents, models, spaces
+from tests.scheduler.random_models import models, spaces
+from tests.scheduler.random_plans import contents
 
 FEW = settings(max_examples=50, deadline=None)
 Model = tuple[ModuleGraph, CostProfile]

@@ -13,8 +13,8 @@ from raymm.scheduler.lower import full_program, iteration_time, lower, settle
 from raymm.scheduler.plan import Plan, PlanError
 from raymm.scheduler.policy import ANY_DISTANCE, ONE_F_ONE_B, Policy, policies
 from raymm.scheduler.program import COMPUTE, FORWARDS, check_program
-from tests.scheduler.random_models import contents
-from tests.scheduler.test_bounds import chain, profiled_plans
+from tests.scheduler.random_plans import contents, profiled_plans
+from tests.scheduler.test_bounds import chain
 
 a_policy = st.builds(
     Policy,
