@@ -1,0 +1,293 @@
+"""Distributions hold what they promise, and the optimum of small cases is known."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from raymm.scheduler import token_swaps
+from raymm.scheduler.token_distribution import (
+    POLICIES,
+    TokenDistribution,
+    TokenDistributionError,
+    distribute,
+)
+
+ALL = sorted(POLICIES)
+EQUAL_COUNTS = ["balanced", "contiguous", "exact", "random", "zigzag"]
+WORK = st.lists(
+    st.one_of(st.integers(0, 6), st.integers(0, 600), st.sampled_from([0, 117, 286, 10**6])),
+    min_size=1,
+    max_size=60,
+)
+
+
+def check(found: TokenDistribution, work: list[int], n_tokens: int) -> None:
+    """Everything that is said of a distribution follows from its blocks."""
+    assert sorted(itertools.chain(*found.blocks)) == list(range(len(work)))
+    for rank, blocks in enumerate(found.blocks):
+        assert list(blocks) == sorted(blocks)
+        assert found.work[rank] == sum(work[b] for b in blocks)
+        tokens = [t for start, stop in found.ranges(rank) for t in range(start, stop)]
+        assert tokens == [
+            t for t in range(n_tokens) if t // found.block in blocks
+        ] and len(tokens) == found.tokens[rank]
+        assert all(a[1] < b[0] for a, b in itertools.pairwise(found.ranges(rank)))
+    assert max(found.work) >= found.bound
+    assert (found.status == "optimal") == (max(found.work) == found.bound)
+
+
+@settings(max_examples=60, deadline=None)
+@given(WORK, st.integers(1, 9), st.integers(1, 5), st.data())
+@pytest.mark.parametrize("policy", ALL)
+def test_every_block_once_and_token_counts(policy: str, work, ranks: int, block: int, data) -> None:
+    n_tokens = len(work) * block - data.draw(st.integers(0, block - 1))
+    found = distribute(
+        np.array(work), ranks, policy, n_tokens=n_tokens, block=block, time_limit_s=0.2
+    )
+    assert found.ranks == ranks
+    check(found, work, n_tokens)
+    if policy in EQUAL_COUNTS:
+        assert max(found.tokens) - min(found.tokens) <= block
+
+
+@settings(max_examples=300, deadline=None)
+@given(WORK, st.integers(1, 9), st.booleans())
+def test_lpt_of_equal_counts_gives_to_the_least_loaded_that_may(work, ranks: int, pin) -> None:
+    """Replayed block by block against a search over all ranks."""
+    work = np.array(work)
+    order = np.argsort(-work, kind="stable")
+    pinned = len(work) - 1 if pin else -1
+    members, counts, loads = token_swaps.lpt_equal_counts(work, order, ranks, pinned)
+    where = {int(b): g for g in range(ranks) for b in members[g, : counts[g]]}
+    base, extra = divmod(len(work), ranks)
+    load, count, longer = [0] * ranks, [0] * ranks, 0
+    if pin:
+        load[0], count[0], longer = int(work[pinned]), 1, min(extra, 1)
+    for b in order.tolist():
+        if b == pinned:
+            continue
+        # Rank 0's longer list is already counted when the pinned block makes it longer.
+        limit = [base + (pin and g == 0 and extra > 0) for g in range(ranks)]
+        may = [
+            g for g in range(ranks)
+            if count[g] < limit[g]
+            or (count[g] == base and longer < extra and not (pin and g == 0))
+        ]
+        g = where[b]
+        assert g in may and load[g] == min(load[r] for r in may)
+        longer += count[g] == base and not (pin and g == 0)
+        load[g] += int(work[b])
+        count[g] += 1
+    assert load == loads.tolist()
+    assert max(count) - min(count) <= 1
+    assert not (pin and extra) or count[0] == base + 1
+
+
+@settings(max_examples=300, deadline=None)
+@given(WORK, st.integers(1, 9))
+def test_balanced_is_never_worse_than_where_it_starts(work, ranks: int) -> None:
+    work = np.array(work)
+    order = np.argsort(-work, kind="stable")
+    start = token_swaps.lpt_equal_counts(work, order, ranks, -1)[2].max()
+    assert max(distribute(work, ranks).work) <= start
+
+
+def best_of_all(work: list[int], ranks: int) -> int:
+    """The smallest largest work of all assignments with counts within one."""
+    base, extra = divmod(len(work), ranks)
+    best = sum(work)
+    for assignment in itertools.product(range(ranks), repeat=len(work)):
+        counts = [assignment.count(g) for g in range(ranks)]
+        if sorted(counts) == [base] * (ranks - extra) + [base + 1] * extra:
+            loads = [0] * ranks
+            for b, g in enumerate(assignment):
+                loads[g] += work[b]
+            best = min(best, max(loads))
+    return best
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.integers(1, 3))
+def test_exact_is_the_best_of_all(work, ranks: int) -> None:
+    exact = distribute(np.array(work), ranks, "exact", time_limit_s=20)
+    assert exact.status == "optimal" and exact.gap == 0
+    assert max(exact.work) == best_of_all(work, ranks)
+    assert max(exact.work) <= max(distribute(np.array(work), ranks).work)
+
+
+def test_exact_says_when_time_is_over() -> None:
+    """Works without small common sums, on many ranks: no proof in a hundredth of a second."""
+    work = np.random.default_rng(1).integers(1, 10**6, 90)
+    found = distribute(work, 30, "exact", time_limit_s=0.01)
+    assert found.status == "feasible" and found.gap > 0
+    assert max(found.work) <= max(distribute(work, 30).work)
+
+
+@settings(max_examples=150, deadline=None)
+@given(WORK, st.integers(1, 9), st.sampled_from(["lpt", "paper_lpt"]))
+def test_lpt_gives_to_the_least_loaded(work, ranks: int, policy: str) -> None:
+    found = distribute(np.array(work), ranks, policy)
+    where = {b: g for g, blocks in enumerate(found.blocks) for b in blocks}
+    by_work = np.argsort(-np.array(work), kind="stable").tolist()
+    order = range(len(work)) if policy == "paper_lpt" else by_work
+    load = [0] * ranks
+    for b in order:
+        assert load[where[b]] == min(load)
+        load[where[b]] += work[b]
+
+
+@pytest.mark.parametrize(
+    ("policy", "blocks"),
+    [
+        ("contiguous", ((0, 1, 2), (3, 4, 5), (6, 7, 8, 9))),
+        ("zigzag", ((0, 1, 8, 9), (2, 6, 7), (3, 4, 5))),
+    ],
+)
+def test_plain_policies(policy: str, blocks) -> None:
+    assert distribute(np.ones(10, dtype=np.int64), 3, policy).blocks == blocks
+
+
+def test_zigzag_balances_causal() -> None:
+    found = distribute(np.arange(1, 65), 8, "zigzag")
+    assert found.imbalance == 1.0
+    assert found.ranges(1) == ((4 * 128, 8 * 128), (56 * 128, 60 * 128))
+
+
+def test_random_is_seeded() -> None:
+    work = np.arange(100)
+    assert distribute(work, 7, "random", seed=3) == distribute(work, 7, "random", seed=3)
+    assert distribute(work, 7, "random", seed=3) != distribute(work, 7, "random", seed=4)
+
+
+def multimodal_work(generator: np.random.Generator, blocks: int) -> np.ndarray:
+    """Like an embedded sequence: a text block sees what is before it, others a constant."""
+    work = np.arange(1, blocks + 1)
+    other = generator.random(blocks) < 0.75
+    work[other] = np.where(generator.random(blocks) < 0.3, blocks // 4, blocks // 2)[other]
+    return work
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("blocks", "ranks", "most"), [(8192, 8, 1.0002), (8192, 64, 1.0002),
+                                                       (512, 8, 1.0005), (512, 64, 1.010)])
+def test_balanced_reaches_what_it_is_for(seed: int, blocks: int, ranks: int, most: float) -> None:
+    work = multimodal_work(np.random.default_rng(seed), blocks)
+    found = distribute(work, ranks)
+    assert found == distribute(work.copy(), ranks)
+    assert len(set(found.tokens)) == 1
+    assert found.imbalance <= most
+    for policy in ("contiguous", "zigzag", "random"):
+        assert found.imbalance < distribute(work, ranks, policy).imbalance
+
+
+def test_lpt_as_printed_is_worse_than_sorted() -> None:
+    work = multimodal_work(np.random.default_rng(0), 512)
+    printed, sorted_first = (distribute(work, 64, p) for p in ("paper_lpt", "lpt"))
+    assert printed.imbalance > 1.05 > sorted_first.imbalance
+
+
+def test_lpt_leaves_tokens_uneven() -> None:
+    """A few heavy blocks: their ranks get no others."""
+    found = distribute(np.array([100, 100] + [1] * 98), 4, "lpt")
+    assert found.token_imbalance > 1.9
+    assert distribute(np.array([100, 100] + [1] * 98), 4).token_imbalance == 1.0
+
+
+def relieves(work, rows: list[list[int]], heavy: int) -> bool:
+    """Whether any exchange of one or two blocks, or any chain of two exchanges, lowers the
+    load of rank ``heavy`` and leaves what it touches below it; by trying all."""
+
+    def load(row) -> int:
+        return sum(int(work[b]) for b in row)
+
+    def exchanges(a, b, size: int):
+        for x in itertools.combinations(a, size):
+            for y in itertools.combinations(b, size):
+                yield [*(set(a) - set(x)), *y], [*(set(b) - set(y)), *x]
+
+    limit = load(rows[heavy])
+    for p in range(len(rows)):
+        if p == heavy:
+            continue
+        for size in (1, 2):
+            for mine, other in exchanges(rows[heavy], rows[p], size):
+                if max(load(mine), load(other)) < limit:
+                    return True
+        for mine, second in exchanges(rows[heavy], rows[p], 1):
+            if load(mine) >= limit:
+                continue
+            for q in range(len(rows)):
+                if q not in (heavy, p) and any(
+                    max(load(second_after), load(third)) < limit
+                    for second_after, third in exchanges(second, rows[q], 1)
+                ):
+                    return True
+    return False
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.integers(0, 100), min_size=6, max_size=14), st.integers(2, 4))
+# Only a chain helps in these.
+@example([5, 1, 1, 6, 0, 7, 8, 1, 6, 3, 8, 9, 5], 4)
+@example([44, 29, 17, 27, 72, 36, 99, 57, 66, 52, 79, 35], 4)
+@example([0, 6, 1, 0, 9, 8, 3, 9, 5, 0, 6, 1], 3)
+def test_exchanges_end_where_none_helps(work, ranks: int) -> None:
+    work = np.array(work)
+    order = np.argsort(-work, kind="stable")
+    members, counts, loads = token_swaps.lpt_equal_counts(work, order, ranks, -1)
+    assert token_swaps.exchange(work, members, counts, loads, 0, 10**9) >= 0
+    rows = [members[g, : counts[g]].tolist() for g in range(ranks)]
+    assert sorted(itertools.chain(*rows)) == list(range(len(work)))
+    assert loads.tolist() == [work[row].sum() for row in rows]
+    assert not relieves(work, rows, int(loads.argmax()))
+
+
+def test_a_small_budget_ends_the_search() -> None:
+    work = np.random.default_rng(0).integers(1, 10**9, 512)
+    order = np.argsort(-work, kind="stable")
+    largest = []
+    for budget in (-1, 1000, 10**9):
+        state = token_swaps.lpt_equal_counts(work, order, 64, -1)
+        left = token_swaps.exchange(work, *state, 0, budget)
+        assert (left < 0) == (budget < 10**9)
+        largest.append(state[2].max())
+    assert largest[0] > largest[1] > largest[2]
+
+
+def test_plain_data() -> None:
+    found = distribute(np.array([3, 1, 2]), 2)
+    assert pickle.loads(pickle.dumps(found)) == found
+    assert hash(found) == hash(distribute(np.array([3, 1, 2]), 2))
+    assert all(type(b) is int for blocks in found.blocks for b in blocks)
+    assert all(type(value) is int for value in (*found.work, *found.tokens, found.bound))
+
+
+def test_nothing_to_distribute() -> None:
+    for policy in ALL:
+        found = distribute(np.zeros(0, dtype=np.int64), 3, policy)
+        assert found.blocks == ((), (), ()) and found.imbalance == 1.0 and found.gap == 0.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ranks": 0}, "ranks must be at least 1, got 0"),
+        ({"block": 0}, "block must be at least 1, got 0"),
+        ({"policy": "best"}, "policy must be one of .*balanced.*, got 'best'"),
+        ({"time_limit_s": 0}, "time_limit_s must be above 0, got 0"),
+        ({"n_tokens": 1000}, "n_tokens = 1000 makes 8 blocks of 128 tokens, work has 3"),
+        ({"work": np.array([1, -2, 3])}, "work must not be negative, got -2 for block 1"),
+        ({"work": np.array([1.5, 2, 3])}, "work must be integers, one per block, got float64"),
+        ({"work": np.ones((3, 1), dtype=int)}, r"got int64 of shape \(3, 1\)"),
+        ({"work": np.array([1 << 61, 1, 1])}, "the sum of work must be below"),
+    ],
+)
+def test_what_is_refused(changes: dict, message: str) -> None:
+    with pytest.raises(TokenDistributionError, match=message):
+        distribute(**({"work": np.array([1, 2, 3]), "ranks": 2} | changes))
