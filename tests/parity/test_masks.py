@@ -77,12 +77,11 @@ def test_masks_across_stages(ray_cluster):
     with spec.apply(model, optimizer=OPTIMIZER) as parallel:
         check_gradients(parallel, oracle, [both, images, text])
         # Equal shapes, other places of the images: nothing is kept from the batch before.
-        image = (pm.IMAGE_TOKEN, 4)
-        moved = pm.batch([6, 8], 5, [[image], [image]], vision=[0, 1])
-        moved["input_ids"] = moved["input_ids"].roll(2, dims=1)
-        moved["input_ids"][:, :2] = 5
-        check_gradients(parallel, oracle, [images, moved, text])
-        check_training(parallel, oracle, [[[both, text]], [[images, moved]], [[text, both]]])
+        here = pm.batch([6, 6], 5, [[(pm.IMAGE_TOKEN, 4)]] * 2, vision=[0, 1])
+        moved = {**here, **{name: here[name].roll(2, dims=1) for name in ("input_ids", "labels")}}
+        moved["labels"][:, :2] = -100
+        check_gradients(parallel, oracle, [here, moved, text])
+        check_training(parallel, oracle, [[[both, text]], [[images, here, moved]], [[text, both]]])
 
 
 def test_a_mask_of_the_user(ray_cluster):
