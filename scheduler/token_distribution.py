@@ -204,11 +204,17 @@ def _descending(work: np.ndarray) -> np.ndarray:
 
 
 def _equal_counts_bound(work: np.ndarray, order: np.ndarray, ranks: int) -> int:
-    """The mean, rounded up; or the heaviest block and as many of the lightest as there must be
-    beside it if counts are equal to within one."""
-    beside = max(len(work) // ranks - 1, 0)
-    lightest = order[len(order) - beside :]
-    return max(_any_counts_bound(work, ranks), int(work[order[:1]].sum() + work[lightest].sum()))
+    """A largest work that no distribution with counts equal to within one gets below.
+
+    For every k some rank has k + 1 of the k * ranks + 1 heaviest blocks, and beside them as
+    many others as make up its count: at least the lightest of both kinds.
+    """
+    before = np.concatenate([[0], np.cumsum(work[order])])
+    heavy = np.arange(0, len(work), ranks)  # k * ranks
+    k = np.arange(len(heavy))
+    lightest = len(work) - np.maximum(len(work) // ranks - 1 - k, 0)
+    least = before[heavy + 1] - before[heavy - k] + before[-1] - before[lightest]
+    return max(_any_counts_bound(work, ranks), int(least.max(initial=0)))
 
 
 def _any_counts_bound(work: np.ndarray, ranks: int) -> int:
@@ -227,10 +233,7 @@ def _balanced(work: np.ndarray, ranks: int, pinned: int, **_: Any) -> tuple[np.n
     members, counts, loads = token_swaps.lpt_equal_counts(work, order, ranks, pinned)
     bound = _equal_counts_bound(work, order, ranks)
     token_swaps.exchange(work, members, counts, loads, int(bound * (1 + TOLERANCE)), BUDGET)
-    rank_of = np.zeros(len(work), dtype=np.int64)  # the pinned block is rank 0's
-    taken = np.arange(members.shape[1]) < counts[:, None]
-    rank_of[members[taken]] = np.repeat(np.arange(ranks), counts)
-    return rank_of, bound
+    return token_swaps.ranks_of(members, counts, len(work)), bound
 
 
 def _exact(

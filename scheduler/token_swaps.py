@@ -91,6 +91,16 @@ def _sift_down(heap, size, loads):
 
 
 @njit(cache=True)
+def ranks_of(members, counts, blocks):
+    """(blocks,) int64, the rank of every block; 0 for the pinned one, which is no member."""
+    rank_of = np.zeros(blocks, np.int64)
+    for rank in range(counts.shape[0]):
+        for i in range(counts[rank]):
+            rank_of[members[rank, i]] = rank
+    return rank_of
+
+
+@njit(cache=True)
 def exchange(work, members, counts, loads, target, budget):
     """Lower the largest load by exchanges, in place, until it is at the target.
 

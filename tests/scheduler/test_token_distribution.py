@@ -121,6 +121,19 @@ def test_exact_is_the_best_of_all(work, ranks: int) -> None:
     assert max(exact.work) <= max(distribute(np.array(work), ranks).work)
 
 
+def test_bound_knows_that_counts_are_equal() -> None:
+    """Two light blocks cannot relieve all of four ranks."""
+    found = distribute(np.array([9] * 14 + [1, 1]), 4)
+    assert max(found.work) == found.bound == 36 and found.status == "optimal"
+    assert sum(found.work) / 4 < 33
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(1, 3))
+def test_bound_is_one(work, ranks: int) -> None:
+    assert distribute(np.array(work), ranks).bound <= best_of_all(work, ranks)
+
+
 def test_exact_says_when_time_is_over() -> None:
     """Works without small common sums, on many ranks: no proof in a hundredth of a second."""
     work = np.random.default_rng(1).integers(1, 10**6, 90)

@@ -1,0 +1,267 @@
+"""Counting attention work from a mask's table and dealing out its blocks to ranks.
+
+Masks as in Cornstarch v2, §5.1 and Appendix C: samples of 1k text tokens, a 1280x720 image
+(1,196 tokens, Qwen2-VL's 28-pixel patches) and two minutes of audio (3,000, Qwen2-Audio's 25
+per second), modalities at random places; EP puts them before all text, EE among the text of one
+sequence, MP packs documents of 1 to 8 such samples. Beside them causal, sliding window, lambda,
+causal blockwise and shared question.
+
+- `count_ms`, `plan_ms_8`, `plan_ms_64`: CPU milliseconds of one thread to count, and to count
+  and distribute to 8 and 64 ranks, 1M tokens in blocks of 128; medians, the worst pattern's;
+- `imbalance_*`: largest over mean work per rank of EP, EE and MP, the worst of several seeds,
+  and `token_spread_*`: largest minus smallest number of tokens per rank, in blocks;
+- the same of the other policies;
+- at 64k tokens over 64 ranks, what CP-SAT finds and proves when it starts from the result.
+
+    python -m benchmarks.token_distribution --json
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from benchmarks import _common
+from raymm.kernels import mask_patterns as patterns
+from raymm.kernels.mask import AttentionMask
+from raymm.kernels.mask_patterns import Span
+from raymm.scheduler.token_distribution import TokenDistribution, distribute
+from raymm.scheduler.token_workload import active_key_blocks
+
+TEXT, TOKENS = 1024, {1: 1196, 2: 3000}  # per sample: text; image (kind 1), audio (kind 2)
+SAMPLE = TEXT + sum(TOKENS.values())
+LONGEST_DOCUMENT = 8  # samples
+LENGTHS = {"1m": 1 << 20, "64k": 1 << 16}
+CASES = (("1m", 8), ("1m", 64), ("64k", 8), ("64k", 64))
+MULTIMODAL = ("ep", "ee", "mp")
+BASELINES = ("contiguous", "zigzag", "random", "paper_lpt", "lpt")
+SEEDS = 5
+REPEATS = 51
+
+
+def random_spans(generator: np.random.Generator, length: int, at: int, samples: int) -> list[Span]:
+    """The items of `samples` samples in random order and places within [at, at + length)."""
+    kinds = generator.permutation(list(TOKENS) * samples)
+    text = length - sum(TOKENS[kind] for kind in kinds)
+    spans = []
+    before = 0
+    places = np.sort(generator.integers(0, text + 1, len(kinds)))
+    for kind, place in zip(kinds, places, strict=True):
+        start = at + before + int(place)
+        spans.append(Span(start, start + TOKENS[kind], int(kind)))
+        before += TOKENS[kind]
+    return spans
+
+
+def ep(length: int, generator: np.random.Generator) -> AttentionMask:
+    """Encoder outputs first, in random order, then text."""
+    kinds = generator.permutation(list(TOKENS) * (length // SAMPLE))
+    items = [(int(kind), TOKENS[kind]) for kind in kinds]
+    return patterns.prepended(items, length - sum(tokens for _, tokens in items))
+
+
+def ee(length: int, generator: np.random.Generator) -> AttentionMask:
+    """Encoder outputs at random places of one text."""
+    return patterns.embedded(length, random_spans(generator, length, 0, length // SAMPLE))
+
+
+def mp(length: int, generator: np.random.Generator) -> AttentionMask:
+    """Documents of random numbers of samples, packed; what is left is one document of text."""
+    lengths: list[int] = []
+    spans: list[Span] = []
+    at = 0
+    while length - at >= SAMPLE:
+        samples = min(int(generator.integers(1, LONGEST_DOCUMENT + 1)), (length - at) // SAMPLE)
+        lengths.append(samples * SAMPLE)
+        spans += random_spans(generator, lengths[-1], at, samples)
+        at += lengths[-1]
+    return patterns.packed([*lengths, length - at], spans)
+
+
+def every_mask(length: int) -> dict[str, AttentionMask]:
+    """Seed 0 of the multimodal patterns, and the others."""
+    question, answer = length // 5, length // 5
+    rest = length - question - 3 * answer
+    return {
+        **{name: PATTERNS[name](length, np.random.default_rng(0)) for name in MULTIMODAL},
+        "ee_isolated": patterns.embedded(
+            length,
+            random_spans(np.random.default_rng(0), length, 0, length // SAMPLE),
+            isolate=True,
+        ),
+        "causal": patterns.causal(length),
+        "sliding_window": patterns.causal(length, 4096),
+        "lambda": patterns.sinks_and_window(length),
+        "causal_blockwise": patterns.causal_blockwise(length),
+        "shared_question": patterns.shared_question(question, [answer] * 3 + [rest]),
+    }
+
+
+PATTERNS: dict[str, Callable[[int, np.random.Generator], AttentionMask]] = {
+    "ep": ep, "ee": ee, "mp": mp,
+}
+
+
+def count(mask: AttentionMask) -> np.ndarray:
+    """Active key blocks per query block."""
+    return active_key_blocks(mask.query_table, mask.key_table, *mask.shape)
+
+
+def median_ms(run: Callable[[], object]) -> float:
+    """CPU milliseconds of this thread: other processes on the machine do not count."""
+    run()
+    times = []
+    for _ in range(REPEATS):
+        start = time.thread_time_ns()
+        run()
+        times.append(time.thread_time_ns() - start)
+    return round(statistics.median(times) / 1e6, 3)
+
+
+def speeds(masks: dict[str, AttentionMask]) -> dict[str, Any]:
+    """Milliseconds per pattern, and the worst of each."""
+    result: dict[str, Any] = {}
+    for name, mask in masks.items():
+        work = count(mask)
+        result[f"segments_{name}"] = len(mask.query_table)
+        result[f"blocks_{name}"] = int(work.sum())
+        result[f"count_ms_{name}"] = median_ms(lambda mask=mask: count(mask))
+        for ranks in (8, 64):
+            result[f"plan_ms_{ranks}_{name}"] = median_ms(
+                lambda mask=mask, ranks=ranks: distribute(count(mask), ranks)
+            )
+    for key in ("count_ms", "plan_ms_8", "plan_ms_64"):
+        result[key] = max(result[f"{key}_{name}"] for name in masks)
+    return result
+
+
+def imbalances() -> dict[str, Any]:
+    """Per policy, pattern, length and number of ranks: the worst of the seeds."""
+    result: dict[str, Any] = {}
+    for size, ranks in CASES:
+        for name in MULTIMODAL:
+            works = [
+                count(PATTERNS[name](LENGTHS[size], np.random.default_rng(seed)))
+                for seed in range(SEEDS)
+            ]
+            case = f"{size}_{ranks}_{name}"
+            for policy in ("balanced", *BASELINES):
+                found = [distribute(work, ranks, policy) for work in works]
+                prefix = "" if policy == "balanced" else f"{policy}_"
+                result[f"{prefix}imbalance_{case}"] = round(max(f.imbalance for f in found), 6)
+                result[f"{prefix}token_spread_{case}"] = max(spread(f) for f in found)
+                result[f"{prefix}token_imbalance_{case}"] = round(
+                    max(f.token_imbalance for f in found), 4
+                )
+                if policy == "balanced":
+                    result[f"gap_{case}"] = round(max(f.gap for f in found), 6)
+    return result
+
+
+def spread(found: TokenDistribution) -> int:
+    """Largest minus smallest number of tokens per rank, in blocks."""
+    return (max(found.tokens) - min(found.tokens)) // found.block
+
+
+def exact(seconds: float) -> dict[str, Any]:
+    """What CP-SAT makes of seed 0 at 64k tokens over 64 ranks."""
+    result: dict[str, Any] = {}
+    for name in MULTIMODAL:
+        work = count(PATTERNS[name](LENGTHS["64k"], np.random.default_rng(0)))
+        ours = distribute(work, 64)
+        start = time.thread_time_ns()
+        distribute(work, 64)
+        result[f"balanced_ms_64k_64_{name}"] = round((time.thread_time_ns() - start) / 1e6, 3)
+        found = distribute(work, 64, "exact", time_limit_s=seconds)
+        result[f"exact_64k_64_{name}"] = {
+            "balanced": max(ours.work), "exact": max(found.work), "bound": found.bound,
+            "status": found.status, "gap": round(found.gap, 6), "seconds": seconds,
+        }
+    return result
+
+
+def draw(path: Path) -> None:
+    """Work and tokens per rank by policy, 64k tokens over 64 ranks."""
+    from matplotlib.figure import Figure
+
+    from raymm.draw import palette
+
+    hues = palette.HUES
+    names = {
+        "contiguous": ("contiguous", hues[4], 1.3),
+        "zigzag": ("zigzag", hues[3], 1.3),
+        "paper_lpt": ("LPT as printed, unsorted", hues[1], 1.3),
+        "lpt": ("LPT (Graham)", hues[5], 1.6),
+        "balanced": ("balanced", hues[0], 2.4),
+    }
+    figure = Figure(figsize=(11, 5.6), dpi=150, layout="constrained")
+    axes = figure.subplots(2, 3, sharex=True, sharey="row")
+    for column, (name, title) in enumerate(
+        {"ep": "EP: prepended", "ee": "EE: embedded", "mp": "MP: packed documents"}.items()
+    ):
+        work = count(PATTERNS[name](LENGTHS["64k"], np.random.default_rng(0)))
+        for policy, (label, colour, width) in names.items():
+            found = distribute(work, 64, policy)
+            for axis, values in zip(axes[:, column], (found.work, found.tokens), strict=True):
+                relative = np.sort(values)[::-1] * found.ranks / sum(values)
+                axis.step(
+                    np.arange(1, found.ranks + 1), relative, where="mid", color=colour,
+                    linewidth=width, label=label, zorder=3 if policy == "balanced" else 2,
+                )
+        axes[0, column].set_title(title, color=palette.TEXT)
+        axes[1, column].set_xlabel("ranks, from most to least", color=palette.TEXT)
+    axes[0, 0].set_ylabel("attention work / mean", color=palette.TEXT)
+    axes[1, 0].set_ylabel("tokens / mean", color=palette.TEXT)
+    axes[0, 0].set_ylim(bottom=0)
+    for axis in axes.flat:
+        axis.grid(color=palette.FAINT, alpha=0.25, linewidth=0.6)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(colors=palette.TEXT)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    figure.suptitle("One sequence of 64k tokens over 64 ranks", color=palette.TEXT)
+    figure.savefig(path)
+
+
+def main() -> None:
+    options = _common.parser(__doc__.splitlines()[0])
+    options.add_argument("--exact-seconds", type=float, default=10.0, help="CP-SAT, per pattern")
+    options.add_argument("--draw", type=Path, help="also write a picture to this path")
+    args = options.parse_args()
+    console = _common.console()
+    masks = every_mask(LENGTHS["1m"])
+    result = {"machine": _common.machine(), **speeds(masks), **imbalances()}
+    if args.exact_seconds > 0:
+        result |= exact(args.exact_seconds)
+    if args.draw:
+        draw(args.draw)
+    table = Table("1M tokens", "segments", "active tiles", "count ms", "plan ms, 8", "plan ms, 64")
+    for name in masks:
+        keys = ("segments", "blocks", "count_ms", "plan_ms_8", "plan_ms_64")
+        table.add_row(name, *(f"{result[f'{key}_{name}']}" for key in keys))
+    console.print(table)
+    columns = ("balanced", *BASELINES)
+    table = Table("imbalance (token imbalance)", *columns)
+    for size, ranks in CASES:
+        for name in MULTIMODAL:
+            case = f"{size}_{ranks}_{name}"
+            prefixes = ["" if policy == "balanced" else f"{policy}_" for policy in columns]
+            table.add_row(case, *(
+                f"{result[f'{p}imbalance_{case}']:.4f} ({result[f'{p}token_imbalance_{case}']:.3f})"
+                for p in prefixes
+            ))
+    console.print(table)
+    for key, value in result.items():
+        if key.startswith(("exact_", "balanced_ms_")):
+            console.print(f"{key:28} {value}", highlight=False)
+    _common.emit(result, args.json)
+
+
+if __name__ == "__main__":
+    main()
