@@ -41,7 +41,6 @@ LENGTHS = {"1m": 1 << 20, "64k": 1 << 16}
 CASES = (("1m", 8), ("1m", 64), ("64k", 8), ("64k", 64))
 MULTIMODAL = ("ep", "ee", "mp")
 BASELINES = ("contiguous", "zigzag", "random", "paper_lpt", "lpt")
-SEEDS = 5
 REPEATS = 51
 
 
@@ -141,14 +140,14 @@ def speeds(masks: dict[str, AttentionMask]) -> dict[str, Any]:
     return result
 
 
-def imbalances() -> dict[str, Any]:
+def imbalances(seeds: int) -> dict[str, Any]:
     """Per policy, pattern, length and number of ranks: the worst of the seeds."""
     result: dict[str, Any] = {}
     for size, ranks in CASES:
         for name in MULTIMODAL:
             works = [
                 count(PATTERNS[name](LENGTHS[size], np.random.default_rng(seed)))
-                for seed in range(SEEDS)
+                for seed in range(seeds)
             ]
             case = f"{size}_{ranks}_{name}"
             for policy in ("balanced", *BASELINES):
@@ -160,6 +159,9 @@ def imbalances() -> dict[str, Any]:
                     max(f.token_imbalance for f in found), 4
                 )
                 if policy == "balanced":
+                    result[f"median_imbalance_{case}"] = round(
+                        statistics.median(f.imbalance for f in found), 6
+                    )
                     result[f"gap_{case}"] = round(max(f.gap for f in found), 6)
     return result
 
@@ -231,12 +233,13 @@ def draw(path: Path) -> None:
 
 def main() -> None:
     options = _common.parser(__doc__.splitlines()[0])
+    options.add_argument("--seeds", type=int, default=5, help="masks per pattern and length")
     options.add_argument("--exact-seconds", type=float, default=10.0, help="CP-SAT, per pattern")
     options.add_argument("--draw", type=Path, help="also write a picture to this path")
     args = options.parse_args()
     console = _common.console()
     masks = every_mask(LENGTHS["1m"])
-    result = {"machine": _common.machine(), **speeds(masks), **imbalances()}
+    result = {"machine": _common.machine(), **speeds(masks), **imbalances(args.seeds)}
     if args.exact_seconds > 0:
         result |= exact(args.exact_seconds)
     if args.draw:
