@@ -73,6 +73,64 @@ def cpu_attention(
     return _CpuAttention.apply(query, key, value, masks, scale, softcap)
 
 
+def cpu_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    masks: tuple[AttentionMask, ...],
+    scale: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output in the dtype of the inputs and LSE in at least fp32, without autograd."""
+    query, key, value = (_unit_stride(t) for t in (query, key, value))
+    batch, heads, rows, _ = query.shape
+    # Memory order (B, Tq, Hq, D): what projections read after attention.
+    out = query.new_zeros(batch, rows, heads, value.shape[-1]).transpose(1, 2)
+    lse = query.new_full((batch, heads, rows), -math.inf, dtype=_lse_dtype(query))
+    with torch.autocast("cpu", enabled=False):
+        for plan, sequences in _plans(query, value, masks, softcap):
+            units = [_unit(query, key, value, out, lse, s) for s in sequences]
+            for block in plan.blocks:
+                _block_forward(block, plan, units, scale, softcap)
+    return out, lse
+
+
+def cpu_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    masks: tuple[AttentionMask, ...],
+    scale: float,
+    softcap: float | None,
+    needs: Sequence[bool] = (True, True, True),
+) -> list[torch.Tensor | None]:
+    """dQ, dK, dV in at least fp32, without autograd. ``out`` and ``lse`` are of all keys that
+    the rows see, of which ``key`` may be a part: gradients are then that part's share."""
+    query, key, value, grad_out = (_unit_stride(t) for t in (query, key, value, grad_out))
+    # Sums over blocks are kept in fp32.
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    grads = [
+        torch.zeros_like(t, dtype=dtype) if needed else None
+        for t, needed in zip((query, key, value), needs, strict=True)
+    ]
+    with torch.autocast("cpu", enabled=False):
+        for plan, sequences in _plans(query, value, masks, softcap):
+            units = [
+                (
+                    *_unit(query, key, value, out, lse, s),
+                    _split_heads(grad_out, s, key.shape[1]),
+                    *(g if g is None else _split_heads(g, s, key.shape[1]) for g in grads),
+                )
+                for s in sequences
+            ]
+            for block in plan.blocks:
+                _block_backward(block, plan, units, scale, softcap)
+    return grads
+
+
 class _CpuAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -84,16 +142,7 @@ class _CpuAttention(torch.autograd.Function):
         scale: float,
         softcap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        query, key, value = (_unit_stride(t) for t in (query, key, value))
-        batch, heads, rows, _ = query.shape
-        # Memory order (B, Tq, Hq, D): what projections read after attention.
-        out = query.new_zeros(batch, rows, heads, value.shape[-1]).transpose(1, 2)
-        lse = query.new_full((batch, heads, rows), -math.inf, dtype=_lse_dtype(query))
-        with torch.autocast("cpu", enabled=False):
-            for plan, sequences in _plans(query, value, masks, softcap):
-                units = [_unit(query, key, value, out, lse, s) for s in sequences]
-                for block in plan.blocks:
-                    _block_forward(block, plan, units, scale, softcap)
+        out, lse = cpu_forward(query, key, value, masks, scale, softcap)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.masks, ctx.scale, ctx.softcap = masks, scale, softcap
         lse32 = lse.float()
@@ -104,26 +153,10 @@ class _CpuAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
-        grad_out = _unit_stride(grad_out)
-        # Sums over blocks are kept in fp32.
-        dtype = torch.promote_types(query.dtype, torch.float32)
-        needs = ctx.needs_input_grad[:3]
-        grads = [
-            torch.zeros_like(t, dtype=dtype) if needed else None
-            for t, needed in zip((query, key, value), needs, strict=True)
-        ]
-        with torch.autocast("cpu", enabled=False):
-            for plan, sequences in _plans(query, value, ctx.masks, ctx.softcap):
-                units = [
-                    (
-                        *_unit(query, key, value, out, lse, s),
-                        _split_heads(grad_out, s, key.shape[1]),
-                        *(g if g is None else _split_heads(g, s, key.shape[1]) for g in grads),
-                    )
-                    for s in sequences
-                ]
-                for block in plan.blocks:
-                    _block_backward(block, plan, units, ctx.scale, ctx.softcap)
+        grads = cpu_backward(
+            grad_out, query, key, value, out, lse, ctx.masks, ctx.scale, ctx.softcap,
+            ctx.needs_input_grad[:3],
+        )  # fmt: skip
         return *(g if g is None else g.to(query.dtype) for g in grads), None, None, None
 
 

@@ -1,0 +1,309 @@
+"""Attention of dealt-out tokens equals that of one process, whoever has which token."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from random_masks import every_pattern
+from rank_processes import rank_processes
+from torch.utils.checkpoint import checkpoint
+
+from raymm.kernels.attention import attention
+from raymm.kernels.context_layout import ContextLayout, join_ranges, needed_keys
+from raymm.kernels.context_parallel import METHODS, ContextGroup, context_attention
+from raymm.kernels.exchange import Exchange
+from raymm.kernels.mask import AttentionMask, MaskError
+from raymm.kernels.mask_patterns import causal, documents, full
+from raymm.kernels.reference import reference_attention
+
+TOLERANCE = 1e-5
+D = 8
+SELF = [name for name in every_pattern(100) if not name.startswith("cross")]
+CROSS = ["cross", "cross_all"]
+
+
+@pytest.fixture(scope="module")
+def processes():
+    with rank_processes() as running:
+        yield running
+
+
+def random_layout(length: int, ranks: int, seed: int) -> ContextLayout:
+    """Pieces of random sizes dealt to random ranks; a rank may have much, little or nothing."""
+    rng = np.random.default_rng(seed)
+    cuts = np.unique(np.concatenate([[0, length], rng.integers(0, length + 1, 12)]))
+    owner = rng.integers(0, ranks, len(cuts) - 1)
+    pieces = list(zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True))
+    return ContextLayout(
+        tuple(
+            join_ranges([p for p, o in zip(pieces, owner, strict=True) if o == rank])
+            for rank in range(ranks)
+        )
+    )
+
+
+def tensors(masks: list[AttentionMask], heads: tuple[int, int], seed: int) -> list[torch.Tensor]:
+    """Query, key, value and gradient of the output, for all tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    n_queries, n_keys = masks[0].shape
+    sizes = [(heads[0], n_queries), (heads[1], n_keys), (heads[1], n_keys), (heads[0], n_queries)]
+    return [torch.randn(len(masks), h, t, D, generator=generator) for h, t in sizes]
+
+
+def expected_of(whole: list[torch.Tensor], masks, **kwargs) -> list[torch.Tensor]:
+    """Output and gradients of the oracle, float64."""
+    query, key, value = (t.double().requires_grad_() for t in whole[:3])
+    dense = torch.stack([mask.dense() for mask in masks])
+    out, _ = reference_attention(query, key, value, dense, **kwargs)
+    out.backward(whole[3].double())
+    return [out.detach(), query.grad, key.grad, value.grad]
+
+
+def run_local(
+    whole, masks, group: ContextGroup, method: str, recompute: bool = False, **kwargs
+) -> tuple[list[torch.Tensor], tuple[int, int]]:
+    """This rank's output and gradients, and bytes sent forward and backward."""
+    rows, keys = group.queries.positions(group.rank), group.keys.positions(group.rank)
+    query, key, value, grad = (
+        t[:, :, index].clone().requires_grad_()
+        for t, index in zip(whole, (rows, keys, keys, rows), strict=True)
+    )
+    run = partial(context_attention, mask=masks, group=group, method=method, **kwargs)
+    exchange = group.exchange
+    before = exchange.sent_bytes
+    if recompute:
+        out = checkpoint(run, query, key, value, use_reentrant=False)
+    else:
+        out = run(query, key, value)
+    middle = exchange.sent_bytes
+    out.backward(grad.detach())
+    sent = middle - before, exchange.sent_bytes - middle
+    return [out.detach(), query.grad, key.grad, value.grad], sent
+
+
+def errors(local, expected, group: ContextGroup, label: str) -> list[str]:
+    rows, keys = group.queries.positions(group.rank), group.keys.positions(group.rank)
+    found = []
+    where = {"out": rows, "dq": rows, "dk": keys, "dv": keys}
+    for (name, index), mine, due in zip(where.items(), local, expected, strict=True):
+        error = (mine.double() - due[:, :, index]).norm()
+        # Against the whole tensor's norm per element: a rank may have next to nothing of it.
+        share = due.norm() * (max(mine.numel(), 1) / due.numel()) ** 0.5
+        if not (mine.shape == due[:, :, index].shape and error <= TOLERANCE * share):
+            found.append(f"{label} {name}: {error:.2e} of {share:.2e}")
+    return found
+
+
+def patterns_on_a_rank(group, names, length, heads, seed, recompute) -> list[str]:
+    """All methods on all patterns; what is wrong."""
+    exchange, problems = Exchange(group), []
+    for name in names:
+        mask = every_pattern(length, seed)[name]()
+        queries = random_layout(mask.n_queries, exchange.size, seed)
+        keys = queries if name in SELF else random_layout(mask.n_keys, exchange.size, seed + 1)
+        context = ContextGroup(exchange, queries, keys)
+        whole = tensors([mask], heads, seed)
+        expected = expected_of(whole, [mask])
+        for method in METHODS:
+            if method == "ulysses" and heads[1] % exchange.size:
+                continue
+            local, _ = run_local(whole, [mask], context, method, recompute)
+            problems += errors(local, expected, context, f"{name} {method}")
+    return problems
+
+
+@pytest.mark.parametrize(
+    ("ranks", "length", "heads"),
+    [(2, 400, (4, 2)), (3, 600, (3, 3)), (4, 1000, (4, 4)), (4, 203, (8, 1)), (1, 100, (2, 1))],
+)
+def test_every_pattern_and_method_whatever_the_layout(processes, ranks, length, heads):
+    found = processes.run(
+        patterns_on_a_rank, ranks, names=SELF + CROSS, length=length, heads=heads, seed=ranks,
+        recompute=False,
+    )  # fmt: skip
+    assert sum(found, []) == []
+
+
+def test_with_activation_recomputation(processes):
+    found = processes.run(
+        patterns_on_a_rank, 3, names=["mp", "own_image_window", "cross"], length=200,
+        heads=(3, 3), seed=5, recompute=True,
+    )  # fmt: skip
+    assert sum(found, []) == []
+
+
+def batches_on_a_rank(group) -> list[str]:
+    """Two masks in one batch, two batches back to back, softcap and scale."""
+    exchange, problems = Exchange(group), []
+    layout = random_layout(150, exchange.size, 3)
+    context = ContextGroup(exchange, layout, layout)
+    for masks in ([causal(150), documents([70, 80])], [full(150), causal(150)]):
+        whole = tensors(masks, (6, 3), 1)
+        for kwargs in ({}, {"softcap": 2.0, "scale": 0.5}):
+            expected = expected_of(whole, masks, **kwargs)
+            for method in METHODS:
+                local, _ = run_local(whole, masks, context, method, **kwargs)
+                problems += errors(local, expected, context, f"{method} {kwargs}")
+    return problems
+
+
+def test_two_masks_in_a_batch_and_back_to_back(processes):
+    assert sum(processes.run(batches_on_a_rank, 3), []) == []
+
+
+def half_precision_on_a_rank(group) -> list[float]:
+    """Error of bf16 relative to one process in bf16's own error."""
+    exchange = Exchange(group)
+    mask = documents([100, 56])
+    layout = random_layout(156, exchange.size, 3)
+    context = ContextGroup(exchange, layout, layout)
+    whole = [t.bfloat16() for t in tensors([mask], (4, 2), 1)]
+    expected = expected_of(whole, [mask])
+    worst = []
+    for method in METHODS:
+        local, _ = run_local(whole, [mask], context, method)
+        assert all(t.dtype == torch.bfloat16 for t in local)
+        rows = layout.positions(group.rank())
+        worst += [
+            float((mine.double() - due[:, :, rows]).norm() / due[:, :, rows].norm())
+            for mine, due in zip(local, expected, strict=True)
+        ]
+    return worst
+
+
+def test_bf16_merges_in_fp32(processes):
+    for worst in processes.run(half_precision_on_a_rank, 2):
+        assert max(worst) <= 1e-2
+
+
+def bytes_on_a_rank(group, heads, n_queries, n_keys) -> dict[str, tuple[int, int]]:
+    exchange = Exchange(group)
+    context = ContextGroup(
+        exchange,
+        ContextLayout.even(n_queries, exchange.size),
+        ContextLayout.even(n_keys, exchange.size),
+    )
+    mask = full(n_queries, n_keys)
+    whole = [t.bfloat16() for t in tensors([mask], heads, 0)]
+    return {m: run_local(whole, [mask], context, m)[1] for m in METHODS}
+
+
+@pytest.mark.parametrize("n_queries", [96, 480])
+def test_bytes_are_those_of_the_formulas(processes, n_queries):
+    """Payload per rank, e bytes per activation and a = 4 per accumulator."""
+    n, (hq, hk), n_keys, e, a = 4, (8, 4), 240, 2, 4
+    counted = processes.run(
+        bytes_on_a_rank, n, heads=(hq, hk), n_queries=n_queries, n_keys=n_keys
+    )
+    others = (n - 1) / n
+    ulysses = others / n * D * e * (2 * n_queries * hq + 2 * n_keys * hk)
+    keys = others * n_keys * hk * D
+    rows = others * n_queries * hq
+    expected = {
+        "gather": (keys * 2 * e, keys * (2 * e + 2 * a)),
+        "needed": (keys * 2 * e, keys * (2 * e + 2 * a)),
+        "ring": (keys * 2 * e, keys * (2 * e + 2 * a)),
+        "ulysses": (ulysses, ulysses),
+        "rotate": (rows * (D * (e + a) + 4), rows * (D * (2 * e + a) + 8)),
+    }
+    for per_rank in counted:
+        assert per_rank == expected
+
+
+def document_bytes_on_a_rank(group, lengths) -> dict[str, tuple[int, int]]:
+    exchange = Exchange(group)
+    layout = ContextLayout.even(sum(lengths), exchange.size)
+    context = ContextGroup(exchange, layout, layout)
+    mask = documents(lengths)
+    whole = tensors([mask], (2, 2), 0)
+    return {m: run_local(whole, [mask], context, m)[1] for m in ("gather", "needed")}
+
+
+def test_only_keys_that_are_seen_travel(processes):
+    """Exactly the visible ranges: counted from the dense mask."""
+    lengths, n, hk, e = [70, 90, 40, 110, 90], 4, 2, 4
+    counted = processes.run(document_bytes_on_a_rank, n, lengths=lengths)
+    dense = documents(lengths).dense()
+    layout = ContextLayout.even(sum(lengths), n)
+
+    def travel(giver: int, taker: int) -> int:
+        rows, keys = layout.positions(taker), layout.positions(giver)
+        return int(dense[rows][:, keys].any(dim=0).sum()) if giver != taker else 0
+
+    for rank in range(n):
+        given = sum(travel(rank, other) for other in range(n)) * hk * D * 2 * e
+        returned = sum(travel(other, rank) for other in range(n)) * hk * D * 2 * e
+        assert counted[rank]["needed"] == (given, given + returned)
+        assert sum(counted[rank]["needed"]) < sum(counted[rank]["gather"])
+
+
+def test_documents_on_eight_ranks_need_a_third_of_all_keys_at_most():
+    lengths = [1000, 300, 2500, 800, 1200, 700, 1692]
+    mask = documents(lengths)
+    layout = ContextLayout.even(sum(lengths), 8)
+    needed = sum(
+        stop - start
+        for rows in range(8)
+        for keys in range(8)
+        if rows != keys
+        for start, stop in needed_keys((mask,), layout.ranges[rows], layout.ranges[keys])
+    )
+    assert needed * 3 <= 7 * sum(lengths)
+
+
+def test_layouts_that_cannot_be_are_refused():
+    with pytest.raises(MaskError, match="tokens 3 to 5 have no rank"):
+        ContextLayout((((0, 3),), ((5, 9),)))
+    with pytest.raises(MaskError, match="tokens 3 to 4 are on two ranks"):
+        ContextLayout((((0, 4),), ((3, 9),)))
+    with pytest.raises(MaskError, match="must ascend"):
+        ContextLayout((((4, 9), (0, 4)),))
+    blocks = ContextLayout.of_blocks([[0, 3], [2, 1]], 4, 14)
+    assert blocks.ranges == (((0, 4), (12, 14)), ((4, 12),))
+    assert blocks.sizes == (6, 8) and blocks.length == 14
+    assert blocks.positions(0).tolist() == [0, 1, 2, 3, 12, 13]
+
+
+def refusals_on_a_rank(group) -> list[str]:
+    exchange = Exchange(group)
+    layout = ContextLayout.even(12, exchange.size)
+    context = ContextGroup(exchange, layout, layout)
+    query, key = torch.randn(1, 4, 6, D), torch.randn(1, 1, 6, D)
+    said = []
+    for kwargs in (
+        {"method": "tree"},
+        {"method": "ulysses"},
+        {"mask": causal(11)},
+        {"group": ContextGroup(exchange, ContextLayout.even(10, 2), layout), "mask": full(10, 12)},
+        {"layout": ContextLayout.even(12, 3)},
+    ):
+        try:
+            if "layout" in kwargs:
+                ContextGroup(exchange, kwargs["layout"], layout)
+            arguments = {"mask": causal(12), "group": context, **kwargs}
+            context_attention(query, key, key, **arguments)
+            said.append("nothing")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_does_not_fit_is_refused(processes):
+    expected = [
+        "method is 'tree'", "must be multiples of 2 ranks", "for 11 queries", "6 rows and 6 keys",
+        "dealt out over 3 ranks",
+    ]  # fmt: skip
+    for said in processes.run(refusals_on_a_rank, 2):
+        assert all(part in one for part, one in zip(expected, said, strict=True)), said
+
+
+def test_one_process_is_plain_attention():
+    """The oracle here and the attention of one process are the same."""
+    mask = causal(50)
+    whole = tensors([mask], (4, 2), 0)
+    out, _ = attention(*whole[:3], mask)
+    due = expected_of(whole, [mask])[0]
+    assert (out.double() - due).norm() <= TOLERANCE * due.norm()
