@@ -7,13 +7,19 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from random_masks import every_pattern
 from rank_processes import rank_processes
 from torch.utils.checkpoint import checkpoint
 
 from raymm.kernels.attention import attention
+from raymm.kernels.context_call import ContextGroup
 from raymm.kernels.context_layout import ContextLayout, join_ranges, needed_keys
-from raymm.kernels.context_parallel import METHODS, ContextGroup, context_attention
+from raymm.kernels.context_parallel import (
+    METHODS,
+    context_attention,
+    recomputed_context_attention,
+)
 from raymm.kernels.exchange import Exchange
 from raymm.kernels.mask import AttentionMask, MaskError
 from raymm.kernels.mask_patterns import causal, documents, full
@@ -177,6 +183,113 @@ def half_precision_on_a_rank(group) -> list[float]:
 def test_bf16_merges_in_fp32(processes):
     for worst in processes.run(half_precision_on_a_rank, 2):
         assert max(worst) <= 1e-2
+
+
+class Project(torch.nn.Module):
+    """Queries from one input, keys and values from the other."""
+
+    def __init__(self, width: int, heads: int, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.heads = heads
+        self.q, self.k, self.v = (torch.nn.Linear(width, heads * D) for _ in range(3))
+
+    def forward(self, hidden, visual):
+        made = (self.q(hidden), self.k(visual), self.v(visual))
+        return tuple(t.unflatten(-1, (self.heads, D)).transpose(1, 2) for t in made)
+
+
+class Saved:
+    """Bytes that autograd saves for a backward pass, each tensor once."""
+
+    def __enter__(self):
+        self.tensors: dict[int, int] = {}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self._hooks.__exit__(*error)
+
+    def _pack(self, tensor):
+        self.tensors[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    @property
+    def total(self) -> int:
+        return sum(self.tensors.values())
+
+
+def two_layers(layers, hidden, visual, attend) -> torch.Tensor:
+    """Cross attention twice, of the same visual tokens."""
+    for layer in layers:
+        out = attend(layer, hidden, visual)
+        hidden = hidden + out.transpose(1, 2).flatten(2)
+    return hidden
+
+
+def recomputed_on_a_rank(group, method: str) -> tuple[list[str], int, int]:
+    """Gradients of inputs and of every weight beside one process; bytes saved with and
+    without recomputation."""
+    exchange, heads, T, V = Exchange(group), 2, 60, 90
+    mask = every_pattern(T, 2)["cross"]()
+    V = mask.n_keys
+    context = ContextGroup(
+        exchange, random_layout(T, exchange.size, 4), random_layout(V, exchange.size, 5)
+    )
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, t, heads * D, generator=generator) for t in (T, V, T)]
+    layers = [Project(heads * D, heads, seed) for seed in (0, 1)]
+
+    def one_process(layer, hidden, visual):
+        q, k, v = layer(hidden, visual)
+        return reference_attention(q, k, v, mask.dense())[0]
+
+    exact = [Project(heads * D, heads, seed).double() for seed in (0, 1)]
+    x, y = (t.double().requires_grad_() for t in whole[:2])
+    two_layers(exact, x, y, one_process).backward(whole[2].double())
+
+    rows, keys = context.queries.positions(group.rank()), context.keys.positions(group.rank())
+    local = [t[:, index].clone() for t, index in zip(whole, (rows, keys, rows), strict=True)]
+
+    def kept(layer, hidden, visual):
+        return context_attention(*layer(hidden, visual), mask, context, method=method)
+
+    def recomputed(layer, hidden, visual):
+        return recomputed_context_attention(
+            layer, hidden, visual, mask, context, method=method
+        )
+
+    sizes = []
+    for attend in (kept, recomputed):
+        hidden, visual = (t.clone().requires_grad_() for t in local[:2])
+        for layer in layers:
+            layer.zero_grad()
+        with Saved() as saved:
+            out = two_layers(layers, hidden, visual, attend)
+        sizes.append(saved.total)
+        out.backward(local[2])
+    found = {"x": (hidden.grad, x.grad[:, rows]), "y": (visual.grad, y.grad[:, keys])}
+    for number, (layer, due) in enumerate(zip(layers, exact, strict=True)):
+        for (name, mine), other in zip(layer.named_parameters(), due.parameters(), strict=True):
+            total = mine.grad.clone()
+            dist.all_reduce(total, group=group)  # every rank has its tokens' share
+            found[f"{number}.{name}"] = total, other.grad
+    problems = [
+        name
+        for name, (mine, due) in found.items()
+        # A key's bias adds the same to all scores of a row: its gradient is zero.
+        if not name.endswith("k.bias")
+        and not (mine.double() - due).norm() <= TOLERANCE * due.norm()
+    ]
+    return problems, *sizes
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if m != "ulysses"])
+def test_recomputed_keys_give_every_gradient_and_keep_no_keys(processes, method):
+    for problems, kept, recomputed in processes.run(recomputed_on_a_rank, 3, method=method):
+        assert problems == []
+        assert recomputed < 0.7 * kept
 
 
 def bytes_on_a_rank(group, heads, n_queries, n_keys) -> dict[str, tuple[int, int]]:
