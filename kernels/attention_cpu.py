@@ -29,6 +29,10 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 # A call costs about as long as this many multiply-adds per head dim (0.1 ms at 65 GFLOP/s,
 # forward and backward): divided by heads and head dim it is the planner's overhead in pairs.
 CALL_COST = 500_000
+# Parts of fewer (row, key) pairs have their backward in fp32 also if the inputs are bf16: ATen
+# then multiplies by oneDNN, which compiles code for every new shape (about 5 ms and 1 MB a
+# part, as long as that backward itself). Parts this large gain more than that.
+NATIVE_PAIRS = 2**20
 # The kernel in plain torch operations holds scores of Hq x rows x keys.
 DENSE_LIMITS = {"rows": 256, "keys": 1024, "triangles": False}
 
@@ -86,7 +90,7 @@ def cpu_forward(
     batch, heads, rows, _ = query.shape
     # Memory order (B, Tq, Hq, D): what projections read after attention.
     out = query.new_zeros(batch, rows, heads, value.shape[-1]).transpose(1, 2)
-    lse = query.new_full((batch, heads, rows), -math.inf, dtype=_lse_dtype(query))
+    lse = query.new_full((batch, heads, rows), -math.inf, dtype=_wide_dtype(query))
     with torch.autocast("cpu", enabled=False):
         for plan, sequences in _plans(query, value, masks, softcap):
             units = [_unit(query, key, value, out, lse, s) for s in sequences]
@@ -165,22 +169,22 @@ def _block_forward(
     softcap: float | None,
 ) -> None:  # fmt: skip
     """Write a block's rows of output and LSE."""
-    rows = slice(block.start, block.stop)
-    biases = [_bias(plan, block, part, units[0][0].dtype) for part in block.parts]
+    biases = [_bias(plan, block, part, _wide_dtype(units[0][0])) for part in block.parts]
     for query, key, value, out, lse in units:
-        results = []
+        rows, results = _take(query, block.rows), []
         for part, (bias, hidden) in zip(block.parts, biases, strict=True):
             results.append(
                 _part_forward(
-                    query[:, :, rows], _keys_of(key, part), _keys_of(value, part), part.kind,
-                    bias, scale, softcap,
+                    rows, _take(key, part.runs), _take(value, part.runs), part.kind, bias,
+                    scale, softcap,
                 )
             )  # fmt: skip
             if hidden is not None:
                 # ATen gives rows that see nothing an LSE of 0.
                 results[-1][1].masked_fill_(hidden, -math.inf)
         if len(results) == 1:
-            out[:, :, rows], lse[:, :, rows] = results[0]
+            _put(out, block.rows, results[0][0])
+            _put(lse, block.rows, results[0][1])
             continue
         total = torch.logsumexp(torch.stack([part_lse for _, part_lse in results]), dim=0)
         # Rows that see nothing at all: exp(-inf - 0) instead of exp(-inf + inf).
@@ -192,7 +196,8 @@ def _block_forward(
                 merged = part_out * weight
             else:
                 merged.addcmul_(part_out.to(merged.dtype), weight)
-        out[:, :, rows], lse[:, :, rows] = merged, total
+        _put(out, block.rows, merged)
+        _put(lse, block.rows, total)
 
 
 def _block_backward(
@@ -200,25 +205,25 @@ def _block_backward(
     softcap: float | None,
 ) -> None:  # fmt: skip
     """Add what a block's rows contribute to the gradients."""
-    rows = slice(block.start, block.stop)
-    for part in block.parts:
-        bias, hidden = _bias(plan, block, part, units[0][0].dtype)
-        for query, key, value, out, lse, grad_out, *grads in units:
-            row_lse = lse[:, :, rows]
-            if hidden is not None:
-                # exp(-inf - 0) is 0 for rows that see nothing, exp(-inf + inf) is not.
-                row_lse = row_lse.masked_fill(row_lse == -math.inf, 0.0)
+    biases = [_bias(plan, block, part, _wide_dtype(units[0][0])) for part in block.parts]
+    for query, key, value, out, lse, grad_out, *grads in units:
+        rows, row_grad, row_out, row_lse = (
+            _take(t, block.rows) for t in (query, grad_out, out, lse)
+        )
+        # exp(-inf - 0) is 0 for rows that see nothing, exp(-inf + inf) is not.
+        row_lse = row_lse.masked_fill(row_lse == -math.inf, 0.0)
+        row_sum = None
+        for part, (bias, _) in zip(block.parts, biases, strict=True):
             found = _part_backward(
-                grad_out[:, :, rows], query[:, :, rows], _keys_of(key, part),
-                _keys_of(value, part), out[:, :, rows], row_lse, part.kind, bias, scale, softcap,
+                row_grad, rows, _take(key, part.runs), _take(value, part.runs), row_out, row_lse,
+                part.kind, bias, scale, softcap,
             )  # fmt: skip
-            if grads[0] is not None:
-                grads[0][:, :, rows] += found[0]
-            for grad, part_grad in zip(grads[1:], found[1:], strict=True):
-                at = 0
-                for start, stop in part.runs if grad is not None else ():
-                    grad[:, :, start:stop] += part_grad[:, :, at : at + stop - start]
-                    at += stop - start
+            row_sum = found[0] if row_sum is None else _wide(row_sum).add_(found[0])
+            for grad, share in zip(grads[1:], found[1:], strict=True):
+                if grad is not None:
+                    _add(grad, part.runs, share)
+        if grads[0] is not None:
+            _put(grads[0], block.rows, row_sum)
 
 
 def _part_forward(
@@ -248,6 +253,10 @@ def _part_backward(
     if softcap is not None or value.shape[-1] != query.shape[-1]:
         return dense.backward(grad_out, query, key, value, out, lse, bias, scale, softcap)
     shape, key_heads = query.shape, key.shape[1]
+    if shape[2] * key.shape[2] < NATIVE_PAIRS:
+        grad_out, query, key, value, out = (
+            _wide(t) for t in (grad_out, query, key, value, out)
+        )
     if kind is Kind.FULL:
         grad_out, query, out = (_fold(t, key) for t in (grad_out, query, out))
         lse = lse.reshape(query.shape[:3])
@@ -258,8 +267,7 @@ def _part_backward(
         scale=scale,
     )  # fmt: skip
     if dk.shape[1] != key_heads:
-        dk, dv = (t.sum(1, keepdim=True, dtype=torch.promote_types(t.dtype, torch.float32))
-                  for t in (dk, dv))  # fmt: skip
+        dk, dv = (_wide(t).sum(1, keepdim=True) for t in (dk, dv))
     return dq.reshape(shape), dk, dv
 
 
@@ -284,10 +292,24 @@ def _bias(
     return bias[None, None], hidden if hidden.any() else None
 
 
-def _keys_of(tensor: torch.Tensor, part: Part) -> torch.Tensor:
-    """(N, M, Tk, D) to (N, M, K, D); a view if the part is one run."""
-    runs = [tensor[:, :, start:stop] for start, stop in part.runs]
-    return runs[0] if len(runs) == 1 else torch.cat(runs, dim=2)
+def _take(tensor: torch.Tensor, runs: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Rows or keys, the third dimension, of ``runs``; a view if it is one run."""
+    found = [tensor[:, :, start:stop] for start, stop in runs]
+    return found[0] if len(found) == 1 else torch.cat(found, dim=2)
+
+
+def _put(tensor: torch.Tensor, runs: Sequence[tuple[int, int]], source: torch.Tensor) -> None:
+    at = 0
+    for start, stop in runs:
+        tensor[:, :, start:stop] = source[:, :, at : at + stop - start]
+        at += stop - start
+
+
+def _add(tensor: torch.Tensor, runs: Sequence[tuple[int, int]], source: torch.Tensor) -> None:
+    at = 0
+    for start, stop in runs:
+        tensor[:, :, start:stop] += source[:, :, at : at + stop - start]
+        at += stop - start
 
 
 def _plans(
@@ -322,8 +344,13 @@ def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _lse_dtype(query: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(query.dtype, torch.float32)
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(_wide_dtype(tensor))
+
+
+def _wide_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """fp32, or fp64 for fp64."""
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:

@@ -1,10 +1,11 @@
 """Cuts a mask into blocks of query rows and, per block, the parts of the keys it sees.
 
-A part is a range of keys that all rows of the block see (no mask needed), a triangle (row i
-sees the first i + 1 keys), or keys that some rows see (a mask of rows x keys is made when the
-part runs). Blocks follow the mask's segments, because rows of one segment share their bounds:
-an isolated image is one block with one part. Short neighbouring segments (small documents)
-share a block where that is cheaper than a call for each.
+A part is keys that all rows of the block see (no mask needed), a triangle (row i sees the
+first i + 1 keys), or keys that some rows see (a mask of rows x keys is made when the part
+runs). Blocks follow the mask's segments, because rows of one segment share their bounds: an
+isolated image is one block with one part. Segments share a block, also where they lie apart,
+if they see the same keys (all images of an encoder) or are so short that a call for each
+would cost more (small documents, text between small images).
 
 Planning reads the segment table only; nothing here is as long as the sequence, except the
 row arrays that masks of partial parts are made from.
@@ -12,6 +13,7 @@ row arrays that masks of partial parts are made from.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -28,7 +30,9 @@ Ranges = list[tuple[int, int]]
 # many rows, and adding a mask this much longer (ATen's flash attention, AVX-512).
 ROW_COST = 20
 MASK_COST = 1.2
-# Segments with fewer rows than this may share a block, of at most so many rows.
+# A further run of rows or keys takes this share of a call.
+RUN_COST = 0.25
+# Segments with fewer rows than this may share a block that needs a mask, of so many rows.
 SMALL_ROWS = 128
 SHARED_ROWS = 256
 # Triangles up to this size are computed whole by ATen (its tiles have 512 keys), so they are
@@ -60,10 +64,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Block:
-    """Query rows [start, stop) and the disjoint parts of the keys that they see."""
+    """Query rows, and the disjoint parts of the keys that they see.
 
-    start: int
-    stop: int
+    Attributes:
+        rows: ascending (first row, one past the last); put one after another.
+    """
+
+    rows: tuple[tuple[int, int], ...]
     parts: tuple[Part, ...]
 
 
@@ -99,15 +106,17 @@ class Plan:
 
     def visible(self, block: Block, part: Part) -> torch.Tensor:
         """(rows, keys) bool of a masked part."""
-        rows = self._rows
+        arrays = self._rows
         keys = torch.cat([torch.arange(*run, dtype=torch.int32) for run in part.runs])
-        lo1, hi1, lo2, hi2 = rows.bounds[:, block.start : block.stop, None]
+        bounds = torch.cat([arrays.bounds[:, a:b] for a, b in block.rows], dim=1)
+        lo1, hi1, lo2, hi2 = bounds.unsqueeze(-1)
         visible = (lo1 <= keys) & (keys < hi1)
         if (lo2 < hi2).any():
             visible |= (lo2 <= keys) & (keys < hi2)
         if self._needs_bits:
-            attend = rows.attend[block.start : block.stop, None]
-            visible &= (attend & torch.cat([rows.identity[slice(*r)] for r in part.runs])) != 0
+            # Rows of a block have the same attend bits.
+            attend = arrays.attend[block.rows[0][0]]
+            visible &= (torch.cat([arrays.identity[a:b] for a, b in part.runs]) & attend) != 0
         return visible
 
 
@@ -151,9 +160,13 @@ class _Atom:
         last = self.stop - 1
         return _union([(a + s * last, b + t * self.start) for a, b, s, t in self.intervals])
 
+    def still(self) -> bool:
+        """Whether all rows have the same bounds."""
+        return not any(s or t for _, _, s, t in self.intervals)
+
     def crossed(self) -> bool:
         """Whether a key may be in one interval of a row and in the other of another row."""
-        return sum(b - a for a, b in self.some()) < sum(
+        return _size(self.some()) < sum(
             b + t * (self.stop - 1) - a - s * self.start for a, b, s, t in self.intervals
         )
 
@@ -235,104 +248,108 @@ class _Keys:
         self._all = not mask.needs_bits
         self._identity = mask.key_table[:, IDENTITY]
         self._edges = np.append(mask.key_table[:, KEY_START], mask.n_keys)
-        self._matches: dict[tuple[frozenset[int], bool], tuple[np.ndarray, np.ndarray]] = {}
+        self._matches: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
-    def count(self, ranges: Ranges, attends: frozenset[int], every: bool) -> int:
-        """How many keys of ``ranges`` match one of (or all of) the attend bits."""
-        if self._all:
-            return sum(stop - start for start, stop in ranges)
-        edges, before = self._edges, self._match(attends, every)[1]
-        # Piecewise linear: every key of a segment matches, or none.
-        at = np.interp(np.array(ranges, dtype=np.float64).ravel(), edges, before)
-        return round(float((at[1::2] - at[::2]).sum()))
+    def count(self, ranges: Ranges, attend: int) -> tuple[int, int]:
+        """How many keys of ``ranges`` match, and in how many runs about."""
+        if self._all or not ranges:
+            return _size(ranges), len(ranges)
+        starts, stops, before = self._match(attend)
+        keys = runs = 0
+        for start, stop in ranges:
+            first = bisect_right(stops, start)
+            last = bisect_left(starts, stop)
+            if first < last:
+                keys += before[last] - before[first]
+                keys -= max(start - starts[first], 0) + max(stops[last - 1] - stop, 0)
+                runs += last - first
+        return keys, runs
 
-    def matching(self, ranges: Ranges, attends: frozenset[int], every: bool) -> Ranges:
-        """The keys of ``ranges`` that match one of (or all of) the attend bits."""
+    def matching(self, ranges: Ranges, attend: int) -> Ranges:
+        """The keys of ``ranges`` that match."""
         if self._all:
             return ranges
-        edges, here = self._edges, self._match(attends, every)[0]
-        found = []
-        for start, stop in ranges:
-            first = np.searchsorted(edges, start, side="right") - 1
-            last = np.searchsorted(edges, stop, side="left")
-            for i in (np.flatnonzero(here[first:last]) + first).tolist():
-                found.append((max(start, int(edges[i])), min(stop, int(edges[i + 1]))))
-        return _union(found)
+        starts, stops, _ = self._match(attend)
+        return [
+            (max(start, starts[i]), min(stop, stops[i]))
+            for start, stop in ranges
+            for i in range(bisect_right(stops, start), bisect_left(starts, stop))
+        ]
 
-    def _match(self, attends: frozenset[int], every: bool) -> tuple[np.ndarray, np.ndarray]:
-        if (attends, every) not in self._matches:
-            bits = np.array(sorted(attends), dtype=np.int64)
-            each = (self._identity[:, None] & bits) != 0
-            here = each.all(axis=1) if every else each.any(axis=1)
-            before = np.concatenate([[0], np.cumsum(here * np.diff(self._edges))])
-            self._matches[attends, every] = here, before
-        return self._matches[attends, every]
+    def _match(self, attend: int) -> tuple[list[int], list[int], list[int]]:
+        """Runs of keys that match, and how many keys lie in earlier runs."""
+        if attend not in self._matches:
+            here = np.flatnonzero(np.diff((self._identity & attend) != 0, prepend=0, append=0))
+            starts, stops = self._edges[here[::2]], self._edges[here[1::2]]
+            before = np.concatenate([[0], np.cumsum(stops - starts)])
+            self._matches[attend] = starts.tolist(), stops.tolist(), before.tolist()
+        return self._matches[attend]
 
 
 def _shared(atoms: list[_Atom], keys: _Keys, overhead: int) -> Iterator[list[_Atom]]:
-    """Groups of atoms that share a block: small neighbours, where one call with a mask is
-    cheaper than one each."""
+    """Groups of atoms that share a block: those that see the same keys, and small ones where
+    one call with a mask is cheaper than one each. Atoms of a group have the same attend bits;
+    they may lie apart."""
     group: list[_Atom] = []
-    rows, cost, every, some = 0, 0.0, [], []
-    for atom in atoms:
-        alone = _cost(atom.rows, atom.every(), atom.some(), [atom], keys, overhead)
-        if (
-            group
-            and group[-1].stop == atom.start
-            and atom.rows < SMALL_ROWS
-            and rows + atom.rows <= SHARED_ROWS
-        ):
-            both_every = _intersect(every, atom.every())
-            both_some = _union([*some, *atom.some()])
-            both = _cost(
-                rows + atom.rows, both_every, both_some, [*group, atom], keys, overhead
-            )
-            if both < cost + alone:
-                group.append(atom)
-                rows, cost, every, some = rows + atom.rows, both, both_every, both_some
-                continue
+    cost, every, some = 0.0, [], []
+    for atom in sorted(atoms, key=lambda atom: (atom.attend, atom.start)):
+        joins = False
+        if group and group[0].attend == atom.attend:
+            rows = sum(member.rows for member in group) + atom.rows
+            same = atom.still() and atom.intervals == group[0].intervals
+            if same or (atom.rows < SMALL_ROWS and rows <= SHARED_ROWS):
+                both_every = _intersect(every, atom.every())
+                both_some = _union([*some, *atom.some()])
+                both = _cost(rows, len(group) + 1, both_every, both_some, atom, keys, overhead)
+                alone = _cost(atom.rows, 1, atom.every(), atom.some(), atom, keys, overhead)
+                joins = both < cost + alone
+        if joins:
+            group.append(atom)
+            cost, every, some = both, both_every, both_some
+            continue
         if group:
             yield group
-        group, rows, cost = [atom], atom.rows, alone
-        every, some = atom.every(), atom.some()
-        if atom.rows >= SMALL_ROWS:
-            yield group
-            group = []
+        group, every, some = [atom], atom.every(), atom.some()
+        cost = _cost(atom.rows, 1, every, some, atom, keys, overhead)
     if group:
         yield group
 
 
 def _cost(
-    rows: int, every: Ranges, some: Ranges, atoms: list[_Atom], keys: _Keys, overhead: int
-) -> float:
-    """Pairs of a block of one full and one masked part, overheads included."""
-    attends = frozenset(atom.attend for atom in atoms)
-    full = keys.count(every, attends, True)
-    masked = keys.count(some, attends, False) - full
-    calls = (full > 0) + (masked > 0)
-    return calls * overhead + (rows + ROW_COST) * (full + MASK_COST * masked)
+    rows: int, row_runs: int, every: Ranges, some: Ranges, atom: _Atom, keys: _Keys,
+    overhead: int,
+) -> float:  # fmt: skip
+    """Pairs of rows with attend bits like the atom's, overheads included: a full and a masked
+    part, or one that masks everything."""
+    full, full_runs = keys.count(every, atom.attend)
+    seen, runs = keys.count(some, atom.attend)
+    together = overhead + (rows + ROW_COST) * MASK_COST * seen + overhead * RUN_COST * runs
+    apart = ((full > 0) + (seen > full)) * overhead + (rows + ROW_COST) * (
+        full + MASK_COST * (seen - full)
+    )
+    apart += overhead * RUN_COST * (full_runs + (runs - full_runs + 1 if seen > full else 0))
+    return min(together, apart) + overhead * RUN_COST * row_runs
 
 
 def _blocks(group: list[_Atom], keys: _Keys, limits: Limits) -> Iterator[Block]:
     """The blocks of atoms that share one."""
     if len(group) > 1:
-        rows = range(group[0].start, group[-1].stop)
-        for start, stop in _cut(rows, limits.rows or len(rows)):
+        runs = _union((atom.start, atom.stop) for atom in group)
+        for page in _pages(runs, limits.rows):
             atoms = [
-                a.cut(max(a.start, start), min(a.stop, stop))
-                for a in group if a.start < stop and start < a.stop
-            ]  # fmt: skip
-            yield from _block(start, stop, _mixed(atoms, keys), limits)
+                atom.cut(max(atom.start, start), min(atom.stop, stop))
+                for start, stop in page
+                for atom in group
+                if atom.start < stop and start < atom.stop
+            ]
+            yield from _block(page, _mixed(atoms, keys), limits)
         return
     atom = group[0]
     crossed = atom.crossed()
     for start, stop in _cut(range(atom.start, atom.stop), _rows(atom, crossed, keys, limits)):
         piece = atom.cut(start, stop)
-        if crossed:
-            parts = _mixed([piece], keys)
-        else:
-            parts = _exact(piece, keys, limits.triangles)
-        yield from _block(start, stop, parts, limits)
+        parts = _mixed([piece], keys) if crossed else _exact(piece, keys, limits.triangles)
+        yield from _block([(start, stop)], parts, limits)
 
 
 def _rows(atom: _Atom, crossed: bool, keys: _Keys, limits: Limits) -> int:
@@ -341,7 +358,7 @@ def _rows(atom: _Atom, crossed: bool, keys: _Keys, limits: Limits) -> int:
     growing = any(t for _, _, _, t in atom.intervals)
     if crossed or any(s for _, _, s, _ in atom.intervals):
         # A window: many rows waste its corners, few rows are slow.
-        width = sum(stop - start for start, stop in atom.every()) or 1
+        width = _size(atom.every()) or 1
         width = max(width, min(b - a + (t - s) * atom.start for a, b, s, t in atom.intervals))
         rows = min(
             (128, 192, 256, 384, 512),
@@ -349,9 +366,8 @@ def _rows(atom: _Atom, crossed: bool, keys: _Keys, limits: Limits) -> int:
         )
     elif growing:
         # A triangle that needs a mask (keys among it that do not match), or is small.
-        holes = keys.count(atom.some(), frozenset([atom.attend]), False) < sum(
-            stop - start for start, stop in atom.some()
-        )
+        some = atom.some()
+        holes = keys.count(some, atom.attend)[0] < _size(some)
         if holes or not limits.triangles or rows < CUT_TRIANGLE:
             rows = TRIANGLE_ROWS
     return min(rows, limits.rows or rows)
@@ -361,7 +377,6 @@ def _exact(atom: _Atom, keys: _Keys, triangles: bool) -> dict[Kind, Ranges]:
     """The keys of rows of one atom by kind of part, from its corners."""
     full, causal, masked = [], [], []
     first, last = atom.start, atom.stop - 1
-    bits = frozenset([atom.attend])
     for a, b, s, t in atom.intervals:
         lo, inner_lo, inner_hi, hi = a + s * first, a + s * last, b + t * first, b + t * last
         if inner_lo >= inner_hi:
@@ -370,52 +385,52 @@ def _exact(atom: _Atom, keys: _Keys, triangles: bool) -> dict[Kind, Ranges]:
         masked.append((lo, inner_lo))
         triangle = (inner_hi - 1, hi)
         size = hi - inner_hi + 1
-        if t and size > 1 and triangles and keys.count([triangle], bits, True) == size:
+        if t and size > 1 and triangles and keys.count([triangle], atom.attend)[0] == size:
             full.append((inner_lo, inner_hi - 1))
             causal.append(triangle)
         else:
             full.append((inner_lo, inner_hi))
             masked.append((inner_hi, hi))
     return {
-        Kind.FULL: keys.matching(_union(full), bits, True),
+        Kind.FULL: keys.matching(_union(full), atom.attend),
         Kind.CAUSAL: causal,
-        Kind.MASKED: keys.matching(_union(masked), bits, False),
+        Kind.MASKED: keys.matching(_union(masked), atom.attend),
     }
 
 
 def _mixed(atoms: list[_Atom], keys: _Keys) -> dict[Kind, Ranges]:
-    """The keys of any rows: what all see, and what else some see."""
-    attends = frozenset(atom.attend for atom in atoms)
-    every = atoms[0].every()
+    """The keys of rows of the same attend bits: what all see, and what else some see."""
+    attend, every = atoms[0].attend, atoms[0].every()
     for atom in atoms[1:]:
         every = _intersect(every, atom.every())
-    every = keys.matching(every, attends, True)
-    some = keys.matching(_union([r for atom in atoms for r in atom.some()]), attends, False)
-    return {Kind.FULL: every, Kind.CAUSAL: [], Kind.MASKED: _subtract(some, every)}
+    some = _union(r for atom in atoms for r in atom.some())
+    return {
+        Kind.FULL: keys.matching(every, attend),
+        Kind.CAUSAL: [],
+        Kind.MASKED: keys.matching(_subtract(some, every), attend),
+    }
 
 
-def _block(
-    start: int, stop: int, ranges: dict[Kind, Ranges], limits: Limits
-) -> Iterator[Block]:
+def _block(rows: Ranges, keys: dict[Kind, Ranges], limits: Limits) -> Iterator[Block]:
     """The block of rows with these keys; none if there are none."""
-    rows = stop - start
-    sizes = {kind: sum(b - a for a, b in runs) for kind, runs in ranges.items()}
-    calls = bool(sizes[Kind.FULL]) + len(ranges[Kind.CAUSAL]) + bool(sizes[Kind.MASKED])
+    runs, causal = len(keys[Kind.FULL]) + len(keys[Kind.MASKED]), len(keys[Kind.CAUSAL])
+    calls = bool(keys[Kind.FULL]) + causal + bool(keys[Kind.MASKED])
     if calls > 1:
         # One call that masks everything, where that is cheaper than several and a merge.
-        unmasked = sizes[Kind.FULL] + sizes[Kind.CAUSAL]
-        if (rows + ROW_COST) * unmasked * (MASK_COST - 1) < (calls - 1) * limits.overhead:
-            runs = _union([run for runs in ranges.values() for run in runs])
-            ranges = {Kind.FULL: [], Kind.CAUSAL: [], Kind.MASKED: runs}
-    parts = [Part(Kind.CAUSAL, (run,)) for run in ranges[Kind.CAUSAL]]
+        joined = _union(run for ranges in keys.values() for run in ranges)
+        unmasked = _size(keys[Kind.FULL]) + _size(keys[Kind.CAUSAL])
+        saved = calls - 1 + RUN_COST * (runs + causal - len(joined))
+        if (_size(rows) + ROW_COST) * unmasked * (MASK_COST - 1) < saved * limits.overhead:
+            keys = {Kind.FULL: [], Kind.CAUSAL: [], Kind.MASKED: joined}
+    parts = [Part(Kind.CAUSAL, (run,)) for run in keys[Kind.CAUSAL]]
     for kind in (Kind.FULL, Kind.MASKED):
-        parts += [Part(kind, tuple(runs)) for runs in _pages(ranges[kind], limits.keys)]
+        parts += [Part(kind, tuple(page)) for page in _pages(keys[kind], limits.keys)]
     if parts:
-        yield Block(start, stop, tuple(parts))
+        yield Block(tuple(rows), tuple(parts))
 
 
 def _pages(ranges: Ranges, size: int) -> Iterator[Ranges]:
-    """Ranges in portions of at most ``size`` keys together; 0 for one portion."""
+    """Ranges in portions of at most ``size`` together; 0 for one portion."""
     page, left = [], size
     for start, stop in ranges:
         while size and stop - start >= left:
@@ -435,6 +450,10 @@ def _cut(rows: range, most: int) -> Iterator[tuple[int, int]]:
     return zip(edges[:-1], edges[1:], strict=True)
 
 
+def _size(ranges: Ranges) -> int:
+    return sum(stop - start for start, stop in ranges)
+
+
 def _union(ranges: Iterable[tuple[int, int]]) -> Ranges:
     """Disjoint ascending ranges that cover the same keys."""
     found: Ranges = []
@@ -447,9 +466,7 @@ def _union(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def _intersect(first: Ranges, second: Ranges) -> Ranges:
-    return _union(
-        (max(a, c), min(b, d)) for a, b in first for c, d in second
-    )  # fmt: skip
+    return _union((max(a, c), min(b, d)) for a, b in first for c, d in second)
 
 
 def _subtract(ranges: Ranges, taken: Sequence[tuple[int, int]]) -> Ranges:
