@@ -90,7 +90,7 @@ class LayoutSection(_Section):
 
     pp: int = 1
     chunks: int = 1
-    replicas: int = 1
+    replicas: int | None = None
     tp: int = 1
     cp: int = 1
     dp: int = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
@@ -19,10 +20,12 @@ class ParallelSpec:
 
     Attributes:
         pp: number of ranks in its pipeline.
-        tp, cp, dp: tensor, context and data parallel degree; only 1 is supported yet.
+        dp: copies of the module, among which the microbatches are shared out; gradients are
+            summed over them. Modules may have different degrees.
+        tp, cp: tensor and context parallel degree; only 1 is supported yet.
         chunks: stages per rank; the module is cut into ``pp * chunks`` stages, and stage i is on
             the pipeline's rank ``i % pp`` (Megatron's interleaved schedule).
-        replicas: copies of an encoder, which share the microbatches out among them.
+        replicas: the former name of ``dp``.
         layers: layers per stage, if they are not to be split evenly. The projector is an
             encoder's last layer, so ``layers=(12, 1)`` gives it a stage of its own.
         ranks: the ranks of the pipeline, copy after copy. By default ranks of its own; modules
@@ -37,26 +40,32 @@ class ParallelSpec:
     cp: int = 1
     dp: int = 1
     chunks: int = 1
-    replicas: int = 1
+    replicas: int | None = None
     layers: tuple[int, ...] | None = None
     ranks: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tp", "cp", "dp"):
+        if self.replicas is not None:
+            warnings.warn("replicas is now called dp", FutureWarning, stacklevel=3)
+            if self.dp not in (1, self.replicas):
+                raise PlanError(f"dp is {self.dp} and replicas, its former name, {self.replicas}")
+            object.__setattr__(self, "dp", self.replicas)
+            object.__setattr__(self, "replicas", None)
+        for name in ("tp", "cp"):
             if getattr(self, name) != 1:
                 raise PlanError(f"{name} is {getattr(self, name)}; only 1 is supported yet")
         if self.pp < 1:
             raise PlanError(f"pp is {self.pp}; a module needs at least one stage")
-        for name in ("chunks", "replicas"):
+        for name in ("chunks", "dp"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} is {getattr(self, name)}; it must be at least 1")
         for name, wanted, what in (
-            ("layers", self.stages, "stage"), ("ranks", self.pp * self.replicas, "rank"),
+            ("layers", self.stages, "stage"), ("ranks", self.pp * self.dp, "rank"),
         ):
             value = getattr(self, name)
             if value is not None and len(value) != wanted:
                 factors = f"pp={self.pp}"
-                other = "chunks" if name == "layers" else "replicas"
+                other = "chunks" if name == "layers" else "dp"
                 if getattr(self, other) > 1:
                     factors += f", {other}={getattr(self, other)}"
                 raise PlanError(
@@ -92,16 +101,11 @@ class MultimodalParallelSpec:
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
             raise PlanError(f"schedule is {self.schedule!r}; accepted: {', '.join(SCHEDULES)}")
-        if self.language_model_spec.replicas > 1:
-            raise PlanError(
-                f"replicas of the language model is {self.language_model_spec.replicas}; "
-                "only encoders can have more than 1"
-            )
-        for name, spec in self.encoder_specs.items():
-            if spec.replicas > self.num_microbatches:
+        for name, spec in (*self.encoder_specs.items(), (LANGUAGE_MODEL, self.language_model_spec)):
+            if self.num_microbatches % spec.dp:
                 raise PlanError(
-                    f"replicas of {name!r} is {spec.replicas}, but there are only "
-                    f"{self.num_microbatches} microbatches to share out"
+                    f"dp of {name!r} is {spec.dp}, which does not divide the step's "
+                    f"num_microbatches={self.num_microbatches} into equal shares"
                 )
 
     def plan(self, model: MultimodalModule) -> Plan:
@@ -142,8 +146,8 @@ def _placed(
     stages: tuple[Stage, ...], spec: ParallelSpec, free: Iterator[int]
 ) -> Iterator[Stage]:
     """A module's stages in every copy, each on its rank."""
-    ranks = spec.ranks or [next(free) for _ in range(spec.pp * spec.replicas)]
-    for copy in range(spec.replicas):
+    ranks = spec.ranks or [next(free) for _ in range(spec.pp * spec.dp)]
+    for copy in range(spec.dp):
         for stage in stages:
             rank = ranks[copy * spec.pp + stage.index % spec.pp]
             yield replace(stage, rank=rank, replica=copy)

@@ -42,11 +42,11 @@ class _Bound:
         self.delays = delays
         self.limits = limits
         self.costs = stage_costs(plan)
-        # One round over the replicas shows every stage at work.
-        rounds = max(len(plan.replicas(node.name)) for node in plan.graph.nodes)
-        self.active = active_stages(plan, full_step(plan)[:rounds])
-        self.head = self._heads()
-        self.tail = self._tails()
+        # Microbatches that go through the same copies of all modules are alike.
+        self.active = tuple(dict.fromkeys(active_stages(plan, full_step(plan))))
+        everywhere = frozenset(plan.by_name)
+        self.head = self._heads(everywhere)
+        self.tail = self._tails(everywhere)
 
     def seconds(self) -> float:
         ranks = range(self.plan.num_ranks)
@@ -56,13 +56,15 @@ class _Bound:
         same = self.plan.by_name[src].rank == self.plan.by_name[dst].rank
         return 0.0 if same else self.delays.get((src, dst), 0.0)
 
-    def _heads(self) -> dict[str, float]:
-        """When a stage's first input can be there at the earliest."""
+    def _heads(self, run: frozenset[str]) -> dict[str, float]:
+        """When the first input of the stages of ``run`` can be there at the earliest."""
         head: dict[str, float] = {}
         for stage in self.plan.topological_stages:
             # Of several replicas of a producer one delivers the first microbatch.
             by_module: dict[str, float] = {}
             for producer in self.plan.stage_producers[stage.name]:
+                if producer not in run:
+                    continue
                 there = (
                     head[producer] + self.costs[producer].forward
                     + self._delay(producer, stage.name)
@@ -72,13 +74,14 @@ class _Bound:
             head[stage.name] = max(by_module.values(), default=0.0)
         return head
 
-    def _tails(self) -> dict[str, float]:
-        """What is left to do at least after a stage has sent its last gradient."""
+    def _tails(self, run: frozenset[str]) -> dict[str, float]:
+        """What is left to do at least, in ``run``, after a stage has sent its last gradient."""
         tail: dict[str, float] = {}
         for stage in self.plan.topological_stages:
             owed: dict[str, float] = {}
             for producer in self.plan.stage_producers[stage.name]:
-                if not any(producer in a.needs_backward for a in self.active):
+                owes = any(producer in a.needs_backward for a in self.active)
+                if producer not in run or not owes:
                     continue
                 cost = self.costs[producer]
                 after = (
@@ -91,11 +94,19 @@ class _Bound:
         return tail
 
     def _path(self) -> float:
-        """One microbatch's way to the loss and back."""
-        (sink,) = (s for s in self.plan.stages if not self.plan.stage_consumers[s.name])
-        last = self.costs[sink.name].backward_weight
-        once = self._once(sink, self.active[0])
-        return self.head[sink.name] + max(once, once - last + self.tail[sink.name])
+        """The longest of all microbatches' own ways to the loss and back."""
+        longest = 0.0
+        for active in self.active:
+            sink = next(
+                s for s in self.plan.stages
+                if s.name in active.stages and not self.plan.stage_consumers[s.name]
+            )
+            head = self._heads(active.stages)[sink.name]
+            tail = self._tails(active.stages)[sink.name]
+            last = self.costs[sink.name].backward_weight
+            once = self._once(sink, active)
+            longest = max(longest, head + max(once, once - last + tail))
+        return longest
 
     def _once(self, stage: Stage, active: ActiveStages) -> float:
         """Seconds of a stage's work on one microbatch that passes through it."""

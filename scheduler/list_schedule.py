@@ -184,7 +184,7 @@ class ListScheduler:
             state.rank = stage.rank
             state.depth = plan.depth[stage.name]
             state.turn = (state.depth, len(stages))  # of one microbatch, nearest to loss first
-            state.held = len(self.active) if rules.flush else state.depth
+            state.held = len(self.active) if rules.flush else plan.warm_up[stage.name]
             state.recompute = stage.recompute
             state.kept = cost.input_bytes if stage.recompute else cost.activation_bytes
             state.activation = cost.activation_bytes if stage.recompute else 0
@@ -207,7 +207,7 @@ class ListScheduler:
             state.grad_delay = [
                 self.delays.get((c.name, state.name), 0.0) for c in state.consumers
             ]
-            state.consumed = {c.name: 0 for c in state.consumers}
+            state.consumed = {plan.by_name[c.name].module: 0 for c in state.consumers}
         self._stages = stages
         self._on_rank = [
             [stages[s.name] for s in plan.rank_stages(rank)] for rank in range(plan.num_ranks)
@@ -318,15 +318,18 @@ class ListScheduler:
     def _backward_ready(self, state: _Stage, microbatch: int, early: bool) -> float:
         done = state.recomputed_end if early else state.forward_end
         ready = done.get(microbatch, math.inf)
+        run = self.active[microbatch].stages
         for consumer, delay in zip(state.consumers, state.grad_delay, strict=True):
-            ready = max(ready, consumer.backward_end.get(microbatch, math.inf) + delay)
+            if consumer.name in run:
+                ready = max(ready, consumer.backward_end.get(microbatch, math.inf) + delay)
         return ready
 
     def _gradient_is_near(self, state: _Stage, microbatch: int) -> bool:
         for _ in range(self._rules.policy.hops):
             if not state.consumers:
                 return True
-            state = state.consumers[0]
+            run = self.active[microbatch].stages
+            state = next(c for c in state.consumers if c.name in run)
             if microbatch in state.backward_end:
                 return True
         return not state.consumers and microbatch in state.forward_end
@@ -411,7 +414,7 @@ class ListScheduler:
         run = self.active[microbatch].stages
         for producer in state.producers:
             if producer.name in run:
-                producer.consumed[state.name] += 1
+                producer.consumed[self.plan.by_name[state.name].module] += 1
                 self._wakes.append((now, producer.rank))
         for consumer in state.consumers:
             delay = self.delays.get((state.name, consumer.name), 0.0)

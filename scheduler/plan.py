@@ -50,8 +50,8 @@ class Stage:
         module, index: the module, and the stage's place in it.
         layers: first layer, and one past the last.
         rank: where it runs.
-        replica: which copy of the module it belongs to. Microbatches are dealt out over the
-            copies in turn; gradients of all copies are summed.
+        replica: which copy of the module it belongs to (data parallelism). Microbatches are
+            dealt out over the copies in turn; gradients of all copies are summed.
         recompute: keep only its inputs, and run its forward again for the backward.
     """
 
@@ -146,13 +146,6 @@ class Plan:
         numbers = [chain[0].replica for chain in chains]
         if numbers != list(range(len(numbers))):
             raise PlanError(f"replicas of {node.name!r} are {numbers}; they must be 0.. in order")
-        if len(chains) > 1 and self.graph.producers(node.name):
-            raise PlanError(
-                f"module {node.name!r} has {len(chains)} replicas; only a module that no other "
-                "feeds can be replicated"
-            )
-        if len(chains) > 1 and not self.graph.consumers(node.name):
-            raise PlanError(f"module {node.name!r} computes the loss and cannot be replicated")
         for stages in chains:
             self._check_layers(node, stages)
 
@@ -256,6 +249,20 @@ class Plan:
             after = [depth[dst] for dst in self.stage_consumers[stage.name]]
             depth[stage.name] = 1 + max(after, default=0)
         return depth
+
+    @cached_property
+    def warm_up(self) -> Mapping[str, int]:
+        """Microbatches that a stage may have under way in 1F1B: its depth, and where copies of
+        another module share out what it makes, as many as keep all of them busy."""
+        under_way: dict[str, int] = {}
+        for stage in reversed(self.topological_stages):
+            own = len(self.replicas(stage.module))
+            after = [
+                under_way[dst] * max(1, len(self.replicas(self.by_name[dst].module)) // own)
+                for dst in self.stage_consumers[stage.name]
+            ]
+            under_way[stage.name] = 1 + max(after, default=0)
+        return under_way
 
     def trainable(self, stage: Stage) -> bool:
         lo, hi = stage.layers

@@ -91,7 +91,7 @@ def layer_costs(draw: st.DrawFn) -> LayerCost:
 @st.composite
 def profiled_plans(draw: st.DrawFn, costs: st.SearchStrategy[LayerCost] | None = None) -> Plan:
     """:func:`plans` with costs of their layers, recomputation, and perhaps a second and third
-    copy of an encoder."""
+    copy of any module."""
     plan = draw(plans())
     costs = layer_costs() if costs is None else costs
     profile = CostProfile({
@@ -100,11 +100,10 @@ def profiled_plans(draw: st.DrawFn, costs: st.SearchStrategy[LayerCost] | None =
     })
     stages = [replace(stage, recompute=draw(st.booleans())) for stage in plan.stages]
     for node in plan.graph.nodes:
-        if not plan.graph.producers(node.name) and node.name != plan.graph.sink:
-            own = [s for s in stages if s.module == node.name]
-            ranks = st.integers(0, plan.num_ranks - 1)
-            for copy in range(1, 1 + draw(st.integers(0, 2))):
-                stages += [replace(s, replica=copy, rank=draw(ranks)) for s in own]
+        own = [s for s in stages if s.module == node.name]
+        ranks = st.integers(0, plan.num_ranks - 1)
+        for copy in range(1, 1 + draw(st.integers(0, 2))):
+            stages += [replace(s, replica=copy, rank=draw(ranks)) for s in own]
     return replace(plan, stages=tuple(stages), profile=profile, shared_ranks=None)
 
 

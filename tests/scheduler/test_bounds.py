@@ -97,15 +97,17 @@ def slow_bounds(plan: Plan, delays: Delays) -> tuple[float, float]:
         ]
         return [seconds + costs[name, Op.FORWARD] for seconds in found or [0.0]]
 
-    (sink,) = (s for s in plan.stages if not plan.stage_consumers[s.name])
     path = []
     for one in active:
+        (sink,) = (
+            s for s in plan.stages if s.name in one.stages and not plan.stage_consumers[s.name]
+        )
         seconds = max(ways(sink.name, one.stages))
         if sink.name in one.needs_backward:
             seconds += costs[sink.name, Op.BACKWARD]
             seconds += costs[sink.name, Op.FORWARD] if sink.recompute else 0.0
         path.append(seconds)
-    return max(work), min(path)
+    return max(work), max(path)
 
 
 @EXAMPLES

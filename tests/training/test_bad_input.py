@@ -134,17 +134,17 @@ BAD_SETTINGS = {
         ["parallel.language_model={chunks: 2, layers: [2]}"],
         ["layers is (2,)", "pp=1, chunks=2"],
     ),
-    "no replicas": (["parallel.encoders={vision: {replicas: 0}}"], ["replicas is 0"]),
-    "ranks that do not match replicas": (
-        ["parallel.encoders={vision: {replicas: 2, ranks: [0]}}"],
-        ["ranks is (0,)", "pp=1, replicas=2"],
+    "no copies": (["parallel.encoders={vision: {dp: 0}}"], ["dp is 0"]),
+    "ranks that do not match copies": (
+        ["parallel.encoders={vision: {dp: 2, ranks: [0]}}"],
+        ["ranks is (0,)", "pp=1, dp=2"],
     ),
-    "more replicas than microbatches": (
-        ["parallel.encoders={vision: {replicas: 3}}"],
-        ["replicas of 'vision' is 3", "2 microbatches"],
+    "copies that do not divide the microbatches": (
+        ["parallel.encoders={vision: {dp: 3}}"],
+        ["dp of 'vision' is 3", "num_microbatches=2"],
     ),
-    "replicas of the language model": (
-        ["parallel.language_model={replicas: 2}"], ["replicas", "is 2", "only encoders"],
+    "copies of the language model that do not divide them": (
+        ["parallel.language_model={dp: 4}"], ["dp of 'llm' is 4", "num_microbatches=2"],
     ),
     "unknown pipeline schedule": (
         ["parallel.schedule=2f2b"], ["schedule is '2f2b'", "1f1b, zero_bubble, gpipe"],

@@ -91,7 +91,7 @@ def test_a_given_layout_is_judged_not_changed(raymm, make_config, tmp_path, wide
     config = make_config({
         "parallel": {
             "schedule": "zero_bubble", "recompute": True,
-            "encoders": {"vision": {"replicas": 2, "ranks": [0, 1]}},
+            "encoders": {"vision": {"dp": 2, "ranks": [0, 1]}},
             "language_model": {"ranks": [0], "chunks": 2},
         },
     })

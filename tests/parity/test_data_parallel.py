@@ -1,0 +1,70 @@
+"""Copies of modules, of different degrees, equal one process: every microbatch goes through
+one copy of each module, and gradients are summed over copies exactly once."""
+
+import parity_models as pm
+import pytest
+from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
+
+from raymm.model import ModalityModule, MultimodalModule
+from raymm.scheduler.plan import PlanError
+from raymm.specs import MultimodalParallelSpec, ParallelSpec
+
+
+def model_of(frozen: bool = False) -> MultimodalModule:
+    return MultimodalModule(
+        {
+            "vision": ModalityModule(pm.build(pm.siglip(), 1), "mlp", frozen=frozen),
+            "audio": ModalityModule(pm.build(pm.whisper(), 2), "linear"),
+        },
+        ModalityModule(pm.build(pm.llama(tied=True), 3), frozen=frozen),
+    )
+
+
+def step() -> list[dict]:
+    """Four microbatches: with both modalities, one, the other, and none."""
+    return [
+        pm.batch([7, 5], 4, vision=[0, 0], audio=[1]),
+        pm.batch([6, 8], 5, vision=[0, 1]),
+        pm.batch([4, 9], 6, audio=[0]),
+        pm.batch([10], 7),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("vision", "audio", "llm"),
+    [
+        ({"dp": 1}, {"dp": 1}, {"dp": 2}),
+        ({"dp": 2}, {"dp": 1}, {"dp": 2}),
+        ({"dp": 2, "ranks": (0, 1)}, {"dp": 4, "ranks": (0, 1, 2, 3)}, {"dp": 2, "ranks": (2, 3)}),
+        ({"dp": 1}, {"dp": 1, "ranks": (0,)}, {"dp": 2, "pp": 2, "ranks": (1, 2, 3, 4)}),
+    ],
+    ids=["llm", "vision-and-llm", "shared-ranks", "pipelines"],
+)
+def test_degrees(ray_cluster, vision, audio, llm):
+    model = model_of()
+    oracle = oracle_of(model)
+    spec = MultimodalParallelSpec(
+        {"vision": ParallelSpec(**vision), "audio": ParallelSpec(**audio)}, ParallelSpec(**llm), 4
+    )
+    with spec.apply(model, optimizer=OPTIMIZER) as parallel:
+        check_gradients(parallel, oracle, step())
+        check_gradients(parallel, oracle, step()[2:], step()[:2])  # fewer than planned
+        check_training(parallel, oracle, [[step()], [step()[::-1]], [step(), step()[1:]]])
+
+
+def test_a_frozen_language_model_in_copies(ray_cluster):
+    """Only projectors learn; gradients pass through each copy to the one encoder."""
+    model = model_of(frozen=True)
+    oracle = oracle_of(model)
+    spec = MultimodalParallelSpec({}, ParallelSpec(dp=2), 4, "zero_bubble", recompute=True)
+    with spec.apply(model, optimizer=OPTIMIZER) as parallel:
+        check_gradients(parallel, oracle, step())
+        check_training(parallel, oracle, [[step()], [step()], [step()]])
+
+
+def test_the_former_name_still_works_and_says_so():
+    with pytest.warns(FutureWarning, match="replicas is now called dp"):
+        spec = ParallelSpec(replicas=2)
+    assert spec == ParallelSpec(dp=2)
+    with pytest.warns(FutureWarning), pytest.raises(PlanError, match="dp is 3"):
+        ParallelSpec(replicas=2, dp=3)
