@@ -1,0 +1,273 @@
+"""Mini-batches that are equally large in every modality, in all groups of every step.
+
+OmniBal's ISF draws groups until they happen to be full and drops what is left. Here the number
+of steps is fixed first and the samples are dealt out to exactly that many groups:
+
+1. The samples, sorted by size, are dealt at random to *pools* of some steps each, so that every
+   pool has the same distribution of sizes and, in every epoch, other samples.
+2. A pool's samples are levelled over its groups (:mod:`raymm.scheduler.batch_levelling`): equal
+   in every modality, in cost, and in how much comes from every data set. What fits no group goes
+   on to the next pool; the last one gets more steps if it must.
+3. All groups are sorted by size and cut into steps of groups that are nearly the same; within a
+   step samples are exchanged for what is left of the difference.
+4. Steps, and the ranks within each, are shuffled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from raymm.scheduler.batch_levelling import exchange_steps, level
+from raymm.scheduler.batch_replicas import place
+from raymm.scheduler.minibatch import (
+    MiniBatchError,
+    MiniBatchPlan,
+    SampleSizes,
+    checked,
+    checked_budgets,
+    generator,
+)
+from raymm.scheduler.minibatch_budgets import least_groups, suggest_budgets
+from raymm.scheduler.minibatch_costs import CostModel, even_costs
+
+# Groups that compete for a sample; more level better, and take longer.
+POOL_GROUPS = 128
+# Weights of cost and of data sets beside the modalities, each of which has 1.
+COST_WEIGHT = 0.3
+SOURCE_WEIGHT = 0.3
+# A step whose groups are above their mean by less, relative to the mean group, is left alone.
+TOLERANCE = 2e-4
+SWAPS = 200
+# Samples that find no group in a trial pool, relative to all of it, with which the last pool
+# is trusted to cope.
+SPILL = 0.002
+
+
+def plan_balanced(
+    sizes: SampleSizes,
+    ranks: int,
+    budgets: Sequence[int] | None = None,
+    *,
+    samples_per_group: float = 4.0,
+    model: CostModel | None = None,
+    serving: Mapping[str, int] | None = None,
+    source_weight: float = SOURCE_WEIGHT,
+    window: int = 1,
+    seed: int = 0,
+    epoch: int = 0,
+) -> MiniBatchPlan:
+    """Plan an epoch in which every sample is taken exactly once.
+
+    Args:
+        sizes: of all samples.
+        ranks: data-parallel ranks.
+        budgets: units per modality that no group may exceed. Default: those of
+            :func:`raymm.scheduler.minibatch_budgets.suggest_budgets` for ``samples_per_group``.
+        samples_per_group: about how many samples a group should have, without budgets.
+        model: what samples cost; default: every modality costs the same over the whole data.
+        serving: encoder replicas of modalities that have fewer than ``ranks``, each of which
+            serves as many neighbouring ranks; their loads are balanced too.
+        source_weight: how much the groups' mix of data sets counts beside their sizes; 0 for
+            not at all.
+        window: groups are dealt to steps at random within this many steps' worth of groups of
+            similar size: 1 for the best balance, large values for steps that mix groups of all
+            sizes.
+        seed, epoch: the same numbers make the same plan on every machine; every epoch differs.
+
+    Returns:
+        A packed plan without samples left out. If there are fewer samples than groups (tiny
+        data whose samples need a group each) some groups are empty.
+
+    Raises:
+        MiniBatchError: fewer samples than ranks, a sample above a budget, options out of range.
+    """
+    checked(sizes, ranks)
+    if source_weight < 0:
+        raise MiniBatchError(f"source_weight must not be negative, got {source_weight}")
+    if window < 1:
+        raise MiniBatchError(f"window must be at least 1, got {window}")
+    random = generator(seed, epoch)
+    if budgets is None:
+        budgets = suggest_budgets(sizes, samples_per_group)
+    budgets = checked_budgets(sizes, budgets)
+    least = -(-least_groups(sizes, budgets) // ranks)
+    features, limits = _features(sizes, budgets, model or even_costs(sizes), source_weight)
+    group_of, groups = _group(features, limits, len(sizes.names), ranks, least, random)
+
+    sums = [
+        np.bincount(group_of, column, groups).astype(np.int64) for column in sizes.values.T
+    ]
+    order = _similar_together(np.stack(sums, 1), sizes.totals, groups // ranks)
+    order = _deal(order, ranks, window, random)
+    samples, offsets = _by_group(group_of, order, random)
+    exchanged = features[:, : len(sizes.names) + 1]
+    exchange_steps(
+        exchanged, samples, offsets, ranks, limits[: len(sizes.names) + 1], TOLERANCE, SWAPS
+    )
+    shuffled = random.permuted(np.arange(groups).reshape(-1, ranks), axis=1)
+    if serving:
+        shuffled = place(shuffled, samples, offsets, sizes, serving)
+    shuffled = shuffled[random.permutation(len(shuffled))].ravel()
+    samples, offsets = _reordered(samples, offsets, shuffled)
+    return MiniBatchPlan(
+        method="balanced", ranks=ranks, samples=samples, offsets=offsets,
+        left_out=np.zeros(0, np.int64), packed=True, budgets=budgets, seed=seed, epoch=epoch,
+    )
+
+
+def _features(
+    sizes: SampleSizes, budgets: tuple[int, ...], model: CostModel, source_weight: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """(N, C) what is levelled, each column with its share of the total times the root of its
+    weight, and (C,) budgets in the same unit. First the modalities, then cost, then sources."""
+    columns, weights = [*sizes.values.T.astype(np.float64)], [1.0] * len(sizes.names)
+    columns.append(model.of_units(sizes.values).sum(1))
+    weights.append(COST_WEIGHT)
+    kinds = int(sizes.sources.max()) + 1
+    if kinds > 1 and source_weight:
+        columns += [(sizes.sources == kind).astype(np.float64) for kind in range(kinds)]
+        # A data set counts by its share: one that is rare cannot be in every group.
+        weights += list(source_weight * kinds * np.bincount(sizes.sources) / len(sizes))
+    # The mean group is 1 if there are as many groups as the fullest modality needs.
+    fullest = max(total / budget for total, budget in zip(sizes.totals, budgets, strict=True))
+    means = np.array([column.sum() for column in columns]) / max(fullest, 1.0)
+    scale = np.sqrt(weights) / np.where(means > 0, means, 1.0)
+    limits = np.full(len(columns), np.inf)
+    limits[: len(budgets)] = budgets
+    # Sums of scaled numbers are not exact: half a unit more lets in nothing that is too much.
+    limits[: len(budgets)] += 0.5
+    return np.stack(columns, 1) * scale, limits * scale
+
+
+def _group(
+    features: np.ndarray, limits: np.ndarray, modalities: int, ranks: int, least: int,
+    random: np.random.Generator,
+) -> tuple[np.ndarray, int]:
+    """(N,) group of every sample, and how many groups."""
+    n = len(features)
+    size = features[:, :modalities].sum(1)
+    order = random.permutation(n)
+    order = order[np.argsort(-size[order], kind="stable")]
+    group_of = np.empty(n, np.int64)
+    steps = _enough_steps(features, limits, order, ranks, least, group_of, random)
+
+    pools, pool_steps = _pools(steps, ranks)
+    of_pool = np.minimum(_dealt(n, steps, random) // pool_steps, pools - 1)
+    by_pool = np.argsort(of_pool.astype(np.uint16 if pools <= 1 << 16 else np.int64),
+                         kind="stable")
+    stops = np.cumsum(np.bincount(of_pool, minlength=pools))
+    carried, first = np.zeros(0, np.int64), 0
+    for pool in range(pools):
+        mine = order[by_pool[stops[pool - 1] if pool else 0 : stops[pool]]]
+        if len(carried):
+            mine = np.concatenate([carried, mine])
+            mine = mine[np.argsort(-size[mine], kind="stable")]
+        count = pool_steps if pool < pools - 1 else steps - pool_steps * (pools - 1)
+        spilled = level(features, mine, limits, count * ranks, group_of)
+        while pool == pools - 1 and spilled:
+            count += max(1, spilled * count // (2 * len(mine)))
+            spilled = level(features, mine, limits, count * ranks, group_of)
+        found = group_of[mine] >= 0
+        if pool == pools - 1:
+            _fill_empty(group_of, mine, count * ranks)
+        group_of[mine[found]] += first
+        first += count * ranks
+        carried = mine[~found]
+    return group_of, first
+
+
+def _pools(steps: int, ranks: int) -> tuple[int, int]:
+    """How many pools, and steps in each; the last one has the rest as well."""
+    pool_steps = max(1, POOL_GROUPS // ranks)
+    return max(1, steps // pool_steps), pool_steps
+
+
+def _dealt(n: int, slots: int, random: np.random.Generator) -> np.ndarray:
+    """(n,) a slot for every place, such that every run of ``slots`` places from a multiple of it
+    has every slot once."""
+    rounds = -(-n // slots)
+    dealt = np.broadcast_to(np.arange(slots), (rounds, slots))
+    return random.permuted(dealt, axis=1).ravel()[:n]
+
+
+def _enough_steps(
+    features: np.ndarray, limits: np.ndarray, order: np.ndarray, ranks: int, least: int,
+    group_of: np.ndarray, random: np.random.Generator,
+) -> int:
+    """Steps with which nearly all samples of a trial pool find a group."""
+    steps, n = least, len(order)
+    while steps * ranks < n:
+        pools, pool_steps = _pools(steps, ranks)
+        if pools == 1:
+            return steps  # the only pool looks for itself
+        trial = order[_dealt(n, steps, random) < pool_steps]
+        spilled = level(features, trial, limits, pool_steps * ranks, group_of)
+        if spilled <= SPILL * len(trial):
+            return steps
+        steps += max(1, spilled * steps // (2 * len(trial)))
+    return max(1, steps)
+
+
+def _fill_empty(group_of: np.ndarray, samples: np.ndarray, groups: int) -> None:
+    """Give every empty group a sample of a group that has several, as far as there are."""
+    counts = np.bincount(group_of[samples], minlength=groups)
+    for empty in np.flatnonzero(counts == 0):
+        giver = int(counts.argmax())
+        if counts[giver] < 2:
+            return
+        group_of[samples[np.flatnonzero(group_of[samples] == giver)[-1]]] = empty
+        counts[giver] -= 1
+        counts[empty] += 1
+
+
+def _similar_together(sums: np.ndarray, totals: Sequence[int], steps: int) -> np.ndarray:
+    """(groups,) an order in which neighbours are similar in every modality.
+
+    Sorted by the modality with the fewest units first. One with more different values than
+    there are steps to tell them apart is cut into classes, so that the next one counts as well.
+    """
+    columns = sorted(range(sums.shape[1]), key=lambda column: totals[column])
+    keys = []
+    for column in columns[:-1]:
+        values, ranked = np.unique(sums[:, column], return_inverse=True)
+        classes = max(1, round(steps ** (1 / len(columns))))
+        if len(values) > 4 * classes:
+            place_of = np.empty(len(sums), np.int64)
+            place_of[np.argsort(sums[:, column], kind="stable")] = np.arange(len(sums))
+            ranked = place_of * classes // len(sums)
+        keys.append(ranked)
+    keys.append(sums[:, columns[-1]])
+    return np.lexsort(keys[::-1])
+
+
+def _deal(order: np.ndarray, ranks: int, window: int, random: np.random.Generator) -> np.ndarray:
+    """The same groups, shuffled within every ``window`` steps."""
+    if window == 1:
+        return order
+    length = min(window * ranks, len(order))
+    whole = len(order) // length * length
+    head = random.permuted(order[:whole].reshape(-1, length), axis=1).ravel()
+    return np.concatenate([head, random.permutation(order[whole:])])
+
+
+def _by_group(
+    group_of: np.ndarray, order: np.ndarray, random: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Samples group after group, groups in the given order, and where groups begin."""
+    place_of = np.empty(len(order), np.int64)
+    place_of[order] = np.arange(len(order))
+    of_sample = place_of[group_of]
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(of_sample, minlength=len(order)))])
+    return np.argsort(of_sample, kind="stable"), offsets
+
+
+def _reordered(
+    samples: np.ndarray, offsets: np.ndarray, order: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Samples and offsets with the groups in another order."""
+    counts = np.diff(offsets)[order]
+    stops = np.cumsum(counts)
+    starts = np.repeat(offsets[:-1][order] - (stops - counts), counts)
+    return samples[starts + np.arange(len(samples))], np.concatenate([[0], stops])
