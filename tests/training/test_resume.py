@@ -1,5 +1,6 @@
 """Going on from a checkpoint gives the numbers of a run that was never interrupted."""
 
+import pytest
 import torch
 from tiny_run import checkpoint_tensors, curve, heldout_rows
 
@@ -21,11 +22,17 @@ def test_two_halves_equal_the_whole_bit_for_bit(finished, raymm, make_config, tm
     assert_same_state(tmp_path / "run", finished.path)
 
 
-def test_another_cut_goes_on_from_the_same_checkpoint(finished, raymm, make_config, tmp_path):
-    """One stage instead of two: the same parameters and optimizer state, other rounding."""
+@pytest.mark.parametrize("layout", [
+    {"language_model": {"ranks": [0]}, "encoders": {"vision": {"pp": 2, "ranks": [0, 1]}}},
+    {"language_model": {"dp": 2, "ranks": [0, 1]}, "encoders": {"vision": {"ranks": [0]}}},
+], ids=["stages", "copies"])  # fmt: skip
+def test_another_layout_goes_on_from_the_same_checkpoint(
+    finished, raymm, make_config, tmp_path, layout
+):
+    """Other stages, or two copies of the language model: the same parameters and optimizer
+    state, other rounding."""
     run = finished.copy_until(tmp_path / "run", 8)
-    config = make_config({"parallel": {"language_model": {"ranks": [0]}, "encoders": {
-        "vision": {"pp": 2, "ranks": [0, 1]}}}})
+    config = make_config({"parallel": layout})
     code, _ = raymm("train", config)
     assert code == 0
     steps = list(zip(curve(run), curve(finished.path), strict=True))
