@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -281,7 +282,7 @@ class Executor:
             sample_ids=meta.sample_ids[m] if meta.sample_ids else (),
         )
         if stage.training:
-            seed = derive_seed(meta.seed, meta.step, _without_replica(task.stage), m)
+            seed = derive_seed(meta.seed, meta.step, _of_one_copy(task.stage), m)
             torch.manual_seed(seed)
         with torch.set_grad_enabled(with_grad), self._precision():
             return leaves, stage.run(step.stage_inputs(task), named, context)
@@ -319,10 +320,10 @@ class Executor:
         return torch.autocast(self._device.type, dtype=self._autocast)
 
 
-def _without_replica(stage: str) -> str:
-    """``"vision.0@1"`` -> ``"vision.0"``: all copies of a stage draw the same numbers."""
-    module, _, place = stage.rpartition(".")
-    return f"{module}.{place.partition('@')[0]}"
+def _of_one_copy(stage: str) -> str:
+    """``"vision.0@1"`` -> ``"vision.0"``: all copies of a stage draw the same numbers, while
+    processes that share a sample's tokens (``"llm.0#1"``) draw each their own."""
+    return re.sub(r"@\d+", "", stage)
 
 
 def _received_name(producer: str, consumer: str) -> str:

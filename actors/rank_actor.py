@@ -22,6 +22,7 @@ from raymm.actors.optimizer import OptimizerConfig, RankOptimizer, SharedParamet
 from raymm.actors.shards import copy_tensors, read_tensors, write_shard
 from raymm.actors.stages.precision import cast_frozen
 from raymm.actors.to_device import to_device
+from raymm.kernels.exchange import Exchange
 from raymm.scheduler.program import Instruction, Op
 
 # Programs a rank keeps: one per combination of modalities seen in a step's microbatches.
@@ -45,6 +46,7 @@ class RankSpec:
         builders: per stage name, a picklable function that builds the stage module.
         edges: all data edges of the plan (stage names).
         stage_ranks: rank of every stage.
+        context_ranks: groups of processes that share every sample's tokens.
         shared: the plan's shared parameters.
         optimizer: the optimizer's configuration.
         autocast: name of the torch dtype for automatic mixed precision, or None.
@@ -60,6 +62,7 @@ class RankSpec:
     builders: dict[str, Callable[[], torch.nn.Module]]
     edges: tuple[tuple[str, str], ...]
     stage_ranks: dict[str, int]
+    context_ranks: tuple[tuple[int, ...], ...] = ()
     shared: tuple[SharedParameter, ...] = ()
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     autocast: str | None = None
@@ -112,6 +115,11 @@ class RankActor:
         for one in spec.shared:  # copies of a module share hundreds of parameters
             if len(one.ranks) > 1 and one.ranks not in groups:
                 groups[one.ranks] = dist.new_group(list(one.ranks), timeout=self._timeout)
+        self._context: Exchange | None = None
+        for ranks in spec.context_ranks:
+            group = dist.new_group(list(ranks), timeout=self._timeout)
+            if spec.rank in ranks:
+                self._context = Exchange(group)
         self._shared_groups = tuple(groups.get(one.ranks) for one in spec.shared)
         dist.all_reduce(torch.zeros(1, device=self._device))  # connects all pairs now, not later
 
@@ -136,6 +144,8 @@ class RankActor:
         self._stages = {}
         for name, builder in (builders or self._spec.builders).items():
             stage = builder()
+            if self._context is not None:
+                stage.share_tokens(self._context)
             if autocast is not None and _owner(name) in self._spec.reloadable:
                 cast_frozen(stage, autocast)
             self._stages[name] = stage.to(self._device)
@@ -299,7 +309,8 @@ def _owner(stage: str) -> str:
 
 
 def _is_first_copy(stage: str) -> bool:
-    return "@" not in stage.rpartition(".")[2]
+    """Neither of a module's second copy (``llm.0@1``) nor a rank's second process (``llm.0#1``)."""
+    return stage.rpartition(".")[2].isdigit()
 
 
 def _module_key(name: str) -> str:

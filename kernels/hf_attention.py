@@ -39,6 +39,10 @@ NAME = "raymm"
 MASK_ARGUMENT = "raymm_mask"
 """Keyword argument of a model's forward: an :class:`AttentionMask`, one per sequence, or
 what :func:`raymm.kernels.mask.pack_masks` made of them."""
+ATTEND_ARGUMENT = "raymm_attend"
+"""Keyword argument of a model's forward, beside the mask: what to call instead of
+:func:`raymm.kernels.attention.attention`, for tokens that are shared with other processes:
+``attend(query, key, value, masks, scale=, softcap=) -> output``."""
 _CACHED_MASKS = 64
 # What changes the scores and has no place in this attention: (argument, what it is).
 _UNSUPPORTED = (
@@ -122,6 +126,7 @@ def raymm_attention_forward(
     softcap: float | None = None,
     is_causal: bool | None = None,
     raymm_mask: torch.Tensor | AttentionMask | Sequence[AttentionMask] | None = None,
+    raymm_attend: Callable[..., torch.Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention interface (``sdpa_attention_forward`` is its model).
@@ -166,7 +171,10 @@ def raymm_attention_forward(
         masks = attention_mask.masks
     else:
         masks = _from_dense(attention_mask)
-    out, _ = attention(query, key, value, masks, scale=scaling, softcap=softcap)
+    if raymm_attend is not None:
+        out = raymm_attend(query, key, value, masks, scale=scaling, softcap=softcap)
+    else:
+        out, _ = attention(query, key, value, masks, scale=scaling, softcap=softcap)
     return out.transpose(1, 2).contiguous(), None
 
 

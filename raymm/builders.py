@@ -20,6 +20,7 @@ from raymm.actors.stages.probe import probe_encoder, probe_language_model
 from raymm.actors.stages.source import LiveSource
 from raymm.model import LANGUAGE_MODEL, MultimodalModule
 from raymm.scheduler.plan import Plan
+from raymm.scheduler.shards import Processes, shard_name
 
 
 def reloadable_modules(model: MultimodalModule) -> frozenset[str]:
@@ -85,18 +86,24 @@ def _build_language(spec: LanguageSpec, lo: int, hi: int) -> nn.Module:
 
 
 def shared_parameters(
-    plan: Plan, owned: Mapping[str, Sequence[str]]
+    processes: Processes, owned: Mapping[str, Sequence[str]]
 ) -> tuple[SharedParameter, ...]:
-    """Parameters that several stages own: tied embeddings, and all of a module that has
-    several copies."""
+    """Parameters that stages of several processes own: tied embeddings, and all of a module
+    that has several copies or is context parallel.
+
+    Args:
+        processes: the plan's.
+        owned: names of the parameters that each stage of the plan owns.
+    """
     holders: dict[str, list[tuple[str, str]]] = {}
-    for stage in plan.topological_stages:
+    homes = processes.stage_processes
+    for stage in processes.plan.topological_stages:
         for name in owned[stage.name]:
-            holders.setdefault(f"{stage.module}/{name}", []).append((stage.name, name))
+            holders.setdefault(f"{stage.module}/{name}", []).extend(
+                (shard_name(stage.name, shard), name) for shard in range(stage.cp)
+            )
     return tuple(
-        SharedParameter(
-            tuple(places), tuple(sorted({plan.by_name[stage].rank for stage, _ in places}))
-        )
+        SharedParameter(tuple(places), tuple(sorted({homes[stage] for stage, _ in places})))
         for places in holders.values()
         if len(places) > 1
     )

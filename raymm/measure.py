@@ -80,7 +80,7 @@ def measure_options(
         ClusterError: before anything starts, if the cluster is too small for one of them.
     """
     resources = resources or RankResources(gpus=1.0 if device == "cuda" else 0.0)
-    check_capacity(max(option.plan.num_ranks for option in options), resources)
+    check_capacity(max(option.plan.num_processes for option in options), resources)
     groups: dict[Any, list[Option]] = {}
     for option in options:
         groups.setdefault(_places(option.plan), []).append(option)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ from raymm.model import (
 )
 from raymm.plan_check import check_fits
 from raymm.scheduler.lower import lower
-from raymm.scheduler.plan import Plan, PlanError, Stage
+from raymm.scheduler.plan import Plan, PlanError
 from raymm.scheduler.program import EPILOGUE, Op, Program, check_program
+from raymm.scheduler.shards import Processes, shard_name
 from raymm.scheduler.timeline import Timeline
 
 
@@ -56,10 +58,13 @@ class StepOutput:
 class PendingStep:
     """A step under way. :meth:`result` waits for it."""
 
-    def __init__(self, handle: StepHandle, label_tokens: int, keep: Any) -> None:
+    def __init__(
+        self, handle: StepHandle, label_tokens: int, keep: Any, leaders: Sequence[int]
+    ) -> None:
         self._handle = handle
         self._label_tokens = label_tokens
         self._keep = keep  # whoever owns the input references must outlive the step
+        self._leaders = leaders  # each rank's first process stands for it in the timeline
 
     def result(self) -> StepOutput:
         """The step's output.
@@ -68,13 +73,14 @@ class PendingStep:
             RankFailedError: if a rank died or raised.
         """
         results = self._handle.result()
-        losses = {m: value for result in results for m, value in result.losses.items()}
+        # Processes of a context-parallel rank have each their tokens' part of a microbatch.
+        losses = [(m, value) for result in results for m, value in result.losses.items()]
         rates = [r.learning_rate for r in results if r.learning_rate is not None]
         norms = [r.grad_norm for r in results if r.grad_norm is not None]
         return StepOutput(
-            loss=sum(losses[m] for m in sorted(losses)),
+            loss=sum(value for _, value in sorted(losses, key=itemgetter(0))),
             label_tokens=self._label_tokens,
-            timeline=measured_timeline(results),
+            timeline=measured_timeline([results[number] for number in self._leaders]),
             grad_norm=norms[0] if norms else None,
             learning_rate=rates[0] if rates else None,
         )
@@ -134,15 +140,21 @@ class MultimodalParallelModule:
         self._step = 0
         self._programs: OrderedDict[tuple, str] = OrderedDict()
         builders, self._owned = stage_builders(model, plan)
-        self.shared = shared_parameters(plan, self._owned)
+        self._processes = processes = Processes(plan)
+        self.shared = shared_parameters(processes, self._owned)
         resources = resources or RankResources(gpus=1.0 if device == "cuda" else 0.0)
         specs = [
             RankSpec(
-                rank=rank,
-                world_size=plan.num_ranks,
-                builders={s.name: builders[s.name] for s in plan.rank_stages(rank)},
-                edges=plan.stage_edges,
-                stage_ranks={s.name: s.rank for s in plan.stages},
+                rank=number,
+                world_size=len(processes.all),
+                builders={n: builders[s.name] for n, s in processes.stages(process).items()},
+                edges=processes.edges,
+                stage_ranks=processes.stage_processes,
+                context_ranks=tuple(
+                    tuple(processes.of_rank(rank))
+                    for rank in range(plan.num_ranks)
+                    if plan.processes(rank) > 1
+                ),
                 shared=self.shared,
                 optimizer=self.optimizer_config,
                 autocast="bfloat16" if precision == "bf16" else None,
@@ -151,9 +163,9 @@ class MultimodalParallelModule:
                 threads=threads,
                 timeout_s=timeout_s,
             )
-            for rank in range(plan.num_ranks)
+            for number, process in enumerate(processes.all)
         ]
-        self.group = RankGroup(specs, rank_labels(plan), resources)
+        self.group = RankGroup(specs, process_labels(processes), resources)
 
     @property
     def optimizer(self) -> ParallelOptimizer:
@@ -176,7 +188,7 @@ class MultimodalParallelModule:
             PlanError: if it puts other layers on a rank.
         """
         def places(plan: Plan) -> dict[str, tuple]:
-            return {stage.name: (stage.layers, stage.rank) for stage in plan.stages}
+            return {stage.name: (stage.layers, stage.rank, stage.cp) for stage in plan.stages}
 
         if plan.graph != self.plan.graph or places(plan) != places(self.plan):
             raise PlanError(
@@ -184,6 +196,7 @@ class MultimodalParallelModule:
                 "start the model anew under it"
             )
         self.plan = plan
+        self._processes = Processes(plan)
         self._programs.clear()
 
     def execute(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepOutput:
@@ -242,14 +255,16 @@ class MultimodalParallelModule:
         parts, meta = prepared
         ops = self._epilogue() if update else ()
         key = self._program(tuple(tuple(sorted(m.items)) for m in meta), ops, forward_only)
-        inputs: list[list[tuple[str, int, Any]]] = [[] for _ in range(self.plan.num_ranks)]
+        inputs: list[list[tuple[str, int, Any]]] = [[] for _ in self._processes.all]
         for index, (part, one) in enumerate(zip(parts, meta, strict=True)):
             for name, data in part.items():
-                stage = self._reader(LANGUAGE_MODEL if name == "text" else name, index)
-                inputs[stage.rank].append((stage.name, index, data))
+                for number, stage in self._readers(
+                    LANGUAGE_MODEL if name == "text" else name, index
+                ):
+                    inputs[number].append((stage, index, data))
             rows = {name: torch.tensor(items) for name, items in one.items.items()}
-            stage = self._reader(LANGUAGE_MODEL, index)
-            inputs[stage.rank].append((stage.name, index, {"sample_index": rows}))
+            for number, stage in self._readers(LANGUAGE_MODEL, index):
+                inputs[number].append((stage, index, {"sample_index": rows}))
         step = StepMeta(
             step=self._step,
             label_tokens=sum(one.label_tokens for one in meta),
@@ -261,12 +276,15 @@ class MultimodalParallelModule:
         handle = self.group.submit(key, step, inputs)
         if update:
             self._step += 1
-        return PendingStep(handle, step.label_tokens, keep)
+        leaders = [self._processes.number(rank) for rank in range(self.plan.num_ranks)]
+        return PendingStep(handle, step.label_tokens, keep, leaders)
 
-    def _reader(self, module: str, microbatch: int) -> Stage:
-        """The stage that gets a module's inputs of a microbatch."""
+    def _readers(self, module: str, microbatch: int) -> list[tuple[int, str]]:
+        """The processes that get a module's inputs of a microbatch, and their stages there."""
         firsts = [chain[0] for chain in self.plan.replicas(module)]
-        return next(stage for stage in firsts if self.plan.runs(stage, microbatch))
+        stage = next(stage for stage in firsts if self.plan.runs(stage, microbatch))
+        numbers = self._processes.of_rank(stage.rank)
+        return [(number, shard_name(stage.name, k)) for k, number in enumerate(numbers)]
 
     def program(self, present: Sequence[Sequence[str]], update: bool = True) -> Program:
         """The checked program of a step whose microbatches have these modalities."""
@@ -282,6 +300,7 @@ class MultimodalParallelModule:
         key = self._programs.get(pattern)
         if key is None:
             program = lower(self.plan, present, forward_only=forward_only)
+            program = self._processes.expand(program)
             check_program(program)
             key = self.group.load_program(program.with_epilogue(ops))
         else:
@@ -355,9 +374,9 @@ def model_name(stage: str, name: str) -> str:
     return f"{'language_model' if module == LANGUAGE_MODEL else module + '_encoder'}.{name}"
 
 
-def rank_labels(plan: Plan) -> list[str]:
-    """Per rank, the names of its stages."""
-    return [", ".join(s.name for s in plan.rank_stages(r)) for r in range(plan.num_ranks)]
+def process_labels(processes: Processes) -> list[str]:
+    """Per process, the names of its stages."""
+    return [", ".join(processes.stages(process)) for process in processes.all]
 
 
 def split_batch(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:

@@ -22,7 +22,9 @@ class ParallelSpec:
         pp: number of ranks in its pipeline.
         dp: copies of the module, among which the microbatches are shared out; gradients are
             summed over them. Modules may have different degrees.
-        tp, cp: tensor and context parallel degree; only 1 is supported yet.
+        cp: context parallel degree of the language model: every rank is that many processes,
+            among which each sample's tokens are dealt out so that work and count balance.
+        tp: tensor parallel degree; only 1 is supported yet.
         chunks: stages per rank; the module is cut into ``pp * chunks`` stages, and stage i is on
             the pipeline's rank ``i % pp`` (Megatron's interleaved schedule).
         replicas: the former name of ``dp``.
@@ -51,12 +53,11 @@ class ParallelSpec:
                 raise PlanError(f"dp is {self.dp} and replicas, its former name, {self.replicas}")
             object.__setattr__(self, "dp", self.replicas)
             object.__setattr__(self, "replicas", None)
-        for name in ("tp", "cp"):
-            if getattr(self, name) != 1:
-                raise PlanError(f"{name} is {getattr(self, name)}; only 1 is supported yet")
+        if self.tp != 1:
+            raise PlanError(f"tp is {self.tp}; only 1 is supported yet")
         if self.pp < 1:
             raise PlanError(f"pp is {self.pp}; a module needs at least one stage")
-        for name in ("chunks", "dp"):
+        for name in ("chunks", "dp", "cp"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} is {getattr(self, name)}; it must be at least 1")
         for name, wanted, what in (
@@ -102,6 +103,8 @@ class MultimodalParallelSpec:
         if self.schedule not in SCHEDULES:
             raise PlanError(f"schedule is {self.schedule!r}; accepted: {', '.join(SCHEDULES)}")
         for name, spec in (*self.encoder_specs.items(), (LANGUAGE_MODEL, self.language_model_spec)):
+            if spec.cp > 1 and name != LANGUAGE_MODEL:
+                raise PlanError(f"cp of {name!r} is {spec.cp}; encoders have 1 only")
             if self.num_microbatches % spec.dp:
                 raise PlanError(
                     f"dp of {name!r} is {spec.dp}, which does not divide the step's "
@@ -150,7 +153,7 @@ def _placed(
     for copy in range(spec.dp):
         for stage in stages:
             rank = ranks[copy * spec.pp + stage.index % spec.pp]
-            yield replace(stage, rank=rank, replica=copy)
+            yield replace(stage, rank=rank, replica=copy, cp=spec.cp)
 
 
 def split_layers(node: ModuleNode, spec: ParallelSpec) -> Ranges:

@@ -143,7 +143,7 @@ class Trainer:
             if self.plan is None:
                 self._make_plan(device, resources, checkpoint)
             write_json(self.path / "plan.json", self.plan.to_dict())
-            check_capacity(self.plan.num_ranks, resources, self._worker_cpus())
+            check_capacity(self.plan.num_processes, resources, self._worker_cpus())
             self._say_what_runs(device)
             with MultimodalParallelModule(
                 self.model, self.plan, optimizer=self.optimizer, precision=self.run.precision,
@@ -186,7 +186,7 @@ class Trainer:
                 f"{wanted}"
             )
         try:
-            check_capacity(plan.num_ranks, resources, self._worker_cpus())
+            check_capacity(plan.num_processes, resources, self._worker_cpus())
         except ClusterError as error:
             return str(error)
         return None
@@ -223,8 +223,10 @@ class Trainer:
 
     def _say_what_runs(self, device: str) -> None:
         plan = self.plan
+        more = plan.num_processes > plan.num_ranks
         self.console.print(
-            f"{len(plan.stages)} stages on {plan.num_ranks} ranks ({device}), "
+            f"{len(plan.stages)} stages on {plan.num_ranks} ranks "
+            f"({f'{plan.num_processes} processes, ' if more else ''}{device}), "
             f"{plan.num_microbatches} microbatches per step, {self.run.precision}; "
             f"run folder {self.path}",
             highlight=False, soft_wrap=True,

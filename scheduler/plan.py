@@ -53,6 +53,8 @@ class Stage:
         replica: which copy of the module it belongs to (data parallelism). Microbatches are
             dealt out over the copies in turn; gradients of all copies are summed.
         recompute: keep only its inputs, and run its forward again for the backward.
+        cp: context parallel degree: its rank is that many processes, each with its share of
+            every sample's tokens.
     """
 
     module: str
@@ -61,6 +63,7 @@ class Stage:
     rank: int
     replica: int = 0
     recompute: bool = False
+    cp: int = 1
 
     @property
     def name(self) -> str:
@@ -116,6 +119,7 @@ class Plan:
             except ProfileError as error:
                 raise PlanError(f"profile: {error}") from None
         self._check_shared_ranks()
+        self._check_processes()
         ranks = sorted({stage.rank for stage in self.stages})
         if ranks != list(range(len(ranks))):
             raise PlanError(f"ranks are {ranks}; they must be 0..{len(ranks) - 1} without gaps")
@@ -138,6 +142,20 @@ class Plan:
                     f"rank {rank} is used by stages {', '.join(stages[rank])}; give each its own "
                     "rank, or add the rank to shared_ranks if they are to take turns on it"
                 )
+
+    def _check_processes(self) -> None:
+        widths: dict[int, Stage] = {}
+        degrees: dict[str, Stage] = {}
+        for stage in self.stages:
+            check_number(f"cp of stage {stage.name}", stage.cp)
+            for known, what in ((widths, f"rank {stage.rank}"), (degrees, stage.module)):
+                key = stage.rank if known is widths else stage.module
+                other = known.setdefault(key, stage)
+                if other.cp != stage.cp:
+                    raise PlanError(
+                        f"cp of stage {stage.name} is {stage.cp} and of {other.name} {other.cp}; "
+                        f"all stages of {what} must have the same"
+                    )
 
     def _check_replicas(self, node: ModuleNode) -> None:
         chains = self.replicas(node.name)
@@ -196,6 +214,15 @@ class Plan:
     def runs(self, stage: Stage, microbatch: int) -> bool:
         """Whether a microbatch that has the stage's module goes through this replica of it."""
         return microbatch % len(self.replicas(stage.module)) == stage.replica
+
+    def processes(self, rank: int) -> int:
+        """Processes of a rank: the context parallel degree of its stages."""
+        return self.rank_stages(rank)[0].cp
+
+    @cached_property
+    def num_processes(self) -> int:
+        """Processes of all ranks, one device each."""
+        return sum(self.processes(rank) for rank in range(self.num_ranks))
 
     def rank_stages(self, rank: int) -> tuple[Stage, ...]:
         """Stages of a rank, producers before consumers."""
@@ -349,6 +376,7 @@ def _stage(data: Mapping[str, Any]) -> Stage:
         _typed(data, "module", str), _typed(data, "index", int), layers, _typed(data, "rank", int),
         _typed({"replica": 0, **data}, "replica", int),
         _typed({"recompute": False, **data}, "recompute", bool),
+        _typed({"cp": 1, **data}, "cp", int),
     )
 
 

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from raymm.actors.stages.cut import CutInfo, CutReached, inject, stage_parameters
+from raymm.actors.stages.dealt_tokens import deal_tokens, pad_layout, take_tokens
 from raymm.actors.stages.merge import IGNORE_INDEX, MergeError, MergePolicy
 from raymm.actors.stages.message import Message, MicrobatchContext
 from raymm.actors.stages.source import ModuleSource, Part
-from raymm.actors.stages.token_layout import MaskPolicy, row_masks
+from raymm.actors.stages.token_layout import MASKS, MaskPolicy, row_masks, text_layout
 from raymm.kernels import hf_attention
+from raymm.kernels.context_parallel import context_attention
 from raymm.kernels.cross_entropy import token_cross_entropy_sum
+from raymm.kernels.exchange import Exchange
 
-_NOT_FOR_MODEL = frozenset({"input_ids", "labels", "sample_index", "encoder_kinds"})
+_READ_BY_MERGE = frozenset({"input_ids", "labels", "sample_index", "encoder_kinds"})
+_NOT_FOR_MODEL = frozenset({"targets", "token_layout", "length"})
 
 
 @dataclass(frozen=True)
@@ -72,10 +78,22 @@ class LanguageStage(nn.Module):
                 raise TypeError(f"{type(module).__name__} has no output embeddings (no lm_head)")
             self._hook = head.register_forward_pre_hook(self._keep_labelled_rows)
         self._own_attention: str | None = None
-        if spec.mask is not None:
-            hf_attention.register()
-            self._own_attention = module.config._attn_implementation
-            module.set_attn_implementation(hf_attention.NAME)
+        self._exchange: Exchange | None = None
+        self._mask = spec.mask
+        if self._mask is not None:
+            self._use_masks()
+
+    def _use_masks(self) -> None:
+        hf_attention.register()
+        self._own_attention = self.module.config._attn_implementation
+        self.module.set_attn_implementation(hf_attention.NAME)
+
+    def share_tokens(self, exchange: Exchange) -> None:
+        """Work on a part of every sample's tokens, together with the processes of a group."""
+        self._exchange = exchange
+        if self._mask is None:
+            self._mask = MASKS["causal"]
+            self._use_masks()
 
     def detach(self) -> None:
         """Leave the module as it was: the reference builds a stage per forward."""
@@ -91,9 +109,7 @@ class LanguageStage(nn.Module):
         return cls(spec, lo, hi, spec.source.build(None if whole else Part(spec.cut, lo, hi)))
 
     def _keep_labelled_rows(self, head: nn.Module, args: tuple[torch.Tensor]) -> Any:
-        if self._rows is None:
-            return None
-        return (args[0][:, :-1][self._rows][None],)
+        return None if self._rows is None else (args[0][self._rows][None],)
 
     def run(
         self,
@@ -109,51 +125,85 @@ class LanguageStage(nn.Module):
             context: the step's label count.
 
         Returns:
-            Hidden state with the merged mask and labels as side tensors, or, from the last
-            stage, the loss.
+            Hidden state with what later stages need as side tensors (the merged mask or token
+            layout, and per token the label that it is to predict), or, from the last stage,
+            the loss.
         """
         if self.first:
-            merged = self._merge(inputs, received, context)
-            labels = merged["labels"]
-            kwargs = {k: v for k, v in merged.items() if k not in _NOT_FOR_MODEL and v is not None}
-            side = {k: v for k, v in kwargs.items() if k != "inputs_embeds"}
-            kwargs.pop("token_layout", None)
+            side = self._merge(inputs, received, context)
+            embeds = side.pop("inputs_embeds")
         else:
             (message,) = received.values()
-            side = dict(message.side)
-            labels = side.pop("labels")
-            hidden = message.tensors[0]
+            side, hidden = dict(message.side), message.tensors[0]
+        attention: dict[str, Any] = {}
+        if self._mask is not None:
+            attention, side, embeds = self._attention(side, embeds if self.first else None)
+        targets = side["targets"]
+        if not self.first:
             self._inject(hidden)
             # As wide as the embeddings, which may be narrower than the hidden state (OPT-350m).
             width = self.module.get_input_embeddings().weight.shape[1]
             # Real zeros, not zero-stride ones: some models scale them in place (CTRL, GIT).
-            unused = torch.zeros(*labels.shape, width, device=hidden.device)
-            kwargs = {k: v for k, v in side.items() if k != "token_layout"}
-            kwargs["inputs_embeds"] = unused
-        if self.spec.mask is not None:
-            kwargs[hf_attention.MASK_ARGUMENT] = row_masks(side["token_layout"], self.spec.mask)
+            embeds = torch.zeros(*targets.shape, width, device=hidden.device)
+        kwargs = {name: value for name, value in side.items() if name not in _NOT_FOR_MODEL}
         try:
-            self._rows = label_mask(labels)
-            logits = self.module(**kwargs, use_cache=False).logits
+            self._rows = targets != IGNORE_INDEX
+            logits = self.module(
+                inputs_embeds=embeds, **kwargs, **attention, use_cache=False
+            ).logits
         except CutReached as cut:
-            return Message((cut.hidden,), {**side, "labels": labels})
+            return Message((cut.hidden,), side)
         finally:
             rows, self._rows = self._rows, None
-        total = token_cross_entropy_sum(logits[0], labels[:, 1:][rows])
+        total = token_cross_entropy_sum(logits[0], targets[rows])
         return Message((total / max(context.label_tokens, 1),), {})
+
+    def _attention(
+        self, side: dict[str, torch.Tensor], embeds: torch.Tensor | None
+    ) -> tuple[dict[str, Any], dict[str, torch.Tensor], torch.Tensor | None]:
+        """What the layers are told of the mask; and, where tokens are shared, what is left of
+        the merged microbatch for this process."""
+        layout, exchange = side["token_layout"], self._exchange
+        if exchange is None:
+            masks = row_masks(layout, self._mask)
+            return {hf_attention.MASK_ARGUMENT: masks}, side, embeds
+        length = layout.shape[2]
+        if embeds is not None:
+            layout = pad_layout(layout, exchange.size)
+        else:
+            length = int(side["length"])
+        masks = row_masks(layout, self._mask)
+        group = deal_tokens(masks, length, exchange)
+        if embeds is not None:
+            given = {k: v for k, v in side.items() if k != "token_layout"}
+            positions = group.queries.positions(exchange.rank)
+            side = take_tokens({**given, "inputs_embeds": embeds}, positions, length)
+            embeds = side.pop("inputs_embeds")
+            side |= {"token_layout": layout, "length": torch.tensor(length)}
+        attend = partial(context_attention, group=group)
+        # All ones: position ids that jump would otherwise be read as packed sequences.
+        ones = torch.ones_like(side["targets"])
+        attention = {
+            hf_attention.MASK_ARGUMENT: masks,
+            hf_attention.ATTEND_ARGUMENT: attend,
+            "attention_mask": ones,
+        }
+        return attention, side, embeds
 
     def _merge(
         self, inputs: dict[str, Any], received: dict[str, Message], context: MicrobatchContext
     ) -> dict[str, Any]:
+        """What the merge policy returns, without what is None, and with targets: per token the
+        label that it is to predict."""
         labels = inputs["labels"].clone()
         labels[:, 0] = IGNORE_INDEX
         embeds = self.module.get_input_embeddings()(inputs["input_ids"])
         features = {name: message.tensors[0] for name, message in received.items()}
         to_merge = {**inputs, "inputs_embeds": embeds, "labels": labels}
-        if self.spec.mask is not None:
+        if self._mask is not None:
             to_merge["encoder_kinds"] = {name: n for n, name in enumerate(self.spec.encoders, 1)}
         try:
-            merged = self.spec.merge(features, to_merge)
+            merged = dict(self.spec.merge(features, to_merge))
         except MergeError as error:
             ids = context.sample_ids
             if error.row is not None:
@@ -162,17 +212,26 @@ class LanguageStage(nn.Module):
         given, kept = int(label_mask(labels).sum()), int(label_mask(merged["labels"]).sum())
         if given != kept:
             raise MergeError(f"the merge policy turned {given} label tokens into {kept}")
-        if self.spec.mask is not None:
-            if merged.get("token_layout") is None:
-                raise MergeError(
-                    "the merge policy returned no token_layout, which the model's mask is made "
-                    "from; see raymm.actors.stages.token_layout"
-                )
-            return {**merged, "attention_mask": None}
         mask = merged.get("attention_mask")
-        if mask is not None and mask.dim() == 2 and bool(mask.all()):
-            merged = {**merged, "attention_mask": None}  # plain causal attention is faster
-        return merged
+        if self._mask is not None:
+            merged["token_layout"] = self._token_layout(merged)
+            mask = None
+        elif mask is not None and mask.dim() == 2 and bool(mask.all()):
+            mask = None  # plain causal attention is faster
+        merged["attention_mask"] = mask
+        merged["targets"] = F.pad(merged["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
+        return {k: v for k, v in merged.items() if k not in _READ_BY_MERGE and v is not None}
+
+    def _token_layout(self, merged: dict[str, Any]) -> torch.Tensor:
+        if merged.get("token_layout") is not None:
+            return merged["token_layout"]
+        if self.spec.mask is not None:
+            raise MergeError(
+                "the merge policy returned no token_layout, which the model's mask is made "
+                "from; see raymm.actors.stages.token_layout"
+            )
+        mask = merged.get("attention_mask")  # causal: nothing but the padding matters
+        return text_layout(torch.ones_like(merged["labels"]) if mask is None else mask)
 
 
 def language_stage_parameters(spec: LanguageSpec, lo: int, hi: int) -> list[str]:

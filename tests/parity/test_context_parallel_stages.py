@@ -1,0 +1,79 @@
+"""A language model whose ranks share every sample's tokens equals one process."""
+
+import parity_models as pm
+import pytest
+from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
+from parity_oracle import prepend, replace
+
+from raymm.actors.stages.merge import ReplaceTokens
+from raymm.model import ModalityModule, MultimodalModule
+from raymm.scheduler.plan import PlanError
+from raymm.specs import MultimodalParallelSpec, ParallelSpec
+
+TOKENS = {"vision": pm.IMAGE_TOKEN}
+
+
+def isolated(query, key, past):
+    return past if query[0] == 0 else query == key
+
+
+def model_of(llm, merge=None, mask=None) -> MultimodalModule:
+    vision = ModalityModule(pm.build(pm.siglip(), 1), "mlp")
+    return MultimodalModule({"vision": vision}, ModalityModule(pm.build(llm, 3)), merge, mask)
+
+
+def step(placeholders: bool = False) -> list[dict]:
+    """Rows of different lengths, images in some, a microbatch of a few tokens."""
+    image = (pm.IMAGE_TOKEN, 4)
+    runs = [[image, image], [], [image]] if placeholders else None
+    return [
+        pm.batch([37, 25, 9], 4, runs, vision=[0, 0, 2]),
+        pm.batch([3], 5),
+        pm.batch([50, 41], 6),
+        pm.batch([20], 7, runs and [[image]], vision=[0]),
+    ]
+
+
+def test_causal_with_projector_gradients(ray_cluster):
+    """Prepended images under the model's own mask; two ranks of two processes; tied embeddings."""
+    model = model_of(pm.llama(tied=True))
+    oracle = oracle_of(model)
+    spec = MultimodalParallelSpec({}, ParallelSpec(pp=2, cp=2), 4)
+    with spec.apply(model, optimizer=OPTIMIZER) as parallel:
+        assert parallel.group.num_ranks == 5
+        check_gradients(parallel, oracle, step())
+        check_gradients(parallel, oracle, step()[1:3])
+        check_training(parallel, oracle, [[step()], [step()[::-1]], [step(), step()[1:]]])
+
+
+@pytest.mark.parametrize("llm", [pm.qwen3, pm.gemma3])
+def test_masks_windows_and_copies(ray_cluster, llm):
+    """A mask over placeholders; layers with windows; two copies of two processes."""
+    mask = "multimodal_isolated" if llm is pm.qwen3 else None
+    model = model_of(llm(), ReplaceTokens(TOKENS), mask)
+    oracle = oracle_of(model, replace(TOKENS), isolated if mask else None)
+    vision = ParallelSpec(dp=2, ranks=(0, 1))
+    spec = MultimodalParallelSpec({"vision": vision}, ParallelSpec(cp=2, dp=2), 4, recompute=True)
+    with spec.apply(model, optimizer=OPTIMIZER) as parallel:
+        check_gradients(parallel, oracle, step(True))
+        check_training(parallel, oracle, [[step(True)], [step(True)[::-1]], [step(True)]])
+
+
+def test_three_processes_and_zero_bubble(ray_cluster):
+    model = model_of(pm.llama(tied=False))
+    oracle = oracle_of(model, prepend)
+    spec = MultimodalParallelSpec({}, ParallelSpec(cp=3), 4, "zero_bubble")
+    with spec.apply(model, optimizer=OPTIMIZER) as parallel:
+        check_gradients(parallel, oracle, step())
+
+
+def test_what_cannot_be_split_is_refused_before_anything_starts():
+    with pytest.raises(PlanError, match="cp of 'vision' is 2; encoders have 1 only"):
+        MultimodalParallelSpec({"vision": ParallelSpec(cp=2)}, ParallelSpec(), 2)
+    model = model_of(pm.llama())
+    with pytest.raises(PlanError, match="cp of stage .* all stages of rank 0"):
+        MultimodalParallelSpec(
+            {"vision": ParallelSpec(ranks=(0,))}, ParallelSpec(cp=2, ranks=(0,)), 2
+        ).plan(model)
+    with pytest.raises(PlanError, match="cp is 0"):
+        ParallelSpec(cp=0)
