@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
+from math import gcd
 from typing import Any
 
 from raymm.scheduler.costs import CostProfile, ProfileError
@@ -238,17 +239,21 @@ class Plan:
 
     @cached_property
     def stage_edges(self) -> tuple[tuple[str, str], ...]:
-        """Directed data edges between stages, within modules and between them."""
+        """Directed data edges between stages, within modules and between them. Of copies, only
+        those are joined that some microbatch goes through both of."""
         edges = []
         for node in self.graph.nodes:
             for chain in self.replicas(node.name):
                 names = [stage.name for stage in chain]
                 edges += list(zip(names, names[1:], strict=False))
         for src, dst in self.graph.edges:
+            # Microbatch m goes through copy m % p of the one and m % c of the other.
+            period = gcd(len(self.replicas(src)), len(self.replicas(dst)))
             edges += [
                 (producer[-1].name, consumer[0].name)
                 for producer in self.replicas(src)
                 for consumer in self.replicas(dst)
+                if producer[0].replica % period == consumer[0].replica % period
             ]
         return tuple(edges)
 
