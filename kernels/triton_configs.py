@@ -1,0 +1,175 @@
+"""Block sizes, warps and pipeline stages of the Triton attention kernels.
+
+By a table, not by trials at run time: autotuning would make two ranks that share a step
+choose differently, and needs a device. What decides is that nothing spills and shared memory
+fits on sm_90 (`tests/kernels/test_compile_gate.py` compiles every entry).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+SMALLEST_HEAD_DIM, LARGEST_HEAD_DIM = 32, 256
+HEAD_DIM_MULTIPLE = 8
+"""Rows must start at whole 16-byte vectors."""
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+CHECKED_HEAD_DIMS = (32, 64, 72, 80, 96, 128, 192, 256)
+"""Of the decoders and encoders in use: what the compile gate checks. Others between them run
+with the configuration of their padded head dim."""
+MERGE_ROWS = 16
+"""Rows of a block that one program merges."""
+SMALL_OPTIONS = {"enable_fp_fusion": True}
+"""Compiler options of the small kernels; else the defaults."""
+STATISTICS_ROWS = 64
+"""Rows per program of the kernel that makes the backward pass's row statistics."""
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """How one kernel is launched.
+
+    Attributes:
+        block_q, block_k: rows and keys of a tile; multiples of 16.
+        warps: of a program.
+        stages: tiles in flight of the software pipeline.
+        precision: of fp32 products: "tf32x3" (three TF32 products on tensor cores: fp32's
+            accuracy) or "ieee" (fp32 units, where splitting operands would spill registers).
+            Nothing to 16-bit types.
+        two_passes: gradients of keys and of values by a launch each: 5 products per tile
+            instead of 4, where two accumulators would spill.
+    """
+
+    block_q: int
+    block_k: int
+    warps: int
+    stages: int
+    precision: str = "tf32x3"
+    two_passes: bool = False
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Configurations of the three large kernels."""
+
+    forward: KernelConfig
+    backward_query: KernelConfig
+    backward_key: KernelConfig
+
+
+# By padded head dim. All take more than half of an SM's registers: one program per SM.
+_HALF = {
+    32: AttentionConfig(
+        KernelConfig(128, 128, 8, 2), KernelConfig(128, 64, 8, 3), KernelConfig(64, 128, 8, 2)
+    ),
+    64: AttentionConfig(
+        KernelConfig(128, 128, 8, 3), KernelConfig(128, 64, 8, 3), KernelConfig(64, 128, 8, 2)
+    ),
+    128: AttentionConfig(
+        KernelConfig(128, 64, 8, 3), KernelConfig(128, 64, 8, 2), KernelConfig(32, 128, 8, 2)
+    ),
+    256: AttentionConfig(
+        KernelConfig(128, 32, 8, 3),
+        KernelConfig(128, 32, 8, 2),
+        KernelConfig(32, 128, 8, 2, two_passes=True),
+    ),
+}
+# Softcap takes some registers more.
+_HALF_SOFTCAP = {
+    **_HALF,
+    128: replace(_HALF[128], backward_key=KernelConfig(32, 128, 8, 2, two_passes=True)),
+    256: replace(_HALF[256], backward_key=KernelConfig(16, 128, 8, 2, two_passes=True)),
+}
+_SINGLE = {
+    32: AttentionConfig(
+        KernelConfig(128, 64, 8, 2), KernelConfig(128, 32, 8, 2), KernelConfig(32, 128, 8, 2)
+    ),
+    64: AttentionConfig(
+        KernelConfig(128, 32, 8, 2),
+        KernelConfig(128, 32, 8, 2),
+        KernelConfig(32, 32, 8, 1, "ieee"),
+    ),
+    128: AttentionConfig(
+        KernelConfig(32, 16, 8, 1, "ieee"),
+        KernelConfig(32, 32, 8, 1, "ieee"),
+        KernelConfig(16, 32, 8, 1, "ieee"),
+    ),
+    256: AttentionConfig(
+        KernelConfig(32, 16, 8, 1, "ieee"),
+        KernelConfig(16, 32, 8, 1, "ieee"),
+        KernelConfig(16, 16, 8, 1, "ieee"),
+    ),
+}
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Columns that the kernels compute with: the next power of two."""
+    return 1 << (head_dim - 1).bit_length()
+
+
+def attention_config(
+    head_dim: int, dtype: torch.dtype, *, softcap: bool = False
+) -> AttentionConfig:
+    """The launch configurations of a head dim and dtype.
+
+    Raises:
+        ValueError: a head dim that is not a multiple of 8 from 32 to 256, or another dtype
+            than bf16, fp16 and fp32.
+    """
+    if not SMALLEST_HEAD_DIM <= head_dim <= LARGEST_HEAD_DIM or head_dim % HEAD_DIM_MULTIPLE:
+        raise ValueError(
+            f"head dim must be a multiple of {HEAD_DIM_MULTIPLE} from {SMALLEST_HEAD_DIM} to "
+            f"{LARGEST_HEAD_DIM}, got {head_dim}"
+        )
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be bfloat16, float16 or float32, got {dtype}")
+    half = _HALF_SOFTCAP if softcap else _HALF
+    return (_SINGLE if dtype == torch.float32 else half)[padded_head_dim(head_dim)]
+
+
+def constants(
+    config: KernelConfig, head_dim: int, *, bits: bool, softcap: bool, interpreted: bool = False
+) -> dict[str, Any]:
+    """Compile-time arguments that the large kernels share."""
+    return {
+        "BITS": bits,
+        "SOFTCAP": softcap,
+        "D": head_dim,
+        "BLOCK_D": padded_head_dim(head_dim),
+        "M": config.block_q,
+        "N": config.block_k,
+        "PRECISION": config.precision,
+        "UPCAST": interpreted,
+    }
+
+
+def options(config: KernelConfig) -> dict[str, Any]:
+    """Compiler options of a kernel."""
+    return {"num_warps": config.warps, "num_stages": config.stages, **SMALL_OPTIONS}
+
+
+def key_passes(config: KernelConfig) -> list[dict[str, bool]]:
+    """Compile-time arguments of the launches of the keys' and values' gradients."""
+    if not config.two_passes:
+        return [{"FOR_KEY": True, "FOR_VALUE": True}]
+    return [{"FOR_KEY": False, "FOR_VALUE": True}, {"FOR_KEY": True, "FOR_VALUE": False}]
+
+
+def scales(head_dim: int, scale: float | None, softcap: float | None) -> tuple[float, float, float]:
+    """The kernels' scalar arguments: factor inside the tanh (2 log2(e) scale / softcap; unused
+    without softcap), factor of scores in base 2, scale.
+
+    Raises:
+        ValueError: a scale or softcap that is not positive.
+    """
+    scale = head_dim**-0.5 if scale is None else float(scale)
+    if not scale > 0 or math.isinf(scale):
+        raise ValueError(f"scale must be positive, got {scale}")
+    if softcap is None:
+        return 0.0, scale * math.log2(math.e), scale
+    if not softcap > 0 or math.isinf(softcap):
+        raise ValueError(f"softcap must be positive or None, got {softcap}")
+    return 2 * math.log2(math.e) * scale / softcap, softcap * math.log2(math.e), scale

@@ -1,0 +1,260 @@
+"""Triton attention, forward and backward, against the float64 oracle (interpreted where there
+is no GPU)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from interpreted_triton import Case, device, errors, inputs, options, run, worker
+from random_masks import every_pattern, tables
+
+from raymm.kernels import mask_patterns as patterns
+from raymm.kernels.mask import AttentionMask
+
+# Of a tensor's own norm. The interpreter cuts fp32 off to bf16 instead of rounding it, which
+# doubles the error of every conversion: a GPU's is about half of this bound.
+BOUNDS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
+PATTERNS = list(every_pattern(57))
+
+
+@pytest.fixture(scope="module")
+def triton_worker():
+    with worker() as pool:
+        yield lambda function, *arguments: pool.submit(function, *arguments).result()
+
+
+def check(triton_worker, case: Case) -> None:
+    found = triton_worker(errors, case)
+    assert max(found.values()) <= BOUNDS[case.dtype], found
+
+
+@pytest.mark.parametrize("length", [57, 144, 283, 1000])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_patterns(triton_worker, pattern, length):
+    blocks = {57: (16, 32), 144: (32, 64), 283: (64, 32), 1000: (128, 128)}[length]
+    mask = every_pattern(length, seed=length)[pattern]()
+    # Small lengths are split too: 16 processors are more than they have blocks.
+    processors = 16 if length < 283 else None
+    check(triton_worker, Case((mask,), blocks=blocks, processors=processors))
+
+
+@pytest.mark.parametrize("pattern", ["mp_isolated", "own_image_window"])
+def test_long(triton_worker, pattern):
+    mask = every_pattern(4352, seed=1)[pattern]()
+    check(triton_worker, Case((mask,), blocks=(128, 128)))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(mask=tables())
+def test_any_table(triton_worker, mask):
+    check(triton_worker, Case((mask,), (2, 1), blocks=(32, 16), processors=8))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("pattern", ["causal", "ee_isolated", "mp_window", "cross_all"])
+def test_half_precision(triton_worker, pattern, dtype):
+    mask = every_pattern(283)[pattern]()
+    check(triton_worker, Case((mask,), (2, 1), 64, dtype))
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 1), (8, 1), (8, 2)])
+def test_grouped_queries(triton_worker, heads):
+    mask = every_pattern(144)["ee"]()
+    for processors in (None, 64):
+        check(triton_worker, Case((mask,), heads, blocks=(64, 64), processors=processors))
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 72, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_head_dims_with_their_own_blocks(triton_worker, head_dim, dtype):
+    # fp32 has small blocks for large head dims.
+    mask = every_pattern(57 if dtype == "float32" else 144)["own_image"]()
+    for softcap in (None, 20.0) if head_dim in (128, 256) else (None,):
+        check(triton_worker, Case((mask,), (1, 1), head_dim, dtype, softcap=softcap))
+
+
+@pytest.mark.parametrize("softcap", [2.0, 50.0])
+@pytest.mark.parametrize("pattern", ["window", "mp"])
+def test_softcap_and_scale(triton_worker, pattern, softcap):
+    mask = every_pattern(144)[pattern]()
+    case = Case((mask,), (2, 1), scale=0.7, softcap=softcap, blocks=(64, 32))
+    check(triton_worker, case)
+
+
+def test_batches_of_different_masks(triton_worker):
+    first, second = (every_pattern(144, seed)["ee"]() for seed in (0, 1))
+    plain = patterns.causal(144)
+    for masks in ((first, second, first), (plain, first), (second,), (plain,)):
+        for processors in (None, 32):
+            check(triton_worker, Case(masks, blocks=(32, 64), processors=processors))
+
+
+def test_identities_beyond_bit_31(triton_worker):
+    spans = [patterns.Span(10, 30, 40), patterns.Span(40, 60, 62), patterns.Span(70, 90, 1)]
+    check(triton_worker, Case((patterns.embedded(100, spans),), blocks=(32, 32)))
+
+
+@pytest.mark.parametrize("shape", [(0, 40), (40, 0), (0, 0), (1, 1), (1, 130), (130, 1)])
+def test_odd_sizes(triton_worker, shape):
+    mask = patterns.full(*shape)
+    for processors in (None, 4):
+        check(triton_worker, Case((mask,), (2, 1), blocks=(16, 16), processors=processors))
+
+
+def test_rows_that_see_nothing(triton_worker):
+    nothing = AttentionMask([[0] * 10], [[0, 1]], 70, 50)
+    check(triton_worker, Case((nothing, patterns.full(70, 50)), blocks=(32, 32), processors=16))
+
+
+def _split_and_not(case: Case) -> None:
+    """The same numbers, and every kernel did split."""
+    from dataclasses import replace
+
+    from raymm.kernels.triton_plan import attention_plan
+
+    whole = run(replace(case, processors=None))
+    parts = run(case)
+    for one, other in zip(whole, parts, strict=True):
+        one, other = one.nan_to_num(neginf=0), other.nan_to_num(neginf=0)
+        assert (one - other).norm() <= 1e-6 * one.norm()
+    again = run(case)
+    assert all(torch.equal(one, other) for one, other in zip(parts, again, strict=True))
+    plan = _last_plan(attention_plan, case)
+    tables = (plan.forward, plan.backward_query, plan.backward_key)
+    assert all(one.slots > len(one.merges) > 0 for one in tables)
+
+
+def _last_plan(attention_plan, case: Case):
+    from raymm.kernels import triton_attention as attention
+
+    layout = attention._layout(
+        torch.device(device()), *case.heads, case.head_dim * 4, case.processors
+    )
+    return attention_plan(case.masks, options(case)["config"], layout, _device())
+
+
+def _device() -> torch.device:
+    return torch.device(device()) if device() == "cpu" else torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("pattern", ["causal", "ee", "lambda", "shared_question"])
+def test_split_equals_whole_and_is_deterministic(triton_worker, pattern):
+    mask = every_pattern(1000)[pattern]()
+    case = Case((mask,), (2, 1), blocks=(128, 64), processors=64)
+    triton_worker(_split_and_not, case)
+    check(triton_worker, case)
+
+
+def _recomputed(case: Case) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    from raymm.kernels.triton_attention import triton_attention
+
+    *leaves, grad_out = (t.to(device()) for t in inputs(case))
+    leaves = [t.requires_grad_() for t in leaves]
+
+    def attend(*tensors):
+        return triton_attention(*tensors, case.masks, **options(case))[0]
+
+    out = checkpoint(attend, *leaves, use_reentrant=False)
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    plain = run(case)
+    assert torch.equal(out.cpu(), plain[0])
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(grads, plain[2:], strict=True))
+
+
+def test_recomputation(triton_worker):
+    triton_worker(_recomputed, Case((every_pattern(144)["mp"](),), (2, 1), blocks=(64, 64)))
+
+
+def _some_gradients(case: Case) -> None:
+    from raymm.kernels.triton_attention import triton_attention
+
+    plain = run(case)[2:]
+    for wanted in [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)]:
+        *tensors, grad_out = (t.to(device()) for t in inputs(case))
+        tensors = [t.requires_grad_(bool(w)) for t, w in zip(tensors, wanted, strict=True)]
+        out, lse = triton_attention(*tensors, case.masks, **options(case))
+        assert not lse.requires_grad
+        out.backward(grad_out)
+        for tensor, want, grad in zip(tensors, wanted, plain, strict=True):
+            assert (tensor.grad is None) == (not want)
+            assert not want or torch.equal(tensor.grad.cpu(), grad)
+    out, _ = triton_attention(*(t.detach() for t in tensors), case.masks, **options(case))
+    assert not out.requires_grad
+
+
+def test_only_wanted_gradients(triton_worker):
+    mask = every_pattern(100)["ee"]()
+    triton_worker(_some_gradients, Case((mask,), (2, 1), blocks=(64, 64)))
+
+
+def _layouts(case: Case) -> None:
+    from raymm.kernels.triton_attention import triton_attention
+
+    plain = run(case)
+    *tensors, grad_out = (t.to(device()) for t in inputs(case))
+    by_token = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors]
+    padded = [torch.nn.functional.pad(t, (3, 5))[..., 3:-5] for t in tensors]  # not aligned
+    strided = [t.mT.contiguous().mT for t in tensors]  # last stride not 1
+    for form in (by_token, padded, strided):
+        leaves = [t.requires_grad_() for t in form]
+        out, lse = triton_attention(*leaves, case.masks, **options(case))
+        # A gradient that is expanded, as that of a sum is.
+        grads = torch.autograd.grad(out, leaves, grad_out.mT.contiguous().mT)
+        found = [t.detach().cpu() for t in (out, lse, *grads)]
+        assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    leaf = tensors[0].detach().requires_grad_()
+    out, _ = triton_attention(leaf, *tensors[1:], case.masks, **options(case))
+    (from_sum,) = torch.autograd.grad(out.sum(), leaf)
+    out, _ = triton_attention(leaf, *tensors[1:], case.masks, **options(case))
+    (from_ones,) = torch.autograd.grad(out, leaf, torch.ones_like(out))
+    assert torch.equal(from_sum, from_ones)
+
+
+def test_layouts_in_memory(triton_worker):
+    masks = tuple(every_pattern(100, seed)["ee"]() for seed in range(2))
+    triton_worker(_layouts, Case(masks, (4, 2), 40, blocks=(64, 64)))
+
+
+def _plans_are_shared(case: Case) -> None:
+    from raymm.kernels.triton_plan import CACHED_PLANS, attention_plan
+
+    attention_plan.cache_clear()
+    for _ in range(3):
+        run(case)
+    assert attention_plan.cache_info()[:2] == (2, 1)
+    assert attention_plan.cache_info().maxsize == CACHED_PLANS
+
+
+def test_plans_are_shared(triton_worker):
+    triton_worker(_plans_are_shared, Case((patterns.causal(40),), blocks=(32, 32)))
+
+
+def test_refusals():
+    """Errors name the value and what is accepted; they need neither GPU nor interpreter."""
+    from raymm.kernels.triton_attention import triton_attention
+    from raymm.kernels.triton_configs import attention_config, scales
+
+    with pytest.raises(ValueError, match="multiple of 8 from 32 to 256, got 260"):
+        attention_config(260, torch.bfloat16)
+    with pytest.raises(ValueError, match="multiple of 8 from 32 to 256, got 36"):
+        attention_config(36, torch.bfloat16)
+    with pytest.raises(ValueError, match="float64"):
+        attention_config(64, torch.float64)
+    with pytest.raises(ValueError, match="scale must be positive, got -1"):
+        scales(64, -1.0, None)
+    with pytest.raises(ValueError, match="softcap must be positive or None, got 0"):
+        scales(64, None, 0.0)
+    query, mask = torch.randn(1, 4, 8, 32), patterns.causal(8)
+    with pytest.raises(ValueError, match="4 query heads are not a multiple of 3"):
+        triton_attention(query, query[:, :3], query[:, :3], (mask,))
+    with pytest.raises(ValueError, match="got 2 masks for a batch of 1"):
+        triton_attention(query, query, query, (mask, mask))
+    with pytest.raises(ValueError, match="mask 0 is"):
+        triton_attention(query, query, query, (patterns.causal(9),))
+    with pytest.raises(ValueError, match="one dtype"):
+        triton_attention(query, query.half(), query, (mask,))
+    with pytest.raises(ValueError, match="CUDA device, got cpu"):
+        triton_attention(query, query, query, (mask,))
