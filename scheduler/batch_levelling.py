@@ -61,13 +61,13 @@ def level(sizes, order, budgets, groups, group_of):
 
 
 @njit(cache=True)
-def exchange_steps(sizes, samples, offsets, ranks, budgets, tolerance, swaps):
+def exchange_steps(sizes, samples, offsets, ranks, budgets, tolerance, tries, candidates):
     """Level the groups of every step among themselves, in place.
 
     Groups ``step * ranks`` to ``(step + 1) * ranks`` are one step. The group that is furthest
-    above the step's mean in some column exchanges a sample for one of another group, where that
-    lowers the sum of squared deviations most, until nothing lowers it. Numbers of samples per
-    group stay.
+    above the step's mean in some column exchanges a sample for one of a group that has less,
+    where this lowers the sum of squared deviations most, until nothing lowers it. Numbers of
+    samples per group stay.
 
     Args:
         sizes: (N, C) float64.
@@ -76,78 +76,147 @@ def exchange_steps(sizes, samples, offsets, ranks, budgets, tolerance, swaps):
         ranks: groups per step.
         budgets: (C,) float64.
         tolerance: a group this far above the mean is level enough; above 0.
-        swaps: at most this many tries per step.
-
-    Returns:
-        (groups, C) float64, the sizes of the groups.
+        tries: at most this many per step.
+        candidates: groups to look at for an exchange, if one of them will do.
     """
     columns = sizes.shape[1]
     groups = offsets.shape[0] - 1
-    loads = np.zeros((groups, columns))
-    for g in range(groups):
-        for i in range(offsets[g], offsets[g + 1]):
-            for c in range(columns):
-                loads[g, c] += sizes[samples[i], c]
+    longest = 0
+    for first in range(0, groups - ranks + 1, ranks):
+        longest = max(longest, offsets[first + ranks] - offsets[first])
+    mine = np.empty((longest, columns))
+    starts = np.empty(ranks + 1, np.int64)
+    loads = np.empty((ranks, columns))
     stuck = np.empty(ranks, np.bool_)
     for first in range(0, groups - ranks + 1, ranks):
+        begin = offsets[first]
+        starts[:] = offsets[first : first + ranks + 1] - begin
+        loads[:] = 0.0
+        for g in range(ranks):
+            for i in range(starts[g], starts[g + 1]):
+                for c in range(columns):
+                    mine[i, c] = sizes[samples[begin + i], c]
+                    loads[g, c] += mine[i, c]
         stuck[:] = False
-        for _ in range(swaps):
-            heavy = _furthest_above(loads, first, ranks, tolerance, stuck)
+        for _ in range(tries):
+            heavy, column = _furthest_above(loads, tolerance, stuck)
             if heavy < 0:
                 break
-            other, i, j = _best_swap(sizes, samples, offsets, loads, budgets, first, ranks, heavy)
+            other, i, j = _best_swap(
+                mine, starts, loads, budgets, heavy, column, candidates
+            )
             if other < 0:
-                stuck[heavy - first] = True
+                stuck[heavy] = True
                 continue
-            a, b = samples[i], samples[j]
-            samples[i], samples[j] = b, a
+            samples[begin + i], samples[begin + j] = samples[begin + j], samples[begin + i]
             for c in range(columns):
-                loads[heavy, c] += sizes[b, c] - sizes[a, c]
-                loads[other, c] += sizes[a, c] - sizes[b, c]
-            stuck[heavy - first] = False
-            stuck[other - first] = False
-    return loads
+                d = mine[j, c] - mine[i, c]
+                loads[heavy, c] += d
+                loads[other, c] -= d
+                mine[i, c] += d
+                mine[j, c] -= d
+            stuck[heavy] = False
+            stuck[other] = False
 
 
 @njit(cache=True)
-def _furthest_above(loads, first, ranks, tolerance, stuck):
-    """The group of a step that is furthest above the mean in one column, of those that are not
-    stuck; -1 if none is above by more than the tolerance."""
-    found, largest = -1, tolerance
+def _furthest_above(loads, tolerance, stuck):
+    """The group that is furthest above the mean in one column, of those that are not stuck;
+    and the column. -1 if none is above by more than the tolerance."""
+    found, column, largest = -1, 0, tolerance
     for c in range(loads.shape[1]):
-        mean = 0.0
-        for g in range(first, first + ranks):
-            mean += loads[g, c]
-        mean /= ranks
-        for g in range(first, first + ranks):
-            if not stuck[g - first] and loads[g, c] - mean > largest:
-                found, largest = g, loads[g, c] - mean
-    return found
+        mean = loads[:, c].mean()
+        for g in range(loads.shape[0]):
+            if not stuck[g] and loads[g, c] - mean > largest:
+                found, column, largest = g, c, loads[g, c] - mean
+    return found, column
 
 
 @njit(cache=True)
-def _best_swap(sizes, samples, offsets, loads, budgets, first, ranks, heavy):
+def _best_swap(mine, starts, loads, budgets, heavy, column, candidates):
     """The exchange of one sample of ``heavy`` that lowers the sum of squares most.
 
     Returns:
         The other group and the places of both samples; -1 for the group if nothing helps.
     """
-    columns = sizes.shape[1]
+    columns = mine.shape[1]
     found, best_i, best_j, best = -1, 0, 0, -1e-12
-    for other in range(first, first + ranks):
-        if other == heavy:
+    asked = 0
+    for k in range(1, loads.shape[0]):
+        other = (heavy + k) % loads.shape[0]
+        if loads[other, column] >= loads[heavy, column]:
             continue
-        for i in range(offsets[heavy], offsets[heavy + 1]):
-            for j in range(offsets[other], offsets[other + 1]):
+        asked += 1
+        for i in range(starts[heavy], starts[heavy + 1]):
+            for j in range(starts[other], starts[other + 1]):
+                if mine[j, column] >= mine[i, column]:
+                    continue
                 change, fits = 0.0, True
                 for c in range(columns):
-                    d = sizes[samples[j], c] - sizes[samples[i], c]
+                    d = mine[j, c] - mine[i, c]
                     change += d * (loads[heavy, c] - loads[other, c] + d)
-                    if (
-                        loads[heavy, c] + d > budgets[c] and d > 0.0
-                    ) or (loads[other, c] - d > budgets[c] and d < 0.0):
-                        fits = False
-                        break
+                    above = loads[heavy, c] if d > 0.0 else loads[other, c]
+                    fits = fits and above + abs(d) <= budgets[c]
                 if fits and change < best:
                     found, best_i, best_j, best = other, i, j, change
+        if asked >= candidates and found >= 0:
+            break
     return found, best_i, best_j
+
+
+@njit(cache=True)
+def spread_sources(samples, step_of, places, cells, sources, kinds):
+    """Exchange samples of equal size so that every step has its share of every data set, in
+    place.
+
+    Args:
+        samples: (n,) int64, samples of all groups, one group after the other; changed.
+        step_of: (n,) int64, the step of every place in ``samples``.
+        places: (n,) int64, places in ``samples``, those that hold samples of equal size together.
+        cells: (cells + 1,) int64, where in ``places`` another size begins.
+        sources: (N,) int64.
+        kinds: how many data sets.
+    """
+    n = samples.shape[0]
+    steps = step_of.max() + 1
+    share = np.zeros(kinds)
+    lacks = np.zeros((steps, kinds))  # how many samples of a data set a step is short of
+    for i in range(n):
+        kind = sources[samples[i]]
+        share[kind] += 1.0 / n
+        lacks[step_of[i], kind] -= 1.0
+    for i in range(n):
+        for k in range(kinds):
+            lacks[step_of[i], k] += share[k]
+    counts = np.empty(kinds + 1, np.int64)
+    heads = np.empty(kinds, np.int64)
+    ordered = np.empty(n, np.int64)
+    for cell in range(cells.shape[0] - 1):
+        low, high = cells[cell], cells[cell + 1]
+        counts[:] = 0
+        for i in range(low, high):
+            counts[sources[samples[places[i]]] + 1] += 1
+        if counts[1:].max() == high - low:
+            continue
+        # The cell's samples by data set; heads are the next ones to be given away.
+        for k in range(kinds):
+            counts[k + 1] += counts[k]
+            heads[k] = counts[k]
+        for i in range(low, high):
+            kind = sources[samples[places[i]]]
+            ordered[heads[kind]] = samples[places[i]]
+            heads[kind] += 1
+            lacks[step_of[places[i]], kind] += 1.0
+        for k in range(kinds):
+            heads[k] = counts[k]
+        for i in range(low, high):
+            step = step_of[places[i]]
+            best, found = -np.inf, 0
+            for k in range(kinds):
+                left = counts[k + 1] - heads[k]
+                # What this step lacks, against the average place that is still to fill.
+                if left and lacks[step, k] - share[k] > best:
+                    best, found = lacks[step, k] - share[k], k
+            samples[places[i]] = ordered[heads[found]]
+            heads[found] += 1
+            lacks[step, found] -= 1.0

@@ -8,8 +8,9 @@ of steps is fixed first and the samples are dealt out to exactly that many group
 2. A pool's samples are levelled over its groups (:mod:`raymm.scheduler.batch_levelling`): equal
    in every modality, in cost, and in how much comes from every data set. What fits no group goes
    on to the next pool; the last one gets more steps if it must.
-3. All groups are sorted by size and cut into steps of groups that are nearly the same; within a
-   step samples are exchanged for what is left of the difference.
+3. All groups are sorted by size and cut into steps of groups that are nearly the same. Samples
+   of equal size are exchanged between steps so that each has its share of every data set, others
+   within a step for what is left of the difference.
 4. Steps, and the ranks within each, are shuffled.
 """
 
@@ -19,7 +20,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from raymm.scheduler.batch_levelling import exchange_steps, level
+from raymm.scheduler.batch_levelling import exchange_steps, level, spread_sources
 from raymm.scheduler.batch_replicas import place
 from raymm.scheduler.minibatch import (
     MiniBatchError,
@@ -39,10 +40,15 @@ COST_WEIGHT = 0.3
 SOURCE_WEIGHT = 0.3
 # A step whose groups are above their mean by less, relative to the mean group, is left alone.
 TOLERANCE = 2e-4
-SWAPS = 200
+TRIES = 200
+# Groups that such a group looks at for an exchange; with fewer groups than many, the whole step.
+MANY_GROUPS = 20_000
+CANDIDATES = 4
 # Samples that find no group in a trial pool, relative to all of it, with which the last pool
 # is trusted to cope.
 SPILL = 0.002
+# Size differences below this do not keep groups apart, so that steps mix several data sets.
+ALIKE = 0.01
 
 
 def plan_balanced(
@@ -54,7 +60,7 @@ def plan_balanced(
     model: CostModel | None = None,
     serving: Mapping[str, int] | None = None,
     source_weight: float = SOURCE_WEIGHT,
-    window: int = 1,
+    alike: float | None = None,
     seed: int = 0,
     epoch: int = 0,
 ) -> MiniBatchPlan:
@@ -71,9 +77,9 @@ def plan_balanced(
             serves as many neighbouring ranks; their loads are balanced too.
         source_weight: how much the groups' mix of data sets counts beside their sizes; 0 for
             not at all.
-        window: groups are dealt to steps at random within this many steps' worth of groups of
-            similar size: 1 for the best balance, large values for steps that mix groups of all
-            sizes.
+        alike: groups whose sizes differ by less than this, relative to the mean group, are
+            dealt to steps at random: 0 for the best balance; at 1 steps mix groups of all sizes.
+            Default: :data:`ALIKE` for several data sets, 0 for one, which has nothing to mix.
         seed, epoch: the same numbers make the same plan on every machine; every epoch differs.
 
     Returns:
@@ -86,8 +92,10 @@ def plan_balanced(
     checked(sizes, ranks)
     if source_weight < 0:
         raise MiniBatchError(f"source_weight must not be negative, got {source_weight}")
-    if window < 1:
-        raise MiniBatchError(f"window must be at least 1, got {window}")
+    if alike is None:
+        alike = ALIKE if sizes.sources.any() else 0.0
+    if not 0 <= alike <= 1:
+        raise MiniBatchError(f"alike must be from 0 to 1, got {alike}")
     random = generator(seed, epoch)
     if budgets is None:
         budgets = suggest_budgets(sizes, samples_per_group)
@@ -99,12 +107,13 @@ def plan_balanced(
     sums = [
         np.bincount(group_of, column, groups).astype(np.int64) for column in sizes.values.T
     ]
-    order = _similar_together(np.stack(sums, 1), sizes.totals, groups // ranks)
-    order = _deal(order, ranks, window, random)
-    samples, offsets = _by_group(group_of, order, random)
-    exchanged = features[:, : len(sizes.names) + 1]
+    order = _similar_together(np.stack(sums, 1), sizes.totals, ranks, alike, random)
+    samples, offsets = _by_group(group_of, order)
+    _spread_sources(samples, offsets, ranks, sizes, random)
+    exchanged = np.ascontiguousarray(features[:, : len(sizes.names) + 1])  # all but sources
     exchange_steps(
-        exchanged, samples, offsets, ranks, limits[: len(sizes.names) + 1], TOLERANCE, SWAPS
+        exchanged, samples, offsets, ranks, limits[: len(sizes.names) + 1], TOLERANCE, TRIES,
+        ranks if groups <= MANY_GROUPS else CANDIDATES,
     )
     shuffled = random.permuted(np.arange(groups).reshape(-1, ranks), axis=1)
     if serving:
@@ -222,45 +231,62 @@ def _fill_empty(group_of: np.ndarray, samples: np.ndarray, groups: int) -> None:
         counts[empty] += 1
 
 
-def _similar_together(sums: np.ndarray, totals: Sequence[int], steps: int) -> np.ndarray:
+def _similar_together(
+    sums: np.ndarray, totals: Sequence[int], ranks: int, alike: float,
+    random: np.random.Generator,
+) -> np.ndarray:
     """(groups,) an order in which neighbours are similar in every modality.
 
     Sorted by the modality with the fewest units first. One with more different values than
     there are steps to tell them apart is cut into classes, so that the next one counts as well.
+    Within a class groups are sorted by the last one, to within ``alike`` of the mean group.
     """
+    groups = len(sums)
     columns = sorted(range(sums.shape[1]), key=lambda column: totals[column])
+    classes = max(1, round((groups // ranks) ** (1 / len(columns))))
     keys = []
     for column in columns[:-1]:
         values, ranked = np.unique(sums[:, column], return_inverse=True)
-        classes = max(1, round(steps ** (1 / len(columns))))
         if len(values) > 4 * classes:
-            place_of = np.empty(len(sums), np.int64)
-            place_of[np.argsort(sums[:, column], kind="stable")] = np.arange(len(sums))
-            ranked = place_of * classes // len(sums)
+            place_of = np.empty(groups, np.int64)
+            place_of[np.argsort(sums[:, column], kind="stable")] = np.arange(groups)
+            ranked = place_of * classes // groups
         keys.append(ranked)
-    keys.append(sums[:, columns[-1]])
-    return np.lexsort(keys[::-1])
+    last = sums[:, columns[-1]]
+    width = max(alike * totals[columns[-1]] / groups, 1.0)
+    keys.append(np.floor(last / width + random.random()) if width > 1 else last)
+    return np.lexsort([random.random(groups), *keys[::-1]])
 
 
-def _deal(order: np.ndarray, ranks: int, window: int, random: np.random.Generator) -> np.ndarray:
-    """The same groups, shuffled within every ``window`` steps."""
-    if window == 1:
-        return order
-    length = min(window * ranks, len(order))
-    whole = len(order) // length * length
-    head = random.permuted(order[:whole].reshape(-1, length), axis=1).ravel()
-    return np.concatenate([head, random.permutation(order[whole:])])
-
-
-def _by_group(
-    group_of: np.ndarray, order: np.ndarray, random: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray]:
+def _by_group(group_of: np.ndarray, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Samples group after group, groups in the given order, and where groups begin."""
     place_of = np.empty(len(order), np.int64)
     place_of[order] = np.arange(len(order))
     of_sample = place_of[group_of]
     offsets = np.concatenate([[0], np.cumsum(np.bincount(of_sample, minlength=len(order)))])
     return np.argsort(of_sample, kind="stable"), offsets
+
+
+def _spread_sources(
+    samples: np.ndarray, offsets: np.ndarray, ranks: int, sizes: SampleSizes,
+    random: np.random.Generator,
+) -> None:
+    """Exchange samples of equal sizes between steps, in place, for equal mixes of data sets."""
+    if not sizes.sources.any():
+        return
+    key = np.zeros(len(sizes), np.int64)
+    for column in sizes.values.T:
+        key = key * (int(column.max()) + 1) + column
+        # Numbered anew where needed, so that keys stay small however many modalities there are.
+        if int(key.max()) >= 1 << 31:
+            key = np.unique(key, return_inverse=True)[1]
+    step_of = np.repeat(np.arange(len(offsets) - 1) // ranks, np.diff(offsets))
+    places = random.permutation(len(samples))
+    places = places[np.argsort(key[samples[places]], kind="stable")]
+    cells = np.flatnonzero(np.diff(key[samples[places]], prepend=-1, append=-1))
+    spread_sources(
+        samples, step_of, places, cells, sizes.sources, int(sizes.sources.max()) + 1
+    )
 
 
 def _reordered(
