@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from raymm.scheduler.batch_levelling import exchange_steps, level, spread_sources
-from raymm.scheduler.batch_replicas import place
+from raymm.scheduler.batch_replicas import checked_serving, place
 from raymm.scheduler.minibatch import (
     MiniBatchError,
     MiniBatchPlan,
@@ -41,7 +41,8 @@ SOURCE_WEIGHT = 0.3
 # A step whose groups are above their mean by less, relative to the mean group, is left alone.
 TOLERANCE = 2e-4
 TRIES = 200
-# Groups that such a group looks at for an exchange; with fewer groups than many, the whole step.
+# With many groups only so many are looked at for an exchange instead of the whole step, and half
+# as often: to plan fast counts for more, and steps are more alike to begin with.
 MANY_GROUPS = 20_000
 CANDIDATES = 4
 # Samples that find no group in a trial pool, relative to all of it, with which the last pool
@@ -73,8 +74,9 @@ def plan_balanced(
             :func:`raymm.scheduler.minibatch_budgets.suggest_budgets` for ``samples_per_group``.
         samples_per_group: about how many samples a group should have, without budgets.
         model: what samples cost; default: every modality costs the same over the whole data.
-        serving: encoder replicas of modalities that have fewer than ``ranks``, each of which
-            serves as many neighbouring ranks; their loads are balanced too.
+        serving: replicas of the encoders of modalities. Where they are fewer than ``ranks`` each
+            serves as many neighbouring ranks, and their loads are balanced too; of more, several
+            share a rank's units (:func:`raymm.scheduler.batch_replicas.shares`).
         source_weight: how much the groups' mix of data sets counts beside their sizes; 0 for
             not at all.
         alike: groups whose sizes differ by less than this, relative to the mean group, are
@@ -96,11 +98,12 @@ def plan_balanced(
         alike = ALIKE if sizes.sources.any() else 0.0
     if not 0 <= alike <= 1:
         raise MiniBatchError(f"alike must be from 0 to 1, got {alike}")
+    checked_serving(serving or {}, sizes, ranks)
     random = generator(seed, epoch)
     if budgets is None:
         budgets = suggest_budgets(sizes, samples_per_group)
     budgets = checked_budgets(sizes, budgets)
-    least = -(-least_groups(sizes, budgets) // ranks)
+    least = max(1, -(-least_groups(sizes, budgets) // ranks))
     features, limits = _features(sizes, budgets, model or even_costs(sizes), source_weight)
     group_of, groups = _group(features, limits, len(sizes.names), ranks, least, random)
 
@@ -112,7 +115,8 @@ def plan_balanced(
     _spread_sources(samples, offsets, ranks, sizes, random)
     exchanged = np.ascontiguousarray(features[:, : len(sizes.names) + 1])  # all but sources
     exchange_steps(
-        exchanged, samples, offsets, ranks, limits[: len(sizes.names) + 1], TOLERANCE, TRIES,
+        exchanged, samples, offsets, ranks, limits[: len(sizes.names) + 1], TOLERANCE,
+        TRIES if groups <= MANY_GROUPS else TRIES // 2,
         ranks if groups <= MANY_GROUPS else CANDIDATES,
     )
     shuffled = random.permuted(np.arange(groups).reshape(-1, ranks), axis=1)
@@ -131,23 +135,30 @@ def _features(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(N, C) what is levelled, each column with its share of the total times the root of its
     weight, and (C,) budgets in the same unit. First the modalities, then cost, then sources."""
-    columns, weights = [*sizes.values.T.astype(np.float64)], [1.0] * len(sizes.names)
-    columns.append(model.of_units(sizes.values).sum(1))
+    modalities = len(sizes.names)
+    totals, weights = [float(total) for total in sizes.totals], [1.0] * modalities
+    cost = model.of_units(sizes.values).sum(1)
+    totals.append(float(cost.sum()))
     weights.append(COST_WEIGHT)
-    kinds = int(sizes.sources.max()) + 1
-    if kinds > 1 and source_weight:
-        columns += [(sizes.sources == kind).astype(np.float64) for kind in range(kinds)]
+    counts = np.bincount(sizes.sources)
+    if len(counts) > 1 and source_weight:
+        totals += counts.tolist()
         # A data set counts by its share: one that is rare cannot be in every group.
-        weights += list(source_weight * kinds * np.bincount(sizes.sources) / len(sizes))
+        weights += list(source_weight * len(counts) * counts / len(sizes))
     # The mean group is 1 if there are as many groups as the fullest modality needs.
     fullest = max(total / budget for total, budget in zip(sizes.totals, budgets, strict=True))
-    means = np.array([column.sum() for column in columns]) / max(fullest, 1.0)
+    means = np.array(totals) / max(fullest, 1.0)
     scale = np.sqrt(weights) / np.where(means > 0, means, 1.0)
-    limits = np.full(len(columns), np.inf)
-    limits[: len(budgets)] = budgets
+    result = np.zeros((len(sizes), len(totals)))
+    np.multiply(sizes.values, scale[:modalities], out=result[:, :modalities])
+    result[:, modalities] = cost * scale[modalities]
+    if len(totals) > modalities + 1:
+        columns = modalities + 1 + sizes.sources
+        result[np.arange(len(sizes)), columns] = scale[columns]
+    limits = np.full(len(totals), np.inf)
     # Sums of scaled numbers are not exact: half a unit more lets in nothing that is too much.
-    limits[: len(budgets)] += 0.5
-    return np.stack(columns, 1) * scale, limits * scale
+    limits[:modalities] = (np.array(budgets) + 0.5) * scale[:modalities]
+    return result, limits
 
 
 def _group(
@@ -179,8 +190,7 @@ def _group(
             count += max(1, spilled * count // (2 * len(mine)))
             spilled = level(features, mine, limits, count * ranks, group_of)
         found = group_of[mine] >= 0
-        if pool == pools - 1:
-            _fill_empty(group_of, mine, count * ranks)
+        _fill_empty(group_of, mine[found], count * ranks)
         group_of[mine[found]] += first
         first += count * ranks
         carried = mine[~found]
@@ -216,7 +226,7 @@ def _enough_steps(
         if spilled <= SPILL * len(trial):
             return steps
         steps += max(1, spilled * steps // (2 * len(trial)))
-    return max(1, steps)
+    return steps
 
 
 def _fill_empty(group_of: np.ndarray, samples: np.ndarray, groups: int) -> None:

@@ -89,8 +89,8 @@ def suggest_budgets(sizes: SampleSizes, samples_per_group: float = 4.0) -> tuple
     return min(
         candidates,
         key=lambda budgets: (
-            # Percents: what fills a little better is not worth going further.
-            100 * _groups_needed(trial, budgets) * budgets[given] // trial[:, given].sum(),
+            # In steps of 2%: what fills a little better is not worth going further.
+            50 * _groups_needed(trial, budgets) * budgets[given] // trial[:, given].sum(),
             abs(budgets[given] - wanted), budgets,
         ),
     )

@@ -1,0 +1,165 @@
+"""Levelling and exchanges against brute force on small cases, and what they leave unchanged."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raymm.scheduler.batch_levelling import exchange_steps, level, spread_sources
+
+
+@st.composite
+def levelled(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int]:
+    columns = draw(st.integers(1, 3))
+    rows = draw(st.lists(
+        st.tuples(*[st.integers(0, 20)] * columns), min_size=1, max_size=30,
+    ))
+    budgets = draw(st.tuples(*[st.integers(20, 60) | st.just(np.inf)] * columns))
+    return np.array(rows, float), np.array(budgets, float), draw(st.integers(1, 8))
+
+
+@given(levelled())
+def test_every_sample_goes_where_the_sum_of_squares_grows_least(case) -> None:
+    sizes, budgets, groups = case
+    order = np.argsort(-sizes.sum(1), kind="stable")
+    group_of = np.full(len(sizes), -2)
+    spilled = level(sizes, order, budgets, groups, group_of)
+    loads = np.zeros((groups, sizes.shape[1]))
+    for sample in order:
+        growth = [
+            ((load + sizes[sample]) ** 2).sum() - (load**2).sum() for load in loads
+        ]
+        fitting = [g for g in range(groups) if (loads[g] + sizes[sample] <= budgets).all()]
+        if not fitting:
+            assert group_of[sample] == -1
+            continue
+        assert growth[group_of[sample]] == min(growth[g] for g in fitting)
+        loads[group_of[sample]] += sizes[sample]
+    assert spilled == (group_of == -1).sum()
+    assert (loads <= budgets).all()
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray, int, np.ndarray]:
+    """Sizes, samples group after group, where groups begin, ranks, budgets all groups keep."""
+    ranks, number = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    counts = draw(st.lists(
+        st.integers(0, 4), min_size=ranks * number, max_size=ranks * number,
+    ))
+    n, columns = sum(counts), draw(st.integers(1, 2))
+    rows = draw(st.lists(
+        st.tuples(*[st.integers(0, 12)] * columns), min_size=n, max_size=n,
+    ))
+    sizes = np.array(rows, float).reshape(n, columns)
+    samples = np.array(draw(st.permutations(range(n))), np.int64)
+    offsets = np.cumsum([0, *counts])
+    loads = group_loads(sizes, samples, offsets)
+    budgets = loads.max(0) + draw(st.integers(0, 5)) if len(loads) else np.zeros(columns)
+    return sizes, samples, offsets, ranks, budgets
+
+
+def group_loads(sizes: np.ndarray, samples: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    return np.array([
+        sizes[samples[a:b]].sum(0) for a, b in itertools.pairwise(offsets)
+    ]).reshape(len(offsets) - 1, -1)
+
+
+@given(steps(), st.integers(1, 4))
+def test_exchanges_stay_in_their_step_and_lower_its_squares(case, candidates) -> None:
+    sizes, samples, offsets, ranks, budgets = case
+    before, old = group_loads(sizes, samples, offsets), samples.copy()
+    exchange_steps(sizes, samples, offsets, ranks, budgets, 1e-9, 1000, candidates)
+    after = group_loads(sizes, samples, offsets)
+    assert (after <= budgets + 1e-9).all()
+    for first in range(0, len(offsets) - 1, ranks):
+        part = slice(offsets[first], offsets[first + ranks])
+        assert sorted(samples[part]) == sorted(old[part])
+        rows = slice(first, first + ranks)
+        assert (after[rows] ** 2).sum() <= (before[rows] ** 2).sum() + 1e-9
+
+
+@given(steps())
+def test_when_exchanges_end_none_of_the_heaviest_group_helps(case) -> None:
+    sizes, samples, offsets, ranks, budgets = case
+    exchange_steps(sizes, samples, offsets, ranks, budgets, 1e-9, 10_000, ranks)
+    loads = group_loads(sizes, samples, offsets)
+    for first in range(0, len(offsets) - 1, ranks):
+        rows = range(first, first + ranks)
+        above = loads[rows] - loads[rows].mean(0)
+        if above.max() <= 1e-9:
+            continue
+        heavy, column = np.unravel_index(above.argmax(), above.shape)
+        heavy += first
+        squares = (loads[rows] ** 2).sum()
+        for other in rows:
+            if loads[other, column] >= loads[heavy, column]:
+                continue
+            for i in range(offsets[heavy], offsets[heavy + 1]):
+                for j in range(offsets[other], offsets[other + 1]):
+                    d = sizes[samples[j]] - sizes[samples[i]]
+                    if d[column] >= 0:
+                        continue
+                    tried = loads[rows].copy()
+                    tried[heavy - first] += d
+                    tried[other - first] -= d
+                    if (tried <= budgets).all():
+                        assert (tried**2).sum() >= squares - 1e-6
+
+
+def test_exchanges_find_the_best_step_there_is() -> None:
+    # All ways to deal six samples to two groups of three: nothing beats the exchanges by more
+    # than a tenth of the mean group, and mostly nothing does at all.
+    random = np.random.default_rng(0)
+    best = 0
+    for _ in range(200):
+        sizes = random.integers(1, 50, (6, 1)).astype(float)
+        samples, offsets = np.arange(6), np.array([0, 3, 6])
+        exchange_steps(sizes, samples, offsets, 2, np.array([np.inf]), 1e-9, 100, 2)
+        found = group_loads(sizes, samples, offsets).max()
+        optimum = min(
+            max(part, sizes.sum() - part)
+            for part in (sizes[list(c), 0].sum() for c in itertools.combinations(range(6), 3))
+        )
+        assert found <= optimum + 0.1 * sizes.sum() / 2
+        best += found == optimum
+    assert best > 150
+
+
+@st.composite
+def sources(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:
+    """Samples, their step, key of equal sizes, data set, and how many data sets."""
+    n, kinds = draw(st.integers(1, 40)), draw(st.integers(1, 4))
+    step_of = np.sort(np.array(draw(st.lists(st.integers(0, 4), min_size=n, max_size=n))))
+    key = np.array(draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)))
+    of = np.array(draw(st.lists(st.integers(0, kinds - 1), min_size=n, max_size=n)))
+    samples = np.array(draw(st.permutations(range(n))), np.int64)
+    return samples, step_of, key, of, kinds
+
+
+def spread(case: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]) -> np.ndarray:
+    samples, step_of, key, of, kinds = case
+    samples = samples.copy()
+    places = np.argsort(key[samples], kind="stable")
+    cells = np.flatnonzero(np.diff(key[samples[places]], prepend=-1, append=-1))
+    spread_sources(samples, step_of, places, cells, of, kinds)
+    return samples
+
+
+@given(sources())
+def test_spreading_exchanges_only_samples_of_equal_size(case) -> None:
+    samples, _, key, _, _ = case
+    after = spread(case)
+    assert sorted(after) == sorted(samples)
+    assert (key[after] == key[samples]).all()
+
+
+def test_spreading_gives_every_step_its_share() -> None:
+    # Three data sets of 2:1:1, one after the other, all of one size: 8 samples in each step.
+    of = np.repeat([0, 0, 1, 2], 40)
+    step_of = np.repeat(np.arange(20), 8)
+    after = spread((np.arange(160), step_of, np.zeros(160, int), of, 3))
+    counts = np.stack([np.bincount(step_of[of[after] == kind], minlength=20) for kind in range(3)])
+    assert (counts == [[4], [2], [2]]).all()
