@@ -17,9 +17,6 @@ SMALLEST_HEAD_DIM, LARGEST_HEAD_DIM = 32, 256
 HEAD_DIM_MULTIPLE = 8
 """Rows must start at whole 16-byte vectors."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-CHECKED_HEAD_DIMS = (32, 64, 72, 80, 96, 128, 192, 256)
-"""Of the decoders and encoders in use: what the compile gate checks. Others between them run
-with the configuration of their padded head dim."""
 MERGE_ROWS = 16
 """Rows of a block that one program merges."""
 SMALL_OPTIONS = {"enable_fp_fusion": True}
@@ -80,6 +77,7 @@ _HALF = {
 # Softcap takes some registers more.
 _HALF_SOFTCAP = {
     **_HALF,
+    64: replace(_HALF[64], backward_key=KernelConfig(32, 128, 8, 3)),
     128: replace(_HALF[128], backward_key=KernelConfig(32, 128, 8, 2, two_passes=True)),
     256: replace(_HALF[256], backward_key=KernelConfig(16, 128, 8, 2, two_passes=True)),
 }

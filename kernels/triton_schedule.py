@@ -14,10 +14,12 @@ queries, runs are of key blocks) and the gradient of keys and values (the other 
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numba import njit
 
 from raymm.kernels.tiles import Tiles
 from raymm.kernels.triton_ops import (
@@ -40,6 +42,8 @@ per element of the output at 25 GB/s and SM against 4 FLOP per element and key a
 and SM (H100 SXM: 3.35 TB/s, 500 TFLOP/s in attention, 132 SMs)."""
 SMALLEST_PART = 4
 """Tiles; shorter parts would mostly start and end."""
+REPLAYED = 64
+"""Items per processor of which the estimate replays the order."""
 GAIN = 0.02
 """A finer split must shorten the estimate by this share to be chosen."""
 
@@ -65,23 +69,29 @@ class WorkTables:
 
 
 def makespan(work: np.ndarray, heads: int, processors: int) -> float:
-    """Estimate of the time to do ``heads`` copies of every item on ``processors``, longest
-    first: the mean share, or what the pigeonhole principle makes of the longest items (of the
-    ``k p + 1`` longest, some processor does ``k + 1``), whichever is more.
+    """Time to do ``heads`` copies of every item on ``processors``, longest first, each on the
+    processor that is free first. Beyond the longest :data:`REPLAYED` per processor, items
+    count as divisible.
 
     Args:
         work: (n,) per item, any unit.
     """
+    work = np.sort(np.asarray(work, dtype=np.float64))[::-1]
     if not len(work):
         return 0.0
-    ordered = np.sort(work)[::-1]
-    shared = np.arange(0, len(work) * heads, processors)
-    return float(
-        max(
-            ordered.sum() * heads / processors,
-            (ordered[shared // heads] * np.arange(1, len(shared) + 1)).max(),
-        )
-    )
+    replayed = min(len(work) * heads, REPLAYED * processors)
+    return max(_replay(work, heads, processors, replayed), work.sum() * heads / processors)
+
+
+@njit(cache=True)
+def _replay(work: np.ndarray, heads: int, processors: int, count: int) -> float:
+    free = [0.0] * processors  # a heap
+    last = 0.0
+    for i in range(count):
+        end = free[0] + work[i // heads]
+        heapq.heapreplace(free, end)
+        last = max(last, end)
+    return last
 
 
 def parts_of(work: np.ndarray, most: int) -> np.ndarray:
@@ -92,10 +102,10 @@ def parts_of(work: np.ndarray, most: int) -> np.ndarray:
 def choose_split(work: np.ndarray, heads: int, processors: int, part_cost: float) -> int | None:
     """The most tiles that a work item may have; None if nothing is worth splitting.
 
-    Nothing is, while the longest block takes no longer than a processor's mean share. Beyond,
-    the estimated time is weighed for parts of the mean share divided by 1, 2, 4 and 8, with
-    what every part costs, and the coarsest that is within 2% of the best is taken. A pure
-    function of its arguments: every rank and every run decides the same.
+    The estimated time without splitting is weighed against that with parts of a processor's
+    mean share divided by 1, 2, 4 and 8, with what every part costs; a finer split is taken
+    only if it gains 2%. While the longest block is at most 2% of the mean share, nothing can.
+    A pure function of its arguments: every rank and every run decides the same.
 
     Args:
         work: (n,) int64 tiles per block.
@@ -104,11 +114,10 @@ def choose_split(work: np.ndarray, heads: int, processors: int, part_cost: float
         part_cost: of writing and merging one part, in tiles.
     """
     longest = int(work.max()) if len(work) else 0
-    unsplit = makespan(work + ITEM_TILES, heads, processors)
-    mean = (work + ITEM_TILES).sum() * heads / processors if len(work) else 0.0
-    if unsplit <= mean * (1 + GAIN):
+    mean = (work + ITEM_TILES).sum() * heads / processors
+    if longest + ITEM_TILES <= GAIN * mean:
         return None
-    best, chosen = unsplit, None
+    best, chosen = makespan(work + ITEM_TILES, heads, processors), None
     for divisor in (1, 2, 4, 8):
         most = max(int(mean / divisor), SMALLEST_PART)
         if most >= longest:

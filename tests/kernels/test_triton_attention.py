@@ -32,7 +32,7 @@ def check(triton_worker, case: Case) -> None:
 @pytest.mark.parametrize("length", [57, 144, 283, 1000])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_patterns(triton_worker, pattern, length):
-    blocks = {57: (16, 32), 144: (32, 64), 283: (64, 32), 1000: (128, 128)}[length]
+    blocks = {57: (16, 32), 144: (32, 64), 283: (64, 128), 1000: (128, 128)}[length]
     mask = every_pattern(length, seed=length)[pattern]()
     # Small lengths are split too: 16 processors are more than they have blocks.
     processors = 16 if length < 283 else None
@@ -42,7 +42,7 @@ def test_patterns(triton_worker, pattern, length):
 @pytest.mark.parametrize("pattern", ["mp_isolated", "own_image_window"])
 def test_long(triton_worker, pattern):
     mask = every_pattern(4352, seed=1)[pattern]()
-    check(triton_worker, Case((mask,), blocks=(128, 128)))
+    check(triton_worker, Case((mask,), blocks=(256, 256)))
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))

@@ -1,0 +1,39 @@
+"""Every Triton kernel that attention launches compiles for sm_90 without spilling registers and
+within its shared memory; no GPU is needed. `python tests/kernels/compiled_kernels.py` prints
+the table."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+from compiled_kernels import HEAD_DIMS, Launch, compilers, launches  # noqa: E402
+
+SHARED_BYTES = 232_448
+"""What a program may have on sm_90 (227 KB)."""
+
+
+# About 2 s of CPU per kernel, 50 to 130 kernels.
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("dtype", list(HEAD_DIMS))
+def test_no_spills(dtype):
+    with compilers() as compile_all:
+        reports = compile_all(launches(dtype))
+    assert len(reports) == len(launches(dtype)) > 40
+    wrong = [r for r in reports if r.spills or r.shared > SHARED_BYTES]
+    assert not wrong, "\n".join(map(str, wrong))
+    large = [r for r in reports if r.launch.kernel.startswith("attention")]
+    if dtype != "float32":
+        assert all(report.tensor_cores for report in large)
+
+
+def test_the_gate_sees_spills_and_shared_memory():
+    """With half the threads registers spill; six tiles in flight take more memory than there
+    is."""
+    launch = Launch("attention_forward", "bfloat16", 128)
+    with compilers(1) as compile_all:
+        (spilling,) = compile_all([launch], num_warps=4, N=128)
+        (large,) = compile_all([launch], num_stages=6, N=128)
+    assert spilling.spills > 0
+    assert large.shared > SHARED_BYTES
