@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import importlib
 import os
+import shutil
 import subprocess
 import tempfile
 import time
@@ -46,7 +47,7 @@ def slow_network(limit: str, gbit: float) -> tuple[str, str]:
         limit: one of :data:`LIMITS`, or ``auto``: the first that works.
 
     Returns:
-        Which one it is, and why not the namespace (or empty).
+        Which one it is, and why it is not the namespace (or empty).
 
     Raises:
         RuntimeError: the namespace was asked for and cannot be had.
@@ -65,6 +66,10 @@ def slow_network(limit: str, gbit: float) -> tuple[str, str]:
 
 
 def _limited_namespace(gbit: float) -> None:
+    # Before the move: a new namespace's loopback is down, and there is no way back.
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise OSError(f"{tool} (iproute2) is not installed")
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNET):
         number = ctypes.get_errno()

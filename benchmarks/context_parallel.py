@@ -178,7 +178,8 @@ def main() -> None:
     console = _common.console()
     result: dict[str, Any] = {
         "machine": _common.machine(), "ranks": RANKS,
-        **{name: getattr(args, name) for name in ("length", "heads", "head_dim", "seeds")},
+        **{name: getattr(args, name)
+           for name in ("length", "heads", "head_dim", "rounds", "seeds")},
         **imbalances(args.length, args.seeds),
     }  # fmt: skip
     with gloo_ranks(RANKS) as ranks, tempfile.TemporaryDirectory() as folder:
@@ -213,10 +214,11 @@ def show(console: Any, result: dict[str, Any]) -> None:
                 "*" if result[f"auto_{name}"] == job else "",
             )  # fmt: skip
     console.print(table)
+    shown = ("relative_error", "visible", "contiguous_over", "zigzag_over", "timed_imbalance")
+    shown += tuple(f"megabytes_needed_{policy}" for policy in POLICIES)
     for key, value in result.items():
-        if key.startswith(("relative_error", "visible", "contiguous_over", "zigzag_over",
-                           "megabytes_needed", "timed")):
-            console.print(f"{key:28} {value}", highlight=False)
+        if key.startswith(shown):
+            console.print(f"{key:32} {value}", highlight=False)
 
 
 if __name__ == "__main__":

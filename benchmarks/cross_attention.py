@@ -67,7 +67,7 @@ def main() -> None:
         console.print(f"no namespace with a limited loopback ({why}): {what[limit]}")
     result: dict[str, Any] = {
         "machine": machine, "limit": limit, "gbit": args.gbit if limit != "none" else None,
-        **{name: getattr(args, name) for name in ("ranks", "heads", "head_dim", "dtype")},
+        **{name: getattr(args, name) for name in ("ranks", "heads", "head_dim", "dtype", "rounds")},
     }  # fmt: skip
     table = Table(title=f"{args.ranks} ranks, {args.dtype}, loopback: {limit}")
     for title in ("Sq x Skv", "method", "s", "busiest rank, CPU s", "MB per rank", "auto", "error"):
