@@ -66,8 +66,8 @@ def exchange_steps(sizes, samples, offsets, ranks, budgets, tolerance, tries, ca
 
     Groups ``step * ranks`` to ``(step + 1) * ranks`` are one step. The group that is furthest
     above the step's mean in some column exchanges a sample for one of a group that has less,
-    where this lowers the sum of squared deviations most, until nothing lowers it. Numbers of
-    samples per group stay.
+    where this lowers the sum of squared deviations most. One for which nothing does is left
+    alone until it takes part in another's exchange. Numbers of samples per group stay.
 
     Args:
         sizes: (N, C) float64.

@@ -82,30 +82,31 @@ def test_exchanges_stay_in_their_step_and_lower_its_squares(case, candidates) ->
 
 
 @given(steps())
-def test_when_exchanges_end_none_of_the_heaviest_group_helps(case) -> None:
+def test_where_exchanges_end_no_exchange_of_a_heavy_group_helps(case) -> None:
     sizes, samples, offsets, ranks, budgets = case
-    exchange_steps(sizes, samples, offsets, ranks, budgets, 1e-9, 10_000, ranks)
+    before = None
+    while before is None or (before != samples).any():
+        before = samples.copy()
+        exchange_steps(sizes, samples, offsets, ranks, budgets, 1e-9, 10_000, ranks)
     loads = group_loads(sizes, samples, offsets)
     for first in range(0, len(offsets) - 1, ranks):
         rows = range(first, first + ranks)
         above = loads[rows] - loads[rows].mean(0)
-        if above.max() <= 1e-9:
-            continue
-        heavy, column = np.unravel_index(above.argmax(), above.shape)
-        heavy += first
         squares = (loads[rows] ** 2).sum()
-        for other in rows:
+        for heavy, other in itertools.permutations(rows, 2):
+            column = int(above[heavy - first].argmax())
+            furthest = above[heavy - first, column]
+            if furthest <= 1e-6 or (above[heavy - first] > furthest - 1e-6).sum() > 1:
+                continue  # level, or it depends on rounding which column is looked at
             if loads[other, column] >= loads[heavy, column]:
                 continue
             for i in range(offsets[heavy], offsets[heavy + 1]):
                 for j in range(offsets[other], offsets[other + 1]):
                     d = sizes[samples[j]] - sizes[samples[i]]
-                    if d[column] >= 0:
-                        continue
                     tried = loads[rows].copy()
                     tried[heavy - first] += d
                     tried[other - first] -= d
-                    if (tried <= budgets).all():
+                    if d[column] < 0 and (tried <= budgets).all():
                         assert (tried**2).sum() >= squares - 1e-6
 
 

@@ -1,0 +1,317 @@
+"""Balance of mini-batches: random, length-grouped, OmniBal's ISF and raymm's default.
+
+From files of sample sizes alone: a JSON list per data set of objects with `vit_num` (image
+tiles) and `token_num` (text tokens), as OmniBal publishes them. For every data set, and all
+together if there are several, per method and number of data-parallel ranks:
+
+- `pad`, `dist_vit`, `dist_llm`: OmniBal's PadRatio and DistRatios (eq. 1 and 2);
+- `efficiency`: mean over steps of mean rank cost over largest, on FLOPs of InternVL-Chat-1.5's
+  6B + 20B; `step_efficiency`: with a pipeline of 4 microbatches in flight that differ;
+- `batch`: samples per group; `left_out`: samples that no step has;
+- `groups_over_bound`: groups over the least that could hold their samples within the budgets;
+- `mixing`: total-variation distance of a step's mix of data sets to the whole's, and
+  `random_mixing`, the same if samples were shuffled;
+- `seconds`: CPU time to plan.
+
+And the CPU seconds to plan 1.2 million samples drawn with replacement from all files.
+
+    python -m benchmarks.minibatch --json --data a.json b.json
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from benchmarks import _common
+from raymm.scheduler.batch_replicas import replica_loads
+from raymm.scheduler.minibatch import MiniBatchError, MiniBatchPlan, SampleSizes
+from raymm.scheduler.minibatch_balanced import plan_balanced
+from raymm.scheduler.minibatch_baselines import plan_length_grouped, plan_random
+from raymm.scheduler.minibatch_budgets import least_groups
+from raymm.scheduler.minibatch_costs import CostModel, transformer_cost
+from raymm.scheduler.minibatch_isf import plan_isf, search_budgets
+from raymm.scheduler.minibatch_metrics import balance, dist_ratio
+
+NAMES = ("vision", "text")
+BATCH = 4  # samples per group that all methods aim at (OmniBal, Table 5)
+ISF_ITERATIONS = 50  # as in the authors' code
+MILLION = 1_200_000
+# InternViT-6B: 45 layers of 3200, 1025 tokens per tile, which attend within the tile.
+# InternLM2-20B: 48 layers of 6144.
+MODEL = CostModel((
+    transformer_cost(5.5e9, 45, 3200, tokens_per_unit=1025, units_attend=False),
+    transformer_cost(19.9e9, 48, 6144, causal=True),
+))
+KNOB = (0.0, 0.005, 0.01, 0.02, 0.05, 1.0)  # `alike`, from balance to mixing
+
+
+@dataclass(frozen=True)
+class Method:
+    """One row of the tables."""
+
+    name: str
+    plan: Callable[[SampleSizes, int, int], MiniBatchPlan]  # sizes, ranks, epoch
+
+
+def methods(budgets: tuple[int, ...] | None) -> list[Method]:
+    """What is compared; `balanced_at_isf_budgets` has the budgets that ISF's search found."""
+    return [
+        Method("random", lambda s, r, e: plan_random(s, r, BATCH, epoch=e)),
+        Method("random_sharded", lambda s, r, e: plan_random(
+            s, r, BATCH, sharded=True, epoch=e
+        )),
+        Method("length_grouped", lambda s, r, e: plan_length_grouped(s, r, BATCH, epoch=e)),
+        Method("isf_statistics", lambda s, r, e: plan_isf(s, r, epoch=e)),
+        Method("isf_searched", lambda s, r, e: plan_isf(
+            s, r, search_budgets(s, r, BATCH), iterations=ISF_ITERATIONS, epoch=e
+        )),
+        Method("balanced_at_isf_budgets", lambda s, r, e: plan_balanced(
+            s, r, search_budgets(s, r, BATCH), model=MODEL, epoch=e
+        )),
+        Method("balanced", lambda s, r, e: plan_balanced(
+            s, r, budgets, samples_per_group=BATCH, model=MODEL, epoch=e
+        )),
+    ]
+
+
+def read(path: Path) -> np.ndarray:
+    """(N, 2) tiles and tokens of one file.
+
+    Raises:
+        SystemExit: the file is not such a list; says which entry.
+    """
+    entries = json.loads(path.read_text())
+    try:
+        return np.array([(int(e["vit_num"]), int(e["token_num"])) for e in entries]).reshape(-1, 2)
+    except (KeyError, TypeError, ValueError) as error:
+        raise SystemExit(f"{path}: every entry needs vit_num and token_num ({error!r})") from error
+
+
+def joined(parts: list[np.ndarray]) -> SampleSizes:
+    """Several data sets as one, told apart by `sources`."""
+    return SampleSizes(
+        NAMES, np.concatenate(parts), np.repeat(np.arange(len(parts)), [len(p) for p in parts])
+    )
+
+
+def figures(plan: MiniBatchPlan, sizes: SampleSizes) -> dict[str, float]:
+    """The figures of one plan."""
+    found = balance(plan, sizes, MODEL)
+    result = {
+        "pad": found.pad["text"],
+        "dist_vit": found.dist["vision"],
+        "dist_llm": found.dist["text"],
+        "efficiency": found.efficiency,
+        "step_efficiency": found.step_efficiency,
+        "batch": found.average_batch,
+        "groups": found.groups,
+        "left_out": found.left_out,
+        "mixing": found.mixing,
+        "random_mixing": found.random_mixing,
+    }
+    if plan.packed:
+        least = least_groups(SampleSizes(NAMES, sizes.values[plan.samples]), plan.budgets)
+        result["groups_over_bound"] = plan.groups / least
+    return result
+
+
+def compare(
+    sizes: SampleSizes, ranks: int, epochs: int, budgets: tuple[int, ...] | None
+) -> dict[str, dict[str, Any]]:
+    """Per method the means over epochs; `worst_efficiency` is the least of them."""
+    result: dict[str, dict[str, Any]] = {}
+    for method in methods(budgets):
+        rows, seconds = [], []
+        try:
+            for epoch in range(epochs):
+                start = time.process_time()
+                plan = method.plan(sizes, ranks, epoch)
+                seconds.append(time.process_time() - start)
+                rows.append(figures(plan, sizes))
+        except MiniBatchError as error:
+            result[method.name] = {"error": str(error)}
+            continue
+        result[method.name] = {
+            **{key: round(statistics.fmean(row[key] for row in rows), 6) for key in rows[0]},
+            "worst_efficiency": round(min(row["efficiency"] for row in rows), 6),
+            "budgets": plan.budgets,
+            "seconds": round(statistics.median(seconds), 4),
+        }
+    return result
+
+
+def knob(sizes: SampleSizes, ranks: int, epochs: int) -> dict[str, dict[str, float]]:
+    """Balance against mixing: figures by `alike`, and with the levelling of sources off."""
+    result = {}
+    for weight in (None, 0.0):
+        for alike in KNOB:
+            options = {} if weight is None else {"source_weight": weight}
+            rows = [
+                figures(plan_balanced(
+                    sizes, ranks, samples_per_group=BATCH, model=MODEL, alike=alike, epoch=epoch,
+                    **options,
+                ), sizes)
+                for epoch in range(epochs)
+            ]
+            keys = ("dist_vit", "dist_llm", "efficiency", "mixing", "random_mixing")
+            name = f"alike_{alike}" + ("" if weight is None else "_sources_ignored")
+            result[name] = {
+                key: round(statistics.fmean(row[key] for row in rows), 6) for key in keys
+            }
+    return result
+
+
+def replicas(sizes: SampleSizes, ranks: int) -> dict[str, float]:
+    """DistRatio of a vision encoder with a quarter of the ranks, a half, twice as many."""
+    result = {}
+    for name, count in (("quarter", ranks // 4), ("half", ranks // 2), ("double", ranks * 2)):
+        plan = plan_balanced(
+            sizes, ranks, samples_per_group=BATCH, model=MODEL, serving={"vision": count}
+        )
+        result[name] = round(dist_ratio(replica_loads(plan, sizes, "vision", count)), 6)
+    return result
+
+
+def million(sizes: SampleSizes, ranks: int, repeats: int) -> dict[str, Any]:
+    """CPU seconds to plan 1.2 million samples drawn from the data, median of the repeats."""
+    drawn = np.random.default_rng(0).integers(0, len(sizes), MILLION)
+    many = SampleSizes(NAMES, sizes.values[drawn], sizes.sources[drawn])
+    seconds = []
+    for epoch in range(repeats):
+        gc.collect()
+        start = time.process_time()
+        plan = plan_balanced(many, ranks, samples_per_group=BATCH, model=MODEL, epoch=epoch)
+        seconds.append(time.process_time() - start)
+    return {
+        "plan_seconds": round(statistics.median(seconds), 3),
+        "all_seconds": [round(s, 3) for s in seconds],
+        **{key: round(value, 6) for key, value in figures(plan, many).items()},
+    }
+
+
+def draw(path: Path, sizes: SampleSizes, ranks: int) -> None:
+    """Cost of every rank in 40 steps by method."""
+    from matplotlib.figure import Figure
+
+    from raymm.draw import palette
+    from raymm.scheduler.minibatch_metrics import costs
+
+    shown = {
+        "random": ("random, padded", palette.HUES[4]),
+        "length_grouped": ("length-grouped, padded", palette.HUES[3]),
+        "isf_searched": ("OmniBal ISF, searched", palette.HUES[1]),
+        "balanced": ("balanced", palette.HUES[0]),
+    }
+    figure = Figure(figsize=(11, 3.6), dpi=150, layout="constrained")
+    axes = figure.subplots(1, len(shown), sharey=True)
+    chosen = {method.name: method for method in methods(None)}
+    for axis, (name, (label, colour)) in zip(axes, shown.items(), strict=True):
+        plan = chosen[name].plan(sizes, ranks, 0)
+        of_ranks = costs(plan, sizes, MODEL).sum(2)
+        # Per sample, so that groups of different numbers of samples can be compared.
+        of_ranks = of_ranks / of_ranks.mean()
+        some = of_ranks[:40]
+        step = np.arange(len(some))
+        axis.vlines(step, some.min(1), some.max(1), color=colour, alpha=0.35, linewidth=2.5)
+        axis.scatter(
+            np.repeat(step, ranks), some.ravel(), s=5, color=colour, linewidths=0, zorder=3
+        )
+        efficiency = balance(plan, sizes, MODEL).efficiency
+        axis.set_title(f"{label}\nefficiency {efficiency:.3f}", color=palette.TEXT, fontsize=10)
+        axis.set_xlabel("step", color=palette.TEXT)
+        axis.grid(axis="y", color=palette.FAINT, alpha=0.25, linewidth=0.6)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(colors=palette.TEXT)
+    axes[0].set_ylabel("cost of a rank / mean", color=palette.TEXT)
+    axes[0].set_ylim(bottom=0)
+    figure.savefig(path)
+
+
+def main() -> None:
+    options = _common.parser(__doc__.splitlines()[0])
+    options.add_argument("--data", type=Path, nargs="+", required=True, help="files of sizes")
+    options.add_argument("--ranks", type=int, nargs="+", default=[8, 64], help="dp to plan for")
+    options.add_argument("--epochs", type=int, default=3, help="plans per row")
+    options.add_argument("--budgets", type=int, nargs=2, help="tiles and tokens of a group")
+    options.add_argument("--repeats", type=int, default=3, help="of the 1.2 million, 0 for none")
+    options.add_argument("--draw", type=Path, help="also write a picture to this path")
+    args = options.parse_args()
+    budgets = tuple(args.budgets) if args.budgets else None
+    console = _common.console()
+
+    parts = {path.stem.split("_")[0]: read(path) for path in args.data}
+    if len(parts) != len(args.data):
+        parts = {path.stem: read(path) for path in args.data}
+    sets = {name: SampleSizes(NAMES, part) for name, part in parts.items()}
+    together = joined(list(parts.values()))
+    if len(parts) > 1:
+        sets["together"] = together
+    plan_balanced(together, args.ranks[0], budgets)  # compiles
+    plan_isf(together, args.ranks[0], iterations=1)
+
+    result: dict[str, Any] = {"machine": _common.machine(), "methods": {}, "replicas": {}}
+    for name, sizes in sets.items():
+        for ranks in args.ranks:
+            case = f"{name}_dp{ranks}"
+            result["methods"][case] = rows = compare(sizes, ranks, args.epochs, budgets)
+            columns = (
+                "pad", "dist_vit", "dist_llm", "efficiency", "step_efficiency", "batch",
+                "left_out", "groups_over_bound", "mixing", "random_mixing", "budgets", "seconds",
+            )
+            table = Table(case, *columns)
+            for method, row in rows.items():
+                if "error" in row:
+                    table.add_row(method, row["error"])
+                    continue
+                table.add_row(method, *(
+                    f"{row[key]:.4f}" if isinstance(row.get(key), float) else str(row.get(key, ""))
+                    for key in columns
+                ))
+            console.print(table)
+            if ranks % 4 == 0:
+                result["replicas"][case] = replicas(sizes, ranks)
+    if len(parts) > 1:
+        result["knob"] = {
+            f"dp{ranks}": knob(together, ranks, args.epochs) for ranks in args.ranks
+        }
+        for ranks, rows in result["knob"].items():
+            table = Table(f"together, {ranks}", *next(iter(rows.values())))
+            for name, row in rows.items():
+                table.add_row(name, *(f"{value:.4f}" for value in row.values()))
+            console.print(table)
+    console.print(f"DistRatio of encoder replicas: {result['replicas']}", highlight=False)
+    if args.repeats:
+        for ranks in args.ranks:
+            result[f"million_dp{ranks}"] = million(together, ranks, args.repeats)
+            console.print(f"1.2 million, dp {ranks}: {result[f'million_dp{ranks}']}")
+        result["plan_seconds_1_2m"] = max(
+            result[f"million_dp{ranks}"]["plan_seconds"] for ranks in args.ranks
+        )
+    # The worst of the default over data sets and ranks.
+    worst = [rows["balanced"] for rows in result["methods"].values()]
+    if any("error" in row for row in worst):
+        raise SystemExit(f"balanced failed: {[row for row in worst if 'error' in row]}")
+    for key in ("pad", "dist_vit", "dist_llm", "left_out", "groups_over_bound"):
+        result[key] = max(row[key] for row in worst)
+    result["efficiency"] = min(row["worst_efficiency"] for row in worst)
+    result["mixing"] = {
+        case: [rows["balanced"]["mixing"], rows["balanced"]["random_mixing"]]
+        for case, rows in result["methods"].items()
+    }
+    if args.draw:
+        draw(args.draw, together, args.ranks[0])
+    _common.emit(result, args.json)
+
+
+if __name__ == "__main__":
+    main()
