@@ -43,10 +43,7 @@ def attention(
         ValueError: tensors that do not fit one another.
     """
     device = query.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    _check(query, key, value, softcap)
+    query, key, value = prepare(query, key, value, softcap)
     masks = as_masks(mask, query.shape[0], query.shape[2], key.shape[2])
     if device == "cpu":
         from raymm.kernels.attention_cpu import cpu_attention as run
@@ -55,9 +52,18 @@ def attention(
     return run(query, key, value, masks, scale=scale, softcap=softcap)
 
 
-def _check(
+def prepare(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, softcap: float | None
-) -> None:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query, key and value in autocast's dtype, if it is on.
+
+    Raises:
+        ValueError: tensors that do not fit one another.
+    """
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     if query.dim() != 4 or key.dim() != 4 or key.shape != value.shape:
         raise ValueError(f"expected (B, H, T, D) and key like value, got {shapes}")
@@ -69,3 +75,4 @@ def _check(
         raise ValueError(f"dtypes must agree, got {query.dtype}, {key.dtype}, {value.dtype}")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap must be positive, got {softcap}")
+    return query, key, value

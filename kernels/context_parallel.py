@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from raymm.kernels.attention import prepare
 from raymm.kernels.context_call import ContextCall, ContextGroup, Way
 from raymm.kernels.context_gather import GATHER, NEEDED
 from raymm.kernels.context_ring import RING, ROTATE
@@ -55,7 +56,8 @@ def context_attention(
 
     Args:
         query: (B, Hq, Tq, D), this rank's rows in ascending order of position.
-        key, value: (B, Hk, Tk, D), this rank's keys.
+        key, value: (B, Hk, Tk, D), this rank's keys. Under autocast all three are cast to its
+            dtype.
         mask: of the whole sequence; one for all sequences, or one each.
         group: who has what.
         method: one of :data:`METHODS`.
@@ -65,9 +67,10 @@ def context_attention(
 
     Raises:
         MaskError: a mask that does not fit the layouts.
-        ValueError: an unknown method, tensors that do not fit the layout, or Ulysses with a
-            number of heads that the ranks do not divide.
+        ValueError: an unknown method, tensors that do not fit one another or the layout, or
+            Ulysses with a number of heads that the ranks do not divide.
     """
+    query, key, value = prepare(query, key, value, softcap)
     call = _call(query, key, mask, group, method, scale, softcap)
     return _ContextAttention.apply(query, key, value, call, WAYS[method])
 
@@ -147,7 +150,7 @@ class _RecomputedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden, visual, inputs, *parameters):
         project, mask, group, method, scale, softcap = inputs
-        query, key, value = project(hidden, visual)
+        query, key, value = prepare(*project(hidden, visual), softcap)
         call = _call(query, key, mask, group, method, scale, softcap)
         out, (*_, out, lse) = WAYS[method].forward(call, query, key, value)
         ctx.save_for_backward(hidden, visual, out, lse)
@@ -167,7 +170,7 @@ class _RecomputedAttention(torch.autograd.Function):
             for t, needed in zip((hidden, visual), needs, strict=True)
         ]
         with torch.enable_grad(), torch.autocast(device, dtype, enabled):
-            made = ctx.project(*inputs)
+            made = prepare(*ctx.project(*inputs), ctx.call.softcap)
         saved = (*(t.detach() for t in made), out, lse)
         gradients = ctx.way.backward(ctx.call, grad_out, saved)
         wanted = [t for t in (*inputs, *ctx.parameters) if t.requires_grad]

@@ -185,17 +185,58 @@ def test_bf16_merges_in_fp32(processes):
         assert max(worst) <= 1e-2
 
 
-class Project(torch.nn.Module):
-    """Queries from one input, keys and values from the other."""
+def autocast_on_a_rank(group) -> list[str]:
+    """As Hugging Face's rotary embeddings leave them under autocast: Q and K in fp32, V not."""
+    exchange, problems = Exchange(group), []
+    mask = documents([100, 56])
+    layout = random_layout(156, exchange.size, 3)
+    context = ContextGroup(exchange, layout, layout)
+    whole = tensors([mask], (4, 2), 1)
+    rows = layout.positions(group.rank())
+    for method in METHODS:
+        results = []
+        for cast in (False, True):
+            local = [t[:, :, rows].clone() for t in whole]
+            if cast:
+                local[2] = local[2].bfloat16()
+            else:
+                local = [t.bfloat16() for t in local]
+            inputs = [t.requires_grad_() for t in local[:3]]
+            with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+                out = context_attention(*inputs, mask, context, method=method)
+            out.backward(local[3].to(out.dtype))
+            problems += [
+                f"{method}: gradient in {t.grad.dtype}" for t in inputs if t.grad.dtype != t.dtype
+            ]
+            results.append([out.detach(), *(t.grad.bfloat16() for t in inputs)])
+        problems += [
+            f"{method} {name}"
+            for name, one, other in zip(("out", "dq", "dk", "dv"), *results, strict=True)
+            if not (one.dtype == other.dtype and torch.equal(one, other))
+        ]
+    return problems
 
-    def __init__(self, width: int, heads: int, seed: int) -> None:
+
+def test_autocast_casts_what_is_of_several_dtypes(processes):
+    """To the same numbers as inputs that were cast before."""
+    assert sum(processes.run(autocast_on_a_rank, 2), []) == []
+
+
+class Project(torch.nn.Module):
+    """Queries from one input, keys and values from the other.
+
+    ``fp32_queries``: as a norm of the queries leaves them under autocast.
+    """
+
+    def __init__(self, width: int, heads: int, seed: int, fp32_queries: bool = False) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.heads = heads
+        self.heads, self.fp32_queries = heads, fp32_queries
         self.q, self.k, self.v = (torch.nn.Linear(width, heads * D) for _ in range(3))
 
     def forward(self, hidden, visual):
-        made = (self.q(hidden), self.k(visual), self.v(visual))
+        query = self.q(hidden)
+        made = (query.float() if self.fp32_queries else query, self.k(visual), self.v(visual))
         return tuple(t.unflatten(-1, (self.heads, D)).transpose(1, 2) for t in made)
 
 
@@ -226,6 +267,42 @@ def two_layers(layers, hidden, visual, attend) -> torch.Tensor:
         out = attend(layer, hidden, visual)
         hidden = hidden + out.transpose(1, 2).flatten(2)
     return hidden
+
+
+def recomputed_under_autocast_on_a_rank(group) -> list[str]:
+    """Beside the same layer without recomputation."""
+    exchange, heads = Exchange(group), 2
+    mask = every_pattern(60, 2)["cross"]()
+    context = ContextGroup(
+        exchange, random_layout(60, exchange.size, 4), random_layout(mask.n_keys, exchange.size, 5)
+    )
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, t, heads * D, generator=generator) for t in (60, mask.n_keys)]
+    rows, keys = (layout.positions(group.rank()) for layout in (context.queries, context.keys))
+    grads = []
+    for attend in (context_attention, recomputed_context_attention):
+        layer = Project(heads * D, heads, 0, fp32_queries=True)
+        hidden, visual = (
+            t[:, index].clone().requires_grad_()
+            for t, index in zip(whole, (rows, keys), strict=True)
+        )
+        with torch.autocast("cpu", torch.bfloat16):
+            made = (
+                layer(hidden, visual) if attend is context_attention
+                else (layer, hidden, visual)
+            )
+            out = attend(*made, mask, context, method="rotate")
+        out.float().square().sum().backward()
+        grads.append([hidden.grad, visual.grad, *(p.grad for p in layer.parameters())])
+    return [
+        f"gradient {number} is {one.dtype} {float((one - other).norm())} off"
+        for number, (one, other) in enumerate(zip(*grads, strict=True))
+        if not (one.dtype == other.dtype and torch.equal(one, other))
+    ]
+
+
+def test_recomputation_casts_as_autocast_did(processes):
+    assert sum(processes.run(recomputed_under_autocast_on_a_rank, 2), []) == []
 
 
 def recomputed_on_a_rank(group, method: str) -> tuple[list[str], int, int]:
