@@ -29,6 +29,9 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 # A call costs about as long as this many multiply-adds per head dim (0.1 ms at 65 GFLOP/s,
 # forward and backward): divided by heads and head dim it is the planner's overhead in pairs.
 CALL_COST = 500_000
+# ATen adds the gradients of keys up in the inputs' dtype, over the rows of one call; over calls
+# we add in fp32. More rows than this gain no time.
+BLOCK_ROWS = 1024
 # Parts of fewer (row, key) pairs have their backward in fp32 also if the inputs are bf16: ATen
 # then multiplies by oneDNN, which compiles code for every new shape (about 5 ms and 1 MB a
 # part, as long as that backward itself). Parts this large gain more than that.
@@ -319,7 +322,7 @@ def _plans(
     """Plans with the sequences they are for: those of one mask run together."""
     work = query.shape[1] * query.shape[-1]
     # In powers of two, so that plans of like tensors are shared.
-    limits = Limits(2 ** round(math.log2(max(CALL_COST / work, 1))))
+    limits = Limits(2 ** round(math.log2(max(CALL_COST / work, 1))), rows=BLOCK_ROWS)
     if softcap is not None or value.shape[-1] != query.shape[-1]:
         limits = Limits(limits.overhead, **DENSE_LIMITS)
     groups: dict[tuple[bytes, bytes], list[int]] = {}
