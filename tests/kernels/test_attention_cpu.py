@@ -94,6 +94,11 @@ def test_large(name):
     check((every_pattern(4352)[name](),), 1, 1, 8)
 
 
+def test_large_bf16():
+    """Parts that keep to bf16 in the backward pass; key gradients sum over many blocks."""
+    check((patterns.causal(4352),), 1, 1, 8, torch.bfloat16)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_soft_cap(name):
     mask = every_pattern(144)[name]()
