@@ -58,6 +58,9 @@ def main() -> None:
     options.add_argument("--head-dim", type=int, default=64)
     options.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     options.add_argument("--rounds", type=int, default=3)
+    options.add_argument(
+        "--cases", nargs="+", type=_case, default=CASES, metavar="SqxSkv", help="rows and keys"
+    )
     args = options.parse_args()
     console = _common.console()
     machine = _common.machine()  # before the network goes
@@ -75,7 +78,7 @@ def main() -> None:
     with gloo_ranks(args.ranks) as ranks, tempfile.TemporaryDirectory() as folder:
         rate = ranks.run(bandwidth_on_rank, megabytes=BANDWIDTH_MEGABYTES)[1]
         result["loopback_gbit"] = round(rate * 8 / 1e9, 3)
-        for queries, keys in CASES:
+        for queries, keys in args.cases:
             call = Call(
                 full(queries, keys), ContextLayout.even(queries, args.ranks),
                 ContextLayout.even(keys, args.ranks), tuple(args.heads), args.head_dim,
@@ -94,6 +97,11 @@ def main() -> None:
         if key.startswith(("lv_over", "bytes_ratio", "auto_over", "loopback")):
             console.print(f"{key:32} {value}", highlight=False)
     _common.emit(result, args.json)
+
+
+def _case(text: str) -> tuple[int, int]:
+    queries, keys = text.split("x")
+    return int(queries), int(keys)
 
 
 def usable(call: Call) -> list[str]:
