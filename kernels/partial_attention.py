@@ -78,20 +78,16 @@ def partial_backward(
     if not key.shape[2] or not query.shape[2]:
         return tuple(torch.zeros(t.shape).to(t.device) for t in (query, key, value))
     if query.device.type == "cpu":
-        from raymm.kernels.attention_cpu import cpu_backward
-
-        out = _output_like(grad_out, delta)
-        return tuple(
-            cpu_backward(grad_out, query, key, value, out, lse, tuple(masks), scale, softcap)
-        )
-    from raymm.kernels.triton_attention import triton_backward
-
-    return triton_backward(grad_out, query, key, value, lse, delta, tuple(masks), scale, softcap)
+        from raymm.kernels.attention_cpu import cpu_backward as run
+    else:
+        from raymm.kernels.triton_attention import triton_backward as run
+    out = output_like(grad_out, delta)
+    return tuple(run(grad_out, query, key, value, out, lse, tuple(masks), scale, softcap))
 
 
-def _output_like(grad_out: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """An output that gives ``delta``: ATen's kernel takes O and uses it for rowsum(dO * O)
-    only, so the multiple of dO with that sum will do."""
+def output_like(grad_out: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """An output that gives ``delta``: kernels take O and use it for rowsum(dO * O) only, so
+    the multiple of dO with that sum will do."""
     largest = grad_out.abs().amax(dim=-1, keepdim=True).float()
     unit = grad_out.float() / largest.masked_fill(largest == 0, 1.0)
     length = (unit * unit).sum(dim=-1, keepdim=True)

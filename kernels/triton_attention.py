@@ -79,13 +79,66 @@ def triton_attention(
             a CUDA device (unless Triton interprets), scale or softcap that is not positive.
     """
     _check(query, key, value, masks)
+    plan = _plan(query, key, masks, softcap, processors, config)
+    factors = scales(query.shape[-1], scale, softcap)
+    return _Attention.apply(query, key, value, plan, factors, softcap is not None)
+
+
+def triton_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    masks: tuple[AttentionMask, ...],
+    scale: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`triton_attention` without autograd."""
+    _check(query, key, value, masks)
+    plan = _plan(query, key, masks, softcap)
+    with _on(query.device):
+        return _forward(
+            *(_aligned(t) for t in (query, key, value)), plan,
+            scales(query.shape[-1], scale, softcap), softcap is not None,
+        )  # fmt: skip
+
+
+def triton_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    masks: tuple[AttentionMask, ...],
+    scale: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """dQ, dK, dV in fp32, without autograd. ``out`` and ``lse`` are of all keys that the rows
+    see, of which ``key`` may be a part: gradients are then that part's share."""
+    plan = _plan(query, key, masks, softcap)
+    with _on(query.device):
+        return _backward(
+            *(_aligned(t) for t in (query, key, value, out)), lse.contiguous(),
+            _aligned(grad_out), plan, scales(query.shape[-1], scale, softcap),
+            softcap is not None, True, True, torch.float32,
+        )  # fmt: skip
+
+
+def _plan(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    masks: tuple[AttentionMask, ...],
+    softcap: float | None,
+    processors: int | None = None,
+    config: AttentionConfig | None = None,
+) -> AttentionPlan | None:
+    if not len(masks):
+        return None
     if config is None:
         config = attention_config(query.shape[-1], query.dtype, softcap=softcap is not None)
-    factors = scales(query.shape[-1], scale, softcap)
     row_bytes = query.shape[-1] * query.element_size()
     layout = _layout(query.device, query.shape[1], key.shape[1], row_bytes, processors)
-    plan = attention_plan(tuple(masks), config, layout, query.device) if len(masks) else None
-    return _Attention.apply(query, key, value, plan, factors, softcap is not None)
+    return attention_plan(tuple(masks), config, layout, query.device)
 
 
 class _Attention(torch.autograd.Function):
@@ -144,11 +197,14 @@ def _forward(query, key, value, plan, factors, softcap):
 
 
 def _backward(
-    query, key, value, out, lse, grad_out, plan, factors, softcap, for_query, for_key
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    query, key, value, out, lse, grad_out, plan, factors, softcap, for_query, for_key,
+    dtype=None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     batch, n_heads, n_queries, head_dim = query.shape
-    grad_query = torch.empty_like(query) if for_query else None
-    grad_key, grad_value = (torch.empty_like(t) if for_key else None for t in (key, value))
+    grad_query = torch.empty_like(query, dtype=dtype) if for_query else None
+    grad_key, grad_value = (
+        torch.empty_like(t, dtype=dtype) if for_key else None for t in (key, value)
+    )
     if not query.numel():
         return (*(t if t is None else t.zero_() for t in (grad_query, grad_key, grad_value)),)
     # The kernels without softcap take LSE off before scores are brought to base 2.

@@ -124,6 +124,7 @@ def slot_base(workspace, slot, head, n_heads, ROWS: tl.constexpr, BLOCK_D: tl.co
 
 @triton.jit
 def slot_offsets(ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(ROWS, BLOCK_D) offsets within a slot of the workspace, which is dense."""
     return tl.arange(0, ROWS)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
 
 
