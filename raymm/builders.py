@@ -17,6 +17,7 @@ from raymm.actors.stages.language import (
     language_stage_parameters,
 )
 from raymm.actors.stages.probe import probe_encoder, probe_language_model
+from raymm.actors.stages.probe_attention import probe_shared_tokens
 from raymm.actors.stages.source import LiveSource
 from raymm.model import LANGUAGE_MODEL, MultimodalModule
 from raymm.scheduler.plan import Plan
@@ -37,7 +38,7 @@ def stage_builders(
     """Per stage, a picklable builder and the names of the parameters it owns.
 
     Raises:
-        ProbeError: if a module cannot be cut as planned.
+        ProbeError: if a module cannot be cut, or its tokens shared out, as planned.
     """
     builders: dict[str, Callable[[], nn.Module]] = {}
     owned: dict[str, list[str]] = {}
@@ -47,6 +48,8 @@ def stage_builders(
             spec: Any = model.language_spec()
             if is_cut:
                 spec = replace(spec, cut=probe_language_model(spec.source))
+            if plan.module_stages(node.name)[0].cp > 1:
+                probe_shared_tokens(spec.source)
             names, build = language_stage_parameters, _build_language
         else:
             spec = model.encoder_spec(node.name)

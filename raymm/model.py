@@ -20,7 +20,7 @@ from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.language import LanguageSpec, LanguageStage, label_mask
 from raymm.actors.stages.merge import MergePolicy, Prepend
 from raymm.actors.stages.message import Message, MicrobatchContext
-from raymm.actors.stages.probe import probe_mask
+from raymm.actors.stages.probe_attention import probe_mask
 from raymm.actors.stages.projector import KINDS, Projector, ProjectorConfig
 from raymm.actors.stages.source import (
     ConfigSource,

@@ -17,8 +17,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from raymm.actors.stages.blocks import config_depth_names, find_blocks
 from raymm.actors.stages.cut import CutInfo, CutReached, inject, prune
 from raymm.actors.stages.source import ModuleSource, on_meta
-from raymm.kernels import hf_attention
-from raymm.kernels.mask_patterns import documents
 
 PROBE_DEPTH = 3
 _PROBE_VOCABULARY = 256
@@ -32,15 +30,21 @@ class ProbeError(ValueError):
 
 
 def shrink_config(config: PretrainedConfig) -> PretrainedConfig:
-    """A copy with :data:`PROBE_DEPTH` layers, narrow feed-forwards and a small vocabulary."""
+    """A copy with few layers, one of every kind among them, narrow feed-forwards and a small
+    vocabulary."""
     small = copy.deepcopy(config)
     names = config_depth_names(small)
     depth = getattr(small, names[0]) if names else None
+    per_layer = {
+        name: list(value)
+        for name, value in vars(small).items()
+        if isinstance(value, list | tuple) and depth and len(value) == depth
+    }
+    kept = _layers_of_every_kind(per_layer, depth or PROBE_DEPTH)
     for name in names:
-        setattr(small, name, PROBE_DEPTH)
-    for name, value in list(vars(small).items()):
-        if isinstance(value, list | tuple) and depth is not None and len(value) == depth:
-            setattr(small, name, list(value)[:PROBE_DEPTH] + [value[-1]] * (PROBE_DEPTH - depth))
+        setattr(small, name, len(kept))
+    for name, value in per_layer.items():
+        setattr(small, name, [value[layer] for layer in kept])
     for name in _INTERMEDIATE_NAMES:
         if isinstance(getattr(small, name, None), int):
             setattr(small, name, min(getattr(small, name), _PROBE_INTERMEDIATE))
@@ -52,7 +56,18 @@ def shrink_config(config: PretrainedConfig) -> PretrainedConfig:
     return small
 
 
-def _small_model(source: ModuleSource) -> nn.Module:
+def _layers_of_every_kind(per_layer: dict[str, list[Any]], depth: int) -> list[int]:
+    """:data:`PROBE_DEPTH` layers, the first ones, but with some layer of every kind that a list
+    of names (``layer_types``) tells apart; more where there are more kinds."""
+    kinds = [v for v in per_layer.values() if all(isinstance(kind, str) for kind in v)]
+    needed = {tuple(v[layer] for v in kinds): layer for layer in reversed(range(depth))}
+    kept = sorted(needed.values()) if kinds else []
+    kept += [layer for layer in range(depth) if layer not in kept][: PROBE_DEPTH - len(kept)]
+    return sorted(kept) + [depth - 1] * (PROBE_DEPTH - len(kept))
+
+
+def small_model(source: ModuleSource) -> nn.Module:
+    """A shrunk copy with random weights, on the CPU, in eval mode."""
     skeleton = source.skeleton()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -102,7 +117,7 @@ def probe_language_model(source: ModuleSource) -> CutInfo:
     Raises:
         ProbeError: if it has no list of blocks, or its pieces differ from the whole.
     """
-    model = _small_model(source)
+    model = small_model(source)
     ids = torch.arange(8)[None] % model.get_input_embeddings().weight.shape[0]
 
     def run(stage: nn.Module, first: bool) -> torch.Tensor:
@@ -112,43 +127,6 @@ def probe_language_model(source: ModuleSource) -> CutInfo:
         return stage(inputs_embeds=embeds, use_cache=False).logits
 
     return _probe(model, run)
-
-
-def probe_mask(source: ModuleSource) -> None:
-    """Check that a causal language model's attention obeys a raymm mask.
-
-    Raises:
-        ProbeError: if it has its own attention, drops the mask on the way to its layers, or
-            needs more than a mask (sinks, position biases, dropout).
-    """
-    skeleton = source.skeleton()
-    name = type(skeleton).__name__
-    if not hf_attention.can_use(skeleton):
-        raise ProbeError(
-            f"{name} does not take its attention from transformers' AttentionInterface, so it "
-            "cannot have a mask; leave mask out"
-        )
-    hf_attention.register()
-    model = _small_model(source).train(skeleton.training)
-    model.set_attn_implementation(hf_attention.NAME)
-    size = 8
-    with torch.no_grad():
-        ids = torch.arange(size)[None] % model.get_input_embeddings().weight.shape[0]
-        embeds = model.get_input_embeddings()(ids)
-        other = embeds.clone()
-        other[:, 0] += 1.0
-        masks = {hf_attention.MASK_ARGUMENT: (documents([size // 2, size // 2]),)}
-        try:
-            one, two = (
-                model(inputs_embeds=e, use_cache=False, **masks).logits for e in (embeds, other)
-            )
-        except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
-            raise ProbeError(f"{name} cannot have a mask: {error}") from error
-    if not torch.equal(one[:, size // 2 :], two[:, size // 2 :]):
-        raise ProbeError(
-            f"{name} lets a token see another document under a mask that hides it: something in "
-            "it mixes tokens without the mask"
-        )
 
 
 def probe_encoder(
@@ -163,7 +141,7 @@ def probe_encoder(
     Raises:
         ProbeError: as :func:`probe_language_model`.
     """
-    model = _small_model(source)
+    model = small_model(source)
     if inputs is None:
         config = getattr(model, "config", None)
         inputs = example_inputs(config, getattr(model, "main_input_name", "input"))

@@ -2,10 +2,12 @@
 
 import parity_models as pm
 import pytest
+import transformers as hf
 from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
 from parity_oracle import prepend, replace
 
 from raymm.actors.stages.merge import ReplaceTokens
+from raymm.actors.stages.probe import ProbeError
 from raymm.model import ModalityModule, MultimodalModule
 from raymm.scheduler.plan import PlanError
 from raymm.specs import MultimodalParallelSpec, ParallelSpec
@@ -77,3 +79,22 @@ def test_what_cannot_be_split_is_refused_before_anything_starts():
         ).plan(model)
     with pytest.raises(PlanError, match="cp is 0"):
         ParallelSpec(cp=0)
+
+
+def test_a_model_whose_tokens_cannot_be_shared_out_is_refused_by_name(ray_cluster, ended_actors):
+    recurrent = hf.MambaConfig(hidden_size=32, num_hidden_layers=3, vocab_size=97, state_size=4)
+    own = hf.BloomConfig(hidden_size=32, n_layer=3, n_head=4, vocab_size=97)
+    # It counts positions itself, whatever position_ids say.
+    counting = hf.BartConfig(
+        d_model=32, decoder_layers=3, decoder_attention_heads=4, decoder_ffn_dim=48,
+        encoder_layers=1, encoder_attention_heads=4, encoder_ffn_dim=48, vocab_size=97,
+        dropout=0.0,
+    )
+    spec = MultimodalParallelSpec({}, ParallelSpec(cp=2))
+    for config, why in (
+        (recurrent, "Mamba.*mixes tokens"), (own, "Bloom.*cannot have cp above 1"),
+        (counting, "Bart.*order of tokens besides their position_ids"),
+    ):
+        with pytest.raises(ProbeError, match=why):
+            spec.apply(MultimodalModule({}, ModalityModule(config)))
+    assert ended_actors() == []

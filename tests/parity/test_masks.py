@@ -105,7 +105,36 @@ def test_a_model_that_cannot_obey_a_mask_is_refused_by_name():
     recurrent = hf.MambaConfig(hidden_size=32, num_hidden_layers=3, vocab_size=97, state_size=4)
     with pytest.raises(ProbeError, match="Mamba"):
         MultimodalModule({}, ModalityModule(recurrent), mask="causal")
+    # Its layer norms take a constant away, and its layers drop the mask on the way to attention.
+    deaf = hf.StableLmConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=97,
+    )
+    with pytest.raises(ProbeError, match="StableLmForCausalLM lets a token see another document"):
+        MultimodalModule({}, ModalityModule(deaf), mask="causal")
+    late = hf.Lfm2Config(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=97,
+        layer_types=["full_attention"] * 3 + ["conv"],
+    )
+    with pytest.raises(ProbeError, match="Lfm2ForCausalLM lets a token see another document"):
+        MultimodalModule({}, ModalityModule(late), mask="causal")
     dropped = pm.llama()
     dropped.attention_dropout = 0.1
     with pytest.raises(ProbeError, match="attention dropout 0.1"):
         MultimodalModule({}, ModalityModule(dropped), mask="causal")
+
+
+def test_experts_and_dropout_outside_attention_are_not_taken_for_leaks():
+    """Experts change a token's last bits with the number of other tokens that chose them."""
+    sizes = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, vocab_size=97)
+    experts = hf.Qwen3MoeConfig(
+        **sizes, num_key_value_heads=2, head_dim=8, moe_intermediate_size=32, num_experts=4,
+        num_experts_per_tok=2, mlp_only_layers=[],
+    )
+    MultimodalModule({}, ModalityModule(experts), mask="multimodal")
+    dropping = hf.GPT2Config(
+        n_embd=32, n_layer=3, n_head=4, vocab_size=97, n_positions=64, resid_pdrop=0.5,
+        embd_pdrop=0.5, attn_pdrop=0.0,
+    )
+    MultimodalModule({}, ModalityModule(dropping), mask="multimodal")
