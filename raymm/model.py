@@ -31,6 +31,7 @@ from raymm.actors.stages.source import (
     set_mode,
 )
 from raymm.actors.stages.token_layout import MASKS, MaskPolicy
+from raymm.kernels.mask_patterns import MAX_KIND
 from raymm.scheduler.graph import ModuleGraph, ModuleNode
 
 LANGUAGE_MODEL = "llm"
@@ -276,6 +277,10 @@ class MultimodalModule(nn.Module):
         self.encoder_names = tuple(encoders or {})
         llm_source = language_model.source(language_model=True)
         if self.mask is not None:
+            if len(self.encoder_names) > MAX_KIND:
+                raise ModelError(
+                    f"a mask tells at most {MAX_KIND} encoders apart, got {len(self.encoder_names)}"
+                )
             probe_mask(llm_source)
         width = _embedding_width(llm_source)
         for name, encoder in (encoders or {}).items():
@@ -393,7 +398,7 @@ class MultimodalModule(nn.Module):
 def _mask_policy(mask: str | MaskPolicy | None) -> MaskPolicy | None:
     if mask is None or callable(mask):
         return mask
-    if mask not in MASKS:
+    if not isinstance(mask, str) or mask not in MASKS:
         raise ModelError(f"mask is {mask!r}; expected a function or one of {', '.join(MASKS)}")
     return MASKS[mask]
 

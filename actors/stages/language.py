@@ -15,7 +15,13 @@ from raymm.actors.stages.dealt_tokens import deal_tokens, pad_layout, take_token
 from raymm.actors.stages.merge import IGNORE_INDEX, MergeError, MergePolicy
 from raymm.actors.stages.message import Message, MicrobatchContext
 from raymm.actors.stages.source import ModuleSource, Part
-from raymm.actors.stages.token_layout import MASKS, MaskPolicy, row_masks, text_layout
+from raymm.actors.stages.token_layout import (
+    MASKS,
+    MaskPolicy,
+    checked_layout,
+    row_masks,
+    text_layout,
+)
 from raymm.kernels import hf_attention
 from raymm.kernels.context_parallel import context_attention
 from raymm.kernels.cross_entropy import token_cross_entropy_sum
@@ -223,8 +229,12 @@ class LanguageStage(nn.Module):
         return {k: v for k, v in merged.items() if k not in _READ_BY_MERGE and v is not None}
 
     def _token_layout(self, merged: dict[str, Any]) -> torch.Tensor:
-        if merged.get("token_layout") is not None:
-            return merged["token_layout"]
+        layout = merged.get("token_layout")
+        if layout is not None:
+            try:
+                return checked_layout(layout, merged["labels"].shape)
+            except ValueError as error:
+                raise MergeError(f"the merge policy returned a {error}") from None
         if self.spec.mask is not None:
             raise MergeError(
                 "the merge policy returned no token_layout, which the model's mask is made "

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from raymm.kernels import mask_patterns
-from raymm.kernels.mask import AttentionMask
+from raymm.kernels.mask import AttentionMask, MaskError
 from raymm.kernels.mask_patterns import Span, kinds_and_items
 
 PADDING = -1
@@ -62,6 +62,26 @@ def text_layout(attention_mask: torch.Tensor) -> torch.Tensor:
     return layout
 
 
+def checked_layout(layout: Any, shape: Sequence[int]) -> torch.Tensor:
+    """A layout from elsewhere, (3, B, T), as int16.
+
+    Args:
+        shape: (B, T) of what it is for.
+
+    Raises:
+        ValueError: another shape, or not whole numbers of 16 bits.
+    """
+    wanted = (3, *shape)
+    if not isinstance(layout, torch.Tensor):
+        raise ValueError(f"token_layout that is a {type(layout).__name__}, not a tensor")
+    if tuple(layout.shape) != wanted:
+        raise ValueError(f"token_layout of shape {tuple(layout.shape)}; expected {wanted}")
+    short = layout.to(torch.int16)
+    if not torch.equal(short.to(layout.dtype), layout):
+        raise ValueError("token_layout with other than whole numbers of 16 bits")
+    return short
+
+
 def place_items(
     layout: torch.Tensor, places: torch.Tensor, kind: int, tokens_per_item: int
 ) -> None:
@@ -81,7 +101,7 @@ def row_masks(layout: torch.Tensor, policy: MaskPolicy) -> tuple[AttentionMask, 
     """One mask per row; rows that look the same share one.
 
     Raises:
-        MaskError: if the policy refuses the row.
+        MaskError: if the policy refuses the row, or returns what is no mask of it.
     """
     rows = layout.cpu().numpy().transpose(1, 0, 2)
     made: dict[bytes, AttentionMask] = {}
@@ -96,5 +116,12 @@ def _row_mask(
         kinds, items, documents = row
         starts = np.flatnonzero(np.diff(documents, prepend=documents[:1] - 1))
         lengths = np.diff(np.append(starts, len(documents))).tolist()
-        made[key] = policy(len(kinds), kinds_and_items(kinds, items), document_lengths=lengths)
+        spans = kinds_and_items(kinds, items)
+        made[key] = mask = policy(len(kinds), spans, document_lengths=lengths)
+        if not isinstance(mask, AttentionMask) or mask.shape != (len(kinds),) * 2:
+            name = getattr(policy, "__name__", type(policy).__name__)
+            raise MaskError(
+                f"mask policy {name} returned {mask!r} for a row of {len(kinds)} tokens; expected "
+                f"an AttentionMask of {len(kinds)} queries and as many keys"
+            )
     return made[key]

@@ -6,8 +6,9 @@ import transformers as hf
 from parity_check import OPTIMIZER, check_gradients, check_reference, check_training, oracle_of
 from parity_oracle import prepend, replace
 
-from raymm.actors.stages.merge import ReplaceTokens
+from raymm.actors.stages.merge import MergeError, Prepend, ReplaceTokens
 from raymm.actors.stages.probe import ProbeError
+from raymm.kernels.mask import MaskError
 from raymm.kernels.mask_patterns import full
 from raymm.model import ModalityModule, ModelError, MultimodalModule
 from raymm.specs import MultimodalParallelSpec, ParallelSpec
@@ -138,3 +139,42 @@ def test_experts_and_dropout_outside_attention_are_not_taken_for_leaks():
         embd_pdrop=0.5, attn_pdrop=0.0,
     )
     MultimodalModule({}, ModalityModule(dropping), mask="multimodal")
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda layout: layout[:, :1], r"shape \(3, 1, 13\); expected \(3, 2, 13\)"),
+        (lambda layout: layout[0], "shape"),
+        (lambda layout: layout.tolist(), "a list, not a tensor"),
+        (lambda layout: layout + 0.5, "whole numbers"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(change, what):
+    """One row for two would count for both."""
+
+    def merge(features, inputs):
+        merged = Prepend()(features, inputs)
+        return {**merged, "token_layout": change(merged["token_layout"])}
+
+    with pytest.raises(MergeError, match=f"token_layout.*{what}"):
+        model_of("multimodal", merge)(**pm.batch([5, 3], 1, vision=[0, 0, 1]))
+
+
+@pytest.mark.parametrize("given", [None, full(3)])
+def test_a_mask_policy_that_returns_no_mask_of_the_row_is_refused(given):
+    def wrong(length, spans, document_lengths):
+        return given
+
+    with pytest.raises(MaskError, match="mask policy wrong returned .* for a row of 5 tokens"):
+        model_of(wrong)(**pm.batch([5, 3], 1))
+
+
+def test_more_encoders_than_kinds_are_refused():
+    vision = ModalityModule(pm.build(pm.siglip(), 1), "linear")
+    language = ModalityModule(pm.build(pm.llama(), 3))
+    encoders = {f"vision{n}": vision for n in range(63)}
+    with pytest.raises(ModelError, match="at most 62 encoders apart, got 63"):
+        MultimodalModule(encoders, language, mask="multimodal")
+    with pytest.raises(ModelError, match="mask is \\['causal'\\]"):
+        MultimodalModule({}, language, mask=["causal"])
