@@ -1,5 +1,7 @@
 """A language model whose ranks share every sample's tokens equals one process."""
 
+from dataclasses import replace as replace_fields
+
 import parity_models as pm
 import pytest
 import transformers as hf
@@ -9,6 +11,7 @@ from parity_oracle import prepend, replace
 from raymm.actors.stages.merge import ReplaceTokens
 from raymm.actors.stages.probe import ProbeError
 from raymm.model import ModalityModule, MultimodalModule
+from raymm.plan_check import check_fits
 from raymm.scheduler.plan import PlanError
 from raymm.specs import MultimodalParallelSpec, ParallelSpec
 
@@ -77,6 +80,12 @@ def test_what_cannot_be_split_is_refused_before_anything_starts():
         MultimodalParallelSpec(
             {"vision": ParallelSpec(ranks=(0,))}, ParallelSpec(cp=2, ranks=(0,)), 2
         ).plan(model)
+    edited = MultimodalParallelSpec({}, ParallelSpec(cp=2), 2).plan(model)
+    edited = replace_fields(
+        edited, stages=tuple(replace_fields(stage, cp=2) for stage in edited.stages)
+    )
+    with pytest.raises(PlanError, match="cp of stage vision.0 is 2; encoders have 1 only"):
+        check_fits(edited)
     with pytest.raises(PlanError, match="cp is 0"):
         ParallelSpec(cp=0)
 
