@@ -92,12 +92,12 @@ _SINGLE = {
     ),
     128: AttentionConfig(
         KernelConfig(32, 16, 8, 1, "ieee"),
-        KernelConfig(32, 32, 8, 1, "ieee"),
+        KernelConfig(32, 16, 8, 1, "ieee"),
         KernelConfig(16, 32, 8, 1, "ieee"),
     ),
     256: AttentionConfig(
         KernelConfig(32, 16, 8, 1, "ieee"),
-        KernelConfig(16, 32, 8, 1, "ieee"),
+        KernelConfig(16, 16, 8, 1, "ieee"),
         KernelConfig(16, 16, 8, 1, "ieee"),
     ),
 }

@@ -87,7 +87,7 @@ def test_batches_of_different_masks(triton_worker):
     plain = patterns.causal(144)
     for masks in ((first, second, first), (plain, first), (second,), (plain,)):
         for processors in (None, 32):
-            check(triton_worker, Case(masks, blocks=(32, 64), processors=processors))
+            check(triton_worker, Case(masks, blocks=(64, 64), processors=processors))
 
 
 def test_identities_beyond_bit_31(triton_worker):
@@ -138,10 +138,10 @@ def _device() -> torch.device:
     return torch.device(device()) if device() == "cpu" else torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize("pattern", ["causal", "ee", "lambda", "shared_question"])
+@pytest.mark.parametrize("pattern", ["causal", "ee", "prefix", "shared_question"])
 def test_split_equals_whole_and_is_deterministic(triton_worker, pattern):
     mask = every_pattern(1000)[pattern]()
-    case = Case((mask,), (2, 1), blocks=(128, 64), processors=64)
+    case = Case((mask,), blocks=(128, 64), processors=64)
     triton_worker(_split_and_not, case)
     check(triton_worker, case)
 
