@@ -49,7 +49,7 @@ def stage_builders(
             if is_cut:
                 spec = replace(spec, cut=probe_language_model(spec.source))
             if plan.module_stages(node.name)[0].cp > 1:
-                probe_shared_tokens(spec.source)
+                probe_shared_tokens(spec.source, spec.mask is not None)
             names, build = language_stage_parameters, _build_language
         else:
             spec = model.encoder_spec(node.name)

@@ -229,19 +229,25 @@ class LanguageStage(nn.Module):
         return {k: v for k, v in merged.items() if k not in _READ_BY_MERGE and v is not None}
 
     def _token_layout(self, merged: dict[str, Any]) -> torch.Tensor:
-        layout = merged.get("token_layout")
-        if layout is not None:
-            try:
-                return checked_layout(layout, merged["labels"].shape)
-            except ValueError as error:
-                raise MergeError(f"the merge policy returned a {error}") from None
-        if self.spec.mask is not None:
+        layout, shape = merged.get("token_layout"), merged["labels"].shape
+        if self.spec.mask is None:  # causal: nothing but the padding matters
+            mask = merged.get("attention_mask")
+            if mask is not None and mask.shape != shape:
+                raise MergeError(
+                    f"the merge policy returned an attention_mask of shape {tuple(mask.shape)}; "
+                    f"with context parallelism it is (B, T), here {tuple(shape)}: what else hides "
+                    "tokens is the model's mask"
+                )
+            return text_layout(torch.ones_like(merged["labels"]) if mask is None else mask)
+        if layout is None:
             raise MergeError(
                 "the merge policy returned no token_layout, which the model's mask is made "
                 "from; see raymm.actors.stages.token_layout"
             )
-        mask = merged.get("attention_mask")  # causal: nothing but the padding matters
-        return text_layout(torch.ones_like(merged["labels"]) if mask is None else mask)
+        try:
+            return checked_layout(layout, shape)
+        except ValueError as error:
+            raise MergeError(f"the merge policy returned a {error}") from None
 
 
 def language_stage_parameters(spec: LanguageSpec, lo: int, hi: int) -> list[str]:

@@ -16,7 +16,7 @@ from raymm.actors.stages.source import ModuleSource
 from raymm.kernels import hf_attention
 from raymm.kernels.attention import attention
 from raymm.kernels.mask import AttentionMask
-from raymm.kernels.mask_patterns import Span, multimodal
+from raymm.kernels.mask_patterns import Span, causal, multimodal
 
 _TOKENS = 8
 # Relative to the largest output. Not exactly zero: experts multiply as many rows at once as
@@ -56,9 +56,12 @@ def probe_mask(source: ModuleSource) -> None:
         )
 
 
-def probe_shared_tokens(source: ModuleSource) -> None:
+def probe_shared_tokens(source: ModuleSource, has_mask: bool) -> None:
     """Check that processes may each have a part of a sample's tokens (context parallelism): that
     nothing but attention knows of other tokens, and positions are what ``position_ids`` say.
+
+    Args:
+        has_mask: whether it is given a mask; if not, its own must be the causal one.
 
     Raises:
         ProbeError: as :func:`probe_mask`, or if tokens in another order give another result.
@@ -72,21 +75,22 @@ def probe_shared_tokens(source: ModuleSource) -> None:
         *qkv, masks = tensors
         return attention(*(each[:, :, back] for each in qkv), masks, **options)[0][:, :, order]
 
-    arguments = {
-        hf_attention.MASK_ARGUMENT: (_probe_mask(),),
+    given = {hf_attention.MASK_ARGUMENT: (_probe_mask() if has_mask else causal(_TOKENS),)}
+    shared = {
+        hf_attention.ATTEND_ARGUMENT: attend,
+        "position_ids": order[None],
         "attention_mask": torch.ones(1, _TOKENS, dtype=torch.int64),
     }
     try:
-        one = _logits(model, embeds, **arguments)
-        arguments[hf_attention.ATTEND_ARGUMENT] = attend
-        two = _logits(model, embeds[:, order], position_ids=order[None], **arguments)
+        one = _logits(model, embeds, **(given if has_mask else {}))
+        two = _logits(model, embeds[:, order], **given, **shared)
     except _FAILURES as error:
         raise ProbeError(f"{name} cannot have cp above 1: {error}") from error
     change = (one[:, order] - two).norm(dim=-1) / one.norm(dim=-1).max()
     if not bool((change <= _NOISE).all()):
         raise ProbeError(
             f"{name} cannot have cp above 1: its result depends on the order of tokens besides "
-            "their position_ids"
+            f"their position_ids{'' if has_mask else ', or its own mask is not causal'}"
         )
 
 

@@ -4,13 +4,16 @@ from dataclasses import replace as replace_fields
 
 import parity_models as pm
 import pytest
+import torch
 import transformers as hf
 from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
 from parity_oracle import prepend, replace
 
-from raymm.actors.stages.merge import ReplaceTokens
+from raymm.actors.stages.language import LanguageStage
+from raymm.actors.stages.merge import MergeError, Prepend, ReplaceTokens
+from raymm.actors.stages.message import MicrobatchContext
 from raymm.actors.stages.probe import ProbeError
-from raymm.model import ModalityModule, MultimodalModule
+from raymm.model import ModalityModule, MultimodalModule, complete_microbatch, text_inputs
 from raymm.plan_check import check_fits
 from raymm.scheduler.plan import PlanError
 from raymm.specs import MultimodalParallelSpec, ParallelSpec
@@ -99,11 +102,33 @@ def test_a_model_whose_tokens_cannot_be_shared_out_is_refused_by_name(ray_cluste
         encoder_layers=1, encoder_attention_heads=4, encoder_ffn_dim=48, vocab_size=97,
         dropout=0.0,
     )
+    bidirectional = hf.BertConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        vocab_size=97, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )
     spec = MultimodalParallelSpec({}, ParallelSpec(cp=2))
     for config, why in (
+        (bidirectional, "Bert.*its own mask is not causal"),
         (recurrent, "Mamba.*mixes tokens"), (own, "Bloom.*cannot have cp above 1"),
         (counting, "Bart.*order of tokens besides their position_ids"),
     ):
         with pytest.raises(ProbeError, match=why):
             spec.apply(MultimodalModule({}, ModalityModule(config)))
     assert ended_actors() == []
+
+
+def test_a_dense_mask_from_the_merge_policy_is_refused():
+    """One process would obey it; processes that share tokens have none of that size."""
+
+    def merge(features, inputs):
+        merged = Prepend()(features, inputs)
+        rows, tokens = merged["labels"].shape
+        return {**merged, "attention_mask": torch.zeros(rows, 1, tokens, tokens)}
+
+    model = model_of(pm.llama(), merge)
+    model.materialize()
+    stage = LanguageStage.build(model.language_spec(), 0, 3)
+    stage.share_tokens(None)
+    inputs = text_inputs(complete_microbatch(pm.batch([5, 3], 1), ()))
+    with pytest.raises(MergeError, match=r"attention_mask of shape \(2, 1, 5, 5\)"):
+        stage.run(inputs, {}, MicrobatchContext(4))
