@@ -132,6 +132,8 @@ def _add_piece(rows, keys, segment, q0, q1, n_keys, block_k, some, every):
         if lo0 >= hi0 and lo1 >= hi1:
             continue
         lo0, hi1 = max(lo0, 0), min(hi1, n_keys)
+        if lo0 >= hi1:
+            continue
         for b in range(lo0 // block_k, -(-hi1 // block_k)):
             if some[b] or states[b] == _NONE:
                 continue

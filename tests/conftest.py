@@ -14,8 +14,11 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# A deadline would be an assertion on wall time, and compiled code is slow the first time.
-settings.register_profile("raymm", deadline=None)
+# A deadline would be an assertion on wall time, and compiled code is slow the first time. With
+# RAYMM_FIXED_EXAMPLES=1 property tests draw the same examples in every run.
+settings.register_profile(
+    "raymm", deadline=None, derandomize=os.environ.get("RAYMM_FIXED_EXAMPLES") == "1"
+)
 settings.load_profile("raymm")
 
 # Logical CPUs, whatever the machine has: enough for the largest test (6 ranks). Ray prestarts

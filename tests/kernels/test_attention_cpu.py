@@ -51,6 +51,17 @@ def error(found, expected):
     return difference / norm if norm else difference
 
 
+def cancelling(tensors, grad) -> float:
+    """Rounding of the gradients of queries and keys where their terms cancel, as those of a
+    row that sees one key do: fp32's share of what is added up."""
+    query, key, value = (t.detach().double() for t in tensors)
+    if not key.numel() or not query.numel():
+        return 0.0
+    longest = [t.norm(dim=-1).max().item() for t in (query, key, value)]
+    terms = grad.double().norm().item() * longest[2] * max(longest[:2])
+    return torch.finfo(torch.float32).eps * terms / query.shape[-1] ** 0.5
+
+
 def check(masks, query_heads=4, key_heads=2, dim=16, dtype=torch.float32, *, attend=cpu_attention,
           value_dim=None, **options):  # fmt: skip
     """Output, LSE and gradients against the reference."""
@@ -72,7 +83,9 @@ def check(masks, query_heads=4, key_heads=2, dim=16, dtype=torch.float32, *, att
     expected_gradients = torch.autograd.grad(expected, exact, grad.double())
     for name, one, other in zip("qkv", gradients, expected_gradients, strict=True):
         assert one.dtype == dtype
-        assert error(one, other) <= BOUND[dtype], name
+        rounding = 0.0 if name == "v" else cancelling(tensors, grad)
+        off = (one.double() - other).norm().item()
+        assert off <= max(BOUND[dtype] * other.norm().item(), rounding), name
     assert not gradients[0][empty].any()
 
 

@@ -80,6 +80,13 @@ def test_a_window_that_moves_across_few_keys_has_tiles():
             check(mask, block_q, block_k)
 
 
+def test_rows_that_look_past_the_last_key_have_no_tile():
+    table = query_rows([0], lo=-1, hi=0, lo_slope=1, hi_slope=1)
+    mask = AttentionMask(table, np.array([[0, 1]]), 4, 1)
+    assert key_runs(mask, 1, 2).work.tolist() == [0, 1, 0, 0]
+    check(mask, 1, 2)
+
+
 def test_blocks_below_one_are_refused():
     with pytest.raises(ValueError, match="block_q 0"):
         key_runs(causal(8), 0, 4)
