@@ -28,7 +28,8 @@ def attention(
     Args:
         query: (B, Hq, Tq, D).
         key, value: (B, Hk, Tk, D), of the same dtype; Hq is a multiple of Hk (GQA). Under
-            autocast all three are cast to its dtype, as PyTorch's own attention does.
+            autocast all three are cast to its dtype, as PyTorch's own attention does. On a
+            CPU values may have a head dim of their own, which is then the output's.
         mask: one for all sequences, or one each.
         scale: default ``D ** -0.5``.
         softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2).
@@ -65,14 +66,16 @@ def prepare(
         dtype = torch.get_autocast_dtype(device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
-    if query.dim() != 4 or key.dim() != 4 or key.shape != value.shape:
-        raise ValueError(f"expected (B, H, T, D) and key like value, got {shapes}")
+    if {query.dim(), key.dim(), value.dim()} != {4} or key.shape[:3] != value.shape[:3]:
+        raise ValueError(f"expected (B, H, T, D), key and value of the same tokens, got {shapes}")
     if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
         raise ValueError(f"batch and head dim must agree, got {shapes}")
     if not key.shape[1] or query.shape[1] % key.shape[1]:
         raise ValueError(f"query heads must be a multiple of key heads, got {shapes}")
-    if not query.dtype == key.dtype == value.dtype:
-        raise ValueError(f"dtypes must agree, got {query.dtype}, {key.dtype}, {value.dtype}")
+    if not query.dtype == key.dtype == value.dtype or not query.is_floating_point():
+        raise ValueError(
+            f"expected one floating dtype, got {query.dtype}, {key.dtype}, {value.dtype}"
+        )
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap must be positive, got {softcap}")
     return query, key, value

@@ -20,6 +20,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from raymm.kernels import attention_cpu_dense as dense
+from raymm.kernels.attention import prepare
 from raymm.kernels.attention_cpu_plan import Block, Kind, Limits, Part, Plan, plan_blocks
 from raymm.kernels.mask import AttentionMask, as_masks
 
@@ -69,12 +70,9 @@ def cpu_attention(
     Raises:
         ValueError: shapes, dtypes or masks that do not go together.
     """
-    if torch.is_autocast_enabled("cpu"):
-        dtype = torch.get_autocast_dtype("cpu")
-        query, key, value = (
-            t.to(dtype) if t.dtype == torch.float32 else t for t in (query, key, value)
-        )
-    _check(query, key, value)
+    if query.device.type != "cpu":
+        raise ValueError(f"query, key and value must be on the CPU, are on {query.device}")
+    query, key, value = prepare(query, key, value, softcap)
     masks = as_masks(masks, query.shape[0], query.shape[2], key.shape[2])
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     return _CpuAttention.apply(query, key, value, masks, scale, softcap)
@@ -354,25 +352,3 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 def _wide_dtype(tensor: torch.Tensor) -> torch.dtype:
     """fp32, or fp64 for fp64."""
     return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() != 4:
-            raise ValueError(f"{name} must be (B, H, T, D), got {tuple(tensor.shape)}")
-        if tensor.device.type != "cpu":
-            raise ValueError(f"{name} must be on the CPU, is on {tensor.device}")
-        if tensor.dtype != query.dtype or not tensor.is_floating_point():
-            raise ValueError(
-                f"query, key and value must be of one floating dtype, got {query.dtype}, "
-                f"{key.dtype} and {value.dtype}"
-            )
-    if key.shape[:3] != value.shape[:3]:
-        raise ValueError(f"key {tuple(key.shape)} and value {tuple(value.shape)} do not match")
-    if query.shape[0] != key.shape[0] or query.shape[-1] != key.shape[-1]:
-        raise ValueError(f"query {tuple(query.shape)} and key {tuple(key.shape)} do not match")
-    if not key.shape[1] or query.shape[1] % key.shape[1]:
-        raise ValueError(
-            f"query heads must be a multiple of key heads, got {query.shape[1]} and "
-            f"{key.shape[1]}"
-        )

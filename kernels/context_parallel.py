@@ -71,6 +71,7 @@ def context_attention(
             Ulysses with a number of heads that the ranks do not divide.
     """
     query, key, value = prepare(query, key, value, softcap)
+    _same_width(key, value)
     call = _call(query, key, mask, group, method, scale, softcap)
     return _ContextAttention.apply(query, key, value, call, WAYS[method])
 
@@ -109,6 +110,14 @@ def recomputed_context_attention(
     parameters = [p for p in project.parameters() if p.requires_grad]
     inputs = (project, mask, group, method, scale, softcap)
     return _RecomputedAttention.apply(hidden, visual, inputs, *parameters)
+
+
+def _same_width(key: torch.Tensor, value: torch.Tensor) -> None:
+    if key.shape != value.shape:
+        raise ValueError(
+            f"keys and values travel together and must have one shape, got {tuple(key.shape)} "
+            f"and {tuple(value.shape)}"
+        )
 
 
 def _call(query, key, mask, group, method, scale, softcap) -> ContextCall:
@@ -151,6 +160,7 @@ class _RecomputedAttention(torch.autograd.Function):
     def forward(ctx: Any, hidden, visual, inputs, *parameters):
         project, mask, group, method, scale, softcap = inputs
         query, key, value = prepare(*project(hidden, visual), softcap)
+        _same_width(key, value)
         call = _call(query, key, mask, group, method, scale, softcap)
         out, (*_, out, lse) = WAYS[method].forward(call, query, key, value)
         ctx.save_for_backward(hidden, visual, out, lse)

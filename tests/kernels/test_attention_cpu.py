@@ -452,13 +452,13 @@ def test_refusals():
     mask = patterns.causal(10)
     (query, key, value), _ = inputs((mask,), 4, 2, 8)
     for arguments, message in (
-        ((query[0], key, value), "query must be"),
-        ((query[:, :3], key, value), "multiple of key heads, got 3 and 2"),
-        ((query, key[..., :4], value), "do not match"),
-        ((query, key, value[:, :, :5]), "do not match"),
+        ((query[0], key, value), r"expected \(B, H, T, D\)"),
+        ((query[:, :3], key, value), r"multiple of key heads, got query \(1, 3, "),
+        ((query, key[..., :4], value), "head dim must agree"),
+        ((query, key, value[:, :, :5]), "of the same tokens"),
         ((query, key.bfloat16(), value), "one floating dtype"),
         ((query.long(), key.long(), value.long()), "one floating dtype"),
-        ((query.to("meta"), key, value), "query must be on the CPU"),
+        ((query.to("meta"), key.to("meta"), value.to("meta")), "must be on the CPU, are on meta"),
     ):
         with pytest.raises(ValueError, match=message):
             cpu_attention(*arguments, (mask,))
