@@ -8,6 +8,9 @@ The mask travels as a keyword argument (``TransformersKwargs``), which decoders 
 their layers; a layer with a sliding window narrows it. Without one, the model's own mask is
 used: causal, padding, or whatever its mask function says.
 
+Encoders often hand no keyword arguments down. What their attention must know when tokens are
+shared with other processes is attached to its modules instead (:class:`SharedTokens`).
+
 Both transformers interfaces are registered: with the attention function alone, padding and
 windows would be dropped silently.
 """
@@ -44,6 +47,7 @@ ATTEND_ARGUMENT = "raymm_attend"
 :func:`raymm.kernels.attention.attention`, for tokens that are shared with other processes:
 ``attend(query, key, value, masks, scale=, softcap=) -> output``."""
 _CACHED_MASKS = 64
+_SHARED = "_raymm_shared_tokens"
 # What changes the scores and has no place in this attention: (argument, what it is).
 _UNSUPPORTED = (
     ("s_aux", "attention sinks"),
@@ -79,6 +83,42 @@ class ModelMask:
     def masks(self) -> tuple[AttentionMask, ...]:
         """One per sequence, or one for all."""
         return self.build()
+
+
+class SharedTokens:
+    """What attention must know where processes share tokens and no keyword argument says so.
+
+    Attributes:
+        attend: as :data:`ATTEND_ARGUMENT`; None where nothing is shared at present.
+        length: tokens of all processes together, for attention without a mask.
+    """
+
+    def __init__(self) -> None:
+        self.attend: Callable[..., torch.Tensor] | None = None
+        self.length = 0
+        self._dense: list[tuple[torch.Tensor, tuple[AttentionMask, ...]]] = []
+
+    def start(self, attend: Callable[..., torch.Tensor], length: int) -> None:
+        """Share tokens from now on."""
+        self.attend, self.length = attend, length
+
+    def stop(self) -> None:
+        """Share nothing."""
+        self.attend, self.length = None, 0
+        self._dense.clear()
+
+    def attach(self, module: nn.Module) -> None:
+        """Tell all attention within ``module``; what is elsewhere sees complete tensors."""
+        for child in module.modules():
+            setattr(child, _SHARED, self)
+
+    def masks_from(self, dense: torch.Tensor) -> tuple[AttentionMask, ...]:
+        """Masks from a dense one, which all layers of a forward are handed: made once."""
+        for known, masks in self._dense:
+            if known is dense:
+                return masks
+        self._dense.append((dense, _from_dense(dense)))
+        return self._dense[-1][1]
 
 
 def raymm_model_mask(
@@ -134,7 +174,8 @@ def raymm_attention_forward(
     Args:
         query: (B, Hq, Tq, D).
         key, value: (B, Hk, Tk, D), not repeated.
-        attention_mask: what the model made; unused where there is a ``raymm_mask``.
+        attention_mask: what the model made; unused where there is a ``raymm_mask``. Of all
+            tokens, where they are shared.
 
     Returns:
         (B, Tq, Hq, D) and None (there are no attention weights to return).
@@ -151,6 +192,11 @@ def raymm_attention_forward(
             f"{layer} has attention dropout {dropout}, which {NAME} attention does not "
             "support; set attention_dropout to 0 in the model's config"
         )
+    shared: SharedTokens | None = getattr(module, _SHARED, None)
+    if shared is not None and (shared.attend is None or raymm_attend is not None):
+        shared = None
+    if shared is not None:
+        raymm_attend = shared.attend
     if raymm_mask is not None:
         chunk = getattr(getattr(module, "config", None), "attention_chunk_size", None)
         if chunk is not None:
@@ -166,9 +212,14 @@ def raymm_attention_forward(
     elif attention_mask is None:
         if is_causal is None:
             is_causal = getattr(module, "is_causal", True)
-        masks = (_plain(query.shape[2], key.shape[2], bool(is_causal), sliding_window),)
+        lengths = query.shape[2], key.shape[2]
+        if shared is not None:
+            lengths = shared.length, shared.length
+        masks = (_plain(*lengths, bool(is_causal), sliding_window),)
     elif isinstance(attention_mask, ModelMask):
         masks = attention_mask.masks
+    elif shared is not None:
+        masks = shared.masks_from(attention_mask)
     else:
         masks = _from_dense(attention_mask)
     if raymm_attend is not None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from raymm.actors.stages.blocks import find_blocks
 from raymm.actors.stages.cut import CutInfo, CutReached, inject, stage_parameters
 from raymm.actors.stages.message import Message, MicrobatchContext
 from raymm.actors.stages.probe import first_tensor
+from raymm.actors.stages.shared_items import ProcessPeers, SharedItems, SharedItemsError
 from raymm.actors.stages.source import ModuleSource, Part
+from raymm.kernels.exchange import Exchange
+from raymm.kernels.gather_tokens import contribute_once
 
 _GHOST = "shape/"  # side tensors with this prefix hold the shape of a floating-point input
 
@@ -64,6 +69,9 @@ class EncoderStage(nn.Module):
         self.module = module if lo < spec.num_blocks else None
         self.projector = projector if hi > spec.num_blocks else None
         self.first = lo == 0
+        self._blocks = lo, min(hi, spec.num_blocks)
+        self._exchange: Exchange | None = None
+        self._sharing: SharedItems | None = None
         self._inject = None
         if self.module is not None and lo > 0:
             self._inject = inject(self.module, spec.cut, lo)
@@ -78,6 +86,24 @@ class EncoderStage(nn.Module):
             module = spec.source.build(part)
         projector = spec.projector.build() if hi > spec.num_blocks else None
         return cls(spec, lo, hi, module, projector)
+
+    def share_tokens(self, exchange: Exchange) -> None:
+        """Work on a part of every item's tokens, together with the processes of a group.
+
+        All of them get the same inputs, and the same gradient of what :meth:`run` returns. From
+        the stage with the module's last block on, that is complete features, the same on all
+        processes; before, the process's own tokens and their gradient. The gradients of a
+        parameter have the right *sum* over the processes.
+
+        :func:`raymm.actors.stages.probe_items.probe_shared_items` tells which encoders can.
+        """
+        self._exchange = exchange
+        if self.module is None:
+            return
+        blocks = self.spec.cut.blocks if self.spec.cut else find_blocks(self.module)
+        trains = any(p.requires_grad for p in self.module.parameters())
+        peers = ProcessPeers(exchange, backward=trains)
+        self._sharing = SharedItems(self.module, blocks, *self._blocks, peers)
 
     def run(
         self,
@@ -101,9 +127,15 @@ class EncoderStage(nn.Module):
             if self._inject is not None:
                 self._inject(hidden)
             try:
-                output = self.module(**inputs)
+                with self._sharing or nullcontext():
+                    output = self.module(**inputs)
             except CutReached as cut:
                 return Message((cut.hidden,), side)
+            if self._sharing is not None and getattr(output, "hidden_states", None) is not None:
+                raise SharedItemsError(
+                    f"{self.spec.name} returns the hidden states of all its blocks, of which "
+                    "every process has a part; with cp above 1 its last one can be used"
+                )
             if self.spec.postprocess_module is not None:
                 output = self.spec.postprocess_module(inputs, output)
             hidden = token_features(output)
@@ -112,6 +144,8 @@ class EncoderStage(nn.Module):
             if self.spec.postprocess_projector is not None:
                 hidden = first_tensor(self.spec.postprocess_projector(inputs, hidden))
             side = {}
+        if self._exchange is not None:
+            hidden = contribute_once(hidden, self._exchange)
         return Message((hidden,), side if self._unfinished else {})
 
     @property

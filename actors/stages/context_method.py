@@ -1,0 +1,96 @@
+"""Which context-parallel method an attention call uses: the one that sends the fewest bytes.
+
+All processes of a group must use the same method, so nothing that differs between them is
+asked: shapes of the whole group, masks of the whole sequence, dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from raymm.kernels.context_call import ACCUMULATOR, ContextGroup
+from raymm.kernels.context_layout import ContextLayout, needed_keys
+from raymm.kernels.context_parallel import context_attention
+from raymm.kernels.mask import AttentionMask
+from raymm.scheduler.attention_traffic import AttentionShape, choose_method
+
+Attend = Callable[..., torch.Tensor]
+"""``attend(query, key, value, masks, scale=, softcap=) -> output``: what
+:data:`raymm.kernels.hf_attention.ATTEND_ARGUMENT` takes."""
+# Layers of two kinds, microbatches of a few shapes under way.
+_CACHED_CHOICES = 256
+
+
+def attend_over(group: ContextGroup, *, backward: bool = True) -> Attend:
+    """Attention over the processes of a group, each call by the method of :func:`choose`.
+
+    Args:
+        backward: whether what is sent in a backward pass counts. It must not depend on whether
+            gradients are recorded at the moment: a stage that recomputes would use one method
+            first and another one later.
+    """
+
+    def attend(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        masks: Sequence[AttentionMask], **options: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        method = choose(
+            tuple(masks), group.queries, group.keys,
+            heads=(query.shape[1], key.shape[1]), head_dim=query.shape[3],
+            element_bytes=_computed_in(query).itemsize, sequences=query.shape[0],
+            backward=backward,
+        )  # fmt: skip
+        return context_attention(query, key, value, masks, group, method=method, **options)
+
+    return attend
+
+
+@lru_cache(maxsize=_CACHED_CHOICES)
+def choose(
+    masks: tuple[AttentionMask, ...],
+    queries: ContextLayout,
+    keys: ContextLayout,
+    *,
+    heads: tuple[int, int],
+    head_dim: int,
+    element_bytes: int,
+    sequences: int,
+    backward: bool = True,
+) -> str:
+    """The method whose busiest process sends the fewest bytes, kept per layout: all layers of a
+    microbatch ask the same.
+
+    Args:
+        masks: of the whole sequence, one or one each; what their rows see counts for ``needed``.
+        queries, keys: which tokens each process has.
+        heads: of queries, and of keys and values, of all that a process has.
+        element_bytes: of one element of Q, K, V.
+        sequences: B.
+        backward: whether there is a backward pass.
+
+    Returns:
+        One of :data:`raymm.kernels.context_parallel.METHODS`.
+    """
+    shape = AttentionShape(
+        queries.sizes, keys.sizes, *heads, head_dim, activation_bytes=element_bytes,
+        accumulator_bytes=ACCUMULATOR.itemsize, sequences=sequences,
+    )  # fmt: skip
+    needed = [
+        [
+            sum(stop - start for start, stop in needed_keys(masks, rows, columns)) if r != s else 0
+            for s, columns in enumerate(keys.ranges)
+        ]
+        for r, rows in enumerate(queries.ranges)
+    ]
+    return choose_method(shape, needed, backward=backward).method
+
+
+def _computed_in(tensor: torch.Tensor) -> torch.dtype:
+    device = tensor.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return tensor.dtype

@@ -1,0 +1,194 @@
+"""The probe of shared items: may processes each have a part of an encoder's tokens?
+
+As in :mod:`raymm.actors.stages.probe`, nothing knows a model by name: a shrunk copy runs whole,
+then once for each of several processes, one after another in this one. What a process would be
+sent by the others comes from a record of the whole run.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from raymm.actors.stages.blocks import find_blocks
+from raymm.actors.stages.context_method import Attend
+from raymm.actors.stages.probe import ProbeError, example_inputs, first_tensor, small_model
+from raymm.actors.stages.shared_items import Peers, SharedItems, SharedItemsError
+from raymm.actors.stages.source import ModuleSource
+from raymm.kernels import hf_attention
+from raymm.kernels.attention import attention
+from raymm.kernels.context_layout import ContextLayout, local_masks
+
+_PROCESSES = 2
+# Relative to the largest token of the output. Not exactly zero: two attention kernels, and
+# matrix products of other sizes.
+_NOISE = 1e-5
+# Added to random weights: what starts as zero (gates, biases) would hide what it multiplies.
+_PERTURBATION = 0.02
+_FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError)
+# Names in a config of what a training encoder draws for whole layers or items: processes that
+# share tokens draw differently, and a dropped layer exchanges nothing.
+_DRAWS = ("layerdrop", "encoder_layerdrop", "drop_path_rate", "drop_path_prob")
+
+
+def probe_shared_items(
+    source: ModuleSource, inputs: dict[str, Any] | None = None
+) -> None:
+    """Check that processes may each have a part of the tokens of an encoder's items: that within
+    its blocks only attention mixes tokens.
+
+    Args:
+        source: the encoder.
+        inputs: example keyword arguments; guessed from the config when not given.
+
+    Raises:
+        ProbeError: an encoder without a list of blocks (plain modules, convolutional nets) or
+            with its own attention, one whose parts differ from the whole, or one that draws
+            random numbers per layer or item in training.
+    """
+    skeleton = source.skeleton()
+    name = type(skeleton).__name__
+    try:
+        _check_structure(skeleton)
+        hf_attention.register()
+        model = small_model(source)
+        if inputs is None:
+            given = getattr(model, "main_input_name", "input")
+            inputs = example_inputs(getattr(model, "config", None), given)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * _PERTURBATION)
+            _check_shares(model, inputs, skeleton.training)
+    except ProbeError as error:
+        raise ProbeError(f"{name} cannot have cp above 1: {error}") from error
+    except _FAILURES as error:
+        raise ProbeError(f"{name} cannot have cp above 1: {error}") from error
+
+
+def _check_structure(skeleton: nn.Module) -> None:
+    blocks = find_blocks(skeleton)
+    if blocks is None:
+        raise ProbeError("it has no list of blocks whose tokens could be shared")
+    if not hf_attention.can_use(skeleton):
+        raise ProbeError("it does not take its attention from transformers' AttentionInterface")
+    if not skeleton.training:
+        return
+    for module in skeleton.get_submodule(blocks).modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise ProbeError(f"a {type(module).__name__} in its blocks mixes tokens in training")
+    for draw in _DRAWS:
+        if probability := getattr(skeleton.config, draw, 0.0):
+            raise ProbeError(
+                f"{draw} is {probability}: in training it would drop layers of some processes "
+                f"only; set it to 0 in the model's config"
+            )
+
+
+def _check_shares(model: nn.Module, inputs: dict[str, Any], training: bool) -> None:
+    expected = first_tensor(copy.deepcopy(model)(**inputs))
+    whole = _Whole()
+    if training:  # what is refused in training only, such as attention dropout
+        _run(copy.deepcopy(model).train(), inputs, _Whole())
+    _run(copy.deepcopy(model), inputs, whole)
+    if whole.hidden.shape[1] < _PROCESSES:
+        raise ProbeError(
+            f"its example inputs give {whole.hidden.shape[1]} token per item; there is nothing "
+            "to share"
+        )
+    largest = expected.norm(dim=-1).max()
+    for rank in range(_PROCESSES):
+        part = _Part(whole, rank)
+        output = _run(copy.deepcopy(model), inputs, part)
+        if part.calls != len(whole.attended):
+            raise ProbeError("a process attends another number of times than the whole does")
+        if output.shape != expected.shape:
+            raise ProbeError(f"a process's output is {tuple(output.shape)}, the whole's "
+                             f"{tuple(expected.shape)}")  # fmt: skip
+        change = (output - expected).norm(dim=-1).max() / largest
+        if not bool(change <= _NOISE):
+            raise ProbeError(
+                "parts of its tokens give another result than the whole: something besides "
+                f"attention mixes tokens in its blocks (relative difference {float(change):.1e})"
+            )
+
+
+def _run(model: nn.Module, inputs: dict[str, Any], peers: Peers) -> torch.Tensor:
+    blocks = find_blocks(model)
+    sharing = SharedItems(model, blocks, 0, len(model.get_submodule(blocks)), peers)
+    with sharing:
+        output = model(**inputs)
+    if getattr(output, "hidden_states", None) is not None:
+        raise SharedItemsError(
+            "it returns the hidden states of all its blocks (output_hidden_states), of which "
+            "every process has a part"
+        )
+    return first_tensor(output)
+
+
+class _Whole:
+    """:class:`Peers` of one process with all tokens; keeps what attention was called with."""
+
+    rank, size = 0, 1
+
+    def __init__(self) -> None:
+        self.attended: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.hidden: torch.Tensor | None = None
+
+    def attend(self, layout: ContextLayout) -> Attend:
+        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masks: Any,
+                   **options: Any) -> torch.Tensor:  # fmt: skip
+            if key.shape != value.shape:
+                raise SharedItemsError("its keys and values differ in shape")
+            if not query.shape[2] == key.shape[2] == layout.length:
+                raise SharedItemsError(
+                    f"{query.shape[2]} rows attend to {key.shape[2]} keys of {layout.length} tokens"
+                )
+            self.attended.append((key, value))
+            return attention(query, key, value, masks, **options)[0]
+
+        return attend
+
+    def gather(self, local: torch.Tensor, layout: ContextLayout) -> torch.Tensor:
+        self.hidden = local
+        return local
+
+
+class _Part:
+    """:class:`Peers` of one of several processes; the others' tokens come from a record."""
+
+    size = _PROCESSES
+
+    def __init__(self, whole: _Whole, rank: int) -> None:
+        self.rank, self.calls, self._whole = rank, 0, whole
+
+    def _among(self, whole: torch.Tensor, local: torch.Tensor, layout: Any, dim: int):
+        ((start, stop),) = layout.ranges[self.rank]
+        parts = [whole.narrow(dim, 0, start), local,
+                 whole.narrow(dim, stop, layout.length - stop)]  # fmt: skip
+        return torch.cat(parts, dim)
+
+    def attend(self, layout: ContextLayout) -> Attend:
+        everyone = tuple(one for ranges in layout.ranges for one in ranges)
+
+        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masks: Any,
+                   **options: Any) -> torch.Tensor:  # fmt: skip
+            if query.shape[2] != layout.sizes[self.rank]:
+                raise SharedItemsError(f"{query.shape[2]} rows for {layout.sizes[self.rank]} "
+                                       "tokens of a process")  # fmt: skip
+            known = self._whole.attended[self.calls]
+            self.calls += 1
+            key, value = (
+                self._among(one, local, layout, 2)
+                for one, local in zip(known, (key, value), strict=True)
+            )
+            masks = local_masks(tuple(masks), layout.ranges[self.rank], everyone)
+            return attention(query, key, value, masks, **options)[0]
+
+        return attend
+
+    def gather(self, local: torch.Tensor, layout: ContextLayout) -> torch.Tensor:
+        return self._among(self._whole.hidden, local, layout, 1)
