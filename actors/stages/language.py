@@ -15,6 +15,8 @@ from raymm.actors.stages.dealt_tokens import deal_tokens, pad_layout, take_token
 from raymm.actors.stages.merge import IGNORE_INDEX, MergeError, MergePolicy
 from raymm.actors.stages.message import Message, MicrobatchContext
 from raymm.actors.stages.source import ModuleSource, Part
+from raymm.actors.stages.tensor_plan import TensorPlan
+from raymm.actors.stages.tensor_shard import shard_module
 from raymm.actors.stages.token_layout import (
     MASKS,
     MaskPolicy,
@@ -24,8 +26,12 @@ from raymm.actors.stages.token_layout import (
 )
 from raymm.kernels import hf_attention
 from raymm.kernels.context_parallel import context_attention
-from raymm.kernels.cross_entropy import token_cross_entropy_sum
+from raymm.kernels.cross_entropy import (
+    token_cross_entropy_sum,
+    vocabulary_parallel_cross_entropy_sum,
+)
 from raymm.kernels.exchange import Exchange
+from raymm.kernels.tensor_group import TensorGroup
 
 _READ_BY_MERGE = frozenset({"input_ids", "labels", "sample_index", "encoder_kinds"})
 _NOT_FOR_MODEL = frozenset({"targets", "token_layout", "length"})
@@ -85,6 +91,7 @@ class LanguageStage(nn.Module):
             self._hook = head.register_forward_pre_hook(self._keep_labelled_rows)
         self._own_attention: str | None = None
         self._exchange: Exchange | None = None
+        self._vocabulary: tuple[int, TensorGroup] | None = None
         self._mask = spec.mask
         if self._mask is not None:
             self._use_masks()
@@ -100,6 +107,17 @@ class LanguageStage(nn.Module):
         if self._mask is None:
             self._mask = MASKS["causal"]
             self._use_masks()
+
+    def shard_tensors(self, plan: TensorPlan, group: TensorGroup) -> None:
+        """Hold a part of the parameters, together with the processes of a group.
+
+        Args:
+            plan: of the whole module, ``spec.source``.
+        """
+        shard_module(self.module, plan, group)
+        vocabulary = plan.vocabulary(group.rank)
+        if self.last and vocabulary is not None:
+            self._vocabulary = (vocabulary[0], group)
 
     def detach(self) -> None:
         """Leave the module as it was: the reference builds a stage per forward."""
@@ -161,8 +179,14 @@ class LanguageStage(nn.Module):
             return Message((cut.hidden,), side)
         finally:
             rows, self._rows = self._rows, None
-        total = token_cross_entropy_sum(logits[0], targets[rows])
+        total = self._cross_entropy_sum(logits[0], targets[rows])
         return Message((total / max(context.label_tokens, 1),), {})
+
+    def _cross_entropy_sum(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if self._vocabulary is None:
+            return token_cross_entropy_sum(logits, targets)
+        start, group = self._vocabulary
+        return vocabulary_parallel_cross_entropy_sum(logits, targets, start, group)
 
     def _attention(
         self, side: dict[str, torch.Tensor], embeds: torch.Tensor | None

@@ -1,0 +1,361 @@
+"""Which modules of a model are sharded together, and how: Hugging Face's plans, or names.
+
+A *unit* is what only makes sense together: columns, whose outputs lie side by side, and the
+rows that take them in (Megatron-LM §3). Where Hugging Face has a plan for the model it is
+followed. Where it has none, projections are found by the names that models use, and a unit is
+made only if both halves are there and their widths fit; all else stays replicated.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+_QUERY_LEAVES = frozenset(
+    {"q_proj", "query", "q", "to_q", "wq", "q_lin", "query_proj", "q_b_proj", "q_up_proj"}
+)
+_KEY_VALUE_LEAVES = frozenset(
+    {"k_proj", "v_proj", "key", "value", "k", "v", "to_k", "to_v", "wk", "wv", "k_lin", "v_lin",
+     "key_proj", "value_proj"}
+)
+
+# Per kind of unit: the columns, then names that their row may have. Names are relative to the
+# module around both. A star is any one name.
+_ATTENTION = (
+    (("q_proj", "k_proj", "v_proj"),
+     ("o_proj", "out_proj", "dense", "proj", "projection_layer", "c_proj", "to_out.0", "wo")),
+    (("query", "key", "value"), ("output", "out", "proj", "dense", "o_proj", "out_proj")),
+    (("query_proj", "key_proj", "value_proj"), ("output", "out_proj", "o_proj")),
+    (("self.query", "self.key", "self.value"), ("output.dense",)),
+    (("attention.query", "attention.key", "attention.value"), ("output.dense",)),
+    (("attention.q_proj", "attention.k_proj", "attention.v_proj"), ("output.dense",)),
+    (("q_lin", "k_lin", "v_lin"), ("out_lin",)),
+    (("q", "k", "v"), ("o", "proj", "out", "out_proj")),
+    (("wq", "wk", "wv"), ("wo", "out_proj")),
+    (("to_q", "to_k", "to_v"), ("to_out", "to_out.0")),
+)
+_FUSED = (
+    ("qkv_proj", "qkv", "query_key_value", "c_attn", "Wqkv", "in_proj", "att_proj", "wqkv"),
+    ("o_proj", "out_proj", "c_proj", "dense", "proj", "projection", "Wo", "attn_out", "wo"),
+)
+_GATED = (
+    (("gate_proj", "up_proj"), ("down_proj",)),
+    (("w1", "w3"), ("w2",)),
+    (("wi_0", "wi_1"), ("wo",)),
+    (("c_fc_0", "c_fc_1"), ("c_proj",)),
+    (("fc1_g", "fc1_x"), ("fc2",)),
+    (("w1", "v1"), ("w2",)),
+    (("linear_1", "linear_v"), ("linear_out",)),
+)
+_FEED_FORWARD = (
+    (("fc1", "fc_1"), ("fc2", "fc_2")),
+    (("c_fc",), ("c_proj",)),
+    (("lin1", "linear1", "linear_1"), ("lin2", "linear2", "linear_2")),
+    (("fc_in",), ("fc_out",)),
+    (("dense_h_to_4h",), ("dense_4h_to_h",)),
+    (("up_proj",), ("down_proj",)),
+    (("wi",), ("wo",)),
+    (("w1",), ("w2",)),
+    (("intermediate_dense",), ("output_dense",)),
+    (("gate_up_proj", "weights_in", "wi_fused", "Wi"), ("down_proj", "weights_out", "wo", "Wo")),
+    (("intermediate.dense",), ("output.dense",)),
+)
+_LOCAL_NORMS = frozenset(
+    {"q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_norm", "key_norm",
+     "query_layernorm", "key_layernorm"}
+)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Modules that are sharded together.
+
+    Attributes:
+        where: name of the module that holds head counts, for attention; else of the one around
+            the unit.
+        heads: whether the shares are heads.
+        columns: names of modules whose output is dealt out.
+        rows: names of modules whose input is.
+        gathered: whether outputs of columns are put together again, and inputs of rows split,
+            so that what lies between is computed whole by every process.
+        partial: names of modules between columns and rows whose parameters get, on every
+            process, the gradient of its own heads only.
+        tails: per module that feeds columns past other columns (the rotary part of
+            multi-head latent attention), how many of its last outputs go to heads directly.
+        fused: over how many blocks a column's output is laid out (gate and up: 2).
+    """
+
+    where: str
+    heads: bool
+    columns: tuple[str, ...]
+    rows: tuple[str, ...]
+    gathered: bool = False
+    partial: tuple[str, ...] = ()
+    tails: dict[str, int] = field(default_factory=dict)
+    fused: int = 1
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A module whose 3-D parameters are matrices of all experts, as Hugging Face keeps them.
+
+    Attributes:
+        where: name of the module.
+        dims: per parameter name (dim, blocks): what dim is dealt out, and how many blocks of
+            equal length lie along it (gate and up: 2).
+    """
+
+    where: str
+    dims: dict[str, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What is sharded. ``parameters``: bare ones that are dealt out by heads along dim 0."""
+
+    units: tuple[Unit, ...] = ()
+    experts: tuple[Experts, ...] = ()
+    parameters: tuple[str, ...] = ()
+
+
+class StyleError(ValueError):
+    """A module with a style that is not supported; names both."""
+
+
+def is_linear(module: nn.Module | None) -> bool:
+    """Whether a module is one whose matrix product can be sharded: exactly ``nn.Linear`` or
+    Hugging Face's ``Conv1D``, as a subclass may do something else."""
+    return type(module) in (nn.Linear, Conv1D)
+
+
+def widths(module: nn.Module) -> tuple[int, int]:
+    """(inputs, outputs) of a linear module."""
+    shape = tuple(module.weight.shape)
+    return shape if isinstance(module, Conv1D) else shape[::-1]
+
+
+def find_rules(module: nn.Module) -> Rules:
+    """Hugging Face's rules, where it has any for this module, else those of the names.
+
+    Raises:
+        StyleError: if Hugging Face's plan has a style that is not supported.
+    """
+    plan = {k: v for k, v in (getattr(module, "_tp_plan", None) or {}).items() if v}
+    found = _rules_of_plan(module, plan)
+    return found if found.units or found.experts else _rules_of_names(module)
+
+
+# --- Hugging Face's plans
+
+
+def _generic(name: str) -> str:
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def _rules_of_plan(module: nn.Module, plan: dict[str, str]) -> Rules:
+    head, modules = _output_head(module), dict(module.named_modules())
+    styles = {n: plan[_generic(n)] for n in modules if _generic(n) in plan and n != head}
+    bare = {
+        n: plan[_generic(n)]
+        for n, _ in module.named_parameters(remove_duplicate=False)
+        if _generic(n) in plan
+    }
+    experts = [n for n, style in styles.items() if style == "moe_tp_experts"]
+    grouped: dict[str, dict[str, str]] = {}
+    for name, style in styles.items():
+        if style not in _PLAN_STYLES:
+            raise StyleError(f"{name!r} has the style {style!r}")
+        if style in _LINEAR_STYLES:
+            if not is_linear(modules[name]):
+                raise StyleError(f"{name!r}, a {type(modules[name]).__name__}, has {style!r}")
+            grouped.setdefault(_around(name, styles), {})[name] = style
+    units = [
+        unit
+        for where, members in grouped.items()
+        if (unit := _unit_of_plan(module, where, members, styles)) is not None
+    ]
+    return Rules(
+        tuple(units),
+        tuple(Experts(n, _expert_dims(n, bare)) for n in experts),
+        tuple(n for n, style in bare.items() if _parent(n) not in experts and style == "colwise"),
+    )
+
+
+_LINEAR_STYLES = frozenset(
+    {"colwise", "rowwise", "colwise_gather_output", "colwise_rep", "rowwise_split_input",
+     "rowwise_rep"}
+)
+_PLAN_STYLES = _LINEAR_STYLES | {
+    "embedding_rowwise",  # the vocabulary is sharded by rules of our own
+    "moe_tp_experts", "mla_kv_a_proj", "replicated_with_grad_allreduce", "replicate",
+    "local_params",
+}
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _around(name: str, styles: dict[str, str]) -> str:
+    """The module whose columns and rows belong together with this one."""
+    return _parent(name)
+
+
+def _unit_of_plan(
+    module: nn.Module, where: str, members: dict[str, str], styles: dict[str, str]
+) -> Unit | None:
+    columns = tuple(n for n, style in members.items() if style.startswith("colwise"))
+    rows = tuple(n for n, style in members.items() if style.startswith("rowwise"))
+    gathered = {style for style in members.values() if style not in ("colwise", "rowwise")}
+    heads = any(_leaf(n) in _QUERY_LEAVES | _KEY_VALUE_LEAVES for n in columns)
+    if not rows and not gathered:
+        raise StyleError(f"{columns[0]!r} has 'colwise', but nothing in {where!r} has 'rowwise'")
+    if not columns and not gathered:
+        raise StyleError(f"{rows[0]!r} has 'rowwise', but nothing in {where!r} has 'colwise'")
+    if gathered and not all(s not in ("colwise", "rowwise") for s in members.values()):
+        raise StyleError(f"{where!r} has {', '.join(sorted(set(members.values())))} at once")
+    inside = [n for n in styles if n.startswith(where + ".")]
+    partial = [n for n in inside if styles[n] == "replicated_with_grad_allreduce"]
+    tails = {}
+    for name in inside:
+        if styles[name] == "mla_kv_a_proj":
+            tails[name] = module.config.get_text_config().qk_rope_head_dim
+    return Unit(where, heads, columns, rows, bool(gathered), tuple(partial), tails)
+
+
+def _expert_dims(where: str, bare: dict[str, str]) -> dict[str, tuple[int, int]]:
+    dims = {}
+    for name, style in bare.items():
+        if _parent(name) == where:
+            if style not in _EXPERT_STYLES:
+                raise StyleError(f"{name!r} has the style {style!r}")
+            dims[name] = _EXPERT_STYLES[style]
+    return dims
+
+
+# Of (experts, out, in) matrices; those that are kept the other way round swap the names.
+_EXPERT_STYLES = {
+    "colwise": (1, 1), "packed_colwise": (1, 2), "rowwise": (2, 1), "packed_rowwise": (2, 2),
+}
+
+
+# --- names
+
+
+def _rules_of_names(module: nn.Module) -> Rules:
+    units: list[Unit] = []
+    taken: set[str] = {_output_head(module) or ""}
+    for where, parent in module.named_modules():
+        for unit in (*_attention_units(where, parent), *_feed_forward_units(where, parent)):
+            members = {*unit.columns, *unit.rows}
+            if not members & taken:
+                taken |= members
+                units.append(unit)
+    return Rules(tuple(units))
+
+
+def _attention_units(where: str, parent: nn.Module) -> Iterable[Unit]:
+    for names, rows in _ATTENTION:
+        columns = [_child(parent, name) for name in names]
+        row = _first(parent, rows)
+        if row is None or not all(is_linear(column) for column in columns):
+            continue
+        # Values may have a width of their own, but rows take in as much as all heads give.
+        query, key, _ = (widths(column)[1] for column in columns)
+        if widths(row[1])[0] % key == 0 and query % key == 0:
+            holder = ".".join(names[0].split(".")[:-1])
+            holder = _join(where, holder)
+            norms = _local_norms(holder, parent.get_submodule(".".join(names[0].split(".")[:-1])))
+            yield Unit(
+                holder, True, tuple(_join(where, n) for n in names), (_join(where, row[0]),),
+                partial=norms,
+            )
+    column, row = _first(parent, _FUSED[0]), _first(parent, _FUSED[1])
+    if column and row and widths(column[1])[1] > widths(row[1])[0]:
+        yield Unit(
+            where, True, (_join(where, column[0]),), (_join(where, row[0]),), gathered=True
+        )
+
+
+def _local_norms(where: str, holder: nn.Module) -> tuple[str, ...]:
+    return tuple(
+        _join(where, name) for name, _ in holder.named_children() if name in _LOCAL_NORMS
+    )
+
+
+def _feed_forward_units(where: str, parent: nn.Module) -> Iterable[Unit]:
+    for names, rows in _GATED:
+        columns = [_child(parent, name) for name in names]
+        row = _first(parent, rows)
+        if row and all(is_linear(column) for column in columns):
+            if all(widths(column)[1] == widths(row[1])[0] for column in columns):
+                yield _feed_forward(where, names, row[0])
+    for names, rows in _FEED_FORWARD:
+        column, row = _first(parent, names), _first(parent, rows)
+        if column is None or row is None:
+            continue
+        inner, out = widths(row[1])[0], widths(column[1])[1]
+        if out == inner and widths(column[1])[0] == widths(row[1])[1]:
+            yield _feed_forward(where, (column[0],), row[0])
+        elif out == 2 * inner:
+            yield Unit(
+                where, False, (_join(where, column[0]),), (_join(where, row[0]),), gathered=True
+            )
+
+
+def _feed_forward(where: str, columns: Sequence[str], row: str) -> Unit:
+    return Unit(where, False, tuple(_join(where, n) for n in columns), (_join(where, row),))
+
+
+def _join(where: str, name: str) -> str:
+    return ".".join(part for part in (where, name) if part)
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _child(parent: nn.Module, name: str) -> nn.Module | None:
+    module: nn.Module | None = parent
+    for part in name.split("."):
+        module = None if module is None else module._modules.get(part)
+    return module
+
+
+def _first(parent: nn.Module, names: Sequence[str]) -> tuple[str, nn.Module] | None:
+    for name in names:
+        child = _child(parent, name)
+        if is_linear(child):
+            return name, child
+    return None
+
+
+def _output_head(module: nn.Module) -> str | None:
+    """Name of the module that makes logits."""
+    get = getattr(module, "get_output_embeddings", None)
+    try:
+        head = get() if get else None
+    except (NotImplementedError, AttributeError):
+        head = None
+    names = (name for name, child in module.named_modules() if child is head)
+    return None if head is None else next(names, None)
+
+
+def output_head(module: nn.Module) -> str | None:
+    """Name of the linear module that makes a language model's logits; None if there is none."""
+    name = _output_head(module)
+    return name if name is not None and is_linear(module.get_submodule(name)) else None
+
+
+def is_query(name: str) -> bool:
+    """Whether a column's name says that it makes queries."""
+    return _leaf(name) in _QUERY_LEAVES
+
+
+def is_key_or_value(name: str) -> bool:
+    """Whether a column's name says that it makes keys or values."""
+    return _leaf(name) in _KEY_VALUE_LEAVES
