@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,29 +19,49 @@ from torch import nn
 from raymm.actors.stages.probe import ProbeError, example_inputs, first_tensor, small_model
 from raymm.actors.stages.projector import Projector
 from raymm.actors.stages.source import ModuleSource
-from raymm.actors.stages.tensor_plan import TensorPlan, plan_module, tensor_plan
+from raymm.actors.stages.tensor_plan import Choices, TensorPlan, plan_module, tensor_plan
+from raymm.actors.stages.tensor_rules import generic
 from raymm.actors.stages.tensor_shard import cut_tensor, shard_module
-from raymm.kernels.tensor_group import ThreadGroup, thread_groups
+from raymm.kernels.tensor_group import TensorGroup, ThreadGroup, thread_groups
 
 TOLERANCE = 1e-5
 """Of differences, relative to the norm of what is compared."""
-_NOISE = 1e-7  # of gradients that are zero but for rounding, relative to the largest norm
+# What may be rounding only (the gradient of a key's bias), relative to the largest gradient.
+_ROUNDING = 1e-2
 _TOKENS = 8
 
-Run = Callable[[nn.Module], torch.Tensor]
-Gradients = dict[str, torch.Tensor]
-
-# From fast to safe. Attention whose heads are not dealt out is right whatever it does.
-_CHOICES: tuple[dict[str, bool], ...] = (
-    {},
-    {"gather_attention": True},
-    {"shard_vocabulary": False},
-    {"gather_attention": True, "shard_vocabulary": False},
+# From fast to safe.
+_CHOICES = tuple(
+    Choices(gather, vocabulary)
+    for vocabulary in (True, False)
+    for gather in ("", "attention", "all")
 )
+
+Tensors = dict[str, torch.Tensor]
+Run = Callable[[nn.Module, Tensors], torch.Tensor]
+
+
+class Result(NamedTuple):
+    """Of a forward and a backward: the output, and gradients of parameters and inputs."""
+
+    output: torch.Tensor
+    gradients: Tensors
+    inputs: Tensors
+
+
+class Comparison(NamedTuple):
+    """Attributes:
+        failure: what differs, in words; None if nothing does.
+        partial: whole parameters of which every shard has a part of the gradient, although the
+            plan does not know.
+    """
+
+    failure: str | None
+    partial: frozenset[str] = frozenset()
 
 
 def probe_tensor(
-    source: ModuleSource, tp: int, name: str, inputs: dict[str, torch.Tensor] | None = None
+    source: ModuleSource, tp: int, name: str, inputs: Tensors | None = None
 ) -> TensorPlan:
     """The fastest plan under which a shrunk copy of the module gives the whole's numbers.
 
@@ -56,130 +77,161 @@ def probe_tensor(
     if not plan.styles:
         return plan
     model = small_model(source)
-    run = _runner(model, inputs)
-    whole = copy.deepcopy(model)
-    expected = _backward(whole, run)
-    failures: list[str] = []
-    tried: list[TensorPlan] = []
-    for choice in _CHOICES:
-        small = plan_module(model, tp, name, ragged=True, **choice)
-        if small in tried:
+    run, inputs = example_run(model, inputs)
+    expected = run_whole(model, run, inputs)
+    first_failure, tried = None, []
+    for choices in _CHOICES:
+        if (small := plan_module(model, tp, name, choices, ragged=True)) in tried:
             continue
         tried.append(small)
-        failure = compare_shards(model, small, run, expected)
-        if failure is None:
-            return tensor_plan(source, tp, name, **choice) if choice else plan
-        failures.append(failure)
+        failure, partial = compare_shards(model, small, run, inputs, expected)
+        if failure is None and partial:
+            choices = replace(choices, partial=frozenset(map(generic, partial)))
+            small = plan_module(model, tp, name, choices, ragged=True)
+            failure, partial = compare_shards(model, small, run, inputs, expected)
+        if failure is None and not partial:
+            return tensor_plan(source, tp, name, choices)
+        first_failure = first_failure or failure
     raise ProbeError(
-        f"tp of {name!r} is {tp}, but {type(model).__name__} cannot be sharded: {failures[0]}; "
+        f"tp of {name!r} is {tp}, but {type(model).__name__} cannot be sharded: {first_failure}; "
         "set it to 1"
     )
 
 
-def compare_shards(
-    model: nn.Module, plan: TensorPlan, run: Run, expected: tuple[torch.Tensor, Gradients]
-) -> str | None:
-    """Run a copy of the model in shards, one thread each.
+def example_run(model: nn.Module, inputs: Tensors | None) -> tuple[Run, Tensors]:
+    """How stages call a model, and example inputs.
 
     Args:
-        model: on the CPU; left as it is.
-        run: what is computed; an output that a plan deals out is put together here.
-        expected: the whole's output, and its gradients by name.
-
-    Returns:
-        What differs, in words; None if nothing does.
+        inputs: of an encoder; None to guess them.
     """
-    outputs: list[Any] = [None] * plan.tp
-    errors: list[BaseException] = []
-
-    def work(group: ThreadGroup) -> None:
-        try:
-            torch.manual_seed(0)
-            shard = copies[group.rank]
-            shard_module(shard, plan, group)
-            outputs[group.rank] = _backward(shard, run, plan, group)
-        except Exception as error:  # noqa: BLE001  whatever a model may raise
-            errors.append(error)
-            group.abort()
-
-    copies = [copy.deepcopy(model) for _ in range(plan.tp)]
-    threads = [
-        threading.Thread(target=work, args=(group,), daemon=True)
-        for group in thread_groups(plan.tp)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        first = next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), None)
-        error = first or errors[0]
-        return f"its shards fail with {type(error).__name__}: {error}"
-    return _difference(plan, outputs, expected)
-
-
-def _difference(
-    plan: TensorPlan, outputs: list[Any], expected: tuple[torch.Tensor, Gradients]
-) -> str | None:
-    output, gradients = expected
-    for rank, (own, _) in enumerate(outputs):
-        if own.shape != output.shape or not _close(own, output, output.norm()):
-            return f"the output of shard {rank} differs from the whole's"
-    floor = max((g.norm() for g in gradients.values()), default=torch.tensor(0.0)) * _NOISE
-    for rank in range(plan.tp):
-        for name, gradient in gradients.items():
-            piece = cut_tensor(gradient, plan.piece(name, rank))
-            parts = [outputs[other][1].get(name) for other in plan.holders(name, rank)]
-            found = sum((p for p in parts if p is not None), torch.zeros(()))
-            norm = max(gradient.norm(), floor / TOLERANCE)
-            if found.shape not in (piece.shape, ()) or not _close(found, piece, norm):
-                return f"the gradient of {name!r} differs from the whole's on shard {rank}"
-    return None
-
-
-def _close(found: torch.Tensor, expected: torch.Tensor, norm: torch.Tensor) -> bool:
-    return bool((found - expected).norm() <= TOLERANCE * norm)
-
-
-def _backward(
-    model: nn.Module, run: Run, plan: TensorPlan | None = None, group: ThreadGroup | None = None
-) -> tuple[torch.Tensor, Gradients]:
-    output = run(model)
-    weights = torch.linspace(-1, 1, output.shape[-1]) if output.dim() else torch.ones(())
-    # Not alike for all tokens, and nothing that a normalisation would take away.
-    rows = torch.arange(1, output[..., 0].numel() + 1).view(output.shape[:-1])
-    if plan is None or plan.head is None:
-        (output * (weights + torch.cos(rows)[..., None])).sum().backward()
-        found = output.detach()
-    else:
-        start, stop = plan.vocabulary(group.rank)
-        sizes = [b - a for a, b in map(plan.vocabulary, range(plan.tp))]
-        if output.shape[-1] != stop - start:
-            raise ValueError("the logits are not what its output head returns")
-        weights = torch.linspace(-1, 1, sum(sizes))[start:stop]
-        (output * (weights + torch.cos(rows)[..., None])).sum().backward()
-        found = group.all_gather(output.detach(), sizes, -1)
-    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return found, grads
-
-
-def _runner(model: nn.Module, inputs: dict[str, torch.Tensor] | None) -> Run:
+    generator = torch.Generator().manual_seed(0)
     get = getattr(model, "get_output_embeddings", None)
-    if get is not None and get() is not None:
-        vocabulary = model.get_input_embeddings().weight.shape[0]
-        ids = torch.arange(3, 3 + 2 * _TOKENS).view(2, _TOKENS) * 5 % vocabulary
+    if inputs is None and get is not None and get() is not None:
+        # Tokens from all over the vocabulary, in two samples.
+        size = model.get_input_embeddings().weight.shape[0]
+        ids = torch.linspace(0, size - 1, 2 * _TOKENS).long().view(_TOKENS, 2).T
 
-        def run_language(stage: nn.Module) -> torch.Tensor:
-            # As a language stage calls it.
+        def run_language(stage: nn.Module, given: Tensors) -> torch.Tensor:
             embeds = stage.get_input_embeddings()(ids)
-            return stage(inputs_embeds=embeds, use_cache=False).logits
+            return stage(inputs_embeds=embeds + given["embeds"], use_cache=False).logits
 
-        return run_language
+        with torch.no_grad():
+            embeds = model.get_input_embeddings()(ids)
+        # Added to the embeddings: images and sounds are, and need the gradient.
+        return run_language, {"embeds": torch.randn(embeds.shape, generator=generator) * 0.1}
     if inputs is None and isinstance(model, Projector):
-        generator = torch.Generator().manual_seed(0)
         features = torch.randn(2, _TOKENS, model.config.in_features, generator=generator)
         inputs = {"features": features}
     if inputs is None:
         config = getattr(model, "config", None)
         inputs = example_inputs(config, getattr(model, "main_input_name", "input"))
-    return lambda stage: first_tensor(stage(**inputs))
+    return lambda stage, given: first_tensor(stage(**given)), inputs
+
+
+def run_whole(model: nn.Module, run: Run, inputs: Tensors) -> Result:
+    """What shards are compared with."""
+    return _run(copy.deepcopy(model), run, inputs, None, None)
+
+
+def compare_shards(
+    model: nn.Module, plan: TensorPlan, run: Run, inputs: Tensors, expected: Result
+) -> Comparison:
+    """Run a copy of the model in shards, one thread each.
+
+    Args:
+        model: on the CPU; left as it is.
+        run, inputs: as of :func:`example_run`.
+        expected: the whole's.
+    """
+    results: list[Result | None] = [None] * plan.tp
+    errors: list[BaseException] = []
+
+    def work(group: ThreadGroup) -> None:
+        try:
+            shard = copies[group.rank]
+            shard_module(shard, plan, group)
+            results[group.rank] = _run(shard, run, inputs, plan, group)
+        except Exception as error:  # whatever a model may raise
+            errors.append(error)
+            group.abort()
+
+    copies = [copy.deepcopy(model) for _ in range(plan.tp)]
+    groups = thread_groups(plan.tp)
+    threads = [threading.Thread(target=work, args=(group,), daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        own = (e for e in errors if not isinstance(e, threading.BrokenBarrierError))
+        error = next(own, errors[0])
+        return Comparison(f"its shards fail with {type(error).__name__}: {error}")
+    return _compare(plan, results, expected)
+
+
+def _compare(plan: TensorPlan, results: list[Result], expected: Result) -> Comparison:
+    for rank, result in enumerate(results):
+        if not _close(result.output, expected.output):
+            return Comparison(f"the output of shard {rank} differs from the whole's")
+        for name, gradient in expected.inputs.items():
+            if not _close(result.inputs.get(name), gradient):
+                return Comparison(f"the gradient of the input {name!r} differs on shard {rank}")
+    partial = set()
+    norms = [gradient.norm() for gradient in expected.gradients.values()]
+    floor = float(max(norms, default=torch.zeros(()))) * _ROUNDING
+    for name, gradient in expected.gradients.items():
+        for rank in range(plan.tp):
+            piece = cut_tensor(gradient, plan.piece(name, rank))
+            norm = max(float(gradient.norm()), floor)
+            if _close(_sum(results, name, plan.holders(name, rank)), piece, norm):
+                continue
+            everyone = _sum(results, name, range(plan.tp))
+            if plan.piece(name, rank) is None and _close(everyone, gradient, norm):
+                partial.add(name)
+                continue
+            return Comparison(f"the gradient of {name!r} differs from the whole's on shard {rank}")
+    return Comparison(None, frozenset(partial - plan.partial))
+
+
+def _sum(results: list[Result], name: str, holders: Any) -> torch.Tensor | None:
+    parts = [results[rank].gradients.get(name) for rank in holders]
+    return None if any(part is None for part in parts) else sum(parts)
+
+
+def _close(
+    found: torch.Tensor | None, expected: torch.Tensor, norm: float | None = None
+) -> bool:
+    if found is None or found.shape != expected.shape:
+        return False
+    limit = TOLERANCE * (float(expected.norm()) if norm is None else norm)
+    return bool((found - expected).norm() <= limit)
+
+
+def _run(
+    model: nn.Module, run: Run, inputs: Tensors, plan: TensorPlan | None, group: TensorGroup | None
+) -> Result:
+    leaves = {
+        name: value.clone().requires_grad_(value.is_floating_point())
+        for name, value in inputs.items()
+    }
+    # Copies, as a model may write on its inputs.
+    output = run(model, {name: leaf.clone() for name, leaf in leaves.items()})
+    whole, weights = output.detach(), _weights(output.detach())
+    if plan is not None and plan.head is not None:
+        shares = [plan.vocabulary(rank) for rank in range(plan.tp)]
+        start, stop = shares[group.rank]
+        if output.shape[-1] != stop - start:
+            raise ValueError("its logits are not what its output head returns")
+        whole = group.all_gather(whole, [b - a for a, b in shares], -1)
+        weights = _weights(whole)[..., start:stop]
+    (output * weights).sum().backward()
+    return Result(
+        whole,
+        {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
+        {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None},
+    )
+
+
+def _weights(output: torch.Tensor) -> torch.Tensor:
+    """Of every output in the loss: no pattern that a normalisation would take away."""
+    return torch.randn(output.shape, generator=torch.Generator().manual_seed(1))

@@ -21,6 +21,7 @@ from raymm.actors.stages.tensor_rules import (
     StyleError,
     Unit,
     find_rules,
+    generic,
     is_key_or_value,
     output_head,
     widths,
@@ -99,31 +100,41 @@ class TensorPlan:
         return None if self.head is None else self.pieces[self.head][rank].ranges[0]
 
 
+@dataclass(frozen=True)
+class Choices:
+    """What a plan may do where a model's rules leave it open; see ``probe_tensor``.
+
+    Attributes:
+        gather: ``"attention"`` or ``"all"``: outputs of columns are put together again there,
+            so that every process computes what lies between columns and rows whole. That is
+            right whatever the model does there, and slower.
+        shard_vocabulary: shard a language model's embedding and output head.
+        partial: names of parameters, with ``*`` for numbers, of which every process has a part
+            of the gradient though it holds them whole.
+    """
+
+    gather: str = ""
+    shard_vocabulary: bool = True
+    partial: frozenset[str] = frozenset()
+
+
 def tensor_plan(
-    source: ModuleSource, tp: int, name: str, *, gather_attention: bool = False,
-    shard_vocabulary: bool = True,
+    source: ModuleSource, tp: int, name: str, choices: Choices = Choices()
 ) -> TensorPlan:
     """The plan of a language model, an encoder or a projector.
 
     Args:
         name: of the module, for errors.
-        gather_attention: put the outputs of attention's columns together again, so that every
-            process computes all heads: slower, but right for any attention.
-        shard_vocabulary: shard a language model's embedding and output head.
 
     Raises:
         PlanError: if heads or feed-forward widths cannot be dealt out over ``tp``, or Hugging
             Face's plan for the model has a style that is not supported.
     """
-    return plan_module(
-        source.skeleton(), tp, name, gather_attention=gather_attention,
-        shard_vocabulary=shard_vocabulary,
-    )
+    return plan_module(source.skeleton(), tp, name, choices)
 
 
 def plan_module(
-    module: nn.Module, tp: int, name: str, *, gather_attention: bool = False,
-    shard_vocabulary: bool = True, ragged: bool = False,
+    module: nn.Module, tp: int, name: str, choices: Choices = Choices(), *, ragged: bool = False
 ) -> TensorPlan:
     """:func:`tensor_plan` of a module.
 
@@ -140,14 +151,14 @@ def plan_module(
         ) from None
     planner = _Planner(module, tp, name, ragged)
     for unit in rules.units:
-        planner.add_unit(unit, gather_attention)
+        planner.add_unit(unit, choices)
     for experts in rules.experts:
         planner.add_experts(experts)
     for parameter in rules.parameters:
         planner.add_by_heads(parameter)
-    if shard_vocabulary:
+    if choices.shard_vocabulary:
         planner.add_vocabulary()
-    return planner.finish()
+    return planner.finish(choices.partial)
 
 
 def _rules(module: nn.Module, tp: int) -> Rules:
@@ -178,9 +189,9 @@ class _Planner:
             f"accepted: {accepted}"
         )
 
-    def add_unit(self, unit: Unit, gather_attention: bool) -> None:
-        gathered = unit.gathered or (unit.heads and gather_attention)
-        if gathered:
+    def add_unit(self, unit: Unit, choices: Choices) -> None:
+        gather = choices.gather == "all" or (unit.heads and choices.gather == "attention")
+        if unit.gathered or gather:
             self._add_gathered(unit)
         elif unit.heads:
             self._add_heads(unit)
@@ -287,38 +298,32 @@ class _Planner:
         head = output_head(self.module)
         if head is None:
             return
-        get = getattr(self.module, "get_input_embeddings", lambda: None)
-        embedding = get()
-        size = widths(self.module.get_submodule(head))[1]
-        if size < self.tp:
+        linear, embedding = self.module.get_submodule(head), self.module.get_input_embeddings()
+        by_rows = isinstance(embedding, nn.Embedding) and embedding.max_norm is None
+        size = widths(linear)[1]
+        if size < self.tp or (not by_rows and embedding.weight is linear.weight):
             return
         self._shard(head, COLUMN, shares(size, self.tp))
         self.head = f"{head}.weight"
-        if isinstance(embedding, nn.Embedding) and embedding.max_norm is None:
+        if by_rows and embedding.num_embeddings >= self.tp:
             where = next(n for n, m in self.module.named_modules() if m is embedding)
-            if embedding.num_embeddings >= self.tp:
-                ranges = shares(embedding.num_embeddings, self.tp)
-                self.styles[where] = EMBEDDING
-                self.pieces[f"{where}.weight"] = tuple(Piece(0, (r,)) for r in ranges)
+            ranges = shares(embedding.num_embeddings, self.tp)
+            self.styles[where] = EMBEDDING
+            self.pieces[f"{where}.weight"] = tuple(Piece(0, (r,)) for r in ranges)
 
-    def finish(self) -> TensorPlan:
-        if not self._share_ties(self._ties()):
-            # A tied weight that only one of its users can share: all keep it whole.
-            for name in self._vocabulary_modules():
-                for parameter in ("weight", "bias"):
-                    self.pieces.pop(f"{name}.{parameter}", None)
-                del self.styles[name]
-            self.head = None
-            if not self._share_ties(self._ties()):
-                self.refuse("a parameter that is shared by modules of different shares", "1")
+    def finish(self, partial: frozenset[str]) -> TensorPlan:
+        for names in self._ties():
+            pieces = {self.pieces[name] for name in names if name in self.pieces}
+            if len(pieces) > 1:
+                self.refuse(f"one parameter, {names[0]!r}, in modules with different shares", "1")
+            for one in pieces:  # also under names that no sharded module knows it by
+                self.pieces |= dict.fromkeys(names, one)
+            if not pieces and generic(names[0]) in partial:
+                self.partial |= set(names)
         return TensorPlan(
             self.tp, self.styles, self.attributes, self.tails, self.pieces,
             frozenset(self.partial), self.head,
         )
-
-    def _vocabulary_modules(self) -> list[str]:
-        head = [] if self.head is None else [self.head.removesuffix(".weight")]
-        return head + [n for n, style in self.styles.items() if style == EMBEDDING]
 
     def _ties(self) -> Iterable[list[str]]:
         """Names of every parameter; several where it is tied."""
@@ -326,9 +331,6 @@ class _Planner:
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
         return names.values()
-
-    def _share_ties(self, ties: Iterable[list[str]]) -> bool:
-        return all(len({self.pieces.get(name) for name in names}) == 1 for names in ties)
 
 
 def shares(width: int, tp: int) -> list[Range]:

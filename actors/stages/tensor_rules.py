@@ -152,17 +152,18 @@ def find_rules(module: nn.Module) -> Rules:
 # --- Hugging Face's plans
 
 
-def _generic(name: str) -> str:
+def generic(name: str) -> str:
+    """A name with ``*`` for the numbers of layers and experts."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def _rules_of_plan(module: nn.Module, plan: dict[str, str]) -> Rules:
     head, modules = _output_head(module), dict(module.named_modules())
-    styles = {n: plan[_generic(n)] for n in modules if _generic(n) in plan and n != head}
+    styles = {n: plan[generic(n)] for n in modules if generic(n) in plan and n != head}
     bare = {
-        n: plan[_generic(n)]
+        n: plan[generic(n)]
         for n, _ in module.named_parameters(remove_duplicate=False)
-        if _generic(n) in plan
+        if generic(n) in plan
     }
     experts = [n for n, style in styles.items() if style == "moe_tp_experts"]
     grouped: dict[str, dict[str, str]] = {}
@@ -172,7 +173,7 @@ def _rules_of_plan(module: nn.Module, plan: dict[str, str]) -> Rules:
         if style in _LINEAR_STYLES:
             if not is_linear(modules[name]):
                 raise StyleError(f"{name!r}, a {type(modules[name]).__name__}, has {style!r}")
-            grouped.setdefault(_around(name, styles), {})[name] = style
+            grouped.setdefault(_parent(name), {})[name] = style
     units = [
         unit
         for where, members in grouped.items()
@@ -198,11 +199,6 @@ _PLAN_STYLES = _LINEAR_STYLES | {
 
 def _parent(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def _around(name: str, styles: dict[str, str]) -> str:
-    """The module whose columns and rows belong together with this one."""
-    return _parent(name)
 
 
 def _unit_of_plan(
