@@ -13,11 +13,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from raymm.actors.channel import RecvChannel, SendChannel
+from raymm.actors.gradient_reduction import GradientReduction
 from raymm.actors.module_state import evaluating, inputs_unchanged, statistics_kept
 from raymm.actors.split_backward import DeferredWeights, backward_input
 from raymm.actors.stages.message import Message, MicrobatchContext
 from raymm.actors.stages.source import derive_seed
-from raymm.scheduler.program import COMPUTE, FORWARDS, Instruction, Op
+from raymm.scheduler.plan import stage_module
+from raymm.scheduler.program import BACKWARDS, COMPUTE, FORWARDS, Instruction, Op
 
 _SENDS_GRADIENTS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT})
 
@@ -80,6 +82,7 @@ class _Task(NamedTuple):
     peer: str
     producers: tuple[tuple[str, str, bool], ...] = ()  # (stage, name in received, needs grad)
     consumers: tuple[str, ...] = ()  # who gets what this produces
+    last: bool = False  # the stage's parameters get no more gradients in this step
 
 
 @dataclass
@@ -112,10 +115,12 @@ class _Step:
 
 
 class CompiledProgram(NamedTuple):
-    """A rank's instructions, resolved; and per incoming edge the microbatches it carries."""
+    """A rank's instructions, resolved; per incoming edge the microbatches it carries; and, if
+    gradients are reduced at its end, the stages that have any."""
 
     tasks: tuple[_Task, ...]
     incoming: dict[tuple[str, str], tuple[int, ...]]
+    reduced: frozenset[str] | None
 
 
 class Executor:
@@ -129,6 +134,11 @@ class Executor:
         autocast: dtype of automatic mixed precision, None for none.
         device: where stages live.
         timeout: how long a wait on another rank may take.
+        token_share: this process's number among those that share samples' tokens, which draw
+            each their own random numbers.
+        reduction: sums gradients of shared parameters, from their stage's last backward on.
+        sum_gradient: makes a gradient that each of them has a part of the whole one; for
+            gradients that stages of other modules on the same rank are handed.
     """
 
     def __init__(
@@ -141,6 +151,9 @@ class Executor:
         autocast: torch.dtype | None = None,
         device: torch.device | None = None,
         timeout: timedelta = timedelta(minutes=5),
+        token_share: int = 0,
+        sum_gradient: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        reduction: GradientReduction | None = None,
     ) -> None:
         self._stages = stages
         self._edges = tuple(edges)
@@ -150,6 +163,9 @@ class Executor:
         self._autocast = autocast
         self._device = device or torch.device("cpu")
         self._timeout = timeout
+        self._token_share = token_share
+        self._sum_gradient = sum_gradient
+        self._reduction = reduction
 
     def compile(self, instructions: Sequence[Instruction]) -> CompiledProgram:
         """Resolve a program once; it can then run any number of steps."""
@@ -158,9 +174,11 @@ class Executor:
         recvs = {(i.peer, i.stage, i.microbatch) for i in instructions if i.op is Op.RECV}
         forwards = {(i.stage, i.microbatch) for i in instructions if i.op in FORWARDS}
         backwards = {(i.stage, i.microbatch) for i in instructions if i.op in _SENDS_GRADIENTS}
+        reduces = any(i.op is Op.REDUCE_TIED for i in instructions)
+        last = {i.stage: n for n, i in enumerate(instructions) if reduces and i.op in BACKWARDS}
         tasks = []
         incoming: dict[tuple[str, str], tuple[int, ...]] = {}
-        for i in instructions:
+        for number, i in enumerate(instructions):
             producers: tuple[tuple[str, str, bool], ...] = ()
             consumers: tuple[str, ...] = ()
             if i.op is Op.RECV:
@@ -183,8 +201,9 @@ class Executor:
                     if src == i.stage and ((src, dst, m) in sends or (dst, m) in forwards)
                 ]
                 consumers = tuple(after)
-            tasks.append(_Task(i.op, i.stage, i.microbatch, i.peer, producers, consumers))
-        return CompiledProgram(tuple(tasks), incoming)
+            is_last = last.get(i.stage) == number
+            tasks.append(_Task(i.op, i.stage, i.microbatch, i.peer, producers, consumers, is_last))
+        return CompiledProgram(tuple(tasks), incoming, frozenset(last) if reduces else None)
 
     def run(
         self,
@@ -210,12 +229,17 @@ class Executor:
     ) -> StepResult:
         result = StepResult()
         step = _Step(inputs, meta)
+        if program.reduced is not None and self._reduction is not None:
+            self._reduction.expect(program.reduced)
         for edge, microbatches in program.incoming.items():
             self._receivers[edge].expect([meta.keys[m] for m in microbatches])
         wall = time.time() - time.perf_counter()
         for task in program.tasks:
             start = time.perf_counter()
             m = task.microbatch
+            reduction = self._reduction if task.last else None
+            if reduction is not None and task.op is Op.BACKWARD:
+                reduction.last_backward(task.stage)
             if task.op is Op.RECV:
                 edge = (task.peer, task.stage)
                 step.mailbox[*edge, m] = self._receivers[edge].recv()
@@ -234,6 +258,8 @@ class Executor:
                 self._backward(task, step)
             else:
                 self._collectives[task.op](result)
+            if reduction is not None:
+                reduction.finished(task.stage)
             end = time.perf_counter()
             result.spans.append(
                 (task.op.value, task.stage, m, wall + start, wall + end, task.peer)
@@ -282,7 +308,10 @@ class Executor:
             sample_ids=meta.sample_ids[m] if meta.sample_ids else (),
         )
         if stage.training:
-            seed = derive_seed(meta.seed, meta.step, _of_one_copy(task.stage), m)
+            drawer = _of_one_copy(task.stage)
+            if self._token_share:
+                drawer += f"#{self._token_share}"
+            seed = derive_seed(meta.seed, meta.step, drawer, m)
             torch.manual_seed(seed)
         with torch.set_grad_enabled(with_grad), self._precision():
             return leaves, stage.run(step.stage_inputs(task), named, context)
@@ -309,7 +338,10 @@ class Executor:
             torch.zeros_like(t) if g is None else g for t, g in zip(flat, found, strict=True)
         )
         for src, tensors in leaves.items():
-            step.mailbox[task.stage, src, m] = Message(tuple(next(ready) for _ in tensors), {})
+            handed = tuple(next(ready) for _ in tensors)
+            if self._sum_gradient is not None and src in self._stages and _between(src, task.stage):
+                handed = tuple(self._sum_gradient(gradient) for gradient in handed)
+            step.mailbox[task.stage, src, m] = Message(handed, {})
 
     def _has_consumer(self, stage: str) -> bool:
         return any(src == stage for src, _ in self._edges)
@@ -321,12 +353,15 @@ class Executor:
 
 
 def _of_one_copy(stage: str) -> str:
-    """``"vision.0@1"`` -> ``"vision.0"``: all copies of a stage draw the same numbers, while
-    processes that share a sample's tokens (``"llm.0#1"``) draw each their own."""
+    """``"vision.0@1"`` -> ``"vision.0"``: all copies of a stage draw the same numbers."""
     return re.sub(r"@\d+", "", stage)
+
+
+def _between(producer: str, consumer: str) -> bool:
+    """Whether two stages are of different modules."""
+    return stage_module(producer) != stage_module(consumer)
 
 
 def _received_name(producer: str, consumer: str) -> str:
     """Messages from another module are known by the module's name."""
-    module = producer.rpartition(".")[0]
-    return producer if module == consumer.rpartition(".")[0] else module
+    return stage_module(producer) if _between(producer, consumer) else producer

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-# Gradients of shared parameters are summed this many bytes at a time.
-BUCKET_BYTES = 64 * 2**20
+from raymm.actors.gradient_reduction import Family, GradientReduction, SharedParameter
 
 
 @dataclass(frozen=True)
@@ -68,118 +66,63 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
-class SharedParameter:
-    """A parameter that lives in several stages (tied embeddings, copies of a module).
+class Holdings:
+    """What a process has of parameters that others have too.
 
     Attributes:
-        holders: (stage, name in the stage), first holder first; it alone counts the
-            parameter in the gradient norm.
-        ranks: the ranks of the holders, ascending, without repeats.
+        shared: parameters that are summed with others, in an order common to all processes.
+        counted: (stage, name) of the parameters that this process, among all that have the very
+            same, counts in the gradient norm; it writes their optimizer state, too.
+        written: those whose values it writes.
     """
 
-    holders: tuple[tuple[str, str], ...]
-    ranks: tuple[int, ...]
-
-
-def reduce_in_buckets(
-    tensors: Iterable[torch.Tensor],
-    reduce: Callable[[torch.Tensor], object],
-    limit: int = BUCKET_BYTES,
-) -> None:
-    """Apply an in-place collective to many tensors, a flat bucket of them at a time.
-
-    Args:
-        tensors: changed in place; any shapes and dtypes.
-        reduce: gets one flat tensor, of one dtype.
-        limit: bytes per bucket; only a tensor larger than that makes a larger one.
-    """
-    bucket: list[torch.Tensor] = []
-    size = 0
-    for tensor in tensors:
-        if bucket and (tensor.dtype != bucket[0].dtype or size + tensor.nbytes > limit):
-            _reduce_bucket(bucket, reduce)
-            bucket, size = [], 0
-        bucket.append(tensor)
-        size += tensor.nbytes
-    if bucket:
-        _reduce_bucket(bucket, reduce)
-
-
-def _reduce_bucket(
-    tensors: list[torch.Tensor], reduce: Callable[[torch.Tensor], object]
-) -> None:
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    reduce(flat)
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    for tensor, part in zip(tensors, parts, strict=True):
-        tensor.copy_(part.view(tensor.shape))
+    shared: tuple[SharedParameter, ...] = ()
+    counted: frozenset[tuple[str, str]] = frozenset()
+    written: frozenset[tuple[str, str]] = frozenset()
 
 
 class RankOptimizer:
-    """Gradient reduction, clipping and AdamW for the parameters of one rank.
+    """Gradient reduction, clipping and AdamW for the parameters of one process.
 
-    Every rank calls every method in the same order: they are collective.
+    Every process calls every method in the same order: they are collective.
 
     Args:
-        parameters: the rank's trainable parameters by (stage, name).
+        process: its number.
+        parameters: its trainable parameters by (stage, name).
         config: the optimizer's.
-        shared: the plan's shared parameters, all of them, in one order on all ranks.
-        groups: process group per entry of ``shared`` with more than one rank, else None;
-            entries with the same ranks have the same group.
+        holdings: what others have of them.
+        groups: process group of every family of several processes.
+
+    Attributes:
+        updated: the parameters that are updated here, not at another owner.
+        reduction: sums gradients over holders.
     """
 
     def __init__(
         self,
+        process: int,
         parameters: dict[tuple[str, str], nn.Parameter],
         config: OptimizerConfig,
-        shared: tuple[SharedParameter, ...],
-        groups: tuple[dist.ProcessGroup | None, ...],
+        holdings: Holdings,
+        groups: Mapping[Family, dist.ProcessGroup],
         device: torch.device,
     ) -> None:
         self.parameters = parameters
         self.config = config
-        self._shared: dict[
-            tuple[int, ...], tuple[dist.ProcessGroup | None, list[list[nn.Parameter]]]
-        ] = {}
-        for one, group in zip(shared, groups, strict=True):
-            mine = [parameters[holder] for holder in one.holders if holder in parameters]
-            if mine:
-                self._shared.setdefault(one.ranks, (group, []))[1].append(mine)
         self._device = device
-        counted_elsewhere = {holder for one in shared for holder in one.holders[1:]}
-        self._counted = [p for key, p in parameters.items() if key not in counted_elsewhere]
+        self.reduction = GradientReduction(process, parameters, holdings.shared, groups)
+        elsewhere = {
+            (holder.stage, holder.name)
+            for one in holdings.shared if one.owner not in (None, process)
+            for holder in one.holders if holder.process == process
+        }
+        self.updated = {key: p for key, p in parameters.items() if key not in elsewhere}
+        self._counted = [p for key, p in parameters.items() if key in holdings.counted]
+        self._steps = 0
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
-        if parameters:
-            self.optimizer, self.scheduler = config.build(parameters.values())
-
-    def reduce_tied(self) -> None:
-        """Give every holder of a shared parameter the sum of all holders' gradients.
-
-        A holder without a gradient counts as zero; where none has one, all stay without, so
-        that AdamW leaves the parameter alone.
-        """
-        for group, shared in self._shared.values():
-            present = torch.tensor(
-                [any(p.grad is not None for p in mine) for mine in shared],
-                dtype=torch.int32, device=self._device,
-            )
-            if group is not None:
-                dist.all_reduce(present, group=group)
-            due = [mine for mine, count in zip(shared, present.tolist(), strict=True) if count]
-            for first, *others in due:
-                if first.grad is None:
-                    first.grad = torch.zeros_like(first)
-                for other in others:
-                    if other.grad is not None:
-                        first.grad += other.grad
-            if group is not None:
-                reduce_in_buckets(
-                    [first.grad for first, *_ in due], partial(dist.all_reduce, group=group)
-                )
-            for first, *others in due:
-                for other in others:
-                    other.grad = first.grad.clone()
+        if self.updated:
+            self.optimizer, self.scheduler = config.build(self.updated.values())
 
     def clip(self) -> float:
         """Scale gradients to ``max_grad_norm``; returns the global norm before.
@@ -195,46 +138,47 @@ class RankOptimizer:
         norm = float(square.sqrt())
         if self.config.max_grad_norm is not None:
             scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))
-            for parameter in self.parameters.values():
+            for parameter in self.updated.values():
                 if parameter.grad is not None and scale < 1.0:
                     parameter.grad.mul_(scale)
         return norm
 
     def step(self) -> float:
         """AdamW and scheduler step; zeroes gradients. Returns the learning rate used."""
-        if self.optimizer is None:
-            return self.config.lr
-        used = self.optimizer.param_groups[0]["lr"]
-        self.optimizer.step()
-        self.scheduler.step()
+        used = self.config.lr * self.config.factor(self._steps)
+        self._steps += 1
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.scheduler.step()
+        self.reduction.send_updates()
         self.zero_grad()
         return used
 
     def zero_grad(self) -> None:
-        if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none=True)
+        """Forget accumulated gradients."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
-    def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Optimizer state as flat tensors, named ``stage/name/key``."""
-        tensors = {}
-        for (stage, name), parameter in self.parameters.items():
-            for key, value in self.optimizer.state[parameter].items():
-                tensors[f"{stage}/{name}/{key}"] = value
-        return tensors
+    def state_tensors(self) -> dict[tuple[str, str, str], torch.Tensor]:
+        """Optimizer state by (stage, name, key)."""
+        return {
+            (stage, name, key): value
+            for (stage, name), parameter in self.updated.items()
+            for key, value in self.optimizer.state[parameter].items()
+        }
 
-    def load_state_tensors(self, tensors: dict[str, torch.Tensor], step: int) -> None:
+    def load_state_tensors(
+        self, tensors: Mapping[tuple[str, str, str], torch.Tensor], step: int
+    ) -> None:
         """Inverse of :meth:`state_tensors`; ``step`` is the number of steps taken."""
+        self._steps = step
         if self.optimizer is None:
             return
-        for (stage, name), parameter in self.parameters.items():
-            prefix = f"{stage}/{name}/"
-            state = {
-                key.removeprefix(prefix): value.clone()
-                for key, value in tensors.items()
-                if key.startswith(prefix)
-            }
-            if state:
-                self.optimizer.state[parameter] = state
+        states: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
+        for (stage, name, key), value in tensors.items():
+            states.setdefault((stage, name), {})[key] = value
+        for place, state in states.items():
+            self.optimizer.state[self.updated[place]] = state
         self.scheduler.last_epoch = step
         rate = self.config.lr * self.config.factor(step)
         for group in self.optimizer.param_groups:

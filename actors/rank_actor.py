@@ -6,24 +6,32 @@ import os
 import platform
 import socket
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from raymm.actors.channel import ChannelError, RecvChannel, SendChannel
+from raymm.actors.channel import ChannelError, Link, RecvChannel, SendChannel
 from raymm.actors.executor import CompiledProgram, Executor, StepMeta, StepResult
-from raymm.actors.optimizer import OptimizerConfig, RankOptimizer, SharedParameter
-from raymm.actors.shards import copy_tensors, read_tensors, write_shard
+from raymm.actors.gradient_reduction import Family
+from raymm.actors.optimizer import Holdings, OptimizerConfig, RankOptimizer
+from raymm.actors.parameter_pieces import ChainPieces
+from raymm.actors.shards import StoredTensors, copy_tensors, stored_pieces, write_shard
 from raymm.actors.stages.precision import cast_frozen
 from raymm.actors.to_device import to_device
 from raymm.kernels.exchange import Exchange
+from raymm.kernels.tensor_group import TensorGroup
+from raymm.scheduler.plan import stage_module
 from raymm.scheduler.program import Instruction, Op
+from raymm.scheduler.shards import Lane
+
+if TYPE_CHECKING:
+    from raymm.actors.stages.tensor_plan import Piece
 
 # Programs a rank keeps: one per combination of modalities seen in a step's microbatches.
 MAX_PROGRAMS = 256
@@ -37,17 +45,30 @@ def remember(programs: OrderedDict[str, Any], key: str, value: Any) -> None:
         programs.popitem(last=False)
 
 
+class Neighbours(NamedTuple):
+    """Processes of one rank: all of them, those that share one's tokens, and those that share
+    its parameters; none where it is the only one."""
+
+    rank: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+    tensors: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True)
 class RankSpec:
-    """Everything a rank must know to build itself.
+    """Everything a process must know to build itself.
 
     Attributes:
-        rank, world_size: its place.
+        rank, world_size: its number, and how many processes there are.
         builders: per stage name, a picklable function that builds the stage module.
         edges: all data edges of the plan (stage names).
-        stage_ranks: rank of every stage.
-        context_ranks: groups of processes that share every sample's tokens.
-        shared: the plan's shared parameters.
+        lanes: of every directed edge of messages between ranks, which processes have them.
+        groups: every group of several processes of a rank, the same on all processes.
+        neighbours: the processes of its own rank; which of them share its samples' tokens;
+            and which its parameters.
+        pieces: per module, which piece of each parameter a tensor-parallel process holds.
+        families: all families of processes that hold parameters together.
+        holdings: what it has of parameters that others have too.
         optimizer: the optimizer's configuration.
         autocast: name of the torch dtype for automatic mixed precision, or None.
         reloadable: modules whose frozen weights can be had again from where they came from;
@@ -61,9 +82,12 @@ class RankSpec:
     world_size: int
     builders: dict[str, Callable[[], torch.nn.Module]]
     edges: tuple[tuple[str, str], ...]
-    stage_ranks: dict[str, int]
-    context_ranks: tuple[tuple[int, ...], ...] = ()
-    shared: tuple[SharedParameter, ...] = ()
+    lanes: tuple[tuple[tuple[str, str], tuple[Lane, ...]], ...]
+    groups: tuple[tuple[int, ...], ...] = ()
+    neighbours: Neighbours = field(default_factory=Neighbours)
+    pieces: dict[str, ChainPieces] = field(default_factory=dict)
+    families: tuple[Family, ...] = ()
+    holdings: Holdings = field(default_factory=Holdings)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     autocast: str | None = None
     reloadable: frozenset[str] = frozenset()
@@ -106,33 +130,48 @@ class RankActor:
             backend, init_method=f"tcp://{address}:{port}", rank=spec.rank,
             world_size=spec.world_size, timeout=self._timeout,
         )
+        self._groups = {one: self._new_group(one) for one in spec.groups}
+        neighbours = spec.neighbours
+        self._tokens = Exchange(self._groups[neighbours.tokens]) if neighbours.tokens else None
+        self._tensors = (
+            TensorGroup(self._groups[neighbours.tensors]) if neighbours.tensors else None
+        )
         self._senders: dict[tuple[str, str], SendChannel] = {}
         self._receivers: dict[tuple[str, str], RecvChannel] = {}
-        for src, dst in spec.edges:
-            for edge in ((src, dst), (dst, src)):
-                self._open_edge(edge)
-        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        for one in spec.shared:  # copies of a module share hundreds of parameters
-            if len(one.ranks) > 1 and one.ranks not in groups:
-                groups[one.ranks] = dist.new_group(list(one.ranks), timeout=self._timeout)
-        self._context: Exchange | None = None
-        for ranks in spec.context_ranks:
-            group = dist.new_group(list(ranks), timeout=self._timeout)
-            if spec.rank in ranks:
-                self._context = Exchange(group)
-        self._shared_groups = tuple(groups.get(one.ranks) for one in spec.shared)
+        for edge, lanes in spec.lanes:
+            for lane in lanes:
+                self._open_lane(edge, lane)
+        self._families = {one: self._new_group(one.processes) for one in spec.families}
         dist.all_reduce(torch.zeros(1, device=self._device))  # connects all pairs now, not later
 
-    def _open_edge(self, edge: tuple[str, str]) -> None:
-        """Each directed edge has its own group, so that edges cannot block one another."""
-        sender, receiver = (self._spec.stage_ranks[stage] for stage in edge)
-        if sender == receiver:
-            return
-        group = dist.new_group([sender, receiver], timeout=self._timeout)
-        if self._spec.rank == sender:
-            self._senders[edge] = SendChannel(group, receiver, self._device)
-        elif self._spec.rank == receiver:
-            self._receivers[edge] = RecvChannel(group, sender, self._device, self._timeout)
+    def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        return dist.new_group(list(ranks), timeout=self._timeout)
+
+    def _open_lane(self, edge: tuple[str, str], lane: Lane) -> None:
+        """Each directed edge has its own groups, so that edges cannot block one another."""
+        me, device, resharding = self._spec.rank, self._device, lane.resharding
+        links: dict[int, Link] = {}
+        for sender, receiver in resharding.links():
+            ends = lane.senders[sender], lane.receivers[receiver]
+            group = self._new_group(ends)
+            if me == ends[0]:
+                links[receiver] = Link(group, ends[1])
+            elif me == ends[1]:
+                links[sender] = Link(group, ends[0])
+        if me in lane.senders:
+            # What goes back from another module is a gradient that every process which shares
+            # tokens has a part of.
+            is_gradient = edge not in self._spec.edges
+            between = stage_module(edge[0]) != stage_module(edge[1])
+            summed = self._tokens.group if is_gradient and between and self._tokens else None
+            self._senders[edge] = SendChannel(
+                links, device, resharding, lane.senders.index(me), summed
+            )
+        elif me in lane.receivers:
+            self._receivers[edge] = RecvChannel(
+                links, device, self._timeout, resharding, lane.receivers.index(me),
+                self._groups.get(lane.receivers),
+            )
 
     def build(
         self, builders: dict[str, Callable[[], torch.nn.Module]] | None = None
@@ -144,9 +183,11 @@ class RankActor:
         self._stages = {}
         for name, builder in (builders or self._spec.builders).items():
             stage = builder()
-            if self._context is not None:
-                stage.share_tokens(self._context)
-            if autocast is not None and _owner(name) in self._spec.reloadable:
+            if self._tensors is not None:
+                stage.shard_tensors(self._spec.pieces[stage_module(name)].plans, self._tensors)
+            if self._tokens is not None:
+                stage.share_tokens(self._tokens)
+            if autocast is not None and stage_module(name) in self._spec.reloadable:
                 cast_frozen(stage, autocast)
             self._stages[name] = stage.to(self._device)
         parameters = {
@@ -156,28 +197,39 @@ class RankActor:
             if parameter.requires_grad
         }
         self._optimizer = RankOptimizer(
-            parameters, self._spec.optimizer, self._spec.shared, self._shared_groups, self._device
+            self._spec.rank, parameters, self._spec.optimizer, self._spec.holdings,
+            self._families, self._device,
         )
         self._executor = Executor(
             self._stages, self._spec.edges, self._senders, self._receivers,
             {Op.REDUCE_TIED: self._reduce_tied, Op.CLIP_GRADS: self._clip, Op.STEP: self._step},
             autocast, self._device, self._timeout,
+            token_share=0 if self._tokens is None else self._tokens.rank,
+            sum_gradient=None if self._tokens is None else self._sum_over_tokens,
+            reduction=self._optimizer.reduction,
         )
         return {
             stage: sum(p.numel() for p in module.parameters())
             for stage, module in self._stages.items()
         }
 
+    def _sum_over_tokens(self, gradient: torch.Tensor) -> torch.Tensor:
+        with _reporting_connections("summing gradients over a sample's tokens"):
+            whole = gradient.contiguous()
+            dist.all_reduce(whole, group=self._tokens.group)
+            return whole
+
     def _reduce_tied(self, result: StepResult) -> None:
         with _reporting_connections("summing gradients of shared parameters"):
-            self._optimizer.reduce_tied()
+            self._optimizer.reduction.wait()
 
     def _clip(self, result: StepResult) -> None:
         with _reporting_connections("the gradient norm over all ranks"):
             result.grad_norm = self._optimizer.clip()
 
     def _step(self, result: StepResult) -> None:
-        result.learning_rate = self._optimizer.step()
+        with _reporting_connections("sending updated parameters"):
+            result.learning_rate = self._optimizer.step()
 
     def load_program(self, key: str, instructions: Sequence[Instruction]) -> None:
         """Keep a program under a key, for :meth:`run_step`."""
@@ -238,60 +290,74 @@ class RankActor:
             if parameter.requires_grad or not trainable_only
         }
 
-    def _named_tensors(
-        self, stages: Iterable[str], skip: frozenset[str] = frozenset()
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters and persistent buffers as ``module/name`` (the module, not the stage:
-        a checkpoint does not depend on how a module was cut). A name comes once per stage
-        that holds the tensor: two stages of a model with tied embeddings may share a rank."""
-        for stage in stages:
-            owner = _owner(stage)
-            for name, tensor in self._stages[stage].state_dict(keep_vars=True).items():
-                trainable = getattr(tensor, "requires_grad", False)
-                if trainable or owner not in skip:
-                    yield f"{owner}/{name}", tensor.detach()
+    def _piece(self, stage: str, name: str) -> Piece | None:
+        """Which piece of a parameter this process holds; None if all of it."""
+        chain = self._spec.pieces.get(stage_module(stage))
+        return None if self._tensors is None else chain.piece(name, self._tensors.rank)
+
+    def _named_tensors(self, stage: str) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Parameters and persistent buffers of a stage: the name, the name of the parameter that
+        it is (of a tied one, the first of its names), and the tensor."""
+        module = self._stages[stage]
+        first = {parameter: name for name, parameter in module.named_parameters()}
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            yield name, first.get(tensor, ""), tensor
 
     def save(self, folder: str, skip_frozen: frozenset[str]) -> dict[str, list[str]]:
-        """Write this rank's shards; returns tensor names per file. Of a module that has
-        several copies, the first one writes.
+        """Write this process's shards; returns stored names per file. Of what several processes
+        have, one writes.
 
         Args:
             folder: an existing folder that is not committed yet.
             skip_frozen: modules whose frozen weights are elsewhere and need no copy.
         """
-        rank = self._spec.rank
-        writing = [stage for stage in self._stages if _is_first_copy(stage)]
-        files = {f"model-rank{rank}.safetensors": dict(self._named_tensors(writing, skip_frozen))}
-        if self._optimizer.parameters:
-            state = self._optimizer.state_tensors()
-            files[f"optimizer-rank{rank}.safetensors"] = {
-                _module_key(name): tensor for name, tensor in state.items()
-                if name.partition("/")[0] in writing
-            }
+        rank, holdings = self._spec.rank, self._spec.holdings
+        tensors: dict[str, torch.Tensor] = {}
+        for stage in self._stages:
+            owner = stage_module(stage)
+            writes_buffers = "@" not in stage and rank == min(self._spec.neighbours.rank or (rank,))
+            for name, parameter, tensor in self._named_tensors(stage):
+                writes = (stage, parameter) in holdings.written if parameter else writes_buffers
+                if writes and (tensor.requires_grad or owner not in skip_frozen):
+                    piece = self._piece(stage, parameter) if parameter else None
+                    tensors.update(stored_pieces(f"{owner}/{name}", tensor.detach(), piece))
+        state: dict[str, torch.Tensor] = {}
+        for (stage, name, key), value in self._optimizer.state_tensors().items():
+            if (stage, name) in holdings.counted:
+                piece = self._piece(stage, name) if value.dim() else None
+                full = f"optimizer/{stage_module(stage)}/{name}/{key}"
+                state.update(stored_pieces(full, value, piece))
         written = {}
-        for file, tensors in files.items():
-            if tensors:
-                write_shard(Path(folder) / file, _untie(tensors))
-                written[file] = sorted(tensors)
+        for kind, found in (("model", tensors), ("optimizer", state)):
+            if found:
+                file = f"{kind}-rank{rank}.safetensors"
+                write_shard(Path(folder) / file, _untie(found))
+                written[file] = sorted(found)
         return written
 
     def load(self, folder: str, index: dict[str, str], step: int) -> list[str]:
         """Read parameters, buffers and optimizer state; returns trainable parameters that
         the checkpoint lacks."""
-        own = list(self._named_tensors(self._stages))
-        stored = read_tensors(Path(folder), index, list(dict(own)))
-        copy_tensors(stored, own)
-        prefixes = {f"{s}/{n}/": f"{_owner(s)}/{n}/" for s, n in self._optimizer.parameters}
-        state = {}
-        for local, saved in prefixes.items():
-            names = [n for n in index if n.startswith("optimizer/" + saved)]
-            for name, value in read_tensors(Path(folder), index, names).items():
-                state[local + name.removeprefix("optimizer/" + saved)] = value
-        self._optimizer.load_state_tensors(state, step)
-        return [
-            f"{_owner(s)}/{n}" for s, n in self._optimizer.parameters
-            if f"{_owner(s)}/{n}" not in stored
+        stored = StoredTensors(Path(folder), index)
+        own = [
+            (f"{stage_module(stage)}/{name}", tensor.detach(),
+             self._piece(stage, parameter) if parameter else None)
+            for stage in self._stages
+            for name, parameter, tensor in self._named_tensors(stage)
         ]
+        read = stored.read({name: piece for name, _, piece in own})
+        copy_tensors(read, [(name, tensor) for name, tensor, _ in own])
+        state: dict[tuple[str, str, str], torch.Tensor] = {}
+        keys = stored.optimizer_keys()
+        for stage, name in self._optimizer.updated:
+            base = f"optimizer/{stage_module(stage)}/{name}"
+            piece = self._piece(stage, name)
+            wanted = {f"{base}/{key}": piece for key in keys.get(base, ())}
+            for full, value in stored.read(wanted).items():
+                state[stage, name, full.rpartition("/")[2]] = value
+        self._optimizer.load_state_tensors(state, step)
+        names = (f"{stage_module(s)}/{n}" for s, n in self._optimizer.parameters)
+        return [name for name in names if name not in read]
 
 
 @contextmanager
@@ -302,21 +368,6 @@ def _reporting_connections(what: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise ChannelError(f"{what}: {error}") from error
-
-
-def _owner(stage: str) -> str:
-    return stage.rpartition(".")[0]
-
-
-def _is_first_copy(stage: str) -> bool:
-    """Neither of a module's second copy (``llm.0@1``) nor a rank's second process (``llm.0#1``)."""
-    return stage.rpartition(".")[2].isdigit()
-
-
-def _module_key(name: str) -> str:
-    """``stage/parameter/key`` -> ``optimizer/module/parameter/key``."""
-    stage, _, rest = name.partition("/")
-    return f"optimizer/{_owner(stage)}/{rest}"
 
 
 def _untie(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

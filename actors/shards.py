@@ -1,14 +1,24 @@
-"""Checkpoint shards: what one rank writes and reads, as safetensors."""
+"""Checkpoint shards: what one rank writes and reads, as safetensors.
+
+Tensors are stored under their name, or, by processes that have only a piece of each, under
+the name and a range. Readers ask for any piece, whatever the pieces are that were written.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+
+if TYPE_CHECKING:
+    from raymm.actors.stages.tensor_plan import Piece
 
 
 class ShardError(RuntimeError):
@@ -23,30 +33,132 @@ def write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> None:
         os.fsync(file.fileno())
 
 
-def read_tensors(folder: Path, index: dict[str, str], names: list[str]) -> dict[str, torch.Tensor]:
-    """Read tensors by name.
+def stored_pieces(
+    name: str, tensor: torch.Tensor, piece: Piece | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors under which a process's part of a tensor is stored: ``name`` itself if it
+    has all of it, else ``name[dim:start:stop]`` for every range."""
+    if piece is None:
+        yield name, tensor
+        return
+    ranges = piece.ranges
+    parts = tensor.split([stop - start for start, stop in ranges], piece.dim)
+    for part, (start, stop) in zip(parts, ranges, strict=True):
+        if stop > start:
+            yield f"{name}[{piece.dim}:{start}:{stop}]", part
+
+
+class _Stored(NamedTuple):
+    """A range of a tensor as a file has it; all of it where ``stop`` is None."""
+
+    start: int
+    stop: int | None
+    dim: int
+    name: str
+    file: str
+
+
+_RANGE = re.compile(r"(.*)\[(\d+):(\d+):(\d+)\]")
+
+
+class StoredTensors:
+    """The tensors of a checkpoint, whoever wrote which part of them.
 
     Args:
         folder: the checkpoint.
-        index: file name per tensor name.
-        names: what to read; names that are not in the index are left out.
-
-    Raises:
-        ShardError: if a file is missing or torn.
+        index: file name per stored name (:func:`stored_pieces`).
     """
-    by_file: dict[str, list[str]] = {}
-    for name in names:
-        if name in index:
-            by_file.setdefault(index[name], []).append(name)
-    tensors = {}
-    for file, wanted in by_file.items():
+
+    def __init__(self, folder: Path, index: Mapping[str, str]) -> None:
+        self._folder = folder
+        self._stored: dict[str, list[_Stored]] = {}
+        for name, file in index.items():
+            match = _RANGE.fullmatch(name)
+            if match is None:
+                self._stored[name] = [_Stored(0, None, 0, name, file)]
+                continue
+            base, *numbers = match.groups()
+            dim, start, stop = map(int, numbers)
+            self._stored.setdefault(base, []).append(_Stored(start, stop, dim, name, file))
+        for parts in self._stored.values():
+            parts.sort()
+
+    def optimizer_keys(self) -> dict[str, list[str]]:
+        """Per parameter (``optimizer/module/name``), what the optimizer keeps of it."""
+        keys: dict[str, list[str]] = {}
+        for name in self._stored:
+            if name.startswith("optimizer/"):
+                parameter, _, key = name.rpartition("/")
+                keys.setdefault(parameter, []).append(key)
+        return keys
+
+    def read(self, wanted: Mapping[str, Piece | None]) -> dict[str, torch.Tensor]:
+        """Read tensors, or pieces of them.
+
+        Args:
+            wanted: by name; names that are not stored are left out. A piece of a scalar is
+                the scalar.
+
+        Raises:
+            ShardError: if a file is missing, torn, or lacks a range.
+        """
+        with contextlib.ExitStack() as stack:
+            files: dict[str, Any] = {}
+
+            def opened(file: str) -> Any:
+                if file not in files:
+                    handle = safe_open(self._folder / file, framework="pt")
+                    files[file] = stack.enter_context(handle)
+                return files[file]
+
+            return {
+                name: self._read(name, piece, opened)
+                for name, piece in wanted.items()
+                if name in self._stored
+            }
+
+    def _read(
+        self, name: str, piece: Piece | None, opened: Callable[[str], Any]
+    ) -> torch.Tensor:
+        parts = self._stored[name]
+        file = parts[0].file
         try:
-            with safe_open(folder / file, framework="pt") as handle:
-                for name in wanted:
-                    tensors[name] = handle.get_tensor(name)
+            if parts[0].stop is None:
+                view = opened(file).get_slice(parts[0].name)
+                if piece is None or not view.get_shape():
+                    return opened(file).get_tensor(parts[0].name)
+                return _ranges(view, piece)
+            dim = parts[0].dim
+            cut_alike = piece is not None and piece.dim == dim
+            ranges = piece.ranges if cut_alike else ((0, max(part.stop for part in parts)),)
+            taken = []
+            for start, stop in ranges:
+                at = start
+                for part in parts:
+                    low, high = max(at, part.start), min(stop, part.stop)
+                    if low == at and low < high:
+                        file, at = part.file, high
+                        view = opened(file).get_slice(part.name)
+                        taken.append(_along(view, dim, low - part.start, high - part.start))
+                if at < stop:
+                    raise ShardError(f"{self._folder} lacks [{at}, {stop}) of {name}")
+            if not taken:
+                taken = [_along(opened(file).get_slice(parts[0].name), dim, 0, 0)]
+            whole = torch.cat(taken, dim)
+            return whole if piece is None or cut_alike else _ranges(whole, piece)
+        except ShardError:
+            raise
         except Exception as error:  # OSError, or safetensors' own error type
-            raise ShardError(f"cannot read {folder / file}: {error}") from None
-    return tensors
+            raise ShardError(f"cannot read {self._folder / file}: {error}") from None
+
+
+def _ranges(view: Any, piece: Piece) -> torch.Tensor:
+    return torch.cat([_along(view, piece.dim, *one) for one in piece.ranges], piece.dim)
+
+
+def _along(view: Any, dim: int, start: int, stop: int) -> torch.Tensor:
+    """Elements [start, stop) along a dimension of a tensor in a file."""
+    return view[(slice(None),) * dim + (slice(start, stop),)]
 
 
 def copy_tensors(

@@ -24,6 +24,7 @@ from raymm.scheduler.graph import ModuleGraph, ModuleNode
 from raymm.scheduler.lower import full_program
 from raymm.scheduler.plan import Plan, Stage
 from raymm.scheduler.program import COMPUTE, Op, Program, check_program
+from raymm.scheduler.shards import lanes_between_ranks
 from raymm.scheduler.stage_costs import StageCost, op_seconds, stage_costs
 from raymm.scheduler.timeline import Span, Timeline
 
@@ -154,12 +155,13 @@ class SleepingPipeline:
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
         nothing = StageCost(0.0, 0.0, 0.0)
+        places = {rank_stage(i): i for i in range(ranks)}
+        edges = tuple((rank_stage(i), rank_stage(i + 1)) for i in range(ranks - 1))
         specs = [
             RankSpec(
                 rank=rank, world_size=ranks,
                 builders={rank_stage(rank): partial(SleepingStage, nothing, 1, False)},
-                edges=tuple((rank_stage(i), rank_stage(i + 1)) for i in range(ranks - 1)),
-                stage_ranks={rank_stage(i): i for i in range(ranks)},
+                edges=edges, lanes=lanes_between_ranks(edges, places),
             )
             for rank in range(ranks)
         ]

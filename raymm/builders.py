@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from raymm.actors.optimizer import SharedParameter
+from raymm.actors.parameter_pieces import ChainPieces
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage, encoder_stage_parameters
 from raymm.actors.stages.language import (
     LanguageSpec,
@@ -18,10 +18,12 @@ from raymm.actors.stages.language import (
 )
 from raymm.actors.stages.probe import probe_encoder, probe_language_model
 from raymm.actors.stages.probe_attention import probe_shared_tokens
+from raymm.actors.stages.probe_items import probe_shared_items
+from raymm.actors.stages.probe_tensor import probe_tensor
 from raymm.actors.stages.source import LiveSource
+from raymm.actors.stages.tensor_plan import tensor_plan
 from raymm.model import LANGUAGE_MODEL, MultimodalModule
 from raymm.scheduler.plan import Plan
-from raymm.scheduler.shards import Processes, shard_name
 
 
 def reloadable_modules(model: MultimodalModule) -> frozenset[str]:
@@ -32,43 +34,84 @@ def reloadable_modules(model: MultimodalModule) -> frozenset[str]:
     return frozenset(n for n, source in sources.items() if not isinstance(source, LiveSource))
 
 
-def stage_builders(
-    model: MultimodalModule, plan: Plan
-) -> tuple[dict[str, Callable[[], nn.Module]], dict[str, list[str]]]:
-    """Per stage, a picklable builder and the names of the parameters it owns.
+@dataclass(frozen=True)
+class StageBuilders:
+    """What the ranks of a plan are built from.
 
-    Raises:
-        ProbeError: if a module cannot be cut, or its tokens shared out, as planned.
+    Attributes:
+        build: per stage, a picklable function that builds it whole: shared by nobody.
+        owned: per stage, elements of the parameters that it owns, by name.
+        pieces: per module, which piece of each parameter a tensor-parallel process holds.
     """
-    builders: dict[str, Callable[[], nn.Module]] = {}
-    owned: dict[str, list[str]] = {}
+
+    build: dict[str, Callable[[], nn.Module]]
+    owned: dict[str, dict[str, int]]
+    pieces: dict[str, ChainPieces]
+
+
+def stage_builders(model: MultimodalModule, plan: Plan) -> StageBuilders:
+    """
+    Raises:
+        ProbeError: if a module cannot be cut, or its tokens or parameters shared out, as planned.
+        PlanError: if the model's sizes do not fit the plan's degrees.
+    """
+    made = StageBuilders({}, {}, {})
     for node in plan.graph.nodes:
-        is_cut = plan.replicas(node.name)[0][0].layers[1] < node.num_blocks
+        first = plan.replicas(node.name)[0][0]
+        is_cut = first.layers[1] < node.num_blocks
         if node.name == LANGUAGE_MODEL:
             spec: Any = model.language_spec()
             if is_cut:
                 spec = replace(spec, cut=probe_language_model(spec.source))
-            if plan.module_stages(node.name)[0].cp > 1:
+            if first.cp > 1:
                 probe_shared_tokens(spec.source, spec.mask is not None)
             names, build = language_stage_parameters, _build_language
         else:
             spec = model.encoder_spec(node.name)
+            example = model.encoders[node.name].example_inputs
             if is_cut:
-                example = model.encoders[node.name].example_inputs
                 spec = replace(spec, cut=probe_encoder(spec.source, example))
+            if first.cp > 1:
+                probe_shared_items(spec.source, example)
             names, build = encoder_stage_parameters, _build_encoder
-        parts: dict[tuple[int, int], tuple[list[str], Callable[[], nn.Module]]] = {}
+        made.pieces[node.name] = _pieces(node.name, spec, first.tp)
+        sizes = _sizes(spec)
+        parts: dict[tuple[int, int], tuple[dict[str, int], Callable[[], nn.Module]]] = {}
         for stage in plan.module_stages(node.name):
             lo, hi = stage.layers
             if stage.layers not in parts:  # copies of the module have it in common
-                own = names(spec, lo, hi)
+                own = {name: sizes[name] for name in names(spec, lo, hi)}
                 parts[lo, hi] = own, partial(build, _slim(spec, own, lo, hi), lo, hi)
-            owned[stage.name], builders[stage.name] = parts[lo, hi]
-    return builders, owned
+            made.owned[stage.name], made.build[stage.name] = parts[lo, hi]
+    return made
+
+
+def _sizes(spec: EncoderSpec | LanguageSpec) -> dict[str, int]:
+    """Elements of every parameter of a module and its projector."""
+    skeletons = {"module": spec.source.skeleton()}
+    if isinstance(spec, EncoderSpec) and spec.projector is not None:
+        skeletons["projector"] = spec.projector.skeleton()
+    return {
+        f"{part}.{name}": parameter.numel()
+        for part, skeleton in skeletons.items()
+        for name, parameter in skeleton.named_parameters()
+    }
+
+
+def _pieces(module: str, spec: EncoderSpec | LanguageSpec, tp: int) -> ChainPieces:
+    """Which piece of a module's parameters each of ``tp`` processes holds."""
+    if tp == 1:
+        return ChainPieces()
+    probe_tensor(spec.source, tp, module)
+    plans = {"module": tensor_plan(spec.source, tp, module)}
+    projector = getattr(spec, "projector", None)
+    if projector is not None:
+        plans["projector"] = tensor_plan(projector, tp, f"{module} projector")
+    return ChainPieces(plans)
 
 
 def _slim(
-    spec: EncoderSpec | LanguageSpec, own: list[str], lo: int, hi: int
+    spec: EncoderSpec | LanguageSpec, own: Iterable[str], lo: int, hi: int
 ) -> EncoderSpec | LanguageSpec:
     """The spec with only the live tensors that a stage owns."""
     def names(prefix: str) -> list[str]:
@@ -86,28 +129,3 @@ def _build_encoder(spec: EncoderSpec, lo: int, hi: int) -> nn.Module:
 
 def _build_language(spec: LanguageSpec, lo: int, hi: int) -> nn.Module:
     return LanguageStage.build(spec, lo, hi)
-
-
-def shared_parameters(
-    processes: Processes, owned: Mapping[str, Sequence[str]]
-) -> tuple[SharedParameter, ...]:
-    """Parameters that stages of several processes own: tied embeddings, and all of a module
-    that has several copies or is context parallel.
-
-    Args:
-        processes: the plan's.
-        owned: names of the parameters that each stage of the plan owns.
-    """
-    holders: dict[str, list[tuple[str, str]]] = {}
-    homes = processes.stage_processes
-    for stage in processes.plan.topological_stages:
-        for name in owned[stage.name]:
-            holders.setdefault(f"{stage.module}/{name}", []).extend(
-                (shard_name(stage.name, shard), name) for shard in range(stage.cp)
-            )
-    return tuple(
-        SharedParameter(tuple(places), tuple(sorted({homes[stage] for stage, _ in places})))
-        for places in holders.values()
-        if len(places) > 1
-    )
-

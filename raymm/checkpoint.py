@@ -3,7 +3,7 @@
 ``{storage}/checkpoints/step-00000100/`` holds safetensors and ``manifest.json``. Shards
 are written first; the manifest is renamed into place last, so a folder without one is a
 torn checkpoint and is never read. Tensors are named by module and parameter, not by
-stage: a checkpoint can be read under another partition.
+stage, and pieces by their ranges: a checkpoint can be read under another layout.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from raymm.actors.group import RankFailedError
-from raymm.actors.shards import ShardError, copy_tensors, read_tensors
+from raymm.actors.shards import ShardError, StoredTensors, copy_tensors
 from raymm.builders import reloadable_modules
 from raymm.model import LANGUAGE_MODEL, MultimodalModule
 from raymm.parallel import MultimodalParallelModule
@@ -158,7 +158,7 @@ def load_into_model(model: MultimodalModule, folder: Path) -> Manifest:
     for name, part in parts.items():
         own = {f"{name}/{key}": t for key, t in part.state_dict(keep_vars=True).items()}
         try:
-            stored = read_tensors(folder, manifest.index, list(own))
+            stored = StoredTensors(folder, manifest.index).read(dict.fromkeys(own))
             copy_tensors(stored, own.items())
         except ShardError as error:
             raise CheckpointError(f"{folder}: {error}") from None

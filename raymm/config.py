@@ -94,6 +94,7 @@ class LayoutSection(_Section):
     tp: int = 1
     cp: int = 1
     dp: int = 1
+    sharding: Literal["none", "zero1"] = "none"
     layers: tuple[int, ...] | None = None
     ranks: tuple[int, ...] | None = None
 

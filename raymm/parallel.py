@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -14,10 +14,11 @@ from torch import nn
 from raymm.actors.executor import StepMeta
 from raymm.actors.group import RankGroup, RankResources, StepHandle, measured_timeline
 from raymm.actors.optimizer import OptimizerConfig
-from raymm.actors.rank_actor import RankSpec, remember
-from raymm.builders import reloadable_modules, shared_parameters, stage_builders
+from raymm.actors.rank_actor import Neighbours, RankSpec, remember
+from raymm.builders import reloadable_modules, stage_builders
 from raymm.cluster import connect
 from raymm.data import MicrobatchMeta, describe
+from raymm.holdings import families, holdings
 from raymm.model import (
     LANGUAGE_MODEL,
     MultimodalModule,
@@ -26,9 +27,9 @@ from raymm.model import (
 )
 from raymm.plan_check import check_fits
 from raymm.scheduler.lower import lower
-from raymm.scheduler.plan import Plan, PlanError
+from raymm.scheduler.plan import Plan, PlanError, Stage, stage_module
 from raymm.scheduler.program import EPILOGUE, Op, Program, check_program
-from raymm.scheduler.shards import Processes, shard_name
+from raymm.scheduler.shards import Process, Processes
 from raymm.scheduler.timeline import Timeline
 
 
@@ -59,12 +60,12 @@ class PendingStep:
     """A step under way. :meth:`result` waits for it."""
 
     def __init__(
-        self, handle: StepHandle, label_tokens: int, keep: Any, leaders: Sequence[int]
+        self, handle: StepHandle, label_tokens: int, keep: Any, processes: Sequence[Process]
     ) -> None:
         self._handle = handle
         self._label_tokens = label_tokens
         self._keep = keep  # whoever owns the input references must outlive the step
-        self._leaders = leaders  # each rank's first process stands for it in the timeline
+        self._processes = processes
 
     def result(self) -> StepOutput:
         """The step's output.
@@ -73,14 +74,19 @@ class PendingStep:
             RankFailedError: if a rank died or raised.
         """
         results = self._handle.result()
-        # Processes of a context-parallel rank have each their tokens' part of a microbatch.
-        losses = [(m, value) for result in results for m, value in result.losses.items()]
+        found = list(zip(self._processes, results, strict=True))
+        # Processes that share tokens have each their part of the loss, those that share
+        # parameters all the same.
+        losses = [
+            (m, value) for p, result in found if p.tp == 0 for m, value in result.losses.items()
+        ]
         rates = [r.learning_rate for r in results if r.learning_rate is not None]
         norms = [r.grad_norm for r in results if r.grad_norm is not None]
         return StepOutput(
             loss=sum(value for _, value in sorted(losses, key=itemgetter(0))),
             label_tokens=self._label_tokens,
-            timeline=measured_timeline([results[number] for number in self._leaders]),
+            # A rank's first process stands for it.
+            timeline=measured_timeline([r for p, r in found if p.cp == p.tp == 0]),
             grad_norm=norms[0] if norms else None,
             learning_rate=rates[0] if rates else None,
         )
@@ -139,23 +145,24 @@ class MultimodalParallelModule:
         self._seed = seed
         self._step = 0
         self._programs: OrderedDict[tuple, str] = OrderedDict()
-        builders, self._owned = stage_builders(model, plan)
+        made = stage_builders(model, plan)
+        self._pieces = made.pieces
         self._processes = processes = Processes(plan)
-        self.shared = shared_parameters(processes, self._owned)
+        held = holdings(processes, made.owned, made.pieces)
+        self._reduces = any(one.shared for one in held)
         resources = resources or RankResources(gpus=1.0 if device == "cuda" else 0.0)
         specs = [
             RankSpec(
                 rank=number,
                 world_size=len(processes.all),
-                builders={n: builders[s.name] for n, s in processes.stages(process).items()},
-                edges=processes.edges,
-                stage_ranks=processes.stage_processes,
-                context_ranks=tuple(
-                    tuple(processes.of_rank(rank))
-                    for rank in range(plan.num_ranks)
-                    if plan.processes(rank) > 1
-                ),
-                shared=self.shared,
+                builders={s.name: made.build[s.name] for s in plan.rank_stages(process.rank)},
+                edges=plan.stage_edges,
+                lanes=tuple((edge, processes.lanes(edge)) for edge in processes.remote_edges),
+                groups=processes.groups,
+                neighbours=_neighbours(processes, process),
+                pieces=made.pieces,
+                families=families(held),
+                holdings=held[number],
                 optimizer=self.optimizer_config,
                 autocast="bfloat16" if precision == "bf16" else None,
                 reloadable=reloadable_modules(model),
@@ -188,7 +195,7 @@ class MultimodalParallelModule:
             PlanError: if it puts other layers on a rank.
         """
         def places(plan: Plan) -> dict[str, tuple]:
-            return {stage.name: (stage.layers, stage.rank, stage.cp) for stage in plan.stages}
+            return {s.name: (s.layers, s.rank, s.degrees, s.sharding) for s in plan.stages}
 
         if plan.graph != self.plan.graph or places(plan) != places(self.plan):
             raise PlanError(
@@ -257,14 +264,12 @@ class MultimodalParallelModule:
         key = self._program(tuple(tuple(sorted(m.items)) for m in meta), ops, forward_only)
         inputs: list[list[tuple[str, int, Any]]] = [[] for _ in self._processes.all]
         for index, (part, one) in enumerate(zip(parts, meta, strict=True)):
-            for name, data in part.items():
-                for number, stage in self._readers(
-                    LANGUAGE_MODEL if name == "text" else name, index
-                ):
-                    inputs[number].append((stage, index, data))
             rows = {name: torch.tensor(items) for name, items in one.items.items()}
-            for number, stage in self._readers(LANGUAGE_MODEL, index):
-                inputs[number].append((stage, index, {"sample_index": rows}))
+            given = [(LANGUAGE_MODEL if name == "text" else name, d) for name, d in part.items()]
+            for module, data in (*given, (LANGUAGE_MODEL, {"sample_index": rows})):
+                stage = self._reader(module, index)
+                for number in self._processes.of_rank(stage.rank):
+                    inputs[number].append((stage.name, index, data))
         step = StepMeta(
             step=self._step,
             label_tokens=sum(one.label_tokens for one in meta),
@@ -276,15 +281,12 @@ class MultimodalParallelModule:
         handle = self.group.submit(key, step, inputs)
         if update:
             self._step += 1
-        leaders = [self._processes.number(rank) for rank in range(self.plan.num_ranks)]
-        return PendingStep(handle, step.label_tokens, keep, leaders)
+        return PendingStep(handle, step.label_tokens, keep, self._processes.all)
 
-    def _readers(self, module: str, microbatch: int) -> list[tuple[int, str]]:
-        """The processes that get a module's inputs of a microbatch, and their stages there."""
+    def _reader(self, module: str, microbatch: int) -> Stage:
+        """The stage that gets a module's inputs of a microbatch."""
         firsts = [chain[0] for chain in self.plan.replicas(module)]
-        stage = next(stage for stage in firsts if self.plan.runs(stage, microbatch))
-        numbers = self._processes.of_rank(stage.rank)
-        return [(number, shard_name(stage.name, k)) for k, number in enumerate(numbers)]
+        return next(stage for stage in firsts if self.plan.runs(stage, microbatch))
 
     def program(self, present: Sequence[Sequence[str]], update: bool = True) -> Program:
         """The checked program of a step whose microbatches have these modalities."""
@@ -293,16 +295,17 @@ class MultimodalParallelModule:
         return program.with_epilogue(self._epilogue() if update else ())
 
     def _epilogue(self) -> tuple[Op, ...]:
-        return EPILOGUE if self.shared else tuple(op for op in EPILOGUE if op != Op.REDUCE_TIED)
+        return EPILOGUE if self._reduces else tuple(op for op in EPILOGUE if op != Op.REDUCE_TIED)
 
     def _program(self, present: tuple, ops: tuple[Op, ...], forward_only: bool) -> str:
         pattern = (present, ops, forward_only)
         key = self._programs.get(pattern)
         if key is None:
             program = lower(self.plan, present, forward_only=forward_only)
-            program = self._processes.expand(program)
             check_program(program)
-            key = self.group.load_program(program.with_epilogue(ops))
+            program = program.with_epilogue(ops)
+            of_processes = tuple(program.ranks[process.rank] for process in self._processes.all)
+            key = self.group.load_program(Program(of_processes))
         else:
             self.group.touch_program(key)
         remember(self._programs, pattern, key)
@@ -315,22 +318,42 @@ class MultimodalParallelModule:
         part, until the optimizer's step sums them; here they are summed.
         """
         named: dict[str, torch.Tensor | None] = {}
-        for part in self.group.call("gradients"):
+        for process, part in self._answers("gradients"):
             for (stage, name), tensor in part.items():
+                pieces = self._pieces[stage_module(stage)]
+                if pieces.holders(name, process.tp) == (process.tp,) and pieces.is_replica(
+                    name, process.tp
+                ):
+                    continue  # complete, and counted already
                 full = model_name(stage, name)
                 known = named.get(full)
-                named[full] = known + tensor if known is not None and tensor is not None else (
-                    tensor if known is None else known
+                named[full] = (
+                    known if tensor is None else self._add(known, stage, name, process, tensor)
                 )
         return named
 
     def parameters(self, trainable_only: bool = True) -> dict[str, torch.Tensor]:
         """Parameters by the model's names."""
-        return {
-            model_name(stage, name): tensor
-            for part in self.group.call("parameters", trainable_only)
-            for (stage, name), tensor in part.items()
-        }
+        named: dict[str, torch.Tensor] = {}
+        of_copies: dict[str, str] = {}
+        for process, part in self._answers("parameters", trainable_only):
+            for (stage, name), tensor in part.items():
+                full = model_name(stage, name)
+                replica = self._pieces[stage_module(stage)].is_replica(name, process.tp)
+                if process.cp or replica or of_copies.setdefault(full, stage) != stage:
+                    continue
+                named[full] = self._add(named.get(full), stage, name, process, tensor)
+        return named
+
+    def _answers(self, method: str, *args: Any) -> Iterator[tuple[Process, dict]]:
+        return zip(self._processes.all, self.group.call(method, *args), strict=True)
+
+    def _add(
+        self, known: torch.Tensor | None, stage: str, name: str, process: Process,
+        tensor: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        degree = self.plan.degrees(process.rank).tp
+        return self._pieces[stage_module(stage)].add(known, name, process.tp, degree, tensor)
 
     def load_into(self, model: nn.Module) -> None:
         """Copy trained parameters back into a live model."""
@@ -370,13 +393,28 @@ class ParallelOptimizer:
 
 def model_name(stage: str, name: str) -> str:
     """``("vision.0", "module.x")`` -> ``"vision_encoder.module.x"``."""
-    module = stage.rpartition(".")[0]
+    module = stage_module(stage)
     return f"{'language_model' if module == LANGUAGE_MODEL else module + '_encoder'}.{name}"
 
 
 def process_labels(processes: Processes) -> list[str]:
-    """Per process, the names of its stages."""
-    return [", ".join(processes.stages(process)) for process in processes.all]
+    """Per process, the names of its stages, and which of their processes it is."""
+    labels = []
+    for process in processes.all:
+        stages = ", ".join(stage.name for stage in processes.plan.rank_stages(process.rank))
+        degrees = processes.plan.degrees(process.rank)._asdict()
+        places = [f"{n} {getattr(process, n)} of {d}" for n, d in degrees.items() if d > 1]
+        labels.append(f"{stages}, {', '.join(places)}" if places else stages)
+    return labels
+
+
+def _neighbours(processes: Processes, process: Process) -> Neighbours:
+    groups = (
+        tuple(processes.of_rank(process.rank)),
+        processes.token_group(process),
+        processes.tensor_group(process),
+    )
+    return Neighbours(*(group if len(group) > 1 else () for group in groups))
 
 
 def split_batch(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:

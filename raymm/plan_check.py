@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from raymm.model import LANGUAGE_MODEL
 from raymm.scheduler.graph import ModuleGraph
 from raymm.scheduler.lower import full_program
 from raymm.scheduler.memory import check_memory
-from raymm.scheduler.plan import Plan, PlanError
+from raymm.scheduler.plan import Plan
 
 
 def check_fits(plan: Plan) -> None:
     """
     Raises:
-        PlanError: if an encoder is to be context parallel, or a rank needs more memory than the
-            plan's limit; see :func:`raymm.scheduler.memory.check_memory`.
+        PlanError: if a rank needs more memory than the plan's limit; see
+            :func:`raymm.scheduler.memory.check_memory`.
     """
-    for stage in plan.stages:
-        if stage.cp > 1 and stage.module != LANGUAGE_MODEL:
-            raise PlanError(f"cp of stage {stage.name} is {stage.cp}; encoders have 1 only")
     if plan.memory_limit is None or plan.profile is None:
         return
     check_memory(plan, full_program(plan))

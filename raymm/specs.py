@@ -6,11 +6,12 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 from raymm.model import LANGUAGE_MODEL, MultimodalModule, module_graph
 from raymm.scheduler.graph import ModuleNode
 from raymm.scheduler.partition import Ranges, even_layers
-from raymm.scheduler.plan import SCHEDULES, Plan, PlanError, Stage
+from raymm.scheduler.plan import SCHEDULES, SHARDINGS, Plan, PlanError, Stage
 from raymm.scheduler.stage_space import make_plan
 
 
@@ -22,9 +23,13 @@ class ParallelSpec:
         pp: number of ranks in its pipeline.
         dp: copies of the module, among which the microbatches are shared out; gradients are
             summed over them. Modules may have different degrees.
-        cp: context parallel degree of the language model: every rank is that many processes,
-            among which each sample's tokens are dealt out so that work and count balance.
-        tp: tensor parallel degree; only 1 is supported yet.
+        cp: context parallel degree: every rank is that many processes, among which each sample's
+            tokens (of an encoder: each item's) are dealt out so that work and count balance.
+        tp: tensor parallel degree: every rank is that many processes, which share the
+            parameters of each layer. With both, it is ``cp * tp``.
+        sharding: ``"zero1"``: the optimizer's state of a parameter is kept by one of the
+            processes that have it (``dp`` and ``cp``), which updates it for all. ``"none"``:
+            by all.
         chunks: stages per rank; the module is cut into ``pp * chunks`` stages, and stage i is on
             the pipeline's rank ``i % pp`` (Megatron's interleaved schedule).
         replicas: the former name of ``dp``.
@@ -42,6 +47,7 @@ class ParallelSpec:
     cp: int = 1
     dp: int = 1
     chunks: int = 1
+    sharding: str = "none"
     replicas: int | None = None
     layers: tuple[int, ...] | None = None
     ranks: tuple[int, ...] | None = None
@@ -53,11 +59,11 @@ class ParallelSpec:
                 raise PlanError(f"dp is {self.dp} and replicas, its former name, {self.replicas}")
             object.__setattr__(self, "dp", self.replicas)
             object.__setattr__(self, "replicas", None)
-        if self.tp != 1:
-            raise PlanError(f"tp is {self.tp}; only 1 is supported yet")
+        if self.sharding not in SHARDINGS:
+            raise PlanError(f"sharding is {self.sharding!r}; accepted: {', '.join(SHARDINGS)}")
         if self.pp < 1:
             raise PlanError(f"pp is {self.pp}; a module needs at least one stage")
-        for name in ("chunks", "dp", "cp"):
+        for name in ("chunks", "dp", "cp", "tp"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} is {getattr(self, name)}; it must be at least 1")
         for name, wanted, what in (
@@ -72,6 +78,11 @@ class ParallelSpec:
                 raise PlanError(
                     f"{name} is {tuple(value)}; it needs one entry per {what} ({factors})"
                 )
+
+    @property
+    def of_stages(self) -> dict[str, Any]:
+        """What it says of every one of the module's stages."""
+        return {"cp": self.cp, "tp": self.tp, "sharding": self.sharding}
 
     @property
     def stages(self) -> int:
@@ -103,8 +114,6 @@ class MultimodalParallelSpec:
         if self.schedule not in SCHEDULES:
             raise PlanError(f"schedule is {self.schedule!r}; accepted: {', '.join(SCHEDULES)}")
         for name, spec in (*self.encoder_specs.items(), (LANGUAGE_MODEL, self.language_model_spec)):
-            if spec.cp > 1 and name != LANGUAGE_MODEL:
-                raise PlanError(f"cp of {name!r} is {spec.cp}; encoders have 1 only")
             if self.num_microbatches % spec.dp:
                 raise PlanError(
                     f"dp of {name!r} is {spec.dp}, which does not divide the step's "
@@ -153,7 +162,7 @@ def _placed(
     for copy in range(spec.dp):
         for stage in stages:
             rank = ranks[copy * spec.pp + stage.index % spec.pp]
-            yield replace(stage, rank=rank, replica=copy, cp=spec.cp)
+            yield replace(stage, rank=rank, replica=copy, **spec.of_stages)
 
 
 def split_layers(node: ModuleNode, spec: ParallelSpec) -> Ranges:

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from math import gcd
-from typing import Any
+from math import gcd, prod
+from typing import Any, NamedTuple
 
 from raymm.scheduler.costs import CostProfile, ProfileError
 from raymm.scheduler.graph import ModuleGraph, ModuleNode
@@ -15,6 +15,8 @@ from raymm.scheduler.policy import Policy
 
 PLAN_FORMAT = 1
 SCHEDULES = ("1f1b", "zero_bubble", "gpipe")
+SHARDINGS = ("none", "zero1")
+"""Nothing; or the optimizer's state (ZeRO-1)."""
 
 
 class PlanError(ValueError):
@@ -43,6 +45,19 @@ def check_choices(field: str, chosen: Sequence[str], accepted: Sequence[str]) ->
         raise PlanError(f"{field} is empty; accepted: {', '.join(accepted)}")
 
 
+def stage_module(stage: str) -> str:
+    """The module of a stage, from its name: ``"llm.2@1"`` -> ``"llm"``."""
+    return stage.rpartition(".")[0]
+
+
+class Degrees(NamedTuple):
+    """How a rank is several processes: by tokens (context parallel), by parameters (tensor
+    parallel)."""
+
+    cp: int = 1
+    tp: int = 1
+
+
 @dataclass(frozen=True)
 class Stage:
     """Layers ``[layers[0], layers[1])`` of one module, on one rank.
@@ -56,6 +71,10 @@ class Stage:
         recompute: keep only its inputs, and run its forward again for the backward.
         cp: context parallel degree: its rank is that many processes, each with its share of
             every sample's tokens.
+        tp: tensor parallel degree: each of those is that many processes, each with its share of
+            the layers' parameters.
+        sharding: what of the module the processes that share its parameters keep one copy of
+            among themselves: one of :data:`SHARDINGS`.
     """
 
     module: str
@@ -65,6 +84,13 @@ class Stage:
     replica: int = 0
     recompute: bool = False
     cp: int = 1
+    tp: int = 1
+    sharding: str = "none"
+
+    @property
+    def degrees(self) -> Degrees:
+        """How its rank is several processes."""
+        return Degrees(self.cp, self.tp)
 
     @property
     def name(self) -> str:
@@ -148,15 +174,24 @@ class Plan:
         widths: dict[int, Stage] = {}
         degrees: dict[str, Stage] = {}
         for stage in self.stages:
-            check_number(f"cp of stage {stage.name}", stage.cp)
+            if stage.sharding not in SHARDINGS:
+                raise PlanError(
+                    f"sharding of stage {stage.name} is {stage.sharding!r}; accepted: "
+                    f"{', '.join(SHARDINGS)}"
+                )
+            for name, degree in stage.degrees._asdict().items():
+                check_number(f"{name} of stage {stage.name}", degree)
             for known, what in ((widths, f"rank {stage.rank}"), (degrees, stage.module)):
                 key = stage.rank if known is widths else stage.module
                 other = known.setdefault(key, stage)
-                if other.cp != stage.cp:
-                    raise PlanError(
-                        f"cp of stage {stage.name} is {stage.cp} and of {other.name} {other.cp}; "
-                        f"all stages of {what} must have the same"
-                    )
+                for name, mine, theirs in zip(
+                    Degrees._fields, stage.degrees, other.degrees, strict=True
+                ):
+                    if mine != theirs:
+                        raise PlanError(
+                            f"{name} of stage {stage.name} is {mine} and of {other.name} {theirs}; "
+                            f"all stages of {what} must have the same"
+                        )
 
     def _check_replicas(self, node: ModuleNode) -> None:
         chains = self.replicas(node.name)
@@ -217,8 +252,12 @@ class Plan:
         return microbatch % len(self.replicas(stage.module)) == stage.replica
 
     def processes(self, rank: int) -> int:
-        """Processes of a rank: the context parallel degree of its stages."""
-        return self.rank_stages(rank)[0].cp
+        """Processes of a rank."""
+        return prod(self.degrees(rank))
+
+    def degrees(self, rank: int) -> Degrees:
+        """How a rank is several processes."""
+        return self.rank_stages(rank)[0].degrees
 
     @cached_property
     def num_processes(self) -> int:
@@ -382,6 +421,8 @@ def _stage(data: Mapping[str, Any]) -> Stage:
         _typed({"replica": 0, **data}, "replica", int),
         _typed({"recompute": False, **data}, "recompute", bool),
         _typed({"cp": 1, **data}, "cp", int),
+        _typed({"tp": 1, **data}, "tp", int),
+        _typed({"sharding": "none", **data}, "sharding", str),
     )
 
 

@@ -1,30 +1,64 @@
-"""From a plan's ranks to processes: a rank with context parallelism is several of them.
+"""From a plan's ranks to processes: a rank with context or tensor parallelism is several.
 
-A rank's processes run the same instructions in the same order, each with its share of the
-tokens. So a step is scheduled for ranks, and every rank's instructions are then copied for
-its processes, with the messages between ranks made messages between processes. The stage of
-a rank's process ``k`` is named like the stage, with ``#k`` for all but the first.
+The processes of a rank form a grid: those that differ in their ``cp`` place share every
+sample's tokens, those that differ in ``tp`` share every layer's parameters. All of them run
+the rank's instructions in the same order, so a step is scheduled, checked and simulated for
+ranks, and what the processes of a rank have to tell one another cannot deadlock.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from raymm.scheduler.plan import Plan, Stage
-from raymm.scheduler.program import EPILOGUE, Instruction, Op, Program
+from raymm.scheduler.plan import Plan
+from raymm.scheduler.resharding import Resharding
 
 
 class Process(NamedTuple):
-    """One process: the plan's rank, and which of the rank's processes it is."""
+    """One process: the plan's rank, and its place in the rank's grid."""
 
     rank: int
-    shard: int
+    cp: int
+    tp: int
+
+
+class Lane(NamedTuple):
+    """Processes at both ends of an edge that have a tensor in common: the senders all hold it,
+    the receivers are all to have it. By number."""
+
+    senders: tuple[int, ...]
+    receivers: tuple[int, ...]
+
+    @property
+    def resharding(self) -> Resharding:
+        return Resharding(len(self.senders), len(self.receivers))
+
+
+Edge = tuple[str, str]
+
+
+def lanes_between_ranks(
+    edges: Sequence[Edge], ranks: Mapping[str, int]
+) -> tuple[tuple[Edge, tuple[Lane, ...]], ...]:
+    """The lanes of messages along data edges and back, where every rank is one process.
+
+    Args:
+        edges: data edges between stages.
+        ranks: of every stage.
+    """
+    return tuple(
+        (edge, (Lane((ranks[edge[0]],), (ranks[edge[1]],)),))
+        for src, dst in edges
+        if ranks[src] != ranks[dst]
+        for edge in ((src, dst), (dst, src))
+    )
 
 
 class Processes:
-    """A plan's processes, numbered rank by rank.
+    """A plan's processes, numbered rank by rank, tensor-parallel neighbours next to each other.
 
     Attributes:
         plan: the plan.
@@ -33,83 +67,66 @@ class Processes:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self.all = tuple(
+            Process(rank, cp, tp)
+            for rank in range(plan.num_ranks)
+            for cp in range(plan.degrees(rank).cp)
+            for tp in range(plan.degrees(rank).tp)
+        )
         counts = [plan.processes(rank) for rank in range(plan.num_ranks)]
         self._first = list(accumulate(counts, initial=0))
-        self.all = tuple(
-            Process(rank, shard) for rank, count in enumerate(counts) for shard in range(count)
-        )
-
-    def number(self, rank: int, shard: int = 0) -> int:
-        """The number of a rank's process."""
-        return self._first[rank] + shard
 
     def of_rank(self, rank: int) -> range:
         """The numbers of all of a rank's processes."""
         return range(self._first[rank], self._first[rank + 1])
 
-    def stages(self, process: Process) -> dict[str, Stage]:
-        """The stages of a process by their names there."""
-        return {
-            shard_name(stage.name, process.shard): stage
-            for stage in self.plan.rank_stages(process.rank)
-        }
+    def token_group(self, process: Process) -> tuple[int, ...]:
+        """The processes that share a sample's tokens with one, and have its parameters."""
+        cp, tp = self.plan.degrees(process.rank)
+        first = self._first[process.rank]
+        return tuple(first + c * tp + process.tp for c in range(cp))
+
+    def tensor_group(self, process: Process) -> tuple[int, ...]:
+        """The processes that share parameters with one, and have its tokens."""
+        tp = self.plan.degrees(process.rank).tp
+        first = self._first[process.rank] + process.cp * tp
+        return tuple(range(first, first + tp))
 
     @cached_property
-    def stage_processes(self) -> dict[str, int]:
-        """Number of the process of every process's stage."""
-        return {
-            name: number for number, one in enumerate(self.all) for name in self.stages(one)
-        }
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Every group of several processes within a rank: all of them, and by tokens and by
+        parameters."""
+        found: dict[tuple[int, ...], None] = {}
+        for process in self.all:
+            for group in (
+                tuple(self.of_rank(process.rank)),
+                self.token_group(process),
+                self.tensor_group(process),
+            ):
+                if len(group) > 1:
+                    found[group] = None
+        return tuple(found)
 
     @cached_property
-    def edges(self) -> tuple[tuple[str, str], ...]:
-        """Directed data edges between stages of processes."""
+    def remote_edges(self) -> tuple[Edge, ...]:
+        """Directed edges of messages between ranks: data edges, and their reverse."""
+        by_name = self.plan.by_name
         return tuple(
-            (shard_name(src, k), shard_name(dst, other))
+            edge
             for src, dst in self.plan.stage_edges
-            for k in range(self.plan.by_name[src].cp)
-            for other in self._partners(src, k, dst)
+            if by_name[src].rank != by_name[dst].rank
+            for edge in ((src, dst), (dst, src))
         )
 
-    def _partners(self, stage: str, shard: int, other: str) -> tuple[int, ...]:
-        """Which processes of stage ``other`` one of ``stage`` has messages with: its like where
-        both are split alike, else all. Who is not split has everything, and gets the gradients
-        of all, which add up."""
-        mine, theirs = self.plan.by_name[stage], self.plan.by_name[other]
-        if mine.cp == theirs.cp:
-            return (shard,)
-        if 1 not in (mine.cp, theirs.cp):
-            raise ValueError(
-                f"cp of stage {stage} is {mine.cp} and of {other} {theirs.cp}; modules that feed "
-                "each other must have the same, or one of them 1"
-            )
-        return tuple(range(theirs.cp))
-
-    def expand(self, program: Program) -> Program:
-        """The program of all processes from that of the ranks."""
-        return Program(
-            tuple(
-                tuple(
-                    one
-                    for instruction in program.ranks[process.rank]
-                    for one in self._of_process(instruction, process.shard)
-                )
-                for process in self.all
-            )
+    def lanes(self, edge: Edge) -> tuple[Lane, ...]:
+        """Who has messages with whom on a directed edge. Within a module, processes keep their
+        share of the tokens; what a module hands to another is whole."""
+        sender, receiver = (self.plan.by_name[stage] for stage in edge)
+        theirs = tuple(tuple(self.of_rank(stage.rank)) for stage in (sender, receiver))
+        if sender.module != receiver.module:
+            return (Lane(*theirs),)
+        tp = sender.tp
+        return tuple(
+            Lane(*(numbers[c * tp : (c + 1) * tp] for numbers in theirs))
+            for c in range(sender.cp)
         )
-
-    def _of_process(self, instruction: Instruction, shard: int) -> list[Instruction]:
-        if instruction.op in EPILOGUE:
-            return [instruction]
-        mine = instruction._replace(stage=shard_name(instruction.stage, shard))
-        if instruction.op not in (Op.SEND, Op.RECV):
-            return [mine]
-        return [
-            mine._replace(peer=shard_name(instruction.peer, other))
-            for other in self._partners(instruction.stage, shard, instruction.peer)
-        ]
-
-
-def shard_name(stage: str, shard: int) -> str:
-    """``("llm.0", 1)`` -> ``"llm.0#1"``; the first process's stage has the stage's name."""
-    return f"{stage}#{shard}" if shard else stage

@@ -16,6 +16,7 @@ from raymm.scheduler.graph import ModuleGraph, ModuleNode
 from raymm.scheduler.lower import lower
 from raymm.scheduler.plan import Plan, Stage
 from raymm.scheduler.program import check_program
+from raymm.scheduler.shards import lanes_between_ranks
 
 
 class RaymmStage(nn.Module):
@@ -64,11 +65,13 @@ class RaymmContender(Contender):
         builders = [
             {stage.name: partial(RaymmStage, config, stage.index)} for stage in plan.stages
         ]
+        places = {stage.name: stage.rank for stage in plan.stages}
+        lanes = lanes_between_ranks(plan.stage_edges, places)
         if self.group is None:
             specs = [
                 RankSpec(
                     rank=rank, world_size=plan.num_ranks, builders=builders[rank],
-                    edges=plan.stage_edges, stage_ranks={s.name: s.rank for s in plan.stages},
+                    edges=plan.stage_edges, lanes=lanes,
                 )
                 for rank in range(plan.num_ranks)
             ]

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from raymm.actors.channel import ChannelError, RecvChannel, SendChannel
+from raymm.actors.channel import ChannelError, Link, RecvChannel, SendChannel
 from raymm.actors.stages.message import Message
 
 TIMEOUT = timedelta(seconds=20)
@@ -51,7 +51,7 @@ def _exchange(rank: int, store: str) -> None:
     _join(rank, store)
     sent = messages()
     if rank == 0:
-        channel = SendChannel(dist.group.WORLD, 1, CPU)
+        channel = SendChannel({0: Link(dist.group.WORLD, 1)}, CPU)
         for key, message in sent:
             channel.send(key, message)
         assert channel.held > 0
@@ -64,7 +64,7 @@ def _exchange(rank: int, store: str) -> None:
         with pytest.raises(ChannelError, match="metadata 'side'"):
             channel.send("side", Message(sent[1][1].tensors, {}))
     else:
-        channel = RecvChannel(dist.group.WORLD, 0, CPU, TIMEOUT)
+        channel = RecvChannel({0: Link(dist.group.WORLD, 0)}, CPU, TIMEOUT)
         channel.expect([key for key, _ in sent[:5]])
         received = [channel.recv() for _ in sent[:5]]
         channel.expect([key for key, _ in sent[5:]])  # the next step
@@ -86,7 +86,7 @@ def _peer_leaves(rank: int, store: str) -> None:
     group = dist.new_group([0, 1])
     dist.barrier()
     if rank == 1:
-        channel = RecvChannel(group, 0, CPU, timedelta(seconds=10))
+        channel = RecvChannel({0: Link(group, 0)}, CPU, timedelta(seconds=10))
         channel.expect(["never"])
         with pytest.raises(ChannelError, match="no message from rank 0"):
             channel.recv()

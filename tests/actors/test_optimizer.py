@@ -1,34 +1,33 @@
-"""Gradients of shared parameters on one rank; across ranks the parity suite has them."""
+"""The optimizer of one process; across processes ``test_gradient_reduction`` and the parity suite
+have it."""
 
 import pytest
 import torch
 from torch import nn
 
-from raymm.actors.optimizer import (
-    OptimizerConfig,
-    RankOptimizer,
-    SharedParameter,
-    reduce_in_buckets,
-)
+from raymm.actors.gradient_reduction import GradientReduction, Holder, SharedParameter
+from raymm.actors.optimizer import Holdings, OptimizerConfig, RankOptimizer
 
 
 def optimizer_of(*gradients: tuple[float | None, ...]) -> RankOptimizer:
     """One shared parameter per tuple, with as many holders as it has entries."""
     parameters, shared = {}, []
     for number, values in enumerate(gradients):
-        holders = tuple((f"vision.0@{k}", str(number)) for k in range(len(values)))
-        for holder, value in zip(holders, values, strict=True):
-            parameters[holder] = parameter = nn.Parameter(torch.ones(2))
+        holders = tuple(Holder(0, f"vision.0@{k}", str(number)) for k in range(len(values)))
+        for (_, *place), value in zip(holders, values, strict=True):
+            parameters[tuple(place)] = parameter = nn.Parameter(torch.ones(2))
             parameter.grad = None if value is None else torch.full((2,), value)
-        shared.append(SharedParameter(holders, (0,)))
+        shared.append(SharedParameter(holders))
+    firsts = frozenset((f"vision.0@{0}", str(n)) for n in range(len(gradients)))
+    holdings = Holdings(tuple(shared), firsts, firsts)
     return RankOptimizer(
-        parameters, OptimizerConfig(), tuple(shared), (None,) * len(shared), torch.device("cpu")
+        0, parameters, OptimizerConfig(), holdings, {}, torch.device("cpu")
     )
 
 
 def test_all_holders_get_the_sum_and_none_stays_none():
     optimizer = optimizer_of((1.0, 2.0), (None, 4.0, 1.0), (None, None))
-    optimizer.reduce_tied()
+    optimizer.reduction.wait()
     found = {key: p.grad for key, p in optimizer.parameters.items()}
     for (_, number), gradient in found.items():
         if number == "2":
@@ -44,19 +43,35 @@ def test_all_holders_get_the_sum_and_none_stays_none():
 
 @pytest.mark.parametrize("limit", [1, 60, 10**6])
 def test_buckets(limit):
-    """Mixed dtypes, a tensor that is not contiguous, an empty one, one larger than a bucket."""
+    """Mixed dtypes, a gradient that is not contiguous, an empty one, one larger than a bucket."""
+    parameters, shared, due = {}, [], []
     tensors = [
         torch.randn(5), torch.randn(3, 4).t(), torch.randn(2, 3).double(), torch.randn(0, 4),
         torch.randn(40), torch.randn(1).bfloat16(),
     ]
-    expected = [t.clone() * 2 for t in tensors]
-    sizes = []
+    for number, gradient in enumerate(tensors):
+        holders = tuple(Holder(0, f"a.0{copy}", str(number)) for copy in ("", "@1"))
+        shared.append(SharedParameter(holders))
+        for _, *place in holders:
+            parameters[tuple(place)] = parameter = nn.Parameter(torch.empty_like(gradient))
+            parameter.grad = gradient.clone()
+        due.append(gradient * 2)
+    reduction = GradientReduction(0, parameters, shared, {}, limit)
+    buckets = [bucket for family in reduction._families for bucket in family.buckets]
+    for bucket in buckets:
+        sizes = [member.parameters[0].nbytes for member in bucket.members]
+        assert sum(sizes) <= limit or len(sizes) == 1 or sum(sizes) == max(sizes)
+        assert len({member.parameters[0].dtype for member in bucket.members}) == 1
+    assert sum(len(bucket.members) for bucket in buckets) == len(tensors)
+    reduction.wait()
+    for (_, number), parameter in parameters.items():
+        assert torch.equal(parameter.grad, due[int(number)])
+        assert parameter.grad.shape == parameter.shape
 
-    def double(flat):
-        sizes.append(flat.nbytes)
-        flat.mul_(2)
 
-    reduce_in_buckets(tensors, double, limit)
-    assert all(mine.equal(due) for mine, due in zip(tensors, expected, strict=True))
-    assert sum(sizes) == sum(t.nbytes for t in tensors)
-    assert all(size <= limit or size in [t.nbytes for t in tensors] for size in sizes)
+def test_the_rate_is_that_of_the_schedule_also_where_nothing_is_trained():
+    config = OptimizerConfig(lr=1.0, warmup_steps=4)
+    optimizer = RankOptimizer(0, {}, config, Holdings(), {}, torch.device("cpu"))
+    assert [optimizer.step() for _ in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    optimizer.load_state_tensors({}, 1)
+    assert optimizer.step() == 0.5

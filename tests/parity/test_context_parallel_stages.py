@@ -1,7 +1,5 @@
 """A language model whose ranks share every sample's tokens equals one process."""
 
-from dataclasses import replace as replace_fields
-
 import parity_models as pm
 import pytest
 import torch
@@ -14,7 +12,6 @@ from raymm.actors.stages.merge import MergeError, Prepend, ReplaceTokens
 from raymm.actors.stages.message import MicrobatchContext
 from raymm.actors.stages.probe import ProbeError
 from raymm.model import ModalityModule, MultimodalModule, complete_microbatch, text_inputs
-from raymm.plan_check import check_fits
 from raymm.scheduler.plan import PlanError
 from raymm.specs import MultimodalParallelSpec, ParallelSpec
 
@@ -76,19 +73,11 @@ def test_three_processes_and_zero_bubble(ray_cluster):
 
 
 def test_what_cannot_be_split_is_refused_before_anything_starts():
-    with pytest.raises(PlanError, match="cp of 'vision' is 2; encoders have 1 only"):
-        MultimodalParallelSpec({"vision": ParallelSpec(cp=2)}, ParallelSpec(), 2)
     model = model_of(pm.llama())
     with pytest.raises(PlanError, match="cp of stage .* all stages of rank 0"):
         MultimodalParallelSpec(
             {"vision": ParallelSpec(ranks=(0,))}, ParallelSpec(cp=2, ranks=(0,)), 2
         ).plan(model)
-    edited = MultimodalParallelSpec({}, ParallelSpec(cp=2), 2).plan(model)
-    edited = replace_fields(
-        edited, stages=tuple(replace_fields(stage, cp=2) for stage in edited.stages)
-    )
-    with pytest.raises(PlanError, match="cp of stage vision.0 is 2; encoders have 1 only"):
-        check_fits(edited)
     with pytest.raises(PlanError, match="cp is 0"):
         ParallelSpec(cp=0)
 

@@ -1,4 +1,4 @@
-"""Programs of processes: every rank's instructions for each of its processes."""
+"""Ranks of several processes: who they are, and who has messages with whom."""
 
 from dataclasses import replace
 
@@ -7,73 +7,81 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_plans import alignment, steps
 
-from raymm.scheduler.lower import full_program, lower
 from raymm.scheduler.plan import Plan, PlanError
-from raymm.scheduler.program import Op, check_program
-from raymm.scheduler.shards import Processes
+from raymm.scheduler.shards import Processes, lanes_between_ranks
+
+degrees = st.tuples(st.integers(1, 3), st.integers(1, 3))
 
 
 @st.composite
-def shared_token_steps(draw: st.DrawFn):
-    """A step of a plan in which the module of the loss has several processes per rank."""
-    plan, present = draw(steps())
-    degree = draw(st.integers(1, 3))
-    sink = plan.graph.sink
-    with_sink = {s.rank for s in plan.stages if s.module == sink}
+def plans(draw: st.DrawFn) -> Plan:
+    """A plan whose modules have degrees of their own; those that share a rank have the same."""
+    plan, _ = draw(steps())
+    together: list[set[str]] = []
+    for rank in range(plan.num_ranks):
+        modules = {stage.module for stage in plan.rank_stages(rank)}
+        apart = [one for one in together if not one & modules]
+        together = [*apart, modules.union(*(one for one in together if one & modules))]
+    chosen = {m: draw(degrees) for one in together for m in [min(one)]}
+    of_module = {m: chosen[min(one)] for one in together for m in one}
     stages = tuple(
-        replace(s, cp=degree) if s.module == sink else
-        replace(s, rank=s.rank + plan.num_ranks) if s.rank in with_sink else s
-        for s in plan.stages
+        replace(s, cp=of_module[s.module][0], tp=of_module[s.module][1]) for s in plan.stages
     )
-    numbers = {rank: n for n, rank in enumerate(sorted({s.rank for s in stages}))}
-    stages = tuple(replace(s, rank=numbers[s.rank]) for s in stages)
-    return replace(plan, stages=stages, shared_ranks=None), present
+    return replace(plan, stages=stages)
 
 
-@given(shared_token_steps())
-def test_processes_run_what_their_rank_does_and_end(step) -> None:
-    plan, present = step
-    program, processes = lower(plan, present), Processes(plan)
-    expanded = processes.expand(program)
-    check_program(expanded)
-    assert len(expanded.ranks) == plan.num_processes == len(processes.all)
-    messages = (Op.SEND, Op.RECV)
-    for instructions, process in zip(expanded.ranks, processes.all, strict=True):
-        of_rank = program.ranks[process.rank]
-        compute = [(i.op, i.stage.partition("#")[0], i.microbatch) for i in instructions
-                   if i.op not in messages]  # fmt: skip
-        assert compute == [(i.op, i.stage, i.microbatch) for i in of_rank if i.op not in messages]
-        assert {i.stage for i in instructions} <= processes.stages(process).keys()
-    edges = set(processes.edges)
-    for instructions in expanded.ranks:
-        for i in instructions:
-            if i.op in messages:
-                assert i.edge in edges or i.edge[::-1] in edges
-
-
-def test_spelled_out() -> None:
-    """An encoder sends to both processes of the language model and gets both gradients."""
-    plan = alignment(microbatches=1)
-    plan = replace(
-        plan, stages=tuple(replace(s, cp=2) if s.module == "llm" else s for s in plan.stages)
-    )
+@given(plans())
+def test_processes_and_their_groups(plan: Plan) -> None:
     processes = Processes(plan)
-    program = processes.expand(full_program(plan))
-    last = next(s.name for s in plan.module_stages("vision")[::-1])
-    sends = [str(i) for rank in program.ranks for i in rank if i.op is Op.SEND and i.stage == last]
-    receives = [str(i) for r in program.ranks for i in r if i.op is Op.RECV and i.stage == last]
-    assert [f"send {last} -> llm.0{k} #0" for k in ("", "#1")] == [
-        one for one in sends if "llm" in one
-    ]
-    assert len([one for one in receives if "llm" in one]) == 2
-    again = Plan.from_json(plan.to_json())
-    assert again == plan
+    assert len(processes.all) == plan.num_processes
+    assert [p.rank for p in processes.all] == sorted(p.rank for p in processes.all)
+    for number, process in enumerate(processes.all):
+        of_rank = processes.of_rank(process.rank)
+        tokens, tensors = processes.token_group(process), processes.tensor_group(process)
+        assert number in of_rank
+        assert set(tokens) & set(tensors) == {number}
+        assert (len(tokens), len(tensors)) == plan.degrees(process.rank)
+        assert len(of_rank) == len(tokens) * len(tensors)
+        assert {processes.all[n].tp for n in tokens} == {process.tp}
+        assert {processes.all[n].cp for n in tensors} == {process.cp}
+        for group in (tuple(of_rank), tokens, tensors):
+            assert len(group) == 1 or group in processes.groups
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@given(plans())
+def test_lanes_join_all_processes_of_both_ends_once(plan: Plan) -> None:
+    processes = Processes(plan)
+    for edge in processes.remote_edges:
+        sender, receiver = (plan.by_name[stage] for stage in edge)
+        lanes = processes.lanes(edge)
+        assert len(lanes) == (sender.cp if sender.module == receiver.module else 1)
+        senders = [n for lane in lanes for n in lane.senders]
+        receivers = [n for lane in lanes for n in lane.receivers]
+        assert senders == list(processes.of_rank(sender.rank))
+        assert receivers == list(processes.of_rank(receiver.rank))
+        if sender.module == receiver.module:
+            for lane in lanes:  # tokens stay where they are
+                (place,) = {processes.all[n].cp for n in (*lane.senders, *lane.receivers)}
+                assert lanes[place] == lane
+
+
+@given(steps())
+def test_ranks_of_one_process_have_one_lane_per_edge(step) -> None:
+    plan, _ = step
+    processes = Processes(plan)
+    ranks = {stage.name: stage.rank for stage in plan.stages}
+    spelled_out = [(edge, processes.lanes(edge)) for edge in processes.remote_edges]
+    assert tuple(spelled_out) == lanes_between_ranks(plan.stage_edges, ranks)
 
 
 def test_degrees_that_do_not_fit_are_refused() -> None:
     plan = alignment(microbatches=1)
-    some = tuple(replace(s, cp=2) if s.name == "llm.0" else s for s in plan.stages)
-    with pytest.raises(PlanError, match="all stages of llm must have the same"):
-        replace(plan, stages=some)
-    with pytest.raises(PlanError, match="cp of stage"):
-        replace(plan, stages=tuple(replace(s, cp=0) for s in plan.stages))
+    for degree in ("cp", "tp"):
+        some = tuple(replace(s, **{degree: 2}) if s.name == "llm.0" else s for s in plan.stages)
+        with pytest.raises(PlanError, match=f"{degree} of .* all stages of llm must have the same"):
+            replace(plan, stages=some)
+        with pytest.raises(PlanError, match=f"{degree} of stage"):
+            replace(plan, stages=tuple(replace(s, **{degree: 0}) for s in plan.stages))
+    with pytest.raises(PlanError, match="sharding of stage .* is 'zero9'; accepted: none, zero1"):
+        replace(plan, stages=tuple(replace(s, sharding="zero9") for s in plan.stages))
