@@ -1,5 +1,9 @@
 """Which context-parallel method an attention call uses: the one that sends the fewest bytes.
 
+In self-attention only methods that compute over all keys at once are asked: ``ring`` and
+``rotate`` send about as much as ``gather``, in hops that wait for one another, and a balanced
+distribution of tokens does not make every hop balanced.
+
 All processes of a group must use the same method, so nothing that differs between them is
 asked: shapes of the whole group, masks of the whole sequence, dtypes.
 """
@@ -23,6 +27,7 @@ Attend = Callable[..., torch.Tensor]
 :data:`raymm.kernels.hf_attention.ATTEND_ARGUMENT` takes."""
 # Layers of two kinds, microbatches of a few shapes under way.
 _CACHED_CHOICES = 256
+_AT_ONCE = ("gather", "needed", "ulysses")
 
 
 def attend_over(group: ContextGroup, *, backward: bool = True) -> Attend:
@@ -86,7 +91,8 @@ def choose(
         ]
         for r, rows in enumerate(queries.ranges)
     ]
-    return choose_method(shape, needed, backward=backward).method
+    methods = _AT_ONCE if queries == keys else None
+    return choose_method(shape, needed, backward=backward, methods=methods).method
 
 
 def _computed_in(tensor: torch.Tensor) -> torch.dtype:

@@ -13,11 +13,15 @@ Every stage computes the layout anew, so nothing is said about it: also in a mid
 runs before the blocks makes a hidden state of the full shape, which is then replaced by the one
 that was received. The same goes for masks and rotary tables, which are of all tokens.
 
+Shares are contiguous and differ by at most one token. Where there are fewer tokens than processes,
+those that are left over work on copies of the last token that are thrown away.
+
 Legend: ``B`` items, ``T`` tokens, ``t`` tokens of a process, ``C`` width.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +34,10 @@ from raymm.kernels.context_call import ContextGroup
 from raymm.kernels.context_layout import ContextLayout
 from raymm.kernels.exchange import Exchange
 from raymm.kernels.gather_tokens import gather_tokens
+from raymm.kernels.mask import AttentionMask
+from raymm.kernels.mask_convert import from_dense
+
+_CACHED_MASKS = 64
 
 
 class SharedItemsError(ValueError):
@@ -92,6 +100,7 @@ class SharedItems:
         self._module, self._peers, self._first = module, peers, lo
         self._attention = hf_attention.SharedTokens()
         self._layout: ContextLayout | None = None
+        self._length = 0
         self._seed: int | None = None
         every = module.get_submodule(blocks)
         for number in range(lo, hi):
@@ -123,8 +132,14 @@ class SharedItems:
             raise SharedItemsError(
                 f"it hands its blocks a hidden state {shape}; expected (items, tokens, width)"
             )
-        self._layout = layout = ContextLayout.even(hidden.shape[1], self._peers.size)
-        self._attention.start(self._peers.attend(layout), layout.length)
+        self._length = hidden.shape[1]
+        # Nobody is without a token: models reshape to (B, t, -1, D), which says nothing for t = 0.
+        length = max(self._length, self._peers.size)
+        self._layout = layout = ContextLayout.even(length, self._peers.size)
+        attend = self._peers.attend(layout)
+        if length > self._length:
+            attend = _among_copies(attend, length)
+        self._attention.start(attend, self._length)
         if self._module.training:
             # Dropout draws something else for every process's tokens, but afterwards, on
             # complete tensors, the same.
@@ -141,7 +156,7 @@ class SharedItems:
         local = output[0] if isinstance(output, tuple) else output
         if not isinstance(local, torch.Tensor) or local.dim() != 3:
             raise SharedItemsError("it has a last block that returns no (items, tokens, width)")
-        whole = self._peers.gather(local, self._layout)
+        whole = self._peers.gather(local, self._layout)[:, : self._length]
         self._attention.stop()
         if self._seed is not None:
             torch.manual_seed(self._seed)
@@ -149,13 +164,33 @@ class SharedItems:
 
     def _cut(self, args: tuple, kwargs: dict[str, Any], hidden_too: bool) -> Any:
         ((start, stop),) = self._layout.ranges[self._peers.rank]
+        if stop > self._length:  # a copy of the last token, which no token sees
+            start, stop = self._length - 1, self._length
         positional, args, kwargs = bool(args), list(args), dict(kwargs)
         hidden = args.pop(0) if args else kwargs.pop("hidden_states")
-        args, kwargs = _own_tokens((args, kwargs), self._layout.length, start, stop)
+        args, kwargs = _own_tokens((args, kwargs), self._length, start, stop)
         hidden = hidden[:, start:stop] if hidden_too else hidden
         if positional:
             return (hidden, *args), kwargs
         return (), {"hidden_states": hidden, **kwargs}
+
+
+def _among_copies(attend: Attend, length: int) -> Attend:
+    """Attention among fewer tokens than ``length``; those from there on see and show nothing."""
+
+    def padded(*tensors: Any, **options: Any) -> torch.Tensor:
+        *qkv, masks = tensors
+        return attend(*qkv, tuple(_padded(mask, length) for mask in masks), **options)
+
+    return padded
+
+
+@lru_cache(maxsize=_CACHED_MASKS)
+def _padded(mask: AttentionMask, length: int) -> AttentionMask:
+    dense = torch.zeros(length, length, dtype=torch.bool)
+    rows, keys = mask.shape
+    dense[:rows, :keys] = mask.dense()
+    return from_dense(dense)
 
 
 def _own_tokens(value: Any, length: int, start: int, stop: int) -> Any:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 import transformers as hf
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "kernels"), str(HERE.parent / "parity")]
@@ -130,7 +131,6 @@ def run_case(
 
 
 def run_shared(group, case: Case):
-    torch.use_deterministic_algorithms(False)
     return run_case(case, Exchange(group))
 
 
@@ -155,8 +155,8 @@ def check(case: Case, results) -> None:
     largest = max(float(gradient.norm()) for gradient in gradients.values())
     for name, gradient in gradients.items():
         total = sum(one[name] for _, one, _ in results)
-        if gradient.norm() < 1e-6 * largest:  # a key's bias: rounding and nothing else
-            assert name.endswith("bias") and total.norm() < 1e-5 * largest, name
+        if gradient.norm() < 1e-6 * largest:  # rounding: keys' biases, softmax over one key
+            assert total.norm() < 1e-6 * largest, name
         else:
             assert relative(total, gradient) <= TOLERANCE, name
 
@@ -189,7 +189,7 @@ def test_fewer_tokens_than_processes(processes):
     case = Case("single_token", cuts=(1,))
     results = processes.run(run_shared, 3, case=case)
     check(case, results)
-    assert sorted(tokens[0] for _, _, tokens in results) == [0, 0, 1]
+    assert [tokens for _, _, tokens in results] == [[1, 1]] * 3  # two of them copies
 
 
 def test_frozen_encoder_under_a_trainable_projector(processes):
@@ -223,7 +223,7 @@ class Attention(nn.Module):
 
     def forward(self, hidden):
         query, key, value = self.qkv(hidden).unflatten(2, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-        attend = hf.AttentionInterface().get_interface(
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, lambda *_, **__: None
         )
         return attend(self, query, key, value, None)[0].flatten(2)
@@ -329,7 +329,7 @@ def test_method_is_the_one_that_sends_least():
     assert method((documents([4, 4]),), (4, 4), (4, 4)) == "needed"  # nothing travels
     assert method((documents([4, 4]), full(8)), (4, 4), (3, 3)) == "gather"
     assert method((causal(8),), (4, 4), (9, 1)) == "needed"
-    assert method((full(1),), (0, 1), (3, 3)) in ("gather", "needed", "ring")
+    assert method((full(1),), (0, 1), (3, 3)) == "needed"  # by nobody
 
 
 def attend_shared(group, length: int, heads: tuple[int, int], kind: str):
