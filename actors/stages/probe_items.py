@@ -63,8 +63,6 @@ def probe_shared_items(
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * _PERTURBATION)
             _check_shares(model, inputs, skeleton.training)
-    except ProbeError as error:
-        raise ProbeError(f"{name} cannot have cp above 1: {error}") from error
     except _FAILURES as error:
         raise ProbeError(f"{name} cannot have cp above 1: {error}") from error
 
@@ -102,12 +100,18 @@ def _check_shares(model: nn.Module, inputs: dict[str, Any], training: bool) -> N
     largest = expected.norm(dim=-1).max()
     for rank in range(_PROCESSES):
         part = _Part(whole, rank)
-        output = _run(copy.deepcopy(model), inputs, part)
+        try:
+            output = _run(copy.deepcopy(model), inputs, part)
+        except SharedItemsError:
+            raise
+        except _FAILURES as error:
+            raise ProbeError(f"it does not run on a part of its tokens: {error}") from error
         if part.calls != len(whole.attended):
             raise ProbeError("a process attends another number of times than the whole does")
         if output.shape != expected.shape:
-            raise ProbeError(f"a process's output is {tuple(output.shape)}, the whole's "
-                             f"{tuple(expected.shape)}")  # fmt: skip
+            raise ProbeError(
+                f"a process's output is {tuple(output.shape)}, the whole's {tuple(expected.shape)}"
+            )
         change = (output - expected).norm(dim=-1).max() / largest
         if not bool(change <= _NOISE):
             raise ProbeError(

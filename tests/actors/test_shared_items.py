@@ -19,6 +19,7 @@ sys.path[:0] = [str(HERE.parent / "kernels"), str(HERE.parent / "parity")]
 import parity_models as pm  # noqa: E402
 from rank_processes import rank_processes  # noqa: E402
 
+from raymm.actors.split_backward import backward_input  # noqa: E402
 from raymm.actors.stages.context_method import attend_over, choose  # noqa: E402
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage  # noqa: E402
 from raymm.actors.stages.message import Message, MicrobatchContext  # noqa: E402
@@ -75,12 +76,14 @@ def drop_features(inputs, output):
 
 @dataclass(frozen=True)
 class Case:
-    """An encoder, with a projector or not, in stages that begin at ``cuts``."""
+    """An encoder, with a projector or not, in stages that begin at ``cuts``; ``split``: gradients
+    of inputs first, of parameters when all stages have theirs."""
 
     name: str
     cuts: tuple[int, ...] = ()
     projector: bool = True
     frozen: bool = False
+    split: bool = False
 
     def spec(self) -> EncoderSpec:
         config = CONFIGS[self.name]()
@@ -119,9 +122,18 @@ def run_case(
         received = {str(number): Message((handed,), sent.side)}
     output = links[-1][1].detach()
     grad = case.gradient(output.shape)
-    for sent, handed in reversed(links):
-        if sent.requires_grad:
-            sent.backward(grad if sent is links[-1][0] else handed.grad)
+    inputs = [[], *([handed] for _, handed in links[:-1])]
+    deferred = []
+    for (sent, _), given in zip(reversed(links), reversed(inputs), strict=True):
+        if case.split:
+            found, later = backward_input([sent], [grad], given)
+            deferred.append(later)
+            grad = found[0] if given else None
+        elif sent.requires_grad:
+            sent.backward(grad)
+            grad = given[0].grad if given else None
+    for later in deferred:
+        later.run()
     gradients = {}
     for stage in stages:
         for name, parameter in stage.named_parameters():
@@ -178,6 +190,11 @@ def test_stages_hand_on_a_processs_own_tokens(processes, name, ranks):
     first, last = zip(*(tokens for _, _, tokens in results), strict=True)
     assert len(set(last)) == 1 and sum(first) == last[0]
     assert max(first) - min(first) <= 1
+
+
+def test_backward_in_two_passes(processes):
+    case = Case("clip", cuts=(1, 2), split=True)
+    check(case, processes.run(run_shared, 2, case=case))
 
 
 def test_projector_in_a_stage_of_its_own(processes):
@@ -308,13 +325,13 @@ def test_probe_refuses_by_name():
     small = dict(num_hidden_layers=2, num_attention_heads=2, hidden_size=16, intermediate_size=32)
     # Rotary tables of patches only, for tokens among which there are others.
     rotary = hf.DINOv3ViTConfig(**small, image_size=32, patch_size=8)
-    refused(rotary, "", None, hf.DINOv3ViTModel)
+    refused(rotary, "does not run on a part of its tokens", None, hf.DINOv3ViTModel)
     refused(vit(attention_probs_dropout_prob=0.1), "attention dropout", None, hf.ViTModel)
     refused(vit(output_hidden_states=True), "hidden states of all its blocks", None, hf.ViTModel)
     speech = hf.Wav2Vec2Config(**small, num_conv_pos_embedding_groups=2, layerdrop=0.1)
     refused(speech, "layerdrop is 0.1", None, hf.Wav2Vec2Model)
     windows = hf.Swinv2Config(image_size=32, embed_dim=8, depths=[1, 1], num_heads=[1, 1])
-    refused(windows, "", None, hf.Swinv2Model)
+    refused(windows, "does not take its attention from", None, hf.Swinv2Model)
 
 
 def test_method_is_the_one_that_sends_least():
