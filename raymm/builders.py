@@ -61,6 +61,7 @@ def stage_builders(model: MultimodalModule, plan: Plan) -> StageBuilders:
         is_cut = first.layers[1] < node.num_blocks
         if node.name == LANGUAGE_MODEL:
             spec: Any = model.language_spec()
+            example = None
             if is_cut:
                 spec = replace(spec, cut=probe_language_model(spec.source))
             if first.cp > 1:
@@ -74,7 +75,7 @@ def stage_builders(model: MultimodalModule, plan: Plan) -> StageBuilders:
             if first.cp > 1:
                 probe_shared_items(spec.source, example)
             names, build = encoder_stage_parameters, _build_encoder
-        made.pieces[node.name] = _pieces(node.name, spec, first.tp)
+        made.pieces[node.name] = _pieces(node.name, spec, first.tp, example)
         sizes = _sizes(spec)
         parts: dict[tuple[int, int], tuple[dict[str, int], Callable[[], nn.Module]]] = {}
         for stage in plan.module_stages(node.name):
@@ -98,12 +99,13 @@ def _sizes(spec: EncoderSpec | LanguageSpec) -> dict[str, int]:
     }
 
 
-def _pieces(module: str, spec: EncoderSpec | LanguageSpec, tp: int) -> ChainPieces:
+def _pieces(
+    module: str, spec: EncoderSpec | LanguageSpec, tp: int, example: dict[str, Any] | None
+) -> ChainPieces:
     """Which piece of a module's parameters each of ``tp`` processes holds."""
     if tp == 1:
         return ChainPieces()
-    probe_tensor(spec.source, tp, module)
-    plans = {"module": tensor_plan(spec.source, tp, module)}
+    plans = {"module": probe_tensor(spec.source, tp, module, example)}
     projector = getattr(spec, "projector", None)
     if projector is not None:
         plans["projector"] = tensor_plan(projector, tp, f"{module} projector")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +16,11 @@ from raymm.actors.stages.message import Message, MicrobatchContext
 from raymm.actors.stages.probe import first_tensor
 from raymm.actors.stages.shared_items import ProcessPeers, SharedItems, SharedItemsError
 from raymm.actors.stages.source import ModuleSource, Part
+from raymm.actors.stages.tensor_plan import TensorPlan
+from raymm.actors.stages.tensor_shard import shard_module
 from raymm.kernels.exchange import Exchange
 from raymm.kernels.gather_tokens import contribute_once
+from raymm.kernels.tensor_group import TensorGroup
 
 _GHOST = "shape/"  # side tensors with this prefix hold the shape of a floating-point input
 
@@ -86,6 +89,17 @@ class EncoderStage(nn.Module):
             module = spec.source.build(part)
         projector = spec.projector.build() if hi > spec.num_blocks else None
         return cls(spec, lo, hi, module, projector)
+
+    def shard_tensors(self, plans: Mapping[str, TensorPlan], group: TensorGroup) -> None:
+        """Hold a part of the parameters, together with the processes of a group.
+
+        Args:
+            plans: of the whole module and of the projector.
+        """
+        if self.module is not None:
+            shard_module(self.module, plans["module"], group)
+        if self.projector is not None:
+            shard_module(self.projector, plans["projector"], group)
 
     def share_tokens(self, exchange: Exchange) -> None:
         """Work on a part of every item's tokens, together with the processes of a group.

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from raymm.actors.stages.context_method import attend_over
 from raymm.actors.stages.cut import CutInfo, CutReached, inject, stage_parameters
 from raymm.actors.stages.dealt_tokens import deal_tokens, pad_layout, take_tokens
 from raymm.actors.stages.merge import IGNORE_INDEX, MergeError, MergePolicy
@@ -25,7 +26,6 @@ from raymm.actors.stages.token_layout import (
     text_layout,
 )
 from raymm.kernels import hf_attention
-from raymm.kernels.context_parallel import context_attention
 from raymm.kernels.cross_entropy import (
     token_cross_entropy_sum,
     vocabulary_parallel_cross_entropy_sum,
@@ -108,12 +108,13 @@ class LanguageStage(nn.Module):
             self._mask = MASKS["causal"]
             self._use_masks()
 
-    def shard_tensors(self, plan: TensorPlan, group: TensorGroup) -> None:
+    def shard_tensors(self, plans: Mapping[str, TensorPlan], group: TensorGroup) -> None:
         """Hold a part of the parameters, together with the processes of a group.
 
         Args:
-            plan: of the whole module, ``spec.source``.
+            plans: of the whole module, ``spec.source``, under ``"module"``.
         """
+        plan = plans["module"]
         shard_module(self.module, plan, group)
         vocabulary = plan.vocabulary(group.rank)
         if self.last and vocabulary is not None:
@@ -210,7 +211,7 @@ class LanguageStage(nn.Module):
             side = take_tokens({**given, "inputs_embeds": embeds}, positions, length)
             embeds = side.pop("inputs_embeds")
             side |= {"token_layout": layout, "length": torch.tensor(length)}
-        attend = partial(context_attention, group=group)
+        attend = attend_over(group)
         # All ones: position ids that jump would otherwise be read as packed sequences.
         ones = torch.ones_like(side["targets"])
         attention = {

@@ -2,7 +2,11 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_run import checkpoint_tensors, curve, heldout_rows
+
+from raymm.actors.shards import StoredTensors
+from raymm.checkpoint import CheckpointStore, read_manifest
 
 
 def assert_same_state(run, other):
@@ -25,12 +29,13 @@ def test_two_halves_equal_the_whole_bit_for_bit(finished, raymm, make_config, tm
 @pytest.mark.parametrize("layout", [
     {"language_model": {"ranks": [0]}, "encoders": {"vision": {"pp": 2, "ranks": [0, 1]}}},
     {"language_model": {"dp": 2, "ranks": [0, 1]}, "encoders": {"vision": {"ranks": [0]}}},
-], ids=["stages", "copies"])  # fmt: skip
+    {"language_model": {"tp": 2, "cp": 2}, "encoders": {"vision": {"tp": 2, "dp": 2}}},
+], ids=["stages", "copies", "pieces"])  # fmt: skip
 def test_another_layout_goes_on_from_the_same_checkpoint(
     finished, raymm, make_config, tmp_path, layout
 ):
-    """Other stages, or two copies of the language model: the same parameters and optimizer
-    state, other rounding."""
+    """Other stages, two copies of the language model, or processes with pieces of parameters:
+    the same parameters and optimizer state, other rounding."""
     run = finished.copy_until(tmp_path / "run", 8)
     config = make_config({"parallel": layout})
     code, _ = raymm("train", config)
@@ -39,6 +44,34 @@ def test_another_layout_goes_on_from_the_same_checkpoint(
     assert all(mine == original for mine, original in steps[:8])
     for mine, original in steps[8:]:
         assert abs(mine[1] - original[1]) < 1e-4 and mine[3] == original[3]
+
+
+def test_a_checkpoint_of_pieces_is_as_good_as_one_of_whole_parameters(
+    finished, raymm, make_config, tmp_path
+):
+    """Written by processes with pieces of parameters, whose optimizer state is at one of several
+    holders; read under the standard layout, and exported."""
+    pieces = {
+        "language_model": {"tp": 2, "dp": 2, "sharding": "zero1"},
+        "encoders": {"vision": {"cp": 2, "sharding": "zero1"}},
+    }
+    run = tmp_path / "run"
+    code, _ = raymm("train", make_config({"parallel": pieces}), "--set", "run.steps=5")
+    assert code == 0
+    (folder,) = CheckpointStore(run).committed()
+    names = read_manifest(folder).index
+    assert any(name.startswith("optimizer/") and name.endswith("]") for name in names)
+    code, _ = raymm("export", make_config(), "--out", str(tmp_path / "export"))
+    assert code == 0
+    exported = load_file(tmp_path / "export/language_model/model.safetensors")
+    code, _ = raymm("train", make_config())
+    assert code == 0
+    for mine, original in zip(curve(run), curve(finished.path), strict=True):
+        assert abs(mine[1] - original[1]) < 1e-4 and mine[3] == original[3]
+    stored = StoredTensors(folder, names)
+    for name, tensor in exported.items():
+        found = stored.read({f"llm/module.{name}": None})
+        assert torch.equal(found[f"llm/module.{name}"], tensor)
 
 
 def test_rows_after_the_checkpoint_happen_again_once(finished, raymm, make_config, tmp_path):

@@ -1,0 +1,135 @@
+"""Every module with its own tensor, context and data parallelism equals one process.
+
+The matrix is all of encoder (tp, cp, dp) x language model (tp, cp, dp) in {1, 2}^3 that four
+processes can hold, in one step each; a few get the whole training check.
+"""
+
+from itertools import product
+from math import prod
+
+import parity_models as pm
+import pytest
+from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
+
+from raymm.model import ModalityModule, MultimodalModule
+from raymm.scheduler.plan import PlanError
+from raymm.specs import MultimodalParallelSpec, ParallelSpec
+
+MOST_PROCESSES = 4
+DEGREES = list(product((1, 2), repeat=3))
+
+
+def model_of(llm=None) -> MultimodalModule:
+    """GQA with one key head, so that tp 2 has fewer key heads than processes."""
+    return MultimodalModule(
+        {"vision": ModalityModule(pm.build(pm.siglip(), 1), "mlp")},
+        ModalityModule(pm.build(llm or pm.llama(tied=True), 3)),
+    )
+
+
+def step() -> list[dict]:
+    """Images in some microbatches and rows, lengths that do not divide."""
+    return [pm.batch([17, 9], 4, vision=[0, 0]), pm.batch([6], 5)]
+
+
+def spec_of(vision, llm, **options) -> MultimodalParallelSpec:
+    def one(degrees):
+        return ParallelSpec(**dict(zip(("tp", "cp", "dp"), degrees, strict=True)))
+
+    return MultimodalParallelSpec({"vision": one(vision)}, one(llm), 2, **options)
+
+
+MATRIX = [
+    (vision, llm)
+    for vision, llm in product(DEGREES, DEGREES)
+    if prod(vision) + prod(llm) <= MOST_PROCESSES and (vision, llm) != ((1, 1, 1), (1, 1, 1))
+]
+
+
+def name_of(degrees) -> str:
+    return "".join(f"{n}{d}" for n, d in zip(("tp", "cp", "dp"), degrees, strict=True) if d > 1)
+
+
+@pytest.mark.parametrize(
+    ("vision", "llm"), MATRIX,
+    ids=[f"vision {name_of(v) or 1}-llm {name_of(one) or 1}" for v, one in MATRIX],
+)
+def test_degrees(ray_cluster, vision, llm):
+    model = model_of()
+    oracle = oracle_of(model)
+    with spec_of(vision, llm).apply(model, optimizer=OPTIMIZER) as parallel:
+        check_gradients(parallel, oracle, step())
+        check_training(parallel, oracle, [[step()], [step()[::-1]], [step(), step()]])
+
+
+@pytest.mark.parametrize("degrees", [{"tp": 2, "cp": 2}, {"tp": 2, "dp": 2}, {"cp": 2, "dp": 2}])
+def test_modules_on_the_same_ranks(ray_cluster, degrees):
+    """Encoder and language model take turns on four processes; a gradient that processes share
+    out is summed without a message."""
+    model = model_of(pm.qwen3())
+    oracle = oracle_of(model)
+    one = ParallelSpec(**degrees, ranks=tuple(range(degrees.get("dp", 1))))
+    spec = MultimodalParallelSpec({"vision": one}, one, 2)
+    with spec.apply(model, optimizer=OPTIMIZER) as parallel:
+        assert parallel.group.num_ranks == 4
+        check_gradients(parallel, oracle, step())
+        check_training(parallel, oracle, [[step()], [step()], [step()]])
+
+
+def test_two_encoders_pipelines_and_what_else_there_is(ray_cluster):
+    """Two encoders with specs of their own, one frozen; text-only microbatches; one key head
+    (fewer than tp); a pipeline; ZeRO-1; B_w apart from B_d; recomputation."""
+    llm = pm.llama(tied=True)
+    llm.num_key_value_heads = 1
+    model = MultimodalModule(
+        {
+            "vision": ModalityModule(pm.build(pm.siglip(), 1), "mlp", frozen=True),
+            "audio": ModalityModule(pm.build(pm.whisper(), 2), "linear"),
+        },
+        ModalityModule(pm.build(llm, 3)),
+    )
+    batches = [
+        pm.batch([7, 5], 4, vision=[0, 0], audio=[1]), pm.batch([6, 8], 5, vision=[0, 1]),
+        pm.batch([4, 9], 6, audio=[0]), pm.batch([10], 7),
+    ]
+    oracle = oracle_of(model)
+    spec = MultimodalParallelSpec(
+        {"vision": ParallelSpec(tp=2), "audio": ParallelSpec(cp=2, sharding="zero1")},
+        ParallelSpec(pp=2, tp=2, sharding="zero1"), 4, "zero_bubble", recompute=True,
+    )
+    with spec.apply(model, optimizer=OPTIMIZER) as parallel:
+        assert parallel.group.num_ranks == 8
+        check_gradients(parallel, oracle, batches)
+        check_gradients(parallel, oracle, batches[3:], batches[:2])
+        check_training(parallel, oracle, [[batches], [batches[::-1]], [batches, batches[1:]]])
+
+
+@pytest.mark.parametrize("llm", [pm.gemma3, pm.gpt2], ids=["gemma3", "gpt2"])
+def test_masks_and_plans_of_other_families(ray_cluster, llm):
+    """Heads beside a shared vocabulary; a family without a plan of its own, with fused
+    projections; ZeRO-1 over copies."""
+    model = model_of(llm())
+    oracle = oracle_of(model)
+    spec = MultimodalParallelSpec(
+        {"vision": ParallelSpec(dp=2, sharding="zero1")},
+        ParallelSpec(tp=2, dp=2, sharding="zero1"), 2,
+    )
+    with spec.apply(model, optimizer=OPTIMIZER) as parallel:
+        check_gradients(parallel, oracle, step())
+        check_training(parallel, oracle, [[step()], [step()], [step()]])
+
+
+@pytest.mark.parametrize(
+    ("vision", "llm", "why"),
+    [
+        ({}, {"tp": 8}, "tp of 'llm' is 8"),
+        ({"tp": 3}, {}, "tp of 'vision' is 3"),
+        ({"dp": 3}, {}, "dp of 'vision' is 3, which does not divide"),
+    ],
+)
+def test_degrees_that_the_model_does_not_allow(ray_cluster, ended_actors, vision, llm, why):
+    with pytest.raises(PlanError, match=why):
+        MultimodalParallelSpec({"vision": ParallelSpec(**vision)}, ParallelSpec(**llm), 2).apply(
+            model_of()
+        )
+    assert ended_actors() == []
