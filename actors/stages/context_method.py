@@ -14,20 +14,23 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 
 from raymm.kernels.context_call import ACCUMULATOR, ContextGroup
-from raymm.kernels.context_layout import ContextLayout, needed_keys
+from raymm.kernels.context_layout import ContextLayout
 from raymm.kernels.context_parallel import context_attention
 from raymm.kernels.mask import AttentionMask
-from raymm.scheduler.attention_traffic import AttentionShape, choose_method
+from raymm.scheduler.attention_traffic import METHODS, AttentionShape, choose_method
 
 Attend = Callable[..., torch.Tensor]
 """``attend(query, key, value, masks, scale=, softcap=) -> output``: what
 :data:`raymm.kernels.hf_attention.ATTEND_ARGUMENT` takes."""
 # Layers of two kinds, microbatches of a few shapes under way.
 _CACHED_CHOICES = 256
-_AT_ONCE = ("gather", "needed", "ulysses")
+_AT_ONCE = ("gather", "ulysses")
+# ``needed`` plans which keys go where for every mask; it must save this much of the bytes.
+_CLEARLY = 0.75
 
 
 def attend_over(group: ContextGroup, *, backward: bool = True) -> Attend:
@@ -66,8 +69,8 @@ def choose(
     sequences: int,
     backward: bool = True,
 ) -> str:
-    """The method whose busiest process sends the fewest bytes, kept per layout: all layers of a
-    microbatch ask the same.
+    """The method whose busiest process sends the fewest bytes (``needed`` if clearly so), kept
+    per layout: all layers of a microbatch ask the same.
 
     Args:
         masks: of the whole sequence, one or one each; what their rows see counts for ``needed``.
@@ -84,15 +87,28 @@ def choose(
         queries.sizes, keys.sizes, *heads, head_dim, activation_bytes=element_bytes,
         accumulator_bytes=ACCUMULATOR.itemsize, sequences=sequences,
     )  # fmt: skip
-    needed = [
-        [
-            sum(stop - start for start, stop in needed_keys(masks, rows, columns)) if r != s else 0
-            for s, columns in enumerate(keys.ranges)
-        ]
-        for r, rows in enumerate(queries.ranges)
-    ]
-    methods = _AT_ONCE if queries == keys else None
-    return choose_method(shape, needed, backward=backward, methods=methods).method
+    needed = _needed_keys(masks, queries, keys)
+    methods = _AT_ONCE if queries == keys else tuple(m for m in METHODS if m != "needed")
+    best = choose_method(shape, backward=backward, methods=methods).chosen
+    sparse = choose_method(shape, needed, backward=backward, methods=["needed"]).chosen
+    return "needed" if sparse.largest < _CLEARLY * best.largest else best.method
+
+
+def _needed_keys(
+    masks: tuple[AttentionMask, ...], queries: ContextLayout, keys: ContextLayout
+) -> list[list[int]]:
+    """[r][s]: how many keys of process ``s`` some row of process ``r`` sees, in some mask."""
+    owner = np.empty(keys.length, dtype=np.int64)
+    for rank, ranges in enumerate(keys.ranges):
+        for start, stop in ranges:
+            owner[start:stop] = rank
+    counts = []
+    for ranges in queries.ranges:
+        seen = np.zeros(keys.length, dtype=bool)
+        for mask in set(masks):
+            seen |= mask.select_queries(ranges).seen_keys()
+        counts.append(np.bincount(owner[seen], minlength=keys.num_ranks).tolist())
+    return counts
 
 
 def _computed_in(tensor: torch.Tensor) -> torch.dtype:

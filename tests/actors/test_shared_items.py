@@ -345,7 +345,10 @@ def test_method_is_the_one_that_sends_least():
     assert method((full(8),), (4, 4), (3, 3)) == "gather"  # heads that two do not divide
     assert method((documents([4, 4]),), (4, 4), (4, 4)) == "needed"  # nothing travels
     assert method((documents([4, 4]), full(8)), (4, 4), (3, 3)) == "gather"
+    # The first half's keys travel one way and their gradients the other way; forward alone, the
+    # process that has them sends no less.
     assert method((causal(8),), (4, 4), (9, 1)) == "needed"
+    assert method((causal(8),), (4, 4), (9, 1), backward=False) == "gather"
     assert method((full(1),), (0, 1), (3, 3)) == "needed"  # by nobody
 
 
