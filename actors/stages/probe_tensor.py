@@ -32,9 +32,12 @@ _TOKENS = 8
 
 # From fast to safe.
 _CHOICES = tuple(
-    Choices(gather, vocabulary)
+    Choices(gather, vocabulary, fused)
     for vocabulary in (True, False)
-    for gather in ("", "attention", "all")
+    for gather, fused in (
+        ("", "blocks"), ("", "heads"), ("", "feed_forward"), ("", ""),
+        ("attention", "feed_forward"), ("attention", ""), ("all", ""),
+    )
 )
 
 Tensors = dict[str, torch.Tensor]

@@ -29,6 +29,10 @@ _CONFIG_HEADS = (
 )
 
 
+CONFIG = "config."
+"""Before a name: an attribute of the module's config, as this module sees it."""
+
+
 @dataclass(frozen=True)
 class Heads:
     """Numbers of heads of one attention module.
@@ -50,6 +54,8 @@ def count_heads(module: nn.Module, unit: Unit) -> Heads | None:
     queries = [width for name, width in out.items() if is_query(name)] or list(out.values())
     keys = [width for name, width in out.items() if is_key_or_value(name)]
     head_dim = _first_number((holder,), _HEAD_DIMS)
+    if unit.fused:
+        queries = [widths(module.get_submodule(name))[0] for name in unit.rows]
     candidates = [
         _first_number((holder,), _QUERY_COUNTS),
         *(_first_number((config,), _CONFIG_HEADS) for config in configs),
@@ -58,6 +64,11 @@ def count_heads(module: nn.Module, unit: Unit) -> Heads | None:
     query = next((n for n in candidates if n and all(w % n == 0 for w in queries)), None)
     if query is None:
         return None
+    if unit.fused:
+        size = queries[0] // query
+        (width,) = out.values()
+        key, rest = divmod(width - queries[0], 2 * size)
+        return Heads(query, key) if key > 0 and not rest and query % key == 0 else None
     if not keys or keys[0] == queries[0]:
         return Heads(query, query)
     candidates = [
@@ -71,23 +82,28 @@ def count_heads(module: nn.Module, unit: Unit) -> Heads | None:
 
 def local_attributes(module: nn.Module, unit: Unit, heads: Heads, tp: int) -> dict[str, int]:
     """What an attention module has to keep instead when it has its share of the heads: numbers
-    of heads, and widths of all heads together."""
+    of heads, and widths of all heads together; see :data:`CONFIG`."""
     holder = module.get_submodule(unit.where)
     key = max(1, heads.key // tp)
     values = {
         **{(name, heads.key): key for name in _KEY_COUNTS},
         **{(name, heads.query): heads.query // tp for name in _QUERY_COUNTS},
     }
-    if any(is_key_or_value(name) for name in unit.columns):
+    if unit.fused or any(is_key_or_value(name) for name in unit.columns):
         groups = heads.query // heads.key
         values |= {(name, groups): heads.query // tp // key for name in _GROUPS}
     inner = {widths(module.get_submodule(name))[0] for name in unit.rows}
     values |= {(name, width): width // tp for name in _SIZES for width in inner}
-    return {
+    local = {
         name: new
         for (name, old), new in values.items()
         if type(vars(holder).get(name)) is int and vars(holder)[name] == old
     }
+    config = getattr(holder, "config", None)
+    if unit.fused and config is not None:  # they take their output apart by what it says
+        in_config = {n: heads.query // tp for n in _CONFIG_HEADS} | {_KEY_COUNTS[0]: key}
+        local |= {CONFIG + n: new for n, new in in_config.items() if hasattr(config, n)}
+    return local
 
 
 def _configs(module: nn.Module, where: str) -> list[Any]:

@@ -5,7 +5,7 @@ Nothing here moves a tensor; :mod:`raymm.actors.stages.tensor_shard` carries a p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -109,12 +109,17 @@ class Choices:
             so that every process computes what lies between columns and rows whole. That is
             right whatever the model does there, and slower.
         shard_vocabulary: shard a language model's embedding and output head.
+        fused: how columns that are several projections at once are laid out, by which they
+            need not be gathered: ``"blocks"``, one projection after another; ``"heads"``, all
+            projections of a head together; ``"feed_forward"``, blocks where there are no heads,
+            and attention is gathered.
         partial: names of parameters, with ``*`` for numbers, of which every process has a part
             of the gradient though it holds them whole.
     """
 
     gather: str = ""
     shard_vocabulary: bool = True
+    fused: str = ""
     partial: frozenset[str] = frozenset()
 
 
@@ -191,7 +196,11 @@ class _Planner:
 
     def add_unit(self, unit: Unit, choices: Choices) -> None:
         gather = choices.gather == "all" or (unit.heads and choices.gather == "attention")
-        if unit.gathered or gather:
+        if unit.fused and not gather:
+            known = choices.fused in ("blocks", "heads") if unit.heads else choices.fused
+            if not known or not self._add_fused(unit, choices.fused):
+                self._add_gathered(unit)
+        elif unit.gathered or gather:
             self._add_gathered(unit)
         elif unit.heads:
             self._add_heads(unit)
@@ -210,6 +219,35 @@ class _Planner:
         for row in unit.rows:
             width = widths(self.module.get_submodule(row))[0]
             self._shard(row, SPLIT_ROW, shares(width, self.tp))
+
+    def _add_fused(self, unit: Unit, layout: str) -> bool:
+        """A column of several projections; False if they cannot be dealt out."""
+        (column,), (row,) = unit.columns, unit.rows
+        inner = widths(self.module.get_submodule(row))[0]
+        if not unit.heads:
+            if inner % self.tp and not self.ragged:
+                return False
+            own = shares(inner, self.tp)
+            blocks = [((lo, hi), (inner + lo, inner + hi)) for lo, hi in own]
+            self._shard(column, COLUMN, blocks)
+            self._shard(row, ROW, own)
+            return True
+        heads = count_heads(self.module, unit)
+        if heads is None or heads.query % self.tp or heads.key % self.tp:
+            return False
+        own, keys = shares(inner, self.tp), inner // heads.query * heads.key
+        if layout == "blocks":
+            own_keys = shares(keys, self.tp)
+            blocks = [
+                (q, *((start + k[0], start + k[1]) for start in (inner, inner + keys)))
+                for q, k in zip(own, own_keys, strict=True)
+            ]
+        else:
+            blocks = shares(inner + 2 * keys, self.tp)
+        self._shard(column, COLUMN, blocks)
+        self._shard(row, ROW, own)
+        self.attributes[unit.where] = local_attributes(self.module, unit, heads, self.tp)
+        return True
 
     def _add_heads(self, unit: Unit) -> None:
         heads = count_heads(self.module, unit)
@@ -260,15 +298,17 @@ class _Planner:
             self.refuse(f"{width} inner features at {where!r}", f"divisors of {width}")
         return shares(width, self.tp)
 
-    def _shard(self, where: str, style: str, ranges: list[Range]) -> None:
-        """A linear module: columns are its outputs, rows its inputs."""
+    def _shard(self, where: str, style: str, parts: Sequence[Range | Ranges]) -> None:
+        """A linear module: columns are its outputs, rows its inputs; per process one part of
+        them, or several."""
+        ranges = [part if isinstance(part[0], tuple) else (part,) for part in parts]
         linear = self.module.get_submodule(where)
         self.styles[where] = style
         by_output = style in (COLUMN, GATHERED_COLUMN)
         dim = int(by_output == isinstance(linear, Conv1D))
-        self.pieces[f"{where}.weight"] = tuple(Piece(dim, (r,)) for r in ranges)
+        self.pieces[f"{where}.weight"] = tuple(Piece(dim, own) for own in ranges)
         if by_output and linear.bias is not None:
-            self.pieces[f"{where}.bias"] = tuple(Piece(0, (r,)) for r in ranges)
+            self.pieces[f"{where}.bias"] = tuple(Piece(0, own) for own in ranges)
 
     def add_experts(self, experts: Experts) -> None:
         """Every process has a part of every expert."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -86,7 +86,8 @@ class Unit:
             process, the gradient of its own heads only.
         tails: per module that feeds columns past other columns (the rotary part of
             multi-head latent attention), how many of its last outputs go to heads directly.
-        fused: over how many blocks a column's output is laid out (gate and up: 2).
+        fused: how many projections one column is (gate and up: 2; query, key and value: 3).
+            Such a unit is gathered unless one knows how they are laid out.
     """
 
     where: str
@@ -96,7 +97,7 @@ class Unit:
     gathered: bool = False
     partial: tuple[str, ...] = ()
     tails: dict[str, int] = field(default_factory=dict)
-    fused: int = 1
+    fused: int = 0
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,11 @@ def find_rules(module: nn.Module) -> Rules:
     """
     plan = {k: v for k, v in (getattr(module, "_tp_plan", None) or {}).items() if v}
     found = _rules_of_plan(module, plan)
-    return found if found.units or found.experts else _rules_of_names(module)
+    if any(unit.heads for unit in found.units):
+        return found
+    # Some of the plans shard experts only.
+    taken = {name for unit in found.units for name in (*unit.columns, *unit.rows)}
+    return replace(found, units=found.units + _units_of_names(module, taken))
 
 
 # --- Hugging Face's plans
@@ -220,7 +225,21 @@ def _unit_of_plan(
     for name in inside:
         if styles[name] == "mla_kv_a_proj":
             tails[name] = module.config.get_text_config().qk_rope_head_dim
-    return Unit(where, heads, columns, rows, bool(gathered), tuple(partial), tails)
+    fused = _fused(module, columns, rows)
+    return Unit(
+        where, heads or fused == 3, columns, rows, bool(gathered), tuple(partial), tails, fused
+    )
+
+
+def _fused(module: nn.Module, columns: Sequence[str], rows: Sequence[str]) -> int:
+    """How many projections the only column of a unit is; 0 if there are others."""
+    if len(columns) != 1 or len(rows) != 1:
+        return 0
+    if _leaf(columns[0]) in _FUSED[0]:
+        return 3
+    inner = widths(module.get_submodule(rows[0]))[0]
+    out = widths(module.get_submodule(columns[0]))[1]
+    return 2 if out == 2 * inner else 0
 
 
 def _expert_dims(where: str, bare: dict[str, str]) -> dict[str, tuple[int, int]]:
@@ -242,16 +261,16 @@ _EXPERT_STYLES = {
 # --- names
 
 
-def _rules_of_names(module: nn.Module) -> Rules:
+def _units_of_names(module: nn.Module, taken: set[str]) -> tuple[Unit, ...]:
     units: list[Unit] = []
-    taken: set[str] = {_output_head(module) or ""}
+    taken = {*taken, _output_head(module) or ""}
     for where, parent in module.named_modules():
         for unit in (*_attention_units(where, parent), *_feed_forward_units(where, parent)):
             members = {*unit.columns, *unit.rows}
             if not members & taken:
                 taken |= members
                 units.append(unit)
-    return Rules(tuple(units))
+    return tuple(units)
 
 
 def _attention_units(where: str, parent: nn.Module) -> Iterable[Unit]:
@@ -273,7 +292,8 @@ def _attention_units(where: str, parent: nn.Module) -> Iterable[Unit]:
     column, row = _first(parent, _FUSED[0]), _first(parent, _FUSED[1])
     if column and row and widths(column[1])[1] > widths(row[1])[0]:
         yield Unit(
-            where, True, (_join(where, column[0]),), (_join(where, row[0]),), gathered=True
+            where, True, (_join(where, column[0]),), (_join(where, row[0]),), gathered=True,
+            fused=3,
         )
 
 
@@ -299,7 +319,8 @@ def _feed_forward_units(where: str, parent: nn.Module) -> Iterable[Unit]:
             yield _feed_forward(where, (column[0],), row[0])
         elif out == 2 * inner:
             yield Unit(
-                where, False, (_join(where, column[0]),), (_join(where, row[0]),), gathered=True
+                where, False, (_join(where, column[0]),), (_join(where, row[0]),), gathered=True,
+                fused=2,
             )
 
 

@@ -18,6 +18,7 @@ to be, inside them so that the dropout of one process's heads is that of another
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from raymm.actors.stages.tensor_heads import CONFIG
 from raymm.actors.stages.tensor_plan import (
     COLUMN,
     EMBEDDING,
@@ -63,7 +65,7 @@ def shard_module(module: nn.Module, plan: TensorPlan, group: TensorGroup) -> Non
         if child is None:
             continue
         if style in (COLUMN, GATHERED_COLUMN):
-            around = name.rpartition(".")[0]
+            around = _around(module, name)
             if around not in entries:
                 entries[around] = _Entry(group)
                 entries[around].watch(module.get_submodule(around))
@@ -76,8 +78,15 @@ def shard_module(module: nn.Module, plan: TensorPlan, group: TensorGroup) -> Non
     for name, values in plan.attributes.items():
         child = _find(module, name)
         if child is not None:
-            for attribute, value in values.items():
-                setattr(child, attribute, value)
+            _set_attributes(child, values)
+
+
+def _around(module: nn.Module, name: str) -> str:
+    """The innermost module around another that is called: lists are not."""
+    around = name.rpartition(".")[0]
+    while isinstance(module.get_submodule(around), nn.ModuleList | nn.ModuleDict):
+        around = around.rpartition(".")[0]
+    return around
 
 
 def cut_tensor(tensor: torch.Tensor, piece: Piece | None) -> torch.Tensor:
@@ -86,6 +95,26 @@ def cut_tensor(tensor: torch.Tensor, piece: Piece | None) -> torch.Tensor:
         return tensor
     parts = [tensor.narrow(piece.dim, start, stop - start) for start, stop in piece.ranges]
     return torch.cat(parts, piece.dim)
+
+
+class _LocalConfig:
+    """A config as a module with its share of the heads is to see it; all else, also what changes
+    later, is the model's."""
+
+    def __init__(self, config: Any, values: dict[str, int]) -> None:
+        self.__dict__.update(values, _config=config)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_config"], name)
+
+
+def _set_attributes(child: nn.Module, values: Mapping[str, int]) -> None:
+    in_config = {n.removeprefix(CONFIG): v for n, v in values.items() if n.startswith(CONFIG)}
+    for name, value in values.items():
+        if not name.startswith(CONFIG):
+            setattr(child, name, value)
+    if in_config:
+        child.config = _LocalConfig(child.config, in_config)
 
 
 def _find(module: nn.Module, name: str) -> nn.Module | None:
