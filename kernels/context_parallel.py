@@ -16,7 +16,8 @@ rank, ``D`` head dim, ``n`` ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,6 +87,7 @@ def recomputed_context_attention(
     method: str = "rotate",
     scale: float | None = None,
     softcap: float | None = None,
+    made: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Cross attention that keeps neither queries nor keys nor values for the backward pass but
     makes them again from their inputs (LV-XAttn §3.3). All layers of a model share ``visual``,
@@ -98,6 +100,8 @@ def recomputed_context_attention(
             ``project`` that wants a gradient get one.
         method: any of :data:`METHODS` but ``ulysses``, which computes on other tensors than
             it is given.
+        made: what ``project`` gave for these inputs, if it has been called without autograd;
+            it is not called again before the backward pass then.
 
     Raises:
         MaskError, ValueError: as :func:`context_attention`.
@@ -108,8 +112,15 @@ def recomputed_context_attention(
             f"one of {', '.join(m for m in METHODS if m != 'ulysses')}"
         )
     parameters = [p for p in project.parameters() if p.requires_grad]
-    inputs = (project, mask, group, method, scale, softcap)
+    inputs = (project, made, mask, group, method, scale, softcap)
     return _RecomputedAttention.apply(hidden, visual, inputs, *parameters)
+
+
+def current_autocast(device: str) -> Callable[[], torch.autocast]:
+    """Autocast as it is now, without its cache of cast weights: a weight cast where there is no
+    autograd would be found there where there is, and get no gradient."""
+    dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+    return partial(torch.autocast, device, dtype, enabled, cache_enabled=False)
 
 
 def _same_width(key: torch.Tensor, value: torch.Tensor) -> None:
@@ -158,28 +169,29 @@ class _ContextAttention(torch.autograd.Function):
 class _RecomputedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden, visual, inputs, *parameters):
-        project, mask, group, method, scale, softcap = inputs
-        query, key, value = prepare(*project(hidden, visual), softcap)
+        project, made, mask, group, method, scale, softcap = inputs
+        ctx.autocast = autocast = current_autocast(hidden.device.type)
+        if made is None:
+            with autocast():
+                made = project(hidden, visual)
+        query, key, value = prepare(*made, softcap)
         _same_width(key, value)
         call = _call(query, key, mask, group, method, scale, softcap)
         out, (*_, out, lse) = WAYS[method].forward(call, query, key, value)
         ctx.save_for_backward(hidden, visual, out, lse)
         ctx.project, ctx.parameters, ctx.call, ctx.way = project, parameters, call, WAYS[method]
-        device = hidden.device.type
-        ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out):
         hidden, visual, out, lse = ctx.saved_tensors
-        device, dtype, enabled = ctx.autocast
         needs = ctx.needs_input_grad[:2]
         inputs = [
             t.detach().requires_grad_(needed)
             for t, needed in zip((hidden, visual), needs, strict=True)
         ]
-        with torch.enable_grad(), torch.autocast(device, dtype, enabled):
+        with torch.enable_grad(), ctx.autocast():
             made = prepare(*ctx.project(*inputs), ctx.call.softcap)
         saved = (*(t.detach() for t in made), out, lse)
         gradients = ctx.way.backward(ctx.call, grad_out, saved)

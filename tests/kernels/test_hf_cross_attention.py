@@ -1,0 +1,590 @@
+"""Mllama and Idefics as they are, on processes that share text and visual tokens, give what one
+process gives: logits, loss and every gradient, whoever has which token."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_processes import rank_processes
+from torch import nn
+from transformers import (
+    IdeficsConfig,
+    IdeficsForVisionText2Text,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MllamaConfig,
+    MllamaForConditionalGeneration,
+    PreTrainedModel,
+)
+
+from raymm.attention_method import LeastBytes
+from raymm.kernels import mask_patterns
+from raymm.kernels.context_layout import ContextLayout
+from raymm.kernels.cross_masks import cross_masks, padded_causal_masks
+from raymm.kernels.exchange import Exchange
+from raymm.kernels.hf_cross_attention import CrossAttentionError, share_cross_attention
+from raymm.kernels.shared_batch import SharedBatch
+from raymm.scheduler.attention_traffic import AttentionShape, method_bytes
+
+TOLERANCE = 1e-5
+TIMES_ONE_PROCESS, TIMES_FOR_ONE_TENSOR = 1.2, 5  # under autocast
+VOCABULARY, HIDDEN, HEADS, LENGTHS = 61, 32, 4, (23, 17)
+IGNORED = -100
+# What makes the visual tokens; it is not shared, and not run on the processes.
+BEFORE_THE_TEXT_MODEL = ("model.vision_model", "model.multi_modal_projector")
+
+
+def mllama() -> MllamaForConditionalGeneration:
+    """4 layers, of which 1 and 3 attend to tiles of 5 patches; 2 key heads."""
+    vision = {
+        "hidden_size": 16, "num_hidden_layers": 1, "num_global_layers": 1, "attention_heads": 2,
+        "intermediate_size": 32, "image_size": 8, "patch_size": 4, "max_num_tiles": 2,
+        "vision_output_dim": 32, "intermediate_layers_indices": [0],
+        "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]],
+    }  # fmt: skip
+    text = {
+        "hidden_size": HIDDEN, "num_hidden_layers": 4, "num_attention_heads": HEADS,
+        "num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": VOCABULARY,
+        "cross_attention_layers": [1, 3], "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }  # fmt: skip
+    config = MllamaConfig(vision_config=vision, text_config=text)
+    return initialized(MllamaForConditionalGeneration, config)
+
+
+def idefics() -> IdeficsForVisionText2Text:
+    """4 layers, a gated cross-attention layer before 0 and 2; images of 5 patches."""
+    vision = {
+        "embed_dim": 16, "image_size": 8, "patch_size": 4, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "intermediate_size": 32,
+    }  # fmt: skip
+    config = IdeficsConfig(
+        vocab_size=VOCABULARY, additional_vocab_size=0, hidden_size=HIDDEN, intermediate_size=48,
+        num_hidden_layers=4, num_attention_heads=HEADS, cross_layer_interval=2,
+        qk_layer_norms=True, alpha_type="vector", use_resampler=False, vision_config=vision,
+    )  # fmt: skip
+    return initialized(IdeficsForVisionText2Text, config)
+
+
+def initialized(kind: type[PreTrainedModel], config) -> PreTrainedModel:
+    """With random weights of a size at which every part has a say; gates start at 0."""
+    torch.manual_seed(0)
+    model = kind._from_config(config, attn_implementation="sdpa")
+    for name, parameter in model.named_parameters():
+        if "embed_tokens" in name:
+            nn.init.normal_(parameter)
+        elif parameter.dim() > 1 and "alpha" not in name and "norm" not in name:
+            nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+        elif "gate" in name or "alpha" in name or "norm" in name:
+            nn.init.uniform_(parameter, 0.5, 1.5)
+    return model.requires_grad_().train()
+
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {"mllama": mllama, "idefics": idefics}
+IMAGES, TILES, PATCHES = 3, 2, 5
+STATES = {"mllama": (IMAGES * TILES * PATCHES, HIDDEN), "idefics": (IMAGES * PATCHES, 16)}
+MASK_NAMES = {"mllama": "cross_attention_mask", "idefics": "image_attention_mask"}
+CROSS_LAYERS = 2
+SELF_LAYERS = {"mllama": 2, "idefics": 4}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Two samples of up to three images; the first tokens of a sample see none.
+
+    Attributes:
+        ids, attention_mask, targets: (B, T); a target is what the token is to predict.
+        shown: (B, T, images), of Mllama (B, T, images, tiles).
+        pixels: of all images.
+    """
+
+    ids: torch.Tensor
+    attention_mask: torch.Tensor
+    targets: torch.Tensor
+    shown: torch.Tensor
+    pixels: dict[str, torch.Tensor] = field(repr=False)
+
+
+def batch_of(family: str, seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    size, longest = len(LENGTHS), max(LENGTHS)
+    position = torch.arange(longest)
+    mask = (position[None] < torch.tensor(LENGTHS)[:, None]).long()
+    ids = torch.randint(3, VOCABULARY, (size, longest), generator=generator)
+    targets = ids.roll(-1, dims=1).masked_fill(mask.roll(-1, dims=1) == 0, IGNORED)
+    targets[:, -1] = IGNORED
+    # Sample 0: an image from token 4, another from 9, a third from 15. Sample 1: its rows
+    # have no image, one, both without the middle one, in turns that the seed moves.
+    shown = torch.zeros(size, longest, IMAGES, dtype=torch.long)
+    for image, start in enumerate((4, 9, 15)):
+        shown[0, start + seed :, image] = 1
+    shown[1] = torch.tensor([[0, 0, 0], [1, 0, 0], [1, 0, 1]])[(position + seed) // 5 % 3]
+    pixels = torch.randn(size, IMAGES, TILES, 3, 8, 8, generator=generator)
+    if family == "idefics":
+        return Batch(ids, mask, targets, shown, {"pixel_values": pixels[:, :, 0]})
+    tiles = torch.ones(size, IMAGES, TILES, dtype=torch.long)
+    tiles[0, 1, 1] = 0  # an image of one tile
+    return Batch(
+        ids, mask, targets, shown[..., None] * tiles[:, None],
+        {"pixel_values": pixels, "aspect_ratio_mask": tiles,
+         "aspect_ratio_ids": torch.where(tiles.sum(-1) == 2, 2, 1)},
+    )  # fmt: skip
+
+
+def loss_arguments(targets: torch.Tensor, count: int) -> dict:
+    """Sum over targets, divided by ``count``, whoever has which of them."""
+    return {"labels": targets, "shift_labels": targets, "num_items_in_batch": torch.tensor(count)}
+
+
+def count_of(batch: Batch) -> int:
+    return int((batch.targets != IGNORED).sum())
+
+
+def one_process(model, family: str, batch: Batch, states: torch.Tensor | None = None):
+    """The model as its documentation calls it; and the visual tokens that it made, which will
+    have a gradient. Or with the ``states`` that it is given."""
+    made = [] if states is None else [states]
+    pixels = {k: v.to(model.dtype) if v.is_floating_point() else v for k, v in batch.pixels.items()}
+    mask = {MASK_NAMES[family]: batch.shown}
+    if states is not None and family == "mllama":
+        pixels = {"cross_attention_states": states}
+    elif states is not None:
+        pixels = {"image_encoder_embeddings": states.unflatten(1, (IMAGES, PATCHES))}
+
+    def keep(module, inputs, output):
+        made.append(output if family == "mllama" else output.last_hidden_state)
+        made[0].retain_grad()
+
+    maker = model.model.multi_modal_projector if family == "mllama" else model.model.vision_model
+    hook = maker.register_forward_hook(keep)
+    out = model(
+        input_ids=batch.ids, attention_mask=batch.attention_mask, position_ids=positions(batch),
+        use_cache=False, **pixels, **mask, **loss_arguments(batch.targets, count_of(batch)),
+    )  # fmt: skip
+    hook.remove()
+    return out, made[0]
+
+
+def positions(batch: Batch) -> torch.Tensor:
+    return torch.arange(batch.ids.shape[1]).expand_as(batch.ids)
+
+
+def shared(exchange, family: str, batch: Batch, text, visual, **options) -> SharedBatch:
+    shown, blind = batch.shown, "nothing"
+    if family == "mllama":
+        shown, blind = shown.flatten(2), "everything"
+    return SharedBatch(
+        exchange, text, visual, padded_causal_masks(batch.attention_mask),
+        cross_masks(shown, PATCHES, blind=blind), **options,
+    )  # fmt: skip
+
+
+def this_process(model, family: str, batch: Batch, share: SharedBatch, states: torch.Tensor):
+    """The same forward, on this process's part of everything."""
+    visual = share.of_visual(states)
+    row = share.of_text(batch.shown)  # only says which rows see something
+    if family == "mllama":
+        given = {
+            "cross_attention_states": visual,
+            "cross_attention_mask": row.amax(dim=(2, 3), keepdim=True),
+        }
+    else:
+        given = {
+            "image_encoder_embeddings": visual[:, None],
+            "image_attention_mask": row.amax(dim=2, keepdim=True),
+        }
+    targets = share.of_text(batch.targets)
+    return model(
+        input_ids=share.of_text(batch.ids), position_ids=share.of_text(positions(batch)),
+        use_cache=False, **given, **share.arguments(),
+        **loss_arguments(targets, count_of(batch)),
+    )  # fmt: skip
+
+
+def layouts(name: str, ranks: int, visual_tokens: int) -> tuple[ContextLayout, ContextLayout]:
+    """Text and visual tokens of every process."""
+    length = max(LENGTHS)
+    if name == "even":
+        return ContextLayout.even(length, ranks), ContextLayout.even(visual_tokens, ranks)
+    # Ragged: the last process has the first and the last tokens, the first little; visual
+    # tokens are with the first and the last process, cut within an image.
+    edges = [2, *(2 + (length - 6) * (i + 1) // (ranks - 1) for i in range(ranks - 1))]
+    text = [((a, b),) for a, b in zip(edges, edges[1:], strict=False)]
+    text.append(((0, 2), (edges[-1], length)))
+    cut = PATCHES + 2
+    visual = [((0, cut),), *[()] * (ranks - 2), ((cut, visual_tokens),)]
+    if name == "one_has_no_visual_tokens" and ranks == 2:
+        visual = [(), ((0, visual_tokens),)]
+    return ContextLayout(tuple(text)), ContextLayout(tuple(visual))
+
+
+def off(mine: torch.Tensor, due: torch.Tensor) -> float:
+    """Relative to the norm of what is due."""
+    error, norm = float((mine.double() - due.double()).norm()), float(due.double().norm())
+    return error / norm if norm else (0.0 if error == 0 else float("inf"))
+
+
+def alone(family, seeds, states=None) -> dict[str, torch.Tensor]:
+    """Logits, loss, gradients of visual tokens and parameters of one process, whole. Without
+    ``states`` in float64, or its own rounding would be most of what is found, with the visual
+    tokens that the model makes; else of these."""
+    model = MODELS[family]()
+    if states is None:
+        model.double()
+    results: dict[str, torch.Tensor] = {}
+    for seed in seeds:
+        batch = batch_of(family, seed)
+        given = None if states is None else states[seed].detach().requires_grad_()
+        out, made = one_process(model, family, batch, given)
+        results |= {f"logits {seed}": out.logits.detach(), f"loss {seed}": out.loss.detach()}
+        out.loss.backward()
+        shape = len(batch.ids), -1, made.shape[-1]
+        results[f"visual {seed}"] = made.grad.reshape(shape)
+        results[f"states {seed}"] = made.detach().reshape(shape)
+    for name, parameter in model.named_parameters():
+        if not name.startswith(BEFORE_THE_TEXT_MODEL):
+            results[name] = parameter.grad
+            assert float(parameter.grad.norm()) > 1e-5, f"{name} has next to no gradient"
+    return results
+
+
+def together(
+    exchange, family, seeds, states, layout, checkpointing=False, **options
+) -> dict[str, torch.Tensor]:
+    """The same of processes; logits are this process's. All batches are under way at once."""
+    model = MODELS[family]()
+    share_cross_attention(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    under_way, results = {}, {}
+    for seed in seeds:
+        given = states[seed].detach().requires_grad_()
+        text, visual = layouts(layout, exchange.size, given.shape[1])
+        batch = batch_of(family, seed)
+        share = shared(exchange, family, batch, text, visual, **options)
+        under_way[seed] = this_process(model, family, batch, share, given), given
+    for seed, (out, given) in under_way.items():
+        out.loss.backward()
+        results |= {f"loss {seed}": out.loss.detach().clone(), f"visual {seed}": given.grad}
+    results |= {
+        name: parameter.grad for name, parameter in model.named_parameters()
+        if not name.startswith(BEFORE_THE_TEXT_MODEL)
+    }  # fmt: skip
+    for tensor in results.values():
+        dist.all_reduce(tensor, group=exchange.group)
+    return results | {f"logits {seed}": out.logits.detach() for seed, (out, _) in under_way.items()}
+
+
+def differences_on_a_rank(
+    group, family, layout, seeds=(0,), autocast=False, method="rotate", **options
+) -> dict[str, tuple[float, float]]:
+    """How far the processes are off, and how far one process is (0 but under autocast)."""
+    exchange = Exchange(group)
+    method = LeastBytes() if method == "auto" else method
+    exact = alone(family, seeds)
+    states = {seed: exact.pop(f"states {seed}").float() for seed in seeds}
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found = together(
+            exchange, family, seeds, states, layout, cross_method=method, **options
+        )
+        rounded = alone(family, seeds, states) if autocast else exact
+    assert set(found) == set(exact)
+    for seed in seeds:
+        text, _ = layouts(layout, exchange.size, states[seed].shape[1])
+        rows = text.positions(exchange.rank)
+        real, name = batch_of(family, seed).attention_mask[:, rows].bool(), f"logits {seed}"
+        found[name] = found[name][real]
+        exact[name] = exact[name][:, rows][real]
+        if autocast:
+            rounded[name] = rounded[name][:, rows][real]
+    return {name: (off(found[name], due), off(rounded[name], due)) for name, due in exact.items()}
+
+
+@pytest.fixture(scope="module")
+def processes():
+    with rank_processes() as running:
+        yield running
+
+
+def too_far(answers: list[dict[str, tuple[float, float]]]) -> list:
+    assert all(len(found) > 40 for found in answers)
+    return [one for found in answers for one in found.items() if not one[1][0] <= TOLERANCE]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [(2, "even"), (2, "one_has_no_visual_tokens"), (3, "ragged"), (4, "ragged")],
+)
+def test_logits_loss_and_gradients(processes, family, ranks, layout, recompute):
+    answers = processes.run(
+        differences_on_a_rank, ranks, family=family, layout=layout, recompute=recompute
+    )
+    assert too_far(answers) == []
+
+
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("method", ["gather", "needed", "ring", "ulysses", "auto"])
+def test_every_method(processes, family, method):
+    answers = processes.run(
+        differences_on_a_rank, 2, family=family, layout="even", method=method,
+        recompute=method not in ("ulysses", "auto"),
+    )  # fmt: skip
+    assert too_far(answers) == []
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_batches_with_different_masks_add_up(processes, family):
+    """Three microbatches under way at once, gradients accumulated, layers checkpointed by the
+    model itself as well."""
+    answers = processes.run(
+        differences_on_a_rank, 3, family=family, layout="ragged", recompute=True, seeds=(0, 1, 2),
+        checkpointing=True,
+    )  # fmt: skip
+    assert too_far(answers) == []
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("family", MODELS)
+def test_bf16_autocast(processes, family, recompute):
+    """About as far from float64 as one process is under the same autocast, in the mean over
+    tensors; each one within a few times of that (gates are single numbers)."""
+    answers = processes.run(
+        differences_on_a_rank, 2, family=family, layout="even", recompute=recompute, autocast=True
+    )
+    for found in answers:
+        mine, one = (torch.tensor(errors) for errors in zip(*found.values(), strict=True))
+        assert 1e-3 < one.mean() and mine.mean() <= TIMES_ONE_PROCESS * one.mean()
+        assert (mine <= TIMES_FOR_ONE_TENSOR * one.clamp(min=one.median())).all()
+
+
+def bytes_on_a_rank(group, family: str, recompute: bool) -> list[tuple[int, int]]:
+    """Bytes sent forward and in both passes, and those of the formulas."""
+    exchange, model = Exchange(group), MODELS[family]()
+    share_cross_attention(model)
+    batch = batch_of(family, 0)
+    states = torch.randn(len(LENGTHS), *STATES[family], requires_grad=True)
+    text, visual = layouts("ragged", exchange.size, states.shape[1])
+    share = shared(exchange, family, batch, text, visual, recompute=recompute)
+    out = this_process(model, family, batch, share, states)
+    forward = exchange.sent_bytes
+    out.loss.backward()
+    sizes = {"activation_bytes": 4, "sequences": len(LENGTHS), "head_dim": HIDDEN // HEADS,
+             "query_heads": HEADS, "key_heads": 2 if family == "mllama" else HEADS}  # fmt: skip
+    cross = method_bytes(AttentionShape(text.sizes, visual.sizes, **sizes), "rotate")
+    own = method_bytes(AttentionShape(text.sizes, text.sizes, **sizes), "gather")
+    layers = ((cross, CROSS_LAYERS), (own, SELF_LAYERS[family]))
+    due = [sum(n * getattr(kind, pass_)[exchange.rank] for kind, n in layers)
+           for pass_ in ("forward", "backward")]  # fmt: skip
+    return [(forward, due[0]), (exchange.sent_bytes, sum(due))]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("family", MODELS)
+def test_bytes_are_those_of_the_formulas(processes, family, recompute):
+    """Recomputation sends no more."""
+    for found in processes.run(bytes_on_a_rank, 3, family=family, recompute=recompute):
+        assert all(counted == due > 0 for counted, due in found), found
+
+
+def saved_on_a_rank(group, family: str) -> tuple[int, int]:
+    """Bytes that autograd keeps, with and without recomputation, of storages counted once."""
+    exchange, model = Exchange(group), MODELS[family]()
+    share_cross_attention(model)
+    batch = batch_of(family, 0)
+    states = torch.randn(len(LENGTHS), *STATES[family], requires_grad=True)
+    text, visual = layouts("even", exchange.size, states.shape[1])
+    kept = []
+    for recompute in (False, True):
+        share = shared(exchange, family, batch, text, visual, recompute=recompute)
+        storages: dict[int, int] = {}
+
+        def pack(tensor, storages=storages):
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            out = this_process(model, family, batch, share, states)
+        kept.append(sum(storages.values()))
+        out.loss.backward()
+    return kept[0], kept[1]
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_recomputation_keeps_one_copy_of_the_visual_tokens(processes, family):
+    """At least the keys and values of every cross-attention layer are not kept."""
+    tokens = STATES[family][0] // 2
+    heads = 2 if family == "mllama" else HEADS
+    keys_and_values = CROSS_LAYERS * 2 * len(LENGTHS) * tokens * heads * (HIDDEN // HEADS) * 4
+    for kept, recomputed in processes.run(saved_on_a_rank, 2, family=family):
+        assert kept - recomputed >= keys_and_values
+
+
+def frozen_on_a_rank(group, family: str) -> list[float]:
+    """Only the visual tokens are trained; one process has none, and must still answer."""
+    exchange, model = Exchange(group), MODELS[family]().requires_grad_(False)
+    share_cross_attention(model)
+    batch = batch_of(family, 0)
+    grads = []
+    for recompute in (False, True):
+        torch.manual_seed(1)
+        states = torch.randn(len(LENGTHS), *STATES[family], requires_grad=True)
+        text, visual = layouts("one_has_no_visual_tokens", exchange.size, states.shape[1])
+        share = shared(exchange, family, batch, text, visual, recompute=recompute)
+        this_process(model, family, batch, share, states).loss.backward()
+        dist.all_reduce(states.grad, group=group)
+        grads.append(states.grad)
+    assert float(grads[0].norm()) > 1e-4
+    return [off(*grads)]
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_frozen_model_hands_gradients_to_visual_tokens(processes, family):
+    assert all(found[0] <= TOLERANCE for found in processes.run(frozen_on_a_rank, 2, family=family))
+
+
+def backward_under_autocast_on_a_rank(group) -> list[str]:
+    """Weights without a gradient, if the backward pass is within autocast as well."""
+    exchange, model = Exchange(group), mllama()
+    share_cross_attention(model)
+    batch = batch_of("mllama", 0)
+    states = torch.randn(len(LENGTHS), *STATES["mllama"], requires_grad=True)
+    text, visual = layouts("even", exchange.size, states.shape[1])
+    share = shared(exchange, "mllama", batch, text, visual, recompute=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        this_process(model, "mllama", batch, share, states).loss.backward()
+    return [name for name, p in model.named_parameters() if p.grad is None
+            and not name.startswith(BEFORE_THE_TEXT_MODEL)]  # fmt: skip
+
+
+def test_a_backward_pass_within_autocast_reaches_every_weight(processes):
+    assert processes.run(backward_under_autocast_on_a_rank, 2) == [[], []]
+
+
+class OtherCrossAttention(nn.Module):
+    """Cross attention of an unknown make."""
+
+
+class GatedAttention(type(mllama().model.language_model.layers[1].cross_attn)):
+    """Its output depends on the hidden states besides its queries."""
+
+    def forward(self, hidden_states, cross_attention_states=None, **kwargs):
+        """Multiply by a gate that is made before attention."""
+        gate = hidden_states.mean(-1, keepdim=True).sigmoid()
+        out, _ = super().forward(hidden_states, cross_attention_states, **kwargs)
+        return gate * out, None
+
+
+class DeafAttention(GatedAttention):
+    """Does not attend by the interface."""
+
+    def forward(self, hidden_states, cross_attention_states=None, **kwargs):
+        """Attend to nothing."""
+        return self.o_proj(self.q_proj(hidden_states)), None
+
+
+def test_layers_of_unknown_makes_are_refused_by_name():
+    model = mllama()
+    layer = model.model.language_model.layers[3]
+    for kind, reason in ((GatedAttention, "it does more"), (DeafAttention, "did not attend")):
+        layer.cross_attn.__class__ = kind
+        expected = rf"layers.3.cross_attn \({kind.__name__}.*{reason}"
+        with pytest.raises(CrossAttentionError, match=expected):
+            share_cross_attention(model)
+    layer.cross_attn = OtherCrossAttention()
+    with pytest.raises(CrossAttentionError, match=r"layers.3.cross_attn \(OtherCross.*\) is"):
+        share_cross_attention(model)
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=1,
+    )  # fmt: skip
+    with pytest.raises(CrossAttentionError, match="LlamaForCausalLM has no cross attention"):
+        share_cross_attention(LlamaForCausalLM(config))
+
+
+def test_without_the_arguments_a_model_is_what_it_was():
+    """Also after a copy, and with its own class's name."""
+    batch, plain = batch_of("mllama", 0), mllama().eval()
+    due = one_process(plain, "mllama", batch)[0].logits
+    names = share_cross_attention(plain)
+    assert names == tuple(f"model.language_model.layers.{i}.cross_attn" for i in (1, 3))
+    copied = copy.deepcopy(plain)
+    assert list(copied.state_dict()) == list(mllama().state_dict())
+    kind = type(copied.get_submodule(names[0]))
+    assert kind.__name__ == "MllamaTextCrossAttention"
+    found = one_process(copied, "mllama", batch)[0].logits
+    real = batch.attention_mask.bool()
+    assert off(found[real].detach(), due[real].detach()) <= TOLERANCE
+
+
+def refusals_on_a_rank(group) -> list[str]:
+    exchange, batch = Exchange(group), batch_of("mllama", 0)
+    length, tokens = max(LENGTHS), STATES["mllama"][0]
+    text, visual = layouts("even", exchange.size, tokens)
+    masks = padded_causal_masks(batch.attention_mask)
+    cross = cross_masks(batch.shown.flatten(2), PATCHES, blind="everything")
+    said = []
+    for arguments in (
+        (ContextLayout((((0, length),), ())), visual, masks, cross),
+        (text, None, masks, cross),
+        (text, visual, masks),
+        (text, visual, cross, cross),
+        (text, visual, masks, cross, "tree"),
+        (text, visual, masks, cross, "gather", "ulysses", True),
+        (ContextLayout.even(length, 3), visual, masks, cross),
+    ):
+        with pytest.raises(ValueError) as error:
+            SharedBatch(exchange, *arguments)
+        said.append(str(error.value))
+    share = SharedBatch(exchange, text, visual, masks, cross)
+    model = mllama()
+    share_cross_attention(model)
+    states = torch.randn(len(LENGTHS), *STATES["mllama"])
+    for run in (
+        lambda: share.of_text(batch.ids[:, 1:]),
+        lambda: model(
+            input_ids=share.of_text(batch.ids), cross_attention_states=states[:, :7],
+            position_ids=share.of_text(positions(batch)), use_cache=False, **share.arguments(),
+        ),
+        lambda: model(
+            input_ids=share.of_text(batch.ids), cross_attention_states=share.of_visual(states),
+            position_ids=share.of_text(positions(batch)), use_cache=True, **share.arguments(),
+        ),
+    ):  # fmt: skip
+        with pytest.raises(ValueError) as error:
+            run()
+        said.append(str(error.value))
+    return said
+
+
+def test_what_does_not_fit_is_refused(processes):
+    expected = [
+        "process 1 has no text", "need cross_masks", "need cross_masks", "mask 0 of the batch",
+        "self_method is 'tree'", "'ulysses' cannot recompute", "dealt out over 3 ranks",
+        "has not 23 tokens", "got 7 visual tokens", "use_cache=False",
+    ]  # fmt: skip
+    for said in processes.run(refusals_on_a_rank, 2):
+        assert all(part in one for part, one in zip(expected, said, strict=True)), said
+
+
+def test_least_bytes_moves_queries_where_they_are_fewer():
+    shape = (torch.randn(2, 4, 3, 8), torch.randn(2, 2, 3, 8))
+    group = SimpleNamespace(queries=ContextLayout.even(16, 4), keys=ContextLayout.even(4096, 4))
+    masks = (mask_patterns.full(16, 4096),)
+    assert LeastBytes()(group, masks, *shape) == "rotate"
+    few = SimpleNamespace(queries=group.keys, keys=group.queries)
+    moved = (mask_patterns.full(4096, 16),)
+    assert LeastBytes(methods=("rotate", "ring"))(few, moved, *shape) == "ring"
+    even = SimpleNamespace(queries=ContextLayout.even(64, 4), keys=ContextLayout.even(64, 4))
+    shape = (shape[0], shape[0])
+    everything = (mask_patterns.full(64, 64),)
+    assert LeastBytes()(even, everything, *shape) == "ulysses"
+    assert LeastBytes()(even, everything, *shape, recompute=True) != "ulysses"
