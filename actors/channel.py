@@ -15,8 +15,10 @@ share that it sends.
 from __future__ import annotations
 
 import json
+import re
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
@@ -35,6 +37,22 @@ PREFETCH = 2
 
 class ChannelError(RuntimeError):
     """A message that does not look as its metadata said, or never came."""
+
+
+# How gloo and NCCL say, in bare RuntimeErrors, that another process is gone or does not answer.
+_LOST = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|socket", re.IGNORECASE)
+
+
+@contextmanager
+def reporting_lost_processes(what: str) -> Iterator[None]:
+    """Turn what collectives raise when another process is gone into a :class:`ChannelError`: the
+    driver then looks for that process."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, ChannelError) or not _LOST.search(str(error)):
+            raise
+        raise ChannelError(f"{what}: {error}") from error
 
 
 class Layout(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from raymm.actors.channel import RecvChannel, SendChannel
+from raymm.actors.channel import RecvChannel, SendChannel, reporting_lost_processes
 from raymm.actors.gradient_reduction import GradientReduction
 from raymm.actors.module_state import evaluating, inputs_unchanged, statistics_kept
 from raymm.actors.split_backward import DeferredWeights, backward_input
@@ -240,24 +240,8 @@ class Executor:
             reduction = self._reduction if task.last else None
             if reduction is not None and task.op is Op.BACKWARD:
                 reduction.last_backward(task.stage)
-            if task.op is Op.RECV:
-                edge = (task.peer, task.stage)
-                step.mailbox[*edge, m] = self._receivers[edge].recv()
-            elif task.op is Op.SEND:
-                edge = (task.stage, task.peer)
-                self._senders[edge].send(meta.keys[m], step.mailbox.pop((*edge, m)))
-            elif task.op in FORWARDS:
-                self._forward(task, step)
-            elif task.op is Op.RECOMPUTE:
-                received = step.checkpoints.pop((task.stage, m))
-                with statistics_kept(self._stages[task.stage]):
-                    step.saved[task.stage, m] = self._run_stage(task, step, received, True)
-            elif task.op is Op.BACKWARD_WEIGHT:
-                step.deferred.pop((task.stage, m)).run()
-            elif task.op in COMPUTE:
-                self._backward(task, step)
-            else:
-                self._collectives[task.op](result)
+            with reporting_lost_processes(f"{task.op.value} {task.stage}"):
+                self._run_task(task, step, result)
             if reduction is not None:
                 reduction.finished(task.stage)
             end = time.perf_counter()
@@ -268,6 +252,27 @@ class Executor:
             sender.end_step(self._timeout)
         result.losses = {m: float(loss) for m, loss in step.losses.items()}
         return result
+
+    def _run_task(self, task: _Task, step: _Step, result: StepResult) -> None:
+        m = task.microbatch
+        if task.op is Op.RECV:
+            edge = (task.peer, task.stage)
+            step.mailbox[*edge, m] = self._receivers[edge].recv()
+        elif task.op is Op.SEND:
+            edge = (task.stage, task.peer)
+            self._senders[edge].send(step.meta.keys[m], step.mailbox.pop((*edge, m)))
+        elif task.op in FORWARDS:
+            self._forward(task, step)
+        elif task.op is Op.RECOMPUTE:
+            received = step.checkpoints.pop((task.stage, m))
+            with statistics_kept(self._stages[task.stage]):
+                step.saved[task.stage, m] = self._run_stage(task, step, received, True)
+        elif task.op is Op.BACKWARD_WEIGHT:
+            step.deferred.pop((task.stage, m)).run()
+        elif task.op in COMPUTE:
+            self._backward(task, step)
+        else:
+            self._collectives[task.op](result)
 
     def _forward(self, task: _Task, step: _Step) -> None:
         m = task.microbatch

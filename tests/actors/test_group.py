@@ -136,3 +136,21 @@ def test_a_killed_rank_ends_the_step_and_is_named(ray_cluster):
         time.sleep(0.1)
     assert alive_actors(ray_cluster) == actors
     assert placement_groups(ray_cluster) == groups
+
+
+@pytest.mark.timeout(400)
+def test_a_killed_process_of_a_rank_is_named(ray_cluster):
+    """The others wait for it in collectives in the middle of a layer, not for a message."""
+    parallel = MultimodalParallelSpec({}, ParallelSpec(tp=2, cp=2)).apply(model_of())
+    prepared = parallel.prepare([microbatch(2)])
+    parallel.submit(prepared).result()
+    victim = parallel.group.pids()[3]["pid"]
+    under_way = [parallel.submit(prepared) for _ in range(300)]
+    under_way[0].result()
+    os.kill(victim, signal.SIGKILL)
+    with pytest.raises(
+        RankFailedError,
+        match=r"rank 3 \(stages llm\.0, cp 1 of 2, tp 0 of 2, process \d+ .*\) died",
+    ):
+        for pending in under_way:
+            pending.result()
