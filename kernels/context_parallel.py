@@ -16,8 +16,8 @@ rank, ``D`` head dim, ``n`` ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -116,11 +116,22 @@ def recomputed_context_attention(
     return _RecomputedAttention.apply(hidden, visual, inputs, *parameters)
 
 
-def current_autocast(device: str) -> Callable[[], torch.autocast]:
-    """Autocast as it is now, without its cache of cast weights: a weight cast where there is no
-    autograd would be found there where there is, and get no gradient."""
+def current_autocast(device: str) -> Callable[[], AbstractContextManager[None]]:
+    """Autocast as it is now, to be entered now and again later, with a cache of cast weights of
+    its own: a weight that was cast without autograd would get no gradient if the same copy were
+    found where there is autograd, and a copy with a graph would lead back into that graph."""
     dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-    return partial(torch.autocast, device, dtype, enabled, cache_enabled=False)
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        torch.clear_autocast_cache()
+        try:
+            with torch.autocast(device, dtype, enabled):
+                yield
+        finally:
+            torch.clear_autocast_cache()
+
+    return again
 
 
 def _same_width(key: torch.Tensor, value: torch.Tensor) -> None:

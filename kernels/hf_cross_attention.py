@@ -248,6 +248,7 @@ class _Alone(NamedTuple):
     size: int = 1
 
 
+@torch.enable_grad()
 def _try(name: str, layer: nn.Module) -> None:
     """Output and gradients of a layer that recomputes, beside those of its own forward."""
     first = next(layer.parameters())
