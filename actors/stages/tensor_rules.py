@@ -289,12 +289,27 @@ def _attention_units(where: str, parent: nn.Module) -> Iterable[Unit]:
                 holder, True, tuple(_join(where, n) for n in names), (_join(where, row[0]),),
                 partial=norms,
             )
+    if (latent := _latent_unit(where, parent)) is not None:
+        yield latent
     column, row = _first(parent, _FUSED[0]), _first(parent, _FUSED[1])
     if column and row and widths(column[1])[1] > widths(row[1])[0]:
         yield Unit(
             where, True, (_join(where, column[0]),), (_join(where, row[0]),), gathered=True,
             fused=3,
         )
+
+
+def _latent_unit(where: str, parent: nn.Module) -> Unit | None:
+    """Multi-head latent attention (DeepSeek-V2 §2.1): heads are made from compressed keys and
+    values, but for the rotary part of the keys, which all heads share."""
+    query, row = _first(parent, ("q_b_proj", "q_proj")), _first(parent, ("o_proj", "out_proj"))
+    latent, key_value = _child(parent, "kv_a_proj_with_mqa"), _child(parent, "kv_b_proj")
+    rotary = getattr(parent, "qk_rope_head_dim", None)
+    if query is None or row is None or not is_linear(key_value) or latent is None or not rotary:
+        return None
+    columns = (_join(where, query[0]), _join(where, "kv_b_proj"))
+    tails = {_join(where, "kv_a_proj_with_mqa"): rotary}
+    return Unit(where, True, columns, (_join(where, row[0]),), tails=tails)
 
 
 def _local_norms(where: str, holder: nn.Module) -> tuple[str, ...]:

@@ -127,19 +127,18 @@ def _find(module: nn.Module, name: str) -> nn.Module | None:
 
 
 def _cut_parameters(module: nn.Module, plan: TensorPlan, rank: int) -> None:
-    pieces: dict[int, nn.Parameter] = {}
-    keep = []  # ids stay those of what is alive
-    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
-        piece = plan.piece(name, rank)
-        if piece is None:
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for tied in names.values():  # one full parameter after another goes
+        if (piece := plan.piece(tied[0], rank)) is None:
             continue
-        if id(parameter) not in pieces:
-            with torch.no_grad():
-                own = cut_tensor(parameter, piece)
-            pieces[id(parameter)] = nn.Parameter(own, requires_grad=parameter.requires_grad)
-            keep.append(parameter)
-        where, _, leaf = name.rpartition(".")
-        module.get_submodule(where)._parameters[leaf] = pieces[id(parameter)]
+        whole = module.get_parameter(tied[0])
+        own = nn.Parameter(cut_tensor(whole.detach(), piece), requires_grad=whole.requires_grad)
+        del whole
+        for name in tied:
+            where, _, leaf = name.rpartition(".")
+            module.get_submodule(where)._parameters[leaf] = own
 
 
 class _Entry:

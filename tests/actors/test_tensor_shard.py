@@ -23,6 +23,7 @@ sys.path[:0] = [str(HERE.parent / "kernels"), str(HERE.parent / "parity")]
 import parity_models as pm  # noqa: E402
 from rank_processes import RankProcesses, rank_processes  # noqa: E402
 
+from raymm.actors.split_backward import backward_input  # noqa: E402
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage  # noqa: E402
 from raymm.actors.stages.language import LanguageSpec, LanguageStage  # noqa: E402
 from raymm.actors.stages.merge import Prepend  # noqa: E402
@@ -38,6 +39,7 @@ from raymm.actors.stages.projector import Projector, ProjectorConfig  # noqa: E4
 from raymm.actors.stages.source import LiveSource  # noqa: E402
 from raymm.actors.stages.tensor_plan import TensorPlan, plan_module, tensor_plan  # noqa: E402
 from raymm.actors.stages.tensor_shard import cut_tensor, shard_module  # noqa: E402
+from raymm.actors.stages.token_layout import MASKS  # noqa: E402
 from raymm.kernels.tensor_group import TensorGroup  # noqa: E402
 from raymm.model import complete_microbatch, text_inputs  # noqa: E402
 from raymm.scheduler.plan import PlanError  # noqa: E402
@@ -205,13 +207,14 @@ def plan_for(source: LiveSource, tp: int, case: str) -> TensorPlan:
 
 
 def run_language(
-    case: str, bounds: list[int], group: Any = None, autocast: bool = False
+    case: str, bounds: list[int], group: Any = None, autocast: bool = False, mask: str = "",
+    two_passes: bool = False,
 ) -> dict[str, Any]:
     """Both microbatches through stages of blocks between ``bounds``, one after another; in
     shards if there is a group."""
     source = LiveSource.of(module_of(LANGUAGE[case]()))
     cut = probe_language_model(source) if len(bounds) > 2 else None
-    spec = LanguageSpec("llm", source, bounds[-1], Prepend(), cut)
+    spec = LanguageSpec("llm", source, bounds[-1], Prepend(), cut, MASKS.get(mask))
     stages = [LanguageStage.build(spec, lo, hi) for lo, hi in zip(bounds, bounds[1:], strict=False)]
     counting = None
     if group is not None:
@@ -228,7 +231,7 @@ def run_language(
         with context:
             loss, hidden = forward(stages, inputs)
         sums.append((counting.sums - before) if counting else 0)
-        backward(loss, hidden)
+        (backward_in_two_passes if two_passes else backward)(loss, hidden)
         sums.append((counting.sums - before - sums[-1]) if counting else 0)
         losses.append(loss.detach())
     return {"losses": torch.stack(losses), "gradients": gradients(stages), "sums": sums}
@@ -250,6 +253,17 @@ def backward(output: torch.Tensor, between: list[Any]) -> None:
     output.backward()
     for sent, leaf in reversed(between):
         sent.backward(leaf.grad)
+
+
+def backward_in_two_passes(output: torch.Tensor, between: list[Any]) -> None:
+    """As zero-bubble schedules do."""
+    gradient = None
+    for sent, leaf in reversed([(None, None), *between]):
+        inputs = [leaf] if leaf is not None else []
+        found, weights = backward_input([output], [gradient], inputs)
+        weights.run()
+        if leaf is not None:
+            output, gradient = sent, found[0]
 
 
 def gradients(stages: list[Any]) -> dict[str, torch.Tensor]:
@@ -334,6 +348,35 @@ def test_llama_sums_twice_per_layer_and_direction(processes: RankProcesses) -> N
     """Attention and feed-forward; forward also the embedding and the loss, backward the head."""
     for result in processes.run(run_language, 2, case="llama", bounds=[0, 3]):
         assert result["sums"] == [2 * 3 + 2, 2 * 3 + 1] * 2
+
+
+def test_weights_gradients_in_a_pass_of_their_own(processes: RankProcesses) -> None:
+    """With a mask, which is the model's own: no sum is done twice."""
+    expected = run_language("llama", [0, 3])
+    case = {"case": "llama", "bounds": [0, 1, 3], "mask": "causal", "two_passes": True}
+    results = processes.run(run_language, 2, **case)
+    plan = plan_for(LiveSource.of(module_of(pm.llama())), 2, "llama")
+    check_gradients(results, expected["gradients"], plan)
+    assert results[0]["sums"] == [2 * 3 + 2, 2 * 3 + 1] * 2
+
+
+def run_with_dropout(group: Any) -> list[torch.Tensor]:
+    config = pm.gpt2()
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.2
+    source, group = LiveSource.of(module_of(config)), TensorGroup(group)
+    module, plan = source.build().train(), tensor_plan(source, group.size, "llm")
+    shard_module(module, plan, group)
+    torch.manual_seed(5)
+    ids = torch.arange(12).view(2, 6)
+    module.transformer(input_ids=ids).last_hidden_state.square().sum().backward()
+    return [p.grad for name, p in module.named_parameters() if plan.piece(name, 0) is None]
+
+
+def test_dropout_is_the_same_on_all_processes(processes: RankProcesses) -> None:
+    """Where everybody computes the same, everybody drops the same."""
+    first, second = processes.run(run_with_dropout, 2)
+    assert len(first) > 10
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_autocast(processes: RankProcesses) -> None:
