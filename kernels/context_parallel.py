@@ -118,8 +118,8 @@ def recomputed_context_attention(
 
 def current_autocast(device: str) -> Callable[[], AbstractContextManager[None]]:
     """Autocast as it is now, to be entered now and again later, with a cache of cast weights of
-    its own: a weight that was cast without autograd would get no gradient if the same copy were
-    found where there is autograd, and a copy with a graph would lead back into that graph."""
+    its own: not every PyTorch knows a copy cast without autograd from one cast with it, and
+    the former gives its weight no gradient."""
     dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
 
     @contextmanager

@@ -286,7 +286,8 @@ def differences_on_a_rank(
 ) -> dict[str, tuple[float, float]]:
     """How far the processes are off, and how far one process is (0 but under autocast)."""
     exchange = Exchange(group)
-    method = LeastBytes() if method == "auto" else method
+    if method == "auto":
+        method = options["self_method"] = LeastBytes()
     exact = alone(family, seeds)
     states = {seed: exact.pop(f"states {seed}").float() for seed in seeds}
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
