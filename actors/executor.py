@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
@@ -134,8 +134,8 @@ class Executor:
         autocast: dtype of automatic mixed precision, None for none.
         device: where stages live.
         timeout: how long a wait on another rank may take.
-        token_share: this process's number among those that share samples' tokens, which draw
-            each their own random numbers.
+        random_shares: per stage, a number by which processes that share a microbatch differ
+            where they draw each their own random numbers.
         reduction: sums gradients of shared parameters, from their stage's last backward on.
         sum_gradient: makes a gradient that each of them has a part of the whole one; for
             gradients that stages of other modules on the same rank are handed.
@@ -151,7 +151,7 @@ class Executor:
         autocast: torch.dtype | None = None,
         device: torch.device | None = None,
         timeout: timedelta = timedelta(minutes=5),
-        token_share: int = 0,
+        random_shares: Mapping[str, int] | None = None,
         sum_gradient: Callable[[torch.Tensor], torch.Tensor] | None = None,
         reduction: GradientReduction | None = None,
     ) -> None:
@@ -163,7 +163,7 @@ class Executor:
         self._autocast = autocast
         self._device = device or torch.device("cpu")
         self._timeout = timeout
-        self._token_share = token_share
+        self._random_shares = dict(random_shares or {})
         self._sum_gradient = sum_gradient
         self._reduction = reduction
 
@@ -314,8 +314,8 @@ class Executor:
         )
         if stage.training:
             drawer = _of_one_copy(task.stage)
-            if self._token_share:
-                drawer += f"#{self._token_share}"
+            if share := self._random_shares.get(task.stage):
+                drawer += f"#{share}"
             seed = derive_seed(meta.seed, meta.step, drawer, m)
             torch.manual_seed(seed)
         with torch.set_grad_enabled(with_grad), self._precision():

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from raymm.actors.gradient_reduction import Family, GradientReduction, SharedParameter
+from raymm.actors.stages.fully_sharded import local_part
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,8 @@ class RankOptimizer:
         groups: process group of every family of several processes.
 
     Attributes:
-        updated: the parameters that are updated here, not at another owner.
+        updated: the parameters that are updated here, not at another owner; of sharded ones the
+            part that is here, if there is any. Plain tensors, which optimizers can take together.
         reduction: sums gradients over holders.
     """
 
@@ -116,8 +118,11 @@ class RankOptimizer:
             for one in holdings.shared if one.owner not in (None, process)
             for holder in one.holders if holder.process == process
         }
-        self.updated = {key: p for key, p in parameters.items() if key not in elsewhere}
-        self._counted = [p for key, p in parameters.items() if key in holdings.counted]
+        self.updated = {
+            key: _plain(p) for key, p in parameters.items()
+            if key not in elsewhere and local_part(p).numel()
+        }
+        self._counted = [p for key, p in self.updated.items() if key in holdings.counted]
         self._steps = 0
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
@@ -129,6 +134,7 @@ class RankOptimizer:
 
         As ``torch.nn.utils.clip_grad_norm_`` over all ranks' parameters at once.
         """
+        self._take_local_parts()
         norms = [torch.linalg.vector_norm(p.grad) for p in self._counted if p.grad is not None]
         square = torch.zeros((), dtype=torch.float64, device=self._device)
         if norms:
@@ -145,6 +151,7 @@ class RankOptimizer:
 
     def step(self) -> float:
         """AdamW and scheduler step; zeroes gradients. Returns the learning rate used."""
+        self._take_local_parts()
         used = self.config.lr * self.config.factor(self._steps)
         self._steps += 1
         if self.optimizer is not None:
@@ -154,9 +161,17 @@ class RankOptimizer:
         self.zero_grad()
         return used
 
+    def _take_local_parts(self) -> None:
+        """Sharded parameters' values and gradients, as plain tensors in the same memory."""
+        for key, plain in self.updated.items():
+            parameter = self.parameters[key]
+            if parameter is not plain:
+                plain.data = local_part(parameter.detach())
+                plain.grad = None if parameter.grad is None else local_part(parameter.grad)
+
     def zero_grad(self) -> None:
         """Forget accumulated gradients."""
-        for parameter in self.parameters.values():
+        for parameter in (*self.parameters.values(), *self.updated.values()):
             parameter.grad = None
 
     def state_tensors(self) -> dict[tuple[str, str, str], torch.Tensor]:
@@ -184,3 +199,9 @@ class RankOptimizer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.scheduler._last_lr = [rate]
+
+
+def _plain(parameter: nn.Parameter) -> nn.Parameter:
+    """The parameter itself, or of a sharded one what is here."""
+    here = local_part(parameter)
+    return parameter if here is parameter else nn.Parameter(here.detach())

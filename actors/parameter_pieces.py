@@ -1,15 +1,26 @@
-"""Which piece of each parameter of a module a tensor-parallel process holds."""
+"""Which piece of each parameter of a module a process holds."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 if TYPE_CHECKING:
-    from raymm.actors.stages.tensor_plan import Piece, TensorPlan
+    from raymm.actors.stages.tensor_plan import Piece
+
+
+class PiecePlan(Protocol):
+    """Who has what of a module's parameters: a ``TensorPlan`` or a ``FullyShardedPlan``. Processes
+    are numbered by their place among those that share the parameters."""
+
+    def piece(self, parameter: str, place: int) -> Piece | None: ...
+
+    def holders(self, parameter: str, place: int) -> tuple[int, ...]: ...
+
+    def is_replica(self, parameter: str, place: int) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -19,38 +30,49 @@ class ChainPieces:
     Attributes:
         plans: by attribute of the stage (``"module"``, ``"projector"``), which is what names of
             parameters begin with; what has no plan is whole on every process.
+        shards: over how many processes that share a microbatch the parameters are shared out;
+            1 if over those that share its work on every token (tensor parallelism).
     """
 
-    plans: Mapping[str, TensorPlan] = field(default_factory=dict)
+    plans: Mapping[str, PiecePlan] = field(default_factory=dict)
+    shards: int = 1
 
-    def piece(self, name: str, tp: int) -> Piece | None:
-        """What process ``tp`` holds of a parameter; None if all of it."""
+    def place(self, tp: int, data: int) -> int:
+        """Which of the processes that share parameters one is, from its place among those of
+        tensor parallelism and among those that share a microbatch."""
+        return data if self.shards > 1 else tp
+
+    def piece(self, name: str, place: int) -> Piece | None:
+        """What a process holds of a parameter; None if all of it."""
         plan, rest = self._find(name)
-        return None if plan is None else plan.piece(rest, tp)
+        return None if plan is None else plan.piece(rest, place)
 
-    def holders(self, name: str, tp: int) -> tuple[int, ...]:
-        """The processes whose gradients add up to that of ``tp``'s piece."""
+    def holders(self, name: str, place: int) -> tuple[int, ...]:
+        """The processes whose gradients add up to that of a process's piece."""
         plan, rest = self._find(name)
-        return (tp,) if plan is None else plan.holders(rest, tp)
+        if plan is not None:
+            return plan.holders(rest, place)
+        return tuple(range(self.shards)) if self.shards > 1 else (place,)
 
-    def is_replica(self, name: str, tp: int) -> bool:
-        """Whether a process before ``tp`` holds the very same."""
+    def is_replica(self, name: str, place: int) -> bool:
+        """Whether a process before it holds the very same."""
         plan, rest = self._find(name)
-        return tp > 0 if plan is None else plan.is_replica(rest, tp)
+        return place > 0 if plan is None else plan.is_replica(rest, place)
 
-    def _find(self, name: str) -> tuple[TensorPlan | None, str]:
+    def _find(self, name: str) -> tuple[PiecePlan | None, str]:
         part, _, rest = name.partition(".")
         return self.plans.get(part), rest
 
     def add(
-        self, whole: torch.Tensor | None, name: str, tp: int, degree: int, local: torch.Tensor
+        self, whole: torch.Tensor | None, name: str, place: int, count: int, local: torch.Tensor
     ) -> torch.Tensor:
-        """Add a process's piece to the whole parameter (None: nothing yet, zeros)."""
-        piece = self.piece(name, tp)
+        """Add a process's piece, one of ``count``, to the whole parameter (None: nothing yet,
+        zeros)."""
+        piece = self.piece(name, place)
         if piece is None:
             return local.clone() if whole is None else whole + local
         if whole is None:
-            others = [self.piece(name, other) for other in range(degree)]
+            others = [self.piece(name, other) for other in range(count)]
             shape = list(local.shape)
             shape[piece.dim] = max(stop for one in others for _, stop in one.ranges)
             whole = local.new_zeros(shape)

@@ -22,6 +22,7 @@ from raymm.actors.gradient_reduction import Family
 from raymm.actors.optimizer import Holdings, OptimizerConfig, RankOptimizer
 from raymm.actors.parameter_pieces import ChainPieces
 from raymm.actors.shards import StoredTensors, copy_tensors, stored_pieces, write_shard
+from raymm.actors.stages.fully_sharded import local_part
 from raymm.actors.stages.precision import cast_frozen
 from raymm.actors.to_device import to_device
 from raymm.kernels.exchange import Exchange
@@ -46,10 +47,12 @@ def remember(programs: OrderedDict[str, Any], key: str, value: Any) -> None:
 
 
 class Neighbours(NamedTuple):
-    """Processes of one rank: all of them, those that share one's tokens, and those that share
-    its parameters; none where it is the only one."""
+    """Processes of one rank: all of them; those that share a microbatch with one, its samples,
+    its samples' tokens; and those that share every token's work. None where it is the only one."""
 
     rank: tuple[int, ...] = ()
+    data: tuple[int, ...] = ()
+    samples: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
     tensors: tuple[int, ...] = ()
 
@@ -64,9 +67,8 @@ class RankSpec:
         edges: all data edges of the plan (stage names).
         lanes: of every directed edge of messages between ranks, which processes have them.
         groups: every group of several processes of a rank, the same on all processes.
-        neighbours: the processes of its own rank; which of them share its samples' tokens;
-            and which its parameters.
-        pieces: per module, which piece of each parameter a tensor-parallel process holds.
+        neighbours: the processes of its own rank, by what they share.
+        pieces: per module, which piece of each parameter a process holds.
         families: all families of processes that hold parameters together.
         holdings: what it has of parameters that others have too.
         optimizer: the optimizer's configuration.
@@ -132,7 +134,10 @@ class RankActor:
         )
         self._groups = {one: self._new_group(one) for one in spec.groups}
         neighbours = spec.neighbours
-        self._tokens = Exchange(self._groups[neighbours.tokens]) if neighbours.tokens else None
+        self._data, self._samples, self._tokens = (
+            Exchange(self._groups[group]) if group else None
+            for group in (neighbours.data, neighbours.samples, neighbours.tokens)
+        )
         self._tensors = (
             TensorGroup(self._groups[neighbours.tensors]) if neighbours.tensors else None
         )
@@ -160,10 +165,10 @@ class RankActor:
                 links[sender] = Link(group, ends[0])
         if me in lane.senders:
             # What goes back from another module is a gradient that every process which shares
-            # tokens has a part of.
+            # the microbatch has a part of.
             is_gradient = edge not in self._spec.edges
             between = stage_module(edge[0]) != stage_module(edge[1])
-            summed = self._tokens.group if is_gradient and between and self._tokens else None
+            summed = self._data.group if is_gradient and between and self._data else None
             self._senders[edge] = SendChannel(
                 links, device, resharding, lane.senders.index(me), summed
             )
@@ -183,13 +188,19 @@ class RankActor:
         self._stages = {}
         for name, builder in (builders or self._spec.builders).items():
             stage = builder()
+            pieces = self._spec.pieces.get(stage_module(name), ChainPieces())
             if self._tensors is not None:
-                stage.shard_tensors(self._spec.pieces[stage_module(name)].plans, self._tensors)
+                stage.shard_tensors(pieces.plans, self._tensors)
+            if self._samples is not None:
+                stage.share_samples(self._samples)
             if self._tokens is not None:
                 stage.share_tokens(self._tokens)
             if autocast is not None and stage_module(name) in self._spec.reloadable:
                 cast_frozen(stage, autocast)
-            self._stages[name] = stage.to(self._device)
+            stage.to(self._device)
+            if pieces.shards > 1:
+                stage.shard_parameters(pieces.plans, self._data.group, self._device)
+            self._stages[name] = stage
         parameters = {
             (stage, name): parameter
             for stage, module in self._stages.items()
@@ -204,19 +215,21 @@ class RankActor:
             self._stages, self._spec.edges, self._senders, self._receivers,
             {Op.REDUCE_TIED: self._reduce_tied, Op.CLIP_GRADS: self._clip, Op.STEP: self._step},
             autocast, self._device, self._timeout,
-            token_share=0 if self._tokens is None else self._tokens.rank,
-            sum_gradient=None if self._tokens is None else self._sum_over_tokens,
+            random_shares={} if self._data is None else {
+                name: stage.random_share for name, stage in self._stages.items()
+            },
+            sum_gradient=None if self._data is None else self._sum_over_data,
             reduction=self._optimizer.reduction,
         )
         return {
-            stage: sum(p.numel() for p in module.parameters())
+            stage: sum(local_part(p).numel() for p in module.parameters())
             for stage, module in self._stages.items()
         }
 
-    def _sum_over_tokens(self, gradient: torch.Tensor) -> torch.Tensor:
-        with _reporting_connections("summing gradients over a sample's tokens"):
+    def _sum_over_data(self, gradient: torch.Tensor) -> torch.Tensor:
+        with _reporting_connections("summing gradients over a microbatch's parts"):
             whole = gradient.contiguous()
-            dist.all_reduce(whole, group=self._tokens.group)
+            dist.all_reduce(whole, group=self._data.group)
             return whole
 
     def _reduce_tied(self, result: StepResult) -> None:
@@ -277,14 +290,14 @@ class RankActor:
     def gradients(self) -> dict[tuple[str, str], torch.Tensor | None]:
         """Gradients by (stage, name); None where a trainable parameter has none."""
         return {
-            key: None if p.grad is None else p.grad.cpu()
+            key: None if p.grad is None else local_part(p.grad).cpu()
             for key, p in self._optimizer.parameters.items()
         }
 
     def parameters(self, trainable_only: bool = False) -> dict[tuple[str, str], torch.Tensor]:
         """Parameters by (stage, name)."""
         return {
-            (stage, name): parameter.detach().cpu()
+            (stage, name): local_part(parameter.detach()).cpu()
             for stage, module in self._stages.items()
             for name, parameter in module.named_parameters()
             if parameter.requires_grad or not trainable_only
@@ -293,7 +306,10 @@ class RankActor:
     def _piece(self, stage: str, name: str) -> Piece | None:
         """Which piece of a parameter this process holds; None if all of it."""
         chain = self._spec.pieces.get(stage_module(stage))
-        return None if self._tensors is None else chain.piece(name, self._tensors.rank)
+        if chain is None:
+            return None
+        tensors, data = (0 if one is None else one.rank for one in (self._tensors, self._data))
+        return chain.piece(name, chain.place(tensors, data))
 
     def _named_tensors(self, stage: str) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Parameters and persistent buffers of a stage: the name, the name of the parameter that
@@ -320,7 +336,8 @@ class RankActor:
                 writes = (stage, parameter) in holdings.written if parameter else writes_buffers
                 if writes and (tensor.requires_grad or owner not in skip_frozen):
                     piece = self._piece(stage, parameter) if parameter else None
-                    tensors.update(stored_pieces(f"{owner}/{name}", tensor.detach(), piece))
+                    here = local_part(tensor.detach())
+                    tensors.update(stored_pieces(f"{owner}/{name}", here, piece))
         state: dict[str, torch.Tensor] = {}
         for (stage, name, key), value in self._optimizer.state_tensors().items():
             if (stage, name) in holdings.counted:
@@ -340,7 +357,7 @@ class RankActor:
         the checkpoint lacks."""
         stored = StoredTensors(Path(folder), index)
         own = [
-            (f"{stage_module(stage)}/{name}", tensor.detach(),
+            (f"{stage_module(stage)}/{name}", local_part(tensor.detach()),
              self._piece(stage, parameter) if parameter else None)
             for stage in self._stages
             for name, parameter, tensor in self._named_tensors(stage)

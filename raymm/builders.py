@@ -8,9 +8,13 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from raymm.actors.parameter_pieces import ChainPieces
+from raymm.actors.stages.blocks import find_blocks
+from raymm.actors.stages.dealt_samples import DealtSamplesError, count_items
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage, encoder_stage_parameters
+from raymm.actors.stages.fully_sharded import fully_sharded_plan
 from raymm.actors.stages.language import (
     LanguageSpec,
     LanguageStage,
@@ -23,7 +27,7 @@ from raymm.actors.stages.probe_tensor import probe_tensor
 from raymm.actors.stages.source import LiveSource
 from raymm.actors.stages.tensor_plan import tensor_plan
 from raymm.model import LANGUAGE_MODEL, MultimodalModule
-from raymm.scheduler.plan import Plan
+from raymm.scheduler.plan import Plan, PlanError, Stage
 
 
 def reloadable_modules(model: MultimodalModule) -> frozenset[str]:
@@ -41,7 +45,7 @@ class StageBuilders:
     Attributes:
         build: per stage, a picklable function that builds it whole: shared by nobody.
         owned: per stage, elements of the parameters that it owns, by name.
-        pieces: per module, which piece of each parameter a tensor-parallel process holds.
+        pieces: per module, which piece of each parameter a process holds.
     """
 
     build: dict[str, Callable[[], nn.Module]]
@@ -75,7 +79,9 @@ def stage_builders(model: MultimodalModule, plan: Plan) -> StageBuilders:
             if first.cp > 1:
                 probe_shared_items(spec.source, example)
             names, build = encoder_stage_parameters, _build_encoder
-        made.pieces[node.name] = _pieces(node.name, spec, first.tp, example)
+        if first.fsdp > 1:
+            _check_samples(node.name, spec, example)
+        made.pieces[node.name] = _pieces(node.name, spec, first, example)
         sizes = _sizes(spec)
         parts: dict[tuple[int, int], tuple[dict[str, int], Callable[[], nn.Module]]] = {}
         for stage in plan.module_stages(node.name):
@@ -99,10 +105,45 @@ def _sizes(spec: EncoderSpec | LanguageSpec) -> dict[str, int]:
     }
 
 
+def _check_samples(
+    module: str, spec: EncoderSpec | LanguageSpec, example: dict[str, Any] | None
+) -> None:
+    """
+    Raises:
+        PlanError: if a module's samples cannot be dealt out over processes.
+    """
+    skeleton = spec.source.skeleton()
+    if any(isinstance(m, _NormBase) and m.training for m in skeleton.modules()):
+        raise PlanError(
+            f"sharding of {module!r} is 'fsdp', which deals samples out over processes, and it has "
+            "norms over all samples (batch norm); use dp with sharding none or zero1"
+        )
+    if isinstance(spec, EncoderSpec) and example is not None:
+        try:
+            count_items(example if spec.preprocess is None else spec.preprocess(example), module)
+        except DealtSamplesError as error:
+            raise PlanError(f"sharding of {module!r}: {error}") from None
+
+
 def _pieces(
-    module: str, spec: EncoderSpec | LanguageSpec, tp: int, example: dict[str, Any] | None
+    module: str, spec: EncoderSpec | LanguageSpec, stage: Stage, example: dict[str, Any] | None
 ) -> ChainPieces:
-    """Which piece of a module's parameters each of ``tp`` processes holds."""
+    """Which piece of a module's parameters each process of a rank holds.
+
+    Raises:
+        PlanError: if they cannot be shared out as planned.
+    """
+    if stage.shards > 1:
+        skeleton = spec.source.skeleton()
+        blocks = spec.cut.blocks if spec.cut else find_blocks(skeleton)
+        if blocks is None:
+            raise PlanError(
+                f"sharding of {module!r} is 'fsdp', and no list of blocks was found in it, whose "
+                "parameters it shares out; use none or zero1"
+            )
+        plan = fully_sharded_plan(skeleton, blocks, stage.shards)
+        return ChainPieces({"module": plan}, stage.shards)
+    tp = stage.tp
     if tp == 1:
         return ChainPieces()
     plans = {"module": probe_tensor(spec.source, tp, module, example)}

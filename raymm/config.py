@@ -94,7 +94,7 @@ class LayoutSection(_Section):
     tp: int = 1
     cp: int = 1
     dp: int = 1
-    sharding: Literal["none", "zero1"] = "none"
+    sharding: Literal["none", "zero1", "fsdp"] = "none"
     layers: tuple[int, ...] | None = None
     ranks: tuple[int, ...] | None = None
 
@@ -128,15 +128,18 @@ class PlanningSection(_Section):
     """What raymm plans for, where it plans. Options of ``raymm plan`` go before it.
 
     Attributes:
-        ranks: how many ranks there will be; those of the cluster by default.
+        ranks: how many devices there will be; those of the cluster by default.
         device: a device that costs are computed for (``raymm.scheduler.devices``); the
             cluster's by default.
         profile: file of ``raymm profile``; its measured costs are used instead.
         tokens: tokens per sample, by module: the language model's with everything merged in,
             an encoder's of one item. Where not given, those of the training data.
-        memory_gib: GiB that a rank may use; by default 0.9 of the device's memory, without
+        memory_gib: GiB that a device may use; by default 0.9 of the device's memory, without
             limit on CPUs.
-        ranks_per_node: ranks that share a node; decides which links are fast.
+        ranks_per_node: devices that share a node; decides which links are fast.
+        degrees: which degrees of parallelism within modules may be used beside pipelines:
+            ``auto`` (all), ``none``, or a list of ``tp``, ``cp``, ``dp``; ``tp=4`` up to a degree,
+            ``llm.tp=4`` with this one.
     """
 
     ranks: int | None = Field(default=None, gt=0)
@@ -145,6 +148,7 @@ class PlanningSection(_Section):
     tokens: dict[str, int] = Field(default_factory=dict)
     memory_gib: float | None = Field(default=None, gt=0)
     ranks_per_node: int = Field(default=8, gt=0)
+    degrees: str | list[str] = "auto"
 
 
 class ResourcesSection(_Section):

@@ -17,7 +17,7 @@ def holdings(
     pieces: Mapping[str, ChainPieces],
 ) -> tuple[Holdings, ...]:
     """What each process has of parameters that others have too: tied embeddings, and all of a
-    module that has several copies, is context parallel, or has fewer pieces than processes.
+    module that has several copies, shares out microbatches, or has fewer pieces than processes.
 
     Args:
         processes: the plan's.
@@ -63,18 +63,26 @@ def _groups(
         chain = pieces[stage.module]
         for name in owned[stage.name]:
             for number in processes.of_rank(stage.rank):
-                key = (stage.module, name, chain.holders(name, processes.all[number].tp))
+                place = place_of(processes, number, chain)
+                key = (stage.module, name, chain.holders(name, place))
                 places.setdefault(key, []).append(Holder(number, stage.name, name))
-    sharded = {stage.module for stage in plan.stages if stage.sharding == "zero1"}
+    # Of fully sharded modules: what is not sharded.
+    sharded = {stage.module for stage in plan.stages if stage.sharding != "none"}
     loads: dict[int, int] = {}
     groups = []
     for (module, name, _), holders in places.items():
         group = SharedParameter(tuple(holders))
         if module in sharded and len(group.family.processes) > 1:
             group = replace(group, owner=_lightest(group, loads, owned[holders[0].stage][name]))
-        tp = processes.all[holders[0].process].tp
-        groups.append((group, not pieces[module].is_replica(name, tp)))
+        place = place_of(processes, holders[0].process, pieces[module])
+        groups.append((group, not pieces[module].is_replica(name, place)))
     return groups
+
+
+def place_of(processes: Processes, number: int, pieces: ChainPieces) -> int:
+    """A process's place among those that share a module's parameters."""
+    process = processes.all[number]
+    return pieces.place(process.tp, processes.data_place(process))
 
 
 def _lightest(group: SharedParameter, loads: dict[int, int], size: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -18,7 +18,7 @@ from raymm.actors.rank_actor import Neighbours, RankSpec, remember
 from raymm.builders import reloadable_modules, stage_builders
 from raymm.cluster import connect
 from raymm.data import MicrobatchMeta, describe
-from raymm.holdings import families, holdings
+from raymm.holdings import families, holdings, place_of
 from raymm.model import (
     LANGUAGE_MODEL,
     MultimodalModule,
@@ -75,8 +75,8 @@ class PendingStep:
         """
         results = self._handle.result()
         found = list(zip(self._processes, results, strict=True))
-        # Processes that share tokens have each their part of the loss, those that share
-        # parameters all the same.
+        # Processes that share a microbatch have each their part of the loss, those that share
+        # every token's work all the same.
         losses = [
             (m, value) for p, result in found if p.tp == 0 for m, value in result.losses.items()
         ]
@@ -86,7 +86,7 @@ class PendingStep:
             loss=sum(value for _, value in sorted(losses, key=itemgetter(0))),
             label_tokens=self._label_tokens,
             # A rank's first process stands for it.
-            timeline=measured_timeline([r for p, r in found if p.cp == p.tp == 0]),
+            timeline=measured_timeline([r for p, r in found if p.fsdp == p.cp == p.tp == 0]),
             grad_norm=norms[0] if norms else None,
             learning_rate=rates[0] if rates else None,
         )
@@ -318,17 +318,16 @@ class MultimodalParallelModule:
         part, until the optimizer's step sums them; here they are summed.
         """
         named: dict[str, torch.Tensor | None] = {}
-        for process, part in self._answers("gradients"):
+        for number, part in enumerate(self.group.call("gradients")):
             for (stage, name), tensor in part.items():
                 pieces = self._pieces[stage_module(stage)]
-                if pieces.holders(name, process.tp) == (process.tp,) and pieces.is_replica(
-                    name, process.tp
-                ):
+                place = place_of(self._processes, number, pieces)
+                if pieces.holders(name, place) == (place,) and pieces.is_replica(name, place):
                     continue  # complete, and counted already
                 full = model_name(stage, name)
                 known = named.get(full)
                 named[full] = (
-                    known if tensor is None else self._add(known, stage, name, process, tensor)
+                    known if tensor is None else self._add(known, stage, name, place, tensor)
                 )
         return named
 
@@ -336,24 +335,25 @@ class MultimodalParallelModule:
         """Parameters by the model's names."""
         named: dict[str, torch.Tensor] = {}
         of_copies: dict[str, str] = {}
-        for process, part in self._answers("parameters", trainable_only):
+        for number, part in enumerate(self.group.call("parameters", trainable_only)):
+            process = self._processes.all[number]
             for (stage, name), tensor in part.items():
                 full = model_name(stage, name)
-                replica = self._pieces[stage_module(stage)].is_replica(name, process.tp)
-                if process.cp or replica or of_copies.setdefault(full, stage) != stage:
+                pieces = self._pieces[stage_module(stage)]
+                place = place_of(self._processes, number, pieces)
+                has_all = pieces.shards == 1 and process.cp > 0  # of what one before it has
+                if has_all or pieces.is_replica(name, place):
                     continue
-                named[full] = self._add(named.get(full), stage, name, process, tensor)
+                if of_copies.setdefault(full, stage) == stage:
+                    named[full] = self._add(named.get(full), stage, name, place, tensor)
         return named
 
-    def _answers(self, method: str, *args: Any) -> Iterator[tuple[Process, dict]]:
-        return zip(self._processes.all, self.group.call(method, *args), strict=True)
-
     def _add(
-        self, known: torch.Tensor | None, stage: str, name: str, process: Process,
-        tensor: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
-        degree = self.plan.degrees(process.rank).tp
-        return self._pieces[stage_module(stage)].add(known, name, process.tp, degree, tensor)
+        self, known: torch.Tensor | None, stage: str, name: str, place: int, tensor: torch.Tensor
+    ) -> torch.Tensor:
+        pieces = self._pieces[stage_module(stage)]
+        count = max(pieces.shards, self.plan.by_name[stage].tp)
+        return pieces.add(known, name, place, count, tensor)
 
     def load_into(self, model: nn.Module) -> None:
         """Copy trained parameters back into a live model."""
@@ -411,6 +411,8 @@ def process_labels(processes: Processes) -> list[str]:
 def _neighbours(processes: Processes, process: Process) -> Neighbours:
     groups = (
         tuple(processes.of_rank(process.rank)),
+        processes.data_group(process),
+        processes.sample_group(process),
         processes.token_group(process),
         processes.tensor_group(process),
     )

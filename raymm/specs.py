@@ -28,8 +28,11 @@ class ParallelSpec:
         tp: tensor parallel degree: every rank is that many processes, which share the
             parameters of each layer. With both, it is ``cp * tp``.
         sharding: ``"zero1"``: the optimizer's state of a parameter is kept by one of the
-            processes that have it (``dp`` and ``cp``), which updates it for all. ``"none"``:
-            by all.
+            processes that have it (``dp`` and ``cp``), which updates it for all. ``"fsdp"``:
+            that, and each of those processes keeps a part of the blocks' parameters, gradients
+            and optimizer state (torch's FSDP2); the samples of every microbatch are then dealt
+            out over ``dp`` processes, so there are no copies. Not with ``tp`` or schedule
+            ``"zero_bubble"``. ``"none"``: all keep everything.
         chunks: stages per rank; the module is cut into ``pp * chunks`` stages, and stage i is on
             the pipeline's rank ``i % pp`` (Megatron's interleaved schedule).
         replicas: the former name of ``dp``.
@@ -66,15 +69,20 @@ class ParallelSpec:
         for name in ("chunks", "dp", "cp", "tp"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.sharding == "fsdp" and self.tp > 1:
+            raise PlanError(
+                f"sharding is 'fsdp' and tp {self.tp}; with tp above 1, sharding may be none or "
+                "zero1"
+            )
         for name, wanted, what in (
-            ("layers", self.stages, "stage"), ("ranks", self.pp * self.dp, "rank"),
+            ("layers", self.stages, "stage"), ("ranks", self.pp * self.copies, "rank"),
         ):
             value = getattr(self, name)
             if value is not None and len(value) != wanted:
                 factors = f"pp={self.pp}"
-                other = "chunks" if name == "layers" else "dp"
-                if getattr(self, other) > 1:
-                    factors += f", {other}={getattr(self, other)}"
+                other = ("chunks", self.chunks) if name == "layers" else ("dp", self.copies)
+                if other[1] > 1:
+                    factors += f", {other[0]}={other[1]}"
                 raise PlanError(
                     f"{name} is {tuple(value)}; it needs one entry per {what} ({factors})"
                 )
@@ -82,7 +90,13 @@ class ParallelSpec:
     @property
     def of_stages(self) -> dict[str, Any]:
         """What it says of every one of the module's stages."""
-        return {"cp": self.cp, "tp": self.tp, "sharding": self.sharding}
+        fsdp = self.dp if self.sharding == "fsdp" else 1
+        return {"cp": self.cp, "tp": self.tp, "sharding": self.sharding, "fsdp": fsdp}
+
+    @property
+    def copies(self) -> int:
+        """Copies of the module, each with a rank per pipeline place."""
+        return 1 if self.sharding == "fsdp" else self.dp
 
     @property
     def stages(self) -> int:
@@ -114,7 +128,7 @@ class MultimodalParallelSpec:
         if self.schedule not in SCHEDULES:
             raise PlanError(f"schedule is {self.schedule!r}; accepted: {', '.join(SCHEDULES)}")
         for name, spec in (*self.encoder_specs.items(), (LANGUAGE_MODEL, self.language_model_spec)):
-            if self.num_microbatches % spec.dp:
+            if self.num_microbatches % spec.copies:
                 raise PlanError(
                     f"dp of {name!r} is {spec.dp}, which does not divide the step's "
                     f"num_microbatches={self.num_microbatches} into equal shares"
@@ -158,8 +172,8 @@ def _placed(
     stages: tuple[Stage, ...], spec: ParallelSpec, free: Iterator[int]
 ) -> Iterator[Stage]:
     """A module's stages in every copy, each on its rank."""
-    ranks = spec.ranks or [next(free) for _ in range(spec.pp * spec.dp)]
-    for copy in range(spec.dp):
+    ranks = spec.ranks or [next(free) for _ in range(spec.pp * spec.copies)]
+    for copy in range(spec.copies):
         for stage in stages:
             rank = ranks[copy * spec.pp + stage.index % spec.pp]
             yield replace(stage, rank=rank, replica=copy, **spec.of_stages)

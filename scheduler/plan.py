@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
+from itertools import accumulate
 from math import gcd, prod
 from typing import Any, NamedTuple
 
@@ -15,8 +16,9 @@ from raymm.scheduler.policy import Policy
 
 PLAN_FORMAT = 1
 SCHEDULES = ("1f1b", "zero_bubble", "gpipe")
-SHARDINGS = ("none", "zero1")
-"""Nothing; or the optimizer's state (ZeRO-1)."""
+SHARDINGS = ("none", "zero1", "fsdp")
+"""Nothing; the optimizer's state (ZeRO-1); or that and the blocks' parameters and gradients
+(ZeRO-3, as torch's FSDP2 has it)."""
 
 
 class PlanError(ValueError):
@@ -52,10 +54,11 @@ def stage_module(stage: str) -> str:
 
 class Degrees(NamedTuple):
     """How a rank is several processes: by tokens (context parallel), by parameters (tensor
-    parallel)."""
+    parallel), by samples (fully sharded data parallel)."""
 
     cp: int = 1
     tp: int = 1
+    fsdp: int = 1
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,10 @@ class Stage:
             the layers' parameters.
         sharding: what of the module the processes that share its parameters keep one copy of
             among themselves: one of :data:`SHARDINGS`.
+        fsdp: degree of fully sharded data parallelism: its rank is that many times as many
+            processes, each with its share of every microbatch's samples (an encoder's items).
+            With ``sharding="fsdp"`` only; the blocks' parameters are then shared out over the
+            ``fsdp * cp`` processes that have the same of everything else.
     """
 
     module: str
@@ -86,11 +93,17 @@ class Stage:
     cp: int = 1
     tp: int = 1
     sharding: str = "none"
+    fsdp: int = 1
 
     @property
     def degrees(self) -> Degrees:
         """How its rank is several processes."""
-        return Degrees(self.cp, self.tp)
+        return Degrees(self.cp, self.tp, self.fsdp)
+
+    @property
+    def shards(self) -> int:
+        """How many processes the blocks' parameters are shared out over; 1 if each has them all."""
+        return self.fsdp * self.cp if self.sharding == "fsdp" else 1
 
     @property
     def name(self) -> str:
@@ -181,6 +194,7 @@ class Plan:
                 )
             for name, degree in stage.degrees._asdict().items():
                 check_number(f"{name} of stage {stage.name}", degree)
+            self._check_sharding(stage)
             for known, what in ((widths, f"rank {stage.rank}"), (degrees, stage.module)):
                 key = stage.rank if known is widths else stage.module
                 other = known.setdefault(key, stage)
@@ -192,6 +206,37 @@ class Plan:
                             f"{name} of stage {stage.name} is {mine} and of {other.name} {theirs}; "
                             f"all stages of {what} must have the same"
                         )
+
+    def _check_sharding(self, stage: Stage) -> None:
+        first = self.replicas(stage.module)[0][0]
+        if stage.sharding != first.sharding:
+            raise PlanError(
+                f"sharding of stage {stage.name} is {stage.sharding!r} and of {first.name} "
+                f"{first.sharding!r}; all stages of {stage.module} must have the same"
+            )
+        if stage.sharding != "fsdp":
+            if stage.fsdp > 1:
+                raise PlanError(
+                    f"fsdp of stage {stage.name} is {stage.fsdp} and its sharding "
+                    f"{stage.sharding!r}; fsdp above 1 needs sharding 'fsdp'"
+                )
+            return
+        if stage.tp > 1:
+            raise PlanError(
+                f"sharding of stage {stage.name} is 'fsdp' and its tp {stage.tp}; with tp above 1, "
+                "sharding may be none or zero1"
+            )
+        if stage.replica:
+            raise PlanError(
+                f"sharding of stage {stage.name} is 'fsdp', which has no copies of a module; "
+                "use fsdp, the degree over which samples are dealt out"
+            )
+        if stage.shards > 1 and self.schedule == "zero_bubble":
+            raise PlanError(
+                f"schedule is 'zero_bubble', which computes gradients of weights apart, and "
+                f"sharding of {stage.module!r} 'fsdp', which gives its weights away before; "
+                "use schedule 1f1b or gpipe, or sharding zero1"
+            )
 
     def _check_replicas(self, node: ModuleNode) -> None:
         chains = self.replicas(node.name)
@@ -257,12 +302,31 @@ class Plan:
 
     def degrees(self, rank: int) -> Degrees:
         """How a rank is several processes."""
-        return self.rank_stages(rank)[0].degrees
+        return self._rank_degrees[rank]
+
+    def rank_processes(self, rank: int) -> range:
+        """The numbers of a rank's processes; ranks have theirs one after another."""
+        first = self._first_processes
+        return range(first[rank], first[rank + 1])
 
     @cached_property
     def num_processes(self) -> int:
         """Processes of all ranks, one device each."""
-        return sum(self.processes(rank) for rank in range(self.num_ranks))
+        return self._first_processes[-1]
+
+    @cached_property
+    def _rank_degrees(self) -> Mapping[int, Degrees]:
+        return {stage.rank: stage.degrees for stage in self.stages}
+
+    @cached_property
+    def _first_processes(self) -> tuple[int, ...]:
+        counts = [self.processes(rank) for rank in range(self.num_ranks)]
+        return tuple(accumulate(counts, initial=0))
+
+    def sharers(self, stage: Stage) -> int:
+        """Processes that have the same parameters as one of a stage's: over copies of its module,
+        and by tokens."""
+        return len(self.replicas(stage.module)) * stage.cp * stage.fsdp
 
     def rank_stages(self, rank: int) -> tuple[Stage, ...]:
         """Stages of a rank, producers before consumers."""
@@ -423,6 +487,7 @@ def _stage(data: Mapping[str, Any]) -> Stage:
         _typed({"cp": 1, **data}, "cp", int),
         _typed({"tp": 1, **data}, "tp", int),
         _typed({"sharding": "none", **data}, "sharding", str),
+        _typed({"fsdp": 1, **data}, "fsdp", int),
     )
 
 

@@ -1,9 +1,9 @@
-"""From a plan's ranks to processes: a rank with context or tensor parallelism is several.
+"""From a plan's ranks to processes: a rank may be a grid of several.
 
-The processes of a rank form a grid: those that differ in their ``cp`` place share every
-sample's tokens, those that differ in ``tp`` share every layer's parameters. All of them run
-the rank's instructions in the same order, so a step is scheduled, checked and simulated for
-ranks, and what the processes of a rank have to tell one another cannot deadlock.
+Processes that differ in their ``fsdp`` place share every microbatch's samples, those that differ
+in ``cp`` every sample's tokens, and those that differ in ``tp`` every layer's parameters. All of
+them run the rank's instructions in the same order, so a step is scheduled, checked and simulated
+for ranks, and what the processes of a rank have to tell one another cannot deadlock.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class Process(NamedTuple):
     """One process: the plan's rank, and its place in the rank's grid."""
 
     rank: int
+    fsdp: int
     cp: int
     tp: int
 
@@ -68,8 +69,9 @@ class Processes:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.all = tuple(
-            Process(rank, cp, tp)
+            Process(rank, fsdp, cp, tp)
             for rank in range(plan.num_ranks)
+            for fsdp in range(plan.degrees(rank).fsdp)
             for cp in range(plan.degrees(rank).cp)
             for tp in range(plan.degrees(rank).tp)
         )
@@ -80,26 +82,45 @@ class Processes:
         """The numbers of all of a rank's processes."""
         return range(self._first[rank], self._first[rank + 1])
 
+    def data_place(self, process: Process) -> int:
+        """Its place in its :meth:`data_group`."""
+        return process.fsdp * self.plan.degrees(process.rank).cp + process.cp
+
+    def data_group(self, process: Process) -> tuple[int, ...]:
+        """The processes that share a microbatch with one, its samples or their tokens, and have
+        its part of the layers."""
+        return self._alike(process, tp=process.tp)
+
+    def sample_group(self, process: Process) -> tuple[int, ...]:
+        """The processes that share a microbatch's samples with one, and have its tokens of each
+        and its part of the layers."""
+        return self._alike(process, cp=process.cp, tp=process.tp)
+
     def token_group(self, process: Process) -> tuple[int, ...]:
-        """The processes that share a sample's tokens with one, and have its parameters."""
-        cp, tp = self.plan.degrees(process.rank)
-        first = self._first[process.rank]
-        return tuple(first + c * tp + process.tp for c in range(cp))
+        """The processes that share the tokens of one's samples, and have its part of the
+        layers."""
+        return self._alike(process, fsdp=process.fsdp, tp=process.tp)
 
     def tensor_group(self, process: Process) -> tuple[int, ...]:
         """The processes that share parameters with one, and have its tokens."""
-        tp = self.plan.degrees(process.rank).tp
-        first = self._first[process.rank] + process.cp * tp
-        return tuple(range(first, first + tp))
+        return self._alike(process, fsdp=process.fsdp, cp=process.cp)
+
+    def _alike(self, process: Process, **places: int) -> tuple[int, ...]:
+        return tuple(
+            number
+            for number in self.of_rank(process.rank)
+            if all(getattr(self.all[number], name) == place for name, place in places.items())
+        )
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Every group of several processes within a rank: all of them, and by tokens and by
-        parameters."""
+        """Every group of several processes within a rank: all of them, and by what they share."""
         found: dict[tuple[int, ...], None] = {}
         for process in self.all:
             for group in (
                 tuple(self.of_rank(process.rank)),
+                self.data_group(process),
+                self.sample_group(process),
                 self.token_group(process),
                 self.tensor_group(process),
             ):
@@ -120,13 +141,13 @@ class Processes:
 
     def lanes(self, edge: Edge) -> tuple[Lane, ...]:
         """Who has messages with whom on a directed edge. Within a module, processes keep their
-        share of the tokens; what a module hands to another is whole."""
+        share of the samples and tokens; what a module hands to another is whole."""
         sender, receiver = (self.plan.by_name[stage] for stage in edge)
         theirs = tuple(tuple(self.of_rank(stage.rank)) for stage in (sender, receiver))
         if sender.module != receiver.module:
             return (Lane(*theirs),)
         tp = sender.tp
         return tuple(
-            Lane(*(numbers[c * tp : (c + 1) * tp] for numbers in theirs))
-            for c in range(sender.cp)
+            Lane(*(numbers[place * tp : (place + 1) * tp] for numbers in theirs))
+            for place in range(sender.fsdp * sender.cp)
         )

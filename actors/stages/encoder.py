@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from raymm.actors.stages.blocks import find_blocks
 from raymm.actors.stages.cut import CutInfo, CutReached, inject, stage_parameters
+from raymm.actors.stages.dealt_samples import DealtSamplesError, count_items, shares, take_items
+from raymm.actors.stages.fully_sharded import FullyShardedPlan, shard_blocks
 from raymm.actors.stages.message import Message, MicrobatchContext
 from raymm.actors.stages.probe import first_tensor
 from raymm.actors.stages.shared_items import ProcessPeers, SharedItems, SharedItemsError
@@ -19,10 +22,12 @@ from raymm.actors.stages.source import ModuleSource, Part
 from raymm.actors.stages.tensor_plan import TensorPlan
 from raymm.actors.stages.tensor_shard import shard_module
 from raymm.kernels.exchange import Exchange
+from raymm.kernels.gather_items import gather_items
 from raymm.kernels.gather_tokens import contribute_once
 from raymm.kernels.tensor_group import TensorGroup
 
 _GHOST = "shape/"  # side tensors with this prefix hold the shape of a floating-point input
+_ITEMS = "items/of_all"  # the side tensor with the number of items that processes share
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,7 @@ class EncoderStage(nn.Module):
         self.first = lo == 0
         self._blocks = lo, min(hi, spec.num_blocks)
         self._exchange: Exchange | None = None
+        self._samples: Exchange | None = None
         self._sharing: SharedItems | None = None
         self._inject = None
         if self.module is not None and lo > 0:
@@ -119,6 +125,36 @@ class EncoderStage(nn.Module):
         peers = ProcessPeers(exchange, backward=trains)
         self._sharing = SharedItems(self.module, blocks, *self._blocks, peers)
 
+    def share_samples(self, exchange: Exchange) -> None:
+        """Work on a part of every microbatch's items, together with the processes of a group.
+
+        All of them get the same inputs, and the same gradient of what the last stage returns,
+        features of all items. Stages before it hand on the process's own items. The gradients
+        of a parameter have the right *sum* over the processes.
+        """
+        self._samples = exchange
+
+    @property
+    def random_share(self) -> int:
+        """Processes that differ in it draw other random numbers in training. Those that share
+        items' tokens do not: what they compute alike must be the same."""
+        return 0 if self._samples is None else self._samples.rank
+
+    def shard_parameters(
+        self, plans: Mapping[str, FullyShardedPlan], group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        """Hold a part of the blocks' parameters, together with the processes of a group.
+
+        Args:
+            plans: of the whole module under ``"module"``. A projector stays whole.
+        """
+        own: Sequence[nn.Module] = ()
+        if self.module is not None:
+            blocks = self.spec.cut.blocks if self.spec.cut else find_blocks(self.module)
+            own = self.module.get_submodule(blocks)[slice(*self._blocks)]
+        shard_blocks(self, self.module, own, plans["module"], group, device)
+
     def run(
         self,
         inputs: dict[str, Any] | None,
@@ -132,11 +168,16 @@ class EncoderStage(nn.Module):
             inputs = {k: v for k, v in (inputs or {}).items() if k != "sample_index"}
             if self.spec.preprocess is not None:
                 inputs = self.spec.preprocess(inputs)
+            if self._samples is not None:
+                inputs, count = self._own_items(inputs)
             side = _side(inputs)
+            if self._samples is not None:
+                side[_ITEMS] = torch.tensor(count)
         else:
             (message,) = received.values()
             hidden, side = message.tensors[0], message.side
             inputs = _from_side(side)
+        items = None if self._samples is None else int(side[_ITEMS])
         if self.module is not None:
             if self._inject is not None:
                 self._inject(hidden)
@@ -157,10 +198,26 @@ class EncoderStage(nn.Module):
             hidden = self.projector(hidden)
             if self.spec.postprocess_projector is not None:
                 hidden = first_tensor(self.spec.postprocess_projector(inputs, hidden))
-            side = {}
         if self._exchange is not None:
             hidden = contribute_once(hidden, self._exchange)
-        return Message((hidden,), side if self._unfinished else {})
+        if self._unfinished:
+            return Message((hidden,), side)
+        return Message((hidden if items is None else self._all_items(hidden, items),), {})
+
+    def _own_items(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], int]:
+        """The process's items, and how many there are in all."""
+        items = count_items(inputs, self.spec.name)
+        return take_items(inputs, shares(items, self._samples.size)[self._samples.rank]), items
+
+    def _all_items(self, hidden: torch.Tensor, items: int) -> torch.Tensor:
+        sizes = [len(share) for share in shares(items, self._samples.size)]
+        own = sizes[self._samples.rank]
+        if len(hidden) != max(own, 1):
+            raise DealtSamplesError(
+                f"{self.spec.name!r} returns features of shape {tuple(hidden.shape)} for "
+                f"{max(own, 1)} items; with sharding 'fsdp' it must return (items, tokens, width)"
+            )
+        return gather_items(hidden[:own], sizes, self._samples)
 
     @property
     def _unfinished(self) -> bool:
@@ -197,6 +254,8 @@ def _side(inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
 def _from_side(side: dict[str, torch.Tensor]) -> dict[str, Any]:
     inputs = {}
     for name, value in side.items():
+        if name == _ITEMS:
+            continue
         if name.startswith(_GHOST):
             inputs[name.removeprefix(_GHOST)] = torch.zeros((), device=value.device).expand(
                 value.tolist()

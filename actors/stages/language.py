@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from raymm.actors.stages.blocks import find_blocks
 from raymm.actors.stages.context_method import attend_over
 from raymm.actors.stages.cut import CutInfo, CutReached, inject, stage_parameters
+from raymm.actors.stages.dealt_samples import take_rows
 from raymm.actors.stages.dealt_tokens import deal_tokens, pad_layout, take_tokens
+from raymm.actors.stages.fully_sharded import FullyShardedPlan, shard_blocks
 from raymm.actors.stages.merge import IGNORE_INDEX, MergeError, MergePolicy
 from raymm.actors.stages.message import Message, MicrobatchContext
 from raymm.actors.stages.source import ModuleSource, Part
@@ -82,6 +86,7 @@ class LanguageStage(nn.Module):
         self.module = module
         self.first = lo == 0
         self.last = hi == spec.num_blocks
+        self._blocks = lo, hi
         self._inject = None if self.first else inject(module, spec.cut, lo)
         self._rows: torch.Tensor | None = None
         if self.last:
@@ -91,6 +96,7 @@ class LanguageStage(nn.Module):
             self._hook = head.register_forward_pre_hook(self._keep_labelled_rows)
         self._own_attention: str | None = None
         self._exchange: Exchange | None = None
+        self._samples: Exchange | None = None
         self._vocabulary: tuple[int, TensorGroup] | None = None
         self._mask = spec.mask
         if self._mask is not None:
@@ -107,6 +113,31 @@ class LanguageStage(nn.Module):
         if self._mask is None:
             self._mask = MASKS["causal"]
             self._use_masks()
+
+    def share_samples(self, exchange: Exchange) -> None:
+        """Work on a part of every microbatch's samples, together with the processes of a group.
+        All of them get the same inputs; their losses, and gradients of a parameter, add up."""
+        self._samples = exchange
+
+    @property
+    def random_share(self) -> int:
+        """Processes that differ in it draw other random numbers in training."""
+        tokens, samples = self._exchange, self._samples
+        share = 0 if samples is None else samples.rank
+        return share if tokens is None else share * tokens.size + tokens.rank
+
+    def shard_parameters(
+        self, plans: Mapping[str, FullyShardedPlan], group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        """Hold a part of the blocks' parameters, together with the processes of a group.
+
+        Args:
+            plans: of the whole module, ``spec.source``, under ``"module"``.
+        """
+        blocks = self.spec.cut.blocks if self.spec.cut else find_blocks(self.module)
+        own = self.module.get_submodule(blocks)[slice(*self._blocks)]
+        shard_blocks(self, self.module, own, plans["module"], group, device)
 
     def shard_tensors(self, plans: Mapping[str, TensorPlan], group: TensorGroup) -> None:
         """Hold a part of the parameters, together with the processes of a group.
@@ -156,6 +187,8 @@ class LanguageStage(nn.Module):
         """
         if self.first:
             side = self._merge(inputs, received, context)
+            if self._samples is not None:
+                side = take_rows(side, self._samples.rank, self._samples.size)
             embeds = side.pop("inputs_embeds")
         else:
             (message,) = received.values()

@@ -1,6 +1,7 @@
 """Ranks of several processes: who they are, and who has messages with whom."""
 
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,10 @@ from random_plans import alignment, steps
 from raymm.scheduler.plan import Plan, PlanError
 from raymm.scheduler.shards import Processes, lanes_between_ranks
 
-degrees = st.tuples(st.integers(1, 3), st.integers(1, 3))
+# (cp, tp, fsdp); sharded parameters are not split, too.
+degrees = st.tuples(st.integers(1, 3), st.integers(1, 3), st.just(1)) | st.tuples(
+    st.integers(1, 3), st.just(1), st.integers(2, 3)
+)
 
 
 @st.composite
@@ -24,10 +28,15 @@ def plans(draw: st.DrawFn) -> Plan:
         together = [*apart, modules.union(*(one for one in together if one & modules))]
     chosen = {m: draw(degrees) for one in together for m in [min(one)]}
     of_module = {m: chosen[min(one)] for one in together for m in one}
+    fully = {m: chosen[2] > 1 for m, chosen in of_module.items()}
     stages = tuple(
-        replace(s, cp=of_module[s.module][0], tp=of_module[s.module][1]) for s in plan.stages
+        replace(
+            s, cp=of_module[s.module][0], tp=of_module[s.module][1], fsdp=of_module[s.module][2],
+            sharding="fsdp" if fully[s.module] else "none",
+        )
+        for s in plan.stages
     )
-    return replace(plan, stages=stages)
+    return replace(plan, stages=stages, schedule="1f1b" if any(fully.values()) else plan.schedule)
 
 
 @given(plans())
@@ -38,13 +47,20 @@ def test_processes_and_their_groups(plan: Plan) -> None:
     for number, process in enumerate(processes.all):
         of_rank = processes.of_rank(process.rank)
         tokens, tensors = processes.token_group(process), processes.tensor_group(process)
+        samples, data = processes.sample_group(process), processes.data_group(process)
         assert number in of_rank
-        assert set(tokens) & set(tensors) == {number}
-        assert (len(tokens), len(tensors)) == plan.degrees(process.rank)
-        assert len(of_rank) == len(tokens) * len(tensors)
+        for one, other in combinations((tokens, tensors, samples), 2):
+            assert set(one) & set(other) == {number}
+        assert (len(tokens), len(tensors), len(samples)) == plan.degrees(process.rank)
+        assert len(of_rank) == len(tokens) * len(tensors) * len(samples)
         assert {processes.all[n].tp for n in tokens} == {process.tp}
+        assert {processes.all[n].fsdp for n in tokens} == {process.fsdp}
         assert {processes.all[n].cp for n in tensors} == {process.cp}
-        for group in (tuple(of_rank), tokens, tensors):
+        assert {processes.all[n].fsdp for n in tensors} == {process.fsdp}
+        assert {processes.all[n][2:] for n in samples} == {(process.cp, process.tp)}
+        assert set(data) == {n for n in of_rank if processes.all[n].tp == process.tp}
+        assert data[processes.data_place(process)] == number
+        for group in (tuple(of_rank), data, samples, tokens, tensors):
             assert len(group) == 1 or group in processes.groups
     assert Plan.from_json(plan.to_json()) == plan
 
@@ -55,15 +71,16 @@ def test_lanes_join_all_processes_of_both_ends_once(plan: Plan) -> None:
     for edge in processes.remote_edges:
         sender, receiver = (plan.by_name[stage] for stage in edge)
         lanes = processes.lanes(edge)
-        assert len(lanes) == (sender.cp if sender.module == receiver.module else 1)
+        shares = sender.fsdp * sender.cp
+        assert len(lanes) == (shares if sender.module == receiver.module else 1)
         senders = [n for lane in lanes for n in lane.senders]
         receivers = [n for lane in lanes for n in lane.receivers]
         assert senders == list(processes.of_rank(sender.rank))
         assert receivers == list(processes.of_rank(receiver.rank))
         if sender.module == receiver.module:
-            for lane in lanes:  # tokens stay where they are
-                (place,) = {processes.all[n].cp for n in (*lane.senders, *lane.receivers)}
-                assert lanes[place] == lane
+            for number, lane in enumerate(lanes):  # samples and tokens stay where they are
+                ends = [processes.all[n] for n in (*lane.senders, *lane.receivers)]
+                assert {processes.data_place(end) for end in ends} == {number}
 
 
 @given(steps())
@@ -83,5 +100,29 @@ def test_degrees_that_do_not_fit_are_refused() -> None:
             replace(plan, stages=some)
         with pytest.raises(PlanError, match=f"{degree} of stage"):
             replace(plan, stages=tuple(replace(s, **{degree: 0}) for s in plan.stages))
-    with pytest.raises(PlanError, match="sharding of stage .* is 'zero9'; accepted: none, zero1"):
+    with pytest.raises(PlanError, match="sharding of stage .* accepted: none, zero1, fsdp"):
         replace(plan, stages=tuple(replace(s, sharding="zero9") for s in plan.stages))
+
+
+def test_what_goes_with_fully_sharded_parameters() -> None:
+    plan = alignment(microbatches=1)
+
+    def of_llm(plan=plan, **fields) -> Plan:
+        stages = [replace(s, **fields) if s.module == "llm" else s for s in plan.stages]
+        return replace(plan, stages=tuple(stages))
+
+    assert [stage.shards for stage in of_llm(cp=2, sharding="fsdp", fsdp=3).module_stages("llm")][
+        :1
+    ] == [6]
+    assert {stage.shards for stage in of_llm(cp=2, sharding="zero1").module_stages("llm")} == {1}
+    with pytest.raises(PlanError, match="fsdp of stage llm.0 is 2 .* needs sharding 'fsdp'"):
+        of_llm(fsdp=2)
+    with pytest.raises(PlanError, match="sharding of stage llm.0 is 'fsdp' and its tp 2"):
+        of_llm(tp=2, sharding="fsdp")
+    zero_bubble = replace(plan, schedule="zero_bubble")
+    of_llm(zero_bubble, sharding="fsdp")  # of one process
+    with pytest.raises(PlanError, match="schedule is 'zero_bubble'.* sharding of 'llm' 'fsdp'"):
+        of_llm(zero_bubble, sharding="fsdp", fsdp=2)
+    stages = [replace(s, sharding="fsdp") if s.name == "llm.0" else s for s in plan.stages]
+    with pytest.raises(PlanError, match="all stages of llm must have the same"):
+        replace(plan, stages=tuple(stages))
