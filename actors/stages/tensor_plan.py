@@ -5,7 +5,7 @@ Nothing here moves a tensor; :mod:`raymm.actors.stages.tensor_shard` carries a p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -352,7 +352,7 @@ class _Planner:
             self.pieces[f"{where}.weight"] = tuple(Piece(0, (r,)) for r in ranges)
 
     def finish(self, partial: frozenset[str]) -> TensorPlan:
-        for names in self._ties():
+        for names in tied_names(self.module):
             pieces = {self.pieces[name] for name in names if name in self.pieces}
             if len(pieces) > 1:
                 self.refuse(f"one parameter, {names[0]!r}, in modules with different shares", "1")
@@ -365,12 +365,13 @@ class _Planner:
             frozenset(self.partial), self.head,
         )
 
-    def _ties(self) -> Iterable[list[str]]:
-        """Names of every parameter; several where it is tied."""
-        names: dict[int, list[str]] = {}
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(name)
-        return names.values()
+
+def tied_names(module: nn.Module) -> list[list[str]]:
+    """The names of every parameter; several where it is tied."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return list(names.values())
 
 
 def shares(width: int, tp: int) -> list[Range]:

@@ -36,6 +36,7 @@ from raymm.actors.stages.tensor_plan import (
     SPLIT_ROW,
     Piece,
     TensorPlan,
+    tied_names,
 )
 from raymm.kernels.tensor_group import TensorGroup
 from raymm.kernels.tensor_parallel import (
@@ -127,10 +128,7 @@ def _find(module: nn.Module, name: str) -> nn.Module | None:
 
 
 def _cut_parameters(module: nn.Module, plan: TensorPlan, rank: int) -> None:
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    for tied in names.values():  # one full parameter after another goes
+    for tied in tied_names(module):  # one full parameter after another goes
         if (piece := plan.piece(tied[0], rank)) is None:
             continue
         whole = module.get_parameter(tied[0])
