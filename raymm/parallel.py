@@ -113,6 +113,9 @@ class MultimodalParallelModule:
         seed: of dropout.
         timeout_s: seconds a rank may wait for another.
 
+    Attributes:
+        holdings: per process, what it has of parameters that others have too.
+
     Raises:
         PlanError: before any actor starts, if a rank needs more memory than the plan's limit.
         ProbeError: before any actor starts, if a module cannot be cut as planned.
@@ -148,7 +151,7 @@ class MultimodalParallelModule:
         made = stage_builders(model, plan)
         self._pieces = made.pieces
         self._processes = processes = Processes(plan)
-        held = holdings(processes, made.owned, made.pieces)
+        self.holdings = held = holdings(processes, made.owned, made.pieces)
         self._reduces = any(one.shared for one in held)
         resources = resources or RankResources(gpus=1.0 if device == "cuda" else 0.0)
         specs = [

@@ -32,8 +32,12 @@ def test_vision_and_llm_in_2_plus_2_stages(ray_cluster):
         assert parallel.plan.num_ranks == 4
         assert close(parallel.execute(whole).loss, oracle.loss([whole]).item())
         check_gradients(parallel, oracle, split_batch(whole, 2), other)
-        tied = [s for s in parallel.shared if s.holders[0][1].endswith("embed_tokens.weight")]
-        assert [[stage for stage, _ in s.holders] for s in tied] == [["llm.0", "llm.1"]]
+        tied = [
+            [holder.stage for holder in one.holders]
+            for one in parallel.holdings[2].shared
+            if one.holders[0].name.endswith("embed_tokens.weight")
+        ]
+        assert tied == [["llm.0", "llm.1"]]
         check_training(parallel, oracle, [[split_batch(whole, 2), other], [other], [other]])
 
 
