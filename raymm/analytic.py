@@ -12,11 +12,11 @@ of bytes at the memory's bandwidth. FLOPs and bytes come from :mod:`raymm.layer_
 Blocks hand on fp32 in both dtypes: under autocast the residual stream starts with an fp32
 embedding and stays that.
 
-Not counted: communication within a tensor or context parallel group, the optimizer, and work
-that is no product (norms, activation functions, rotary tables), which fusion may or may not
-hide; nor the copies of fp32 weights in the compute dtype that autocast keeps with each
-microbatch of a trainable module. For planning, ratios between layers matter more than their
-absolute size.
+Not counted: communication between the processes of a rank (that is
+:mod:`raymm.scheduler.process_costs`), the optimizer, and work that is no product (norms,
+activation functions, rotary tables), which fusion may or may not hide; nor the copies of fp32
+weights in the compute dtype that autocast keeps with each microbatch of a trainable module. For
+planning, ratios between layers matter more than their absolute size.
 """
 
 from __future__ import annotations
@@ -174,4 +174,10 @@ class _Roofline:
             activation_bytes=round(kept / (self._tp * self._cp)),
             parameter_bytes=round(count.parameters * _FP32_BYTES / self._tp),
             output_bytes=round(count.output_elements * self._output_bytes / self._cp),
+            replicated_bytes=min(
+                count.replicated * _FP32_BYTES, round(count.parameters * _FP32_BYTES / self._tp)
+            ),
+            key_value_bytes=round(
+                count.key_value_elements * self._bytes / (self._tp * self._cp)
+            ),
         )

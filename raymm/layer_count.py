@@ -87,6 +87,9 @@ class LayerCount:
         kept_fp32: what it keeps in fp32 whatever the compute dtype (norms, softmax of logits).
         parameters: elements of all its parameters.
         output_elements: of what it hands on.
+        replicated: of ``parameters``, those that tensor parallelism does not share out: vectors,
+            convolutions, and outside the blocks all but a language model's embedding and head.
+        key_value_elements: of its attention's keys and values.
     """
 
     matmul_flops: float = 0.0
@@ -97,6 +100,8 @@ class LayerCount:
     kept_fp32: float = 0.0
     parameters: int = 0
     output_elements: int = 0
+    replicated: int = 0
+    key_value_elements: float = 0.0
 
     def __add__(self, other: LayerCount) -> LayerCount:
         return LayerCount(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -201,6 +206,9 @@ class _Counter:
         self.head = find_head() if find_head is not None and causal else None
         self.hidden = _number(_WIDTH, config)
         self.strides = self._strides_after()
+        self.path = find_blocks(module)
+        linear = [m for m in module.modules() if isinstance(m, nn.Linear)]
+        self.is_pair = self.path is None and len(linear) == 2  # a projector's
 
     def _strides_after(self) -> dict[int, int]:
         """Per convolution, by how much later ones reduce the number of positions."""
@@ -248,10 +256,13 @@ class _Counter:
         matmuls = [m for name in names for m in self._matmuls(name)]
         norms = sum(self._norm(name) for name in names)
         parameters: dict[int, int] = {}
+        replicated: dict[int, int] = {}
         for name in names:
             for parameter in self.module.get_submodule(name)._parameters.values():
                 if parameter is not None:
                     parameters[id(parameter)] = parameter.numel()
+                    if not self._is_shared_out(name, parameter):
+                        replicated[id(parameter)] = parameter.numel()
         return LayerCount(
             matmul_flops=sum(m.flops for m in matmuls),
             weight_elements=sum(m.read for m in matmuls),
@@ -259,7 +270,20 @@ class _Counter:
             kept_elements=_kept(matmuls),
             kept_fp32=norms + sum(m.rows * m.outer for m in matmuls if m.is_head),
             parameters=sum(parameters.values()),
+            replicated=sum(replicated.values()),
         )
+
+    def _is_shared_out(self, name: str, parameter: torch.Tensor) -> bool:
+        """Whether processes with tensor parallelism have a share of a parameter each."""
+        module = self.module.get_submodule(name)
+        if parameter.dim() < 2 or isinstance(module, _ConvNd):
+            return False
+        if self.path is None:
+            return self.is_pair
+        if name.startswith(self.path + "."):
+            return True
+        is_embedding = self.causal and module is self.module.get_input_embeddings()
+        return is_embedding or module is self.head
 
     def _norm(self, name: str) -> float:
         """fp32 elements that a norm keeps: its input, and an RMS norm written in Python also
@@ -394,6 +418,7 @@ class _Counter:
             attention_flops=2.0 * self.load.samples * pairs * (queries + out),
             traffic_elements=elements,
             kept_elements=elements,
+            key_value_elements=float(self.load.total * (keys + values)),
         )
 
     def _widths(self, attention: nn.Module) -> tuple[int, int, int, int] | None:

@@ -20,7 +20,7 @@ def add_plan_arguments(command: argparse.ArgumentParser) -> None:
     """Options of ``raymm plan`` besides the configuration; they go before its ``planning``
     section."""
     add = command.add_argument
-    add("--ranks", type=int, help="how many ranks (GPUs) to plan for; default: the cluster's")
+    add("--ranks", type=int, help="how many devices (GPUs) to plan for; default: the cluster's")
     add("--profile", metavar="FILE", help="measured costs, from `raymm profile`")
     add("--device", metavar="NAME", help="compute costs for this device, e.g. H100")
     add("--memory-gib", type=float, metavar="X",
@@ -31,6 +31,9 @@ def add_plan_arguments(command: argparse.ArgumentParser) -> None:
         help="tokens per sample of a module, e.g. llm=4096 (repeatable; default: the data's)")
     add("--layouts", metavar="A,B", help="of modality_parallel, colocated, replicated")
     add("--schedules", metavar="A,B", help="of 1f1b, zero_bubble, gpipe")
+    add("--degrees", metavar="A,B",
+        help="of parallelism within modules: auto (default), none (pipelines only), or of tp, cp, "
+        "dp; tp=4 up to a degree, llm.tp=4 with this one")
     add("--strategy", metavar="NAME",
         help="joint (default), loosely_coupled, unaware, layers, parameters, omnibal")
     add("--radius", type=int, metavar="N", help="layers omnibal may move a cut (default 1)")
@@ -124,6 +127,7 @@ def _request(args, config):
         name: getattr(args, name)
         for name in (
             "ranks", "profile", "device", "memory_gib", "ranks_per_node", "strategy", "radius",
+            "degrees",
         )
         if getattr(args, name) is not None
     }
@@ -156,7 +160,7 @@ def _planned(args, config, model, given, console):
     note = None
     if request.ranks is None:
         request, note = _as_cluster(request, config)
-    text = f"planning {len(model.encoder_names) + 1} modules for {request.ranks} ranks"
+    text = f"planning {len(model.encoder_names) + 1} modules for {request.ranks} devices"
     if not console.is_terminal:
         console.print(f"{text} ...")
     with console.status(text):

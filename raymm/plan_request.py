@@ -13,8 +13,9 @@ import torch
 from raymm.actors.group import RankResources
 from raymm.config import TrainConfig
 from raymm.data import DataConfig, local_steps
+from raymm.degrees import DegreeRequest
 from raymm.loads import check_tokens
-from raymm.model import MultimodalModule, module_graph
+from raymm.model import LANGUAGE_MODEL, MultimodalModule, module_graph
 from raymm.planning import Costs, Planned, device_called, model_costs, plan_model
 from raymm.profile import full_microbatch, load_table
 from raymm.scheduler.costs import ProfileError
@@ -43,6 +44,7 @@ class PlanRequest:
     layouts: Sequence[str] = LAYOUTS
     recompute: bool | None = None
     radius: int = OMNIBAL_RADIUS
+    degrees: str | Sequence[str] = "auto"
 
     @classmethod
     def of_config(cls, config: TrainConfig) -> PlanRequest:
@@ -61,6 +63,7 @@ class PlanRequest:
                 is accepted.
         """
         self._search(1)
+        DegreeRequest.of(self.degrees).check((*model.encoder_names, LANGUAGE_MODEL))
         if self.device is not None:
             find_device(self.device)
         if self.profile is not None:
@@ -91,7 +94,8 @@ class PlanRequest:
         if note is not None:
             costs = replace(costs, notes=(*costs.notes, note))
         return plan_model(
-            model, costs, replace(search, memory_limit=costs.memory_limit(self.memory_gib))
+            model, costs, replace(search, memory_limit=costs.memory_limit(self.memory_gib)),
+            degrees=DegreeRequest.of(self.degrees),
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,15 +13,17 @@ from rich.table import Table
 
 from raymm.actors.stages.probe import ProbeError, probe_encoder, probe_language_model
 from raymm.analytic import analytic_profile
+from raymm.degrees import DegreeRequest, Refused, refused_degrees
 from raymm.loads import Loads, changed_tokens, check_tokens, loads_of_microbatch, loads_of_tokens
 from raymm.model import LANGUAGE_MODEL, MultimodalModule, module_graph
 from raymm.profile import load_table
 from raymm.scheduler.costs import CostProfile, ProfileError
 from raymm.scheduler.devices import DEVICES, DeviceSpec, find_device
 from raymm.scheduler.graph import ModuleGraph
-from raymm.scheduler.judge import Proposal, judge, step_bound, step_timeline
+from raymm.scheduler.judge import Option, Proposal, judge, step_bound, step_timeline
 from raymm.scheduler.lower import full_program
 from raymm.scheduler.memory import GIB
+from raymm.scheduler.module_degrees import degrees_of
 from raymm.scheduler.network import Network
 from raymm.scheduler.plan import Plan, PlanError
 from raymm.scheduler.planner import LAYOUTS, SEARCHED_SCHEDULES
@@ -29,10 +31,11 @@ from raymm.scheduler.profile_table import ProfileTable
 from raymm.scheduler.program import Program
 from raymm.scheduler.timeline import Timeline
 from raymm.scheduler.whole_modules import in_own_layers, with_whole_modules
-from raymm.strategies import OMNIBAL_RADIUS, Search, find_plans
+from raymm.strategies import OMNIBAL_RADIUS, Search, find_plans, is_joint
 
 # Share of a device's memory that a plan may use; the rest is for CUDA, NCCL and fragmentation.
 MEMORY_SHARE = 0.9
+NO_DEGREES = DegreeRequest({}, {})
 CPU = "cpu"
 
 
@@ -41,9 +44,9 @@ class Costs:
     """What a plan is judged by.
 
     Attributes:
-        profile: costs of every layer on one microbatch.
+        profile: costs of every layer on one microbatch, with the device's links.
         device: where; None if measured on one that raymm has no data of.
-        ranks_per_node: ranks that share a node.
+        ranks_per_node: processes that share a node.
         notes: remarks a person should see.
     """
 
@@ -51,6 +54,11 @@ class Costs:
     device: DeviceSpec | None = None
     ranks_per_node: int = 8
     notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.device is not None and self.profile.links is None:
+            profile = replace(self.profile, links=self.network.links)
+            object.__setattr__(self, "profile", profile)
 
     @property
     def network(self) -> Network:
@@ -222,18 +230,37 @@ class Planned:
 
 
 def plan_model(
-    model: MultimodalModule, costs: Costs, search: Search, graph: ModuleGraph | None = None
+    model: MultimodalModule, costs: Costs, search: Search, graph: ModuleGraph | None = None,
+    degrees: DegreeRequest = NO_DEGREES,
 ) -> Planned:
-    """Search for a plan. Modules that the probe cannot cut stay whole.
+    """Search for a plan. Modules that the probe cannot cut stay whole, and those whose tokens or
+    parameters it cannot share out are not shared.
+
+    Args:
+        degrees: which degrees of parallelism within modules may be searched, where links are
+            known.
 
     Raises:
         StageSearchError: if nothing fits.
+        PlanError: if a degree is asked for that a module cannot have.
     """
     graph = graph or module_graph(model)
     search = replace(search, network=costs.network)
+    notes = list(costs.notes)
+    searches_degrees = bool(degrees) and is_joint(graph, search) and costs.device is not None
+    if degrees and costs.device is None:
+        notes.append("degrees are not searched: no device is named, so links are not known")
     whole: dict[str, str] = {}
+    unshared: dict[Refused, str] = {}
     probed: set[str] = set()
+    shared: set[Any] = set()
     while True:
+        if searches_degrees:
+            choices = degrees.choices(
+                model, search.ranks, search.num_microbatches, costs.profile.tokens,
+                frozenset(unshared),
+            )
+            search = replace(search, degrees=choices)
         found = find_plans(*with_whole_modules(graph, costs.profile, whole), search)
         options = tuple(
             replace(option, plan=in_own_layers(option.plan, graph, costs.profile))
@@ -241,13 +268,16 @@ def plan_model(
         )
         cut = {name for option in options for name in cut_modules(option.plan)} - probed
         probed |= cut
-        if not (refused := refused_cuts(model, sorted(cut))):
+        refused = refused_cuts(model, sorted(cut))
+        not_shared = _refused_shares(model, options, shared)
+        if not refused and not not_shared:
             break
         whole |= refused
-    notes = tuple(f"{name} stays in one piece: {reason}" for name, reason in whole.items())
+        unshared |= not_shared
+    notes += [f"{name} stays in one piece: {reason}" for name, reason in whole.items()]
+    notes += sorted({f"{name} without {kind}: {why}" for (name, kind, _), why in unshared.items()})
     return Planned(
-        options[0].plan, replace(found, options=options), costs, search,
-        notes=(*costs.notes, *notes),
+        options[0].plan, replace(found, options=options), costs, search, notes=tuple(notes)
     )
 
 
@@ -257,6 +287,20 @@ def cut_modules(plan: Plan) -> list[str]:
         node.name for node in plan.graph.nodes
         if plan.replicas(node.name)[0][0].layers[1] < node.num_blocks
     ]
+
+
+def _refused_shares(
+    model: MultimodalModule, options: Iterable[Option], probed: set[Any]
+) -> dict[Refused, str]:
+    """What the model's code does not allow of the options' degrees; ``probed`` are those that are
+    known to be allowed, or have been found out."""
+    refused: dict[Refused, str] = {}
+    for option in options:
+        key = tuple(degrees_of(option.plan, node.name)[1:3] for node in option.plan.graph.nodes)
+        if key not in probed:
+            probed.add(key)
+            refused |= refused_degrees(model, option.plan)
+    return refused
 
 
 def refused_cuts(model: MultimodalModule, modules: Sequence[str]) -> dict[str, str]:
@@ -282,11 +326,11 @@ def judge_plan(plan: Plan, costs: Costs, memory_limit: int | None = None) -> Pla
         costs: of its model.
         memory_limit: bytes a rank may use.
     """
+    costs = replace(costs, profile=plan.profile or costs.profile)
     plan = replace(
-        plan, profile=plan.profile or costs.profile,
+        plan, profile=costs.profile,
         memory_limit=memory_limit if plan.memory_limit is None else plan.memory_limit,
     )
-    costs = replace(costs, profile=plan.profile)
     option, unfit = judge(plan, costs.network, "given")
     bound = step_bound(option.plan, costs.network)
     return Planned(
@@ -312,6 +356,7 @@ def plan(
     layouts: Sequence[str] = LAYOUTS,
     recompute: bool | None = None,
     radius: int = OMNIBAL_RADIUS,
+    degrees: str | Sequence[str] = "auto",
 ) -> Planned:
     """Plan a model: cut its modules, place the stages, choose a schedule.
 
@@ -323,18 +368,22 @@ def plan(
 
     Args:
         model: the description.
-        ranks: how many ranks (GPUs) there are; a plan may use fewer.
+        ranks: how many devices there are; a plan may use fewer.
         microbatches: per step.
         device, profile, microbatch, tokens, samples, dtype, ranks_per_node: what the layers
             cost, as of :func:`model_costs`.
         memory_gib: GiB a rank may use; by default 0.9 of the device's memory, on CPUs no limit.
         strategy, schedules, layouts, recompute, radius: what is searched, as of
             :class:`raymm.strategies.Search`.
+        degrees: of tensor, context and data parallelism, as of
+            :meth:`raymm.degrees.DegreeRequest.of`; ``"none"`` plans pipelines only.
 
     Raises:
         PlanError, DeviceError, ProfileError, LoadError: naming the argument and what is accepted.
         StageSearchError: if nothing fits.
     """
+    request = DegreeRequest.of(degrees)
+    request.check((*model.encoder_names, LANGUAGE_MODEL))
     costs = model_costs(
         model, device=device, profile=profile, microbatch=microbatch, tokens=tokens,
         samples=samples, dtype=dtype, ranks_per_node=ranks_per_node,
@@ -343,4 +392,4 @@ def plan(
         ranks, microbatches, costs.memory_limit(memory_gib), strategy=strategy,
         schedules=tuple(schedules), layouts=tuple(layouts), recompute=recompute, radius=radius,
     )
-    return plan_model(model, costs, search)
+    return plan_model(model, costs, search, degrees=request)

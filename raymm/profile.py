@@ -16,7 +16,7 @@ from raymm.actors.group import START_TIMEOUT_S, RankResources, check_capacity
 from raymm.actors.profiler import ModuleProfiler, ModuleTimes, ProfileRequest
 from raymm.builders import reloadable_modules, stage_builders
 from raymm.data import DataConfig, local_steps
-from raymm.layer_count import Load, count_layers
+from raymm.layer_count import LayerCount, Load, count_layers
 from raymm.model import (
     LANGUAGE_MODEL,
     MultimodalModule,
@@ -32,6 +32,8 @@ MAX_STEPS = 8
 # Seconds all repeats of one module at one length may take.
 MEASURE_TIMEOUT_S = 3600.0
 _IGNORE = -100
+_FP32_BYTES = 4
+_ELEMENT_BYTES = {"bf16": 2, "fp32": _FP32_BYTES}
 
 
 def profile_model(
@@ -84,7 +86,7 @@ def profile_model(
         about, times = _measure(name, arguments, requests, repeats, resources)
         shapes[name] = times[0].output_shape
         default[name] = times[0].tokens
-        modules[name] = _measurements(_parameter_bytes(model, name), times)
+        modules[name] = _measurements(_counts(model, name), times, _ELEMENT_BYTES[precision])
     versions = {k: v for k, v in about.items() if k != "device"}
     return ProfileTable(
         modules, default, about["device"], precision,
@@ -223,30 +225,29 @@ def _measure(
     return about, times
 
 
-def _parameter_bytes(model: MultimodalModule, name: str) -> list[int]:
-    """Bytes in fp32 per layer."""
+def _counts(model: MultimodalModule, name: str) -> list[LayerCount]:
+    """What there is to count per layer, for one token."""
     causal = name == LANGUAGE_MODEL
     spec = model.language_spec() if causal else model.encoder_spec(name)
-    counts = count_layers(spec.source.skeleton(), Load(1, 1), causal)
-    result = [4 * count.parameters for count in counts]
+    result = [*count_layers(spec.source.skeleton(), Load(1, 1), causal)]
     if getattr(spec, "projector", None) is not None:
-        parameters = spec.projector.skeleton().parameters()
-        result.append(4 * sum(p.numel() for p in parameters))
+        result.append(sum(count_layers(spec.projector.skeleton(), Load(1, 1)), LayerCount()))
     return result
 
 
 def _measurements(
-    parameter_bytes: Sequence[int], times: Sequence[ModuleTimes]
+    counts: Sequence[LayerCount], times: Sequence[ModuleTimes], element_bytes: int
 ) -> tuple[Measurement, ...]:
     """In order of length; of two of the same length the first, which is the real one."""
     rows: dict[int, Measurement] = {}
     for one in times:
         layers = tuple(
             LayerCost(
-                t.forward, t.backward_input, t.backward_weight, t.activation_bytes, held,
-                t.output_bytes,
+                t.forward, t.backward_input, t.backward_weight, t.activation_bytes,
+                _FP32_BYTES * count.parameters, t.output_bytes, _FP32_BYTES * count.replicated,
+                round(one.tokens * count.key_value_elements * element_bytes),
             )
-            for t, held in zip(one.layers, parameter_bytes, strict=True)
+            for t, count in zip(one.layers, counts, strict=True)
         )
         rows.setdefault(one.tokens, Measurement(one.tokens, one.samples, layers))
     return tuple(rows[tokens] for tokens in sorted(rows))

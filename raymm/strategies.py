@@ -1,7 +1,7 @@
 """Planners to choose from: raymm's own search, and simpler ones to compare it with.
 
 - ``joint``: :func:`raymm.scheduler.planner.propose`, exact over stage counts, with the better
-  schedules, chunks and layouts;
+  schedules, chunks and layouts, and degrees of parallelism within modules;
 - ``loosely_coupled``: Cornstarch v1's Algorithm 1;
 - ``unaware``: the joint search of stage counts, but stages balanced as if every layer were
   trained;
@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from raymm.scheduler.costs import CostProfile, LayerWork, layer_work, unaware_work
 from raymm.scheduler.few_ranks import few_rank_plans
 from raymm.scheduler.graph import ModuleGraph
 from raymm.scheduler.judge import Candidates, Option, Proposal, fastest_first
+from raymm.scheduler.module_degrees import DegreeChoices
 from raymm.scheduler.network import Network
 from raymm.scheduler.partition import PartitionError, Ranges
 from raymm.scheduler.partition_search import PartitionCandidate, partition_candidates
@@ -44,15 +45,16 @@ class Search:
     """What is searched for, and how.
 
     Attributes:
-        ranks: how many there are.
+        ranks: how many there are, of one device each.
         num_microbatches: microbatches per step.
-        memory_limit: bytes per rank, or None.
+        memory_limit: bytes per device, or None.
         network: what messages take.
         strategy: of :data:`STRATEGIES`.
         schedules: ``"1f1b"``, ``"zero_bubble"``, ``"gpipe"``: those that are tried.
         layouts: of :data:`raymm.scheduler.planner.LAYOUTS`; for ``joint``.
         recompute: whether stages recompute; None: only if nothing fits otherwise.
         radius: how many layers OmniBal's search moves a cut.
+        degrees: per module, the degrees it may have beside its pipeline; for ``joint``.
 
     Raises:
         PlanError: naming the field, its value and what is accepted.
@@ -67,6 +69,7 @@ class Search:
     layouts: Sequence[str] = LAYOUTS
     recompute: bool | None = None
     radius: int = OMNIBAL_RADIUS
+    degrees: Mapping[str, DegreeChoices] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_number("ranks", self.ranks)
@@ -92,7 +95,7 @@ def find_plans(graph: ModuleGraph, profile: CostProfile, search: Search) -> Prop
     try:
         found = _find(graph, profile, search)
     except StageSearchError:
-        if search.recompute is not None or _is_joint(graph, search):
+        if search.recompute is not None or is_joint(graph, search):
             raise
         return _find(graph, profile, replace(search, recompute=True))
     if search.recompute is None and _is_tight(found.best, search.memory_limit):
@@ -101,7 +104,7 @@ def find_plans(graph: ModuleGraph, profile: CostProfile, search: Search) -> Prop
     return found
 
 
-def _is_joint(graph: ModuleGraph, search: Search) -> bool:
+def is_joint(graph: ModuleGraph, search: Search) -> bool:
     """Whether the planner searches, which asks for a rank per module."""
     return search.strategy == "joint" and search.ranks >= len(graph.nodes)
 
@@ -122,11 +125,12 @@ def _merged(one: Proposal, other: Proposal) -> Proposal:
 
 
 def _find(graph: ModuleGraph, profile: CostProfile, search: Search) -> Proposal:
-    if _is_joint(graph, search):
+    if is_joint(graph, search):
         return propose(
             graph, profile, search.ranks, search.num_microbatches,
             memory_limit=search.memory_limit, network=search.network,
             recompute=search.recompute, schedules=search.schedules, layouts=search.layouts,
+            degrees=search.degrees,
         )
     space = StageSpace(
         graph, profile, max(search.ranks, len(graph.nodes)), search.num_microbatches,

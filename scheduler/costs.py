@@ -6,13 +6,16 @@ import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
+from raymm.scheduler.devices import DeviceError, Link, Links
 from raymm.scheduler.graph import ModuleGraph
 
 PROFILE_FORMAT = 1
 # AdamW keeps a gradient and two moments beside each trainable weight, all in fp32.
 TRAINED_COPIES = 4
+MOMENTS = 2
 
 
 class ProfileError(ValueError):
@@ -42,6 +45,10 @@ class LayerCost:
         activation_bytes: what autograd keeps from forward to backward.
         parameter_bytes: its parameters in fp32.
         output_bytes: what it hands to the next layer.
+        replicated_bytes: of ``parameter_bytes``, what tensor parallelism does not share out
+            (norms, convolutions, positions).
+        key_value_bytes: keys and values of its attention in the compute dtype; 0 if not known
+            (a profile of before it was counted), or if it has none.
     """
 
     forward: float
@@ -50,6 +57,8 @@ class LayerCost:
     activation_bytes: int = 0
     parameter_bytes: int = 0
     output_bytes: int = 0
+    replicated_bytes: int = 0
+    key_value_bytes: int = 0
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -57,6 +66,11 @@ class LayerCost:
                 raise ProfileError(
                     f"{entry.name} is {getattr(self, entry.name)}; it must be at least 0 and finite"
                 )
+        if self.replicated_bytes > self.parameter_bytes:
+            raise ProfileError(
+                f"replicated_bytes is {self.replicated_bytes}; it must be at most "
+                f"parameter_bytes={self.parameter_bytes}"
+            )
 
 
 @dataclass(frozen=True)
@@ -70,6 +84,8 @@ class CostProfile:
         source: ``"measured"`` or ``"analytic"``.
         tokens: per module, tokens of the microbatch.
         versions: versions of the packages it was measured with.
+        links: what the processes of a rank and the copies of a module talk over; if None,
+            that takes no time.
     """
 
     modules: Mapping[str, tuple[LayerCost, ...]]
@@ -78,22 +94,37 @@ class CostProfile:
     source: str = "analytic"
     tokens: Mapping[str, int] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    links: Links | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in ("fp32", "bf16"):
             raise ProfileError(f"dtype is {self.dtype!r}; accepted: fp32, bf16")
 
-    def state_share(self, trainable: bool) -> float:
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of the compute dtype."""
+        return 2 if self.dtype == "bf16" else 4
+
+    def state_share(self, trainable: bool, moments_shared_by: int = 1) -> float:
         """Bytes that a layer's state takes per one of its ``parameter_bytes``: a trained
         weight in fp32 with its gradient and AdamW moments, a frozen one in the compute
-        dtype."""
+        dtype.
+
+        Args:
+            moments_shared_by: processes among which the moments are dealt out (ZeRO-1).
+        """
         if trainable:
-            return TRAINED_COPIES
+            return TRAINED_COPIES - MOMENTS * (1 - 1 / moments_shared_by)
         return 0.5 if self.dtype == "bf16" else 1
 
-    def state_bytes(self, cost: LayerCost, trainable: bool) -> int:
+    def state_bytes(self, cost: LayerCost, trainable: bool, moments_shared_by: int = 1) -> int:
         """What a layer keeps whatever runs, in bytes; see :meth:`state_share`."""
-        return int(cost.parameter_bytes * self.state_share(trainable))
+        return int(cost.parameter_bytes * self.state_share(trainable, moments_shared_by))
+
+    @cached_property
+    def shared_layers(self) -> dict[Any, tuple[LayerCost, ...]]:
+        """What :mod:`raymm.scheduler.process_costs` has worked out already."""
+        return {}
 
     def check(self, graph: ModuleGraph) -> None:
         """
@@ -127,7 +158,8 @@ class CostProfile:
         try:
             if data["format"] != PROFILE_FORMAT:
                 raise ProfileError(f"format is {data['format']!r}; accepted: {PROFILE_FORMAT}")
-            rest = {k: v for k, v in data.items() if k not in ("format", "modules")}
+            rest = {k: v for k, v in data.items() if k not in ("format", "modules", "links")}
+            rest["links"] = _links(data.get("links"))
             modules = {
                 str(name): tuple(LayerCost(**layer) for layer in layers)
                 for name, layers in data["modules"].items()
@@ -137,10 +169,20 @@ class CostProfile:
             raise ProfileError(f"the profile lacks the key {error}") from None
         except (TypeError, AttributeError) as error:
             raise ProfileError(f"the profile has a wrong key or value: {error}") from None
+        except DeviceError as error:
+            raise ProfileError(f"links: {error}") from None
 
     @classmethod
     def from_json(cls, text: str) -> CostProfile:
         return cls.from_dict(profile_data(text))
+
+
+def _links(data: Mapping[str, Any] | None) -> Links | None:
+    if data is None:
+        return None
+    within, across = Link(**data["within_node"]), Link(**data["across_nodes"])
+    rest = {k: v for k, v in data.items() if k not in ("within_node", "across_nodes")}
+    return Links(within, across, **rest)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ profile replaces them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 
@@ -41,6 +41,29 @@ class Link:
     def seconds(self, size: float) -> float:
         """Time of a message of ``size`` bytes."""
         return self.latency + size / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Links:
+    """The links between processes, which fill nodes in order of their numbers.
+
+    Attributes:
+        within_node, across_nodes: the links; every process has its own.
+        per_node: processes that share a node.
+    """
+
+    within_node: Link
+    across_nodes: Link
+    per_node: int
+
+    def __post_init__(self) -> None:
+        if type(self.per_node) is not int or self.per_node < 1:
+            raise DeviceError(f"per_node is {self.per_node!r}; it must be a whole number >= 1")
+
+    def between(self, processes: Iterable[int]) -> Link:
+        """The slowest link that a group of processes needs."""
+        nodes = {process // self.per_node for process in processes}
+        return self.within_node if len(nodes) < 2 else self.across_nodes
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from raymm.scheduler.bounds import lower_bound
 from raymm.scheduler.lower import full_program, iteration_time, settle
 from raymm.scheduler.memory import RankMemory, check_memory, rank_memory
+from raymm.scheduler.module_degrees import degrees_of
 from raymm.scheduler.network import Network
 from raymm.scheduler.plan import Plan, PlanError
 from raymm.scheduler.program import Program
@@ -28,7 +29,7 @@ class Option:
         plan: the plan.
         seconds: simulated seconds of an iteration: of the program that ``lower(plan)`` gives,
             with messages.
-        memory: bytes per rank.
+        memory: bytes per rank, of one of its processes.
     """
 
     layout: str
@@ -38,16 +39,31 @@ class Option:
 
     @property
     def label(self) -> str:
-        """E.g. ``"modality_parallel: vision 1, llm 5; 6 ranks, zero_bubble"``."""
+        """E.g. ``"modality_parallel: vision 1, llm 5; 6 ranks, zero_bubble"``; of modules with
+        degrees, ``"llm 2 (tp 4) x3"``: three copies of two stages of four processes."""
         counts = ", ".join(
-            f"{node.name} {len(self.plan.replicas(node.name)[0])}"
-            + (f" x{n}" if (n := len(self.plan.replicas(node.name))) > 1 else "")
-            for node in self.plan.graph.nodes
+            f"{node.name} {module_text(self.plan, node.name)}" for node in self.plan.graph.nodes
         )
         how = self.plan.schedule
         if any(stage.recompute for stage in self.plan.stages):
             how += ", recomputing"
-        return f"{self.layout}: {counts}; {self.plan.num_ranks} ranks, {how}"
+        return f"{self.layout}: {counts}; {places_text(self.plan)}, {how}"
+
+
+def module_text(plan: Plan, module: str) -> str:
+    """Stages of a module and how it is shared, e.g. ``"2 (tp 4) x3"``."""
+    degrees = degrees_of(plan, module)
+    within = degrees._replace(dp=1).text
+    return (
+        f"{len(plan.replicas(module)[0])}" + (f" ({within})" if within else "")
+        + (f" x{degrees.dp}" if degrees.dp > 1 else "")
+    )
+
+
+def places_text(plan: Plan) -> str:
+    """E.g. ``"6 ranks"``, or ``"6 ranks, 24 devices"`` where some are several processes."""
+    text = f"{plan.num_ranks} ranks"
+    return text if plan.num_processes == plan.num_ranks else f"{text}, {plan.num_processes} devices"
 
 
 @dataclass(frozen=True)
@@ -73,8 +89,8 @@ class Proposal:
 
 
 def fastest_first(options: Iterable[Option]) -> tuple[Option, ...]:
-    """Of equally fast ones, those with fewer ranks first."""
-    return tuple(sorted(options, key=lambda option: (option.seconds, option.plan.num_ranks)))
+    """Of equally fast ones, those with fewer devices first."""
+    return tuple(sorted(options, key=lambda option: (option.seconds, option.plan.num_processes)))
 
 
 def step_timeline(plan: Plan, network: Network, program: Program | None = None) -> Timeline:

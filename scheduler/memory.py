@@ -1,4 +1,5 @@
-"""How much memory a rank needs: weights, optimizer state, and activations that live at once."""
+"""The memory a process of a rank needs: weights, optimizer state, and activations that live at
+once."""
 
 from __future__ import annotations
 
@@ -62,8 +63,8 @@ def activation_peaks(
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes one rank needs: ``state`` is weights, gradients and optimizer moments,
-    ``activations`` the most that live at once."""
+    """Bytes that each process of a rank needs: ``state`` is weights, gradients and optimizer
+    moments, ``activations`` the most that live at once."""
 
     state: int
     activations: int
@@ -93,8 +94,9 @@ def check_memory(plan: Plan, program: Program) -> None:
     for rank, need in enumerate(rank_memory(plan, program)):
         if need.total > plan.memory_limit:
             names = ", ".join(stage.name for stage in plan.rank_stages(rank))
+            several = f", each of its {n} processes," if (n := plan.processes(rank)) > 1 else ""
             raise PlanError(
-                f"rank {rank} ({names}) needs {_size(need.total)}: {_size(need.state)} of "
+                f"rank {rank} ({names}){several} needs {_size(need.total)}: {_size(need.state)} of "
                 f"weights and optimizer state, {_size(need.activations)} of activations; "
                 f"memory_limit is {_size(plan.memory_limit)}"
             )

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from raymm.scheduler.devices import Link
-from raymm.scheduler.plan import Plan
+from raymm.scheduler.devices import Link, Links
+from raymm.scheduler.plan import Plan, Stage
+from raymm.scheduler.process_costs import gather_seconds
 from raymm.scheduler.stage_costs import StageCost, stage_costs
 
 Edge = tuple[str, str]
@@ -33,12 +34,17 @@ def edge_transfers(
     sizes: Mapping[str, StageCost] | None = None,
 ) -> dict[Edge, Transfer]:
     """Per directed edge between two ranks, what one message takes. A gradient is as large as
-    the output it belongs to. Ranks fill nodes in order.
+    the output it belongs to. Processes fill nodes in order of their numbers.
+
+    Between ranks of several processes every byte travels once, over as many links as the end
+    with fewer processes has (:mod:`raymm.scheduler.resharding`). Before that a module gathers its
+    tokens if it hands them to another one; after it the receivers gather their shares. Both
+    are counted as latency: they delay the message, and keep no link between ranks busy.
 
     Args:
         plan: the plan.
         within_node, across_nodes: the links.
-        ranks_per_node: how many ranks share a node.
+        ranks_per_node: how many processes share a node.
         sizes: bytes per stage; the plan's own by default.
 
     Raises:
@@ -47,25 +53,47 @@ def edge_transfers(
     if ranks_per_node < 1:
         raise ValueError(f"ranks_per_node is {ranks_per_node}; it must be at least 1")
     sizes = stage_costs(plan) if sizes is None else sizes
+    links = Links(within_node, across_nodes, ranks_per_node)
     transfers = {}
     for src, dst in plan.stage_edges:
-        ranks = plan.by_name[src].rank, plan.by_name[dst].rank
-        if ranks[0] == ranks[1]:
+        producer, consumer = plan.by_name[src], plan.by_name[dst]
+        if producer.rank == consumer.rank:
             continue
-        same = ranks[0] // ranks_per_node == ranks[1] // ranks_per_node
-        link = within_node if same else across_nodes
-        one = Transfer(sizes[src].output_bytes / link.bandwidth, link.latency)
-        transfers[src, dst] = transfers[dst, src] = one
+        for edge, ends in (
+            ((src, dst), (producer, consumer)), ((dst, src), (consumer, producer)),
+        ):
+            transfers[edge] = _transfer(plan, *ends, sizes[src].output_bytes, links)
     return transfers
+
+
+def _transfer(
+    plan: Plan, sender: Stage, receiver: Stage, size: int, links: Links
+) -> Transfer:
+    """One message of ``size`` bytes, all processes together."""
+    theirs, ours = plan.rank_processes(sender.rank), plan.rank_processes(receiver.rank)
+    link = links.within_node
+    if {p // links.per_node for p in theirs} != {p // links.per_node for p in ours}:
+        link = links.across_nodes
+    seconds = size / min(len(theirs), len(ours)) / link.bandwidth
+    within = sender.module == receiver.module
+    gathered = 0.0 if within else gather_seconds(size, sender.cp, links.between(theirs))
+    held, sharing = (size / receiver.cp, receiver.tp) if within else (size, len(ours))
+    gathered += gather_seconds(held, sharing, links.between(ours))
+    return Transfer(seconds, link.latency + gathered)
 
 
 @dataclass(frozen=True)
 class Network:
-    """The links between ranks; ranks fill nodes in order. Messages take no time by default."""
+    """The links between processes, which fill nodes in order. Messages take no time by default."""
 
     within_node: Link = Link(0.0, float("inf"))
     across_nodes: Link = Link(0.0, float("inf"))
     ranks_per_node: int = 1_000_000
+
+    @property
+    def links(self) -> Links:
+        """The same as what processes of a rank talk over."""
+        return Links(self.within_node, self.across_nodes, self.ranks_per_node)
 
     def transfers(self, plan: Plan) -> dict[Edge, Transfer]:
         """What a message takes, per directed edge."""

@@ -3,21 +3,25 @@
 It searches stage counts exactly under 1F1B (:func:`~raymm.scheduler.stage_search.joint_search`),
 then tries the best of them with better schedules and several chunks per rank, and the other
 layouts; everything is judged by simulated iteration time with messages, within the memory
-limit.
+limit. If it may, it then looks for degrees of tensor, context and data parallelism under which
+pipelines are faster still (:mod:`~raymm.scheduler.degree_search`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
 from raymm.scheduler.costs import CostProfile
+from raymm.scheduler.degree_search import search_degrees
 from raymm.scheduler.graph import ModuleGraph
 from raymm.scheduler.judge import Candidates, Proposal
 from raymm.scheduler.layouts import chunked, colocated, replicated
+from raymm.scheduler.module_degrees import DegreeChoices
 from raymm.scheduler.network import Network
 from raymm.scheduler.partition import cost_matrix
 from raymm.scheduler.plan import SCHEDULES, Plan, PlanError, check_choices, check_number
@@ -27,6 +31,10 @@ from raymm.scheduler.stage_space import StageSearchError, StageSpace
 LAYOUTS = ("modality_parallel", "colocated", "replicated")
 SEARCHED_SCHEDULES = ("1f1b", "zero_bubble")
 CHUNKS = (2, 3, 4)
+# Beside layouts: ranks of several processes and copies, in pipelines.
+DEGREES = "degrees"
+# Plans with degrees that are tried with every schedule.
+DEGREE_FINALISTS = 2
 # Plans of the stage search that are tried with every schedule.
 FINALISTS = 3
 
@@ -43,12 +51,13 @@ def propose(
     schedules: Sequence[str] = SEARCHED_SCHEDULES,
     layouts: Sequence[str] = LAYOUTS,
     chunks: Sequence[int] = CHUNKS,
+    degrees: Mapping[str, DegreeChoices] | None = None,
 ) -> Proposal:
     """Plan a model.
 
     Args:
         graph, profile: the model and what its layers cost.
-        ranks: how many ranks there are; a plan may use fewer.
+        ranks: how many devices there are; a plan may use fewer.
         num_microbatches: microbatches per step.
         memory_limit: bytes per rank; no limit if None.
         network: what messages take.
@@ -57,6 +66,9 @@ def propose(
         schedules: of ``"1f1b"``, ``"zero_bubble"`` and ``"gpipe"``.
         layouts: of :data:`LAYOUTS`.
         chunks: stages of a module per rank that are tried besides one.
+        degrees: per module, the degrees it may have beside its pipeline; where missing, each of
+            its ranks is one process. Plans without degrees are judged all the same, so the
+            best is never slower than it would be without. The search over degrees is not exact.
 
     Raises:
         StageSearchError: if nothing fits.
@@ -71,15 +83,16 @@ def propose(
     check_choices("schedules", schedules, SCHEDULES)
     if any(type(many) is not int or many < 2 for many in chunks):
         raise PlanError(f"chunks is {tuple(chunks)}; each must be a whole number, at least 2")
-    found = Candidates(network or Network(), schedules)
-    left = tuple(layouts)
+    network = network or Network()
+    if degrees and profile.links is None:
+        profile = replace(profile, links=network.links)
+    found = Candidates(network, schedules)
+    left = (*layouts, DEGREES) if degrees else tuple(layouts)
     for again in (False, True) if recompute is None else (recompute,):
         space = StageSpace(
             graph, profile, ranks, num_microbatches, recompute=again, memory_limit=memory_limit
         )
-        if memory_limit is not None:
-            space = replace(space, feasible=_Feasible(space, memory_limit))
-        left = _Planner(space, found, left, chunks).run()
+        left = _Planner(_feasible(space), found, left, chunks, degrees or {}).run()
         if not left or memory_limit is None:
             break
     return found.proposal()
@@ -89,12 +102,14 @@ class _Planner:
     """One round of planning, with or without recomputation."""
 
     def __init__(
-        self, space: StageSpace, found: Candidates, layouts: Sequence[str], chunks: Sequence[int]
+        self, space: StageSpace, found: Candidates, layouts: Sequence[str],
+        chunks: Sequence[int], degrees: Mapping[str, DegreeChoices],
     ) -> None:
         self.space = space
         self.found = found
         self.layouts = layouts
         self.chunks = chunks
+        self.degrees = degrees
 
     def run(self) -> tuple[str, ...]:
         """Add what is found; returns the layouts of which no plan fits."""
@@ -103,6 +118,8 @@ class _Planner:
             before = len(self.found.options)
             if layout == "modality_parallel":
                 self._try_modality_parallel()
+            elif layout == DEGREES:
+                self._try_degrees()
             else:
                 self._try_shared(layout)
             if len(self.found.options) == before:
@@ -137,6 +154,20 @@ class _Planner:
                 replace(plan, schedule="zero_bubble"),
             )
 
+    def _try_degrees(self) -> None:
+        """Every improvement on what is known, as pipelines; the best with every schedule."""
+        found, space = self.found, self.space
+        results = search_degrees(
+            space, self.degrees, found.network.ranks_per_node,
+            "none" if space.memory_limit is None else "zero1",
+            found.seconds, found.bound, found.fits, _feasible,
+            min((option.seconds for option in found.options), default=math.inf),
+        )
+        for result in results:
+            found.count(result)
+        for result in results[-DEGREE_FINALISTS:]:
+            found.add_schedules("modality_parallel", result.best.plan)
+
     def _try_shared(self, layout: str) -> None:
         """Layouts in which modules share ranks: of those that fit the one that is fastest
         under 1F1B, or else the fastest, to say why it does not fit."""
@@ -163,6 +194,14 @@ class _Planner:
             for first in range(1, min(longest, ranks - 1) + 1)
         ]
 
+
+def _feasible(space: StageSpace) -> StageSpace:
+    """A space that knows which stages fit in memory."""
+    if space.memory_limit is None:
+        return space
+    return replace(space, feasible=_Feasible(space, space.memory_limit))
+
+
 class _Feasible:
     """Which stages fit in memory under 1F1B, by their place in the pipeline: what
     :attr:`StageSpace.feasible` takes."""
@@ -173,21 +212,23 @@ class _Feasible:
 
     def __call__(self, module: str, stages: int, beyond: int) -> np.ndarray:
         space, graph = self.space, self.space.graph
-        node, costs = graph.node(module), space.profile.modules[module]
-        backward = space.backward[module]
+        node, costs = graph.node(module), space.process_profile.modules[module]
+        backward, shared = space.backward[module], space.shared(module)
+        moments = shared.dp * shared.cp if shared.sharding == "zero1" else 1
         state = cost_matrix([
-            space.profile.state_bytes(c, trainable)
+            space.profile.state_bytes(c, trainable, moments)
             for c, trainable in zip(costs, node.trainable, strict=True)
         ])
         kept = cost_matrix([
             c.activation_bytes if b else 0 for c, b in zip(costs, backward, strict=True)
         ])
         first = sum(space.profile.modules[p][-1].output_bytes for p in graph.producers(module))
-        received = np.array([first, *(c.output_bytes for c in costs)], dtype=float)[:, None]
+        handed_on = [c.output_bytes // shared.cp for c in costs]
+        received = np.array([first, *handed_on], dtype=float)[:, None]
         again = space.recomputing[module]
         fits = np.empty((stages, *state.shape), dtype=bool)
         for index in range(stages):
-            live = min(stages - index + beyond, space.num_microbatches)
+            live = min(stages - index + beyond, space.copy_microbatches(module))
             needed = np.where(again, live * received + kept, live * kept)
             fits[index] = state + needed <= self.limit
         return fits

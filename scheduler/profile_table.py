@@ -10,7 +10,11 @@ from typing import Any
 from raymm.scheduler.costs import CostProfile, LayerCost, ProfileError, profile_data
 
 TABLE_FORMAT = 1
-_INTEGER_FIELDS = ("activation_bytes", "parameter_bytes", "output_bytes")
+_INTEGER_FIELDS = (
+    "activation_bytes", "parameter_bytes", "output_bytes", "replicated_bytes", "key_value_bytes",
+)
+# Tables of before they were counted lack them.
+_OPTIONAL_FIELDS = ("replicated_bytes", "key_value_bytes")
 
 
 @dataclass(frozen=True)
@@ -179,7 +183,10 @@ class ProfileTable:
 
 def _nothing(cost: LayerCost) -> LayerCost:
     """What a layer costs without tokens: its parameters."""
-    return LayerCost(0.0, 0.0, 0.0, parameter_bytes=cost.parameter_bytes)
+    return LayerCost(
+        0.0, 0.0, 0.0, parameter_bytes=cost.parameter_bytes,
+        replicated_bytes=cost.replicated_bytes,
+    )
 
 
 def _between(a: LayerCost, b: LayerCost, share: float) -> LayerCost:
@@ -205,7 +212,11 @@ def _measurement(data: Any, where: str) -> Measurement:
 
 
 def _layer(data: Any, where: str) -> LayerCost:
-    _keys(_mapping(data, where), where, [f.name for f in fields(LayerCost)])
+    names = [f.name for f in fields(LayerCost)]
+    _keys(
+        _mapping(data, where), where, names,
+        required=[name for name in names if name not in _OPTIONAL_FIELDS],
+    )
     for name, value in data.items():
         kinds = int if name in _INTEGER_FIELDS else int | float
         if not isinstance(value, kinds) or isinstance(value, bool):

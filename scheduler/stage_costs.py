@@ -1,26 +1,37 @@
-"""What the stages of a plan cost: seconds per op and bytes, summed from the layers' costs."""
+"""What the stages of a plan cost: seconds per op and bytes, summed from the layers' costs.
+
+Where a rank is several processes, costs are those of one of them, alike for all, with what it
+waits for the others (:mod:`raymm.scheduler.process_costs`).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raymm.scheduler.costs import CostProfile, trainable_before
+from raymm.scheduler.costs import CostProfile, LayerCost, trainable_before
+from raymm.scheduler.graph import ModuleNode
 from raymm.scheduler.plan import Plan, Stage
+from raymm.scheduler.process_costs import (
+    all_reduce_seconds,
+    exposed_seconds,
+    process_layers,
+)
 from raymm.scheduler.program import Op
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """One stage on one microbatch.
+    """One stage on one microbatch, as one of its rank's processes has it.
 
     Attributes:
         forward: seconds of F (and of a recomputation).
         backward_input: seconds of B_d, of the layers that have something trainable before
             them.
-        backward_weight: seconds of B_w, of the trainable layers.
+        backward_weight: seconds of B_w, of the trainable layers, and a microbatch's share of what
+            the step's sum of gradients takes after the last backward.
         input_bytes: what it receives, which is what a checkpointed forward keeps.
         activation_bytes: what autograd keeps of the layers that have a backward.
-        output_bytes: what it hands on.
+        output_bytes: what its rank hands on, all processes together.
         state_bytes: weights, and gradients and AdamW moments of the trainable ones.
     """
 
@@ -70,22 +81,33 @@ def _stage_cost(
     plan: Plan, stage: Stage, profile: CostProfile, before: tuple[bool, ...]
 ) -> StageCost:
     lo, hi = stage.layers
-    layers = profile.modules[stage.module][lo:hi]
-    trainable = plan.graph.node(stage.module).trainable[lo:hi]
+    node = plan.graph.node(stage.module)
+    layers = _shared_layers(plan, stage, profile, node)[lo:hi]
+    trainable = node.trainable[lo:hi]
     earlier = before[lo:hi]
     if lo > 0:
-        received = profile.modules[stage.module][lo - 1].output_bytes
-    else:
+        received = profile.modules[stage.module][lo - 1].output_bytes // stage.cp
+    else:  # whole: a process picks its tokens after the merge
         received = sum(
             profile.modules[producer][-1].output_bytes
             for producer in plan.graph.producers(stage.module)
         )
+    backward_input = sum(c.backward_input for c, b in zip(layers, earlier, strict=True) if b)
+    trained = [c for c, t in zip(layers, trainable, strict=True) if t]
+    backward_weight = sum(c.backward_weight for c in trained)
+    sharers = plan.sharers(stage)
+    if sharers > 1 and trained and profile.links is not None:
+        size = sum(c.parameter_bytes for c in trained)
+        reduction = all_reduce_seconds(size, sharers, profile.links.between(_sharers(plan, stage)))
+        copies = len(plan.replicas(stage.module))
+        backward_weight += exposed_seconds(reduction, backward_input + backward_weight) / max(
+            1, plan.num_microbatches // copies
+        )
+    moments = sharers if stage.sharding == "zero1" else 1
     return StageCost(
         forward=sum(c.forward for c in layers),
-        backward_input=sum(c.backward_input for c, b in zip(layers, earlier, strict=True) if b),
-        backward_weight=sum(
-            c.backward_weight for c, t in zip(layers, trainable, strict=True) if t
-        ),
+        backward_input=backward_input,
+        backward_weight=backward_weight,
         input_bytes=received,
         activation_bytes=sum(
             c.activation_bytes
@@ -94,9 +116,34 @@ def _stage_cost(
         ),
         output_bytes=layers[-1].output_bytes,
         state_bytes=sum(
-            profile.state_bytes(c, t) for c, t in zip(layers, trainable, strict=True)
+            profile.state_bytes(c, t, moments) for c, t in zip(layers, trainable, strict=True)
         ),
     )
+
+
+def _shared_layers(
+    plan: Plan, stage: Stage, profile: CostProfile, node: ModuleNode
+) -> tuple[LayerCost, ...]:
+    """The module's layers as one of the stage's processes has them."""
+    links, tp = profile.links, stage.tp
+    numbers = plan.rank_processes(stage.rank)
+    if links is None or len(numbers) == 1:
+        return process_layers(profile, node, stage.degrees)
+    # Of all groups by parameters, the one on the slowest link is waited for.
+    by_parameters = [
+        links.between(numbers[first : first + tp]) for first in range(0, len(numbers), tp)
+    ]
+    slowest = max(by_parameters, key=lambda link: link.seconds(1))
+    return process_layers(profile, node, stage.degrees, links.between(numbers), slowest)
+
+
+def _sharers(plan: Plan, stage: Stage) -> list[int]:
+    """Processes of all copies of a stage."""
+    return [
+        process
+        for chain in plan.replicas(stage.module)
+        for process in plan.rank_processes(chain[stage.index].rank)
+    ]
 
 
 def op_seconds(plan: Plan, profile: CostProfile | None = None) -> dict[tuple[str, Op], float]:

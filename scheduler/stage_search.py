@@ -114,6 +114,7 @@ def joint_search(
     alternatives: int = DEFAULT_ALTERNATIVES,
     gap: float = ROUNDING,
     profile_bound: bool = True,
+    incumbent: float = math.inf,
 ) -> SearchResult:
     """The fastest plan over all stage counts within the budget, and the next fastest.
 
@@ -135,13 +136,15 @@ def joint_search(
         profile_bound: whether ``iteration_time`` charges every stage at least what the
             profile says, for every microbatch. If not (say, microbatches that lack a
             modality), only ``lower_bound`` can be trusted.
+        incumbent: seconds of a plan that is known; none that cannot be faster is looked for.
 
     Returns:
         The best plan and the alternatives with the same seconds (to within ``gap``) as
         judging every combination would give.
 
     Raises:
-        StageSearchError: if no plan fits.
+        StageSearchError: if no plan fits (or, of those that may be faster than the incumbent,
+            none does).
     """
     modules = space.graph.topological
 
@@ -164,6 +167,8 @@ def joint_search(
     while queue:
         bound, size, final, chosen = heapq.heappop(queue)
         if len(kept) > alternatives and bound >= -kept[0] * (1 - gap):
+            break
+        if bound >= incumbent * (1 - gap):
             break
         counts = dict(zip(modules, chosen, strict=True))
         plan = space.plan(counts)

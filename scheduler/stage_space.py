@@ -18,6 +18,13 @@ from raymm.scheduler.costs import (
     trainable_before,
 )
 from raymm.scheduler.graph import ModuleGraph
+from raymm.scheduler.module_degrees import (
+    ALONE,
+    ModuleDegrees,
+    SharedModules,
+    process_profile,
+    with_degrees,
+)
 from raymm.scheduler.partition import PartitionError, Ranges, cost_matrix, partition_matrix
 from raymm.scheduler.plan import Plan, Stage
 
@@ -108,7 +115,7 @@ class StageSpace:
 
     Attributes:
         graph, profile: the model and what its layers cost.
-        ranks: the budget, one rank per stage; a plan may use fewer.
+        ranks: the budget of devices, one per process; a plan may use fewer.
         num_microbatches, schedule, recompute, recompute_loss, memory_limit: as of
             :func:`make_plan`.
         max_stages: the most stages a module may have, if limited.
@@ -121,9 +128,10 @@ class StageSpace:
             microbatches' activations 1F1B holds there.
         believed: what partitions balance instead of the profile's work, for comparison with
             planners that know less (:func:`~raymm.scheduler.costs.unaware_work`).
+        degrees: how modules are shared; by default every stage is one process.
 
     Raises:
-        StageSearchError: if there are fewer ranks than modules.
+        StageSearchError: if there are fewer ranks than modules need for one stage each.
         ProfileError: if the profile, or ``believed``, is not of this graph.
     """
 
@@ -139,14 +147,17 @@ class StageSpace:
     cut_costs: Mapping[str, Sequence[float]] | None = None
     feasible: Callable[[str, int, int], np.ndarray | None] | None = None
     believed: Mapping[str, tuple[LayerWork, ...]] | None = None
+    degrees: SharedModules = field(default_factory=dict)
     _partitions: dict[tuple[str, int, int], Ranges | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     def __post_init__(self) -> None:
-        if self.ranks < len(self.graph.nodes):
+        needed = sum(self.shared(node.name).devices for node in self.graph.nodes)
+        if self.ranks < needed:
+            what = "at least one each" if needed == len(self.graph.nodes) else f"{needed}"
             raise StageSearchError(
-                f"ranks is {self.ranks}; {len(self.graph.nodes)} modules need at least one each"
+                f"ranks is {self.ranks}; {len(self.graph.nodes)} modules need {what}"
             )
         if self.max_stages is not None and self.max_stages < 1:
             raise StageSearchError(f"max_stages is {self.max_stages}; it must be at least 1")
@@ -163,10 +174,24 @@ class StageSpace:
     def _tables(self) -> dict[str, _ModuleTable]:
         return _tables(self)
 
+    def shared(self, module: str) -> ModuleDegrees:
+        """How a module is shared."""
+        return self.degrees.get(module, ALONE)
+
+    @cached_property
+    def process_profile(self) -> CostProfile:
+        """What layers cost one process."""
+        return process_profile(self.graph, self.profile, self.degrees)
+
+    def copy_microbatches(self, module: str) -> int:
+        """Microbatches of a step that one copy of a module has."""
+        return self.num_microbatches // self.shared(module).dp
+
     def most_stages(self, module: str) -> int:
         """The most stages a module may have when every other module has one."""
-        others = len(self.graph.nodes) - 1
-        limits = [self.graph.node(module).num_layers, self.ranks - others]
+        others = sum(self.shared(n.name).devices for n in self.graph.nodes if n.name != module)
+        room = (self.ranks - others) // self.shared(module).devices
+        limits = [self.graph.node(module).num_layers, room]
         return min(limits if self.max_stages is None else [*limits, self.max_stages])
 
     def beyond(self, module: str, counts: Mapping[str, int]) -> int:
@@ -226,10 +251,12 @@ class StageSpace:
             if at == len(modules):
                 yield {m: chosen[m] for m in self.graph.topological}
                 return
-            most = left - (len(modules) - at - 1)
             module = modules[at]
+            width = self.shared(module).devices
+            rest = sum(self.shared(other).devices for other in modules[at + 1 :])
+            most = (left - rest) // width
             for count in self.possible(module, self.beyond(module, chosen), most):
-                yield from extend({**chosen, module: count}, left - count, at + 1)
+                yield from extend({**chosen, module: count}, left - count * width, at + 1)
 
         yield from extend({}, self.ranks, 0)
 
@@ -251,11 +278,12 @@ class StageSpace:
         return self.made_of(partitions)
 
     def made_of(self, partitions: Mapping[str, Ranges]) -> Plan:
-        """The plan with these layers per stage, one rank each."""
-        return make_plan(
+        """The plan with these layers per stage, one rank each (and copy)."""
+        plan = make_plan(
             self.graph, partitions, self.num_microbatches, self.schedule, self.profile,
             self.recompute, self.memory_limit, self.recompute_loss,
         )
+        return with_degrees(plan, self.degrees)
 
     def stage_seconds(self, module: str) -> np.ndarray:
         """Seconds of 1F + 1B of layers [lo, hi) as one stage, as partitions balance them: an
@@ -283,7 +311,7 @@ class _ModuleTable:
 
 
 def _tables(space: StageSpace) -> dict[str, _ModuleTable]:
-    works = layer_work(space.graph, space.profile)
+    works = layer_work(space.graph, space.process_profile)
     # Where B_w is split from B_d it can be put off, so only B_d is sure to hold up others.
     whole = space.schedule in WHOLE_BACKWARD
     forward = {m: np.array([w.forward for w in work]) for m, work in works.items()}
@@ -294,6 +322,7 @@ def _tables(space: StageSpace) -> dict[str, _ModuleTable]:
     ways = _Ways(space.graph, forward, gradient)
     tables = {}
     for module, work in works.items():
+        # Sums of gradients are left out: of a bound, and of what is balanced.
         all_work = cost_matrix([w.total for w in work])
         in_time = cost_matrix(forward[module] + gradient[module])  # before the last gradient
         again = np.where(space.recomputing[module], cost_matrix(forward[module]), 0.0)
@@ -303,7 +332,7 @@ def _tables(space: StageSpace) -> dict[str, _ModuleTable]:
         after = np.where(
             last_has_backward, ways.to_first(module)[:, None], ways.to_loss_and_back(module)
         )
-        steps = space.num_microbatches
+        steps = space.copy_microbatches(module)
         bound = ways.from_data(module)[:, None] + np.maximum(
             steps * all_work, steps * in_time + after
         )

@@ -40,11 +40,14 @@ def with_whole_modules(
         state = sum(
             profile.state_bytes(c, flag) for c, flag in zip(own, node.trainable, strict=False)
         )
+        parameters = round(state / profile.state_share(trainable))
         costs[node.name] = (
             LayerCost(
                 sum(c.forward for c in own), backward_input, backward_weight,
                 sum(c.activation_bytes for c, w in zip(own, done, strict=True) if w.backward),
-                round(state / profile.state_share(trainable)), own[-1].output_bytes,
+                parameters, own[-1].output_bytes,
+                min(parameters, sum(c.replicated_bytes for c in own)),
+                sum(c.key_value_bytes for c in own),
             ),
             *profile.modules[node.name][blocks:],
         )

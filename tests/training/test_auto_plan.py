@@ -146,7 +146,7 @@ def test_a_module_that_cannot_be_cut_stays_whole():
     model = public.MultimodalModule({"vision": encoder}, config)
     planned = public.plan(
         model, ranks=5, microbatches=8, tokens={"vision": 4096, "llm": 8},
-        layouts=("modality_parallel",),
+        layouts=("modality_parallel",), degrees="none",
     )
     stages = planned.plan.module_stages("vision")
     assert stages[0].layers[0] == 0 and stages[0].layers[1] >= 4 and len(stages) <= 2
