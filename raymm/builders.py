@@ -14,7 +14,11 @@ from raymm.actors.parameter_pieces import ChainPieces
 from raymm.actors.stages.blocks import find_blocks
 from raymm.actors.stages.dealt_samples import DealtSamplesError, count_items
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage, encoder_stage_parameters
-from raymm.actors.stages.fully_sharded import fully_sharded_plan
+from raymm.actors.stages.fully_sharded import (
+    block_units,
+    fully_sharded_plan,
+    language_units,
+)
 from raymm.actors.stages.language import (
     LanguageSpec,
     LanguageStage,
@@ -141,7 +145,8 @@ def _pieces(
                 f"sharding of {module!r} is 'fsdp', and no list of blocks was found in it, whose "
                 "parameters it shares out; use none or zero1"
             )
-        plan = fully_sharded_plan(skeleton, blocks, stage.shards)
+        units = language_units if isinstance(spec, LanguageSpec) else block_units
+        plan = fully_sharded_plan(skeleton, units(skeleton, blocks), stage.shards)
         return ChainPieces({"module": plan}, stage.shards)
     tp = stage.tp
     if tp == 1:

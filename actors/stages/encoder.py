@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from torch import nn
 from raymm.actors.stages.blocks import find_blocks
 from raymm.actors.stages.cut import CutInfo, CutReached, inject, stage_parameters
 from raymm.actors.stages.dealt_samples import DealtSamplesError, count_items, shares, take_items
-from raymm.actors.stages.fully_sharded import FullyShardedPlan, shard_blocks
+from raymm.actors.stages.fully_sharded import FullyShardedPlan, shard_parameters
 from raymm.actors.stages.message import Message, MicrobatchContext
 from raymm.actors.stages.probe import first_tensor
 from raymm.actors.stages.shared_items import ProcessPeers, SharedItems, SharedItemsError
@@ -149,11 +149,7 @@ class EncoderStage(nn.Module):
         Args:
             plans: of the whole module under ``"module"``. A projector stays whole.
         """
-        own: Sequence[nn.Module] = ()
-        if self.module is not None:
-            blocks = self.spec.cut.blocks if self.spec.cut else find_blocks(self.module)
-            own = self.module.get_submodule(blocks)[slice(*self._blocks)]
-        shard_blocks(self, self.module, own, plans["module"], group, device)
+        shard_parameters(self, self.module, plans["module"], group, device)
 
     def run(
         self,

@@ -11,12 +11,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from raymm.actors.stages.blocks import find_blocks
 from raymm.actors.stages.context_method import attend_over
 from raymm.actors.stages.cut import CutInfo, CutReached, inject, stage_parameters
 from raymm.actors.stages.dealt_samples import take_rows
 from raymm.actors.stages.dealt_tokens import deal_tokens, pad_layout, take_tokens
-from raymm.actors.stages.fully_sharded import FullyShardedPlan, shard_blocks
+from raymm.actors.stages.fully_sharded import FullyShardedPlan, shard_parameters
 from raymm.actors.stages.merge import IGNORE_INDEX, MergeError, MergePolicy
 from raymm.actors.stages.message import Message, MicrobatchContext
 from raymm.actors.stages.source import ModuleSource, Part
@@ -86,7 +85,6 @@ class LanguageStage(nn.Module):
         self.module = module
         self.first = lo == 0
         self.last = hi == spec.num_blocks
-        self._blocks = lo, hi
         self._inject = None if self.first else inject(module, spec.cut, lo)
         self._rows: torch.Tensor | None = None
         if self.last:
@@ -130,14 +128,12 @@ class LanguageStage(nn.Module):
         self, plans: Mapping[str, FullyShardedPlan], group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:  # fmt: skip
-        """Hold a part of the blocks' parameters, together with the processes of a group.
+        """Hold a part of the parameters at a time, together with the processes of a group.
 
         Args:
             plans: of the whole module, ``spec.source``, under ``"module"``.
         """
-        blocks = self.spec.cut.blocks if self.spec.cut else find_blocks(self.module)
-        own = self.module.get_submodule(blocks)[slice(*self._blocks)]
-        shard_blocks(self, self.module, own, plans["module"], group, device)
+        shard_parameters(self, self.module, plans["module"], group, device)
 
     def shard_tensors(self, plans: Mapping[str, TensorPlan], group: TensorGroup) -> None:
         """Hold a part of the parameters, together with the processes of a group.

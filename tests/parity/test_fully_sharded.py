@@ -2,6 +2,7 @@
 
 import parity_models as pm
 import pytest
+import torch
 from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
 
 from raymm.model import ModalityModule, MultimodalModule
@@ -23,49 +24,46 @@ def model_of(llm=None, vision=None, frozen=False) -> MultimodalModule:
 def uneven() -> list[dict]:
     """Rows and items that do not divide, one row, one item, and only text."""
     return [
-        pm.batch([17, 9, 5], 4, vision=[0, 0, 2]), pm.batch([6], 5), pm.batch([8, 3], 6, vision=[1]),
+        pm.batch([17, 9, 5], 4, vision=[0, 0, 2]), pm.batch([6], 5),
+        pm.batch([8, 3], 6, vision=[1]),
     ]
 
 
-def block_elements(model: MultimodalModule, name: str) -> tuple[int, int]:
-    """Elements in the blocks, and around them."""
-    module = model.language_model.module if name == "llm" else model.encoders[name].module
-    inside = sum(p.numel() for n, p in module.named_parameters() if ".layers." in n)
-    projector = getattr(model.encoders.get(name), "projector", None)
-    outside = sum(p.numel() for p in projector.parameters()) if projector is not None else 0
-    return inside, outside + sum(p.numel() for p in module.parameters()) - inside
+def elements(model: MultimodalModule, name: str) -> tuple[int, int]:
+    """Elements that are sharded and that are whole: tied embeddings, norms, patches."""
+    one = model.language_model if name == "llm" else model.encoders[name]
+    inside = sum(p.numel() for n, p in one.module.named_parameters() if ".layers." in n)
+    around = sum(p.numel() for p in one.module.parameters()) - inside
+    if one.projector is not None:
+        around += sum(p.numel() for p in one.projector.parameters())
+    return inside, around
 
 
-def check_everything(model, spec, steps) -> None:
-    oracle = oracle_of(model)
+def check_everything(model, spec) -> list[dict[str, int]]:
+    """Gradients and training; returns how many parameters' elements each process has."""
+    oracle, steps = oracle_of(model), uneven()
     with spec.apply(model, optimizer=OPTIMIZER) as parallel:
         check_gradients(parallel, oracle, steps)
         check_gradients(parallel, oracle, steps[1:2], steps)  # only text, and gradients add up
         check_training(parallel, oracle, [[steps], [steps[::-1]], [steps, steps[:1]]])
+        return parallel.group.num_parameters
 
 
 def test_both_modules_and_a_projector(ray_cluster):
     """Every process has half of every block, and all of what is around them."""
     model = model_of()
-    oracle = oracle_of(model)
-    spec = MultimodalParallelSpec({"vision": fsdp(dp=2)}, fsdp(dp=2), 3)
-    with spec.apply(model, optimizer=OPTIMIZER) as parallel:
-        held = parallel.group.num_parameters
-        for name in ("vision", "llm"):
-            inside, outside = block_elements(model, name)
-            parts = [part[f"{name}.0"] for part in held if f"{name}.0" in part]
-            assert sum(parts) == inside + 2 * outside
-            assert all(abs(part - outside - inside / 2) <= 0.02 * inside for part in parts)
-        check_gradients(parallel, oracle, uneven())
-        check_gradients(parallel, oracle, uneven()[1:2], uneven())  # only text; gradients add up
-        check_training(parallel, oracle, [[uneven()], [uneven()[::-1]], [uneven(), uneven()[:1]]])
+    held = check_everything(model, MultimodalParallelSpec({"vision": fsdp(dp=2)}, fsdp(dp=2), 3))
+    for name in ("vision", "llm"):
+        inside, around = elements(model, name)
+        parts = [part[f"{name}.0"] for part in held if f"{name}.0" in part]
+        assert parts == [inside // 2 + around] * 2  # all first dimensions are even
 
 
 def test_shares_of_tokens_of_shares_of_samples(ray_cluster):
     """Two processes per sample; an encoder without gradients, sharded by tokens alone."""
     model = model_of(pm.qwen3(), frozen=True)
     spec = MultimodalParallelSpec({"vision": fsdp(cp=2)}, fsdp(dp=2, cp=2), 3)
-    check_everything(model, spec, uneven())
+    check_everything(model, spec)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -75,11 +73,67 @@ def test_pipelines(ray_cluster, recompute):
     spec = MultimodalParallelSpec(
         {"vision": fsdp(dp=2, layers=(2, 1), pp=2)}, fsdp(pp=2, dp=2), 3, recompute=recompute
     )
-    check_everything(model, spec, uneven())
+    check_everything(model, spec)
 
 
 def test_modules_on_the_same_ranks(ray_cluster):
     """Encoder and language model take turns; first dimensions that do not divide by three."""
     model = model_of(pm.gpt2(), pm.clip())
     one = fsdp(dp=3, ranks=(0,))
-    check_everything(model, MultimodalParallelSpec({"vision": one}, one, 3), uneven())
+    check_everything(model, MultimodalParallelSpec({"vision": one}, one, 3))
+
+
+def test_embeddings_apart(ray_cluster):
+    """An untied embedding and head are shared out too; odd first dimensions; a frozen encoder."""
+    model = model_of(pm.llama(tied=False), frozen=True)
+    spec = MultimodalParallelSpec({"vision": fsdp(dp=2)}, fsdp(pp=2, dp=2), 3)
+    held = check_everything(model, spec)
+    llm = model.language_model.module
+    blocks = sum(p.numel() for p in llm.model.layers[:2].parameters())
+    first = [part["llm.0"] for part in held if "llm.0" in part]
+    assert sum(first) == blocks + llm.model.embed_tokens.weight.numel()
+
+
+@pytest.mark.parametrize(
+    ("vision", "llm", "options", "why"),
+    [
+        ({}, {"tp": 2}, {}, "sharding is 'fsdp' and tp 2; .* none or zero1"),
+        ({}, {"dp": 2}, {"schedule": "zero_bubble"}, "use schedule 1f1b or gpipe"),
+        ({"ranks": (0,)}, {"dp": 2, "ranks": (0,)}, {}, "fsdp of stage .* all stages of rank 0"),
+        ({"dp": 2, "ranks": (0, 1)}, {}, {}, r"ranks is \(0, 1\); it needs one entry per rank"),
+    ],
+)
+def test_what_does_not_go_together(ray_cluster, ended_actors, vision, llm, options, why):
+    with pytest.raises(PlanError, match=why):
+        spec = MultimodalParallelSpec({"vision": fsdp(**vision)}, fsdp(**llm), 3, **options)
+        spec.apply(model_of())
+    assert ended_actors() == []
+
+
+class NormOverItems(pm.PlainCNN):
+    """Norms over all items."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm2d(12)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "example", "why"),
+    [
+        (NormOverItems, None, "norms over all samples"),
+        (pm.PlainCNN, {"pixel_values": torch.zeros(64, 12), "grid_thw": torch.ones(2, 3)},
+         r"pixel_values \(64, 12\), grid_thw \(2, 3\)"),
+        (lambda: torch.nn.Conv2d(3, 12, 8, stride=8), None, "no list of blocks"),
+    ],
+)  # fmt: skip
+def test_encoders_whose_items_or_parameters_cannot_be_shared_out(
+    ray_cluster, ended_actors, encoder, example, why
+):
+    vision = ModalityModule(
+        encoder(), "linear", example_inputs=example, hidden_size=12
+    )
+    model = MultimodalModule({"vision": vision}, ModalityModule(pm.build(pm.llama())))
+    with pytest.raises(PlanError, match=why):
+        MultimodalParallelSpec({"vision": fsdp(dp=2)}, num_microbatches=3).apply(model)
+    assert ended_actors() == []

@@ -30,7 +30,9 @@ def test_two_halves_equal_the_whole_bit_for_bit(finished, raymm, make_config, tm
     {"language_model": {"ranks": [0]}, "encoders": {"vision": {"pp": 2, "ranks": [0, 1]}}},
     {"language_model": {"dp": 2, "ranks": [0, 1]}, "encoders": {"vision": {"ranks": [0]}}},
     {"language_model": {"tp": 2, "cp": 2}, "encoders": {"vision": {"tp": 2, "dp": 2}}},
-], ids=["stages", "copies", "pieces"])  # fmt: skip
+    {"language_model": {"dp": 2, "cp": 2, "sharding": "fsdp"},
+     "encoders": {"vision": {"dp": 2, "sharding": "fsdp"}}},
+], ids=["stages", "copies", "pieces", "fsdp"])  # fmt: skip
 def test_another_layout_goes_on_from_the_same_checkpoint(
     finished, raymm, make_config, tmp_path, layout
 ):
@@ -46,15 +48,17 @@ def test_another_layout_goes_on_from_the_same_checkpoint(
         assert abs(mine[1] - original[1]) < 1e-4 and mine[3] == original[3]
 
 
+@pytest.mark.parametrize("pieces", [
+    {"language_model": {"tp": 2, "dp": 2, "sharding": "zero1"},
+     "encoders": {"vision": {"cp": 2, "sharding": "zero1"}}},
+    {"language_model": {"dp": 3, "sharding": "fsdp"},
+     "encoders": {"vision": {"pp": 2, "dp": 2, "sharding": "fsdp"}}},
+], ids=["pieces", "fsdp"])  # fmt: skip
 def test_a_checkpoint_of_pieces_is_as_good_as_one_of_whole_parameters(
-    finished, raymm, make_config, tmp_path
+    finished, raymm, make_config, tmp_path, pieces
 ):
     """Written by processes with pieces of parameters, whose optimizer state is at one of several
     holders; read under the standard layout, and exported."""
-    pieces = {
-        "language_model": {"tp": 2, "dp": 2, "sharding": "zero1"},
-        "encoders": {"vision": {"cp": 2, "sharding": "zero1"}},
-    }
     run = tmp_path / "run"
     code, _ = raymm("train", make_config({"parallel": pieces}), "--set", "run.steps=5")
     assert code == 0

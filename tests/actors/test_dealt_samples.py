@@ -1,0 +1,115 @@
+"""Which samples and which parts of parameters a process has."""
+
+import pytest
+import torch
+import transformers as hf
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from raymm.actors.stages.blocks import find_blocks
+from raymm.actors.stages.dealt_samples import (
+    DealtSamplesError,
+    count_items,
+    shares,
+    take_items,
+    take_rows,
+)
+from raymm.actors.stages.fully_sharded import block_units, fully_sharded_plan, language_units
+
+counts, processes = st.integers(0, 9), st.integers(1, 5)
+
+
+@given(counts, processes)
+def test_every_sample_is_one_processs(count, n):
+    dealt = shares(count, n)
+    assert [sample for share in dealt for sample in share] == list(range(count))
+    assert len(dealt) == n and max(map(len, dealt)) - min(map(len, dealt)) <= 1
+
+
+def merged(rows: int) -> dict[str, torch.Tensor]:
+    def numbered(*shape: int, dim: int) -> torch.Tensor:
+        view = [1] * len(shape)
+        view[dim] = rows
+        return torch.arange(rows).view(view).expand(shape).clone()
+
+    return {
+        "inputs_embeds": numbered(rows, 4, 6, dim=0), "targets": numbered(rows, 4, dim=0),
+        "attention_mask": numbered(rows, 1, 4, 4, dim=0),
+        "position_ids": numbered(3, rows, 4, dim=1),
+        "token_layout": numbered(3, rows, 4, dim=1), "token_type_ids": torch.zeros(1, 4),
+    }  # fmt: skip
+
+
+@given(st.integers(1, 9), processes)
+def test_rows_of_everything(rows, n):
+    parts = [take_rows(merged(rows), place, n) for place in range(n)]
+    own = [part for part, share in zip(parts, shares(rows, n), strict=True) if share]
+    for name, dim in {"inputs_embeds": 0, "targets": 0, "attention_mask": 0,
+                      "position_ids": 1, "token_layout": 1}.items():  # fmt: skip
+        assert torch.equal(torch.cat([part[name] for part in own], dim), merged(rows)[name])
+    for part, share in zip(parts, shares(rows, n), strict=True):
+        assert part["token_type_ids"].shape == (1, 4)  # one row for all
+        if not share:
+            assert (part["targets"] == -100).all() and (part["inputs_embeds"] == 0).all()
+            assert part["targets"].shape == (1, 4)
+
+
+def test_what_cannot_be_dealt_out_is_named():
+    with pytest.raises(DealtSamplesError, match=r"returned \['pixel_mask'\]"):
+        take_rows({**merged(2), "pixel_mask": torch.zeros(2)}, 0, 2)
+    with pytest.raises(DealtSamplesError, match="attention_mask .* 5 rows .* has 3"):
+        take_rows({**merged(3), "attention_mask": torch.zeros(5, 4)}, 0, 2)
+    patches = {"pixel_values": torch.zeros(64, 12), "grid_thw": torch.ones(2, 3)}
+    with pytest.raises(DealtSamplesError, match=r"'vision' gets pixel_values \(64, 12\), grid_thw"):
+        count_items(patches, "vision")
+
+
+@given(st.integers(1, 6), processes)
+def test_items_of_every_tensor(count, n):
+    inputs = {"pixel_values": torch.arange(count * 2).view(count, 2), "scale": 3,
+              "mask": torch.arange(count), "factor": torch.tensor(2.0)}  # fmt: skip
+    assert count_items(inputs, "vision") == count
+    for share in shares(count, n):
+        part = take_items(inputs, share)
+        assert part["mask"].tolist() == (list(share) or [0])
+        assert torch.equal(part["pixel_values"], inputs["pixel_values"][part["mask"]])
+        assert part["scale"] == 3 and part["factor"] == 2
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("n", [2, 3, 7])
+def test_pieces_are_torchs_chunks(tied, n):
+    """Tied embeddings and what is around the blocks stay whole."""
+    config = hf.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=97, tie_word_embeddings=tied,
+    )
+    module = hf.LlamaForCausalLM(config)
+    plan = fully_sharded_plan(module, language_units(module, find_blocks(module)), n)
+    embedding = next(
+        name for name, p in module.named_parameters()
+        if p is module.get_input_embeddings().weight
+    )  # fmt: skip
+    assert (embedding in plan.lengths) == (not tied)
+    for name, parameter in module.named_parameters():
+        if name not in plan.lengths:
+            assert ".layers." not in name
+            assert plan.piece(name, 0) is None and plan.holders(name, 1) == tuple(range(n))
+            assert [plan.is_replica(name, at) for at in range(n)] == [False] + [True] * (n - 1)
+            continue
+        chunks = list(parameter.chunk(n)) + [parameter[:0]] * (n - len(parameter.chunk(n)))
+        for at, chunk in enumerate(chunks):
+            piece = plan.piece(name, at)
+            ((start, stop),) = piece.ranges
+            assert piece.dim == 0 and torch.equal(parameter[start:stop], chunk)
+            assert plan.holders(name, at) == (at,) and not plan.is_replica(name, at)
+
+
+def test_parameters_of_several_blocks_stay_whole():
+    module = nn.Module()
+    module.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+    module.layers[1].bias = module.layers[0].bias
+    module.layers[0].scale = nn.Parameter(torch.tensor(1.0))
+    plan = fully_sharded_plan(module, block_units(module, "layers"), 2)
+    assert set(plan.lengths) == {"layers.0.weight", "layers.1.weight"}
