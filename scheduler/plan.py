@@ -17,8 +17,8 @@ from raymm.scheduler.policy import Policy
 PLAN_FORMAT = 1
 SCHEDULES = ("1f1b", "zero_bubble", "gpipe")
 SHARDINGS = ("none", "zero1", "fsdp")
-"""Nothing; the optimizer's state (ZeRO-1); or that and the blocks' parameters and gradients
-(ZeRO-3, as torch's FSDP2 has it)."""
+"""Nothing; the optimizer's state (ZeRO-1); or that and the parameters and gradients of blocks and
+untied embeddings (ZeRO-3, as torch's FSDP2 has it)."""
 
 
 class PlanError(ValueError):
