@@ -197,10 +197,9 @@ class RankActor:
                 stage.share_tokens(self._tokens)
             if autocast is not None and stage_module(name) in self._spec.reloadable:
                 cast_frozen(stage, autocast)
-            stage.to(self._device)
-            if pieces.shards > 1:
+            if pieces.shards > 1:  # first: the device never holds the whole stage
                 stage.shard_parameters(pieces.plans, self._data.group, self._device)
-            self._stages[name] = stage
+            self._stages[name] = stage.to(self._device)
         parameters = {
             (stage, name): parameter
             for stage, module in self._stages.items()

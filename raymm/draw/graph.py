@@ -262,7 +262,8 @@ def _box(
     shared = stage.rank in (plan.shared_ranks or ())
     axes.text(x + 0.1, top - 0.19, stage.name, fontsize=10, weight="bold", color=TEXT,
               va="center", zorder=4)
-    place = f"rank {stage.rank}" + (f" × {stage.cp}" if stage.cp > 1 else "")
+    processes = math.prod(stage.degrees)
+    place = f"rank {stage.rank}" + (f" × {processes}" if processes > 1 else "")
     axes.text(x + width - 0.1, top - 0.19, place, fontsize=8,
               color="white" if shared else TEXT, va="center", ha="right", zorder=4,
               bbox=_badge(SHARED if shared else "#EEEEEE"))
