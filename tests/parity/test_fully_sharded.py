@@ -4,7 +4,9 @@ import parity_models as pm
 import pytest
 import torch
 from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
+from parity_oracle import replace
 
+from raymm.actors.stages.merge import ReplaceTokens
 from raymm.model import ModalityModule, MultimodalModule
 from raymm.scheduler.plan import PlanError
 from raymm.specs import MultimodalParallelSpec, ParallelSpec
@@ -92,6 +94,34 @@ def test_embeddings_apart(ray_cluster):
     blocks = sum(p.numel() for p in llm.model.layers[:2].parameters())
     first = [part["llm.0"] for part in held if "llm.0" in part]
     assert sum(first) == blocks + llm.model.embed_tokens.weight.numel()
+
+
+def test_masks_and_another_encoder(ray_cluster):
+    """Masks over placeholders go with their rows; the other encoder has two ordinary copies."""
+    tokens = {"vision": pm.IMAGE_TOKEN, "audio": pm.AUDIO_TOKEN}
+    image, sound = (pm.IMAGE_TOKEN, 4), (pm.AUDIO_TOKEN, pm.AUDIO_FRAMES // 2)
+    model = MultimodalModule(
+        {
+            "vision": ModalityModule(pm.build(pm.siglip(), 1), "mlp"),
+            "audio": ModalityModule(pm.build(pm.whisper(), 2), "linear"),
+        },
+        ModalityModule(pm.build(pm.llama(), 3)),
+        ReplaceTokens(tokens),
+        "multimodal_isolated",
+    )
+    steps = [
+        pm.batch([7, 5, 9], 4, [[image, image], [], [sound, image]], vision=[0, 0, 2], audio=[2]),
+        pm.batch([13], 7),
+    ]
+    oracle = oracle_of(
+        model, replace(tokens), lambda query, key, past: past if query[0] == 0 else query == key
+    )
+    spec = MultimodalParallelSpec(
+        {"vision": fsdp(dp=2), "audio": ParallelSpec(dp=2, sharding="zero1")}, fsdp(dp=2), 2
+    )
+    with spec.apply(model, optimizer=OPTIMIZER) as parallel:
+        check_gradients(parallel, oracle, steps, steps[::-1])
+        check_training(parallel, oracle, [[steps], [steps[::-1]]])
 
 
 @pytest.mark.parametrize(
