@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -12,7 +11,7 @@ import torch
 
 from raymm.actors.group import RankResources
 from raymm.config import TrainConfig
-from raymm.data import DataConfig, local_steps
+from raymm.data import DataConfig, is_there, local_steps
 from raymm.degrees import DegreeRequest
 from raymm.loads import check_tokens
 from raymm.model import LANGUAGE_MODEL, MultimodalModule, module_graph
@@ -118,7 +117,7 @@ class DataShape:
     @classmethod
     def of_config(cls, data: DataConfig, modalities: Sequence[str]) -> DataShape:
         """Of a run's data; its file need not be there."""
-        there = Path(data.train).is_file()
+        there = all(is_there(source.path) for source in data.sources("train"))
         return cls(
             data.microbatches, data.batch_size // data.microbatches, data.max_length,
             (lambda: _full_or_first(data, modalities)) if there else None,

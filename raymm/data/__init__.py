@@ -1,10 +1,10 @@
-"""Data: rows of JSON -> steps of microbatches, decoded by Ray data workers.
+"""Data: rows of files -> steps of microbatches, decoded by Ray data workers.
 
 ``DataConfig`` says what to read, ``StepLoader`` hands out steps as object references plus
 metadata, ``local_steps`` the same steps as tensors without Ray.
 """
 
-from raymm.data.builder import BuiltStep, Skipped, StepBuilder, check_data, open_split
+from raymm.data.builder import BuiltStep, Skipped, StepBuilder, check_data
 from raymm.data.collate import (
     EncodedSample,
     Microbatch,
@@ -14,12 +14,15 @@ from raymm.data.collate import (
     join_parts,
     split_parts,
 )
-from raymm.data.config import DataConfig, ModalityDataConfig
-from raymm.data.dataset import JsonDataset, Sample
+from raymm.data.config import DataConfig, ModalityDataConfig, SourceConfig
 from raymm.data.errors import DataError, SampleError
 from raymm.data.loader import Step, StepLoader, local_steps
+from raymm.data.readers import JsonDataset, Mixture, Reader, open_source
+from raymm.data.readers.files import is_there
+from raymm.data.sample import Sample
 from raymm.data.sampler import START, EpochSampler, State
 from raymm.data.shuffle import shuffle_modality
+from raymm.data.sources import open_split
 from raymm.data.text import IGNORE_INDEX
 
 __all__ = [
@@ -33,10 +36,13 @@ __all__ = [
     "JsonDataset",
     "Microbatch",
     "MicrobatchMeta",
+    "Mixture",
     "ModalityDataConfig",
+    "Reader",
     "Sample",
     "SampleError",
     "Skipped",
+    "SourceConfig",
     "State",
     "Step",
     "StepBuilder",
@@ -44,8 +50,10 @@ __all__ = [
     "check_data",
     "collate",
     "describe",
+    "is_there",
     "join_parts",
     "local_steps",
+    "open_source",
     "open_split",
     "shuffle_modality",
     "split_parts",

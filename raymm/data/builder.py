@@ -10,12 +10,16 @@ import torch
 
 from raymm.data.collate import EncodedSample, Microbatch, MicrobatchMeta, collate, describe
 from raymm.data.config import DataConfig
-from raymm.data.dataset import JsonDataset, Sample
-from raymm.data.errors import DataError, SampleError
-from raymm.data.processors import Processor, load_processor
+from raymm.data.errors import DataError, RowError, SampleError
+from raymm.data.headers import check_media, pillow_limit
+from raymm.data.media import Media, media_name
+from raymm.data.processors import Processor, load_processor, processor_input
+from raymm.data.readers import Dataset
+from raymm.data.sample import Sample
 from raymm.data.sampler import group_by_modality, split_evenly
 from raymm.data.shuffle import shuffle_modality
-from raymm.data.text import encode_text, load_tokenizer
+from raymm.data.sources import open_split
+from raymm.data.text import TextEncoder, load_tokenizer
 
 _REASONS_SHOWN = 3
 
@@ -27,6 +31,8 @@ class Skipped:
     id: str
     path: str | None
     reason: str
+    column: str | None = None
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -38,24 +44,11 @@ class BuiltStep:
     skipped: list[Skipped]
 
 
-def open_split(config: DataConfig, split: str) -> JsonDataset:
-    """The dataset of ``"train"`` or ``"heldout"``.
-
-    Raises:
-        DataError: unknown or unset split, or what ``JsonDataset`` raises.
-    """
-    if split not in ("train", "heldout"):
-        raise DataError(f"split must be 'train' or 'heldout', got {split!r}")
-    path = getattr(config, split)
-    if path is None:
-        raise DataError(f"data.{split} is not set")
-    return JsonDataset(path, config.columns)
-
-
 def check_data(config: DataConfig) -> None:
     """Find before any actor starts what a data worker would fail on.
 
-    Reads both files whole; checks that the tokenizer folder exists and processors import.
+    Indexes both splits; checks that the tokenizer folder exists, processors import, and
+    placeholders are tokens.
 
     Raises:
         DataError: names the field and the value.
@@ -72,6 +65,8 @@ def check_tools(config: DataConfig) -> None:
         raise DataError(f"data.tokenizer: {config.tokenizer!r} is not a local folder")
     for name, modality in config.modalities.items():
         load_processor(modality.processor, f"data.modalities.{name}.processor")
+    if any(m.placeholder or m.placeholder_tokens for m in config.modalities.values()):
+        TextEncoder(load_tokenizer(config.tokenizer), config.max_length, config.modalities)
 
 
 class StepBuilder:
@@ -84,12 +79,16 @@ class StepBuilder:
     Tokenizer and processors are loaded at the first use.
     """
 
-    def __init__(self, config: DataConfig, dataset: JsonDataset):
+    def __init__(self, config: DataConfig, dataset: Dataset):
         self.config, self.dataset = config, dataset
 
     @cached_property
     def tokenizer(self):
         return load_tokenizer(self.config.tokenizer)
+
+    @cached_property
+    def text(self) -> TextEncoder:
+        return TextEncoder(self.tokenizer, self.config.max_length, self.config.modalities)
 
     @cached_property
     def processors(self) -> dict[str, Processor]:
@@ -127,7 +126,7 @@ class StepBuilder:
             raise DataError(f"none of the step's {len(skipped)} samples is usable: {reasons}")
         size = self.config.batch_size // self.config.microbatches
         groups = split_evenly(samples, -(-len(indices) // size))
-        microbatches = [collate(group, self.pad_id) for group in groups]
+        microbatches = [collate(group, self.pad_id, self.config.columns) for group in groups]
         # Seeded by the step's samples: the same on every worker and after a resume.
         seed = np.random.SeedSequence([self.config.seed, *indices]).generate_state(1)[0]
         generator = torch.Generator().manual_seed(int(seed))
@@ -147,30 +146,43 @@ class StepBuilder:
             except SampleError as error:
                 if self.config.on_error == "raise":
                     raise
-                skipped.append(Skipped(error.sample_id, error.path, error.reason))
+                source = self.dataset.names[int(self.dataset.sources[index])]
+                skipped.append(
+                    Skipped(error.sample_id, error.path, error.reason, error.column, source)
+                )
         return samples, skipped
 
     def encode(self, sample: Sample) -> EncodedSample:
         """Token ids, labels and item tensors of one sample.
 
         Raises:
-            SampleError: names the sample and, for a media file, its path.
+            SampleError: names the sample, the column and, for a media file, its path.
         """
-        input_ids, labels = encode_text(self.tokenizer, sample, self.config.max_length)
+        input_ids, labels = self.text.encode(sample)
         media = {
-            name: [self._item(name, sample.id, path) for path in paths]
-            for name, paths in sample.media.items()
+            name: [self._item(name, sample, item) for item in items]
+            for name, items in sample.media.items()
         }
         return EncodedSample(sample.id, input_ids, labels, media)
 
-    def _item(self, name: str, sample_id: str, path: str) -> dict[str, torch.Tensor]:
-        if not Path(path).is_file():
-            raise SampleError(sample_id, path, "the file does not exist")
+    def _item(self, name: str, sample: Sample, item: Media) -> dict[str, torch.Tensor]:
+        """The tensors of an item that is within the limits."""
+        modality = self.config.modalities[name]
+        frames = item if isinstance(item, tuple) else (item,)
         try:
-            item = self.processors[name](path)
-            return {key: torch.as_tensor(value) for key, value in item.items()}
+            for frame in frames:
+                check_media(frame, self.config.limits)
+            with pillow_limit(self.config.max_image_pixels):
+                inputs = [processor_input(frame, modality.input) for frame in frames]
+                given = inputs if isinstance(item, tuple) else inputs[0]
+                tensors = self.processors[name](given)
+                return {key: torch.as_tensor(value) for key, value in tensors.items()}
         except DataError:
             raise
         except Exception as error:  # a decoder raises whatever its format library raises
             reason = f"cannot be read ({type(error).__name__}: {error})"
-            raise SampleError(sample_id, path, reason) from error
+            if isinstance(error, RowError):
+                reason = error.reason
+            raise SampleError(
+                sample.id, media_name(item), reason, modality.column, sample.place or None
+            ) from error

@@ -3,7 +3,7 @@
 Legend: ``B`` samples, ``T`` tokens of the longest sample.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -49,8 +49,15 @@ class MicrobatchMeta:
     sample_ids: tuple[str, ...]
 
 
-def collate(samples: Sequence[EncodedSample], pad_id: int) -> Microbatch:
+def collate(
+    samples: Sequence[EncodedSample], pad_id: int, columns: Mapping[str, str] | None = None
+) -> Microbatch:
     """One microbatch of at least one sample, padded on the right to its longest.
+
+    Args:
+        samples: in the order of the rows.
+        pad_id: token id of padding.
+        columns: modality -> column, for errors.
 
     Returns:
         {"input_ids", "attention_mask", "labels"}: (B, T) int64, and for every modality that some
@@ -71,20 +78,25 @@ def collate(samples: Sequence[EncodedSample], pad_id: int) -> Microbatch:
         microbatch["attention_mask"][row, :length] = 1
         microbatch["labels"][row, :length] = torch.tensor(sample.labels)
     for name in dict.fromkeys(name for sample in samples for name in sample.media):
-        microbatch[name] = _stack_items(samples, name)
+        microbatch[name] = _stack_items(samples, name, (columns or {}).get(name))
     return microbatch
 
 
-def _stack_items(samples: Sequence[EncodedSample], name: str) -> dict[str, torch.Tensor]:
+def _stack_items(
+    samples: Sequence[EncodedSample], name: str, column: str | None
+) -> dict[str, torch.Tensor]:
     rows = [row for row, sample in enumerate(samples) for _ in sample.media.get(name, ())]
     items = [item for sample in samples for item in sample.media.get(name, ())]
     first = _signature(items[0])
     for row, item in zip(rows, items, strict=True):
         if _signature(item) != first:
+            where = f"modality {name!r}" + (f", column {column!r}" if column else "")
             raise DataError(
-                f"modality {name!r}: sample {samples[row].id!r} has {_signature(item)}, but "
-                f"sample {samples[rows[0]].id!r} of the same microbatch has {first}; "
-                "the processor must give every item the same shape"
+                f"{where}: an item of sample {samples[row].id!r} has {_signature(item)}, but "
+                f"one of sample {samples[rows[0]].id!r} of the same microbatch has {first}. "
+                "Items of a microbatch must have the same shape: let the processor resize, crop "
+                "or pad to one size, or, where no sample has several, give every sample a "
+                "microbatch of its own (data.microbatches equal to data.batch_size)"
             )
     stacked = {key: torch.stack([item[key] for item in items]) for key in items[0]}
     return stacked | {"sample_index": torch.tensor(rows)}

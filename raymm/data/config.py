@@ -1,36 +1,110 @@
 """The ``data:`` section of a run's configuration."""
 
-from typing import Annotated, Literal
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from raymm.data.limits import Limits
+from raymm.data.rows import TEXT_ROLES
+
 # A microbatch keeps its text tensors under these names, beside the modalities.
 TEXT_KEYS = ("input_ids", "attention_mask", "labels")
-RESERVED_NAMES = ("text", *TEXT_KEYS)
+RESERVED_NAMES = (*TEXT_ROLES, *TEXT_KEYS)
 
 NonEmpty = Annotated[str, Field(min_length=1)]
 
 
 class ModalityDataConfig(BaseModel):
-    """Where a modality's files are named and what turns one file into tensors.
+    """Where a modality's files are named and what turns one item into tensors.
 
     Attributes:
-        column: column of the row that holds one path or a list of paths.
-        processor: ``"pkg.mod:fn"``, a function from a path to the dict of tensors of ONE item;
-            or a local folder of a Hugging Face image processor or feature extractor.
+        column: column of the row that holds its items: a path, bytes, {"path", "bytes"} or a
+            list of them. Of tar shards an extension (``raymm.data.readers.tar_shards``).
+        processor: ``"pkg.mod:fn"``, a function from one item to its dict of tensors; or a local
+            folder of a Hugging Face image processor, feature extractor, or of both.
+        input: what a function gets. ``"file"``: the item's path, or a binary file
+            (``io.BytesIO``) where it has none, both of which Pillow, soundfile,
+            ``read_image`` and ``read_audio`` take. ``"bytes"``: the encoded item. ``"image"``:
+            an upright RGB ``PIL.Image``.
+        frames: every item is made of frames: a list in the column is one item, a list of lists
+            several. The processor gets a list.
+        part: type of this modality's parts in list-form messages; by default the modality's or
+            the column's name (also without its last s), and ``image`` for ``vision``.
+        placeholder: token that stands for this modality in the text; by default that of
+            ``model.merge``.
+        placeholder_tokens: how many tokens an item gets from the encoder: each placeholder in
+            the text is repeated so often. If None, the text has to hold as many as the encoder
+            gives.
     """
 
     model_config = ConfigDict(extra="forbid")
 
     column: NonEmpty
     processor: NonEmpty
+    input: Literal["file", "bytes", "image"] = "file"
+    frames: bool = False
+    part: NonEmpty | None = None
+    placeholder: NonEmpty | None = None
+    placeholder_tokens: int | None = Field(default=None, ge=1)
+
+
+class SourceConfig(BaseModel):
+    """One source of samples.
+
+    Attributes:
+        path: file, folder or glob.
+        format: ``"json"`` (or JSONL), ``"parquet"``, ``"tar"`` (webdataset's shards) or
+            ``"datasets"`` (a folder of ``save_to_disk``); by suffix if None.
+        name: samples carry it; by default the file's name without its suffix.
+        columns: where columns have other names in this source: ``text``, ``messages``, ``id``
+            or a modality -> column; null says that this source lacks the modality.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    path: NonEmpty
+    format: Literal["json", "parquet", "tar", "datasets"] | None = None
+    name: NonEmpty | None = None
+    columns: dict[str, NonEmpty | None] = Field(default_factory=dict)
+
+    @field_validator("columns")
+    @classmethod
+    def _text_has_a_column(cls, columns):
+        for role in TEXT_ROLES:
+            if role in columns and columns[role] is None:
+                raise ValueError(f"{role!r} needs the name of a column, got null")
+        return columns
+
+
+def as_sources(value: Any) -> list[Any]:
+    """Sources of what a configuration may say: a path, a source, or a list of both. Sources
+    without a name get their file's, numbered where several would have the same."""
+    values = value if isinstance(value, list | tuple) else [value]
+    values = [{"path": one} if isinstance(one, str | Path) else one for one in values]
+    sources = []
+    for one in values:
+        one = one.model_dump() if isinstance(one, SourceConfig) else one
+        if isinstance(one, dict) and isinstance(one.get("path"), Path):
+            one = {**one, "path": str(one["path"])}
+        sources.append(one)
+    plain = [one for one in sources if isinstance(one, dict) and isinstance(one.get("path"), str)]
+    stems = Counter(Path(one["path"]).stem for one in plain if not one.get("name"))
+    seen: Counter = Counter()
+    for one in plain:
+        stem = Path(one["path"]).stem
+        if not one.get("name") and stems[stem] > 1 and len(plain) > 1:
+            seen[stem] += 1
+            sources[sources.index(one)] = {**one, "name": f"{stem}-{seen[stem]}"}
+    return sources
 
 
 class DataConfig(BaseModel):
     """Data of a run. Paths are read by the driver and by every data worker's node.
 
     Attributes:
-        train: JSON or JSONL file with the training samples.
+        train: the training samples: a path, a :class:`SourceConfig`, or a list of both.
         heldout: the same for evaluation, or None.
         tokenizer: local folder of a Hugging Face tokenizer.
         modalities: by name, as in the model's ``encoders``.
@@ -41,16 +115,20 @@ class DataConfig(BaseModel):
         seed: of the permutations.
         num_workers: Ray actors that decode and tokenize. The stream does not depend on it.
         prefetch_steps: steps loaded ahead of the one in use.
-        on_error: what to do with a sample that cannot be used (corrupt image or audio, no label
-            token within ``max_length``): "raise", or "skip" and report it in ``Step.skipped``.
+        on_error: what to do with a sample that cannot be used (malformed row, corrupt image or
+            audio, an item above a limit, no label token within ``max_length``, placeholders
+            that do not match the items): "raise", or "skip" and report it in ``Step.skipped``.
+        max_image_pixels, max_audio_samples, max_item_bytes, max_row_group_bytes: what an item
+            may have at most, checked before it is decoded or read: see
+            :class:`raymm.data.limits.Limits`.
         worker_cpus: CPUs that each data worker reserves in Ray (a fraction is fine).
         worker_timeout: seconds to wait for a step before the run ends with an error.
     """
 
     model_config = ConfigDict(extra="forbid")
 
-    train: NonEmpty
-    heldout: NonEmpty | None = None
+    train: list[SourceConfig] = Field(min_length=1)
+    heldout: list[SourceConfig] | None = Field(default=None, min_length=1)
     tokenizer: NonEmpty
     modalities: dict[str, ModalityDataConfig] = Field(default_factory=dict)
     batch_size: int = Field(gt=0)
@@ -61,8 +139,17 @@ class DataConfig(BaseModel):
     num_workers: int = Field(default=1, ge=1)
     prefetch_steps: int = Field(default=2, ge=1)
     on_error: Literal["raise", "skip"] = "raise"
+    max_image_pixels: int = Field(default=Limits.max_image_pixels, gt=0)
+    max_audio_samples: int = Field(default=Limits.max_audio_samples, gt=0)
+    max_item_bytes: int = Field(default=Limits.max_item_bytes, gt=0)
+    max_row_group_bytes: int = Field(default=Limits.max_row_group_bytes, gt=0)
     worker_cpus: float = Field(default=0.1, ge=0)
     worker_timeout: float = Field(default=300.0, gt=0)
+
+    @field_validator("train", "heldout", mode="before")
+    @classmethod
+    def _list_of_sources(cls, value):
+        return value if value is None else as_sources(value)
 
     @field_validator("modalities")
     @classmethod
@@ -82,6 +169,38 @@ class DataConfig(BaseModel):
                 f"microbatches ({self.microbatches})"
             )
         return self
+
+    @model_validator(mode="after")
+    def _sources_fit(self):
+        accepted = [*TEXT_ROLES, *self.modalities]
+        for split in ("train", "heldout"):
+            for number, source in enumerate(getattr(self, split) or ()):
+                if unknown := sorted(set(source.columns) - set(accepted)):
+                    raise ValueError(
+                        f"{split}.{number}.columns: unknown key {unknown[0]!r}; accepted: "
+                        f"{', '.join(accepted)}"
+                    )
+            names = Counter(source.name for source in getattr(self, split) or () if source.name)
+            if twice := [name for name, count in names.items() if count > 1]:
+                raise ValueError(f"{split}: two sources have the name {twice[0]!r}")
+        return self
+
+    def sources(self, split: str) -> list[SourceConfig]:
+        """The sources of ``"train"`` or ``"heldout"``; none if it is not set."""
+        value = getattr(self, split)
+        if value is None:
+            return []
+        return [SourceConfig.model_validate(source) for source in as_sources(value)]
+
+    @property
+    def limits(self) -> Limits:
+        """The limits of items."""
+        return Limits(
+            self.max_image_pixels,
+            self.max_audio_samples,
+            self.max_item_bytes,
+            self.max_row_group_bytes,
+        )
 
     @property
     def columns(self) -> dict[str, str]:

@@ -8,12 +8,13 @@ from itertools import islice
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
-from raymm.data.builder import Skipped, StepBuilder, check_tools, open_split
+from raymm.data.builder import Skipped, StepBuilder, check_tools
 from raymm.data.collate import MicrobatchMeta
 from raymm.data.config import DataConfig
-from raymm.data.dataset import JsonDataset
 from raymm.data.errors import DataError
+from raymm.data.readers import Dataset
 from raymm.data.sampler import EpochSampler, State
+from raymm.data.sources import open_split
 from raymm.data.worker import StoredStep, start_worker
 
 
@@ -162,7 +163,7 @@ class StepLoader:
 
 def _plan(
     config: DataConfig,
-    dataset: JsonDataset,
+    dataset: Dataset,
     split: str,
     start_state: State | None,
     steps: int | None,

@@ -5,22 +5,39 @@ import json
 from collections.abc import Callable
 from math import gcd
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
 from raymm.data.errors import DataError
+from raymm.data.headers import AUDIO, IMAGE, kind_of
+from raymm.data.media import MediaBytes, MediaRange, open_media
 
-Processor = Callable[[str], dict[str, torch.Tensor]]
+# From one item (or a list of its frames) to its tensors.
+Processor = Callable[[Any], dict[str, torch.Tensor]]
+File = str | Path | BinaryIO
+
+
+def processor_input(media: str | MediaBytes | MediaRange, kind: str) -> Any:
+    """What a processor gets of an item, see ``ModalityDataConfig.input``."""
+    if kind == "file" and isinstance(media, str):
+        return media
+    file = open_media(media)
+    if kind == "file":
+        return file  # in memory: a file on disk was a path
+    with file:
+        return read_image(file) if kind == "image" else file.read()
 
 
 def load_processor(name: str, field: str = "processor") -> Processor:
     """The function behind ``ModalityDataConfig.processor``.
 
     Args:
-        name: ``"pkg.mod:fn"`` or a local folder of a Hugging Face image processor or feature
-            extractor. Folders get RGB images (transparency over white, EXIF rotation applied)
-            or mono sound resampled to the extractor's rate.
+        name: ``"pkg.mod:fn"`` or a local folder of a Hugging Face image processor, feature
+            extractor, or processor of both, of which the item's kind decides. Folders get RGB
+            images (transparency over white, EXIF rotation applied; lists of them where items
+            are made of frames) or mono sound resampled to the extractor's rate.
         field: name of the configuration field, for errors.
 
     Raises:
@@ -42,11 +59,21 @@ def load_processor(name: str, field: str = "processor") -> Processor:
     return loaded
 
 
-def read_image(path: str):
-    """An RGB ``PIL.Image`` of a file, upright, transparent pixels over white."""
+def read_image(path: File):
+    """An RGB ``PIL.Image`` of a path or binary file, upright, transparent pixels over white.
+
+    Raises:
+        ValueError: more pixels than ``PIL.Image.MAX_IMAGE_PIXELS`` (which is
+            ``data.max_image_pixels`` while a step is built), or PostScript.
+    """
     from PIL import Image, ImageOps
 
     with Image.open(path) as image:
+        limit = Image.MAX_IMAGE_PIXELS
+        if limit is not None and image.width * image.height > limit:
+            raise ValueError(f"{image.width} x {image.height} pixels, above {limit:,}")
+        if image.format == "EPS":
+            raise ValueError("PostScript is a program, not a picture")
         image = ImageOps.exif_transpose(image)
         if image.has_transparency_data:
             image = image.convert("RGBA")
@@ -55,8 +82,8 @@ def read_image(path: str):
         return image.convert("RGB")
 
 
-def read_audio(path: str, rate: int) -> np.ndarray:
-    """(samples,) float32 mono sound of a file in [-1, 1], resampled to ``rate`` Hz."""
+def read_audio(path: File, rate: int) -> np.ndarray:
+    """(samples,) float32 mono sound in [-1, 1] of a path or binary file, at ``rate`` Hz."""
     import soundfile
     from scipy.signal import resample_poly
 
@@ -73,28 +100,57 @@ def read_audio(path: str, rate: int) -> np.ndarray:
 def _folder_processor(folder: Path, field: str) -> Processor:
     from transformers import AutoFeatureExtractor, AutoImageProcessor
 
-    file = folder / "preprocessor_config.json"
-    if not file.is_file():
-        raise DataError(f"{field}: {str(folder)!r} has no preprocessor_config.json")
+    kinds = _kinds_in(folder, field)
     try:
-        is_audio = "feature_extractor_type" in json.loads(file.read_text())
-        kind = AutoFeatureExtractor if is_audio else AutoImageProcessor
-        processor = kind.from_pretrained(folder, local_files_only=True)
+        images = IMAGE in kinds and AutoImageProcessor.from_pretrained(
+            folder, local_files_only=True
+        )
+        sounds = AUDIO in kinds and AutoFeatureExtractor.from_pretrained(
+            folder, local_files_only=True
+        )
     except (OSError, ValueError) as error:
         raise DataError(f"{field}: cannot load {str(folder)!r}: {error}") from error
 
-    def process(path: str) -> dict[str, torch.Tensor]:
-        if is_audio:
-            rate = processor.sampling_rate
-            item = processor(read_audio(path, rate), sampling_rate=rate, return_tensors="pt")
+    def process(item: File | list) -> dict[str, torch.Tensor]:
+        if isinstance(item, list):
+            if not images:
+                raise ValueError(f"frames need an image processor; {folder} has none")
+            return dict(images(images=[read_image(one) for one in item], return_tensors="pt"))
+        kind = next(iter(kinds)) if len(kinds) == 1 else kind_of(item)
+        if kind == AUDIO:
+            rate = sounds.sampling_rate
+            found = sounds(read_audio(item, rate), sampling_rate=rate, return_tensors="pt")
         else:
-            item = processor(images=read_image(path), return_tensors="pt")
-        return {key: _only_item(key, value) for key, value in item.items()}
+            found = images(images=read_image(item), return_tensors="pt")
+        return {key: _only_item(key, value) for key, value in found.items()}
 
     return process
 
 
-def _only_item(key: str, value: torch.Tensor) -> torch.Tensor:
+def _kinds_in(folder: Path, field: str) -> set[str]:
+    """What a folder has a processor for, by the files that ``save_pretrained`` writes."""
+    single, both = folder / "preprocessor_config.json", folder / "processor_config.json"
+    kinds = set()
+    try:
+        if single.is_file():
+            config = json.loads(single.read_text())
+            kinds.add(AUDIO if "feature_extractor_type" in config else IMAGE)
+        if both.is_file():
+            config = json.loads(both.read_text())
+            kinds |= {IMAGE} if config.get("image_processor") else set()
+            kinds |= {AUDIO} if config.get("feature_extractor") else set()
+    except (OSError, ValueError, AttributeError) as error:
+        raise DataError(f"{field}: cannot load {str(folder)!r}: {error}") from error
+    if not kinds:
+        raise DataError(
+            f"{field}: {str(folder)!r} has no preprocessor_config.json and no "
+            "processor_config.json with an image processor or feature extractor"
+        )
+    return kinds
+
+
+def _only_item(key: str, value: Any) -> torch.Tensor:
+    value = torch.as_tensor(value)
     if value.shape[0] != 1:
         raise ValueError(
             f"the processor returned {key!r} of shape {tuple(value.shape)} for one item; "

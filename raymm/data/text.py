@@ -1,10 +1,20 @@
 """Token ids and labels of one sample."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from raymm.data.dataset import Sample
+from raymm.data.config import ModalityDataConfig
 from raymm.data.errors import DataError, SampleError
+from raymm.data.placeholders import (
+    check_counts,
+    check_parts,
+    find_placeholders,
+    flatten_parts,
+    part_types,
+    repeat_placeholders,
+    template_takes_parts,
+)
+from raymm.data.sample import Sample
 
 IGNORE_INDEX = -100  # torch's cross_entropy ignores it; so does every Hugging Face model
 
@@ -26,79 +36,142 @@ def load_tokenizer(folder: str):
 
 
 def encode_text(tokenizer, sample: Sample, max_length: int) -> tuple[list[int], list[int]]:
-    """Token ids and labels of a sample, both of the same length <= ``max_length``.
+    """``TextEncoder.encode`` without modalities: no placeholder is known."""
+    return TextEncoder(tokenizer, max_length).encode(sample)
 
-    ``text``: every token but the first is a label. ``messages``: the tokens of each assistant
-    message and its end-of-turn token are labels; all else is -100. What a template writes after
-    the end-of-turn token (ChatML's newline) is not a label.
+
+class TextEncoder:
+    """Makes token ids and labels of samples.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        max_length: tokens kept.
+        modalities: what the media parts of list-form messages mean, and placeholders.
 
     Raises:
-        SampleError: no label within ``max_length``, or a chat template whose rendering of the
-            first messages is not a prefix of its rendering of all of them: labels would be wrong.
-        DataError: ``messages`` and a tokenizer without a chat template.
+        DataError: a placeholder is not one token of the tokenizer.
     """
-    if sample.text is not None:
-        input_ids = list(tokenizer(sample.text)["input_ids"])
-        labels = list(input_ids)
-    else:
-        input_ids, labels = _encode_messages(tokenizer, sample)
-    length = len(input_ids)
-    input_ids, labels = input_ids[:max_length], labels[:max_length]
-    if labels:
-        labels[0] = IGNORE_INDEX  # nothing predicts the first token
-    if all(label == IGNORE_INDEX for label in labels):
-        raise SampleError(
-            sample.id,
-            None,
-            f"no label token among its first {len(labels)} of {length} tokens "
-            f"(max_length is {max_length})",
-        )
-    return input_ids, labels
 
+    def __init__(
+        self,
+        tokenizer,
+        max_length: int,
+        modalities: Mapping[str, ModalityDataConfig] | None = None,
+    ):
+        modalities = modalities or {}
+        self.tokenizer, self.max_length = tokenizer, max_length
+        self._placeholders = find_placeholders(tokenizer, modalities)
+        self._types = part_types(modalities)
+        self._special = _special_ids(tokenizer)
+        # Part types that the chat template writes as the right placeholder by itself.
+        self._native = {
+            kind for kind, name in self._types.items()
+            if name in self._placeholders and tokenizer.chat_template
+            and template_takes_parts(tokenizer, kind, self._placeholders[name].token)
+        }
 
-def _encode_messages(tokenizer, sample: Sample) -> tuple[list[int], list[int]]:
-    if not tokenizer.chat_template:
-        raise DataError(
-            f"sample {sample.id!r} has 'messages', but the tokenizer "
-            f"{tokenizer.name_or_path!r} has no chat template"
-        )
-    messages = sample.messages
-    input_ids = _render(tokenizer, sample, len(messages))
-    labels = [IGNORE_INDEX] * len(input_ids)
-    special = _special_ids(tokenizer)
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        # An assistant turn is what it adds to the prompt that a model would be given.
-        prompt = _render(tokenizer, sample, number, add_generation_prompt=True)
-        turn = _render(tokenizer, sample, number + 1)
-        if turn[: len(prompt)] != prompt or input_ids[: len(turn)] != turn:
-            raise SampleError(
-                sample.id,
-                None,
-                f"the chat template is not prefix-consistent at messages[{number}]: the tokens "
-                "of the conversation so far change when the next message is added",
+    def encode(self, sample: Sample) -> tuple[list[int], list[int]]:
+        """Token ids and labels of a sample, both of the same length <= ``max_length``.
+
+        ``text``: every token but the first is a label. ``messages``: the tokens of each
+        assistant message and its end-of-turn token are labels; all else is -100. What a template
+        writes after the end-of-turn token (ChatML's newline) is not a label, nor is a
+        placeholder. Parts of list-form messages go to a chat template that knows them; for one
+        that takes strings they become text with placeholders.
+
+        Raises:
+            SampleError: no text, no label within ``max_length``, placeholders that do not match
+                the items, or a chat template whose rendering of the first messages is not a
+                prefix of its rendering of all of them: labels would be wrong.
+            DataError: ``messages`` and a tokenizer without a chat template.
+        """
+        if sample.text is not None:
+            input_ids = self._expand(self.tokenizer(sample.text)["input_ids"])
+            labels = list(input_ids)
+        else:
+            input_ids, labels = self._encode_messages(sample)
+        for placeholder in self._placeholders.values():
+            labels = [
+                IGNORE_INDEX if token == placeholder.id else label
+                for token, label in zip(input_ids, labels, strict=True)
+            ]
+        length = len(input_ids)
+        check_counts(sample, input_ids, self.max_length, self._placeholders)
+        input_ids, labels = input_ids[: self.max_length], labels[: self.max_length]
+        if labels:
+            labels[0] = IGNORE_INDEX  # nothing predicts the first token
+        if all(label == IGNORE_INDEX for label in labels):
+            empty = sample.text is not None and not sample.text.strip()
+            raise _error(
+                sample,
+                f"no label token among its first {len(labels)} of {length} tokens "
+                f"(max_length is {self.max_length})" + (": the text is empty" if empty else ""),
             )
-        stop = _end_of_turn(tokenizer, turn, len(prompt), special)
-        labels[len(prompt) : stop] = input_ids[len(prompt) : stop]
-    return input_ids, labels
+        return input_ids, labels
 
+    def _expand(self, input_ids: Sequence[int]) -> list[int]:
+        return repeat_placeholders(input_ids, self._placeholders)
 
-def _render(tokenizer, sample: Sample, count: int, add_generation_prompt=False) -> list[int]:
-    """Token ids of the first ``count`` messages."""
-    try:
-        return list(
-            tokenizer.apply_chat_template(
-                sample.messages[:count],
+    def _encode_messages(self, sample: Sample) -> tuple[list[int], list[int]]:
+        if not self.tokenizer.chat_template:
+            raise DataError(
+                f"sample {sample.id!r} has 'messages', but the tokenizer "
+                f"{self.tokenizer.name_or_path!r} has no chat template"
+            )
+        messages = self._messages(sample)
+        input_ids = self._render(sample, messages)
+        labels = [IGNORE_INDEX] * len(input_ids)
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            # An assistant turn is what it adds to the prompt that a model would be given.
+            prompt = self._render(sample, messages[:number], add_generation_prompt=True)
+            turn = self._render(sample, messages[: number + 1])
+            if turn[: len(prompt)] != prompt or input_ids[: len(turn)] != turn:
+                raise _error(
+                    sample,
+                    f"the chat template is not prefix-consistent at messages[{number}]: the "
+                    "tokens of the conversation so far change when the next message is added",
+                )
+            stop = _end_of_turn(self.tokenizer, turn, len(prompt), self._special)
+            labels[len(prompt) : stop] = input_ids[len(prompt) : stop]
+        return input_ids, labels
+
+    def _messages(self, sample: Sample) -> list[dict]:
+        """The messages as the chat template takes them."""
+        lists = [one["content"] for one in sample.messages if isinstance(one["content"], list)]
+        if not lists:
+            return sample.messages
+        check_parts(sample, self._types)
+        kinds = {part["type"] for parts in lists for part in parts} - {"text"}
+        if self._native and kinds <= self._native:
+            return [
+                {**one, "content": [{k: v for k, v in part.items() if v is not None}
+                                    for part in one["content"]]}
+                if isinstance(one["content"], list) else one
+                for one in sample.messages
+            ]
+        return flatten_parts(sample.messages, self._types, self._placeholders)
+
+    def _render(self, sample: Sample, messages: list[dict], add_generation_prompt=False):
+        """Token ids of some messages, placeholders repeated."""
+        try:
+            input_ids = self.tokenizer.apply_chat_template(
+                messages,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=True,
                 return_dict=False,
             )
-        )
-    except Exception as error:  # a template is a program: it may raise anything
-        raise SampleError(
-            sample.id, None, f"the chat template failed on its first {count} messages: {error}"
-        ) from error
+        except Exception as error:  # a template is a program: it may raise anything
+            raise _error(
+                sample, f"the chat template failed on its first {len(messages)} messages: {error}"
+            ) from error
+        return self._expand(input_ids)
+
+
+def _error(sample: Sample, reason: str) -> SampleError:
+    column = "messages" if sample.text is None else "text"
+    return SampleError(sample.id, None, reason, column, sample.place or None)
 
 
 def _special_ids(tokenizer) -> frozenset[int]:

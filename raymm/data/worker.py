@@ -12,9 +12,9 @@ import torch
 from raymm.data.builder import Skipped, StepBuilder
 from raymm.data.collate import MicrobatchMeta, split_parts
 from raymm.data.config import DataConfig
-from raymm.data.dataset import JsonDataset
 from raymm.data.errors import DataError
 from raymm.data.object_store import StoredTensors
+from raymm.data.readers import Dataset
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class DataWorker:
     def __init__(
         self,
         config: DataConfig,
-        dataset: JsonDataset,
+        dataset: Dataset,
         import_path: Sequence[str],
         shuffled: Sequence[str],
     ):
@@ -74,7 +74,7 @@ class DataWorker:
 def start_worker(
     config: DataConfig, dataset: ray.ObjectRef, shuffled: Sequence[str]
 ) -> ray.actor.ActorHandle:
-    """Start one ``DataWorker``; ``dataset`` refers to a ``JsonDataset``."""
+    """Start one ``DataWorker``; ``dataset`` refers to a ``raymm.data.readers.Dataset``."""
     return (
         ray.remote(DataWorker)
         .options(

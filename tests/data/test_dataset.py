@@ -47,7 +47,7 @@ def test_missing_file(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"text": "a"', r":3 is not a JSON value"),
+        ('{"text": "a"', r":3: is not a JSON value"),
         ("[1]", r":3: a sample is a JSON object"),
         ('{"caption": "a"}', r":3: a sample needs 'messages' or 'text'; it has \['caption'\]"),
         ('{"text": "a", "messages": []}', r":3: .*not both"),

@@ -1,0 +1,77 @@
+"""A media item that is not decoded yet: a file, a byte range of a file, or bytes in memory."""
+
+import io
+import os
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+
+@dataclass(frozen=True)
+class MediaBytes:
+    """An item whose encoded bytes came with its row.
+
+    Attributes:
+        name: what errors call it, e.g. the path that was stored beside the bytes.
+        data: the encoded file.
+    """
+
+    name: str
+    data: bytes = field(repr=False)
+
+
+@dataclass(frozen=True)
+class MediaRange:
+    """An item that is a part of a file, such as a member of a tar shard.
+
+    Attributes:
+        name: the member's name.
+        path: the file it lies in.
+        start, size: byte range.
+    """
+
+    name: str
+    path: str
+    start: int
+    size: int
+
+
+# A path, or one of the above; a tuple of them is one item made of frames.
+Media = str | MediaBytes | MediaRange | tuple
+
+
+def media_name(media: Media) -> str:
+    """What errors call an item."""
+    if isinstance(media, tuple):
+        return media_name(media[0]) + (f" and {len(media) - 1} more frames" * (len(media) > 1))
+    if isinstance(media, MediaRange):
+        return f"{media.path}[{media.name}]"
+    return media if isinstance(media, str) else media.name
+
+
+def media_size(media: str | MediaBytes | MediaRange) -> int:
+    """Encoded size in bytes, without reading it.
+
+    Raises:
+        OSError: there is no such file.
+    """
+    if isinstance(media, str):
+        return os.stat(media).st_size
+    return media.size if isinstance(media, MediaRange) else len(media.data)
+
+
+def open_media(media: str | MediaBytes | MediaRange) -> BinaryIO:
+    """A seekable binary file of the item; a part of a file is read whole.
+
+    Raises:
+        OSError: it cannot be read, or its file ends before it does.
+    """
+    if isinstance(media, str):
+        return open(media, "rb")
+    if isinstance(media, MediaBytes):
+        return io.BytesIO(media.data)
+    with open(media.path, "rb") as file:
+        file.seek(media.start)
+        data = file.read(media.size)
+    if len(data) < media.size:
+        raise OSError(f"{media.path} ends {media.size - len(data)} bytes before {media.name!r}")
+    return io.BytesIO(data)

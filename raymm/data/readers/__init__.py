@@ -1,0 +1,71 @@
+"""Readers of data files: one small interface, a format per file.
+
+A reader has ``len``, ``reader[index] -> Sample``, ``counts``, ``sources`` and ``names``; see
+``raymm.data.readers.base``.
+"""
+
+from pathlib import Path
+
+from raymm.data.errors import DataError
+from raymm.data.readers.base import Reader, ReaderOptions
+from raymm.data.readers.datasets_folder import SPLITS_FILE, STATE_FILE, DatasetsFolder
+from raymm.data.readers.json_rows import JsonDataset
+from raymm.data.readers.mixture import Mixture
+from raymm.data.readers.parquet import ParquetDataset
+from raymm.data.readers.tar_shards import TarDataset
+
+Dataset = Reader | Mixture
+
+FORMATS: dict[str, type[Reader]] = {
+    "json": JsonDataset,
+    "parquet": ParquetDataset,
+    "tar": TarDataset,
+    "datasets": DatasetsFolder,
+}
+_SUFFIXES = {
+    ".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".tar": "tar",
+}
+
+
+def format_of(path: str | Path) -> str:
+    """The format of a file, folder or glob, by suffix; a folder by what is in it.
+
+    Raises:
+        DataError: it does not exist, or nothing tells.
+    """
+    path = Path(path)
+    if path.suffix in _SUFFIXES and not path.is_dir():
+        return _SUFFIXES[path.suffix]
+    if path.is_dir():
+        if (path / STATE_FILE).is_file() or (path / SPLITS_FILE).is_file():
+            return "datasets"
+        found = {_SUFFIXES[one.suffix] for one in path.rglob("*") if one.suffix in _SUFFIXES}
+        found -= {"json"}  # a folder of shards often has a description beside them
+        if len(found) == 1:
+            return found.pop()
+        raise DataError(
+            f"folder {str(path)!r} has "
+            + (f"files of {sorted(found)}" if found else "no .parquet or .tar file")
+            + f"; say 'format', one of {sorted(FORMATS)}"
+        )
+    if path.is_file():
+        return "json"  # as before there were others
+    raise DataError(f"data file {str(path)!r} does not exist (looked for {path.resolve()})")
+
+
+def open_source(
+    path: str | Path, format: str | None = None, options: ReaderOptions | None = None
+) -> Reader:
+    """A reader of one source.
+
+    Args:
+        path: file, folder or glob.
+        format: a key of ``FORMATS``; by ``format_of`` if None.
+        options: columns, limits and the like.
+
+    Raises:
+        DataError: what ``format_of`` and the reader raise.
+    """
+    if format is not None and format not in FORMATS:
+        raise DataError(f"format must be one of {sorted(FORMATS)}, got {format!r}")
+    return FORMATS[format or format_of(path)](path, None, options)

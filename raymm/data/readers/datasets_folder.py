@@ -1,0 +1,96 @@
+"""Rows of a folder that ``datasets.Dataset.save_to_disk`` wrote."""
+
+from pathlib import Path
+
+import numpy as np
+
+from raymm.data.errors import DataError
+from raymm.data.readers.arrow_rows import count_column, row_of
+from raymm.data.readers.base import Reader
+from raymm.data.rows import ID, MESSAGES, TEXT
+
+STATE_FILE, SPLITS_FILE = "state.json", "dataset_dict.json"
+_COUNT_ROWS = 100  # rows of a media column looked at together
+
+
+class DatasetsFolder(Reader):
+    """Samples of a local ``datasets`` folder, memory-mapped; media stay encoded. Nothing is
+    fetched. Relative media paths are relative to the folder. Needs the package ``datasets``."""
+
+    checked_when_opened = False  # the text is not read until it is wanted
+
+    def _open(self) -> None:
+        if (self.path / SPLITS_FILE).is_file():
+            splits = sorted(one.parent.name for one in self.path.glob(f"*/{STATE_FILE}"))
+            raise DataError(
+                f"{self.path} holds the splits {splits}; name one, like {self.path / splits[0]}"
+                if splits else f"{self.path} holds no split"
+            )
+        if not (self.path / STATE_FILE).is_file():
+            raise DataError(f"{self.path} is no folder that datasets' save_to_disk wrote")
+        self.files = sorted(one for one in self.path.iterdir() if one.is_file())
+        self._rows = None
+        rows = self._opened()
+        self._length = len(rows)
+        self._check_columns(set(rows.column_names))
+        wanted = [self.options.text_columns.get(role, role) for role in (TEXT, MESSAGES)]
+        if not set(rows.column_names) & set(wanted):
+            raise DataError(
+                f"{self.path} needs a column {wanted[1]!r} or {wanted[0]!r}; its columns are "
+                f"{sorted(rows.column_names)}"
+            )
+        for modality, column in self.columns.items():
+            self.counts[modality] = self._count(rows, modality, column)
+
+    def _count(self, rows, modality: str, column: str) -> np.ndarray:
+        frames = modality in self.options.frames
+        parts = [np.zeros(0, np.int32)]
+        selected = rows.select_columns([column])
+        for start in range(0, len(rows), _COUNT_ROWS):
+            table = selected[start : start + _COUNT_ROWS]
+            for chunk in table.column(0).chunks:
+                parts.append(count_column(_storage(chunk), column, frames))
+        return np.concatenate(parts)
+
+    def _opened(self):
+        """The dataset, whose rows come as Arrow tables."""
+        if self._rows is None:
+            try:
+                import datasets
+            except ImportError:
+                raise DataError(
+                    "reading a folder of datasets needs the package datasets: "
+                    "pip install 'raymm[datasets]'"
+                ) from None
+            try:
+                rows = datasets.load_from_disk(str(self.path)).with_format("arrow")
+            except Exception as error:  # Arrow's, JSON's and its own errors
+                raise DataError(f"{self.path} cannot be loaded by datasets: {error}") from None
+            roles = [self.options.text_columns.get(role, role) for role in (TEXT, MESSAGES, ID)]
+            used = {*roles, *self.columns.values()}
+            self._rows = rows.select_columns([c for c in rows.column_names if c in used])
+        return self._rows
+
+    def __len__(self) -> int:
+        return self._length
+
+    def _row(self, index: int) -> dict:
+        rows = self._opened()
+        if len(rows) != self._length:
+            raise ValueError(f"it has {len(rows)} rows instead of {self._length}")
+        return row_of(rows[index : index + 1], 0, self.options.limits)
+
+    def place(self, index: int) -> str:
+        return f"{self.path}[{index}]"
+
+    @property
+    def folder(self) -> Path:
+        return self.path
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_rows": None}
+
+
+def _storage(values):
+    """The plain array below an extension type."""
+    return getattr(values, "storage", values)

@@ -1,0 +1,34 @@
+"""The files that a path, folder or glob stands for."""
+
+import glob
+from collections.abc import Sequence
+from pathlib import Path
+
+from raymm.data.errors import DataError
+
+
+def find_files(path: Path, suffixes: Sequence[str]) -> list[Path]:
+    """Files of some suffixes, by name: the path itself, all below a folder, or a glob's.
+
+    Raises:
+        DataError: there is none.
+    """
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        found = sorted(one for one in path.rglob("*") if one.suffix in suffixes and one.is_file())
+        what = "folder"
+    else:
+        found = sorted(Path(one) for one in glob.glob(str(path), recursive=True))
+        found = [one for one in found if one.is_file()]
+        what = "data file" if not glob.has_magic(str(path)) else "pattern"
+    if not found:
+        kinds = " or ".join(suffixes)
+        missing = "does not exist" if what == "data file" else f"has no {kinds} file"
+        raise DataError(f"{what} {str(path)!r} {missing}")
+    return found
+
+
+def is_there(path: str | Path) -> bool:
+    """Whether a path exists or a glob has a file."""
+    return Path(path).exists() or bool(glob.glob(str(path), recursive=True))

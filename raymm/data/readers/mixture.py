@@ -1,0 +1,58 @@
+"""Several sources as one data set."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from raymm.data.errors import DataError
+from raymm.data.readers.base import Reader
+from raymm.data.sample import Sample
+
+
+class Mixture:
+    """The samples of several readers, one source after the other. Picklable, without the rows.
+
+    Args:
+        readers: at least one, with different names and the same modalities.
+
+    Raises:
+        DataError: two sources of one name.
+
+    Attributes:
+        names: of the sources.
+        sources: (N,) int64, number of the source of every sample.
+        counts: modality -> (N,) int32, items per sample.
+        path: the sources' paths, for messages.
+        files: all files.
+    """
+
+    def __init__(self, readers: Sequence[Reader]):
+        self.readers = list(readers)
+        self.names = tuple(reader.name for reader in self.readers)
+        twice = sorted({name for name in self.names if self.names.count(name) > 1})
+        if twice:
+            raise DataError(f"two sources are named {twice[0]!r}; give each a 'name' of its own")
+        self._starts = np.cumsum([0, *map(len, self.readers)])
+        self.sources = np.repeat(np.arange(len(self.readers)), list(map(len, self.readers)))
+        modalities = dict.fromkeys(name for reader in self.readers for name in reader.counts)
+        self.counts = {
+            name: np.concatenate(
+                [r.counts.get(name, np.zeros(len(r), np.int32)) for r in self.readers]
+            )
+            for name in modalities
+        }
+        self.path = ", ".join(str(reader.path) for reader in self.readers)
+        self.files = [file for reader in self.readers for file in reader.files]
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int) -> Sample:
+        """Read sample ``index``; negative counts from the end. Raises as the readers do."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {self.path}, which have {len(self)}")
+        index = int(index) % len(self)
+        source = int(self.sources[index])
+        sample = self.readers[source][index - int(self._starts[source])]
+        return replace(sample, index=index)

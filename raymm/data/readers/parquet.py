@@ -1,0 +1,159 @@
+"""Rows of Parquet files, whose columns are read by row group, when a row of it is wanted."""
+
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+
+from raymm.data.errors import DataError, RowError
+from raymm.data.readers.arrow_rows import count_column, row_of
+from raymm.data.readers.base import Reader
+from raymm.data.readers.files import find_files
+from raymm.data.rows import ID, MESSAGES, TEXT
+
+# Row groups that stay in memory, if together they keep ``max_row_group_bytes``.
+_GROUPS_KEPT = 4
+# Rows decoded at a time while a row group is loaded, so that one which becomes larger than its
+# metadata says (a dictionary whose one entry every row repeats) is noticed early.
+_BATCH_ROWS = 16
+_COUNT_ROWS = 256
+
+
+class ParquetDataset(Reader):
+    """Samples of one Parquet file, a folder of them, or a glob, in order of their names.
+
+    Opening reads the metadata and, of media columns, what tells the number of items: of
+    {"bytes", "path"} the paths only. Reading a row loads its row group's used columns and keeps
+    the last few groups; in random order, files with small row groups (100 rows, as ``datasets``
+    writes media) are the fast ones. Needs pyarrow.
+
+    Raises:
+        DataError: also for a row group whose used columns have more than
+            ``max_row_group_bytes``, before it is read.
+    """
+
+    checked_when_opened = False  # the text is not read until it is wanted
+
+    def _open(self) -> None:
+        pq = _parquet()
+        self.files = find_files(self.path, (".parquet",))
+        self._groups: list[tuple[int, int]] = []
+        starts, counts = [0], {modality: [] for modality in self.columns}
+        for number, path in enumerate(self.files):
+            try:
+                with pq.ParquetFile(path) as file:
+                    self._check_schema(file, path)
+                    for group in range(file.num_row_groups):
+                        self._check_size(file.metadata.row_group(group), path, group)
+                        self._groups.append((number, group))
+                        starts.append(starts[-1] + file.metadata.row_group(group).num_rows)
+                    for modality, column in self.columns.items():
+                        counts[modality] += self._count(file, modality, column)
+            except (OSError, ValueError) as error:  # pyarrow's errors are of these
+                raise DataError(f"{path} cannot be read as Parquet: {error}") from None
+        self._starts = np.asarray(starts, dtype=np.int64)
+        if not len(self):
+            raise DataError(f"data file {self.path} has no samples")
+        self.counts = {name: np.concatenate(parts) for name, parts in counts.items()}
+        self._kept: OrderedDict = OrderedDict()
+
+    def _check_schema(self, file, path: Path) -> None:
+        present = set(file.schema_arrow.names)
+        self._check_columns(present)
+        wanted = [self.options.text_columns.get(role, role) for role in (TEXT, MESSAGES)]
+        if not present & set(wanted):
+            raise DataError(f"{path} needs a column {wanted[1]!r} or {wanted[0]!r}; its columns "
+                            f"are {sorted(present)}")
+        roles = [self.options.text_columns.get(role, role) for role in (TEXT, MESSAGES, ID)]
+        used = {*roles, *self.columns.values()}
+        self._used = [name for name in file.schema_arrow.names if name in used]
+
+    def _check_size(self, group, path: Path, number: int) -> None:
+        sizes: dict[str, int] = {}
+        for column in range(group.num_columns):
+            chunk = group.column(column)
+            name = chunk.path_in_schema.split(".")[0]
+            if name in self._used:
+                sizes[name] = sizes.get(name, 0) + chunk.total_uncompressed_size
+        limit = self.options.limits.max_row_group_bytes
+        if sum(sizes.values()) > limit:
+            largest = max(sizes, key=sizes.__getitem__)
+            raise DataError(
+                f"{path}: row group {number} has {sum(sizes.values()):,} bytes in the columns "
+                f"{list(sizes)} (column {largest!r} {sizes[largest]:,}), above "
+                f"data.max_row_group_bytes ({limit:,}); write the file with fewer rows per group"
+            )
+
+    def _count(self, file, modality: str, column: str) -> list[np.ndarray]:
+        """Items per row, from as little of the column as tells them."""
+        leaves = [one.path for one in _leaves(file.schema) if one.path.split(".")[0] == column]
+        paths = [leaf for leaf in leaves if leaf.endswith(".path")]
+        batches = file.iter_batches(batch_size=_COUNT_ROWS, columns=paths or [column])
+        frames = modality in self.options.frames
+        return [count_column(batch.column(0), column, frames) for batch in batches]
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        """(which row group, row in it)."""
+        group = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return group, int(index - self._starts[group])
+
+    def place(self, index: int) -> str:
+        file = self._groups[self._locate(index)[0]][0]
+        first = next(n for n, (number, _) in enumerate(self._groups) if number == file)
+        return f"{self.files[file]}[{index - self._starts[first]}]"
+
+    @property
+    def folder(self) -> Path:
+        return self.files[0].parent
+
+    def _row(self, index: int) -> dict:
+        group, at = self._locate(index)
+        if group not in self._kept:
+            self._keep(group)
+        self._kept.move_to_end(group)
+        return row_of(self._kept[group], at, self.options.limits)
+
+    def _keep(self, group: int) -> None:
+        table = self._load(group)
+        limit = self.options.limits.max_row_group_bytes - table.nbytes
+        while self._kept and (
+            len(self._kept) >= _GROUPS_KEPT or sum(t.nbytes for t in self._kept.values()) > limit
+        ):
+            self._kept.popitem(last=False)
+        self._kept[group] = table
+
+    def _load(self, group: int):
+        import pyarrow as pa
+
+        number, row_group = self._groups[group]
+        limit, size, batches = self.options.limits.max_row_group_bytes, 0, []
+        with _parquet().ParquetFile(self.files[number]) as file:
+            for batch in file.iter_batches(_BATCH_ROWS, [row_group], self._used):
+                size += batch.nbytes
+                if size > limit:
+                    raise RowError(
+                        f"row group {row_group} has more than {limit:,} bytes when decoded "
+                        "(data.max_row_group_bytes)"
+                    )
+                batches.append(batch)
+        return pa.Table.from_batches(batches)
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_kept": OrderedDict()}
+
+
+def _leaves(schema) -> list:
+    return [schema.column(number) for number in range(len(schema))]
+
+
+def _parquet():
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise DataError(
+            "reading Parquet needs the package pyarrow: pip install 'raymm[parquet]'"
+        ) from None
+    return parquet

@@ -1,0 +1,170 @@
+"""Tar shards as webdataset writes them: files of one key are one sample.
+
+``a/0001.json``, ``a/0001.jpg`` and ``a/0001.seg.png`` are the columns ``json``, ``jpg`` and
+``seg.png`` of the sample ``a/0001``. The fields of ``json`` are columns too, and ``txt`` is the
+column ``text``. A shard is scanned once, header by header; a sample is read by byte offset.
+"""
+
+import fnmatch
+import json
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from raymm.data.errors import DataError, RowError
+from raymm.data.media import MediaRange
+from raymm.data.readers.base import Reader
+from raymm.data.readers.files import find_files
+from raymm.data.rows import TEXT
+
+JSON, TXT = "json", "txt"
+# ``json`` and ``txt`` are read while a shard is scanned.
+MAX_TEXT_BYTES = 2**24
+
+
+class TarDataset(Reader):
+    """Samples of one tar file, a folder of them, or a glob, in order of their names.
+
+    A modality's column is an extension; ``"jpg;png"`` is whichever of them a sample has, and
+    ``"*.jpg"`` all that match, in the order of the shard. Consecutive members that share the
+    path up to the first dot of the file name are a sample. Links, folders and devices are
+    ignored. Compressed archives cannot be read by offset and are refused.
+    """
+
+    def _open(self) -> None:
+        self.files = find_files(self.path, (".tar",))
+        self._extensions: list[str] = []
+        known: dict[str, int] = {}
+        samples, keys, members = [], [], []  # (shard, first member), str, (extension, start, size)
+        counts = {modality: [] for modality in self.columns}
+        seen: set[str] = set()
+        for shard, path in enumerate(self.files):
+            with open(path, "rb") as file:
+                for key, found in _samples(path):
+                    samples.append((shard, len(members)))
+                    keys.append(key)
+                    for extension, start, size in found:
+                        number = known.setdefault(extension, len(known))
+                        members.append((number, start, size))
+                    row = self._described(file, path, key, found)
+                    if isinstance(row, dict):
+                        seen.update(row)
+                    place = f"{path}[{key}]"
+                    counted = self._checked_counts(place, len(samples) - 1, row)
+                    for modality, count in counted.items():
+                        counts[modality].append(count)
+        if not samples:
+            raise DataError(f"no tar shard of {self.path} has a sample")
+        self._extensions = list(known)
+        self._samples = np.asarray([*samples, (0, len(members))], dtype=np.int64)
+        self._keys = np.asarray([key.encode() for key in keys])
+        self._members = np.asarray(members, dtype=np.int64)
+        self._check_columns(seen)
+        self.counts = {name: np.asarray(count, dtype=np.int32) for name, count in counts.items()}
+
+    @property
+    def folder(self) -> Path:
+        return self.files[0].parent
+
+    def __len__(self) -> int:
+        return len(self._samples) - 1
+
+    def place(self, index: int) -> str:
+        return f"{self.files[self._samples[index, 0]]}[{self._keys[index].decode()}]"
+
+    def _row(self, index: int) -> dict:
+        shard, first = self._samples[index]
+        found = [
+            (self._extensions[extension], int(start), int(size))
+            for extension, start, size in self._members[first : self._samples[index + 1, 1]]
+        ]
+        path = self.files[shard]
+        with open(path, "rb") as file:
+            row = self._described(file, path, self._keys[index].decode(), found)
+        if isinstance(row, RowError):
+            raise row
+        return row
+
+    def _described(self, file, path: Path, key: str, found: list) -> dict | RowError:
+        """The row of a sample: its text is read from ``file``, its media are byte ranges."""
+        try:
+            return self._described_or_raise(file, path, key, found)
+        except RowError as error:
+            return error
+
+    def _described_or_raise(self, file, path: Path, key: str, found: list) -> dict:
+        row, media = {}, {}
+        for extension, start, size in found:
+            if extension in media:
+                raise RowError("has two members of this extension", extension)
+            media[extension] = MediaRange(f"{key}.{extension}", str(path), start, size)
+            if extension not in (JSON, TXT):
+                continue
+            if size > MAX_TEXT_BYTES:
+                raise RowError(f"it has {size:,} bytes, above {MAX_TEXT_BYTES:,}", extension)
+            file.seek(start)
+            content = file.read(size)
+            if len(content) < size:
+                raise RowError(f"the shard ends {size - len(content)} bytes before it", extension)
+            row |= _text_columns(extension, content)
+        if clash := sorted(set(row) & set(media) - {JSON, TXT}):
+            raise RowError(f"is a member of the shard and a field of {JSON!r}", clash[0])
+        row = {**media, **row}
+        for column in self.columns.values():
+            if column not in row:
+                matches = _matches(column, list(media))
+                if matches:
+                    row[column] = [media[extension] for extension in matches]
+        return row
+
+
+def _text_columns(extension: str, content: bytes) -> dict:
+    try:
+        if extension == TXT:
+            return {TEXT: content.decode()}
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"is not {extension}: {error}", extension) from None
+    if not isinstance(value, dict):
+        raise RowError(f"must be a JSON object, got {type(value).__name__}", extension)
+    return value
+
+
+def _matches(column: str, extensions: list[str]) -> list[str]:
+    """Extensions that a column means: of alternatives the first that is there."""
+    for alternative in column.split(";"):
+        if found := [one for one in extensions if fnmatch.fnmatchcase(one, alternative)]:
+            return found
+    return []
+
+
+def _samples(path: Path) -> Iterator[tuple[str, list[tuple[str, int, int]]]]:
+    """(key, its members as (extension, first byte, size)), in the shard's order."""
+    size_of_shard = path.stat().st_size
+    key, found = None, []
+    try:
+        with tarfile.open(path, "r:") as shard:
+            for member in shard:
+                shard.members = []  # tarfile would keep them all
+                folder, slash, name = member.name.rpartition("/")
+                stem, dot, extension = name.partition(".")
+                if not member.isreg() or not dot or not stem:
+                    continue
+                if member.issparse() or member.offset_data + member.size > size_of_shard:
+                    what = "is sparse" if member.issparse() else "is longer than the shard"
+                    raise DataError(f"{path}: member {member.name!r} {what}; is the shard whole?")
+                member_key = folder + slash + stem
+                if found and member_key != key:
+                    yield key, found
+                    found = []
+                key = member_key
+                found.append((extension, member.offset_data, member.size))
+    except (tarfile.TarError, OSError, EOFError, UnicodeError) as error:
+        raise DataError(
+            f"{path} cannot be read as an uncompressed tar file (a compressed one has to be "
+            f"unpacked first): {error}"
+        ) from None
+    if found:
+        yield key, found
