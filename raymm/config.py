@@ -242,6 +242,22 @@ class TrainConfig(_Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _placeholders_of_the_merge(self) -> TrainConfig:
+        """Data workers need to know them, to compare them with the items of a sample."""
+        merge = self.model.merge if isinstance(self.model.merge, dict) else {}
+        for name, modality in self.data.modalities.items():
+            token = merge.get(name)
+            if token is None:
+                continue
+            if modality.placeholder not in (None, token):
+                raise ValueError(
+                    f"data.modalities.{name}.placeholder is {modality.placeholder!r}, but "
+                    f"model.merge.{name} is {token!r}; leave out the first"
+                )
+            modality.placeholder = token
+        return self
+
 
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 
