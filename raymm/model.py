@@ -20,7 +20,7 @@ from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.language import LanguageSpec, LanguageStage, label_mask
 from raymm.actors.stages.merge import MergePolicy, Prepend
 from raymm.actors.stages.message import Message, MicrobatchContext
-from raymm.actors.stages.probe_attention import probe_mask
+from raymm.actors.stages.probe_attention import probe_mask, probe_shared_tokens
 from raymm.actors.stages.projector import KINDS, Projector, ProjectorConfig
 from raymm.actors.stages.source import (
     ConfigSource,
@@ -256,6 +256,8 @@ class MultimodalModule(nn.Module):
             :data:`raymm.actors.stages.token_layout.MASKS` (``"causal"``, ``"multimodal"``,
             ``"multimodal_isolated"``, ``"causal_with_own_image"``) or a mask policy. Default:
             the language model's own mask.
+        packing: run a microbatch's rows as one sequence without padding, each row a document by
+            itself; the loss is the same. The language model must obey masks and position ids.
 
     Raises:
         ModelError: if names are reserved or widths do not match.
@@ -267,6 +269,7 @@ class MultimodalModule(nn.Module):
         language_model: Any = None,
         preprocess_callback: MergePolicy | None = None,
         mask: str | MaskPolicy | None = None,
+        packing: bool = False,
     ) -> None:
         super().__init__()
         if not isinstance(language_model, ModalityModule):
@@ -274,6 +277,7 @@ class MultimodalModule(nn.Module):
         self.language_model = language_model
         self.merge: MergePolicy = preprocess_callback or Prepend()
         self.mask = _mask_policy(mask)
+        self.packing = packing
         self.encoder_names = tuple(encoders or {})
         llm_source = language_model.source(language_model=True)
         if self.mask is not None:
@@ -282,6 +286,8 @@ class MultimodalModule(nn.Module):
                     f"a mask tells at most {MAX_KIND} encoders apart, got {len(self.encoder_names)}"
                 )
             probe_mask(llm_source)
+        if packing:
+            probe_shared_tokens(llm_source, self.mask is not None, "have its samples packed")
         width = _embedding_width(llm_source)
         for name, encoder in (encoders or {}).items():
             if name in _RESERVED or not name.isidentifier():
@@ -324,7 +330,7 @@ class MultimodalModule(nn.Module):
         source = self.language_model.source(language_model=True)
         return LanguageSpec(
             LANGUAGE_MODEL, source, num_blocks(source.skeleton()), self.merge,
-            mask=self.mask, encoders=self.encoder_names,
+            mask=self.mask, encoders=self.encoder_names, packing=self.packing,
         )
 
     def materialize(self) -> MultimodalModule:
@@ -373,7 +379,8 @@ class MultimodalModule(nn.Module):
                 received[name] = stage.run(microbatch[name], {}, context)
         stage = LanguageStage(
             LanguageSpec(
-                LANGUAGE_MODEL, None, 1, self.merge, mask=self.mask, encoders=self.encoder_names
+                LANGUAGE_MODEL, None, 1, self.merge, mask=self.mask, encoders=self.encoder_names,
+                packing=self.packing,
             ),
             0, 1, self.language_model.module,
         )

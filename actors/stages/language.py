@@ -18,6 +18,7 @@ from raymm.actors.stages.dealt_tokens import deal_tokens, pad_layout, take_token
 from raymm.actors.stages.fully_sharded import FullyShardedPlan, shard_parameters
 from raymm.actors.stages.merge import IGNORE_INDEX, MergeError, MergePolicy
 from raymm.actors.stages.message import Message, MicrobatchContext
+from raymm.actors.stages.packed_rows import pack_rows
 from raymm.actors.stages.source import ModuleSource, Part
 from raymm.actors.stages.tensor_plan import TensorPlan
 from raymm.actors.stages.tensor_shard import shard_module
@@ -47,6 +48,7 @@ class LanguageSpec:
     Attributes:
         mask: which mask the merged tokens get; None for the model's own (causal).
         encoders: names of all encoders; the mask counts their kinds from 1 in this order.
+        packing: run a microbatch's rows as one, without padding, each a document by itself.
     """
 
     name: str
@@ -56,6 +58,7 @@ class LanguageSpec:
     cut: CutInfo | None = None
     mask: MaskPolicy | None = None
     encoders: tuple[str, ...] = ()
+    packing: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -97,6 +100,8 @@ class LanguageStage(nn.Module):
         self._samples: Exchange | None = None
         self._vocabulary: tuple[int, TensorGroup] | None = None
         self._mask = spec.mask
+        if spec.packing and self._mask is None:
+            self._mask = MASKS["causal"]
         if self._mask is not None:
             self._use_masks()
 
@@ -185,6 +190,8 @@ class LanguageStage(nn.Module):
             side = self._merge(inputs, received, context)
             if self._samples is not None:
                 side = take_rows(side, self._samples.rank, self._samples.size)
+            if self.spec.packing:
+                side = pack_rows(side, side.pop("token_layout"))
             embeds = side.pop("inputs_embeds")
         else:
             (message,) = received.values()
@@ -225,8 +232,10 @@ class LanguageStage(nn.Module):
         the merged microbatch for this process."""
         layout, exchange = side["token_layout"], self._exchange
         if exchange is None:
-            masks = row_masks(layout, self._mask)
-            return {hf_attention.MASK_ARGUMENT: masks}, side, embeds
+            attention = {hf_attention.MASK_ARGUMENT: row_masks(layout, self._mask)}
+            if self.spec.packing:
+                attention["attention_mask"] = _all_seen(side)
+            return attention, side, embeds
         length = layout.shape[2]
         if embeds is not None:
             layout = pad_layout(layout, exchange.size)
@@ -241,12 +250,10 @@ class LanguageStage(nn.Module):
             embeds = side.pop("inputs_embeds")
             side |= {"token_layout": layout, "length": torch.tensor(length)}
         attend = attend_over(group)
-        # All ones: position ids that jump would otherwise be read as packed sequences.
-        ones = torch.ones_like(side["targets"])
         attention = {
             hf_attention.MASK_ARGUMENT: masks,
             hf_attention.ATTEND_ARGUMENT: attend,
-            "attention_mask": ones,
+            "attention_mask": _all_seen(side),
         }
         return attention, side, embeds
 
@@ -289,8 +296,8 @@ class LanguageStage(nn.Module):
             if mask is not None and mask.shape != shape:
                 raise MergeError(
                     f"the merge policy returned an attention_mask of shape {tuple(mask.shape)}; "
-                    f"with context parallelism it is (B, T), here {tuple(shape)}: what else hides "
-                    "tokens is the model's mask"
+                    f"with context parallelism or packing it is (B, T), here {tuple(shape)}: what "
+                    "else hides tokens is the model's mask"
                 )
             return text_layout(torch.ones_like(merged["labels"]) if mask is None else mask)
         if layout is None:
@@ -302,6 +309,11 @@ class LanguageStage(nn.Module):
             return checked_layout(layout, shape)
         except ValueError as error:
             raise MergeError(f"the merge policy returned a {error}") from None
+
+
+def _all_seen(side: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A mask of ones: without it, position ids that jump are taken for packed sequences."""
+    return torch.ones_like(side["targets"])
 
 
 def language_stage_parameters(spec: LanguageSpec, lo: int, hi: int) -> list[str]:

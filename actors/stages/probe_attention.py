@@ -56,17 +56,21 @@ def probe_mask(source: ModuleSource) -> None:
         )
 
 
-def probe_shared_tokens(source: ModuleSource, has_mask: bool) -> None:
-    """Check that processes may each have a part of a sample's tokens (context parallelism): that
-    nothing but attention knows of other tokens, and positions are what ``position_ids`` say.
+def probe_shared_tokens(
+    source: ModuleSource, has_mask: bool, what: str = "have cp above 1"
+) -> None:
+    """Check that processes may each have a part of a sample's tokens (context parallelism), or one
+    row several samples (packing): that nothing but attention knows of other tokens, and
+    positions are what ``position_ids`` say.
 
     Args:
         has_mask: whether it is given a mask; if not, its own must be the causal one.
+        what: it is to do, for errors.
 
     Raises:
         ProbeError: as :func:`probe_mask`, or if tokens in another order give another result.
     """
-    name, model = _model_with_masks(source, "have cp above 1")
+    name, model = _model_with_masks(source, what)
     probe_mask(source)
     embeds, order = _embeddings(model), torch.arange(_TOKENS).roll(3).flip(0)
     back = order.argsort()
@@ -85,11 +89,11 @@ def probe_shared_tokens(source: ModuleSource, has_mask: bool) -> None:
         one = _logits(model, embeds, **(given if has_mask else {}))
         two = _logits(model, embeds[:, order], **given, **shared)
     except _FAILURES as error:
-        raise ProbeError(f"{name} cannot have cp above 1: {error}") from error
+        raise ProbeError(f"{name} cannot {what}: {error}") from error
     change = (one[:, order] - two).norm(dim=-1) / one.norm(dim=-1).max()
     if not bool((change <= _NOISE).all()):
         raise ProbeError(
-            f"{name} cannot have cp above 1: its result depends on the order of tokens besides "
+            f"{name} cannot {what}: its result depends on the order of tokens besides "
             f"their position_ids{'' if has_mask else ', or its own mask is not causal'}"
         )
 

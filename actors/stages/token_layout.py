@@ -116,7 +116,8 @@ def _row_mask(
         kinds, items, documents = row
         starts = np.flatnonzero(np.diff(documents, prepend=documents[:1] - 1))
         lengths = np.diff(np.append(starts, len(documents))).tolist()
-        spans = kinds_and_items(kinds, items)
+        # Items of two documents are two, also where they touch and have the same number.
+        spans = kinds_and_items(kinds, items + _NUMBERS * documents.astype(np.int64))
         made[key] = mask = policy(len(kinds), spans, document_lengths=lengths)
         if not isinstance(mask, AttentionMask) or mask.shape != (len(kinds),) * 2:
             name = getattr(policy, "__name__", type(policy).__name__)
