@@ -21,6 +21,9 @@ from raymm.data.readers import JsonDataset, Mixture, Reader, open_source
 from raymm.data.readers.files import is_there
 from raymm.data.sample import Sample
 from raymm.data.sampler import START, EpochSampler, State
+from raymm.data.scan import scan
+from raymm.data.scan_cache import default_cache
+from raymm.data.scan_result import SampleScan
 from raymm.data.shuffle import shuffle_modality
 from raymm.data.sources import open_split
 from raymm.data.text import IGNORE_INDEX
@@ -41,6 +44,7 @@ __all__ = [
     "Reader",
     "Sample",
     "SampleError",
+    "SampleScan",
     "Skipped",
     "SourceConfig",
     "State",
@@ -49,12 +53,14 @@ __all__ = [
     "StepLoader",
     "check_data",
     "collate",
+    "default_cache",
     "describe",
     "is_there",
     "join_parts",
     "local_steps",
     "open_source",
     "open_split",
+    "scan",
     "shuffle_modality",
     "split_parts",
 ]

@@ -60,18 +60,58 @@ def media_size(media: str | MediaBytes | MediaRange) -> int:
 
 
 def open_media(media: str | MediaBytes | MediaRange) -> BinaryIO:
-    """A seekable binary file of the item; a part of a file is read whole.
+    """A seekable binary file of the item, of which only what is asked for is read.
 
     Raises:
-        OSError: it cannot be read, or its file ends before it does.
+        OSError: there is no such file.
     """
     if isinstance(media, str):
         return open(media, "rb")
     if isinstance(media, MediaBytes):
         return io.BytesIO(media.data)
-    with open(media.path, "rb") as file:
-        file.seek(media.start)
-        data = file.read(media.size)
-    if len(data) < media.size:
+    return io.BufferedReader(_Window(media))
+
+
+def read_media(media: str | MediaBytes | MediaRange) -> bytes:
+    """The encoded item.
+
+    Raises:
+        OSError: it cannot be read, or its file ends before it does.
+    """
+    if isinstance(media, MediaBytes):
+        return media.data
+    with open_media(media) as file:
+        data = file.read()
+    if isinstance(media, MediaRange) and len(data) < media.size:
         raise OSError(f"{media.path} ends {media.size - len(data)} bytes before {media.name!r}")
-    return io.BytesIO(data)
+    return data
+
+
+class _Window(io.RawIOBase):
+    """A byte range of a file as a file."""
+
+    def __init__(self, media: MediaRange):
+        self._file = open(media.path, "rb", buffering=0)
+        self._start, self._size, self._at = media.start, media.size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = max(base + offset, 0)
+        return self._at
+
+    def readinto(self, buffer) -> int:
+        view = memoryview(buffer)[: max(self._size - self._at, 0)]
+        self._file.seek(self._start + self._at)
+        count = self._file.readinto(view)
+        self._at += count
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()

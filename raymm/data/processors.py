@@ -1,6 +1,7 @@
 """From a media file to the tensors of one item."""
 
 import importlib
+import io
 import json
 from collections.abc import Callable
 from math import gcd
@@ -12,7 +13,7 @@ import torch
 
 from raymm.data.errors import DataError
 from raymm.data.headers import AUDIO, IMAGE, kind_of
-from raymm.data.media import MediaBytes, MediaRange, open_media
+from raymm.data.media import MediaBytes, MediaRange, open_media, read_media
 
 # From one item (or a list of its frames) to its tensors.
 Processor = Callable[[Any], dict[str, torch.Tensor]]
@@ -21,13 +22,12 @@ File = str | Path | BinaryIO
 
 def processor_input(media: str | MediaBytes | MediaRange, kind: str) -> Any:
     """What a processor gets of an item, see ``ModalityDataConfig.input``."""
-    if kind == "file" and isinstance(media, str):
-        return media
-    file = open_media(media)
     if kind == "file":
-        return file  # in memory: a file on disk was a path
-    with file:
-        return read_image(file) if kind == "image" else file.read()
+        return media if isinstance(media, str) else io.BytesIO(read_media(media))
+    if kind == "bytes":
+        return read_media(media)
+    with open_media(media) as file:
+        return read_image(file)
 
 
 def load_processor(name: str, field: str = "processor") -> Processor:

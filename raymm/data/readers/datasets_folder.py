@@ -30,7 +30,7 @@ class DatasetsFolder(Reader):
             raise DataError(f"{self.path} is no folder that datasets' save_to_disk wrote")
         self.files = sorted(one for one in self.path.iterdir() if one.is_file())
         self._rows = None
-        rows = self._opened()
+        rows = self._loaded()
         self._length = len(rows)
         self._check_columns(set(rows.column_names))
         wanted = [self.options.text_columns.get(role, role) for role in (TEXT, MESSAGES)]
@@ -52,20 +52,24 @@ class DatasetsFolder(Reader):
                 parts.append(count_column(_storage(chunk), column, frames))
         return np.concatenate(parts)
 
+    def _loaded(self):
+        """The folder's ``datasets.Dataset``, whose rows come as Arrow tables."""
+        try:
+            import datasets
+        except ImportError:
+            raise DataError(
+                "reading a folder of datasets needs the package datasets: "
+                "pip install 'raymm[datasets]'"
+            ) from None
+        try:
+            return datasets.load_from_disk(str(self.path)).with_format("arrow")
+        except Exception as error:  # Arrow's, JSON's and its own errors
+            raise DataError(f"{self.path} cannot be loaded by datasets: {error}") from None
+
     def _opened(self):
-        """The dataset, whose rows come as Arrow tables."""
+        """The same with the used columns only, loaded once."""
         if self._rows is None:
-            try:
-                import datasets
-            except ImportError:
-                raise DataError(
-                    "reading a folder of datasets needs the package datasets: "
-                    "pip install 'raymm[datasets]'"
-                ) from None
-            try:
-                rows = datasets.load_from_disk(str(self.path)).with_format("arrow")
-            except Exception as error:  # Arrow's, JSON's and its own errors
-                raise DataError(f"{self.path} cannot be loaded by datasets: {error}") from None
+            rows = self._loaded()
             roles = [self.options.text_columns.get(role, role) for role in (TEXT, MESSAGES, ID)]
             used = {*roles, *self.columns.values()}
             self._rows = rows.select_columns([c for c in rows.column_names if c in used])

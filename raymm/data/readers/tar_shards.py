@@ -161,6 +161,12 @@ def _samples(path: Path) -> Iterator[tuple[str, list[tuple[str, int, int]]]]:
                     found = []
                 key = member_key
                 found.append((extension, member.offset_data, member.size))
+            # tarfile takes a shard that was cut off between members for a whole one.
+            shard.fileobj.seek(shard.offset)
+            if shard.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                raise DataError(
+                    f"{path} has no end of archive after byte {shard.offset:,}; is it cut off?"
+                )
     except (tarfile.TarError, OSError, EOFError, UnicodeError) as error:
         raise DataError(
             f"{path} cannot be read as an uncompressed tar file (a compressed one has to be "

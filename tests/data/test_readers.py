@@ -1,0 +1,313 @@
+"""Every format gives the same samples, and its errors say where."""
+
+import json
+import pickle
+import tarfile
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from same_rows import add_member, write_datasets_folder, write_parquet, write_shards
+from sample_files import write_image, write_rows
+
+from raymm.data import DataError, SampleError, StepBuilder, local_steps, open_source, open_split
+from raymm.data.limits import Limits
+from raymm.data.readers import DatasetsFolder, ParquetDataset, ReaderOptions, TarDataset
+
+WRITERS = {
+    "parquet": lambda folder: write_parquet(folder, 20),
+    "parquet-paths": lambda folder: write_parquet(folder, 20, embedded=False),
+    "tar": lambda folder: write_shards(folder, 20),
+    "datasets": lambda folder: write_datasets_folder(folder, 20),
+    "datasets-paths": lambda folder: write_datasets_folder(folder, 20, embedded=False),
+}
+
+
+def source(format, path):
+    # A shard's columns are extensions.
+    columns = {"vision": "*.png", "audio": "wav"} if format == "tar" else {}
+    return {"path": str(path), "columns": columns}
+
+
+@pytest.mark.parametrize("format", WRITERS)
+def test_every_format_gives_the_same_steps(make_config, tmp_path, format):
+    config = make_config(max_length=60)
+    path = WRITERS[format](tmp_path)
+    other = make_config(train=source(format, path), max_length=60)
+    dataset = open_split(other, "train")
+    reference = open_split(config, "train")
+    for name in ("vision", "audio"):
+        assert dataset.counts[name].tolist() == reference.counts[name].tolist()
+    assert [dataset[i].id for i in range(20)] == [reference[i].id for i in range(20)]
+    for got, want in zip(local_steps(other, steps=4), local_steps(config, steps=4), strict=True):
+        assert got.meta == want.meta
+        torch.testing.assert_close(got.microbatches, want.microbatches, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("format", WRITERS)
+def test_readers_travel_without_their_rows(make_config, tmp_path, format):
+    dataset = open_split(make_config(train=source(format, WRITERS[format](tmp_path))), "train")
+    before = dataset[3]
+    packed = pickle.dumps(dataset)
+    assert len(packed) < 6000
+    assert pickle.loads(packed)[3] == before
+    assert dataset[-1].index == 19
+    with pytest.raises(IndexError):
+        dataset[20]
+
+
+def test_sources_in_one_run_keep_their_names(make_config, tmp_path):
+    sources = [
+        str(tmp_path / "train.jsonl"),
+        source("tar", write_shards(tmp_path, 10)) | {"name": "shards"},
+        source("parquet", write_parquet(tmp_path, 10)),
+    ]
+    config = make_config(train=sources)
+    dataset = open_split(config, "train")
+    assert dataset.names == ("train", "shards", "parquet") and len(dataset) == 40
+    assert np.bincount(dataset.sources).tolist() == [20, 10, 10]
+    assert [dataset[i].source for i in (0, 19, 20, 39)] == ["train", "train", "shards", "parquet"]
+    assert [dataset[i].index for i in (0, 20, 39)] == [0, 20, 39]
+    assert [dataset.counts["vision"][i] for i in (4, 24, 34)] == [2, 2, 2]
+    built = StepBuilder(config, dataset).build([1, 21, 31])
+    pixels = [mb["vision"]["pixel_values"] for mb in built.microbatches]
+    assert torch.equal(torch.cat(pixels), pixels[0][:1].expand(3, -1, -1, -1))
+    assert len(pickle.dumps(dataset)) < 12000
+
+
+def test_columns_of_other_names_and_sources_without_a_modality(make_config, tmp_path):
+    rows = [{"key": 5, "caption": "a cat", "picture": "i.png"}]
+    (tmp_path / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = {"text": "caption", "id": "key", "vision": "picture", "audio": None}
+    config = make_config(
+        train=[str(tmp_path / "train.jsonl"),
+               {"path": str(tmp_path / "other.jsonl"), "columns": columns}]
+    )
+    dataset = open_split(config, "train")
+    last = dataset[20]
+    assert (last.id, last.text, last.source) == ("5", "a cat", "other")
+    assert last.media == {"vision": (str(tmp_path / "i.png"),)}
+    assert dataset.counts["audio"][20] == 0 and last.place.endswith("other.jsonl:1")
+
+
+def parquet(folder, table, **options):
+    pq.write_table(pa.table(table), folder / "x.parquet", **options)
+    return folder / "x.parquet"
+
+
+def test_parquet_columns_of_paths_bytes_and_lists(tmp_path):
+    write_image(tmp_path / "i.png", 0)
+    data = (tmp_path / "i.png").read_bytes()
+    path = parquet(
+        tmp_path,
+        {
+            "text": ["a"] * 4,
+            "path": ["i.png", "", None, "/abs.png"],
+            "paths": [["i.png"], [], None, ["a.png", "b.png"]],
+            "bytes": [data, None, data, data],
+            "lists": [[data], [data, data], None, []],
+            "number": [1, 2, 3, 4],
+        },
+    )
+    columns = {name: name for name in ("path", "paths", "bytes", "lists")}
+    dataset = ParquetDataset(path, columns)
+    assert {name: counts.tolist() for name, counts in dataset.counts.items()} == {
+        "path": [1, 0, 0, 1], "paths": [1, 0, 0, 2], "bytes": [1, 0, 1, 1], "lists": [1, 2, 0, 0],
+    }
+    for row, sample in enumerate(dataset):
+        assert {k: len(v) for k, v in sample.media.items()} == {
+            k: int(v[row]) for k, v in dataset.counts.items() if v[row]
+        }
+    assert dataset[0].media["path"] == (str(tmp_path / "i.png"),)
+    assert dataset[1].media["lists"][1].data == data
+    assert dataset[1].place == f"{path}[1]" in dataset[1].media["lists"][1].name
+    with pytest.raises(DataError, match="column 'number' is of type int64"):
+        ParquetDataset(path, {"vision": "number"})
+    with pytest.raises(DataError, match=r"column 'image' \(modality 'vision'\).*'lists'"):
+        ParquetDataset(path, {"vision": "image"})
+
+
+def test_only_used_columns_of_one_row_group_are_read(tmp_path, monkeypatch):
+    big = [b"x" * 1000] * 40
+    path = parquet(
+        tmp_path, {"text": ["a"] * 40, "images": [["i.png"]] * 40, "big": big}, row_group_size=10
+    )
+    dataset = ParquetDataset(path, {"vision": "images"})
+    read, iter_batches = [], pq.ParquetFile.iter_batches
+
+    def spy(self, size, groups, columns):
+        read.append((groups, columns))
+        return iter_batches(self, size, groups, columns)
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", spy)
+    for index in (12, 19, 15, 3):
+        assert dataset[index].text == "a"
+    assert read == [([1], ["text", "images"]), ([0], ["text", "images"])]
+
+
+def test_rows_without_text_are_sample_errors_in_parquet(tmp_path):
+    path = parquet(tmp_path, {"id": ["a", "b"], "text": ["x", None]})
+    dataset = ParquetDataset(path)
+    assert dataset[0].text == "x"
+    with pytest.raises(SampleError, match=r"'b' \(.*x.parquet\[1\]\).*needs 'messages' or 'text'"):
+        dataset[1]
+    with pytest.raises(DataError, match="needs a column 'messages' or 'text'.*'caption'"):
+        ParquetDataset(parquet(tmp_path, {"caption": ["x"]}))
+
+
+@pytest.mark.parametrize(
+    ("name", "reader"), [("x.parquet", ParquetDataset), ("x.tar", TarDataset)]
+)
+def test_what_is_no_such_file_is_refused(tmp_path, name, reader):
+    (tmp_path / name).write_bytes(b"not this format" * 100)
+    with pytest.raises(DataError, match=name):
+        reader(tmp_path / name)
+    with pytest.raises(DataError, match="nowhere.*does not exist"):
+        reader(tmp_path / ("nowhere" + name))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="empty' has no"):
+        reader(tmp_path / "empty")
+
+
+def test_truncated_files_are_refused(tmp_path):
+    whole = write_shards(tmp_path, 20) / "000.tar"
+    content = whole.read_bytes()
+    for size in (len(content) // 2, len(content) // 2 + 700):
+        (tmp_path / "cut.tar").write_bytes(content[:size])
+        with pytest.raises(DataError, match="cut.tar"):
+            TarDataset(tmp_path / "cut.tar")
+    table = write_parquet(tmp_path, 20) / "a.parquet"
+    (tmp_path / "cut.parquet").write_bytes(table.read_bytes()[:-20])
+    with pytest.raises(DataError, match="cut.parquet"):
+        ParquetDataset(tmp_path / "cut.parquet")
+
+
+def shard(folder, members):
+    with tarfile.open(folder / "s.tar", "w") as out:
+        for name, content in members:
+            add_member(out, name, content)
+    return folder / "s.tar"
+
+
+def test_members_of_one_key_are_one_sample(tmp_path):
+    path = shard(
+        tmp_path,
+        [
+            ("a/1.x.png", b"1"), ("a/1.json", b'{"text": "one", "w": "p.png"}'), ("a/1.jpg", b"22"),
+            ("b/1.txt", b"two"), ("b/1.png", b"333"),
+            (".hidden", b""), ("README", b""),
+            ("c/1.txt", b"three"),
+        ],
+    )
+    columns = {"seg": "x.png", "vision": "jpg;png", "named": "w"}
+    dataset = TarDataset(path, columns)
+    assert [sample.id for sample in dataset] == [f"{path}[{k}/1]" for k in "abc"]
+    assert [sample.text for sample in dataset] == ["one", "two", "three"]
+    assert {k: v.tolist() for k, v in dataset.counts.items()} == {
+        "seg": [1, 0, 0], "vision": [1, 1, 0], "named": [1, 0, 0],
+    }
+    (picture,) = dataset[1].media["vision"]
+    assert picture.name == "b/1.png" and picture.size == 3
+    assert dataset[0].media["named"] == (str(tmp_path / "p.png"),)
+    assert path.read_bytes()[picture.start :][:3] == b"333"
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ([("1.png", b"")], r"s.tar\[1\]: a sample needs 'messages' or 'text'"),
+        ([("1.json", b"[]")], "must be a JSON object, got list"),
+        ([("1.json", b"{")], "is not json"),
+        ([("1.txt", b"\xff")], "is not txt"),
+        ([("1.txt", b"a"), ("1.txt", b"b")], "two members"),
+        ([("1.txt", b"a"), ("1.json", b'{"png": "x"}'), ("1.png", b"")], "'json'"),
+    ],
+)
+def test_bad_shards_are_named_or_skipped(tmp_path, members, message):
+    path = shard(tmp_path, [("0.txt", b"good"), ("0.png", b""), *members])
+    with pytest.raises(DataError, match=message):
+        TarDataset(path, {"vision": "png"})
+    dataset = TarDataset(path, {"vision": "png"}, ReaderOptions(skip=True))
+    assert len(dataset) == 2 and dataset.counts["vision"].tolist() == [1, 0]
+    assert dataset[0].text == "good"
+    with pytest.raises(SampleError, match=message.removeprefix(r"s.tar\[1\]: ")):
+        dataset[1]
+
+
+def test_compressed_shards_are_refused_with_advice(tmp_path):
+    with tarfile.open(tmp_path / "s.tar", "w:gz") as out:
+        add_member(out, "1.txt", b"a")
+    with pytest.raises(DataError, match="s.tar.*unpacked first"):
+        TarDataset(tmp_path / "s.tar")
+
+
+def test_large_text_members_are_refused_unread(tmp_path, monkeypatch):
+    monkeypatch.setattr("raymm.data.readers.tar_shards.MAX_TEXT_BYTES", 10)
+    path = shard(tmp_path, [("1.txt", b"a" * 10), ("2.txt", b"a" * 11)])
+    with pytest.raises(DataError, match=r"s.tar\[2\]: it has 11 bytes, above 10"):
+        TarDataset(path)
+
+
+def test_datasets_folders_say_their_splits_and_are_checked(tmp_path):
+    import datasets
+
+    folder = tmp_path / "d"
+    one = datasets.Dataset.from_dict({"text": ["a", "b"]})
+    datasets.DatasetDict(train=one, test=one).save_to_disk(folder)
+    with pytest.raises(DataError, match=r"splits \['test', 'train'\]; name one"):
+        open_source(folder)
+    assert [sample.text for sample in open_source(folder / "train")] == ["a", "b"]
+    with pytest.raises(DataError, match="save_to_disk"):
+        DatasetsFolder(tmp_path)
+    caption = datasets.Dataset.from_dict({"caption": ["a"]})
+    caption.save_to_disk(tmp_path / "c")
+    with pytest.raises(DataError, match="'messages' or 'text'.*'caption'"):
+        open_source(tmp_path / "c")
+    shuffled = one.select([1, 0, 1])
+    shuffled.save_to_disk(tmp_path / "e")
+    assert [sample.text for sample in open_source(tmp_path / "e")] == ["b", "a", "b"]
+
+
+@pytest.mark.parametrize(("name", "kind"), [("pyarrow", "parquet"), ("datasets", "datasets")])
+def test_a_missing_package_is_named(tmp_path, monkeypatch, name, kind):
+    path = WRITERS[kind](tmp_path)
+    for module in (name, f"{name}.parquet"):
+        monkeypatch.setitem(__import__("sys").modules, module, None)
+    with pytest.raises(DataError, match=rf"needs the package {name}.*raymm\[{kind}\]"):
+        open_source(path)
+
+
+def test_formats_are_told_by_suffix_or_said(tmp_path):
+    write_rows(tmp_path, 3)
+    (tmp_path / "train.jsonl").rename(tmp_path / "rows.txt")
+    assert len(open_source(tmp_path / "rows.txt")) == 3
+    assert len(open_source(write_shards(tmp_path, 4))) == 4
+    assert len(open_source(tmp_path / "shards" / "*.tar")) == 4
+    with pytest.raises(DataError, match=r"rows.txt.*Parquet"):
+        open_source(tmp_path / "rows.txt", "parquet")
+    with pytest.raises(DataError, match=r"format must be one of .*'tar'.*got 'csv'"):
+        open_source(tmp_path / "rows.txt", "csv")
+    write_parquet(tmp_path, 4)
+    with pytest.raises(DataError, match=r"\['parquet', 'tar'\]; say 'format'"):
+        open_source(tmp_path)
+
+
+def test_malformed_json_rows_are_kept_and_refused_when_read(make_config, tmp_path):
+    config = make_config(count=6, on_error="skip")
+    with open(tmp_path / "train.jsonl", "a") as file:
+        file.write('{"id": "nothing"}\nno json\n{"id": "n", "text": "a cat", "images": [5]}\n')
+    dataset = open_split(config, "train")
+    assert len(dataset) == 9 and dataset.counts["vision"].tolist()[6:] == [0, 0, 0]
+    built = StepBuilder(config, dataset).build([1, 6, 7, 8])
+    assert [meta.sample_ids for meta in built.meta] == [("s1",)]
+    places = [f"{tmp_path / 'train.jsonl'}:{line}" for line in (7, 8, 9)]
+    assert [(one.id, one.column, one.source) for one in built.skipped] == [
+        (places[0], None, "train"), (places[1], None, "train"), (places[2], "images", "train"),
+    ]
+    assert pickle.loads(pickle.dumps(dataset)).counts.keys() == dataset.counts.keys()
+    limits = Limits(max_item_bytes=1)
+    reader = open_source(tmp_path / "train.jsonl", None, ReaderOptions(skip=True, limits=limits))
+    with pytest.raises(SampleError, match="not a JSON value"):
+        reader[7]
