@@ -148,8 +148,8 @@ def build_plan(config: TrainConfig, model: MultimodalModule) -> Plan | None:
     if section.plan is not None:
         return _plan_of_file(section.plan, config, model)
     specs = MultimodalParallelSpec(
-        {name: _spec(layout) for name, layout in section.encoders.items()},
-        _spec(section.language_model),
+        {name: _spec(f"encoders.{name}", one) for name, one in section.encoders.items()},
+        _spec("language_model", section.language_model),
         config.data.microbatches,
         section.schedule or "1f1b",
         bool(section.recompute),
@@ -185,8 +185,11 @@ def _plan_of_file(path: str, config: TrainConfig, model: MultimodalModule) -> Pl
     return plan
 
 
-def _spec(layout: LayoutSection) -> ParallelSpec:
-    return ParallelSpec(**layout.model_dump())
+def _spec(where: str, layout: LayoutSection) -> ParallelSpec:
+    try:
+        return ParallelSpec(**layout.model_dump())
+    except PlanError as error:
+        raise PlanError(f"parallel.{where}: {error}") from None
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, model_validator
 
 from raymm.actors.group import RankResources
 from raymm.actors.optimizer import OptimizerConfig
@@ -86,17 +86,18 @@ class ModelSection(_Section):
 
 
 class LayoutSection(_Section):
-    """Layout of one module: see :class:`raymm.specs.ParallelSpec`."""
+    """Layout of one module: see :class:`raymm.specs.ParallelSpec`, which checks the numbers.
+    Strict ones: others take true for 1."""
 
-    pp: int = 1
-    chunks: int = 1
-    replicas: int | None = None
-    tp: int = 1
-    cp: int = 1
-    dp: int = 1
+    pp: StrictInt = 1
+    chunks: StrictInt = 1
+    replicas: StrictInt | None = None
+    tp: StrictInt = 1
+    cp: StrictInt = 1
+    dp: StrictInt = 1
     sharding: Literal["none", "zero1", "fsdp"] = "none"
-    layers: tuple[int, ...] | None = None
-    ranks: tuple[int, ...] | None = None
+    layers: tuple[StrictInt, ...] | None = None
+    ranks: tuple[StrictInt, ...] | None = None
 
 
 class ParallelSection(_Section):

@@ -10,7 +10,7 @@ from raymm.actors.stages.probe import ProbeError
 from raymm.actors.stages.probe_attention import probe_shared_tokens
 from raymm.actors.stages.probe_items import probe_shared_items
 from raymm.actors.stages.probe_tensor import probe_tensor
-from raymm.actors.stages.tensor_plan import tensor_plan
+from raymm.actors.stages.tensor_plan import TensorPlan, tensor_plan
 from raymm.model import LANGUAGE_MODEL, MultimodalModule
 from raymm.scheduler.module_degrees import KINDS, DegreeChoices, degrees_of
 from raymm.scheduler.plan import Plan, PlanError
@@ -93,6 +93,9 @@ class DegreeRequest:
             num_microbatches: of a step.
             tokens: per module, those of a microbatch.
             refused: what the model's code does not allow, as of :func:`refused_degrees`.
+
+        Raises:
+            PlanError: if a degree that was fixed cannot be.
         """
         found = {}
         for module in (*model.encoder_names, LANGUAGE_MODEL):
@@ -107,14 +110,20 @@ class DegreeRequest:
                 most = max(1, tokens.get(module, 0) // LEAST_TOKENS)
                 allowed["cp"] = tuple(n for n in allowed["cp"] if n <= most)
             allowed["dp"] = tuple(n for n in allowed["dp"] if num_microbatches % n == 0)
-            allowed["tp"] = tuple(n for n in allowed["tp"] if _divides(model, module, n))
+            if (module, "tp") not in self.fixed:
+                allowed["tp"] = tuple(n for n in allowed["tp"] if _divides(model, module, n))
             for kind, some in allowed.items():
                 if not some:
                     raise PlanError(
-                        f"degrees has {module}.{kind}={self.fixed[module, kind]}, which cannot be: "
-                        f"there are {devices} devices, {num_microbatches} microbatches, and the "
-                        "model's heads and code to consider"
+                        f"degrees has {module}.{kind}={self.fixed[module, kind]}, which "
+                        + (
+                            f"does not divide {num_microbatches} microbatches" if kind == "dp"
+                            else "the model's code does not allow"
+                        )
                     )
+            for degree in allowed["tp"]:
+                if (module, "tp") in self.fixed and degree > 1:
+                    _tensor_plan(model, module, degree)
             found[module] = DegreeChoices(**allowed)
         return found
 
@@ -134,14 +143,18 @@ def _divides(model: MultimodalModule, module: str, tp: int) -> bool:
     """Whether every process has its own share of heads and feed-forwards."""
     if tp == 1:
         return True
-    causal = module == LANGUAGE_MODEL
-    spec = model.language_spec() if causal else model.encoder_spec(module)
     try:
-        plan = tensor_plan(spec.source, tp, module)
+        plan = _tensor_plan(model, module, tp)
     except PlanError:
         return False
     copied = any(plan.is_replica(name, rank) for name in plan.pieces for rank in range(tp))
     return bool(plan.pieces) and not copied
+
+
+def _tensor_plan(model: MultimodalModule, module: str, tp: int) -> TensorPlan:
+    causal = module == LANGUAGE_MODEL
+    spec = model.language_spec() if causal else model.encoder_spec(module)
+    return tensor_plan(spec.source, tp, module)
 
 
 def refused_degrees(model: MultimodalModule, plan: Plan) -> dict[Refused, str]:

@@ -12,22 +12,26 @@ from rich.table import Table
 
 from raymm.draw import draw_timelines
 from raymm.planning import Planned, judge_plan
-from raymm.scheduler.judge import Option
+from raymm.scheduler.judge import Option, places_text
 from raymm.scheduler.memory import GIB, rank_memory
+from raymm.scheduler.module_degrees import rank_text
 from raymm.scheduler.plan import Plan, Stage
 from raymm.scheduler.stage_costs import stage_costs
 
 # How many of the plans that lost, and of those that do not fit, are listed.
 SHOWN, REFUSED_SHOWN = 8, 4
-_LEFT = ("module", "stage", "layers", "GPU")
+_LEFT = ("module", "stage", "layers", "shared", "GPU")
 
 
 def plan_rows(planned: Planned) -> list[dict[str, str]]:
     """A row per stage. ``F``, ``B_d``, ``B_w`` are milliseconds of one microbatch (with
     recomputation, one more F comes before ``B_d``); weights (with gradients and optimizer
     state) and activations are in GiB, those of activations the whole rank's most; the bubble
-    is the rank's share of the step without work."""
+    is the rank's share of the step without work. Of a rank of several processes, everything is
+    what each of them has; the column ``shared``, which is there if there are such ranks, says
+    how they share the module."""
     plan, timeline = planned.plan, planned.timeline
+    several = plan.num_processes > plan.num_ranks
     costs = stage_costs(plan)
     memory = rank_memory(plan, planned.program)
     rows, seen = [], set()
@@ -35,15 +39,15 @@ def plan_rows(planned: Planned) -> list[dict[str, str]]:
         cost = costs[stage.name]
         first = stage.rank not in seen
         seen.add(stage.rank)
-        node, place = divmod(stage.rank, planned.network.ranks_per_node)
         trained = any(plan.graph.node(stage.module).trainable[slice(*stage.layers)])
         split = cost.backward_input, cost.backward_weight
         rows.append({
             "module": stage.module,
             "stage": stage.name.removeprefix(f"{stage.module}.") + ("" if trained else " *"),
             "layers": layers_text(plan, stage),
+            **({"shared": rank_text(stage.degrees) or "-"} if several else {}),
             "rank": str(stage.rank),
-            "GPU": f"{node}:{place}",
+            "GPU": _places(plan.rank_processes(stage.rank), planned.network.ranks_per_node),
             "F": _ms(cost.forward),
             "B_d": _ms(split[0]) if split[0] else "-",
             "B_w": _ms(split[1]) if split[1] else "-",
@@ -52,6 +56,16 @@ def plan_rows(planned: Planned) -> list[dict[str, str]]:
             "bubble": f"{timeline.bubble(stage.rank):.0%}" if first else '"',
         })
     return rows
+
+
+def _places(processes: range, per_node: int) -> str:
+    """Node and place in it of the first process, and of the last if there are several:
+    ``"0:3"``, ``"1:0-7"``, ``"0:6-1:1"``."""
+    node, place = divmod(processes[0], per_node)
+    last_node, last = divmod(processes[-1], per_node)
+    if len(processes) == 1:
+        return f"{node}:{place}"
+    return f"{node}:{place}-" + (f"{last}" if node == last_node else f"{last_node}:{last}")
 
 
 def layers_text(plan: Plan, stage: Stage) -> str:
@@ -73,9 +87,11 @@ def plan_table(planned: Planned) -> Table:
     marks += ["p projector"] if any(node.projector for node in plan.graph.nodes) else []
     marks += ["r recomputed"] if any(stage.recompute for stage in plan.stages) else []
     table = Table(
-        title=f"{len(plan.stages)} stages on {plan.num_ranks} ranks, {plan.num_microbatches} "
+        title=f"{len(plan.stages)} stages on {places_text(plan)}, {plan.num_microbatches} "
         f"microbatches, {plan.schedule}",
-        caption="F, B_d, B_w in ms, memory in GiB" + "".join(f"; {mark}" for mark in marks),
+        caption="F, B_d, B_w in ms, memory in GiB" + (
+            ", of each device" if plan.num_processes > plan.num_ranks else ""
+        ) + "".join(f"; {mark}" for mark in marks),
         box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), title_justify="left",
         caption_justify="left",
     )
@@ -94,7 +110,7 @@ def summary(planned: Planned) -> list[str]:
     """Three lines: what runs, how long a step takes, and why this and not something else."""
     plan, best = planned.plan, planned.proposal.best
     counts = ", ".join(_module_text(plan, node.name) for node in plan.graph.nodes)
-    lines = [f"plan: {counts}; {plan.num_ranks} ranks, {plan.schedule}", _prediction(planned)]
+    lines = [f"plan: {counts}; {places_text(plan)}, {plan.schedule}", _prediction(planned)]
     others = planned.proposal.options[1:]
     if others:
         lines.append(
@@ -158,17 +174,18 @@ def draw_schedule(planned: Planned, path: str | Path) -> Path:
         timelines.insert(0, ("1f1b, the same stages", plain.timeline))
     return draw_timelines(
         timelines, path, rank_names=rank_names(plan),
-        title=f"a step on {plan.num_ranks} ranks, {plan.num_microbatches} microbatches",
+        title=f"a step on {places_text(plan)}, {plan.num_microbatches} microbatches",
     )
 
 
 def rank_names(plan: Plan) -> dict[int, str]:
-    """Per rank, its number and stages."""
+    """Per rank, its number, its stages, and how it is several processes."""
     names = {}
     for rank in range(plan.num_ranks):
         stages = [stage.name for stage in plan.rank_stages(rank)]
         shown = " ".join(stages) if len(stages) <= 3 else f"{stages[0]} .. {stages[-1]}"
-        names[rank] = f"rank {rank}: {shown}"
+        several = rank_text(plan.degrees(rank))
+        names[rank] = f"rank {rank}: {shown}" + (f" ({several})" if several else "")
     return names
 
 
@@ -204,7 +221,9 @@ def _module_text(plan: Plan, name: str) -> str:
     chains = plan.replicas(name)
     stages = len(chains[0])
     copies = f" x{len(chains)}" if len(chains) > 1 else ""
-    return f"{name} {stages} stage{'s' * (stages != 1)}{copies}"
+    several = rank_text(chains[0][0].degrees)
+    shared = f" ({several})" if several else ""
+    return f"{name} {stages} stage{'s' * (stages != 1)}{shared}{copies}"
 
 
 def _slower(option: Option, best: Option) -> str:

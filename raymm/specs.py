@@ -11,7 +11,14 @@ from typing import Any
 from raymm.model import LANGUAGE_MODEL, MultimodalModule, module_graph
 from raymm.scheduler.graph import ModuleNode
 from raymm.scheduler.partition import Ranges, even_layers
-from raymm.scheduler.plan import SCHEDULES, SHARDINGS, Plan, PlanError, Stage
+from raymm.scheduler.plan import (
+    SCHEDULES,
+    SHARDINGS,
+    Plan,
+    PlanError,
+    Stage,
+    check_number,
+)
 from raymm.scheduler.stage_space import make_plan
 
 
@@ -42,7 +49,8 @@ class ParallelSpec:
             that name the same rank share it.
 
     Raises:
-        PlanError: naming the field and what is accepted.
+        PlanError: naming the field and what is accepted. It does not know which module it is of:
+            errors of :class:`MultimodalParallelSpec`, and of a configuration, say that.
     """
 
     pp: int = 1
@@ -64,11 +72,10 @@ class ParallelSpec:
             object.__setattr__(self, "replicas", None)
         if self.sharding not in SHARDINGS:
             raise PlanError(f"sharding is {self.sharding!r}; accepted: {', '.join(SHARDINGS)}")
-        if self.pp < 1:
-            raise PlanError(f"pp is {self.pp}; a module needs at least one stage")
-        for name in ("chunks", "dp", "cp", "tp"):
-            if getattr(self, name) < 1:
-                raise PlanError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.pp == 0:
+            raise PlanError("pp is 0; a module needs at least one stage")
+        for name in ("pp", "chunks", "dp", "cp", "tp"):
+            check_number(name, getattr(self, name))
         if self.sharding == "fsdp" and self.tp > 1:
             raise PlanError(
                 f"sharding is 'fsdp' and tp {self.tp}; with tp above 1, sharding may be none or "

@@ -137,8 +137,8 @@ def estimates(
     """All assignments that may fit, but for the one without degrees, the most promising first; of
     about equally fast ones, those with less shared."""
     options = {}
+    room = space.ranks - (len(space.graph.nodes) - 1)
     for node in space.graph.nodes:
-        room = space.ranks - (len(space.graph.nodes) - 1)
         allowed = choices.get(node.name, DegreeChoices())
         options[node.name] = [
             module

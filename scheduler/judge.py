@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from raymm.scheduler.bounds import lower_bound
 from raymm.scheduler.lower import full_program, iteration_time, settle
 from raymm.scheduler.memory import RankMemory, check_memory, rank_memory
-from raymm.scheduler.module_degrees import degrees_of
+from raymm.scheduler.module_degrees import rank_text
 from raymm.scheduler.network import Network
 from raymm.scheduler.plan import Plan, PlanError
 from raymm.scheduler.program import Program
@@ -52,11 +52,11 @@ class Option:
 
 def module_text(plan: Plan, module: str) -> str:
     """Stages of a module and how it is shared, e.g. ``"2 (tp 4) x3"``."""
-    degrees = degrees_of(plan, module)
-    within = degrees._replace(dp=1).text
+    chains = plan.replicas(module)
+    within = rank_text(chains[0][0].degrees)
     return (
-        f"{len(plan.replicas(module)[0])}" + (f" ({within})" if within else "")
-        + (f" x{degrees.dp}" if degrees.dp > 1 else "")
+        f"{len(chains[0])}" + (f" ({within})" if within else "")
+        + (f" x{len(chains)}" if len(chains) > 1 else "")
     )
 
 

@@ -38,6 +38,12 @@ class ModuleDegrees(NamedTuple):
         return ", ".join(f"{kind} {n}" for kind in KINDS if (n := getattr(self, kind)) > 1)
 
 
+def rank_text(degrees: Degrees) -> str:
+    """How a rank is several processes, e.g. ``"tp 4, cp 2"``; empty if it is one."""
+    order = sorted(degrees._asdict().items(), key=lambda one: (*KINDS, one[0]).index(one[0]))
+    return ", ".join(f"{kind} {degree}" for kind, degree in order if degree > 1)
+
+
 ALONE = ModuleDegrees()
 SharedModules = Mapping[str, ModuleDegrees]
 """Degrees by module; nothing is shared of those that are missing."""
@@ -72,6 +78,11 @@ class DegreeChoices:
                 raise PlanError(
                     f"{kind} is {tuple(values)}; it must be whole numbers, each at least 1"
                 )
+
+    @property
+    def may_be_alone(self) -> bool:
+        """Whether the module need not be shared."""
+        return all(1 in getattr(self, kind) for kind in KINDS)
 
     def within(
         self, devices: int, per_node: int, num_microbatches: int, sharding: str

@@ -67,8 +67,9 @@ def propose(
         layouts: of :data:`LAYOUTS`.
         chunks: stages of a module per rank that are tried besides one.
         degrees: per module, the degrees it may have beside its pipeline; where missing, each of
-            its ranks is one process. Plans without degrees are judged all the same, so the
-            best is never slower than it would be without. The search over degrees is not exact.
+            its ranks is one process. Plans without degrees are judged all the same (unless 1 is
+            not among the choices), so the best is never slower than it would be without. The
+            search over degrees is not exact.
 
     Raises:
         StageSearchError: if nothing fits.
@@ -88,6 +89,8 @@ def propose(
         profile = replace(profile, links=network.links)
     found = Candidates(network, schedules)
     left = (*layouts, DEGREES) if degrees else tuple(layouts)
+    if degrees and not all(choices.may_be_alone for choices in degrees.values()):
+        left = (DEGREES,)
     for again in (False, True) if recompute is None else (recompute,):
         space = StageSpace(
             graph, profile, ranks, num_microbatches, recompute=again, memory_limit=memory_limit

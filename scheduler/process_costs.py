@@ -17,6 +17,10 @@ Assumed:
   and what norms make of it, :data:`WHOLE_COPIES` times the hidden state, is on every process.
 - Parameters, and their gradients, are divided by ``tp``, but for a layer's ``replicated_bytes``;
   by ``cp`` not. With ``"zero1"``, AdamW's moments are divided by ``dp * cp`` as well.
+- With ``"fsdp"`` the parameters, gradients and moments of a stage are divided by ``fsdp * cp``, and
+  one layer at a time is whole (what is outside the blocks always is, which is left out). Each
+  pass gathers parameters in fp32 while it computes, a backward also reduces gradients; it takes
+  as long as the longer of the two.
 - Gradients are summed over ``dp * cp`` once a step, while the backward of the stage's last
   microbatch runs. What is not hidden by that is charged to B_w, spread evenly over the
   microbatches, so that schedules, bounds and simulations need not know of it.
@@ -106,8 +110,8 @@ def all_reduce_seconds(size: float, processes: int, link: Link | None) -> float:
 
 def gather_seconds(size: float, processes: int, link: Link | None) -> float:
     """A ring's all-gather of what has ``size`` bytes once it is together; a reduce-scatter
-    takes the same."""
-    if link is None or processes == 1:
+    takes the same. What is empty is not sent."""
+    if link is None or processes == 1 or not size:
         return 0.0
     return (processes - 1) * (link.latency + size / processes / link.bandwidth)
 

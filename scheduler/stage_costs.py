@@ -14,6 +14,7 @@ from raymm.scheduler.plan import Plan, Stage
 from raymm.scheduler.process_costs import (
     all_reduce_seconds,
     exposed_seconds,
+    gather_seconds,
     process_layers,
 )
 from raymm.scheduler.program import Op
@@ -86,26 +87,37 @@ def _stage_cost(
     trainable = node.trainable[lo:hi]
     earlier = before[lo:hi]
     if lo > 0:
-        received = profile.modules[stage.module][lo - 1].output_bytes // stage.cp
+        received = profile.modules[stage.module][lo - 1].output_bytes // (stage.cp * stage.fsdp)
     else:  # whole: a process picks its tokens after the merge
         received = sum(
             profile.modules[producer][-1].output_bytes
             for producer in plan.graph.producers(stage.module)
         )
+    forward = sum(c.forward for c in layers)
     backward_input = sum(c.backward_input for c, b in zip(layers, earlier, strict=True) if b)
     trained = [c for c, t in zip(layers, trainable, strict=True) if t]
     backward_weight = sum(c.backward_weight for c in trained)
     sharers = plan.sharers(stage)
-    if sharers > 1 and trained and profile.links is not None:
-        size = sum(c.parameter_bytes for c in trained)
-        reduction = all_reduce_seconds(size, sharers, profile.links.between(_sharers(plan, stage)))
-        copies = len(plan.replicas(stage.module))
-        backward_weight += exposed_seconds(reduction, backward_input + backward_weight) / max(
-            1, plan.num_microbatches // copies
-        )
     moments = sharers if stage.sharding == "zero1" else 1
+    state = sum(profile.state_bytes(c, t, moments) for c, t in zip(layers, trainable, strict=True))
+    trained_bytes = sum(c.parameter_bytes for c in trained)
+    link = None
+    if sharers > 1 and profile.links is not None:
+        link = profile.links.between(_sharers(plan, stage))
+    if stage.shards > 1:
+        held = [c.parameter_bytes for c in layers]
+        state = -(-state // stage.shards) + max(held)
+        gather = gather_seconds(sum(held), stage.shards, link)
+        reduction = gather_seconds(trained_bytes, stage.shards, link)
+        forward = max(forward, gather)
+        if trained or any(earlier):
+            backward_weight = max(backward_weight, gather + reduction - backward_input)
+    elif trained:
+        reduction = all_reduce_seconds(trained_bytes, sharers, link)
+        steps = max(1, plan.num_microbatches // len(plan.replicas(stage.module)))
+        backward_weight += exposed_seconds(reduction, backward_input + backward_weight) / steps
     return StageCost(
-        forward=sum(c.forward for c in layers),
+        forward=forward,
         backward_input=backward_input,
         backward_weight=backward_weight,
         input_bytes=received,
@@ -115,9 +127,7 @@ def _stage_cost(
             if t or b
         ),
         output_bytes=layers[-1].output_bytes,
-        state_bytes=sum(
-            profile.state_bytes(c, t, moments) for c, t in zip(layers, trainable, strict=True)
-        ),
+        state_bytes=state,
     )
 
 

@@ -36,3 +36,19 @@ def test_blocks_are_split_evenly_and_the_projector_goes_with_the_last(spec, rang
 def test_specs_that_do_not_fit_the_module_are_refused(spec, message):
     with pytest.raises(PlanError, match=message):
         split_layers(ENCODER, spec)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"cp": 0}, "cp is 0; it must be a whole number, at least 1"),
+        ({"tp": True}, "tp is True; it must be a whole number"),
+        ({"dp": 2.0}, r"dp is 2\.0"),
+        ({"pp": 0}, "pp is 0; a module needs at least one stage"),
+        ({"sharding": "zero2"}, "sharding is 'zero2'; accepted: none, zero1"),
+        ({"pp": 2, "dp": 2, "ranks": (0, 1)}, r"one entry per rank \(pp=2, dp=2\)"),
+    ],
+)
+def test_degrees_that_are_none_are_refused(values, message):
+    with pytest.raises(PlanError, match=message):
+        ParallelSpec(**values)

@@ -14,6 +14,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch, Rectangle
 
 from raymm.draw.palette import FAINT, RGB, TEXT, module_hues, tint
 from raymm.draw.save import new_figure, picture_path, save_figure, text_width
+from raymm.scheduler.module_degrees import rank_text
 from raymm.scheduler.plan import Plan, Stage
 from raymm.scheduler.stage_costs import StageCost, stage_costs
 
@@ -55,14 +56,15 @@ class _Sheet(NamedTuple):
 def draw_plan(plan: Plan, path: str | os.PathLike[str], *, title: str | None = None) -> Path:
     """Draw a plan's stages and the data flow between them.
 
-    A box is a stage: its layers, its rank (dark where several stages share the rank), what
-    its backward computes, whether it recomputes and, if the plan has a profile, what it
-    costs per microbatch. The strip in it has a cell per layer, dark if the layer is trained,
-    pale if it is frozen; a projector's cell is outlined. Grey arrows are activations; a red
-    arrow beside one is the gradient that travels back along it (when the microbatch has every
-    modality). Stages stand as far from the right as they are deep, so the loss is at the
-    right, and copies of a module below each other. A plan too deep for the page goes on in a
-    band below; arrows from one to the next are cut and say what they lead to.
+    A box is a stage: its layers, its rank (dark where several stages share the rank) and how
+    that is several processes, what its backward computes, whether it recomputes and, if the plan
+    has a profile, what it costs each of those processes per microbatch. The strip in it has a
+    cell per layer, dark if the layer is trained, pale if it is frozen; a projector's cell is
+    outlined. Grey arrows are activations; a red arrow beside one is the gradient that travels
+    back along it (when the microbatch has every modality). Stages stand as far from the right
+    as they are deep, so the loss is at the right, and copies of a module below each other. A plan
+    too deep for the page goes on in a band below; arrows from one to the next are cut and say
+    what they lead to.
 
     Args:
         plan: the plan.
@@ -100,8 +102,9 @@ def draw_plan(plan: Plan, path: str | os.PathLike[str], *, title: str | None = N
 
 
 def _heading(plan: Plan) -> str:
+    devices = f"{plan.num_processes} devices, " if plan.num_processes > plan.num_ranks else ""
     return (
-        f"{_count(plan.num_ranks, 'rank', 's')}, "
+        f"{_count(plan.num_ranks, 'rank', 's')}, {devices}"
         f"{_count(plan.num_microbatches, 'microbatch', 'es')}, {plan.schedule}"
     )
 
@@ -112,15 +115,15 @@ def _sheet(
     ruler = new_figure(1, 1)
     lines = {text for stage in plan.stages
              for text in _lines(plan, stage, needs, costs.get(stage.name))}
-    tops = {(s.name, s.rank) for s in plan.stages}
+    tops = {(s.name, _place(s)) for s in plan.stages}
     middles = {(_layers(plan, s), "recompute" if _recomputes(s, needs) else "")
                for s in plan.stages}
     wide = max([
         BOX_WIDTH, *(text_width(ruler, text, 7) + 0.2 for text in lines),
         *(text_width(ruler, layers, 8) + (text_width(ruler, mark, 7) + 0.35 if mark else 0.2)
           for layers, mark in middles),
-        *(text_width(ruler, name, 10) * 1.12 + text_width(ruler, f"rank {rank}", 8) + 0.45
-          for name, rank in tops),
+        *(text_width(ruler, name, 10) * 1.12 + text_width(ruler, place, 8) + 0.45
+          for name, place in tops),
     ])
     high = BOX_HEIGHT + (2 * COST_LINE if costs else 0.0)
     deepest = max(plan.depth.values())
@@ -206,6 +209,12 @@ def _work(plan: Plan, stage: Stage, needs: set[str]) -> str:
     return "trained" if not any(src in needs for src in before) else "trained, passes gradients on"
 
 
+def _place(stage: Stage) -> str:
+    """Its rank, and if that is several processes, how: ``"rank 3 = tp 4 × cp 2"``."""
+    several = rank_text(stage.degrees).replace(", ", " × ")
+    return f"rank {stage.rank}" + (f" = {several}" if several else "")
+
+
 def _layers(plan: Plan, stage: Stage) -> str:
     lo, hi = stage.layers
     node = plan.graph.node(stage.module)
@@ -262,9 +271,7 @@ def _box(
     shared = stage.rank in (plan.shared_ranks or ())
     axes.text(x + 0.1, top - 0.19, stage.name, fontsize=10, weight="bold", color=TEXT,
               va="center", zorder=4)
-    processes = math.prod(stage.degrees)
-    place = f"rank {stage.rank}" + (f" × {processes}" if processes > 1 else "")
-    axes.text(x + width - 0.1, top - 0.19, place, fontsize=8,
+    axes.text(x + width - 0.1, top - 0.19, _place(stage), fontsize=8,
               color="white" if shared else TEXT, va="center", ha="right", zorder=4,
               bbox=_badge(SHARED if shared else "#EEEEEE"))
     axes.text(x + 0.1, top - 0.44, _layers(plan, stage), fontsize=8, color=TEXT, va="center",

@@ -112,18 +112,33 @@ BAD_SETTINGS = {
     "placeholder of two tokens": (
         ["model.merge={vision: 'a dog'}"], ["model.merge.vision", "'a dog'", "2 tokens"],
     ),
-    "zero stages": (["parallel.language_model={pp: 0}"], ["pp is 0", "at least one stage"]),
+    "zero stages": (
+        ["parallel.language_model={pp: 0}"],
+        ["parallel.language_model: pp is 0", "at least one stage"],
+    ),
+    "a degree of no number": (
+        ["parallel.encoders={vision: {cp: true}}"],
+        ["parallel.encoders.vision.cp", "valid integer", "True"],
+    ),
+    "no processes": (
+        ["parallel.encoders={vision: {cp: 0}}"],
+        ["parallel.encoders.vision: cp is 0", "at least 1"],
+    ),
+    "a degree of parallelism that is none": (
+        ["parallel={}", "planning={degrees: [tp, pp]}"], ["degrees has 'pp'", "tp=4"],
+    ),
+    "a degree for no module": (
+        ["parallel={}", "planning={degrees: audio.tp=2}"], ["audio.tp", "vision, llm"],
+    ),
     "too many stages": (
         ["parallel.language_model={pp: 3}"], ["'llm'", "3", "at most 2 stages"],
-    ),
-    "tensor parallelism": (
-        ["parallel.language_model={tp: 2}"], ["tp is 2", "only 1 is supported"],
     ),
     "layers that do not add up": (
         ["parallel.language_model={pp: 2, layers: [1, 2]}"], ["'llm'", "(1, 2)", "2 layers"],
     ),
     "ranks that do not match stages": (
-        ["parallel.language_model={pp: 2, ranks: [0]}"], ["ranks is (0,)", "pp=2"],
+        ["parallel.language_model={pp: 2, ranks: [0]}"],
+        ["parallel.language_model: ranks is (0,)", "pp=2"],
     ),
     "no chunks": (["parallel.language_model={chunks: 0}"], ["chunks is 0", "at least 1"]),
     "too many chunks": (

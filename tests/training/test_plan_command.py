@@ -229,3 +229,48 @@ def test_only_plans_that_run_differently_are_measured():
 
 def test_tokens_are_module_and_number():
     assert parse_tokens(["llm=4096", "vision=1025"]) == {"llm": 4096, "vision": 1025}
+
+
+def test_degrees_are_searched_shown_and_saved(raymm, make_config, tmp_path, wide):
+    """Without degrees a plan is pipelines; with them it is never slower, and its ranks are
+    several processes where that was asked for."""
+    config = make_config({"parallel": None, "data.microbatches": 2})
+    seconds = {}
+    for degrees in ("none", "auto", "llm.tp=2,vision.dp=2"):
+        out = tmp_path / degrees
+        code, text = raymm(
+            "plan", config, "--ranks", "6", "--device", "H100", "--degrees", degrees,
+            "--out", str(out),
+        )
+        assert code == 0, text
+        plan = saved_plan(out)
+        seconds[degrees] = float(re.search(r"predicted ([\d.]+) \S+ per step", text)[1])
+        assert plan.num_processes <= 6
+        assert (plan.num_processes > plan.num_ranks) == ("of each device" in text), text
+        if degrees == "none":
+            assert plan.num_processes == plan.num_ranks and "shared" not in text
+    assert seconds["auto"] <= seconds["none"]
+    assert {(s.tp, s.cp) for s in plan.module_stages("llm")} == {(2, 1)}
+    assert len(plan.replicas("llm")) == 1 and len(plan.replicas("vision")) == 2
+    assert re.search(r"chosen .* vision \d x2, llm \d \(tp 2\); \d ranks, \d devices", text), text
+
+
+@pytest.mark.parametrize(
+    ("degrees", "expected"),
+    [
+        ("pp", ["degrees has 'pp'", "tp, cp, dp"]),
+        ("tp=0", ["degrees has 'tp=0'"]),
+        ("llm.tp", ["degrees has 'llm.tp'", "llm.tp=4"]),
+        ("audio.dp=2", ["audio.dp", "vision, llm"]),
+        ("llm.tp=3", ["tp of 'llm' is 3", "heads"]),
+        ("llm.dp=4", ["llm.dp=4", "does not divide 2 microbatches"]),
+    ],
+)
+def test_degrees_that_cannot_be(raymm, make_config, tmp_path, wide, degrees, expected):
+    config = make_config({"parallel": None})
+    code, text = raymm(
+        "plan", config, "--ranks", "4", "--device", "H100", "--degrees", degrees,
+        "--out", str(tmp_path / "plan"),
+    )
+    assert code == 2 and "Traceback" not in text, text
+    assert [part for part in expected if part not in text] == [], text

@@ -1,0 +1,159 @@
+"""Degrees beside the pipeline: never a slower plan than without, within memory and devices, and
+near what trying everything finds."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raymm.scheduler.costs import CostProfile, LayerCost
+from raymm.scheduler.degree_search import estimates
+from raymm.scheduler.devices import Link
+from raymm.scheduler.graph import ModuleGraph, ModuleNode
+from raymm.scheduler.judge import Candidates
+from raymm.scheduler.module_degrees import KINDS, DegreeChoices, ModuleDegrees, degrees_of
+from raymm.scheduler.network import Network
+from raymm.scheduler.plan import PlanError
+from raymm.scheduler.planner import propose
+from raymm.scheduler.stage_search import joint_search
+from raymm.scheduler.stage_space import StageSearchError, StageSpace
+from tests.scheduler.random_models import models
+
+NETWORK = Network(Link(1e-3, 1e3), Link(1e-2, 1e2), 4)
+ALL = DegreeChoices((1, 2, 4), (1, 2, 4), (1, 2, 4))
+BLOCK = LayerCost(1.0, 1.0, 1.0, 4000, 1000, 8, 100, 4)
+LLM = ModuleGraph((ModuleNode("llm", (True,) * 4),), ())
+PROFILE = CostProfile({"llm": (BLOCK,) * 4})
+SMALL = {"layouts": ("modality_parallel",), "chunks": (), "schedules": ("1f1b",)}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    models(most_encoders=2, llm_layers=3), st.integers(0, 5), st.sampled_from([1, 2, 4, 6]),
+    st.one_of(st.none(), st.integers(20, 200)),
+)
+def test_never_slower_and_within_what_there_is(model, more, microbatches, limit):
+    graph, profile = model
+    profile = replace(profile, links=NETWORK.links)
+    ranks = len(graph.nodes) + more
+    choices = {node.name: ALL for node in graph.nodes}
+    found = []
+    for degrees in ({}, choices):
+        try:
+            found.append(propose(
+                graph, profile, ranks, microbatches, memory_limit=limit, network=NETWORK,
+                degrees=degrees, **SMALL,
+            ))
+        except StageSearchError:
+            found.append(None)
+    without, shared = found
+    if without is not None:
+        assert shared is not None and shared.best.seconds <= without.best.seconds
+    if shared is None:
+        return
+    for option in shared.options:
+        plan = option.plan
+        assert plan.num_processes <= ranks
+        for node in graph.nodes:
+            degrees = degrees_of(plan, node.name)
+            assert microbatches % degrees.dp == 0
+            assert all(getattr(degrees, kind) in (1, 2, 4) for kind in KINDS)
+        if limit is not None:
+            assert max(need.total for need in option.memory) <= limit
+
+
+def everything(graph, profile, ranks, microbatches, network=NETWORK):
+    """Seconds of the best plan of every assignment, each searched."""
+    found = Candidates(network, ("1f1b",))
+    best = {}
+    all_degrees = [
+        ModuleDegrees(*one) for one in itertools.product((1, 2, 4), repeat=3)
+        if microbatches % one[0] == 0
+    ]
+    for chosen in itertools.product(all_degrees, repeat=len(graph.nodes)):
+        degrees = {node.name: one for node, one in zip(graph.nodes, chosen, strict=True)}
+        try:
+            space = StageSpace(graph, profile, ranks, microbatches, degrees=degrees)
+            best[chosen] = joint_search(space, found.seconds, alternatives=0).best.seconds
+        except StageSearchError:
+            continue
+    return best
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("bandwidth", [1e1, 1e3])
+def test_as_good_as_trying_everything_on_one_module(microbatches, bandwidth):
+    network = Network(Link(1e-3, bandwidth), Link(1e-2, bandwidth / 10), 4)
+    profile = replace(PROFILE, links=network.links)
+    best = everything(LLM, profile, 8, microbatches, network)
+    found = propose(
+        LLM, profile, 8, microbatches, network=network, degrees={"llm": ALL}, **SMALL
+    )
+    assert found.best.seconds <= min(best.values()) * 1.01
+
+
+@settings(max_examples=15, deadline=None)
+@given(models(most_encoders=1, llm_layers=3), st.integers(0, 3), st.sampled_from([1, 2, 4]))
+def test_bounds_of_estimates_hold(model, more, microbatches):
+    graph, profile = model
+    profile = replace(profile, links=NETWORK.links)
+    ranks = len(graph.nodes) + more
+    best = everything(graph, profile, ranks, microbatches)
+    space = StageSpace(graph, profile, ranks, microbatches)
+    found = estimates(space, {node.name: ALL for node in graph.nodes}, 4, "none")
+    by_degrees = {tuple(one.degrees[n.name] for n in graph.nodes): one for one in found}
+    alone = (ModuleDegrees(),) * len(graph.nodes)
+    possible = {chosen for chosen in best if all(d.tp <= 4 for d in chosen)} - {alone}
+    assert set(by_degrees) == possible
+    for chosen, one in by_degrees.items():
+        assert one.bound <= best[chosen] * (1 + 1e-9)
+
+
+def test_one_microbatch_shares_layers_and_many_make_copies():
+    few = propose(LLM, PROFILE, 8, 1, network=NETWORK, degrees={"llm": ALL}, **SMALL).best.plan
+    degrees = degrees_of(few, "llm")
+    assert degrees.dp == 1 and degrees.tp * degrees.cp > 1
+    slow = Network(Link(1.0, 1.0), Link(1.0, 1.0), 4)
+    # Where talking is slow, but a sum of gradients at the end costs less than a pipeline's bubble.
+    cheap = CostProfile({"llm": (replace(BLOCK, parameter_bytes=1, replicated_bytes=0),) * 4})
+    many = propose(LLM, cheap, 4, 4, network=slow, degrees={"llm": ALL}, **SMALL).best.plan
+    assert degrees_of(many, "llm").tp == 1
+
+
+def test_memory_asks_for_tensor_parallelism():
+    """Four layers of 4000 bytes of state and more: two devices hold them in halves."""
+    heavy = CostProfile(
+        {"llm": (replace(BLOCK, parameter_bytes=1000, activation_bytes=0, replicated_bytes=0),)},
+        links=NETWORK.links,
+    )
+    graph = ModuleGraph((ModuleNode("llm", (True,)),), ())
+    options = {"network": NETWORK, "memory_limit": 2500, **SMALL}
+    with pytest.raises(StageSearchError):
+        propose(graph, heavy, 2, 2, **options)
+    plan = propose(graph, heavy, 2, 2, degrees={"llm": ALL}, **options).best.plan
+    assert degrees_of(plan, "llm").tp == 2
+
+
+def test_optimizer_state_is_shared_out_where_memory_is_limited():
+    heavy = CostProfile(
+        {"llm": (replace(BLOCK, parameter_bytes=1000, activation_bytes=0),)}, links=NETWORK.links
+    )
+    graph = ModuleGraph((ModuleNode("llm", (True,)),), ())
+    choices = {"llm": DegreeChoices(dp=(1, 2))}
+    found = propose(
+        graph, heavy, 2, 2, degrees=choices, network=NETWORK, memory_limit=3000, **SMALL
+    )
+    assert degrees_of(found.best.plan, "llm") == ModuleDegrees(2, 1, 1, "zero1")
+    assert [need.state for need in found.best.memory] == [3000, 3000]
+
+
+def test_choices_are_numbers():
+    with pytest.raises(PlanError, match=r"tp is \(0,\); it must be whole numbers"):
+        DegreeChoices(tp=(0,))
+    with pytest.raises(PlanError, match=r"dp is \(\)"):
+        DegreeChoices(dp=())
+    assert list(DegreeChoices((1, 3), (1,), (1, 2)).within(3, 4, 3, "none")) == [ModuleDegrees()]
