@@ -9,6 +9,9 @@ from raymm.data.errors import DataError
 from raymm.scheduler.minibatch import SampleSizes
 from raymm.scheduler.minibatch_methods import plan_minibatches
 
+# Planners, and what they call the number of samples in a group.
+METHODS = {"balanced": "samples_per_group", "random": "batch", "length_grouped": "batch"}
+
 Groups = list[list[int]]
 # {"epoch": e, "taken": [[groups per step, steps], ...]}: what was taken of that epoch.
 GroupState = dict[str, Any]
@@ -24,17 +27,18 @@ class GroupSampler:
     Args:
         sizes: of all samples.
         groups: per step, > 0.
-        method: a planner that leaves no sample out, e.g. ``"balanced"``.
+        samples: about how many a group has, > 0.
+        method: one of :data:`METHODS`. What a planner leaves out comes in steps at the end.
         seed: >= 0.
-        options: of the planner.
+        options: further ones of the planner.
     """
 
     def __init__(
-        self, sizes: SampleSizes, groups: int, method: str = "balanced", seed: int = 0,
-        **options: Any,
+        self, sizes: SampleSizes, groups: int, samples: int, method: str = "balanced",
+        seed: int = 0, **options: Any,
     ):  # fmt: skip
-        self.sizes, self.groups, self.method = sizes, groups, method
-        self.seed, self.options = seed, options
+        self.sizes, self.groups, self.samples, self.method = sizes, groups, samples, method
+        self.seed, self.options = seed, {METHODS[method]: samples, **options}
 
     def steps(self, state: GroupState | None = None) -> Iterator[tuple[Groups, GroupState]]:
         """Endless (groups of one step, state after it), from ``state`` on. A group is never
@@ -46,30 +50,35 @@ class GroupSampler:
         """
         epoch, taken = self.check(state)
         while True:
-            left, taken = self._left(epoch, taken)
-            before, steps = taken, self._planned(epoch, left, len(taken), self.groups)
-            for number, groups in enumerate(steps, 1):
-                done = number == len(steps)
-                after = [] if done else [*before, [self.groups, number]]
-                yield groups, {"epoch": epoch + done, "taken": after}
+            if not taken or taken[-1][0] != self.groups:
+                taken = [*taken, [self.groups, 0]]
+            *before, (_, start) = taken
+            planned = self._planned(epoch, self._left(epoch, before), len(before), self.groups)
+            if start > len(planned):
+                raise _misfit({"epoch": epoch, "taken": taken}, len(self.sizes))
+            for number in range(start, len(planned)):
+                done = number + 1 == len(planned)
+                after = [] if done else [*before, [self.groups, number + 1]]
+                yield planned[number], {"epoch": epoch + done, "taken": after}
             epoch, taken = epoch + 1, []
 
-    def _left(self, epoch: int, taken: list[list[int]]) -> tuple[np.ndarray, list[list[int]]]:
-        """Samples of the epoch that were not taken yet; steps of the last entry are planned
-        again whole if it has as many groups, so that the plan does not change by going on."""
+    def _left(self, epoch: int, taken: list[list[int]]) -> np.ndarray:
+        """Samples of the epoch that were not taken yet, ascending."""
         left = np.arange(len(self.sizes))
         for number, (groups, steps) in enumerate(taken):
             planned = self._planned(epoch, left, number, groups)
             if steps > len(planned):
                 raise _misfit({"epoch": epoch, "taken": taken}, len(self.sizes))
-            gone = [sample for step in planned[:steps] for group in step for sample in group]
+            gone = [sample for step in planned[:steps] for sample in samples_of(step)]
             left = np.setdiff1d(left, gone, assume_unique=True)
-        return left, taken
+        return left
 
     def _planned(self, epoch: int, left: np.ndarray, number: int, groups: int) -> list[Groups]:
         """The steps of what is left of an epoch that was planned ``number`` times before."""
-        if len(left) < groups:
-            return [[[int(sample)] for sample in left]] if len(left) else []
+        # Fewer than the planner of fixed groups takes, or than there are groups.
+        if len(left) < groups * (self.samples if METHODS[self.method] == "batch" else 1):
+            random = np.random.default_rng([self.seed + number, epoch])
+            return self._cut(random.permutation(left), groups)
         sizes = SampleSizes(
             self.sizes.names, self.sizes.values[left], self.sizes.sources[left], self.sizes.padded
         )
@@ -80,9 +89,16 @@ class GroupSampler:
             [left[plan.group(step, group)].tolist() for group in range(groups)]
             for step in range(plan.steps)
         ]
-        if len(plan.left_out):
-            steps += [[[int(left[sample])]] for sample in plan.left_out]
-        return [[group for group in step if group] for step in steps]
+        steps = [[group for group in step if group] for step in steps]
+        return steps + self._cut(left[plan.left_out], groups)
+
+    def _cut(self, samples: np.ndarray, groups: int) -> list[Groups]:
+        """Samples in order, in as few steps of groups of about equal numbers as hold them."""
+        steps = -(-len(samples) // (groups * self.samples))
+        return [
+            [part.tolist() for part in np.array_split(step, min(groups, len(step)))]
+            for step in (np.array_split(samples, steps) if steps else ())
+        ]
 
     def check(self, state: GroupState | None) -> tuple[int, list[list[int]]]:
         """(epoch, what was taken of it) of a state, None being the beginning.

@@ -1,0 +1,99 @@
+"""Planned groups, step after step: every sample of an epoch once, wherever a run goes on."""
+
+from itertools import islice
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raymm.data.errors import DataError
+from raymm.data.group_sampler import GroupSampler, samples_of
+from raymm.scheduler.minibatch import SampleSizes
+
+
+def sizes_of(count: int, seed: int = 0) -> SampleSizes:
+    rng = np.random.default_rng(seed)
+    values = np.stack([rng.integers(0, 5, count), rng.integers(5, 60, count)], axis=1)
+    return SampleSizes(("vision", "text"), values, rng.integers(0, 2, count))
+
+
+def epoch_of(sampler: GroupSampler, state=None) -> list:
+    """The steps up to the end of the epoch that the state is in."""
+    epoch, found = sampler.check(state)[0], []
+    for groups, after in sampler.steps(state):
+        found.append((groups, after))
+        if after["epoch"] > epoch:
+            return found
+
+
+@given(
+    st.integers(1, 60), st.integers(1, 5), st.sampled_from(["balanced", "random", "length_grouped"])
+)
+def test_every_sample_once_an_epoch_and_epochs_differ(count, groups, method):
+    sampler = GroupSampler(sizes_of(count), groups, 3, method)
+    orders = []
+    state = None
+    for epoch in range(2):
+        steps = epoch_of(sampler, state)
+        orders.append([sample for step, _ in steps for sample in samples_of(step)])
+        assert sorted(orders[-1]) == list(range(count))
+        assert all(1 <= len(step) <= groups and all(step) for step, _ in steps)
+        state = steps[-1][1]
+        assert state == {"epoch": epoch + 1, "taken": []}
+    assert count < 20 or orders[0] != orders[1]
+
+
+@given(st.integers(12, 60), st.integers(1, 4), st.integers(0, 30))
+def test_going_on_is_as_if_there_had_been_no_stop(count, groups, stop):
+    sampler = GroupSampler(sizes_of(count), groups, 2)
+    whole = list(islice(sampler.steps(), stop + 10))
+    state = whole[stop - 1][1] if stop else None
+    again = GroupSampler(sizes_of(count), groups, 2)
+    assert list(islice(again.steps(state), 10)) == whole[stop:]
+
+
+@given(st.integers(20, 80), st.lists(st.tuples(st.integers(1, 6), st.integers(0, 3)), max_size=4))
+def test_another_number_of_groups_takes_what_is_left(count, runs):
+    """Interrupted again and again, each time going on with another number."""
+    seen: list[int] = []
+    state = None
+    for groups, steps in runs:
+        sampler = GroupSampler(sizes_of(count), groups, 2)
+        for step, after in islice(sampler.steps(state), steps):
+            seen += samples_of(step)
+            state = after
+            if state["epoch"]:
+                break
+        if state is not None and state["epoch"]:
+            break
+    else:
+        last = GroupSampler(sizes_of(count), 3, 2)
+        for step, _ in epoch_of(last, state):
+            seen += samples_of(step)
+    assert sorted(seen) == list(range(count))
+
+
+def test_groups_of_a_step_cost_alike():
+    """Not what a permutation gives."""
+    sizes = sizes_of(400)
+    spread = {}
+    for method in ("balanced", "random"):
+        steps = epoch_of(GroupSampler(sizes, 4, 4, method))
+        full = [step for step, _ in steps if len(step) == 4]
+        totals = np.array([[sizes.values[group, 1].sum() for group in step] for step in full])
+        spread[method] = float((totals.max(1) / totals.mean(1)).mean())
+    assert spread["balanced"] < 1.05 < 1.2 < spread["random"]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"epoch": 0, "position": 3}, {"epoch": -1, "taken": []}, {"epoch": 0, "taken": [[0, 1]]},
+        {"epoch": 0, "taken": [[2, 10**6]]}, {"epoch": 0, "taken": [[3, 10**6]]},
+        {"epoch": 0, "taken": [3]}, {},
+    ],
+)
+def test_positions_that_are_none(state):
+    with pytest.raises(DataError, match="data position .* does not fit a dataset of 30 samples"):
+        next(GroupSampler(sizes_of(30), 2, 4).steps(state))
