@@ -38,8 +38,9 @@ def edge_transfers(
 
     Between ranks of several processes every byte travels once, over as many links as the end
     with fewer processes has (:mod:`raymm.scheduler.resharding`). Before that a module gathers its
-    tokens if it hands them to another one; after it the receivers gather their shares. Both
-    are counted as latency: they delay the message, and keep no link between ranks busy.
+    tokens if it hands them to another one, or reduces and scatters the gradient that it hands
+    back; after it the receivers gather their shares. All of this is counted as latency: it delays
+    the message, and keeps no link between ranks busy.
 
     Args:
         plan: the plan.
@@ -75,10 +76,14 @@ def _transfer(
     if {p // links.per_node for p in theirs} != {p // links.per_node for p in ours}:
         link = links.across_nodes
     seconds = size / min(len(theirs), len(ours)) / link.bandwidth
-    within = sender.module == receiver.module
-    gathered = 0.0 if within else gather_seconds(size, sender.cp, links.between(theirs))
-    held, sharing = (size / receiver.cp, receiver.tp) if within else (size, len(ours))
-    gathered += gather_seconds(held, sharing, links.between(ours))
+    if sender.module == receiver.module:  # every share of the tokens goes its own way
+        held = size * receiver.tp / len(ours)
+        gathered = gather_seconds(held, receiver.tp, links.between(ours))
+    else:
+        back = receiver.module in plan.graph.producers(sender.module)
+        sharing = len(theirs) if back else len(theirs) // sender.tp
+        gathered = gather_seconds(size, sharing, links.between(theirs))
+        gathered += gather_seconds(size, len(ours), links.between(ours))
     return Transfer(seconds, link.latency + gathered)
 
 

@@ -146,9 +146,10 @@ def test_messages_travel_once_over_as_many_links_as_the_smaller_end_has():
     found = Network(NEAR, FAR, 4).transfers(plan)
     out, back = found["vision.0", "llm.0"], found["llm.0", "vision.0"]
     assert out.seconds == back.seconds == 400 / 2 / 10
-    # Two encoders gather their tokens, four receivers their shares; gradients the other way.
+    # Two encoders gather their tokens, four receivers their shares; of the gradient the four
+    # reduce and scatter what each has a part of, and the two gather it.
     assert out.latency == 10 + (1 + 400 / 2 / 100) + 3 * (1 + 400 / 4 / 100)
-    assert back.latency == 10 + 2 * (1 + 400 / 2 / 100)
+    assert back.latency == 10 + 3 * (1 + 400 / 4 / 100) + (1 + 400 / 2 / 100)
     # Within the module tokens stay where they are: four links, and halves of 200 bytes.
     along = found["llm.0", "llm.1"]
     assert along.seconds == 400 / 4 / 10 and along.latency == 10 + (1 + 200 / 2 / 100)
