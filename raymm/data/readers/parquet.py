@@ -13,10 +13,8 @@ from raymm.data.rows import ID, MESSAGES, TEXT
 
 # Row groups that stay in memory, if together they keep ``max_row_group_bytes``.
 _GROUPS_KEPT = 4
-# Rows decoded at a time while a row group is loaded, so that one which becomes larger than its
-# metadata says (a dictionary whose one entry every row repeats) is noticed early.
-_BATCH_ROWS = 16
-_COUNT_ROWS = 256
+# Rows decoded at a time, at most.
+_BATCH_ROWS = 256
 
 
 class ParquetDataset(Reader):
@@ -38,17 +36,23 @@ class ParquetDataset(Reader):
         pq = _parquet()
         self.files = find_files(self.path, (".parquet",))
         self._groups: list[tuple[int, int]] = []
+        self._batch_rows: list[int] = []
         starts, counts = [0], {modality: [] for modality in self.columns}
         for number, path in enumerate(self.files):
             try:
                 with pq.ParquetFile(path) as file:
                     self._check_schema(file, path)
                     for group in range(file.num_row_groups):
-                        self._check_size(file.metadata.row_group(group), path, group)
+                        size = self._checked_size(file.metadata.row_group(group), path, group)
                         self._groups.append((number, group))
+                        # What one entry of a dictionary stands for may be far larger than the
+                        # metadata says, but no value is larger than that: so many rows cannot
+                        # be above the limit.
+                        rows = self.options.limits.max_row_group_bytes // max(size, 1)
+                        self._batch_rows.append(min(max(rows, 1), _BATCH_ROWS))
                         starts.append(starts[-1] + file.metadata.row_group(group).num_rows)
                     for modality, column in self.columns.items():
-                        counts[modality] += self._count(file, modality, column)
+                        counts[modality] += self._count(file, number, modality, column)
             except (OSError, ValueError) as error:  # pyarrow's errors are of these
                 raise DataError(f"{path} cannot be read as Parquet: {error}") from None
         self._starts = np.asarray(starts, dtype=np.int64)
@@ -56,6 +60,7 @@ class ParquetDataset(Reader):
             raise DataError(f"data file {self.path} has no samples")
         self.counts = {name: np.concatenate(parts) for name, parts in counts.items()}
         self._kept: OrderedDict = OrderedDict()
+        self._refused: dict[int, str] = {}  # row groups that are too large, and why
 
     def _check_schema(self, file, path: Path) -> None:
         present = set(file.schema_arrow.names)
@@ -68,7 +73,8 @@ class ParquetDataset(Reader):
         used = {*roles, *self.columns.values()}
         self._used = [name for name in file.schema_arrow.names if name in used]
 
-    def _check_size(self, group, path: Path, number: int) -> None:
+    def _checked_size(self, group, path: Path, number: int) -> int:
+        """Bytes of the used columns of a row group, if they are not too many."""
         sizes: dict[str, int] = {}
         for column in range(group.num_columns):
             chunk = group.column(column)
@@ -83,14 +89,19 @@ class ParquetDataset(Reader):
                 f"{list(sizes)} (column {largest!r} {sizes[largest]:,}), above "
                 f"data.max_row_group_bytes ({limit:,}); write the file with fewer rows per group"
             )
+        return sum(sizes.values())
 
-    def _count(self, file, modality: str, column: str) -> list[np.ndarray]:
+    def _count(self, file, number: int, modality: str, column: str) -> list[np.ndarray]:
         """Items per row, from as little of the column as tells them."""
         leaves = [one.path for one in _leaves(file.schema) if one.path.split(".")[0] == column]
         paths = [leaf for leaf in leaves if leaf.endswith(".path")]
-        batches = file.iter_batches(batch_size=_COUNT_ROWS, columns=paths or [column])
         frames = modality in self.options.frames
-        return [count_column(batch.column(0), column, frames) for batch in batches]
+        counts = []
+        for (of_file, group), rows in zip(self._groups, self._batch_rows, strict=True):
+            if of_file == number:
+                for batch in file.iter_batches(rows, [group], paths or [column]):
+                    counts.append(count_column(batch.column(0), column, frames))
+        return counts
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -111,8 +122,14 @@ class ParquetDataset(Reader):
 
     def _row(self, index: int) -> dict:
         group, at = self._locate(index)
+        if group in self._refused:
+            raise RowError(self._refused[group])
         if group not in self._kept:
-            self._keep(group)
+            try:
+                self._keep(group)
+            except RowError as error:
+                self._refused[group] = error.reason
+                raise
         self._kept.move_to_end(group)
         return row_of(self._kept[group], at, self.options.limits)
 
@@ -131,7 +148,7 @@ class ParquetDataset(Reader):
         number, row_group = self._groups[group]
         limit, size, batches = self.options.limits.max_row_group_bytes, 0, []
         with _parquet().ParquetFile(self.files[number]) as file:
-            for batch in file.iter_batches(_BATCH_ROWS, [row_group], self._used):
+            for batch in file.iter_batches(self._batch_rows[group], [row_group], self._used):
                 size += batch.nbytes
                 if size > limit:
                     raise RowError(
