@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from raymm.actors.parameter_pieces import ChainPieces
 from raymm.actors.stages.blocks import find_blocks
@@ -117,7 +117,7 @@ def _check_samples(
         PlanError: if a module's samples cannot be dealt out over processes.
     """
     skeleton = spec.source.skeleton()
-    if any(isinstance(m, _NormBase) and m.training for m in skeleton.modules()):
+    if any(isinstance(m, _BatchNorm) and m.training for m in skeleton.modules()):
         raise PlanError(
             f"sharding of {module!r} is 'fsdp', which deals samples out over processes, and it has "
             "norms over all samples (batch norm); use dp with sharding none or zero1"
