@@ -98,7 +98,9 @@ def find_plans(graph: ModuleGraph, profile: CostProfile, search: Search) -> Prop
         if search.recompute is not None or is_joint(graph, search):
             raise
         return _find(graph, profile, replace(search, recompute=True))
-    if search.recompute is None and _is_tight(found.best, search.memory_limit):
+    # Of plans without degrees too, so that degrees never keep a better plan from being found.
+    candidates = [found.best, *itertools.islice(filter(_is_pipelines, found.options), 1)]
+    if search.recompute is None and any(_is_tight(o, search.memory_limit) for o in candidates):
         with suppress(StageSearchError):
             found = _merged(found, _find(graph, profile, replace(search, recompute=True)))
     return found
@@ -113,6 +115,15 @@ def _is_tight(option: Option, limit: int | None) -> bool:
     if limit is None or any(stage.recompute for stage in option.plan.stages):
         return False
     return max(need.total for need in option.memory) > TIGHT * limit
+
+
+def _is_pipelines(option: Option) -> bool:
+    """Whether a plan could be found without degrees."""
+    plan = option.plan
+    copies = any(stage.replica for stage in plan.stages)
+    return plan.num_processes == plan.num_ranks and not (
+        copies and option.layout == "modality_parallel"
+    )
 
 
 def _merged(one: Proposal, other: Proposal) -> Proposal:

@@ -21,6 +21,7 @@ from raymm.scheduler.plan import PlanError
 from raymm.scheduler.planner import propose
 from raymm.scheduler.stage_search import joint_search
 from raymm.scheduler.stage_space import StageSearchError, StageSpace
+from raymm.strategies import Search, find_plans
 from tests.scheduler.random_models import models
 
 NETWORK = Network(Link(1e-3, 1e3), Link(1e-2, 1e2), 4)
@@ -44,10 +45,10 @@ def test_never_slower_and_within_what_there_is(model, more, microbatches, limit)
     found = []
     for degrees in ({}, choices):
         try:
-            found.append(propose(
-                graph, profile, ranks, microbatches, memory_limit=limit, network=NETWORK,
-                degrees=degrees, **SMALL,
-            ))
+            found.append(find_plans(graph, profile, Search(
+                ranks, microbatches, limit, NETWORK, schedules=SMALL["schedules"],
+                layouts=SMALL["layouts"], degrees=degrees,
+            )))
         except StageSearchError:
             found.append(None)
     without, shared = found
