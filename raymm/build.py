@@ -58,7 +58,9 @@ def build_model(config: TrainConfig) -> MultimodalModule:
     if mask is not None and ":" in mask:
         mask = _callback("model.mask", mask)
     with _errors_name("model"):
-        return MultimodalModule(encoders, language_model, build_merge(config), mask)
+        return MultimodalModule(
+            encoders, language_model, build_merge(config), mask, config.model.packing
+        )
 
 
 @contextmanager

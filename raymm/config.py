@@ -77,12 +77,15 @@ class ModelSection(_Section):
             (an item's tokens see their item), ``"causal_with_own_image"`` (causal, and an
             item's tokens see all of it), or the import path of a mask policy; default: the
             language model's own mask.
+        packing: run a microbatch's samples as one sequence without padding, each a document by
+            itself.
     """
 
     language_model: SourceSection
     encoders: dict[str, EncoderSection] = Field(default_factory=dict)
     merge: str | dict[str, str] = "prepend"
     mask: str | None = None
+    packing: bool = False
 
 
 class LayoutSection(_Section):

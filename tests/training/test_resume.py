@@ -123,3 +123,12 @@ def test_a_corrupt_shard_is_named_by_the_rank_that_reads_it(
     code, text = raymm("export", make_config(), "--out", str(tmp_path / "out"))
     assert code == 2 and "CheckpointError" in text and str(shard) in text
     assert not (tmp_path / "out").exists()
+
+
+def test_packing_changes_nothing_but_rounding(finished, raymm, make_config, tmp_path):
+    """Samples packed into sequences of documents, from the second half of the run on."""
+    run = finished.copy_until(tmp_path / "run", 8)
+    code, _ = raymm("train", make_config({"model.packing": True}))
+    assert code == 0
+    for mine, original in zip(curve(run), curve(finished.path), strict=True):
+        assert abs(mine[1] - original[1]) < 1e-4 and mine[3] == original[3]
