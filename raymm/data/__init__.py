@@ -21,9 +21,9 @@ from raymm.data.readers import JsonDataset, Mixture, Reader, open_source
 from raymm.data.readers.files import is_there
 from raymm.data.sample import Sample
 from raymm.data.sampler import START, EpochSampler, State
-from raymm.data.scan import scan
 from raymm.data.scan_cache import default_cache
 from raymm.data.scan_result import SampleScan
+from raymm.data.scanner import scan
 from raymm.data.shuffle import shuffle_modality
 from raymm.data.sources import open_split
 from raymm.data.text import IGNORE_INDEX
