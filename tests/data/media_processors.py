@@ -36,3 +36,20 @@ def sound(path: str) -> dict[str, torch.Tensor]:
 def fatal(path: str) -> dict[str, torch.Tensor]:
     """Kills its process, as the kernel does when memory runs out."""
     os.kill(os.getpid(), 9)
+
+
+def from_bytes(data: bytes) -> dict[str, torch.Tensor]:
+    """The encoded item's length."""
+    assert type(data) is bytes
+    return {"pixel_values": torch.tensor([float(len(data))])}
+
+
+def from_picture(picture) -> dict[str, torch.Tensor]:
+    """An image's size and mode, of a ``PIL.Image``."""
+    return {"pixel_values": torch.tensor([*picture.size, picture.mode == "RGB"])}
+
+
+def from_frames(frames: list) -> dict[str, torch.Tensor]:
+    """(4, 3, 8, 8): the first four frames, the last one repeated."""
+    pixels = [image(frame)["pixel_values"] for frame in (frames + frames[-1:] * 4)[:4]]
+    return {"pixel_values_videos": torch.stack(pixels)}

@@ -103,7 +103,7 @@ def test_workers_find_the_same_and_report_progress(make_config, tmp_path, monkey
     assert_equal(found, scan(dataset, config, workers=1))
     strict = config.model_copy(update={"on_error": "raise"})
     with pytest.raises(SampleError, match=r"'s3'.*i3.png"):
-        scan(dataset, strict, workers=2)
+        scan(dataset, strict, workers=1)
 
 
 @pytest.fixture
