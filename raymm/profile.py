@@ -71,7 +71,8 @@ def profile_model(
     resources = resources or RankResources(gpus=1.0 if device == "cuda" else 0.0)
     check_capacity(1, resources)
     microbatch = complete_microbatch(microbatch, model.encoder_names)
-    builders, _ = stage_builders(model, MultimodalParallelSpec(num_microbatches=1).plan(model))
+    plan = MultimodalParallelSpec(num_microbatches=1).plan(model)
+    builders = stage_builders(model, plan).build
     reloadable = reloadable_modules(model)
     autocast = "bfloat16" if precision == "bf16" else None
     modules: dict[str, tuple[Measurement, ...]] = {}
