@@ -26,7 +26,7 @@ from raymm.data.text import TextEncoder, load_tokenizer
 # Samples a worker takes at a time, and so the granularity of progress.
 _CHUNK = 256
 # A worker process needs seconds to start: fewer samples than this are not worth one.
-_SAMPLES_PER_WORKER = 2000
+_SAMPLES_PER_WORKER = 10_000
 _MAX_WORKERS = 16
 
 Progress = Callable[[int, int], None]  # (samples done, samples in all)
@@ -44,7 +44,7 @@ def scan(
     Args:
         dataset: of ``open_split``.
         config: says tokenizer, ``max_length``, modalities, limits and ``on_error``.
-        workers: processes; by default one per CPU and some thousand samples. 1 scans in this
+        workers: processes; by default one per CPU and 10,000 samples. 1 scans in this
             process. A script that starts more needs ``if __name__ == "__main__":`` around its
             top-level code, as everywhere with multiprocessing.
         cache: folder that results are kept in; None keeps none. A cached result is used if

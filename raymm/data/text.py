@@ -126,7 +126,8 @@ class TextEncoder:
                 continue
             # An assistant turn is what it adds to the prompt that a model would be given.
             prompt = self._render(sample, messages[:number], add_generation_prompt=True)
-            turn = self._render(sample, messages[: number + 1])
+            last = number + 1 == len(messages)
+            turn = input_ids if last else self._render(sample, messages[: number + 1])
             if turn[: len(prompt)] != prompt or input_ids[: len(turn)] != turn:
                 raise _error(
                     sample,
