@@ -40,7 +40,7 @@ def take_rows(merged: Mapping[str, Any], place: int, processes: int) -> dict[str
 
     Args:
         merged: ``inputs_embeds`` (B, T, H), ``targets`` (B, T), perhaps ``attention_mask``
-            (B, ...), ``token_type_ids`` (B, T), ``position_ids`` (..., B, T) and
+            (B, ...), ``token_type_ids`` (B, T), ``position_ids`` (..., B, T) or (T,) and
             ``token_layout`` (3, B, T); where there is one row for all, it stays.
 
     Raises:
@@ -56,6 +56,9 @@ def take_rows(merged: Mapping[str, Any], place: int, processes: int) -> dict[str
     taken = own or range(1)
     part = {}
     for name, value in merged.items():
+        if value.dim() == 1:  # position ids of all rows
+            part[name] = value
+            continue
         dim = _ROWS[name] % value.dim()
         rows = value.shape[dim]
         if rows not in (1, count):

@@ -53,6 +53,8 @@ def test_rows_of_everything(rows, n):
     for name, dim in {"inputs_embeds": 0, "targets": 0, "attention_mask": 0,
                       "position_ids": 1, "token_layout": 1}.items():  # fmt: skip
         assert torch.equal(torch.cat([part[name] for part in own], dim), merged(rows)[name])
+    alike = take_rows({**merged(rows), "position_ids": torch.arange(4)}, 0, n)
+    assert alike["position_ids"].tolist() == [0, 1, 2, 3]
     for part, share in zip(parts, shares(rows, n), strict=True):
         assert part["token_type_ids"].shape == (1, 4)  # one row for all
         if not share:
