@@ -96,7 +96,8 @@ def test_embeddings_apart(ray_cluster):
     assert sum(first) == blocks + llm.model.embed_tokens.weight.numel()
 
 
-def test_masks_and_another_encoder(ray_cluster):
+@pytest.mark.parametrize("packing", [False, True])
+def test_masks_and_another_encoder(ray_cluster, packing):
     """Masks over placeholders go with their rows; the other encoder has two ordinary copies."""
     tokens = {"vision": pm.IMAGE_TOKEN, "audio": pm.AUDIO_TOKEN}
     image, sound = (pm.IMAGE_TOKEN, 4), (pm.AUDIO_TOKEN, pm.AUDIO_FRAMES // 2)
@@ -108,6 +109,7 @@ def test_masks_and_another_encoder(ray_cluster):
         ModalityModule(pm.build(pm.llama(), 3)),
         ReplaceTokens(tokens),
         "multimodal_isolated",
+        packing,
     )
     steps = [
         pm.batch([7, 5, 9], 4, [[image, image], [], [sound, image]], vision=[0, 0, 2], audio=[2]),
