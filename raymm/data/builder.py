@@ -183,6 +183,7 @@ class StepBuilder:
             reason = f"cannot be read ({type(error).__name__}: {error})"
             if isinstance(error, RowError):
                 reason = error.reason
+            column = sample.columns.get(name, modality.column)
             raise SampleError(
-                sample.id, media_name(item), reason, modality.column, sample.place or None
+                sample.id, media_name(item), reason, column, sample.place or None
             ) from error

@@ -78,18 +78,26 @@ def check_parts(sample: Sample, types: Mapping[str, str]) -> None:
     found: Counter = Counter()
     for number, message in enumerate(sample.messages or ()):
         for place, part in enumerate(_media_parts(message)):
-            where = f"messages[{number}], media part {place}"
-            if part["type"] not in types:
-                raise _error(sample, f"{where} has type {part['type']!r}; known are "
-                             f"{sorted(types) or 'none'} (data.modalities.NAME.part says another)")
-            if own := [k for k, v in part.items() if k not in ("type", "text") and v is not None]:
-                raise _error(sample, f"{where} has {own[0]!r}; media belong in a column of the row")
-            found[types[part["type"]]] += 1
+            where, kind = f"messages[{number}], media part {place}", part["type"]
+            if kind not in types:
+                raise text_error(
+                    sample,
+                    f"{where} has type {kind!r}; known are {sorted(types) or 'none'} "
+                    "(data.modalities.NAME.part says another)",
+                )
+            own = [k for k, v in part.items() if k not in ("type", "text") and v is not None]
+            if own:
+                reason = f"{where} has {own[0]!r}; media belong in a column of the row"
+                raise text_error(sample, reason)
+            found[types[kind]] += 1
     for name in sorted(set(types.values())) if found else ():
         items = len(sample.media.get(name, ()))
         if items != found[name]:
-            raise _error(sample, f"the messages have {found[name]} {name} parts, but the row has "
-                         f"{items} {name} items")
+            raise text_error(
+                sample,
+                f"the messages have {found[name]} {name} parts, but the row has {items} {name} "
+                "items",
+            )
 
 
 def flatten_parts(
@@ -150,14 +158,15 @@ def check_counts(
         items, found = len(sample.media.get(name, ())), list(input_ids).count(one.id)
         count = found // (one.repeat or 1)
         if one.repeat and count != items or bool(found) != bool(items):
-            raise _error(
-                sample, f"its text has {count} placeholders {one.token!r} for {items} {name} "
-                "items; the two must be equal" + ("" if one.repeat else " or both 0")
+            raise text_error(
+                sample,
+                f"its text has {count} placeholders {one.token!r} for {items} {name} items; the "
+                "two must be equal" + ("" if one.repeat else " or both 0"),
             )
         if found != list(input_ids[:kept]).count(one.id):
-            raise _error(
-                sample, f"max_length ({kept}) cuts off some of its {found} {name} tokens "
-                f"({one.token!r})"
+            raise text_error(
+                sample,
+                f"max_length ({kept}) cuts off some of its {found} {name} tokens ({one.token!r})",
             )
 
 
@@ -166,6 +175,8 @@ def _media_parts(message: dict) -> list[dict]:
     return [part for part in content if part["type"] != "text"] if isinstance(content, list) else []
 
 
-def _error(sample: Sample, reason: str) -> SampleError:
-    column = "messages" if sample.text is None else "text"
+def text_error(sample: Sample, reason: str) -> SampleError:
+    """What is wrong with the text of a sample."""
+    role = "messages" if sample.text is None else "text"
+    column = sample.columns.get(role, role)
     return SampleError(sample.id, None, reason, column, sample.place or None)

@@ -1,6 +1,7 @@
 """One sample as its row says it: text, and media that are not decoded."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from raymm.data.media import Media
 
@@ -19,6 +20,7 @@ class Sample:
             modality the sample lacks is absent.
         source: name of the source that it is from.
         place: where the row is: ``FILE:LINE``, ``FILE[INDEX]`` or ``SHARD[KEY]``.
+        columns: modality, ``"text"`` or ``"messages"`` -> its column in this source, where known.
     """
 
     index: int
@@ -28,3 +30,4 @@ class Sample:
     media: dict[str, tuple[Media, ...]]
     source: str = ""
     place: str = ""
+    columns: Mapping[str, str] = field(default_factory=dict, repr=False)

@@ -112,7 +112,7 @@ class _Scanner:
             try:
                 headers = [check_media(frame, self.config.limits) for frame in frames]
             except RowError as error:
-                column = self.config.modalities[name].column
+                column = sample.columns[name]
                 raise SampleError(
                     sample.id, media_name(item), error.reason, column, sample.place or None
                 ) from None

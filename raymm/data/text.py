@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from raymm.data.config import ModalityDataConfig
-from raymm.data.errors import DataError, SampleError
+from raymm.data.errors import DataError
 from raymm.data.placeholders import (
     check_counts,
     check_parts,
@@ -13,6 +13,7 @@ from raymm.data.placeholders import (
     part_types,
     repeat_placeholders,
     template_takes_parts,
+    text_error,
 )
 from raymm.data.sample import Sample
 
@@ -102,7 +103,7 @@ class TextEncoder:
             labels[0] = IGNORE_INDEX  # nothing predicts the first token
         if all(label == IGNORE_INDEX for label in labels):
             empty = sample.text is not None and not sample.text.strip()
-            raise _error(
+            raise text_error(
                 sample,
                 f"no label token among its first {len(labels)} of {length} tokens "
                 f"(max_length is {self.max_length})" + (": the text is empty" if empty else ""),
@@ -129,7 +130,7 @@ class TextEncoder:
             last = number + 1 == len(messages)
             turn = input_ids if last else self._render(sample, messages[: number + 1])
             if turn[: len(prompt)] != prompt or input_ids[: len(turn)] != turn:
-                raise _error(
+                raise text_error(
                     sample,
                     f"the chat template is not prefix-consistent at messages[{number}]: the "
                     "tokens of the conversation so far change when the next message is added",
@@ -164,15 +165,10 @@ class TextEncoder:
                 return_dict=False,
             )
         except Exception as error:  # a template is a program: it may raise anything
-            raise _error(
+            raise text_error(
                 sample, f"the chat template failed on its first {len(messages)} messages: {error}"
             ) from error
         return self._expand(input_ids)
-
-
-def _error(sample: Sample, reason: str) -> SampleError:
-    column = "messages" if sample.text is None else "text"
-    return SampleError(sample.id, None, reason, column, sample.place or None)
 
 
 def _special_ids(tokenizer) -> frozenset[int]:

@@ -3,8 +3,10 @@
 import json
 
 import pytest
+import torch
 from sample_files import CHATML, build_tokenizer, write_image
 
+from raymm.actors.stages.merge import ReplaceTokens
 from raymm.config import ConfigError, parse_config
 from raymm.data import DataError, Sample, SampleError, StepBuilder, open_split
 from raymm.data.config import ModalityDataConfig
@@ -184,3 +186,41 @@ def test_a_template_that_knows_parts_gets_them():
         words = tokenizer.convert_ids_to_tokens(encoder.encode(sample([IMAGE, WHAT]))[0])
         written = ["red", "<image>", "<image>"] if expected else ["<image>", "<image>", "what"]
         assert words[2:5] == written
+
+
+def test_what_the_data_give_is_what_the_merge_policy_takes(make_config, tmp_path):
+    tokenizer = tokenizer_with_image()
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    modalities = {
+        "vision": {"column": "images", "processor": "media_processors:image",
+                   "placeholder": "<image>", "placeholder_tokens": 2}
+    }
+    config = make_config(tokenizer=str(tmp_path / "tokenizer"), modalities=modalities)
+    rows = [{"text": "a cat <image> says yes", "images": "i.png"},
+            {"text": "<image> a dog <image> it is", "images": ["i.png", "j.png"]}]
+    for seed, name in enumerate(("i.png", "j.png")):
+        write_image(tmp_path / name, seed)
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    built = StepBuilder(config, open_split(config, "train")).build([0, 1])
+    policy = ReplaceTokens({"vision": tokenizer.convert_tokens_to_ids("<image>")})
+    for microbatch, meta in zip(built.microbatches, built.meta, strict=True):
+        items = len(meta.items["vision"])
+        features = torch.arange(items * 2.0).reshape(items, 2, 1) + 100
+        inputs = {**microbatch, "inputs_embeds": microbatch["input_ids"][..., None].float(),
+                  "sample_index": {"vision": microbatch["vision"]["sample_index"]}}
+        merged = policy({"vision": features}, inputs)
+        places = microbatch["input_ids"] == policy.token_ids["vision"]
+        placed = merged["inputs_embeds"][..., 0][places]
+        assert placed.tolist() == features.flatten().tolist()
+        # The loss's denominator is counted before the merge.
+        assert int((merged["labels"][:, 1:] != X).sum()) == meta.label_tokens > 0
+
+
+def test_errors_name_the_sources_own_column(make_config, tmp_path):
+    (tmp_path / "other.jsonl").write_text('{"caption": ""}\n')
+    config = make_config(
+        train={"path": str(tmp_path / "other.jsonl"),
+               "columns": {"text": "caption", "vision": None, "audio": None}}
+    )
+    with pytest.raises(SampleError, match=r"other.jsonl:1', column 'caption': .*text is empty"):
+        StepBuilder(config, open_split(config, "train")).build([0])

@@ -143,7 +143,10 @@ class Reader(ABC):
             if isinstance(error, RowError) and not self.checked_when_opened:
                 raise self._sample_error(sample_id, place, error) from None
             raise DataError(f"{place} changed while the run was reading it: {error}") from error
-        return Sample(index, sample_id, messages, text, media, self.name, place)
+        return Sample(
+            index, sample_id, messages, text, media, self.name, place,
+            {**self.options.text_columns, **self.columns},
+        )
 
     def _items(self, modality: str, value: object, column: str, place: str) -> tuple:
         return items_of(value, column, self.folder, place, modality in self.options.frames)
