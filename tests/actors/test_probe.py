@@ -126,7 +126,7 @@ def test_the_refusal_comes_before_anything_starts():
     with pytest.raises(ProbeError, match="SharedMemoryEncoder"):
         stage_builders(model, cut)
     whole = MultimodalParallelSpec({}).plan(model)  # in one stage it runs
-    assert set(stage_builders(model, whole)[0]) == {"vision.0", "llm.0"}
+    assert set(stage_builders(model, whole).build) == {"vision.0", "llm.0"}
 
 
 def test_inputs_that_cannot_be_guessed_are_asked_for():

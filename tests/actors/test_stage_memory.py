@@ -75,8 +75,8 @@ def test_stages_own_their_parameters_and_ghosts_take_no_memory(kind, whole, tmp_
 def test_a_rank_is_sent_only_its_own_tensors(whole):
     model = MultimodalModule({}, ModalityModule(whole))
     plan = MultimodalParallelSpec({}, ParallelSpec(pp=3, layers=(1, 2, 1))).plan(model)
-    builders, owned = stage_builders(model, plan)
-    for stage, builder in builders.items():
+    made = stage_builders(model, plan)
+    for stage, builder in made.build.items():
         (spec, *_), source = builder.args, builder.args[0].source
-        assert {f"module.{name}" for name in source.state} == set(owned[stage])
+        assert {f"module.{name}" for name in source.state} == set(made.owned[stage])
         assert all(p.is_meta for p in spec.source.structure.parameters())
