@@ -311,3 +311,44 @@ def test_malformed_json_rows_are_kept_and_refused_when_read(make_config, tmp_pat
     reader = open_source(tmp_path / "train.jsonl", None, ReaderOptions(skip=True, limits=limits))
     with pytest.raises(SampleError, match="not a JSON value"):
         reader[7]
+
+
+def test_parquet_files_of_one_source_may_differ_in_columns(tmp_path):
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    tables = {
+        "a": {"text": ["x", None], "messages": [None, turns], "images": [["i.png"], []]},
+        "b": {"extra": [1], "images": [["j.png"]], "text": ["z"]},
+    }
+    for name, table in tables.items():
+        pq.write_table(pa.table(table), tmp_path / f"{name}.parquet")
+    dataset = open_source(tmp_path, None, ReaderOptions(columns={"vision": "images"}))
+    assert [(one.text, one.messages) for one in dataset] == [
+        ("x", None), (None, turns), ("z", None),
+    ]
+    assert dataset[2].media == {"vision": (str(tmp_path / "j.png"),)}
+    pq.write_table(pa.table({"text": ["x"]}), tmp_path / "c.parquet")
+    with pytest.raises(DataError, match="column 'images'.*vision"):
+        open_source(tmp_path, None, ReaderOptions(columns={"vision": "images"}))
+
+
+@pytest.mark.parametrize("name", ["d.json", "d.jsonl"])
+def test_json_that_is_nested_too_deep(tmp_path, name):
+    (tmp_path / name).write_text("[" * 100_000 if name == "d.json" else '{"text":' + "[" * 100_000)
+    with pytest.raises(DataError, match=f"{name}.*recursion"):
+        open_source(tmp_path / name)
+
+
+def test_lists_of_parts_come_from_parquet_as_from_json(tmp_path):
+    part = {"type": "image", "text": None}
+    turns = [{"role": "user", "content": [part, {"type": "text", "text": "hi"}]},
+             {"role": "assistant", "content": [{"type": "text", "text": "yes"}]}]
+    pq.write_table(pa.table({"messages": [turns]}), tmp_path / "p.parquet")
+    (tmp_path / "j.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    assert open_source(tmp_path / "p.parquet")[0].messages == turns
+    assert open_source(tmp_path / "j.jsonl")[0].messages == turns
+    # Sequence({...}) of datasets is a dict of lists.
+    old = {"role": ["user", "assistant"], "content": ["hi", "yes"]}
+    (tmp_path / "o.jsonl").write_text(json.dumps({"messages": old}) + "\n")
+    assert [one["content"] for one in open_source(tmp_path / "o.jsonl")[0].messages] == [
+        "hi", "yes",
+    ]

@@ -110,7 +110,7 @@ def _array_rows(path: Path) -> Iterator[tuple[int, int, int, object]]:
     while text[at : at + 1] != "]":
         try:
             row, stop = decoder.raw_decode(text, at)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{path}: element {index} is not a JSON value: {error}") from None
         byte += len(text[last:at].encode())
         last = at

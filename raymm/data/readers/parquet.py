@@ -37,11 +37,12 @@ class ParquetDataset(Reader):
         self.files = find_files(self.path, (".parquet",))
         self._groups: list[tuple[int, int]] = []
         self._batch_rows: list[int] = []
+        self._used: list[list[str]] = []  # of every file, its columns that are read
         starts, counts = [0], {modality: [] for modality in self.columns}
         for number, path in enumerate(self.files):
             try:
                 with pq.ParquetFile(path) as file:
-                    self._check_schema(file, path)
+                    self._used.append(self._used_columns(file, path))
                     for group in range(file.num_row_groups):
                         size = self._checked_size(file.metadata.row_group(group), path, group)
                         self._groups.append((number, group))
@@ -62,7 +63,11 @@ class ParquetDataset(Reader):
         self._kept: OrderedDict = OrderedDict()
         self._refused: dict[int, str] = {}  # row groups that are too large, and why
 
-    def _check_schema(self, file, path: Path) -> None:
+    def _used_columns(self, file, path: Path) -> list[str]:
+        """
+        Raises:
+            DataError: a column that is needed is not there.
+        """
         present = set(file.schema_arrow.names)
         self._check_columns(present)
         wanted = [self.options.text_columns.get(role, role) for role in (TEXT, MESSAGES)]
@@ -71,7 +76,7 @@ class ParquetDataset(Reader):
                             f"are {sorted(present)}")
         roles = [self.options.text_columns.get(role, role) for role in (TEXT, MESSAGES, ID)]
         used = {*roles, *self.columns.values()}
-        self._used = [name for name in file.schema_arrow.names if name in used]
+        return [name for name in file.schema_arrow.names if name in used]
 
     def _checked_size(self, group, path: Path, number: int) -> int:
         """Bytes of the used columns of a row group, if they are not too many."""
@@ -79,7 +84,7 @@ class ParquetDataset(Reader):
         for column in range(group.num_columns):
             chunk = group.column(column)
             name = chunk.path_in_schema.split(".")[0]
-            if name in self._used:
+            if name in self._used[-1]:
                 sizes[name] = sizes.get(name, 0) + chunk.total_uncompressed_size
         limit = self.options.limits.max_row_group_bytes
         if sum(sizes.values()) > limit:
@@ -148,7 +153,8 @@ class ParquetDataset(Reader):
         number, row_group = self._groups[group]
         limit, size, batches = self.options.limits.max_row_group_bytes, 0, []
         with _parquet().ParquetFile(self.files[number]) as file:
-            for batch in file.iter_batches(self._batch_rows[group], [row_group], self._used):
+            rows = self._batch_rows[group]
+            for batch in file.iter_batches(rows, [row_group], self._used[number]):
                 size += batch.nbytes
                 if size > limit:
                     raise RowError(
