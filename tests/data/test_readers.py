@@ -352,3 +352,15 @@ def test_lists_of_parts_come_from_parquet_as_from_json(tmp_path):
     assert [one["content"] for one in open_source(tmp_path / "o.jsonl")[0].messages] == [
         "hi", "yes",
     ]
+
+
+def test_a_line_that_is_too_long_is_no_row(tmp_path, monkeypatch):
+    monkeypatch.setattr("raymm.data.readers.json_rows.MAX_LINE_BYTES", 40)
+    rows = ['{"text": "a"}', json.dumps({"text": "b" * 300}), '{"text": "c"}']
+    (tmp_path / "d.jsonl").write_text("\n".join(rows))
+    with pytest.raises(DataError, match=r"d.jsonl:2: a line of 313 bytes, above 40"):
+        open_source(tmp_path / "d.jsonl")
+    dataset = open_source(tmp_path / "d.jsonl", None, ReaderOptions(skip=True))
+    assert [dataset[0].text, dataset[2].text, len(dataset)] == ["a", "c", 3]
+    with pytest.raises(SampleError, match="a line of 313 bytes"):
+        dataset[1]
