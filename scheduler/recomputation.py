@@ -1,0 +1,177 @@
+"""Which activations to keep: the least added time within a stage's memory, exactly.
+
+Every layer has options: keep everything, keep some outputs and make the rest again, keep its
+input only, or keep activations elsewhere. Each adds time to a microbatch's backward and leaves
+bytes held while the microbatch is under way. Choosing one per layer is a knapsack with
+multiple choices (OmniBal §4.3 chooses whole layers).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+# Relative to all seconds that may be added.
+_ROUNDING = 1e-12
+
+
+class RecomputationError(ValueError):
+    """Activations that fit in no way: says how many bytes the most frugal choice needs."""
+
+
+class LayerOption(NamedTuple):
+    """One way to run a layer.
+
+    Attributes:
+        name: what the actors know it by, e.g. ``"keep"``, ``"matmuls"``, ``"all"``.
+        seconds: added to each microbatch's backward.
+        nbytes: activations held per microbatch under way.
+    """
+
+    name: str
+    seconds: float
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """A choice for every layer of a stage.
+
+    Attributes:
+        names: the options' names, layer by layer.
+        seconds: what they add to a microbatch.
+        nbytes: what they hold per microbatch under way.
+    """
+
+    names: tuple[str, ...]
+    seconds: float
+    nbytes: int
+
+
+class _State(NamedTuple):
+    """A choice for the first layers that no other beats in both bytes and seconds."""
+
+    nbytes: int
+    seconds: float
+    option: int
+    before: _State | None
+
+
+def choose_options(layers: Sequence[Sequence[LayerOption]], limit: int) -> Recomputation:
+    """The options that add least time within ``limit`` bytes; of equal ones, a frugal one.
+
+    Dynamic programming over the undominated (bytes, seconds) of the first layers. What cannot
+    beat the best choice known, even if the layers that follow were divisible (the linear
+    relaxation), is dropped.
+
+    Args:
+        layers: options of each layer; at least one each.
+        limit: bytes that a microbatch's activations may take.
+
+    Raises:
+        RecomputationError: if the smallest options need more.
+    """
+    options = [_undominated(one) for one in layers]
+    least = sum(one[0][1].nbytes for one in options)
+    if least > limit:
+        raise RecomputationError(
+            f"activations of {limit:,} bytes are allowed; with the most frugal choice they are "
+            f"{least:,}"
+        )
+    rests = _relaxations(options)
+    # Sums of floats are not exact, and the best known must stay.
+    best = rests[0].rounded(limit) + _ROUNDING * rests[0].slowest
+    states = [_State(0, 0.0, -1, None)]
+    for index, choices in enumerate(options):
+        rest = rests[index + 1]
+        found = sorted(
+            _State(state.nbytes + option.nbytes, state.seconds + option.seconds, number, state)
+            for state in states
+            for number, option in choices
+            if state.nbytes + option.nbytes + rest.least <= limit
+        )
+        states, fastest = [], float("inf")
+        for state in found:
+            bound = state.seconds + rest.seconds(limit - state.nbytes)
+            if state.seconds < fastest and bound <= best:
+                states.append(state)
+                fastest = state.seconds
+    last = min(states, key=lambda state: (state.seconds, state.nbytes))
+    names = []
+    state: _State | None = last
+    for one in reversed(layers):
+        names.append(one[state.option].name)
+        state = state.before
+    return Recomputation(tuple(reversed(names)), last.seconds, last.nbytes)
+
+
+def _undominated(options: Sequence[LayerOption]) -> list[tuple[int, LayerOption]]:
+    """Options, with their numbers, from the smallest to the fastest; none is worse than another
+    in both."""
+    kept: list[tuple[int, LayerOption]] = []
+    for number, option in sorted(enumerate(options), key=lambda o: (o[1].nbytes, o[1].seconds)):
+        if not kept or option.seconds < kept[-1][1].seconds:
+            kept.append((number, option))
+    return kept
+
+
+class _Relaxation:
+    """Layers whose options may be mixed: how little time they add within some bytes.
+
+    Attributes:
+        least: bytes of the smallest options.
+        slowest: seconds of those.
+    """
+
+    def __init__(self, least: int, slowest: float, steps: Sequence[tuple[float, int]]) -> None:
+        """``steps``: (seconds saved per byte, bytes), best first, from the smallest options."""
+        self.least, self.slowest, self._steps = least, slowest, steps
+        self._bytes = list(accumulate((size for _, size in steps), initial=0))
+        self._saved = list(accumulate((rate * size for rate, size in steps), initial=0.0))
+
+    def seconds(self, nbytes: int) -> float:
+        """A lower bound for ``nbytes``, at least :attr:`least`."""
+        at = bisect_right(self._bytes, nbytes - self.least) - 1
+        saved = self._saved[at]
+        if at < len(self._steps):
+            saved += self._steps[at][0] * (nbytes - self.least - self._bytes[at])
+        return self.slowest - saved
+
+    def rounded(self, nbytes: int) -> float:
+        """What whole steps, taken in order while they fit, come to: something that can be had,
+        since the steps of one layer come in its order."""
+        return self.slowest - self._saved[bisect_right(self._bytes, nbytes - self.least) - 1]
+
+
+def _relaxations(options: Sequence[Sequence[tuple[int, LayerOption]]]) -> list[_Relaxation]:
+    """Of the layers from each on, and of none."""
+    steps: list[tuple[float, int]] = []
+    least, slowest = 0, 0.0
+    found = [_Relaxation(0, 0.0, ())]
+    for choices in reversed(options):
+        hull = _hull([option for _, option in choices])
+        least += hull[0].nbytes
+        slowest += hull[0].seconds
+        for small, large in zip(hull, hull[1:], strict=False):
+            size = large.nbytes - small.nbytes
+            steps.append(((small.seconds - large.seconds) / size, size))
+        steps.sort(key=lambda step: -step[0])
+        found.append(_Relaxation(least, slowest, list(steps)))
+    return found[::-1]
+
+
+def _hull(options: Sequence[LayerOption]) -> list[LayerOption]:
+    """The lower convex hull of (bytes, seconds), from the smallest option on."""
+    hull: list[LayerOption] = []
+    for option in options:
+        while len(hull) > 1 and _saving(hull[-2], hull[-1]) <= _saving(hull[-2], option):
+            hull.pop()
+        hull.append(option)
+    return hull
+
+
+def _saving(small: LayerOption, large: LayerOption) -> float:
+    return (small.seconds - large.seconds) / (large.nbytes - small.nbytes)
