@@ -137,8 +137,8 @@ class Executor:
         random_shares: per stage, a number by which processes that share a microbatch differ
             where they draw each their own random numbers.
         reduction: sums gradients of shared parameters, from their stage's last backward on.
-        sum_gradient: makes a gradient that each of them has a part of the whole one; for
-            gradients that stages of other modules on the same rank are handed.
+        sum_gradient: makes a gradient that each of them has a part of the whole one, in place if
+            it likes; for gradients that stages of other modules on the same rank are handed.
     """
 
     def __init__(
@@ -345,7 +345,11 @@ class Executor:
         for src, tensors in leaves.items():
             handed = tuple(next(ready) for _ in tensors)
             if self._sum_gradient is not None and src in self._stages and _between(src, task.stage):
-                handed = tuple(self._sum_gradient(gradient) for gradient in handed)
+                # Copies: a gradient may be what pass two of a split backward starts from.
+                handed = tuple(
+                    self._sum_gradient(one.clone(memory_format=torch.contiguous_format))
+                    for one in handed
+                )
             step.mailbox[task.stage, src, m] = Message(handed, {})
 
     def _has_consumer(self, stage: str) -> bool:

@@ -22,6 +22,7 @@ from raymm.actors.gradient_reduction import Family
 from raymm.actors.optimizer import Holdings, OptimizerConfig, RankOptimizer
 from raymm.actors.parameter_pieces import ChainPieces
 from raymm.actors.shards import StoredTensors, copy_tensors, stored_pieces, write_shard
+from raymm.actors.stages.cut import own_buffers
 from raymm.actors.stages.fully_sharded import local_part
 from raymm.actors.stages.precision import cast_frozen
 from raymm.actors.to_device import to_device
@@ -227,9 +228,8 @@ class RankActor:
 
     def _sum_over_data(self, gradient: torch.Tensor) -> torch.Tensor:
         with _reporting_connections("summing gradients over a microbatch's parts"):
-            whole = gradient.contiguous()
-            dist.all_reduce(whole, group=self._data.group)
-            return whole
+            dist.all_reduce(gradient, group=self._data.group)
+            return gradient
 
     def _reduce_tied(self, result: StepResult) -> None:
         with _reporting_connections("summing gradients of shared parameters"):
@@ -331,8 +331,9 @@ class RankActor:
         for stage in self._stages:
             owner = stage_module(stage)
             writes_buffers = "@" not in stage and rank == min(self._spec.neighbours.rank or (rank,))
+            buffers = own_buffers(self._stages[stage]) if writes_buffers else frozenset()
             for name, parameter, tensor in self._named_tensors(stage):
-                writes = (stage, parameter) in holdings.written if parameter else writes_buffers
+                writes = (stage, parameter) in holdings.written if parameter else name in buffers
                 if writes and (tensor.requires_grad or owner not in skip_frozen):
                     piece = self._piece(stage, parameter) if parameter else None
                     here = local_part(tensor.detach())

@@ -127,6 +127,22 @@ def ghost_parameter(module: nn.Module, name: str) -> None:
     setattr(owner, leaf, torch.zeros((), dtype=parameter.dtype).expand(parameter.shape))
 
 
+def own_buffers(module: nn.Module) -> frozenset[str]:
+    """Names of the buffers that are a stage's own: not those of modules around the blocks whose
+    parameters another stage has, which run on ghosts here (a batch norm before the first block
+    would see nothing of the data)."""
+    return frozenset(
+        f"{where}.{name}" if where else name
+        for where, child in module.named_modules()
+        if not any(_is_ghost(value) for value in vars(child).values())
+        for name in child._buffers
+    )
+
+
+def _is_ghost(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and not any(value.stride())
+
+
 def prune(module: nn.Module, info: CutInfo, lo: int, hi: int) -> nn.Module:
     """Reduce a module in place to blocks [lo, hi) and what surrounds them."""
     blocks = module.get_submodule(info.blocks)

@@ -210,3 +210,34 @@ def test_a_stage_that_changes_its_inputs_cannot_be_recomputed():
     program = [Instruction(Op.FORWARD_CHECKPOINTED, "vision.0", 0)]
     with pytest.raises(RuntimeError, match="vision.0 changes its inputs in place.*recompute"):
         execute(parts, program)
+
+
+class Add(nn.Module):
+    """A sink that adds what it receives to parameters of its own: both have one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.zeros(4, 6))
+
+    def run(self, inputs, received, context):
+        (message,) = received.values()
+        return Message(((message.tensors[0] + self.own).sin().sum(),), {})
+
+
+def test_a_gradient_summed_over_processes_is_not_the_one_that_pass_two_starts_from():
+    """Also where the sum is made in place, as collectives do."""
+    own, handed = {}, {}
+    for op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+        parts = {"vision.0": stages("none")["vision.0"], "llm.0": Add()}
+        executor = Executor(
+            parts, [("vision.0", "llm.0")], {}, {}, {}, sum_gradient=lambda g: g.mul_(3)
+        )
+        program = [(Op.FORWARD, "vision.0", 0), (Op.FORWARD, "llm.0", 0), (op, "llm.0", 0)]
+        if op is Op.BACKWARD_INPUT:
+            program.append((Op.BACKWARD_WEIGHT, "llm.0", 0))
+        program.append((Op.BACKWARD, "vision.0", 0))
+        compiled = executor.compile([Instruction(*i) for i in program])
+        executor.run(compiled, data(), StepMeta(STEP, 9, (0,), SEED))
+        own[op], handed[op] = parts["llm.0"].own.grad, parts["vision.0"].linear.weight.grad
+    assert torch.equal(own[Op.BACKWARD], own[Op.BACKWARD_INPUT])
+    assert torch.equal(handed[Op.BACKWARD], handed[Op.BACKWARD_INPUT])
