@@ -260,15 +260,17 @@ class GradientReduction:
 
 
 def buckets_of(members: Sequence[_Member], limit: int) -> list[_Bucket]:
-    """Members in buckets of one dtype and owner, of at most ``limit`` bytes where possible."""
+    """Members in buckets of one dtype and owner, of at most ``limit`` bytes where possible. Owners
+    take turns from one parameter to the next, so each has a bucket that is being filled."""
     buckets: list[_Bucket] = []
-    size, kind = 0, None
+    filling: dict[tuple[torch.dtype, int | None], tuple[_Bucket, int]] = {}
     for member in members:
         first = member.parameters[0]
-        own_kind = first.dtype, member.shared.owner
-        if not buckets or own_kind != kind or size + first.nbytes > limit:
-            buckets.append(_Bucket([]))
-            size, kind = 0, own_kind
-        buckets[-1].members.append(member)
-        size += first.nbytes
+        kind = first.dtype, member.shared.owner
+        bucket, size = filling.get(kind, (None, 0))
+        if bucket is None or size + first.nbytes > limit:
+            bucket, size = _Bucket([]), 0
+            buckets.append(bucket)
+        bucket.members.append(member)
+        filling[kind] = bucket, size + first.nbytes
     return buckets

@@ -69,6 +69,17 @@ def test_buckets(limit):
         assert parameter.grad.shape == parameter.shape
 
 
+def test_owners_that_take_turns_do_not_make_small_buckets():
+    parameters = {("a.0", str(n)): nn.Parameter(torch.ones(4)) for n in range(20)}
+    shared = [
+        SharedParameter(tuple(Holder(p, "a.0", str(n)) for p in (0, 1)), owner=n % 2)
+        for n in range(20)
+    ]
+    reduction = GradientReduction(0, parameters, shared, {})
+    (family,) = reduction._families
+    assert [(bucket.owner, len(bucket.members)) for bucket in family.buckets] == [(1, 10), (0, 10)]
+
+
 def test_the_rate_is_that_of_the_schedule_also_where_nothing_is_trained():
     config = OptimizerConfig(lr=1.0, warmup_steps=4)
     optimizer = RankOptimizer(0, {}, config, Holdings(), {}, torch.device("cpu"))
