@@ -48,7 +48,7 @@ class StageBuilders:
 
     Attributes:
         build: per stage, a picklable function that builds it whole: shared by nobody.
-        owned: per stage, elements of the parameters that it owns, by name.
+        owned: per stage, elements of the parameters that it owns, by name; 0 for frozen ones.
         pieces: per module, which piece of each parameter a process holds.
     """
 
@@ -86,7 +86,7 @@ def stage_builders(model: MultimodalModule, plan: Plan) -> StageBuilders:
         if first.fsdp > 1:
             _check_samples(node.name, spec, example)
         made.pieces[node.name] = _pieces(node.name, spec, first, example)
-        sizes = _sizes(spec)
+        sizes = parameter_sizes(spec)
         parts: dict[tuple[int, int], tuple[dict[str, int], Callable[[], nn.Module]]] = {}
         for stage in plan.module_stages(node.name):
             lo, hi = stage.layers
@@ -97,13 +97,13 @@ def stage_builders(model: MultimodalModule, plan: Plan) -> StageBuilders:
     return made
 
 
-def _sizes(spec: EncoderSpec | LanguageSpec) -> dict[str, int]:
-    """Elements of every parameter of a module and its projector."""
+def parameter_sizes(spec: EncoderSpec | LanguageSpec) -> dict[str, int]:
+    """Elements of every parameter of a module and its projector; 0 for frozen ones."""
     skeletons = {"module": spec.source.skeleton()}
     if isinstance(spec, EncoderSpec) and spec.projector is not None:
         skeletons["projector"] = spec.projector.skeleton()
     return {
-        f"{part}.{name}": parameter.numel()
+        f"{part}.{name}": parameter.numel() if parameter.requires_grad else 0
         for part, skeleton in skeletons.items()
         for name, parameter in skeleton.named_parameters()
     }

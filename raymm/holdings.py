@@ -21,7 +21,7 @@ def holdings(
 
     Args:
         processes: the plan's.
-        owned: elements of the parameters that each stage of the plan owns, by name.
+        owned: elements to update of the parameters that each stage of the plan owns, by name.
         pieces: per module.
     """
     groups = _groups(processes, owned, pieces)

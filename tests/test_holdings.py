@@ -1,0 +1,260 @@
+"""Who sums, counts and writes which parameters: every element's gradient complete and counted once.
+
+The oracle hands out gradients: for every element of every parameter a number per copy of the
+module, per process that shares a microbatch, per stage that uses it, and per tensor-parallel
+process that has a part of it. Whoever updates an element must end up with the sum of all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from raymm.actors.parameter_pieces import ChainPieces, parts_of
+from raymm.actors.stages.encoder import EncoderSpec
+from raymm.actors.stages.fully_sharded import FullyShardedPlan
+from raymm.actors.stages.source import LiveSource
+from raymm.actors.stages.tensor_plan import Piece, TensorPlan
+from raymm.builders import parameter_sizes
+from raymm.holdings import families, holdings, place_of
+from raymm.scheduler.graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan import Plan, Stage
+from raymm.scheduler.shards import Processes
+
+MOST_STAGES = 6
+# Elements of what every stage has; of what the first and the last have both; of the projector.
+SIZES = {"cut": 12, "packed": 24, "keys": 12, "partial": 3, "norm": 4, "odd": 5}
+TIED, TIED_SIZE = "tied", 7
+PROJECTOR = {"projector.weight": 6}
+
+
+def edges(length: int, count: int) -> list[tuple[int, int]]:
+    bounds = [length * i // count for i in range(count + 1)]
+    return list(zip(bounds, bounds[1:], strict=False))
+
+
+def tensor_pieces(tp: int) -> ChainPieces:
+    """As a tensor plan has it: cut evenly, a fused pair, fewer key heads than processes, what
+    every process has a part of the gradient of, a vocabulary that does not divide."""
+    heads = max(n for n in (1, 2) if tp % n == 0)
+    of_stage = {
+        "cut": [Piece(0, (one,)) for one in edges(12, tp)],
+        "packed": [Piece(0, ((a, b), (12 + a, 12 + b))) for a, b in edges(12, tp)],
+        "keys": [Piece(0, (edges(12, heads)[i * heads // tp],)) for i in range(tp)],
+    }
+    pieces = {
+        f"{i}.{name}": tuple(one) for i in range(MOST_STAGES) for name, one in of_stage.items()
+    }
+    pieces[TIED] = tuple(Piece(0, (one,)) for one in edges(TIED_SIZE, tp))
+    partial = frozenset(f"{i}.partial" for i in range(MOST_STAGES))
+    return ChainPieces({"module": TensorPlan(tp, pieces=pieces, partial=partial)})
+
+
+def sharded_pieces(shards: int) -> ChainPieces:
+    sharded = ("cut", "packed", "keys", "odd")
+    lengths = {f"{i}.{name}": SIZES[name] for i in range(MOST_STAGES) for name in sharded}
+    return ChainPieces({"module": FullyShardedPlan(shards, lengths)}, shards)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """An encoder and a language model: copies, pipelines with chunks, every degree and sharding;
+    on ranks of their own, or taking turns."""
+    together = draw(st.booleans())
+    nodes, stages, taken = [], [], 0
+    degrees = dict.fromkeys(("cp", "tp", "fsdp"), 1)
+    copies = pp = 1
+    for name in ("vision", "llm"):
+        if not (together and nodes):
+            fully = draw(st.booleans())
+            degrees = {
+                "cp": draw(st.integers(1, 3)),
+                "tp": 1 if fully else draw(st.sampled_from([1, 2, 4])),
+                "fsdp": draw(st.integers(1, 3)) if fully else 1,
+            }
+            copies, pp = 1 if fully else draw(st.integers(1, 3)), draw(st.integers(1, 3))
+        shardings = ["none", "zero1"]
+        if degrees["tp"] == copies == 1:
+            shardings.append("fsdp")
+        sharding = "fsdp" if degrees["fsdp"] > 1 else draw(st.sampled_from(shardings))
+        count = pp * draw(st.integers(1, 2))
+        nodes.append(ModuleNode(name, (True,) * count))
+        first = 0 if together else taken
+        stages += [
+            Stage(
+                name, index, (index, index + 1), first + copy * pp + index % pp, copy,
+                sharding=sharding, **degrees,
+            )
+            for copy, index in product(range(copies), range(count))
+        ]
+        taken += copies * pp
+    return Plan(ModuleGraph(tuple(nodes), (("vision", "llm"),)), tuple(stages), 6)
+
+
+class Case:
+    """A plan with parameters, and the gradients that its processes have."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.processes = plan, Processes(plan)
+        self.pieces: dict[str, ChainPieces] = {}
+        self.owned: dict[str, dict[str, int]] = {}
+        for node in plan.graph.nodes:
+            one = plan.module_stages(node.name)[0]
+            self.pieces[node.name] = (
+                sharded_pieces(one.shards) if one.shards > 1
+                else tensor_pieces(one.tp) if one.tp > 1 else ChainPieces()
+            )
+            for stage in plan.module_stages(node.name):
+                own = {f"module.{stage.index}.{name}": size for name, size in SIZES.items()}
+                is_last = stage.layers[1] == node.num_layers
+                if stage.layers[0] == 0 or is_last:
+                    own[f"module.{TIED}"] = TIED_SIZE
+                self.owned[stage.name] = own | (PROJECTOR if is_last else {})
+        self.held = holdings(self.processes, self.owned, self.pieces)
+        self.gradients: dict[tuple[int, str, str], torch.Tensor] = {}
+        self.totals: dict[tuple[str, str], torch.Tensor] = {}
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        random = torch.Generator().manual_seed(0)
+        for stage in self.plan.stages:
+            chain = self.pieces[stage.module]
+            for name, size in self.owned[stage.name].items():
+                total = self.totals.setdefault((stage.module, name), torch.zeros(size).long())
+                made = {}
+                for number in self.processes.of_rank(stage.rank):
+                    process = self.processes.all[number]
+                    # What tensor-parallel processes compute alike is one number, not several.
+                    alike = not self._has_part(chain, name)
+                    who = (self.processes.data_place(process), 0 if alike else process.tp)
+                    if who not in made:
+                        made[who] = torch.randint(1, 10**6, (size,), generator=random)
+                        total += self._within(chain, name, number, made[who])
+                    self.gradients[number, stage.name, name] = made[who]
+                if chain.shards > 1 and chain.piece(name, 0) is not None:
+                    # FSDP has summed what the processes have of each part.
+                    summed = sum(made.values())
+                    for number in self.processes.of_rank(stage.rank):
+                        self.gradients[number, stage.name, name] = summed
+        for key, whole in self.gradients.items():
+            self.gradients[key] = self.take(*key, whole)
+
+    def _has_part(self, chain: ChainPieces, name: str) -> bool:
+        """Whether a tensor-parallel process's gradient is a part only."""
+        return chain.shards == 1 and (
+            chain.piece(name, 0) is not None or len(chain.holders(name, 0)) > 1
+        )
+
+    def _within(
+        self, chain: ChainPieces, name: str, number: int, whole: torch.Tensor
+    ) -> torch.Tensor:
+        """Zero where a tensor-parallel process has nothing of the parameter."""
+        piece = chain.piece(name, place_of(self.processes, number, chain))
+        if piece is None or chain.shards > 1:
+            return whole
+        inside = torch.zeros_like(whole)
+        for start, stop in piece.ranges:
+            inside[start:stop] = whole[start:stop]
+        return inside
+
+    def take(self, number: int, stage: str, name: str, whole: torch.Tensor) -> torch.Tensor:
+        chain = self.pieces[self.plan.by_name[stage].module]
+        piece = chain.piece(name, place_of(self.processes, number, chain))
+        return whole if piece is None else torch.cat([whole[a:b] for a, b in piece.ranges])
+
+    def summed(self) -> dict[tuple[int, str, str], torch.Tensor]:
+        """Gradients after the reduction, where they are updated."""
+        final = dict(self.gradients)
+        for group in {one for held in self.held for one in held.shared}:
+            total = sum(self.gradients[tuple(holder)] for holder in group.holders)
+            for holder in group.holders:
+                final[tuple(holder)] = total
+                if group.owner not in (None, holder.process):
+                    del final[tuple(holder)]
+        return final
+
+
+@given(plans())
+def test_whoever_updates_a_parameter_has_all_of_its_gradient(plan: Plan) -> None:
+    case = Case(plan)
+    for (number, stage, name), gradient in case.summed().items():
+        due = case.take(number, stage, name, case.totals[plan.by_name[stage].module, name])
+        assert torch.equal(gradient, due), (number, stage, name)
+
+
+@given(plans())
+def test_every_element_is_counted_and_written_once(plan: Plan) -> None:
+    case = Case(plan)
+    final = case.summed()
+    for what in ("counted", "written"):
+        times = {key: torch.zeros_like(total) for key, total in case.totals.items()}
+        for number, held in enumerate(case.held):
+            for stage, name in getattr(held, what):
+                module = plan.by_name[stage].module
+                chain = case.pieces[module]
+                piece = chain.piece(name, place_of(case.processes, number, chain))
+                ranges = ((0, None),) if piece is None else piece.ranges
+                for start, stop in ranges:
+                    times[module, name][start:stop] += 1
+                if what == "counted":  # where the sum is
+                    assert (number, stage, name) in final
+        for key, found in times.items():
+            assert (found == 1).all(), (what, key, found)
+
+
+@given(plans())
+def test_every_member_of_a_family_knows_its_parameters_in_the_same_order(plan: Plan) -> None:
+    case = Case(plan)
+    every = families(case.held)
+    assert list(every) == sorted(set(every))
+    holders = Counter(
+        holder for one in {one for held in case.held for one in held.shared}
+        for holder in one.holders
+    )
+    assert not holders or max(holders.values()) == 1
+    for family in every:
+        known = [[one for one in case.held[p].shared if one.family == family]
+                 for p in family.processes]  # fmt: skip
+        assert known[0] and all(one == known[0] for one in known)
+    for number, held in enumerate(case.held):
+        for one in held.shared:
+            assert number in one.family.processes and len(one.holders) > 1
+            assert one.family in every or one.family.processes == (number,)
+            assert one.owner is None or one.owner in one.family.processes
+
+
+@given(plans())
+def test_pieces_make_up_the_whole(plan: Plan) -> None:
+    """What the driver puts together from every process that is no replica."""
+    case = Case(plan)
+    for (module, name), total in case.totals.items():
+        chain, one = case.pieces[module], plan.module_stages(module)[0]
+        count, whole = max(chain.shards, one.tp), None
+        for place in range(count):
+            if not chain.is_replica(name, place):
+                piece = chain.piece(name, place)
+                own = total if piece is None else torch.cat([total[a:b] for a, b in piece.ranges])
+                assert piece is None or len(parts_of(own, piece)) == len(piece.ranges)
+                whole = chain.add(whole, name, place, count, own)
+        assert torch.equal(whole, total)
+
+
+def test_owners_share_out_what_is_trained():
+    """Frozen parameters, whatever their size, are nobody's work."""
+    stages = tuple(Stage("llm", 0, (0, 1), copy, copy, sharding="zero1") for copy in range(2))
+    plan = Plan(ModuleGraph((ModuleNode("llm", (True,)),), ()), stages, 2)
+    part = nn.Sequential(nn.Linear(8, 8), nn.Linear(2, 2), nn.Linear(8, 8), nn.Linear(2, 2))
+    for frozen in (part[0], part[2]):
+        frozen.requires_grad_(False)
+    spec = EncoderSpec("vision", LiveSource.of(part), num_blocks=1)
+    sizes = parameter_sizes(spec)
+    assert [sizes[f"module.{name}"] for name in ("0.weight", "1.weight", "1.bias")] == [0, 4, 2]
+    owned = dict.fromkeys(("llm.0", "llm.0@1"), sizes)
+    held = holdings(Processes(plan), owned, {"llm": ChainPieces()})
+    owners = {one.holders[0].name: one.owner for one in held[0].shared}
+    assert owners["module.1.weight"] != owners["module.3.weight"]
