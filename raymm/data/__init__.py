@@ -4,6 +4,7 @@
 metadata, ``local_steps`` the same steps as tensors without Ray.
 """
 
+from raymm.data.batching import ItemTokens, Sampler, training_sampler
 from raymm.data.builder import BuiltStep, Skipped, StepBuilder, check_data
 from raymm.data.collate import (
     EncodedSample,
@@ -14,8 +15,9 @@ from raymm.data.collate import (
     join_parts,
     split_parts,
 )
-from raymm.data.config import DataConfig, ModalityDataConfig, SourceConfig
+from raymm.data.config import BatchingConfig, DataConfig, ModalityDataConfig, SourceConfig
 from raymm.data.errors import DataError, SampleError
+from raymm.data.group_sampler import GroupSampler
 from raymm.data.loader import Step, StepLoader, local_steps
 from raymm.data.readers import JsonDataset, Mixture, Reader, open_source
 from raymm.data.readers.files import is_there
@@ -31,11 +33,14 @@ from raymm.data.text import IGNORE_INDEX
 __all__ = [
     "IGNORE_INDEX",
     "START",
+    "BatchingConfig",
     "BuiltStep",
     "DataConfig",
     "DataError",
     "EncodedSample",
     "EpochSampler",
+    "GroupSampler",
+    "ItemTokens",
     "JsonDataset",
     "Microbatch",
     "MicrobatchMeta",
@@ -45,6 +50,7 @@ __all__ = [
     "Sample",
     "SampleError",
     "SampleScan",
+    "Sampler",
     "Skipped",
     "SourceConfig",
     "State",
@@ -63,4 +69,5 @@ __all__ = [
     "scan",
     "shuffle_modality",
     "split_parts",
+    "training_sampler",
 ]

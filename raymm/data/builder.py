@@ -16,7 +16,7 @@ from raymm.data.media import Media, media_name
 from raymm.data.processors import Processor, load_processor, processor_input
 from raymm.data.readers import Dataset
 from raymm.data.sample import Sample
-from raymm.data.sampler import group_by_modality, split_evenly
+from raymm.data.sampler import flat, group_by_modality, is_grouped, split_evenly
 from raymm.data.shuffle import shuffle_modality
 from raymm.data.sources import open_split
 from raymm.data.text import TextEncoder, load_tokenizer
@@ -103,32 +103,36 @@ class StepBuilder:
         ids = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
         return next(id for id in ids if id is not None)
 
-    def build(self, indices: Sequence[int], shuffled: Sequence[str] = ()) -> BuiltStep:
+    def build(
+        self, indices: Sequence[int] | Sequence[Sequence[int]], shuffled: Sequence[str] = ()
+    ) -> BuiltStep:
         """The step of these samples.
 
-        Samples are grouped by the modalities they have and cut into microbatches of equal size.
-        Under ``on_error: skip`` an unusable sample is dropped and the rest of the step is cut
-        again into the same number of microbatches (sizes then differ by at most one), or one per
-        sample when fewer are left. Which samples, and in which microbatch, depends on nothing
-        but ``indices`` and the files.
+        Given groups are microbatches as they are; under ``on_error: skip`` an unusable sample
+        leaves its group, and a group without samples the step.
+
+        Samples that are not in groups are sorted by the modalities they have and cut into
+        microbatches of equal size. Under ``on_error: skip`` an unusable sample is dropped and the
+        rest of the step is cut again into the same number of microbatches (sizes then differ by
+        at most one), or one per sample when fewer are left. Which samples, and in which
+        microbatch, depends on nothing but ``indices`` and the files.
 
         Args:
-            indices: samples of the step; fewer than ``batch_size`` give fewer microbatches.
+            indices: samples of the step, of which fewer than ``batch_size`` give fewer
+                microbatches; or groups of samples, none empty.
             shuffled: modalities whose items are dealt to other samples (``shuffle_modality``).
 
         Raises:
             SampleError: an unusable sample under ``on_error: raise``.
             DataError: no usable sample left, or items that cannot be stacked.
         """
-        samples, skipped = self._encode_all(group_by_modality(indices, self.dataset.counts))
-        if not samples:
+        groups, skipped = self._groups(indices)
+        if not groups:
             reasons = "; ".join(f"{s.id!r}: {s.reason}" for s in skipped[:_REASONS_SHOWN])
             raise DataError(f"none of the step's {len(skipped)} samples is usable: {reasons}")
-        size = self.config.batch_size // self.config.microbatches
-        groups = split_evenly(samples, -(-len(indices) // size))
         microbatches = [collate(group, self.pad_id, self.config.columns) for group in groups]
         # Seeded by the step's samples: the same on every worker and after a resume.
-        seed = np.random.SeedSequence([self.config.seed, *indices]).generate_state(1)[0]
+        seed = np.random.SeedSequence([self.config.seed, *flat(indices)]).generate_state(1)[0]
         generator = torch.Generator().manual_seed(int(seed))
         for name in shuffled:
             microbatches = [shuffle_modality(mb, name, generator) for mb in microbatches]
@@ -137,6 +141,18 @@ class StepBuilder:
             for microbatch, group in zip(microbatches, groups, strict=True)
         ]
         return BuiltStep(microbatches, meta, skipped)
+
+    def _groups(
+        self, indices: Sequence[int] | Sequence[Sequence[int]]
+    ) -> tuple[list[list[EncodedSample]], list[Skipped]]:
+        """The samples of every microbatch, and what was left out."""
+        if is_grouped(indices):
+            encoded = [self._encode_all(group) for group in indices]
+            skipped = [one for _, left_out in encoded for one in left_out]
+            return [samples for samples, _ in encoded if samples], skipped
+        samples, skipped = self._encode_all(group_by_modality(indices, self.dataset.counts))
+        size = self.config.batch_size // self.config.microbatches
+        return split_evenly(samples, -(-len(indices) // size)), skipped
 
     def _encode_all(self, indices: Sequence[int]) -> tuple[list[EncodedSample], list[Skipped]]:
         samples, skipped = [], []

@@ -78,6 +78,57 @@ class SourceConfig(BaseModel):
         return columns
 
 
+class BatchingConfig(BaseModel):
+    """Which samples share a step and a microbatch.
+
+    Attributes:
+        method: ``"random"``: a permutation cut into steps of ``batch_size`` samples, and these,
+            sorted by modality, into microbatches of equally many. Otherwise an epoch is planned
+            from the sizes of all samples, which are scanned before the run starts:
+            ``"balanced"``: the microbatches of a step are equal in every modality and in cost
+            (``raymm.scheduler.minibatch_balanced``); how many samples that takes differs.
+            ``"length_grouped"``: samples of similar length together, equally many.
+        budgets: modality, or ``"text"`` -> units that no microbatch exceeds; what is not named
+            gets what ``batch_size / microbatches`` samples have on average, and a little more.
+        units: modality -> ``"pkg.mod:fn"``, from the (M, 3) int64 array of its items (of an image
+            width, height, frames; of a sound length, Hz, channels) to (M,) whole units. Without
+            one an item counts as the tokens that the model's encoder makes of it. Units of
+            ``"text"`` are tokens of the language model.
+        alike: how different in size microbatches of a step may be, relative to their mean, for
+            steps that mix more: 0 to 1 (``plan_balanced``).
+        source_weight: how much the mix of sources counts beside sizes.
+        cache: folder that scans are kept in; by default below ``~/.cache/raymm``.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    method: Literal["random", "balanced", "length_grouped"] = "random"
+    budgets: dict[str, Annotated[int, Field(gt=0)]] = Field(default_factory=dict)
+    units: dict[str, NonEmpty] = Field(default_factory=dict)
+    alike: float | None = Field(default=None, ge=0, le=1)
+    source_weight: float | None = Field(default=None, ge=0)
+    cache: NonEmpty | None = None
+
+    @model_validator(mode="after")
+    def _options_are_of_the_method(self):
+        of_balanced = [n for n in ("budgets", "alike", "source_weight") if n in self.options]
+        if self.method != "balanced" and of_balanced:
+            raise ValueError(f"{of_balanced[0]} needs method 'balanced', not {self.method!r}")
+        if self.method == "random" and (self.units or self.cache):
+            raise ValueError("method 'random' plans nothing: it takes neither units nor cache")
+        return self
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What was given of the planner's options."""
+        given = {
+            "budgets": self.budgets or None,
+            "alike": self.alike,
+            "source_weight": self.source_weight,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+
 def as_sources(value: Any) -> list[Any]:
     """Sources of what a configuration may say: a path, a source, or a list of both. Sources
     without a name get their file's, numbered where several would have the same."""
@@ -112,6 +163,8 @@ class DataConfig(BaseModel):
         microbatches: microbatches per step; divides ``batch_size``.
         max_length: text tokens kept per sample.
         shuffle: a new seeded permutation each epoch; else file order.
+        batching: which samples share a step: a method, or a :class:`BatchingConfig`. Held-out
+            data is one pass in a fixed order whatever it says.
         seed: of the permutations.
         num_workers: Ray actors that decode and tokenize. The stream does not depend on it.
         prefetch_steps: steps loaded ahead of the one in use.
@@ -135,6 +188,7 @@ class DataConfig(BaseModel):
     microbatches: int = Field(gt=0)
     max_length: int = Field(default=512, ge=2)
     shuffle: bool = True
+    batching: BatchingConfig = Field(default_factory=BatchingConfig)
     seed: int = Field(default=0, ge=0)
     num_workers: int = Field(default=1, ge=1)
     prefetch_steps: int = Field(default=2, ge=1)
@@ -150,6 +204,11 @@ class DataConfig(BaseModel):
     @classmethod
     def _list_of_sources(cls, value):
         return value if value is None else as_sources(value)
+
+    @field_validator("batching", mode="before")
+    @classmethod
+    def _method_alone(cls, value):
+        return {"method": value} if isinstance(value, str) else value
 
     @field_validator("modalities")
     @classmethod
@@ -168,6 +227,24 @@ class DataConfig(BaseModel):
                 f"batch_size ({self.batch_size}) must be divisible by "
                 f"microbatches ({self.microbatches})"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _batching_fits(self):
+        batching = self.batching
+        if batching.method != "random" and not self.shuffle:
+            raise ValueError(
+                f"shuffle must be true with batching {batching.method!r}, which does not keep the "
+                "order of files"
+            )
+        for field, accepted in (
+            ("budgets", [*self.modalities, "text"]), ("units", list(self.modalities))
+        ):
+            if unknown := sorted(set(getattr(batching, field)) - set(accepted)):
+                raise ValueError(
+                    f"batching.{field}: unknown modality {unknown[0]!r}; accepted: "
+                    f"{', '.join(accepted)}"
+                )
         return self
 
     @model_validator(mode="after")

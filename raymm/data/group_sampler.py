@@ -1,19 +1,29 @@
 """Steps made of groups of samples that a planner put together: metadata only."""
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from raymm.data.errors import DataError
+from raymm.data.sampler import flat
 from raymm.scheduler.minibatch import SampleSizes
 from raymm.scheduler.minibatch_methods import plan_minibatches
 
-# Planners, and what they call the number of samples in a group.
+# Planners, what they call the number of samples in a group, and their further options.
 METHODS = {"balanced": "samples_per_group", "random": "batch", "length_grouped": "batch"}
+OPTIONS = {
+    "balanced": {"budgets", "alike", "source_weight"},
+    "random": {"sharded"},
+    "length_grouped": {"modality"},
+}
 
 Groups = list[list[int]]
-# {"epoch": e, "taken": [[groups per step, steps], ...]}: what was taken of that epoch.
+# {"method", "groups", "samples", "seed", "options", "steps"}: how steps of an epoch were planned,
+# and how many of them were taken. Plain JSON.
+Taken = dict[str, Any]
+# {"epoch": e, "sizes": digest of all samples' sizes, "taken": [Taken, ...]}
 GroupState = dict[str, Any]
 
 
@@ -21,8 +31,9 @@ class GroupSampler:
     """Deterministic stream of steps, epoch after epoch, each of so many groups of samples.
 
     Every epoch is planned anew (:mod:`raymm.scheduler.minibatch_methods`), seeded by its number.
-    A state does not depend on how many groups a step has: going on with another number plans
-    what is left of the epoch, so every sample still comes exactly once.
+    A state says how what was taken of its epoch had been planned. So going on with other groups,
+    options or even another method plans what is left of the epoch, and every sample still comes
+    exactly once.
 
     Args:
         sizes: of all samples.
@@ -30,17 +41,21 @@ class GroupSampler:
         samples: about how many a group has, > 0.
         method: one of :data:`METHODS`. What a planner leaves out comes in steps at the end.
         seed: >= 0.
-        options: further ones of the planner.
+        options: further ones of the planner, of :data:`OPTIONS`, as plain JSON.
     """
 
     def __init__(
         self, sizes: SampleSizes, groups: int, samples: int, method: str = "balanced",
         seed: int = 0, **options: Any,
     ):  # fmt: skip
-        self.sizes, self.groups, self.samples, self.method = sizes, groups, samples, method
-        self.seed, self.options = seed, {METHODS[method]: samples, **options}
+        self.sizes = sizes
+        self.planner = {
+            "method": method, "groups": groups, "samples": samples, "seed": seed,
+            "options": options,
+        }
+        self.digest = _digest(sizes)
 
-    def steps(self, state: GroupState | None = None) -> Iterator[tuple[Groups, GroupState]]:
+    def batches(self, state: GroupState | None = None) -> Iterator[tuple[Groups, GroupState]]:
         """Endless (groups of one step, state after it), from ``state`` on. A group is never
         empty, so a step may have fewer groups than asked for.
 
@@ -50,80 +65,103 @@ class GroupSampler:
         """
         epoch, taken = self.check(state)
         while True:
-            if not taken or taken[-1][0] != self.groups:
-                taken = [*taken, [self.groups, 0]]
-            *before, (_, start) = taken
-            planned = self._planned(epoch, self._left(epoch, before), len(before), self.groups)
-            if start > len(planned):
-                raise _misfit({"epoch": epoch, "taken": taken}, len(self.sizes))
-            for number in range(start, len(planned)):
+            if not taken or {**taken[-1], "steps": 0} != {**self.planner, "steps": 0}:
+                taken = [*taken, {**self.planner, "steps": 0}]
+            *before, last = taken
+            planned = self._planned(epoch, self._left(epoch, before), len(before), last)
+            if last["steps"] > len(planned):
+                raise self._misfit({"epoch": epoch, "taken": taken})
+            for number in range(last["steps"], len(planned)):
                 done = number + 1 == len(planned)
-                after = [] if done else [*before, [self.groups, number + 1]]
-                yield planned[number], {"epoch": epoch + done, "taken": after}
+                after = [] if done else [*before, {**last, "steps": number + 1}]
+                yield (
+                    planned[number],
+                    {"epoch": epoch + done, "sizes": self.digest, "taken": after},
+                )
             epoch, taken = epoch + 1, []
 
-    def _left(self, epoch: int, taken: list[list[int]]) -> np.ndarray:
+    def _left(self, epoch: int, taken: list[Taken]) -> np.ndarray:
         """Samples of the epoch that were not taken yet, ascending."""
         left = np.arange(len(self.sizes))
-        for number, (groups, steps) in enumerate(taken):
-            planned = self._planned(epoch, left, number, groups)
-            if steps > len(planned):
-                raise _misfit({"epoch": epoch, "taken": taken}, len(self.sizes))
-            gone = [sample for step in planned[:steps] for sample in samples_of(step)]
+        for number, one in enumerate(taken):
+            planned = self._planned(epoch, left, number, one)
+            if one["steps"] > len(planned):
+                raise self._misfit({"epoch": epoch, "taken": taken})
+            gone = [sample for step in planned[: one["steps"]] for sample in flat(step)]
             left = np.setdiff1d(left, gone, assume_unique=True)
         return left
 
-    def _planned(self, epoch: int, left: np.ndarray, number: int, groups: int) -> list[Groups]:
+    def _planned(self, epoch: int, left: np.ndarray, number: int, how: Taken) -> list[Groups]:
         """The steps of what is left of an epoch that was planned ``number`` times before."""
+        method, groups, samples = how["method"], how["groups"], how["samples"]
+        seed = how["seed"] + number
         # Fewer than the planner of fixed groups takes, or than there are groups.
-        if len(left) < groups * (self.samples if METHODS[self.method] == "batch" else 1):
-            random = np.random.default_rng([self.seed + number, epoch])
-            return self._cut(random.permutation(left), groups)
+        if len(left) < groups * (samples if METHODS[method] == "batch" else 1):
+            random = np.random.default_rng([seed, epoch])
+            return _cut(random.permutation(left), groups, samples)
         sizes = SampleSizes(
             self.sizes.names, self.sizes.values[left], self.sizes.sources[left], self.sizes.padded
         )
-        plan = plan_minibatches(
-            sizes, groups, self.method, seed=self.seed + number, epoch=epoch, **self.options
-        )
+        options = {METHODS[method]: samples, **how["options"]}
+        plan = plan_minibatches(sizes, groups, method, seed=seed, epoch=epoch, **options)
         steps = [
             [left[plan.group(step, group)].tolist() for group in range(groups)]
             for step in range(plan.steps)
         ]
         steps = [[group for group in step if group] for step in steps]
-        return steps + self._cut(left[plan.left_out], groups)
+        return steps + _cut(left[plan.left_out], groups, samples)
 
-    def _cut(self, samples: np.ndarray, groups: int) -> list[Groups]:
-        """Samples in order, in as few steps of groups of about equal numbers as hold them."""
-        steps = -(-len(samples) // (groups * self.samples))
-        return [
-            [part.tolist() for part in np.array_split(step, min(groups, len(step)))]
-            for step in (np.array_split(samples, steps) if steps else ())
-        ]
-
-    def check(self, state: GroupState | None) -> tuple[int, list[list[int]]]:
+    def check(self, state: GroupState | None) -> tuple[int, list[Taken]]:
         """(epoch, what was taken of it) of a state, None being the beginning.
 
         Raises:
-            DataError: a state that is none.
+            DataError: a state of another batching or of other samples, or none at all.
         """
         if state is None:
             return 0, []
+        if isinstance(state, Mapping) and "position" in state:
+            raise DataError(
+                f"data.batching is {self.planner['method']!r}, but data position {state} is one "
+                "of 'random': go on with that, or begin a new run"
+            )
         try:
-            epoch, taken = state["epoch"], state["taken"]
-            if len(state) == 2 and epoch >= 0 and all(g > 0 and s >= 0 for g, s in taken):
-                return epoch, [list(pair) for pair in taken]
-        except (KeyError, TypeError, ValueError):
-            pass
-        raise _misfit(state, len(self.sizes))
+            epoch, digest, taken = state["epoch"], state["sizes"], state["taken"]
+            good = len(state) == 3 and epoch >= 0 and all(map(_is_taken, taken))
+        except (KeyError, TypeError, AttributeError):
+            good = False
+        if not good or (taken and digest != self.digest):
+            raise self._misfit(state)
+        return epoch, [dict(one) for one in taken]
+
+    def _misfit(self, state: object) -> DataError:
+        return DataError(
+            f"data position {state} does not fit these {len(self.sizes)} samples: were the files, "
+            "data.max_length or what sizes depend on (data.modalities, data.batching.units, the "
+            "encoders) changed since the checkpoint?"
+        )
 
 
-def _misfit(state: object, samples: int) -> DataError:
-    return DataError(
-        f"data position {state} does not fit a dataset of {samples} samples that is taken in "
-        "planned groups: was the file or data.batching changed since the checkpoint?"
+def _digest(sizes: SampleSizes) -> str:
+    digest = hashlib.sha256(repr(sizes.names).encode())
+    digest.update(sizes.values.tobytes())
+    digest.update(sizes.sources.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _is_taken(one: Mapping[str, Any]) -> bool:
+    return (
+        set(one) == {"method", "groups", "samples", "seed", "options", "steps"}
+        and one["method"] in METHODS
+        and set(one["options"]) <= OPTIONS[one["method"]]
+        and min(one["groups"], one["samples"]) > 0
+        and min(one["steps"], one["seed"]) >= 0
     )
 
 
-def samples_of(groups: Sequence[Sequence[int]]) -> list[int]:
-    """All samples of a step."""
-    return [sample for group in groups for sample in group]
+def _cut(samples: np.ndarray, groups: int, per_group: int) -> list[Groups]:
+    """Samples in order, in as few steps of groups of about equal numbers as hold them."""
+    steps = -(-len(samples) // (groups * per_group))
+    return [
+        [part.tolist() for part in np.array_split(step, min(groups, len(step)))]
+        for step in (np.array_split(samples, steps) if steps else ())
+    ]

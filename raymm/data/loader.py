@@ -8,12 +8,13 @@ from itertools import islice
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
+from raymm.data.batching import Sampler, training_sampler
 from raymm.data.builder import Skipped, StepBuilder, check_tools
 from raymm.data.collate import MicrobatchMeta
 from raymm.data.config import DataConfig
 from raymm.data.errors import DataError
 from raymm.data.readers import Dataset
-from raymm.data.sampler import EpochSampler, State
+from raymm.data.sampler import EpochSampler, State, flat
 from raymm.data.sources import open_split
 from raymm.data.worker import StoredStep, start_worker
 
@@ -48,11 +49,12 @@ def local_steps(
     start_state: State | None = None,
     steps: int | None = None,
     shuffled: Sequence[str] = (),
+    sampler: Sampler | None = None,
 ) -> Iterator[Step]:
     """The steps of ``StepLoader`` with the same bytes, built in this process without Ray."""
     dataset = open_split(config, split)
     builder = StepBuilder(config, dataset)
-    plan = _plan(config, dataset, split, start_state, steps)
+    plan = _plan(config, dataset, split, start_state, steps, sampler)
     for number, (indices, state_after) in enumerate(plan):
         built = builder.build(indices, shuffled)
         yield Step(number, built.microbatches, built.meta, state_after, built.skipped)
@@ -74,6 +76,9 @@ class StepLoader:
         steps: stop after so many.
         shuffled: modalities whose items are given to other samples (``shuffle_modality``), for
             the held-out loss without them.
+        sampler: what steps of the training data consist of; by default
+            ``training_sampler(config, dataset)``, which knows nothing of the model.
+        dataset: the split's samples, if they were opened already.
 
     Raises:
         DataError: here, before any actor starts, for a missing file, malformed row, unknown
@@ -88,14 +93,16 @@ class StepLoader:
         start_state: State | None = None,
         steps: int | None = None,
         shuffled: Sequence[str] = (),
+        sampler: Sampler | None = None,
+        dataset: Dataset | None = None,
     ):
         unknown = [name for name in shuffled if name not in config.modalities]
         if unknown:
             raise DataError(f"shuffled: {unknown} not among modalities {list(config.modalities)}")
-        dataset = open_split(config, split)
+        dataset = open_split(config, split) if dataset is None else dataset
         check_tools(config)
         self.config, self.path, self.num_samples = config, dataset.path, len(dataset)
-        self._plan = enumerate(_plan(config, dataset, split, start_state, steps))
+        self._plan = enumerate(_plan(config, dataset, split, start_state, steps, sampler))
         stored = ray.put(dataset)
         self._workers = [start_worker(config, stored, shuffled) for _ in range(config.num_workers)]
         self._pending: deque = deque()
@@ -137,7 +144,7 @@ class StepLoader:
             ref = self._worker(index).load.remote(indices)
             self._pending.append((index, indices, state_after, ref))
 
-    def _wait(self, index: int, indices: Sequence[int], ref: ray.ObjectRef) -> StoredStep:
+    def _wait(self, index: int, indices: Sequence, ref: ray.ObjectRef) -> StoredStep:
         who = f"data worker {index % self.config.num_workers} of {self.config.num_workers}"
         try:
             result = ray.get(ref, timeout=self.config.worker_timeout)
@@ -151,7 +158,7 @@ class StepLoader:
         except RayError as error:
             verb = "died while loading" if isinstance(error, RayActorError) else "failed to load"
             failure = DataError(
-                f"{who} {verb} step {index}, samples {list(indices)} (counted from 0) of "
+                f"{who} {verb} step {index}, samples {flat(indices)} (counted from 0) of "
                 f"{self.path}"
             )
             failure.add_note(str(error))  # Ray's account: process, node, likely causes
@@ -167,8 +174,12 @@ def _plan(
     split: str,
     start_state: State | None,
     steps: int | None,
-) -> Iterator[tuple[list[int], State]]:
-    sampler = EpochSampler(len(dataset), config.batch_size, config.shuffle, config.seed)
-    sampler.check(start_state)
-    batches = sampler.batches if split == "train" else sampler.one_pass
-    return islice(batches(start_state), steps)
+    sampler: Sampler | None,
+) -> Iterator[tuple[list[int] | list[list[int]], State]]:
+    if split == "train":
+        sampler = training_sampler(config, dataset) if sampler is None else sampler
+        sampler.check(start_state)
+        return islice(sampler.batches(start_state), steps)
+    in_order = EpochSampler(len(dataset), config.batch_size, config.shuffle, config.seed)
+    in_order.check(start_state)
+    return islice(in_order.one_pass(start_state), steps)

@@ -1,12 +1,15 @@
 """Which samples make up a step, and which of them share a microbatch: metadata only."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from raymm.data.errors import DataError
 
-State = dict[str, int]  # {"epoch": e, "position": samples of that epoch already taken}
+# {"epoch": e, "position": samples of that epoch already taken}; planned steps have another
+# (``raymm.data.group_sampler``). Plain JSON.
+State = dict[str, Any]
 START: State = {"epoch": 0, "position": 0}
 
 
@@ -69,6 +72,11 @@ class EpochSampler:
             DataError: a state that does not fit this dataset.
         """
         state = START if state is None else state
+        if "taken" in state:
+            raise DataError(
+                f"data.batching is 'random', but data position {state} is one of steps that were "
+                "planned: go on with that batching, or begin a new run"
+            )
         if set(state) != set(START):
             raise DataError(f"data position {state} must have the keys {sorted(START)}")
         epoch, position = state["epoch"], state["position"]
@@ -88,6 +96,18 @@ def group_by_modality(indices: Sequence[int], counts: Mapping[str, np.ndarray]) 
     gradient does not depend on it: its loss is a sum over label tokens of the whole step.
     """
     return sorted(indices, key=lambda i: [counts[name][i] == 0 for name in counts])
+
+
+def is_grouped(indices: Sequence[int] | Sequence[Sequence[int]]) -> bool:
+    """Whether the samples of a step come in groups."""
+    return bool(len(indices)) and not isinstance(indices[0], int | np.integer)
+
+
+def flat(indices: Sequence[int] | Sequence[Sequence[int]]) -> list[int]:
+    """All samples of a step."""
+    if is_grouped(indices):
+        return [index for group in indices for index in group]
+    return list(indices)
 
 
 def split_evenly(samples: Sequence, parts: int) -> list[list]:

@@ -53,8 +53,10 @@ class DataWorker:
         """Process id, for messages and tests."""
         return os.getpid()
 
-    def load(self, indices: Sequence[int]) -> StoredStep | DataError:
-        """Build one step. Errors are returned, because Ray would wrap one that is raised."""
+    def load(
+        self, indices: Sequence[int] | Sequence[Sequence[int]]
+    ) -> StoredStep | DataError:
+        """``StepBuilder.build``. Errors are returned, because Ray would wrap one that is raised."""
         try:
             built = self._builder.build(indices, self._shuffled)
             parts = [

@@ -1,5 +1,6 @@
 """Planned groups, step after step: every sample of an epoch once, wherever a run goes on."""
 
+import json
 from itertools import islice
 
 import numpy as np
@@ -8,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raymm.data.errors import DataError
-from raymm.data.group_sampler import GroupSampler, samples_of
+from raymm.data.group_sampler import GroupSampler
+from raymm.data.sampler import EpochSampler, flat
 from raymm.scheduler.minibatch import SampleSizes
 
 
@@ -21,7 +23,7 @@ def sizes_of(count: int, seed: int = 0) -> SampleSizes:
 def epoch_of(sampler: GroupSampler, state=None) -> list:
     """The steps up to the end of the epoch that the state is in."""
     epoch, found = sampler.check(state)[0], []
-    for groups, after in sampler.steps(state):
+    for groups, after in sampler.batches(state):
         found.append((groups, after))
         if after["epoch"] > epoch:
             return found
@@ -36,41 +38,48 @@ def test_every_sample_once_an_epoch_and_epochs_differ(count, groups, method):
     state = None
     for epoch in range(2):
         steps = epoch_of(sampler, state)
-        orders.append([sample for step, _ in steps for sample in samples_of(step)])
+        orders.append([sample for step, _ in steps for sample in flat(step)])
         assert sorted(orders[-1]) == list(range(count))
         assert all(1 <= len(step) <= groups and all(step) for step, _ in steps)
         state = steps[-1][1]
-        assert state == {"epoch": epoch + 1, "taken": []}
+        assert state == {"epoch": epoch + 1, "sizes": sampler.digest, "taken": []}
+        assert json.loads(json.dumps(steps[0][1])) == steps[0][1]
     assert count < 20 or orders[0] != orders[1]
 
 
 @given(st.integers(12, 60), st.integers(1, 4), st.integers(0, 30))
 def test_going_on_is_as_if_there_had_been_no_stop(count, groups, stop):
     sampler = GroupSampler(sizes_of(count), groups, 2)
-    whole = list(islice(sampler.steps(), stop + 10))
+    whole = list(islice(sampler.batches(), stop + 10))
     state = whole[stop - 1][1] if stop else None
     again = GroupSampler(sizes_of(count), groups, 2)
-    assert list(islice(again.steps(state), 10)) == whole[stop:]
+    assert list(islice(again.batches(state), 10)) == whole[stop:]
 
 
-@given(st.integers(20, 80), st.lists(st.tuples(st.integers(1, 6), st.integers(0, 3)), max_size=4))
-def test_another_number_of_groups_takes_what_is_left(count, runs):
-    """Interrupted again and again, each time going on with another number."""
+PLANNERS = st.tuples(
+    st.integers(1, 6), st.integers(1, 4), st.sampled_from(["balanced", "length_grouped"])
+)
+
+
+@given(st.integers(20, 80), st.lists(st.tuples(PLANNERS, st.integers(0, 3)), max_size=4))
+def test_other_groups_take_what_is_left(count, runs):
+    """Interrupted again and again, each time going on with another number of groups, of samples
+    in them, or another method."""
     seen: list[int] = []
     state = None
-    for groups, steps in runs:
-        sampler = GroupSampler(sizes_of(count), groups, 2)
-        for step, after in islice(sampler.steps(state), steps):
-            seen += samples_of(step)
-            state = after
+    for planner, steps in runs:
+        sampler = GroupSampler(sizes_of(count), *planner)
+        for step, after in islice(sampler.batches(state), steps):
+            seen += flat(step)
+            state = json.loads(json.dumps(after))
             if state["epoch"]:
                 break
         if state is not None and state["epoch"]:
             break
     else:
-        last = GroupSampler(sizes_of(count), 3, 2)
+        last = GroupSampler(sizes_of(count), 3, 2, source_weight=0.5)
         for step, _ in epoch_of(last, state):
-            seen += samples_of(step)
+            seen += flat(step)
     assert sorted(seen) == list(range(count))
 
 
@@ -86,14 +95,38 @@ def test_groups_of_a_step_cost_alike():
     assert spread["balanced"] < 1.05 < 1.2 < spread["random"]
 
 
+def taken(steps=1, **changes):
+    one = {"method": "balanced", "groups": 2, "samples": 4, "seed": 0, "options": {}}
+    return {**one, "steps": steps, **changes}
+
+
+def position(*entries, epoch=0, **changes):
+    return {"epoch": epoch, "sizes": GroupSampler(sizes_of(30), 2, 4).digest,
+            "taken": list(entries), **changes}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "state",
     [
-        {"epoch": 0, "position": 3}, {"epoch": -1, "taken": []}, {"epoch": 0, "taken": [[0, 1]]},
-        {"epoch": 0, "taken": [[2, 10**6]]}, {"epoch": 0, "taken": [[3, 10**6]]},
-        {"epoch": 0, "taken": [3]}, {},
+        position(epoch=-1), position(taken()) | {"sizes": "0"}, position(taken(groups=0)),
+        position(taken(10**6)), position(taken(10**6, groups=3)), position(3),
+        position(taken(method="best")), position(taken(options={"ranks": 1})),
+        {"epoch": 0, "taken": []}, {},
     ],
 )
 def test_positions_that_are_none(state):
-    with pytest.raises(DataError, match="data position .* does not fit a dataset of 30 samples"):
-        next(GroupSampler(sizes_of(30), 2, 4).steps(state))
+    with pytest.raises(DataError, match="data position .* does not fit these 30 samples"):
+        next(GroupSampler(sizes_of(30), 2, 4).batches(state))
+
+
+def test_a_position_of_random_steps_is_refused_by_name():
+    with pytest.raises(DataError, match="data.batching is 'balanced', but .* 'random'"):
+        next(GroupSampler(sizes_of(30), 2, 4).batches({"epoch": 0, "position": 3}))
+    with pytest.raises(DataError, match="data.batching is 'random', but .* planned"):
+        EpochSampler(30, 8).check(position(taken()))
+
+
+def test_other_samples_do_not_matter_between_epochs():
+    """Only what was taken of an epoch must be known again."""
+    groups, after = next(GroupSampler(sizes_of(40), 2, 4).batches(position(epoch=1)))
+    assert len(groups) == 2 and after["epoch"] == 1
