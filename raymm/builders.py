@@ -24,11 +24,11 @@ from raymm.actors.stages.language import (
     LanguageStage,
     language_stage_parameters,
 )
-from raymm.actors.stages.probe import probe_encoder, probe_language_model
+from raymm.actors.stages.probe import ProbeError, probe_encoder, probe_language_model
 from raymm.actors.stages.probe_attention import probe_shared_tokens
 from raymm.actors.stages.probe_items import probe_shared_items
 from raymm.actors.stages.probe_tensor import probe_tensor
-from raymm.actors.stages.source import LiveSource
+from raymm.actors.stages.source import LiveSource, set_mode
 from raymm.actors.stages.tensor_plan import tensor_plan
 from raymm.model import LANGUAGE_MODEL, MultimodalModule
 from raymm.scheduler.plan import Plan, PlanError, Stage
@@ -72,17 +72,15 @@ def stage_builders(model: MultimodalModule, plan: Plan) -> StageBuilders:
             example = None
             if is_cut:
                 spec = replace(spec, cut=probe_language_model(spec.source))
-            if first.cp > 1:
-                probe_shared_tokens(spec.source, spec.mask is not None)
             names, build = language_stage_parameters, _build_language
         else:
             spec = model.encoder_spec(node.name)
             example = model.encoders[node.name].example_inputs
             if is_cut:
                 spec = replace(spec, cut=probe_encoder(spec.source, example))
-            if first.cp > 1:
-                probe_shared_items(spec.source, example)
             names, build = encoder_stage_parameters, _build_encoder
+        if first.cp > 1:
+            _check_tokens(node.name, spec, example, first.cp)
         if first.fsdp > 1:
             _check_samples(node.name, spec, example)
         made.pieces[node.name] = _pieces(node.name, spec, first, example)
@@ -97,16 +95,37 @@ def stage_builders(model: MultimodalModule, plan: Plan) -> StageBuilders:
     return made
 
 
-def parameter_sizes(spec: EncoderSpec | LanguageSpec) -> dict[str, int]:
-    """Elements of every parameter of a module and its projector; 0 for frozen ones."""
+def _skeletons(spec: EncoderSpec | LanguageSpec) -> dict[str, nn.Module]:
+    """A module's structure and its projector's, by what names of parameters begin with."""
     skeletons = {"module": spec.source.skeleton()}
     if isinstance(spec, EncoderSpec) and spec.projector is not None:
         skeletons["projector"] = spec.projector.skeleton()
+    return skeletons
+
+
+def parameter_sizes(spec: EncoderSpec | LanguageSpec) -> dict[str, int]:
+    """Elements of every parameter of a module and its projector; 0 for frozen ones."""
     return {
         f"{part}.{name}": parameter.numel() if parameter.requires_grad else 0
-        for part, skeleton in skeletons.items()
+        for part, skeleton in _skeletons(spec).items()
         for name, parameter in skeleton.named_parameters()
     }
+
+
+def _check_tokens(
+    module: str, spec: EncoderSpec | LanguageSpec, example: dict[str, Any] | None, cp: int
+) -> None:
+    """
+    Raises:
+        ProbeError: if a module's tokens cannot be dealt out over processes.
+    """
+    try:
+        if isinstance(spec, LanguageSpec):
+            probe_shared_tokens(spec.source, spec.mask is not None)
+        else:
+            probe_shared_items(spec.source, example)
+    except ProbeError as error:
+        raise ProbeError(f"cp of {module!r} is {cp}; accepted: 1. {error}") from error
 
 
 def _check_samples(
@@ -116,8 +135,11 @@ def _check_samples(
     Raises:
         PlanError: if a module's samples cannot be dealt out over processes.
     """
-    skeleton = spec.source.skeleton()
-    if any(isinstance(m, _BatchNorm) and m.training for m in skeleton.modules()):
+    if any(
+        isinstance(one, _BatchNorm) and skeleton.training
+        for skeleton in (set_mode(part) for part in _skeletons(spec).values())
+        for one in skeleton.modules()
+    ):
         raise PlanError(
             f"sharding of {module!r} is 'fsdp', which deals samples out over processes, and it has "
             "norms over all samples (batch norm); use dp with sharding none or zero1"

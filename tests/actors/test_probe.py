@@ -9,6 +9,7 @@ from raymm.actors.stages.probe import ProbeError, probe_encoder, probe_language_
 from raymm.actors.stages.source import ConfigSource, LiveSource
 from raymm.builders import stage_builders
 from raymm.model import ModalityModule, MultimodalModule
+from raymm.scheduler.plan import PlanError
 from raymm.specs import MultimodalParallelSpec, ParallelSpec
 
 INPUTS = {"x": torch.linspace(-1, 1, 8).view(1, 2, 4)}
@@ -127,6 +128,35 @@ def test_the_refusal_comes_before_anything_starts():
         stage_builders(model, cut)
     whole = MultimodalParallelSpec({}).plan(model)  # in one stage it runs
     assert set(stage_builders(model, whole).build) == {"vision.0", "llm.0"}
+
+
+class NormProjector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 8), nn.BatchNorm1d(8)
+
+    def forward(self, hidden):
+        return self.norm(self.linear(hidden).flatten(0, -2)).view(*hidden.shape[:-1], 8)
+
+
+def test_degrees_that_a_module_cannot_have_name_it_and_what_it_can():
+    llm = hf.LlamaForCausalLM(hf.LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=16,
+    ))
+    vision = ModalityModule(Encoder(), NormProjector(), example_inputs=INPUTS)
+    model = MultimodalModule({"vision": vision}, llm)
+
+    def build(**degrees):
+        specs = {"vision": ParallelSpec(**degrees)}
+        stage_builders(model, MultimodalParallelSpec(specs).plan(model))
+
+    with pytest.raises(ProbeError, match="cp of 'vision' is 2; accepted: 1. Encoder .* attention"):
+        build(cp=2)
+    with pytest.raises(PlanError, match="sharding of 'vision' is 'fsdp', .*batch norm"):
+        build(dp=2, sharding="fsdp")
+    vision.freeze(projector=True)
+    build(dp=2, sharding="fsdp")  # statistics that stay as they are
 
 
 def test_inputs_that_cannot_be_guessed_are_asked_for():
