@@ -42,11 +42,9 @@ def reduce_from_shards(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor
     """The sum over the group; each member's gradient is that of the sum.
 
     Args:
-        tensor: any shape, as large on all members. It may be overwritten.
+        tensor: any shape, as large on all members.
     """
-    if group.size == 1:
-        return tensor
-    return _ReduceFromShards.apply(tensor.contiguous(), group)
+    return tensor if group.size == 1 else _ReduceFromShards.apply(tensor, group)
 
 
 def gather_from_shards(tensor: torch.Tensor, group: TensorGroup, sizes: Sizes) -> torch.Tensor:
@@ -97,8 +95,8 @@ class _CopyToShards(torch.autograd.Function):
 class _ReduceFromShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-        ctx.mark_dirty(tensor)
-        return group.all_reduce(tensor)
+        # A copy: selective checkpointing may keep the product itself, to be summed again.
+        return group.all_reduce(tensor.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
     @once_differentiable

@@ -99,6 +99,7 @@ class LayoutSection(_Section):
     cp: StrictInt = 1
     dp: StrictInt = 1
     sharding: Literal["none", "zero1", "fsdp"] = "none"
+    recompute_layers: str | tuple[str, ...] = "keep"
     layers: tuple[StrictInt, ...] | None = None
     ranks: tuple[StrictInt, ...] | None = None
 
@@ -208,6 +209,7 @@ class RunConfig(_Section):
         device: ``"cpu"``, ``"cuda"``, or ``"auto"``: CUDA if the cluster has GPUs.
         timeout_s: seconds a rank may wait for another.
         steps_in_flight: steps submitted ahead, so that ranks never wait for the driver.
+        log_samples: write ``samples.jsonl``: which samples every step had, by microbatch.
     """
 
     storage_path: str
@@ -223,6 +225,7 @@ class RunConfig(_Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout_s: float = Field(default=300.0, gt=0)
     steps_in_flight: int = Field(default=2, ge=1, le=8)
+    log_samples: bool = False
 
 
 class TrainConfig(_Section):

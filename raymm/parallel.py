@@ -198,7 +198,8 @@ class MultimodalParallelModule:
             PlanError: if it puts other layers on a rank.
         """
         def places(plan: Plan) -> dict[str, tuple]:
-            return {s.name: (s.layers, s.rank, s.degrees, s.sharding) for s in plan.stages}
+            return {s.name: (s.layers, s.rank, s.degrees, s.sharding, s.layer_options)
+                    for s in plan.stages}
 
         if plan.graph != self.plan.graph or places(plan) != places(self.plan):
             raise PlanError(

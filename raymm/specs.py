@@ -19,6 +19,7 @@ from raymm.scheduler.plan import (
     Stage,
     check_number,
 )
+from raymm.scheduler.recomputation import OPTIONS
 from raymm.scheduler.stage_space import make_plan
 
 
@@ -42,6 +43,10 @@ class ParallelSpec:
             ``"zero_bubble"``. ``"none"``: all keep everything.
         chunks: stages per rank; the module is cut into ``pp * chunks`` stages, and stage i is on
             the pipeline's rank ``i % pp`` (Megatron's interleaved schedule).
+        recompute_layers: what blocks do with their activations, one of
+            :data:`raymm.scheduler.recomputation.OPTIONS` for all or for each: ``"keep"`` them,
+            keep what ``"matmuls"`` and attention or only ``"attention"`` gave and make the rest
+            again in the backward, or make ``"all"`` again. Numbers do not change.
         replicas: the former name of ``dp``.
         layers: layers per stage, if they are not to be split evenly. The projector is an
             encoder's last layer, so ``layers=(12, 1)`` gives it a stage of its own.
@@ -59,6 +64,7 @@ class ParallelSpec:
     dp: int = 1
     chunks: int = 1
     sharding: str = "none"
+    recompute_layers: str | tuple[str, ...] = "keep"
     replicas: int | None = None
     layers: tuple[int, ...] | None = None
     ranks: tuple[int, ...] | None = None
@@ -164,7 +170,11 @@ class MultimodalParallelSpec:
         free = iter(rank for rank in range(10**6) if rank not in taken)
         stages: list[Stage] = []
         for name, spec in specs.items():
-            stages += _placed(cut.module_stages(name), spec, free)
+            options = _layer_options(graph.node(name), spec)
+            stages += (
+                replace(stage, layer_options=options[slice(*stage.layers)])
+                for stage in _placed(cut.module_stages(name), spec, free)
+            )
         return replace(cut, stages=tuple(stages), shared_ranks=None)
 
     def apply(self, model: MultimodalModule, **options):
@@ -184,6 +194,22 @@ def _placed(
         for stage in stages:
             rank = ranks[copy * spec.pp + stage.index % spec.pp]
             yield replace(stage, rank=rank, replica=copy, **spec.of_stages)
+
+
+def _layer_options(node: ModuleNode, spec: ParallelSpec) -> tuple[str, ...]:
+    """What each of a module's blocks does with its activations; none if all keep them.
+
+    Raises:
+        PlanError: an unknown option, or not one per block.
+    """
+    given = spec.recompute_layers
+    options = (given,) * node.num_blocks if isinstance(given, str) else tuple(given)
+    if len(options) != node.num_blocks or not set(options) <= set(OPTIONS):
+        raise PlanError(
+            f"recompute_layers of {node.name!r} is {given!r}; accepted: one of "
+            f"{', '.join(OPTIONS)}, or a list of one for each of its {node.num_blocks} blocks"
+        )
+    return () if set(options) == {"keep"} else options
 
 
 def split_layers(node: ModuleNode, spec: ParallelSpec) -> Ranges:

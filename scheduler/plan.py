@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from raymm.scheduler.costs import CostProfile, ProfileError
 from raymm.scheduler.graph import ModuleGraph, ModuleNode
 from raymm.scheduler.policy import Policy
+from raymm.scheduler.recomputation import OPTIONS
 
 PLAN_FORMAT = 1
 SCHEDULES = ("1f1b", "zero_bubble", "gpipe")
@@ -82,6 +83,8 @@ class Stage:
             processes, each with its share of every microbatch's samples (an encoder's items).
             With ``sharding="fsdp"`` only; the blocks' parameters are then shared out over the
             ``fsdp * cp`` processes that have the same of everything else.
+        layer_options: what each of its blocks does with its activations, one of
+            :data:`raymm.scheduler.recomputation.OPTIONS`; all keep them if none are given.
     """
 
     module: str
@@ -94,6 +97,7 @@ class Stage:
     tp: int = 1
     sharding: str = "none"
     fsdp: int = 1
+    layer_options: tuple[str, ...] = ()
 
     @property
     def degrees(self) -> Degrees:
@@ -207,6 +211,28 @@ class Plan:
                             f"all stages of {what} must have the same"
                         )
 
+    def _check_layer_options(self, stage: Stage, blocks: int) -> None:
+        options = stage.layer_options
+        if not options:
+            return
+        if len(options) != max(blocks, 0) or not set(options) <= set(OPTIONS):
+            raise PlanError(
+                f"layer_options of stage {stage.name} are {list(options)}; there must be one for "
+                f"each of its {max(blocks, 0)} blocks, of {', '.join(OPTIONS)}"
+            )
+        if set(options) == {OPTIONS[0]}:
+            return
+        if stage.recompute:
+            raise PlanError(
+                f"stage {stage.name} has layer_options and recompute, which runs all of it again; "
+                "give one of them"
+            )
+        if self.schedule == "zero_bubble":
+            raise PlanError(
+                f"layer_options of stage {stage.name} with schedule 'zero_bubble', whose two "
+                "backward passes would each recompute; use '1f1b' or 'gpipe', or recompute"
+            )
+
     def _check_sharding(self, stage: Stage) -> None:
         first = self.replicas(stage.module)[0][0]
         if stage.sharding != first.sharding:
@@ -264,6 +290,7 @@ class Plan:
                     f"it must start at {expected} and hold at least one layer"
                 )
             expected = hi
+            self._check_layer_options(stage, min(hi, node.num_blocks) - lo)
         if expected != node.num_layers:
             raise PlanError(
                 f"stages of {node.name!r} cover layers [0, {expected}); "
@@ -488,6 +515,7 @@ def _stage(data: Mapping[str, Any]) -> Stage:
         _typed({"tp": 1, **data}, "tp", int),
         _typed({"sharding": "none", **data}, "sharding", str),
         _typed({"fsdp": 1, **data}, "fsdp", int),
+        tuple(data.get("layer_options", ())),
     )
 
 

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
+OPTIONS = ("keep", "matmuls", "attention", "all")
+"""What a layer may do with its activations: keep them; keep outputs of matrix products and of
+attention, and make the rest again; of attention only; or make all again from its input."""
 # Relative to all seconds that may be added.
 _ROUNDING = 1e-12
 

@@ -255,7 +255,7 @@ def _shard_experts(child: nn.Module, pieces: None, group: TensorGroup) -> None:
         return args, {name: _copy(value, group) for name, value in kwargs.items()}
 
     child.register_forward_pre_hook(enter, with_kwargs=True)
-    child.register_forward_hook(lambda _, args, out: reduce_from_shards(out.clone(), group))
+    child.register_forward_hook(lambda _, args, out: reduce_from_shards(out, group))
 
 
 def _copy(value: Any, group: TensorGroup) -> Any:

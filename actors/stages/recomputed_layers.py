@@ -1,0 +1,74 @@
+"""Blocks that keep a part of their activations and make the rest again in the backward pass.
+
+torch's selective checkpointing tells outputs to keep by the operator that made them, so this
+knows no model: whatever a block's feed-forward is, its matrix products are matrix products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from raymm.scheduler.recomputation import OPTIONS
+
+KEEP, MATMULS, ATTENTION, _ = OPTIONS
+_aten = torch.ops.aten
+_ATTENTION = tuple(
+    getattr(_aten, name).default
+    for name in (
+        "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    )
+    if hasattr(_aten, name)
+)
+_MATMULS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default)
+_KEPT = {MATMULS: frozenset(_ATTENTION + _MATMULS), ATTENTION: frozenset(_ATTENTION)}
+
+
+def recompute_layers(blocks: Sequence[nn.Module], options: Sequence[str]) -> None:
+    """Make blocks run by their options from now on, where gradients are recorded.
+
+    Numbers do not change: what is made again is made by the same operators from the same
+    inputs and the same random numbers.
+
+    Args:
+        blocks: of a stage, in order; their calls are intercepted.
+        options: one of :data:`raymm.scheduler.recomputation.OPTIONS` for each.
+
+    Raises:
+        ValueError: an unknown option, or not one per block.
+    """
+    if len(blocks) != len(options):
+        raise ValueError(f"{len(options)} options for {len(blocks)} blocks")
+    for block, option in zip(blocks, options, strict=True):
+        if option not in OPTIONS:
+            raise ValueError(f"a layer's option is {option!r}; accepted: {', '.join(OPTIONS)}")
+        if option != KEEP:
+            block.forward = partial(_run, block.forward, option)
+
+
+def _run(forward: Callable[..., Any], option: str, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    kept = _KEPT.get(option)
+    selective = {} if kept is None else {"context_fn": partial(_contexts, kept)}
+    return checkpoint(forward, *args, use_reentrant=False, **selective, **kwargs)
+
+
+def _contexts(kept: frozenset[Any]) -> Any:
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operator in kept:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
