@@ -159,6 +159,23 @@ def test_degrees_that_a_module_cannot_have_name_it_and_what_it_can():
     build(dp=2, sharding="fsdp")  # statistics that stay as they are
 
 
+@pytest.mark.parametrize("degrees", [{"cp": 2}, {"dp": 2, "sharding": "fsdp"}])
+def test_layers_that_some_processes_would_leave_out_are_refused(degrees):
+    """The others would wait for them."""
+    llm = hf.OPTForCausalLM(hf.OPTConfig(
+        hidden_size=8, ffn_dim=8, num_hidden_layers=2, num_attention_heads=2, vocab_size=16,
+        word_embed_proj_dim=8, layerdrop=0.1,
+    ))
+    for frozen in (True, False):
+        model = MultimodalModule({}, ModalityModule(llm, frozen=frozen))
+        plan = MultimodalParallelSpec({}, ParallelSpec(**degrees), 2).plan(model)
+        if frozen:
+            stage_builders(model, plan)
+            continue
+        with pytest.raises(PlanError, match="layerdrop of 'llm' is 0.1, .* it must be 0"):
+            stage_builders(model, plan)
+
+
 def test_inputs_that_cannot_be_guessed_are_asked_for():
     with pytest.raises(ProbeError, match="example_inputs"):
         probe_encoder(LiveSource.of(Encoder()))
