@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from raymm.actors.stages.probe import ProbeError, probe_encoder, probe_language_
 from raymm.actors.stages.probe_attention import probe_shared_tokens
 from raymm.actors.stages.probe_items import probe_shared_items
 from raymm.actors.stages.probe_tensor import probe_tensor
+from raymm.actors.stages.recomputed_layers import recompute_layers
 from raymm.actors.stages.source import LiveSource, set_mode
 from raymm.actors.stages.tensor_plan import tensor_plan
 from raymm.model import LANGUAGE_MODEL, MultimodalModule
@@ -90,13 +91,13 @@ def stage_builders(model: MultimodalModule, plan: Plan) -> StageBuilders:
             _check_samples(node.name, spec, example)
         made.pieces[node.name] = _pieces(node.name, spec, first, example)
         sizes = parameter_sizes(spec)
-        parts: dict[tuple[int, int], tuple[dict[str, int], Callable[[], nn.Module]]] = {}
+        parts: dict[tuple, tuple[dict[str, int], Callable[[], nn.Module]]] = {}
         for stage in plan.module_stages(node.name):
-            lo, hi = stage.layers
-            if stage.layers not in parts:  # copies of the module have it in common
+            (lo, hi), options = part = stage.layers, stage.layer_options
+            if part not in parts:  # copies of the module have it in common
                 own = {name: sizes[name] for name in names(spec, lo, hi)}
-                parts[lo, hi] = own, partial(build, _slim(spec, own, lo, hi), lo, hi)
-            made.owned[stage.name], made.build[stage.name] = parts[lo, hi]
+                parts[part] = own, partial(build, _slim(spec, own, lo, hi), lo, hi, options)
+            made.owned[stage.name], made.build[stage.name] = parts[part]
     return made
 
 
@@ -213,9 +214,25 @@ def _slim(
     return slim
 
 
-def _build_encoder(spec: EncoderSpec, lo: int, hi: int) -> nn.Module:
-    return EncoderStage.build(spec, lo, hi)
+def _build_encoder(
+    spec: EncoderSpec, lo: int, hi: int, layer_options: Sequence[str] = ()
+) -> nn.Module:
+    return _recomputing(EncoderStage.build(spec, lo, hi), spec, lo, layer_options)
 
 
-def _build_language(spec: LanguageSpec, lo: int, hi: int) -> nn.Module:
-    return LanguageStage.build(spec, lo, hi)
+def _build_language(
+    spec: LanguageSpec, lo: int, hi: int, layer_options: Sequence[str] = ()
+) -> nn.Module:
+    return _recomputing(LanguageStage.build(spec, lo, hi), spec, lo, layer_options)
+
+
+def _recomputing(
+    stage: EncoderStage | LanguageStage, spec: EncoderSpec | LanguageSpec, lo: int,
+    layer_options: Sequence[str],
+) -> nn.Module:  # fmt: skip
+    """The stage, whose blocks from ``lo`` on do with their activations what the plan says."""
+    if layer_options:
+        blocks = spec.cut.blocks if spec.cut else find_blocks(stage.module)
+        whole = [stage.module] if blocks is None else stage.module.get_submodule(blocks)
+        recompute_layers(list(whole)[lo : lo + len(layer_options)], layer_options)
+    return stage
