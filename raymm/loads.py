@@ -13,6 +13,7 @@ from raymm.actors.stages.encoder import EncoderStage
 from raymm.actors.stages.merge import IGNORE_INDEX, Prepend
 from raymm.actors.stages.message import MicrobatchContext
 from raymm.actors.stages.source import on_meta
+from raymm.data.batching import ItemTokens
 from raymm.layer_count import Load, LoadError, default_tokens
 from raymm.model import LANGUAGE_MODEL, MultimodalModule, complete_microbatch
 
@@ -61,6 +62,25 @@ def loads_of_microbatch(model: MultimodalModule, microbatch: Mapping[str, Any]) 
     longest = max(int(lengths.max()), 1)
     loads[LANGUAGE_MODEL] = Load(rows, longest, min(labels, rows * longest))
     return Loads(loads, tuple(notes))
+
+
+def item_tokens(
+    model: MultimodalModule, items: Mapping[str, Mapping[str, Any]]
+) -> dict[str, ItemTokens]:
+    """Tokens of an item of every encoder that says, or can be asked.
+
+    Args:
+        model: the description.
+        items: modality -> the encoder's inputs of one item or several of the same shapes; of an
+            encoder without one, its config is asked.
+    """
+    found = {}
+    for name in model.encoder_names:
+        sizes = _encoder_tokens(model, name, items.get(name))
+        if sizes is not None:
+            inside, handed_on = sizes
+            found[name] = ItemTokens(inside, handed_on * isinstance(model.merge, Prepend))
+    return found
 
 
 def loads_of_tokens(

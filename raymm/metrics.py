@@ -1,9 +1,10 @@
-"""A run's metrics: one JSON object per line, kept whole over restarts."""
+"""A run's logs: one JSON object per line, kept whole over restarts."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,29 @@ class MetricsLog:
         self.rows.append(row)
         with open(self._path, "a") as file:
             file.write(json.dumps(row) + "\n")
+
+
+class SampleLog:
+    """``samples.jsonl``: ``{"step", "microbatches": ids per microbatch, "skipped": ids}``.
+
+    Rows after the checkpoint that a run resumes from are dropped, as those of the metrics.
+
+    Args:
+        path: the file.
+        resume_step: number of steps already taken.
+    """
+
+    def __init__(self, path: Path, resume_step: int = 0) -> None:
+        self._log = MetricsLog(path, resume_step)
+        self._log.rows = []  # nobody asks for them
+
+    def add(
+        self, step: int, microbatches: Sequence[Sequence[str]], skipped: Sequence[str]
+    ) -> None:
+        """Append a step's samples."""
+        ids = [list(one) for one in microbatches]
+        self._log.add({"step": step, "microbatches": ids, "skipped": list(skipped)})
+        self._log.rows.clear()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -58,9 +58,39 @@ class RunProgress:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+class ScanProgress:
+    """A bar while the training data are scanned, on a terminal.
+
+    Args:
+        console: where to print.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._bar = Progress(
+            TextColumn("[bold]scanning samples"), BarColumn(), MofNCompleteColumn(),
+            TimeRemainingColumn(), console=console, transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("scan", total=None)
+
+    def __enter__(self) -> ScanProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, done: int, total: int) -> None:
+        """So many samples are done."""
+        self._bar.update(self._task, completed=done, total=total)
+
+
 def step_line(row: Mapping[str, Any], steps: int) -> str:
-    """One line about a step: loss, speed, and how busy each stage was."""
+    """One line about a step: loss, speed, how busy each stage was, how alike microbatches."""
     busy = "  ".join(f"{name} {share:.0%}" for name, share in row["stage_busy"].items())
+    alike = row.get("balance", {})
+    if alike.get("microbatches", 1) > 1:
+        busy += f"  balance: {alike['efficiency']:.0%} (measured {alike['measured']:.0%})"
     return (
         f"step {row['step']:>5}/{steps}  loss {row['loss']:.4f}  "
         f"{row['tokens_per_s']:,.0f} tokens/s  grad norm {row['grad_norm']:.3g}  busy: {busy}"

@@ -14,12 +14,13 @@ from rich.console import Console
 
 from raymm.actors.group import ClusterError, RankResources, check_capacity
 from raymm.actors.optimizer import OptimizerConfig
+from raymm.balance import step_balance
 from raymm.build import write_json
 from raymm.checkpoint import CheckpointStore, read_manifest, restore
 from raymm.cluster import connected, pick_device
 from raymm.config import ConfigError, RunConfig
 from raymm.data import DataConfig, MicrobatchMeta, Skipped, StepLoader, check_data
-from raymm.metrics import MetricsLog
+from raymm.metrics import MetricsLog, SampleLog
 from raymm.model import MultimodalModule, module_graph
 from raymm.parallel import MultimodalParallelModule, PendingStep, StepOutput
 from raymm.plan_check import differences
@@ -29,6 +30,7 @@ from raymm.progress import RunProgress, heldout_line, skipped_line, step_line
 from raymm.report import RunReport
 from raymm.scheduler.plan import Plan
 from raymm.specs import MultimodalParallelSpec
+from raymm.training_data import TrainingData, training_data
 
 # Skipped samples that a run reports one by one; all are counted.
 SKIPPED_SHOWN = 20
@@ -118,6 +120,7 @@ class Trainer:
         self.threads = threads
         self.console = console or Console()
         self.path = Path(run_config.storage_path).absolute()
+        self._training = TrainingData()
 
     def fit(self) -> Result:
         """Train until ``run.steps`` steps are taken in all; goes on from the run's last
@@ -137,6 +140,9 @@ class Trainer:
             taken = read_manifest(checkpoint).step
             if taken >= self.run.steps:
                 return self._nothing_to_do(checkpoint, taken)
+        self._training = training_data(
+            self.data, self.model, _data_position(checkpoint), self.console
+        )
         with connected():
             device = pick_device(self.run.device)
             resources = self._resources(device)
@@ -235,11 +241,15 @@ class Trainer:
     def _run(self, parallel: MultimodalParallelModule, store: CheckpointStore) -> Result:
         state: Any = None
         if (checkpoint := store.latest()) is not None:
-            state = restore(parallel, checkpoint).trainer["data"]
+            restore(parallel, checkpoint)
+            state = _data_position(checkpoint)
             self.console.print(f"going on from {checkpoint}", highlight=False, soft_wrap=True)
         metrics = MetricsLog(self.path / "metrics.jsonl", parallel.steps_taken)
         report = RunReport(self.path, self.plan)
-        loop = _Loop(self, parallel, store, metrics, report)
+        samples = None
+        if self.run.log_samples:
+            samples = SampleLog(self.path / "samples.jsonl", parallel.steps_taken)
+        loop = _Loop(self, parallel, store, metrics, report, samples)
         with RunProgress(self.run.steps, parallel.steps_taken, self.console) as progress:
             loop.run(state, progress)
         files = report.write(metrics.rows)
@@ -257,7 +267,10 @@ class Trainer:
     ) -> Iterator[_Batch]:
         """Training data from a position on."""
         if isinstance(self.data, DataConfig):
-            with StepLoader(self.data, "train", start_state=state, steps=steps) as loader:
+            with StepLoader(
+                self.data, "train", start_state=state, steps=steps,
+                sampler=self._training.sampler, dataset=self._training.dataset,
+            ) as loader:
                 for step in loader:
                     yield _Batch(
                         step.microbatches, step.meta, step.state_after, step.skipped, step.owner
@@ -298,6 +311,19 @@ class Trainer:
         return total / max(tokens, 1), skipped
 
 
+def _timed(batches: Iterator[_Batch]) -> Iterator[tuple[_Batch, float]]:
+    """Batches with the seconds that each was waited for."""
+    start = time.perf_counter()
+    for batch in batches:
+        yield batch, time.perf_counter() - start
+        start = time.perf_counter()
+
+
+def _data_position(checkpoint: Path | None) -> Any:
+    """Where the data go on after a checkpoint; None is the beginning."""
+    return None if checkpoint is None else read_manifest(checkpoint).trainer["data"]
+
+
 def _last_step(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return next((row for row in reversed(rows) if "loss" in row), {})
 
@@ -312,6 +338,7 @@ class _Loop:
         store: CheckpointStore,
         metrics: MetricsLog,
         report: RunReport,
+        samples: SampleLog | None,
     ) -> None:
         self._trainer = trainer
         self._run = trainer.run
@@ -319,7 +346,8 @@ class _Loop:
         self._store = store
         self._metrics = metrics
         self._report = report
-        self._pending: deque[tuple[int, _Batch, PendingStep]] = deque()
+        self._samples = samples
+        self._pending: deque[tuple[int, _Batch, PendingStep, float]] = deque()
         self._last_read = time.perf_counter()
         self._reported: set[str] = set()
 
@@ -329,12 +357,13 @@ class _Loop:
         if first == 0:
             self._evaluate(0)
         self._last_read = time.perf_counter()
-        for batch in self._trainer.batches(state, last - first, self._parallel):
+        batches = self._trainer.batches(state, last - first, self._parallel)
+        for batch, waited in _timed(batches):
             pending = self._parallel.submit(
                 (batch.parts, batch.meta), update=True, keep=batch.owner
             )
             step = self._parallel.steps_taken
-            self._pending.append((step, batch, pending))
+            self._pending.append((step, batch, pending, waited))
             if self._stops_at(step):
                 self._drain(0)
                 if self._is_due(step, self._run.eval_every) or step == last:
@@ -359,12 +388,16 @@ class _Loop:
 
     def _drain(self, leave: int) -> None:
         while len(self._pending) > leave:
-            step, batch, pending = self._pending.popleft()
+            step, batch, pending, waited = self._pending.popleft()
             output = pending.result()
             now = time.perf_counter()
-            row = self._row(step, batch, output, now - self._last_read)
+            row = self._row(step, batch, output, now - self._last_read, waited)
             self._last_read = now
             self._metrics.add(row)
+            if self._samples is not None:
+                self._samples.add(
+                    step, [m.sample_ids for m in batch.meta], [s.id for s in batch.skipped]
+                )
             program = self._parallel.program([sorted(m.items) for m in batch.meta])
             self._report.add(step, program, output.timeline)
             self._progress.advance(output.loss)
@@ -379,7 +412,10 @@ class _Loop:
                 self._reported.add(sample.id)
                 self._progress.line(skipped_line(step, sample))
 
-    def _row(self, step: int, batch: _Batch, output: StepOutput, seconds: float) -> dict[str, Any]:
+    def _row(
+        self, step: int, batch: _Batch, output: StepOutput, seconds: float, waited: float
+    ) -> dict[str, Any]:
+        model, training = self._trainer.model, self._trainer._training
         timeline = output.timeline
         span = timeline.makespan or 1.0
         return {
@@ -394,6 +430,13 @@ class _Loop:
                 name: round(busy / span, 4) for name, busy in timeline.stage_busy().items()
             },
             "skipped": len(batch.skipped),
+            # How long the driver waited for data. Ranks were busy with the step before meanwhile,
+            # if one was under way: they stood still for as long at most.
+            "data_wait_s": round(waited, 4),
+            "balance": step_balance(
+                batch.meta, model.encoder_names, model.packing, training.tokens,
+                self._parallel.plan, timeline,
+            ),
         }
 
     def _evaluate(self, step: int) -> None:

@@ -1,0 +1,125 @@
+"""Runs with planned microbatches: interrupted, under another layout, refused."""
+
+import json
+
+import pytest
+from test_failure import PATIENCE_S, Interrupted
+from tiny_run import curve, save_rows
+
+from raymm.metrics import SampleLog, read_metrics
+
+ROWS = 41
+COPIES = {"language_model": {"dp": 2, "ranks": [0, 1]}, "encoders": {"vision": {"ranks": [0]}}}
+
+
+@pytest.fixture
+def balanced(make_config, tmp_path):
+    """Makes configurations of a packed run over :data:`ROWS` rows that logs its samples."""
+    save_rows(tmp_path, "train", ROWS, seed=5)
+
+    def make(changes=None, method="balanced"):
+        return make_config({
+            "data.train": str(tmp_path / "train.jsonl"),
+            "data.batching": {"method": method, "cache": str(tmp_path / "scans")},
+            "model.packing": True, "run.log_samples": True,
+            **(changes or {}),
+        })
+
+    return make
+
+
+def sample_rows(run):
+    return read_metrics(run / "samples.jsonl")
+
+
+def samples_of(rows):
+    return [one for row in rows for part in row["microbatches"] for one in part]
+
+
+def assert_epoch(rows):
+    """The first steps have every sample once, and the last of these ends with the epoch."""
+    seen = []
+    for row in rows:
+        seen += samples_of([row])
+        if len(seen) >= ROWS:
+            break
+    assert sorted(seen) == sorted(f"train-{number}" for number in range(ROWS))
+
+
+@pytest.mark.timeout(600)
+def test_killed_and_resumed_with_other_copies_and_microbatches(balanced, raymm, tmp_path):
+    """Every sample of the epoch once, although the driver was killed in the middle of it, and
+    two copies of the language model went on, with four microbatches a step instead of two."""
+    slow = {"data.modalities.vision.processor": "run_processors:slow_image"}
+    run = Interrupted(balanced(slow), tmp_path)
+    with run.running(more_steps=5) as driver:
+        driver.kill()
+        driver.wait(PATIENCE_S)
+    taken = run.last_step()
+    before = sample_rows(run.run)
+    assert taken >= 4 and len(samples_of(before)) < ROWS
+    assert all(len(row["microbatches"]) == 2 for row in before)
+
+    code, text = raymm("train", balanced({
+        "parallel": COPIES, "data.microbatches": 4, "run.steps": taken + 9,
+    }))
+    assert code == 0 and "going on from" in text, text
+    rows = sample_rows(run.run)
+    assert [row["step"] for row in rows] == list(range(1, taken + 10))
+    assert rows[:taken] == before[:taken]
+    assert max(len(row["microbatches"]) for row in rows[taken:]) == 4
+    assert_epoch(rows)
+    metrics = [row for row in read_metrics(run.run / "metrics.jsonl") if "loss" in row]
+    assert all(0 < row["balance"]["copies"]["llm"] <= 1 for row in metrics[taken:])
+    assert all(row["balance"]["copies"] == {} for row in metrics[:taken])
+
+
+def test_two_halves_equal_the_whole(balanced, raymm, tmp_path):
+    whole = tmp_path / "whole"
+    code, text = raymm("train", balanced({"run.steps": 8}), "--set", f"run.storage_path={whole}")
+    assert code == 0 and "batching balanced: 41 samples" in text and "balance: " in text
+    code, _ = raymm("train", balanced({"run.steps": 8}), "--set", "run.steps=3")
+    assert code == 0
+    code, _ = raymm("train", balanced({"run.steps": 8}))
+    assert code == 0
+    assert sample_rows(tmp_path / "run") == sample_rows(whole)
+    assert curve(tmp_path / "run") == curve(whole)
+
+
+def test_a_step_may_have_fewer_microbatches_than_copies(balanced, raymm, tmp_path):
+    """Five samples: the epoch's second step has one microbatch, and one copy of two no work."""
+    save_rows(tmp_path, "train", 5, seed=5)
+    code, _ = raymm("train", balanced(
+        {"parallel": COPIES, "run.steps": 4}, method="length_grouped"
+    ))
+    assert code == 0
+    rows = sample_rows(tmp_path / "run")
+    assert [len(row["microbatches"]) for row in rows] == [2, 1, 2, 1]
+    assert sorted(samples_of(rows)) == sorted(2 * [f"train-{number}" for number in range(5)])
+
+
+def test_another_batching_is_refused_before_anything_starts(
+    finished, balanced, make_config, raymm, tmp_path, no_new_actors
+):
+    run = finished.copy_until(tmp_path / "run", 8)
+    code, text = raymm("train", make_config({"data.batching": "balanced"}))
+    assert code == 2 and "DataError" in text and "data.batching is 'balanced'" in text
+    manifest = next(run.glob("checkpoints/*/manifest.json"))
+    values = json.loads(manifest.read_text())
+    values["trainer"]["data"] = {"epoch": 1, "sizes": "0", "taken": []}
+    manifest.write_text(json.dumps(values))
+    code, text = raymm("train", make_config())
+    assert code == 2 and "DataError" in text and "data.batching is 'random'" in text
+    assert "Traceback" not in text
+
+
+def test_samples_after_the_checkpoint_are_logged_once(tmp_path):
+    log = SampleLog(tmp_path / "samples.jsonl")
+    for step in (1, 2, 3):
+        log.add(step, [("a", "b"), ("c",)], ["d"])
+    SampleLog(tmp_path / "samples.jsonl", resume_step=2).add(3, [["e"]], [])
+    assert read_metrics(tmp_path / "samples.jsonl") == [
+        {"step": 1, "microbatches": [["a", "b"], ["c"]], "skipped": ["d"]},
+        {"step": 2, "microbatches": [["a", "b"], ["c"]], "skipped": ["d"]},
+        {"step": 3, "microbatches": [["e"]], "skipped": []},
+    ]
