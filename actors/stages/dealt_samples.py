@@ -29,7 +29,7 @@ class DealtSamplesError(ValueError):
 
 
 def shares(count: int, processes: int) -> list[range]:
-    """The samples of every process; the first ones have one more."""
+    """The samples of every process: in order, as many to within one."""
     edges = [-(-count * place // processes) for place in range(processes + 1)]
     return [range(lo, hi) for lo, hi in zip(edges, edges[1:], strict=False)]
 
