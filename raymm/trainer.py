@@ -85,6 +85,7 @@ class Trainer:
 
     Attributes:
         plan: what runs where; None until :meth:`fit` has planned.
+        training: how the training data are taken; empty until then.
 
     Raises:
         ConfigError: without ``data`` or ``run_config``.
@@ -120,7 +121,7 @@ class Trainer:
         self.threads = threads
         self.console = console or Console()
         self.path = Path(run_config.storage_path).absolute()
-        self._training = TrainingData()
+        self.training = TrainingData()
 
     def fit(self) -> Result:
         """Train until ``run.steps`` steps are taken in all; goes on from the run's last
@@ -140,7 +141,7 @@ class Trainer:
             taken = read_manifest(checkpoint).step
             if taken >= self.run.steps:
                 return self._nothing_to_do(checkpoint, taken)
-        self._training = training_data(
+        self.training = training_data(
             self.data, self.model, _data_position(checkpoint), self.console
         )
         with connected():
@@ -269,7 +270,7 @@ class Trainer:
         if isinstance(self.data, DataConfig):
             with StepLoader(
                 self.data, "train", start_state=state, steps=steps,
-                sampler=self._training.sampler, dataset=self._training.dataset,
+                sampler=self.training.sampler, dataset=self.training.dataset,
             ) as loader:
                 for step in loader:
                     yield _Batch(
@@ -415,7 +416,7 @@ class _Loop:
     def _row(
         self, step: int, batch: _Batch, output: StepOutput, seconds: float, waited: float
     ) -> dict[str, Any]:
-        model, training = self._trainer.model, self._trainer._training
+        model, training = self._trainer.model, self._trainer.training
         timeline = output.timeline
         span = timeline.makespan or 1.0
         return {

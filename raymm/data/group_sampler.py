@@ -54,6 +54,7 @@ class GroupSampler:
             "options": options,
         }
         self.digest = _digest(sizes)
+        self._whole: tuple[Any, list[Groups]] | None = None  # the last epoch planned as a whole
 
     def batches(self, state: GroupState | None = None) -> Iterator[tuple[Groups, GroupState]]:
         """Endless (groups of one step, state after it), from ``state`` on. A group is never
@@ -93,6 +94,14 @@ class GroupSampler:
 
     def _planned(self, epoch: int, left: np.ndarray, number: int, how: Taken) -> list[Groups]:
         """The steps of what is left of an epoch that was planned ``number`` times before."""
+        if number:
+            return self._plan(epoch, left, number, how)
+        key = (epoch, {**how, "steps": 0})
+        if self._whole is None or self._whole[0] != key:
+            self._whole = (key, self._plan(epoch, left, number, how))
+        return self._whole[1]
+
+    def _plan(self, epoch: int, left: np.ndarray, number: int, how: Taken) -> list[Groups]:
         method, groups, samples = how["method"], how["groups"], how["samples"]
         seed = how["seed"] + number
         # Fewer than the planner of fixed groups takes, or than there are groups.

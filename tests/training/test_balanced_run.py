@@ -72,6 +72,7 @@ def test_killed_and_resumed_with_other_copies_and_microbatches(balanced, raymm, 
     metrics = [row for row in read_metrics(run.run / "metrics.jsonl") if "loss" in row]
     assert all(0 < row["balance"]["copies"]["llm"] <= 1 for row in metrics[taken:])
     assert all(row["balance"]["copies"] == {} for row in metrics[:taken])
+    assert sum(row["data_wait_s"] for row in metrics[:taken]) > 0
 
 
 def test_two_halves_equal_the_whole(balanced, raymm, tmp_path):
