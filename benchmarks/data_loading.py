@@ -9,17 +9,20 @@ them), decoded, tokenized and collated into steps of microbatches:
 
 Both take the same steps in turns, round after round, in one process that fetches every tensor; each
 first works off what it prepared while it was idle. `raymm_over_dataloader` is the median over
-rounds of the ratio of their rates.
+rounds of the ratio of their rates; `cpu_ms_per_sample_*` what workers and this process took, which
+a busy machine changes less.
 
     python -m benchmarks.data_loading --json
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Iterator
 from itertools import islice
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -69,27 +72,41 @@ def samples_of(microbatches: Any) -> int:
     return rows
 
 
-def raymm_steps(config: DataConfig, steps: int) -> Iterator[list[dict]]:
-    """Microbatches of every step, fetched from the object store."""
+def raymm_steps(loader: StepLoader, workers: set[int]) -> Iterator[list[dict]]:
+    """Microbatches of every step, fetched from the object store; notes workers' process ids."""
     import ray
 
     from raymm.data import join_parts
 
-    with StepLoader(config, steps=steps) as loader:
-        for step in loader:
-            yield [
-                join_parts({name: ray.get(ref) for name, ref in parts.items()})
-                for parts in step.microbatches
-            ]
+    for step in loader:
+        if step.index < loader.config.num_workers:
+            workers.add(ray.get(step.owner.pid.remote()))
+        yield [
+            join_parts({name: ray.get(ref) for name, ref in parts.items()})
+            for parts in step.microbatches
+        ]
 
 
-def rate(steps: Iterator, ahead: int, count: int) -> float:
-    """Samples per second of `count` steps, after those that were ready."""
+def cpu_seconds(workers: set[int]) -> float:
+    """Of this process and workers so far."""
+    total = time.process_time()
+    for pid in workers:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return total
+
+
+def measure(
+    steps: Iterator, workers: set[int], ahead: int, count: int
+) -> tuple[float, float]:
+    """Samples per second and CPU milliseconds per sample of `count` steps, after those that
+    were ready."""
     for _ in islice(steps, ahead):
         pass
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), cpu_seconds(workers)
     samples = sum(samples_of(step) for step in islice(steps, count))
-    return samples / (time.perf_counter() - start)
+    seconds, cpu = time.perf_counter() - start, cpu_seconds(workers) - cpu
+    return samples / seconds, 1000 * cpu / samples
 
 
 def same(mine: list[dict], theirs: list[dict]) -> None:
@@ -98,29 +115,32 @@ def same(mine: list[dict], theirs: list[dict]) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def compare(config: DataConfig, rounds: int, count: int) -> dict[str, Any]:
-    """Rates of both in every round."""
+def compare(
+    config: DataConfig, rounds: int, count: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Samples per second, and CPU milliseconds per sample, of both in every round."""
     ahead = AHEAD * config.num_workers
     total = 1 + (rounds + 1) * (count + ahead)
     sampler = training_sampler(config, open_split(config, "train"))
     indices = [samples for samples, _ in islice(sampler.batches(), total)]
-    loader = DataLoader(
+    theirs = iter(DataLoader(
         Steps(config, indices), batch_size=None, shuffle=False, num_workers=config.num_workers,
         prefetch_factor=AHEAD, multiprocessing_context="spawn",
-    )
-    sources: dict[str, Iterator] = {
-        "raymm": raymm_steps(config, total), "dataloader": iter(loader)
-    }
-    same(next(sources["raymm"]), next(sources["dataloader"]))
-    rates: dict[str, list[float]] = {name: [] for name in sources}
-    for number in range(rounds + 1):
-        for name in list(sources)[:: 1 if number % 2 else -1]:
-            time.sleep(SETTLE_SECONDS)  # until the other has prepared what it may
-            found = rate(sources[name], ahead, count)
-            if number:  # tokenizers, codecs and page caches are warm after the first
-                rates[name].append(found)
-    sources["raymm"].close()
-    return rates
+    ))
+    workers = {"raymm": set(), "dataloader": {one.pid for one in active_children()}}
+    with StepLoader(config, steps=total, sampler=sampler) as loader:
+        sources = {"raymm": raymm_steps(loader, workers["raymm"]), "dataloader": theirs}
+        same(next(sources["raymm"]), next(theirs))
+        rates: dict[str, list[float]] = {name: [] for name in sources}
+        cpu: dict[str, list[float]] = {name: [] for name in sources}
+        for number in range(rounds + 1):
+            for name in list(sources)[:: 1 if number % 2 else -1]:
+                time.sleep(SETTLE_SECONDS)  # until the other has prepared what it may
+                found = measure(sources[name], workers[name], ahead, count)
+                if number:  # tokenizers, codecs and page caches are warm after the first
+                    rates[name].append(found[0])
+                    cpu[name].append(found[1])
+    return rates, cpu
 
 
 def main() -> None:
@@ -136,7 +156,7 @@ def main() -> None:
         update={"num_workers": args.workers, "prefetch_steps": AHEAD * args.workers}
     )
     with _common.local_ray(num_cpus=args.workers + 1):
-        rates = compare(config, args.rounds, args.steps)
+        rates, cpu = compare(config, args.rounds, args.steps)
     ratios = [a / b for a, b in zip(rates["raymm"], rates["dataloader"], strict=True)]
     result = {
         "machine": _common.machine(),
@@ -145,11 +165,14 @@ def main() -> None:
         "raymm_over_dataloader": round(statistics.median(ratios), 4),
         "ratios": [round(one, 4) for one in ratios],
         **{f"samples_per_s_{k}": round(statistics.median(v), 1) for k, v in rates.items()},
+        **{f"cpu_ms_per_sample_{k}": round(statistics.median(v), 2) for k, v in cpu.items()},
     }
-    table = Table(f"samples/s, {args.workers} workers", "median", "lowest", "highest")
+    table = Table(f"samples/s, {args.workers} workers", "median", "lowest", "highest", "CPU ms")
     for name, found in rates.items():
         table.add_row(
-            name, *(f"{one:.1f}" for one in (statistics.median(found), min(found), max(found)))
+            name, *(f"{one:.1f}" for one in (
+                statistics.median(found), min(found), max(found), statistics.median(cpu[name])
+            ))
         )
     _common.console().print(table)
     _common.emit(result, args.json)
