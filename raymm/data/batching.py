@@ -15,7 +15,7 @@ from raymm.data.sampler import EpochSampler
 from raymm.data.scan_cache import default_cache
 from raymm.data.scan_result import SampleScan, Units
 from raymm.data.scanner import Progress, scan
-from raymm.scheduler.minibatch import MiniBatchError, SampleSizes
+from raymm.scheduler.minibatch import MiniBatchError, SampleSizes, checked_budgets
 from raymm.scheduler.minibatch_budgets import suggest_budgets
 
 Sampler = EpochSampler | GroupSampler
@@ -64,10 +64,17 @@ def training_sampler(
     sizes = sample_sizes(found, config, tokens or {})
     samples = config.batch_size // config.microbatches
     try:
+        # What has hundreds of tokens, always the same number, fills groups in whole pieces: the
+        # planner weighs that for small numbers only.
+        common = np.maximum(np.gcd.reduce(sizes.values, axis=0), 1)
+        coarse = replace_values(sizes, sizes.values // common)
         options = batching.options
         if "budgets" in options:
-            suggested = dict(zip(sizes.names, suggest_budgets(sizes, samples), strict=True))
-            options["budgets"] = list((suggested | batching.budgets).values())
+            suggested = suggest_budgets(coarse, samples) * common
+            budgets = dict(zip(sizes.names, suggested.tolist(), strict=True)) | batching.budgets
+            budgets = np.array(checked_budgets(sizes, list(budgets.values())))
+            options["budgets"] = (budgets // common).tolist()
+        sizes = coarse
         sampler = GroupSampler(
             sizes, config.microbatches, samples, batching.method, config.seed, **options
         )
@@ -75,6 +82,11 @@ def training_sampler(
     except MiniBatchError as error:
         raise DataError(f"data.batching: {error}") from error
     return sampler
+
+
+def replace_values(sizes: SampleSizes, values: np.ndarray) -> SampleSizes:
+    """The same samples with other sizes."""
+    return SampleSizes(sizes.names, values, sizes.sources, sizes.padded)
 
 
 def sample_sizes(
@@ -97,7 +109,7 @@ def sample_sizes(
             units[name] = lambda items, each=of_item.encoder: np.full(len(items), each, np.int64)
     sizes = found.sizes(units)
     values = np.concatenate([sizes.values[:, :-1], text[:, None]], axis=1)
-    return SampleSizes(sizes.names, values, sizes.sources, sizes.padded)
+    return replace_values(sizes, values)
 
 
 def _units(modality: str, name: str) -> Units:

@@ -147,6 +147,30 @@ def test_budgets_limit_every_microbatch(planned_config):
     assert max(largest) > 60
 
 
+def test_budgets_are_in_tokens_of_items(planned_config):
+    """Two images of 13 tokens fit into 38."""
+    config = planned_config(batching={"budgets": {"vision": 38}})
+    dataset = open_split(config, "train")
+    sampler = training_sampler(config, dataset, {"vision": ItemTokens(13)})
+    found = [dataset.counts["vision"][group].sum() for groups, _ in islice(sampler.batches(), 12)
+             for group in groups]  # fmt: skip
+    assert max(found) == 2
+    few = planned_config(batching={"budgets": {"vision": 25}})
+    with pytest.raises(DataError, match="has 26 units of vision, above the budget of 25"):
+        training_sampler(few, dataset, {"vision": ItemTokens(13)})
+
+
+def test_an_item_of_many_tokens_does_not_shrink_microbatches(planned_config):
+    """A budget of one and a half items of 250 tokens would be one of a single item."""
+    config = planned_config(batch_size=9)
+    dataset = open_split(config, "train")
+    steps = {}
+    for tokens in (1, 250):
+        sampler = training_sampler(config, dataset, {"vision": ItemTokens(tokens)})
+        steps[tokens] = [groups for groups, _ in islice(sampler.batches(), 4)]
+    assert steps[1] == steps[250]
+
+
 @pytest.mark.parametrize(
     ("batching", "message"),
     [
