@@ -79,7 +79,7 @@ def test_variables_and_home_are_expanded(make_config, monkeypatch):
     ]
     config = load_config(make_config(), overrides)
     assert config.run.storage_path == "/somewhere/run"
-    assert config.data.train == "/home/someone/d/t.jsonl"
+    assert [source.path for source in config.data.train] == ["/home/someone/d/t.jsonl"]
 
 
 def test_trace_summarises_the_last_timeline(finished, raymm, monkeypatch):
