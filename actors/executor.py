@@ -242,8 +242,8 @@ class Executor:
                 reduction.last_backward(task.stage)
             with reporting_lost_processes(f"{task.op.value} {task.stage}"):
                 self._run_task(task, step, result)
-            if reduction is not None:
-                reduction.finished(task.stage)
+                if reduction is not None:
+                    reduction.finished(task.stage)
             end = time.perf_counter()
             result.spans.append(
                 (task.op.value, task.stage, m, wall + start, wall + end, task.peer)

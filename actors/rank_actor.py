@@ -7,7 +7,6 @@ import platform
 import socket
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from raymm.actors.channel import ChannelError, Link, RecvChannel, SendChannel
+from raymm.actors.channel import Link, RecvChannel, SendChannel, reporting_lost_processes
 from raymm.actors.executor import CompiledProgram, Executor, StepMeta, StepResult
 from raymm.actors.gradient_reduction import Family
 from raymm.actors.optimizer import Holdings, OptimizerConfig, RankOptimizer
@@ -227,21 +226,17 @@ class RankActor:
         }
 
     def _sum_over_data(self, gradient: torch.Tensor) -> torch.Tensor:
-        with _reporting_connections("summing gradients over a microbatch's parts"):
-            dist.all_reduce(gradient, group=self._data.group)
-            return gradient
+        dist.all_reduce(gradient, group=self._data.group)
+        return gradient
 
     def _reduce_tied(self, result: StepResult) -> None:
-        with _reporting_connections("summing gradients of shared parameters"):
-            self._optimizer.reduction.wait()
+        self._optimizer.reduction.wait()
 
     def _clip(self, result: StepResult) -> None:
-        with _reporting_connections("the gradient norm over all ranks"):
-            result.grad_norm = self._optimizer.clip()
+        result.grad_norm = self._optimizer.clip()
 
     def _step(self, result: StepResult) -> None:
-        with _reporting_connections("sending updated parameters"):
-            result.learning_rate = self._optimizer.step()
+        result.learning_rate = self._optimizer.step()
 
     def load_program(self, key: str, instructions: Sequence[Instruction]) -> None:
         """Keep a program under a key, for :meth:`run_step`."""
@@ -279,7 +274,8 @@ class RankActor:
             Op.REDUCE_TIED: self._reduce_tied, Op.CLIP_GRADS: self._clip, Op.STEP: self._step,
         }
         for op in ops:
-            actions[Op(op)](result)
+            with reporting_lost_processes(Op(op).value):
+                actions[Op(op)](result)
         return result
 
     def zero_grad(self) -> None:
@@ -375,16 +371,6 @@ class RankActor:
         self._optimizer.load_state_tensors(state, step)
         names = (f"{stage_module(s)}/{n}" for s, n in self._optimizer.parameters)
         return [name for name in names if name not in read]
-
-
-@contextmanager
-def _reporting_connections(what: str) -> Iterator[None]:
-    """Collectives raise a bare RuntimeError when another rank is gone; the driver looks for
-    that rank when it gets a ChannelError."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise ChannelError(f"{what}: {error}") from error
 
 
 def _untie(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

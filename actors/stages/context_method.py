@@ -28,7 +28,8 @@ Attend = Callable[..., torch.Tensor]
 :data:`raymm.kernels.hf_attention.ATTEND_ARGUMENT` takes."""
 # Layers of two kinds, microbatches of a few shapes under way.
 _CACHED_CHOICES = 256
-_AT_ONCE = ("gather", "ulysses")
+NEEDED = "needed"
+_AT_ONCE = ("gather", NEEDED, "ulysses")
 # ``needed`` plans which keys go where for every mask; it must save this much of the bytes.
 _CLEARLY = 0.75
 
@@ -49,7 +50,7 @@ def attend_over(group: ContextGroup, *, backward: bool = True) -> Attend:
         method = choose(
             tuple(masks), group.queries, group.keys,
             heads=(query.shape[1], key.shape[1]), head_dim=query.shape[3],
-            element_bytes=_computed_in(query).itemsize, sequences=query.shape[0],
+            element_bytes=computed_in(query).itemsize, sequences=query.shape[0],
             backward=backward,
         )  # fmt: skip
         return context_attention(query, key, value, masks, group, method=method, **options)
@@ -68,6 +69,7 @@ def choose(
     element_bytes: int,
     sequences: int,
     backward: bool = True,
+    methods: tuple[str, ...] | None = None,
 ) -> str:
     """The method whose busiest process sends the fewest bytes (``needed`` if clearly so), kept
     per layout: all layers of a microbatch ask the same.
@@ -79,6 +81,8 @@ def choose(
         element_bytes: of one element of Q, K, V.
         sequences: B.
         backward: whether there is a backward pass.
+        methods: which may be chosen. Default: in self-attention those that compute over all keys
+            at once, else all.
 
     Returns:
         One of :data:`raymm.kernels.context_parallel.METHODS`.
@@ -87,11 +91,15 @@ def choose(
         queries.sizes, keys.sizes, *heads, head_dim, activation_bytes=element_bytes,
         accumulator_bytes=ACCUMULATOR.itemsize, sequences=sequences,
     )  # fmt: skip
+    if methods is None:
+        methods = _AT_ONCE if queries == keys else METHODS
+    dense = tuple(method for method in methods if method != NEEDED)
+    best = choose_method(shape, backward=backward, methods=dense).chosen
+    if NEEDED not in methods:
+        return best.method
     needed = _needed_keys(masks, queries, keys)
-    methods = _AT_ONCE if queries == keys else tuple(m for m in METHODS if m != "needed")
-    best = choose_method(shape, backward=backward, methods=methods).chosen
-    sparse = choose_method(shape, needed, backward=backward, methods=["needed"]).chosen
-    return "needed" if sparse.largest < _CLEARLY * best.largest else best.method
+    sparse = choose_method(shape, needed, backward=backward, methods=[NEEDED]).chosen
+    return NEEDED if sparse.largest < _CLEARLY * best.largest else best.method
 
 
 def _needed_keys(
@@ -111,7 +119,8 @@ def _needed_keys(
     return counts
 
 
-def _computed_in(tensor: torch.Tensor) -> torch.dtype:
+def computed_in(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype that attention computes in: autocast's, if that is on."""
     device = tensor.device.type
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
