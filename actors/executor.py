@@ -18,8 +18,8 @@ from raymm.actors.module_state import evaluating, inputs_unchanged, statistics_k
 from raymm.actors.split_backward import DeferredWeights, backward_input
 from raymm.actors.stages.message import Message, MicrobatchContext
 from raymm.actors.stages.source import derive_seed
-from raymm.scheduler.plan import stage_module
 from raymm.scheduler.program import BACKWARDS, COMPUTE, FORWARDS, Instruction, Op
+from raymm.scheduler.stage import stage_module
 
 _SENDS_GRADIENTS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT})
 

@@ -27,9 +27,9 @@ from raymm.actors.stages.precision import cast_frozen
 from raymm.actors.to_device import to_device
 from raymm.kernels.exchange import Exchange
 from raymm.kernels.tensor_group import TensorGroup
-from raymm.scheduler.plan import stage_module
 from raymm.scheduler.program import Instruction, Op
 from raymm.scheduler.shards import Lane
+from raymm.scheduler.stage import stage_module
 
 if TYPE_CHECKING:
     from raymm.actors.stages.tensor_plan import Piece

@@ -27,9 +27,10 @@ from raymm.model import (
 )
 from raymm.plan_check import check_fits
 from raymm.scheduler.lower import lower
-from raymm.scheduler.plan import Plan, PlanError, Stage, stage_module
+from raymm.scheduler.plan import Plan, PlanError, Stage
 from raymm.scheduler.program import EPILOGUE, Op, Program, check_program
 from raymm.scheduler.shards import Process, Processes
+from raymm.scheduler.stage import stage_module
 from raymm.scheduler.timeline import Timeline
 
 

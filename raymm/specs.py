@@ -11,15 +11,10 @@ from typing import Any
 from raymm.model import LANGUAGE_MODEL, MultimodalModule, module_graph
 from raymm.scheduler.graph import ModuleNode
 from raymm.scheduler.partition import Ranges, even_layers
-from raymm.scheduler.plan import (
-    SCHEDULES,
-    SHARDINGS,
-    Plan,
-    PlanError,
-    Stage,
-    check_number,
-)
+from raymm.scheduler.plan import SCHEDULES, Plan, PlanError, Stage
+from raymm.scheduler.plan_error import check_number
 from raymm.scheduler.recomputation import OPTIONS
+from raymm.scheduler.stage import SHARDINGS
 from raymm.scheduler.stage_space import make_plan
 
 

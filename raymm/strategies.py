@@ -28,7 +28,8 @@ from raymm.scheduler.module_degrees import DegreeChoices
 from raymm.scheduler.network import Network
 from raymm.scheduler.partition import PartitionError, Ranges
 from raymm.scheduler.partition_search import PartitionCandidate, partition_candidates
-from raymm.scheduler.plan import SCHEDULES, Plan, PlanError, check_choices, check_number
+from raymm.scheduler.plan import SCHEDULES, Plan, PlanError
+from raymm.scheduler.plan_error import check_choices, check_number
 from raymm.scheduler.planner import LAYOUTS, SEARCHED_SCHEDULES, propose
 from raymm.scheduler.stage_search import joint_search, loosely_coupled
 from raymm.scheduler.stage_space import StageSearchError, StageSpace

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from raymm.scheduler.costs import CostProfile
 from raymm.scheduler.graph import ModuleGraph
-from raymm.scheduler.plan import Degrees, Plan, PlanError, Stage
+from raymm.scheduler.plan import Plan, PlanError, Stage
 from raymm.scheduler.process_costs import process_layers
+from raymm.scheduler.stage import Degrees
 
 KINDS = ("tp", "cp", "dp")
 

@@ -3,116 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from itertools import accumulate
 from math import gcd, prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from raymm.scheduler.costs import CostProfile, ProfileError
 from raymm.scheduler.graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan_error import PlanError, check_number
+from raymm.scheduler.plan_json import graph_of, integers, only, policy_of, stage_of, typed
 from raymm.scheduler.policy import Policy
 from raymm.scheduler.recomputation import OPTIONS
+from raymm.scheduler.stage import SHARDINGS, Degrees, Stage
 
 PLAN_FORMAT = 1
 SCHEDULES = ("1f1b", "zero_bubble", "gpipe")
-SHARDINGS = ("none", "zero1", "fsdp")
-"""Nothing; the optimizer's state (ZeRO-1); or that and the parameters and gradients of blocks and
-untied embeddings (ZeRO-3, as torch's FSDP2 has it)."""
-
-
-class PlanError(ValueError):
-    """A plan that cannot run. The message names the field, its value and what is accepted."""
-
-
-def check_number(field: str, value: int, least: int = 1) -> None:
-    """
-    Raises:
-        PlanError: if a value is no whole number, or below the least. Plan files know whole
-            numbers only, so a plan must not be made with another one.
-    """
-    if type(value) is not int or value < least:
-        raise PlanError(f"{field} is {value!r}; it must be a whole number, at least {least}")
-
-
-def check_choices(field: str, chosen: Sequence[str], accepted: Sequence[str]) -> None:
-    """
-    Raises:
-        PlanError: if something chosen is not accepted, or nothing is chosen.
-    """
-    for name in chosen:
-        if name not in accepted:
-            raise PlanError(f"{field} has {name!r}; accepted: {', '.join(accepted)}")
-    if not chosen:
-        raise PlanError(f"{field} is empty; accepted: {', '.join(accepted)}")
-
-
-def stage_module(stage: str) -> str:
-    """The module of a stage, from its name: ``"llm.2@1"`` -> ``"llm"``."""
-    return stage.rpartition(".")[0]
-
-
-class Degrees(NamedTuple):
-    """How a rank is several processes: by tokens (context parallel), by parameters (tensor
-    parallel), by samples (fully sharded data parallel)."""
-
-    cp: int = 1
-    tp: int = 1
-    fsdp: int = 1
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Layers ``[layers[0], layers[1])`` of one module, on one rank.
-
-    Attributes:
-        module, index: the module, and the stage's place in it.
-        layers: first layer, and one past the last.
-        rank: where it runs.
-        replica: which copy of the module it belongs to (data parallelism). Microbatches are
-            dealt out over the copies in turn; gradients of all copies are summed.
-        recompute: keep only its inputs, and run its forward again for the backward.
-        cp: context parallel degree: its rank is that many processes, each with its share of
-            every sample's tokens.
-        tp: tensor parallel degree: each of those is that many processes, each with its share of
-            the layers' parameters.
-        sharding: what of the module the processes that share its parameters keep one copy of
-            among themselves: one of :data:`SHARDINGS`.
-        fsdp: degree of fully sharded data parallelism: its rank is that many times as many
-            processes, each with its share of every microbatch's samples (an encoder's items).
-            With ``sharding="fsdp"`` only; the blocks' parameters are then shared out over the
-            ``fsdp * cp`` processes that have the same of everything else.
-        layer_options: what each of its blocks does with its activations, one of
-            :data:`raymm.scheduler.recomputation.OPTIONS`; all keep them if none are given.
-    """
-
-    module: str
-    index: int
-    layers: tuple[int, int]
-    rank: int
-    replica: int = 0
-    recompute: bool = False
-    cp: int = 1
-    tp: int = 1
-    sharding: str = "none"
-    fsdp: int = 1
-    layer_options: tuple[str, ...] = ()
-
-    @property
-    def degrees(self) -> Degrees:
-        """How its rank is several processes."""
-        return Degrees(self.cp, self.tp, self.fsdp)
-
-    @property
-    def shards(self) -> int:
-        """How many processes the blocks' parameters are shared out over; 1 if each has them all."""
-        return self.fsdp * self.cp if self.sharding == "fsdp" else 1
-
-    @property
-    def name(self) -> str:
-        """Unique name, e.g. ``"llm.2"``, or ``"vision.0@1"`` in the module's second copy."""
-        return f"{self.module}.{self.index}" + (f"@{self.replica}" if self.replica else "")
 
 
 @dataclass(frozen=True)
@@ -449,21 +356,21 @@ class Plan:
         try:
             if data["format"] != PLAN_FORMAT:
                 raise PlanError(f"format is {data['format']!r}; accepted: {PLAN_FORMAT}")
-            _only(data, "plan", ("format", *(field.name for field in fields(cls))))
+            only(data, "plan", ("format", *(field.name for field in fields(cls))))
             profile = data.get("profile")
             limits, policy = data.get("activation_limits"), data.get("policy")
             return cls(
-                graph=_graph(data["graph"]),
-                stages=tuple(_stage(stage) for stage in data["stages"]),
-                num_microbatches=_typed(data, "num_microbatches", int),
-                schedule=_typed(data, "schedule", str),
+                graph=graph_of(data["graph"]),
+                stages=tuple(stage_of(stage) for stage in data["stages"]),
+                num_microbatches=typed(data, "num_microbatches", int),
+                schedule=typed(data, "schedule", str),
                 profile=None if profile is None else CostProfile.from_dict(profile),
-                memory_limit=_typed(data, "memory_limit", int)
+                memory_limit=typed(data, "memory_limit", int)
                 if data.get("memory_limit") is not None
                 else None,
-                activation_limits=None if limits is None else _integers(data, "activation_limits"),
-                policy=None if policy is None else _policy(policy),
-                shared_ranks=_integers({"shared_ranks": [], **data}, "shared_ranks"),
+                activation_limits=None if limits is None else integers(data, "activation_limits"),
+                policy=None if policy is None else policy_of(policy),
+                shared_ranks=integers({"shared_ranks": [], **data}, "shared_ranks"),
             )
         except ProfileError as error:
             raise PlanError(f"profile: {error}") from None
@@ -479,69 +386,3 @@ class Plan:
         except json.JSONDecodeError as error:
             raise PlanError(f"plan is not JSON: {error}") from None
         return cls.from_dict(data)
-
-
-def _graph(data: Mapping[str, Any]) -> ModuleGraph:
-    _only(data, "graph", ("nodes", "edges"))
-    nodes = tuple(_node(node) for node in data["nodes"])
-    edges = tuple(tuple(edge) for edge in data["edges"])
-    for edge in edges:
-        if [type(end) for end in edge] != [str, str]:
-            raise PlanError(f"edge is {list(edge)}; it must be [producer, consumer]")
-    try:
-        return ModuleGraph(nodes, edges)
-    except ValueError as error:
-        raise PlanError(f"graph: {error}") from None
-
-
-def _node(data: Mapping[str, Any]) -> ModuleNode:
-    _only(data, "node", ("name", "trainable", "projector"))
-    flags = tuple(data["trainable"])
-    if any(type(flag) is not bool for flag in flags):
-        raise PlanError(f"trainable is {list(flags)}; it must be a list of true and false")
-    return ModuleNode(_typed(data, "name", str), flags, _typed(data, "projector", bool))
-
-
-def _stage(data: Mapping[str, Any]) -> Stage:
-    _only(data, "stage", tuple(field.name for field in fields(Stage)))
-    layers = tuple(data["layers"])
-    if [type(layer) for layer in layers] != [int, int]:
-        raise PlanError(f"layers is {list(layers)}; it must be [first, one past the last]")
-    return Stage(
-        _typed(data, "module", str), _typed(data, "index", int), layers, _typed(data, "rank", int),
-        _typed({"replica": 0, **data}, "replica", int),
-        _typed({"recompute": False, **data}, "recompute", bool),
-        _typed({"cp": 1, **data}, "cp", int),
-        _typed({"tp": 1, **data}, "tp", int),
-        _typed({"sharding": "none", **data}, "sharding", str),
-        _typed({"fsdp": 1, **data}, "fsdp", int),
-        tuple(data.get("layer_options", ())),
-    )
-
-
-def _policy(data: Mapping[str, Any]) -> Policy:
-    _only(data, "policy", tuple(field.name for field in fields(Policy)))
-    try:
-        return Policy(**{**data, "priority": tuple(data["priority"])})
-    except ValueError as error:
-        raise PlanError(f"policy: {error}") from None
-
-
-def _only(data: Mapping[str, Any], where: str, known: tuple[str, ...]) -> None:
-    if unknown := set(data) - set(known):
-        raise PlanError(
-            f"{where}: unknown keys {sorted(map(str, unknown))}; accepted: {sorted(known)}"
-        )
-
-
-def _integers(data: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    if any(type(value) is not int for value in data[key]):
-        raise PlanError(f"{key} is {data[key]!r}; it must be a list of whole numbers")
-    return tuple(data[key])
-
-
-def _typed(data: Mapping[str, Any], key: str, kind: type) -> Any:
-    value = data[key]
-    if type(value) is not kind:  # not isinstance: True is no rank, though bool is an int
-        raise PlanError(f"{key} is {value!r}; it must be of type {kind.__name__}")
-    return value

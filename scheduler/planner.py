@@ -24,7 +24,8 @@ from raymm.scheduler.layouts import chunked, colocated, replicated
 from raymm.scheduler.module_degrees import DegreeChoices
 from raymm.scheduler.network import Network
 from raymm.scheduler.partition import cost_matrix
-from raymm.scheduler.plan import SCHEDULES, Plan, PlanError, check_choices, check_number
+from raymm.scheduler.plan import SCHEDULES, Plan, PlanError
+from raymm.scheduler.plan_error import check_choices, check_number
 from raymm.scheduler.stage_search import joint_search
 from raymm.scheduler.stage_space import StageSearchError, StageSpace
 

@@ -33,7 +33,7 @@ from math import prod
 from raymm.scheduler.costs import CostProfile, LayerCost
 from raymm.scheduler.devices import Link
 from raymm.scheduler.graph import ModuleNode
-from raymm.scheduler.plan import Degrees
+from raymm.scheduler.stage import Degrees
 
 # The residual stream at both norms of a block in fp32, what an RMS norm keeps beside it, and the
 # two norms' results in the compute dtype: 3 to 5 hidden states in fp32, by kind of norm and dtype.

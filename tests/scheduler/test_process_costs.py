@@ -18,9 +18,10 @@ from raymm.scheduler.lower import full_program
 from raymm.scheduler.memory import check_memory, rank_memory
 from raymm.scheduler.module_degrees import ModuleDegrees, with_degrees
 from raymm.scheduler.network import Network
-from raymm.scheduler.plan import Degrees, Plan, PlanError
+from raymm.scheduler.plan import Plan, PlanError
 from raymm.scheduler.process_costs import all_reduce_seconds, gather_seconds, process_layers
 from raymm.scheduler.simulate import simulate
+from raymm.scheduler.stage import Degrees
 from raymm.scheduler.stage_costs import op_seconds, stage_costs
 from raymm.scheduler.stage_space import make_plan
 

@@ -1,0 +1,31 @@
+"""What is wrong with a plan, and the checks that many of its makers need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class PlanError(ValueError):
+    """A plan that cannot run. The message names the field, its value and what is accepted."""
+
+
+def check_number(field: str, value: int, least: int = 1) -> None:
+    """
+    Raises:
+        PlanError: if a value is no whole number, or below the least. Plan files know whole
+            numbers only, so a plan must not be made with another one.
+    """
+    if type(value) is not int or value < least:
+        raise PlanError(f"{field} is {value!r}; it must be a whole number, at least {least}")
+
+
+def check_choices(field: str, chosen: Sequence[str], accepted: Sequence[str]) -> None:
+    """
+    Raises:
+        PlanError: if something chosen is not accepted, or nothing is chosen.
+    """
+    for name in chosen:
+        if name not in accepted:
+            raise PlanError(f"{field} has {name!r}; accepted: {', '.join(accepted)}")
+    if not chosen:
+        raise PlanError(f"{field} is empty; accepted: {', '.join(accepted)}")
