@@ -1,0 +1,1 @@
+"""Temporal and spatial sharing of GPUs: performance model and mapping solver (Mosaic §3)."""

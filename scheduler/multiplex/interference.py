@@ -1,0 +1,258 @@
+"""What colocated modules cost each other: eq. 7 and 8 of Mosaic §3.3, and fitting them.
+
+A module's delay on GPU g is ``e1 + e2 * sum(B) + e3 * prod(B)`` over the bandwidth use B of all
+modules on g, itself included; the worst of its GPUs counts. A module alone has none: that is how
+its surface was measured.
+
+The product falls when a third module joins, which no contention does. As an alternative of this
+code's own, ``coupling="own"`` puts ``e3 * B(m) * (sum(B) - B(m))`` in its place: how often m uses
+the bus, times how much the others do. With two modules on a GPU both are the same.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+
+import numpy as np
+
+from raymm.scheduler.multiplex.strict_json import MultiplexError, items, members, number, parsed
+
+INTERFERENCE_FORMAT = 1
+UNITS = ("relative", "seconds")
+COUPLINGS = ("product", "own")
+FORMS = ("blind", "additive", "full")
+FIT_ROUNDS = 20
+
+
+@dataclass(frozen=True)
+class Interference:
+    """Coefficients of eq. 8.
+
+    Attributes:
+        constant, additive, product: e1, e2, e3.
+        unit: ``"seconds"`` as eq. 7 has it, where every module on a GPU waits the same time;
+            ``"relative"``: the delay is a share of the module's time alone. Contention slows a
+            kernel down by a factor, so a module that runs ten times as long loses ten times as
+            much; with ``seconds`` one set of coefficients cannot say that.
+        coupling: what e3 multiplies: ``"product"`` of all, as in eq. 8, or ``"own"`` use times
+            that of the others.
+
+    Raises:
+        MultiplexError: naming the field that does not fit.
+    """
+
+    constant: float = 0.0
+    additive: float = 0.0
+    product: float = 0.0
+    unit: str = "relative"
+    coupling: str = "product"
+
+    def __post_init__(self) -> None:
+        for name in ("constant", "additive", "product"):
+            object.__setattr__(self, name, number(getattr(self, name), f"interference.{name}"))
+        for name, accepted in (("unit", UNITS), ("coupling", COUPLINGS)):
+            if getattr(self, name) not in accepted:
+                raise MultiplexError(
+                    f"interference.{name} is {getattr(self, name)!r:.80}; accepted: "
+                    f"{', '.join(accepted)}"
+                )
+
+    @property
+    def blind(self) -> bool:
+        """Whether it says that modules never disturb each other."""
+        return not (self.constant or self.additive or self.product)
+
+    def delay(self, own: float, others: Sequence[float]) -> float:
+        """Eq. 8 for a module on a GPU where it and others use these shares of the bandwidth.
+
+        Never below 0, and 0 without others. Sums go in the order given; use one order to
+        compare exactly.
+        """
+        if not others:
+            return 0.0
+        _, total, coupled = self.terms(own, others)
+        return max(0.0, self.constant + self.additive * total + self.product * coupled)
+
+    def terms(self, own: float, others: Sequence[float]) -> tuple[float, float, float]:
+        """What e1, e2 and e3 multiply."""
+        rest = math.fsum(others)
+        coupled = own * (math.prod(others) if self.coupling == "product" else rest)
+        return 1.0, own + rest, coupled
+
+    def seconds(self, alone: float, delay: float) -> float:
+        """Eq. 7: a module's time from that alone and the delay on the worst of its GPUs."""
+        return alone + delay * (alone if self.unit == "relative" else 1.0)
+
+    def to_json(self) -> str:
+        """As a file's text."""
+        return json.dumps({"format": INTERFERENCE_FORMAT, **asdict(self)}, indent=2)
+
+    @classmethod
+    def from_json(cls, source: str) -> Interference:
+        """From such a text.
+
+        Raises:
+            MultiplexError: naming the field that does not fit.
+        """
+        names = [field.name for field in fields(cls)]
+        data = parsed(source, "interference file", INTERFERENCE_FORMAT, names)
+        return cls(**{name: data[name] for name in names})
+
+
+@dataclass(frozen=True)
+class Colocation:
+    """A measurement of one module beside others.
+
+    Attributes:
+        alone: seconds by its surface at the same degree and quota.
+        bandwidths: for each of its GPUs, B of all modules there, its own first.
+        seconds: measured.
+
+    Raises:
+        MultiplexError: naming the field that does not fit.
+    """
+
+    alone: float
+    bandwidths: tuple[tuple[float, ...], ...]
+    seconds: float
+
+    def __post_init__(self) -> None:
+        number(self.alone, "colocation.alone", 0.0, above=True)
+        number(self.seconds, "colocation.seconds", 0.0, above=True)
+        if not self.bandwidths or not all(self.bandwidths):
+            raise MultiplexError(
+                f"colocation.bandwidths is {self.bandwidths}; it must have at least one GPU, and "
+                "at least the module itself on each"
+            )
+        for g, group in enumerate(self.bandwidths):
+            for value in group:
+                number(value, f"colocation.bandwidths[{g}]", 0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class InterferenceFit:
+    """Fitted coefficients and how well they predict.
+
+    Attributes:
+        model: the coefficients.
+        form: ``"blind"``, ``"additive"`` (e3 = 0) or ``"full"``.
+        samples: colocations with at least two modules on a GPU.
+        r2: coefficient of determination of the delay, in the model's unit; 0 is no better than
+            its mean, the blind model's is below 0.
+        error, worst_error: mean and largest of ``|predicted / measured - 1|`` of seconds.
+    """
+
+    model: Interference
+    form: str
+    samples: int
+    r2: float
+    error: float
+    worst_error: float
+
+
+def predict(model: Interference, sample: Colocation) -> float:
+    """Seconds of a module beside others (eq. 7)."""
+    return model.seconds(
+        sample.alone, max(model.delay(group[0], group[1:]) for group in sample.bandwidths)
+    )
+
+
+def fit_interference(
+    samples: Sequence[Colocation], form: str = "full", unit: str = "relative",
+    coupling: str = "product",
+) -> InterferenceFit:
+    """Coefficients by least squares of the delay, in the given unit.
+
+    Which of a module's GPUs is the worst depends on the coefficients, so it is fitted again until
+    the choice no longer changes. Modules that are alone on all their GPUs are left out: their delay
+    is 0 by definition.
+
+    Raises:
+        MultiplexError: an unknown form or unit, or fewer colocations than coefficients.
+    """
+    if form not in FORMS:
+        raise MultiplexError(f"form is {form!r:.80}; accepted: {', '.join(FORMS)}")
+    shared = [s for s in samples if any(len(group) > 1 for group in s.bandwidths)]
+    columns = FORMS.index(form) + 1 if form != "blind" else 0
+    if len(shared) < max(columns, 1):
+        raise MultiplexError(
+            f"samples has {len(shared)} colocations of at least two modules; a {form} model needs "
+            f"at least {max(columns, 1)}"
+        )
+    model = Interference(unit=unit, coupling=coupling)
+    measured = np.array([
+        (s.seconds - s.alone) / (s.alone if unit == "relative" else 1.0) for s in shared
+    ])
+    chosen = [max(s.bandwidths, key=lambda g: (len(g) > 1, math.fsum(g))) for s in shared]
+    for _ in range(FIT_ROUNDS if columns else 0):
+        design = np.array([model.terms(g[0], g[1:]) for g in chosen])[:, :columns]
+        found = np.linalg.lstsq(design, measured, rcond=None)[0]
+        model = Interference(*(float(x) for x in found), *[0.0] * (3 - columns), unit, coupling)
+        before = chosen
+        delay = model.delay
+        chosen = [max(s.bandwidths, key=lambda g: delay(g[0], g[1:])) for s in shared]
+        if chosen == before:
+            break
+    return report(model, shared, form)
+
+
+def report(model: Interference, samples: Sequence[Colocation], form: str) -> InterferenceFit:
+    """How well coefficients predict the given colocations, e.g. some that were not fitted.
+
+    Raises:
+        MultiplexError: there are none.
+    """
+    if not samples:
+        raise MultiplexError("samples is empty; it must have at least one colocation")
+    alone = np.array([s.alone for s in samples])
+    seconds = np.array([s.seconds for s in samples])
+    predicted = np.array([predict(model, s) for s in samples])
+    scale = alone if model.unit == "relative" else np.ones(len(samples))
+    delay, error = (seconds - alone) / scale, np.abs(predicted / seconds - 1)
+    spread = float(((delay - delay.mean()) ** 2).sum())
+    missed = float((((seconds - predicted) / scale) ** 2).sum())
+    r2 = 1 - missed / spread if spread else (1.0 if missed == 0 else -math.inf)
+    return InterferenceFit(
+        model, form, len(samples), r2, float(error.mean()), float(error.max())
+    )
+
+
+def compare_models(
+    fitted: Sequence[Colocation], tested: Sequence[Colocation], unit: str = "relative",
+    coupling: str = "product",
+) -> dict[str, InterferenceFit]:
+    """The blind, the additive-only and the full model, fitted on some colocations and reported on
+    others (Mosaic, Fig. 12a)."""
+    return {
+        form: report(fit_interference(fitted, form, unit, coupling).model, tested, form)
+        for form in FORMS
+    }
+
+
+def colocations_to_json(samples: Sequence[Colocation]) -> str:
+    """Measurements as a file's text."""
+    return json.dumps({"format": INTERFERENCE_FORMAT, "colocations": [
+        {"alone": s.alone, "bandwidths": s.bandwidths, "seconds": s.seconds} for s in samples
+    ]}, indent=2)
+
+
+def colocations_from_json(source: str) -> tuple[Colocation, ...]:
+    """Measurements from such a text.
+
+    Raises:
+        MultiplexError: naming the field that does not fit.
+    """
+    data = parsed(source, "colocations file", INTERFERENCE_FORMAT, ("colocations",))
+    result = []
+    for i, entry in enumerate(items(data["colocations"], "colocations")):
+        where = f"colocations[{i}]"
+        entry = members(entry, where, ("alone", "bandwidths", "seconds"))
+        groups = tuple(
+            tuple(items(group, f"{where}.bandwidths[{g}]"))
+            for g, group in enumerate(items(entry["bandwidths"], f"{where}.bandwidths"))
+        )
+        result.append(Colocation(entry["alone"], groups, entry["seconds"]))
+    return tuple(result)

@@ -1,0 +1,276 @@
+"""The mapping: which modules run in which stage, on which GPUs, with which quota."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from raymm.scheduler.multiplex.problem import MappingProblem, bits
+from raymm.scheduler.multiplex.strict_json import (
+    MultiplexError,
+    items,
+    members,
+    number,
+    parsed,
+    text,
+    whole,
+)
+
+MAPPING_FORMAT = 1
+# Predicted seconds that a file has may differ this much from the model's, relatively.
+SECONDS_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One module in one stage.
+
+    Attributes:
+        module: its name.
+        gpus: the GPUs it runs on, ascending, a power of two of them.
+        quota: steps of each of these GPUs' multiprocessors.
+        slices: how much of the module's work runs in this stage, in ``Mapping.slices``.
+    """
+
+    module: str
+    gpus: tuple[int, ...]
+    quota: int
+    slices: int = 1
+
+
+@dataclass(frozen=True)
+class MultiplexStage:
+    """Modules that run side by side, and the seconds until the last is done."""
+
+    placements: tuple[Placement, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """Stages in the order they run.
+
+    Attributes:
+        gpus, steps: as in the problem.
+        stages: in order.
+        bound: no mapping of the problem (of whole modules) takes fewer seconds; proven. 0 where
+            nothing was proven.
+        method: what made it, in words.
+        slices: how many slices every module's work is cut into; 1 unless a baseline slices.
+
+    Raises:
+        MultiplexError: naming the field that does not fit.
+    """
+
+    gpus: int
+    steps: int
+    stages: tuple[MultiplexStage, ...]
+    bound: float = 0.0
+    method: str = "by hand"
+    slices: int = 1
+
+    def __post_init__(self) -> None:
+        whole(self.gpus, "gpus", 1)
+        whole(self.steps, "steps", 1)
+        whole(self.slices, "slices", 1)
+        number(self.bound, "bound", 0.0)
+        text(self.method, "method")
+        if not self.stages:
+            raise MultiplexError("stages is empty; a mapping has at least one")
+        for s, stage in enumerate(self.stages):
+            number(stage.seconds, f"stages[{s}].seconds", 0.0)
+            if not stage.placements:
+                raise MultiplexError(f"stages[{s}].placements is empty; a stage has at least one")
+            self._check_stage(s, stage)
+
+    def _check_stage(self, s: int, stage: MultiplexStage) -> None:
+        used = [0] * self.gpus
+        seen: set[str] = set()
+        for p, placement in enumerate(stage.placements):
+            where = f"stages[{s}].placements[{p}]"
+            name = text(placement.module, f"{where}.module")
+            if name in seen:
+                raise MultiplexError(
+                    f"{where}.module is {name!r} a second time; a stage has each module once"
+                )
+            seen.add(name)
+            whole(placement.slices, f"{where}.slices", 1, self.slices)
+            for g in placement.gpus:
+                whole(g, f"{where}.gpus of {name!r}", 0, self.gpus - 1)
+            degree = len(placement.gpus)
+            if list(placement.gpus) != sorted(set(placement.gpus)) or not degree:
+                raise MultiplexError(
+                    f"{where}.gpus of {name!r} is {list(placement.gpus)}; it must have at least "
+                    "one GPU, ascending"
+                )
+            if degree & (degree - 1):
+                raise MultiplexError(
+                    f"{where}.gpus of {name!r} has {degree} GPUs; accepted: a power of two"
+                )
+            if type(placement.quota) is not int or not 1 <= placement.quota <= self.steps:
+                raise MultiplexError(
+                    f"{where}.quota of {name!r} is {placement.quota!r}; it must be a whole number "
+                    f"of steps from 1 (the granularity, 1/{self.steps} of a GPU) to {self.steps}"
+                )
+            for g in placement.gpus:
+                used[g] += placement.quota
+        for g, total in enumerate(used):
+            if total > self.steps:
+                raise MultiplexError(
+                    f"stages[{s}].placements: quotas on GPU {g} add up to {total}; accepted: at "
+                    f"most {self.steps} steps, the whole GPU"
+                )
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of one iteration: stages run one after the other (eq. 1)."""
+        return math.fsum(stage.seconds for stage in self.stages)
+
+    @property
+    def gap(self) -> float:
+        """How much of the seconds a better mapping could save at most; 0: proven optimal."""
+        return max(0.0, 1 - self.bound / self.seconds) if self.seconds else 0.0
+
+    @property
+    def optimal(self) -> bool:
+        """Whether nothing is faster than this, up to rounding."""
+        return self.gap <= SECONDS_TOLERANCE
+
+    def check(self, problem: MappingProblem) -> None:
+        """Whether this is a mapping of the problem, with the seconds its model predicts.
+
+        Raises:
+            MultiplexError: another pool of GPUs, a module unknown or not complete, too little
+                memory, a dependency violated, or other seconds.
+        """
+        for field in ("gpus", "steps"):
+            if getattr(self, field) != getattr(problem, field):
+                raise MultiplexError(
+                    f"{field} is {getattr(self, field)}; the problem has {getattr(problem, field)}"
+                )
+        self._check_order(problem)
+        for s, stage in enumerate(self.stages):
+            self._check_memory(problem, s, stage)
+            predicted = stage_seconds(problem, stage.placements, self.slices)
+            if not math.isclose(predicted, stage.seconds, rel_tol=SECONDS_TOLERANCE):
+                raise MultiplexError(
+                    f"stages[{s}].seconds is {stage.seconds}; the model predicts {predicted}"
+                )
+
+    def _check_order(self, problem: MappingProblem) -> None:
+        index = {name: m for m, name in enumerate(problem.names)}
+        left = dict.fromkeys(problem.names, self.slices)
+        for s, stage in enumerate(self.stages):
+            for p, placement in enumerate(stage.placements):
+                where, name = f"stages[{s}].placements[{p}]", placement.module
+                if name not in index:
+                    raise MultiplexError(
+                        f"{where}.module is {name!r}; modules are {list(problem.names)}"
+                    )
+                for before in bits(problem.ancestors[index[name]]):
+                    if left[problem.names[before]]:
+                        raise MultiplexError(
+                            f"{where}.module is {name!r}, which depends on "
+                            f"{problem.names[before]!r}; that must be complete in an earlier stage"
+                        )
+            for p, placement in enumerate(stage.placements):
+                left[placement.module] -= placement.slices
+                if left[placement.module] < 0:
+                    raise MultiplexError(
+                        f"stages[{s}].placements[{p}].module is {placement.module!r}, which is "
+                        f"already complete; a module runs once ({self.slices} slices in all)"
+                    )
+        if missing := [name for name, count in left.items() if count]:
+            raise MultiplexError(f"stages do not complete {missing}; every module must run")
+
+    def _check_memory(self, problem: MappingProblem, s: int, stage: MultiplexStage) -> None:
+        if problem.memory_bytes is None:
+            return
+        used = [0] * self.gpus
+        for placement in stage.placements:
+            m = problem.names.index(placement.module)
+            needed = int(problem.memory[m, len(placement.gpus).bit_length() - 1])
+            for g in placement.gpus:
+                used[g] += needed
+        for g, total in enumerate(used):
+            if total > problem.memory_bytes:
+                raise MultiplexError(
+                    f"stages[{s}] needs {total} bytes on GPU {g}; accepted: at most memory_bytes, "
+                    f"{problem.memory_bytes}"
+                )
+
+    def to_json(self) -> str:
+        """As a file's text."""
+        return json.dumps({"format": MAPPING_FORMAT, **asdict(self)}, indent=2)
+
+    @classmethod
+    def from_json(cls, source: str) -> Mapping:
+        """From such a text. Whether it fits a problem is for :meth:`check`.
+
+        Raises:
+            MultiplexError: naming the field that does not fit.
+        """
+        names = [field.name for field in fields(cls)]
+        data = parsed(source, "mapping file", MAPPING_FORMAT, names)
+        stages = tuple(
+            _stage(entry, f"stages[{s}]") for s, entry in enumerate(items(data["stages"], "stages"))
+        )
+        return cls(**{name: data[name] for name in names if name != "stages"}, stages=stages)
+
+
+def _stage(data: Any, where: str) -> MultiplexStage:
+    data = members(data, where, ("placements", "seconds"))
+    placements = []
+    for p, entry in enumerate(items(data["placements"], f"{where}.placements")):
+        names = [field.name for field in fields(Placement)]
+        entry = members(entry, f"{where}.placements[{p}]", names)
+        gpus = tuple(items(entry["gpus"], f"{where}.placements[{p}].gpus"))
+        placements.append(Placement(entry["module"], gpus, entry["quota"], entry["slices"]))
+    return MultiplexStage(tuple(placements), number(data["seconds"], f"{where}.seconds", 0.0))
+
+
+def stage_seconds(
+    problem: MappingProblem, placements: Sequence[Placement], slices: int = 1
+) -> float:
+    """What the performance model predicts for a stage: its slowest module, beside the others
+    (eq. 4 and 7)."""
+    on_gpu: dict[int, list[tuple[str, float]]] = {}
+    for placement in sorted(placements, key=lambda p: problem.names.index(p.module)):
+        m = problem.names.index(placement.module)
+        use = float(problem.bandwidth[m, placement.quota])
+        for g in placement.gpus:
+            on_gpu.setdefault(g, []).append((placement.module, use))
+    slowest = 0.0
+    for placement in placements:
+        m = problem.names.index(placement.module)
+        alone = float(problem.seconds[m, len(placement.gpus).bit_length() - 1, placement.quota])
+        use = float(problem.bandwidth[m, placement.quota])
+        delay = max(
+            problem.interference.delay(
+                use, [other for name, other in on_gpu[g] if name != placement.module]
+            )
+            for g in placement.gpus
+        )
+        seconds = problem.interference.seconds(alone, delay) * placement.slices / slices
+        slowest = max(slowest, seconds)
+    return slowest
+
+
+def predicted_stage(
+    problem: MappingProblem, placements: Sequence[Placement], slices: int = 1
+) -> MultiplexStage:
+    """A stage with the seconds that the model predicts."""
+    return MultiplexStage(tuple(placements), stage_seconds(problem, placements, slices))
+
+
+def under(mapping: Mapping, problem: MappingProblem) -> Mapping:
+    """The same placements with the seconds of another problem's model, e.g. one that knows of
+    interference. Nothing is proven about it."""
+    return Mapping(
+        mapping.gpus, mapping.steps,
+        tuple(predicted_stage(problem, s.placements, mapping.slices) for s in mapping.stages),
+        0.0, mapping.method, mapping.slices,
+    )

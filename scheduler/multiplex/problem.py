@@ -1,0 +1,174 @@
+"""What is to be mapped: modules, their dependencies, the GPUs, and the times of every choice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from raymm.scheduler.multiplex.interference import Interference
+from raymm.scheduler.multiplex.strict_json import MultiplexError, text, whole
+from raymm.scheduler.multiplex.surface import ScalingSurface
+
+# Sets of modules are bits of an int64.
+MOST_MODULES = 60
+
+
+@dataclass(frozen=True)
+class MappingProblem:
+    """Modules to be put on a pool of equal GPUs (Mosaic §3.1).
+
+    A module runs on 2^j GPUs with one quota on all of them (eq. 6). Stages run one after the
+    other; a stage's modules run side by side and must not depend on each other. The memory limit
+    holds in each stage by itself.
+
+    Attributes:
+        surfaces: one per module.
+        edges: (producer, consumer) pairs of module names.
+        gpus: number of GPUs.
+        steps: steps of a GPU's quota; the granularity of the search is ``1 / steps``.
+        memory_bytes: of a GPU; None for no limit.
+        interference: what colocated modules cost each other.
+
+    Raises:
+        MultiplexError: names that are not unique or unknown, a cycle, a surface that was not
+            sampled where it is needed, or a module that fits no GPU at any degree.
+    """
+
+    surfaces: tuple[ScalingSurface, ...]
+    edges: tuple[tuple[str, str], ...] = ()
+    gpus: int = 8
+    steps: int = 10
+    memory_bytes: int | None = None
+    interference: Interference = Interference()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "surfaces", tuple(self.surfaces))
+        object.__setattr__(self, "edges", tuple((a, b) for a, b in self.edges))
+        whole(self.gpus, "gpus", 1)
+        whole(self.steps, "steps", 1)
+        if self.memory_bytes is not None:
+            whole(self.memory_bytes, "memory_bytes", 1)
+        if not 1 <= len(self.surfaces) <= MOST_MODULES:
+            raise MultiplexError(
+                f"surfaces has {len(self.surfaces)} modules; accepted: 1 to {MOST_MODULES}"
+            )
+        if len(set(self.names)) != len(self.names):
+            raise MultiplexError(f"surfaces[].name must differ, got {list(self.names)}")
+        for i, edge in enumerate(self.edges):
+            for end in edge:
+                if text(end, f"edges[{i}]") not in self.names:
+                    raise MultiplexError(
+                        f"edges[{i}] names module {end!r}; modules are {list(self.names)}"
+                    )
+        if any(self.ancestors[m] >> m & 1 for m in range(len(self.surfaces))):
+            raise MultiplexError(f"edges have a cycle: {list(self.edges)}")
+        for m, name in enumerate(self.names):
+            if not np.isfinite(self.seconds[m]).any():
+                least = int(self.memory[m][self.memory[m] >= 0].min())
+                raise MultiplexError(
+                    f"memory_bytes is {self.memory_bytes}, but module {name!r} needs at least "
+                    f"{least} bytes on every GPU, at any degree up to {self.gpus}"
+                )
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Modules, in the order of ``surfaces``."""
+        return tuple(surface.name for surface in self.surfaces)
+
+    @cached_property
+    def degrees(self) -> tuple[int, ...]:
+        """Powers of two up to the number of GPUs."""
+        return tuple(1 << j for j in range(self.gpus.bit_length()))
+
+    @cached_property
+    def _tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        count, steps = len(self.surfaces), self.steps
+        seconds = np.full((count, len(self.degrees), steps + 1), np.inf)
+        memory = np.full((count, len(self.degrees)), -1, np.int64)
+        bandwidth = np.zeros((count, steps + 1))
+        for m, surface in enumerate(self.surfaces):
+            quotas = [
+                q for q in range(1, steps + 1)
+                if surface.quotas[0] * steps <= q * surface.steps <= surface.quotas[-1] * steps
+            ]
+            known = [d for d in self.degrees if surface.degrees[0] <= d <= surface.degrees[-1]]
+            if not quotas or not known:
+                raise MultiplexError(
+                    f"{surface.name} was sampled at degrees {surface.degrees} and quotas "
+                    f"{surface.quotas} of {surface.steps}; it needs a power of two up to "
+                    f"{self.gpus} and a multiple of 1/{steps} among them"
+                )
+            for q in quotas:
+                bandwidth[m, q] = surface.bandwidth_at(q, steps)
+            for j, degree in enumerate(self.degrees):
+                if degree not in known:
+                    continue
+                memory[m, j] = surface.memory_at(degree)
+                if self.memory_bytes is None or memory[m, j] <= self.memory_bytes:
+                    for q in quotas:
+                        seconds[m, j, q] = surface.seconds_at(degree, q, steps)
+        return seconds, memory, bandwidth
+
+    @property
+    def seconds(self) -> np.ndarray:
+        """(M, J, steps + 1) alone, by module, log2 of the degree and quota; infinite where the
+        surface was not sampled or the module does not fit."""
+        return self._tables[0]
+
+    @property
+    def memory(self) -> np.ndarray:
+        """(M, J) int64, bytes on each GPU, by module and log2 of the degree; -1: not sampled."""
+        return self._tables[1]
+
+    @property
+    def bandwidth(self) -> np.ndarray:
+        """(M, steps + 1) share of a GPU's bandwidth, by module and quota."""
+        return self._tables[2]
+
+    @cached_property
+    def ancestors(self) -> tuple[int, ...]:
+        """Of every module, the set (as bits) of all that must run before it."""
+        index = {name: m for m, name in enumerate(self.names)}
+        before = [0] * len(self.names)
+        for producer, consumer in self.edges:
+            before[index[consumer]] |= 1 << index[producer]
+        for _ in range(len(before)):
+            closed = list(before)
+            for m, found in enumerate(before):
+                for other in bits(found):
+                    closed[m] |= before[other]
+            if closed == before:
+                break
+            before = closed
+        return tuple(before)
+
+    @cached_property
+    def related(self) -> tuple[int, ...]:
+        """Of every module, the set of all that cannot share a stage with it."""
+        result = list(self.ancestors)
+        for m, before in enumerate(self.ancestors):
+            for other in bits(before):
+                result[other] |= 1 << m
+        return tuple(result)
+
+    @cached_property
+    def levels(self) -> tuple[int, ...]:
+        """Sets of modules whose longest path from a source has the same length, in order."""
+        depth: dict[int, int] = {}
+        for m in sorted(range(len(self.names)), key=lambda m: self.ancestors[m].bit_count()):
+            depth[m] = 1 + max((depth[a] for a in bits(self.ancestors[m])), default=-1)
+        result = [0] * (max(depth.values()) + 1)
+        for m, level in depth.items():
+            result[level] |= 1 << m
+        return tuple(result)
+
+
+def bits(modules: int) -> Iterator[int]:
+    """Members of a set of modules, ascending."""
+    while modules:
+        low = modules & -modules
+        yield low.bit_length() - 1
+        modules ^= low

@@ -1,0 +1,84 @@
+"""Scaling surfaces from a module's work alone, for planning before anything was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from raymm.scheduler.multiplex.strict_json import number, text, whole
+from raymm.scheduler.multiplex.surface import ScalingSurface
+
+# How smooth the roofline's ridge is: seconds = (compute^p + memory^p)^(1/p).
+RIDGE = 4.0
+
+
+@dataclass(frozen=True)
+class ModuleWork:
+    """What a module does in one iteration, in terms of one whole GPU.
+
+    Attributes:
+        name: the module.
+        compute_seconds: its arithmetic with all multiprocessors of one GPU.
+        memory_seconds: its traffic at the full memory bandwidth of one GPU.
+        fixed_seconds: what neither more GPUs nor more multiprocessors make shorter (launches).
+        reduce_seconds: all-reduce of its gradients between very many GPUs; 0 if it is frozen.
+        parallel: GPUs beyond which each has too little work to use all its multiprocessors: at
+            degree d only a share ``parallel / d`` of them helps.
+        saturation: share of multiprocessors that reaches the full memory bandwidth.
+        state_bytes: on every GPU, whatever the degree: parameters, gradients, optimizer.
+        activation_bytes: of the whole batch.
+
+    Raises:
+        MultiplexError: naming the field that does not fit.
+    """
+
+    name: str
+    compute_seconds: float
+    memory_seconds: float
+    fixed_seconds: float = 0.0
+    reduce_seconds: float = 0.0
+    parallel: float = 64.0
+    saturation: float = 0.4
+    state_bytes: int = 0
+    activation_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        text(self.name, "work.name")
+        for field in ("compute_seconds", "memory_seconds", "parallel"):
+            number(getattr(self, field), f"{self.name}.{field}", 0.0, above=True)
+        for field in ("fixed_seconds", "reduce_seconds"):
+            number(getattr(self, field), f"{self.name}.{field}", 0.0)
+        number(self.saturation, f"{self.name}.saturation", 0.0, 1.0, above=True)
+        whole(self.state_bytes, f"{self.name}.state_bytes")
+        whole(self.activation_bytes, f"{self.name}.activation_bytes")
+
+    def seconds(self, degree: int, share: float) -> float:
+        """On so many GPUs, with a share of each one's multiprocessors."""
+        compute = self.compute_seconds / degree / min(share, self.parallel / degree, 1.0)
+        memory = self.memory_seconds / degree / min(share / self.saturation, 1.0)
+        return (
+            (compute**RIDGE + memory**RIDGE) ** (1 / RIDGE)
+            + self.fixed_seconds + self.reduce_seconds * (degree - 1) / degree
+        )
+
+    def bandwidth(self, share: float) -> float:
+        """Share of a GPU's bandwidth it uses on one GPU."""
+        return min(1.0, self.memory_seconds / self.seconds(1, share))
+
+
+def roofline_surface(work: ModuleWork, degrees: Sequence[int], steps: int = 10) -> ScalingSurface:
+    """The surface sampled at these degrees and every quota.
+
+    Raises:
+        MultiplexError: naming the field that does not fit.
+    """
+    whole(steps, "steps", 1)
+    for i, degree in enumerate(degrees):
+        whole(degree, f"degrees[{i}]", 1)
+    quotas = tuple(range(1, steps + 1))
+    return ScalingSurface(
+        work.name, tuple(degrees), quotas, steps,
+        tuple(tuple(work.seconds(d, q / steps) for q in quotas) for d in degrees),
+        tuple(work.state_bytes + work.activation_bytes // d for d in degrees),
+        tuple(work.bandwidth(q / steps) for q in quotas),
+    )

@@ -1,0 +1,215 @@
+"""How fast a module is alone: its scaling surface over GPUs and SM quota (Mosaic §3.3).
+
+A quota is a whole number of steps of a GPU's multiprocessors (``quota=3`` of ``steps=10``: three
+tenths), so that quotas are added and compared exactly. A degree is a number of data-parallel
+replicas, one per GPU, all with the same quota (eq. 6).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from raymm.scheduler.multiplex.isotonic import nearest_falling
+from raymm.scheduler.multiplex.strict_json import (
+    MultiplexError,
+    items,
+    members,
+    number,
+    parsed,
+    text,
+    whole,
+)
+
+SURFACES_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class ScalingSurface:
+    """Measurements of one module that has its GPUs to itself.
+
+    Between samples, seconds are interpolated linearly in the logarithms of degree, quota and
+    seconds: exact at samples, and on ideal scaling (seconds ~ 1 / (degree * quota)) everywhere.
+    Linear pieces keep order: where samples fall with the quota or the degree, so does everything
+    between them, in both directions at once (cubic pieces could cross each other).
+
+    Attributes:
+        name: the module.
+        degrees: (D,) sampled data-parallel degrees, increasing (the paper: powers of two).
+        quotas: (A,) sampled quotas in steps, increasing, from 1 to ``steps``.
+        steps: steps of a whole GPU; 10: tenths.
+        seconds: (D, A) of one iteration.
+        memory_bytes: (D,) of a replica on its GPU, at each degree.
+        bandwidth: (A,) B(m, a): share of a GPU's memory bandwidth in use, 0 to 1.
+
+    Raises:
+        MultiplexError: naming the field that does not fit.
+    """
+
+    name: str
+    degrees: tuple[int, ...]
+    quotas: tuple[int, ...]
+    steps: int
+    seconds: tuple[tuple[float, ...], ...]
+    memory_bytes: tuple[int, ...]
+    bandwidth: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        name = text(self.name, "surface.name")
+        whole(self.steps, f"{name}.steps", 1)
+        for field, most in (("degrees", None), ("quotas", self.steps)):
+            values = items(getattr(self, field), f"{name}.{field}")
+            for i, value in enumerate(values):
+                whole(value, f"{name}.{field}[{i}]", 1, most)
+            if not values or values != sorted(set(values)):
+                raise MultiplexError(
+                    f"{name}.{field} is {values}; it must have at least one number, increasing"
+                )
+            object.__setattr__(self, field, tuple(values))
+        rows = items(self.seconds, f"{name}.seconds")
+        memory = items(self.memory_bytes, f"{name}.memory_bytes")
+        bandwidth = items(self.bandwidth, f"{name}.bandwidth")
+        for field, values, like in (
+            ("seconds", rows, "degrees"), ("memory_bytes", memory, "degrees"),
+            ("bandwidth", bandwidth, "quotas"),
+        ):
+            if len(values) != len(getattr(self, like)):
+                raise MultiplexError(
+                    f"{name}.{field} has {len(values)} entries; it must have one for each of the "
+                    f"{len(getattr(self, like))} {like}"
+                )
+        checked = []
+        for i, row in enumerate(rows):
+            row = items(row, f"{name}.seconds[{i}]")
+            if len(row) != len(self.quotas):
+                raise MultiplexError(
+                    f"{name}.seconds[{i}] has {len(row)} entries; it must have one for each of "
+                    f"the {len(self.quotas)} quotas"
+                )
+            checked.append(tuple(
+                number(value, f"{name}.seconds[{i}][{j}]", 0.0, above=True)
+                for j, value in enumerate(row)
+            ))
+        object.__setattr__(self, "seconds", tuple(checked))
+        object.__setattr__(self, "memory_bytes", tuple(
+            whole(value, f"{name}.memory_bytes[{i}]") for i, value in enumerate(memory)
+        ))
+        object.__setattr__(self, "bandwidth", tuple(
+            number(value, f"{name}.bandwidth[{i}]", 0.0, 1.0) for i, value in enumerate(bandwidth)
+        ))
+
+    @property
+    def falls(self) -> bool:
+        """Whether no sample takes longer than one with less quota or a lower degree."""
+        table = np.array(self.seconds)
+        return bool((np.diff(table, axis=0) <= 0).all() and (np.diff(table, axis=1) <= 0).all())
+
+    def seconds_at(self, degree: int, quota: int, steps: int | None = None) -> float:
+        """T(d, a): seconds on ``degree`` GPUs with ``quota`` of ``steps`` (its own if not given).
+
+        Raises:
+            MultiplexError: outside what was sampled.
+        """
+        low, high, t = self._between_degrees(degree)
+        at, along, s = self._between_quotas(quota, steps)
+        if not s and not t:
+            return self.seconds[low][at]
+        table = np.log(np.array(self.seconds)[np.ix_((low, high), (at, along))])
+        row = (1 - t) * table[0] + t * table[1]
+        return float(np.exp((1 - s) * row[0] + s * row[1]))
+
+    def bandwidth_at(self, quota: int, steps: int | None = None) -> float:
+        """B(m, a), linear between samples.
+
+        Raises:
+            MultiplexError: outside what was sampled.
+        """
+        at, along, _ = self._between_quotas(quota, steps)
+        if at == along:
+            return self.bandwidth[at]
+        a = quota * self.steps / (self.steps if steps is None else steps)
+        s = (a - self.quotas[at]) / (self.quotas[along] - self.quotas[at])
+        return (1 - s) * self.bandwidth[at] + s * self.bandwidth[along]
+
+    def memory_at(self, degree: int) -> int:
+        """Bytes of a replica; between sampled degrees the larger of the two neighbours."""
+        low, high, _ = self._between_degrees(degree)
+        return max(self.memory_bytes[low], self.memory_bytes[high])
+
+    def nearest_falling(self, degrees: bool = True) -> ScalingSurface:
+        """The surface nearest to the samples (least squares of log seconds) that rises nowhere.
+
+        For noisy samples. Without ``degrees``, only along the quota: that more replicas take
+        longer may be true (communication), that more multiprocessors do is noise.
+        """
+        table = np.exp(nearest_falling(np.log(np.array(self.seconds)), rows=degrees))
+        return ScalingSurface(
+            self.name, self.degrees, self.quotas, self.steps,
+            tuple(tuple(float(x) for x in row) for row in table), self.memory_bytes, self.bandwidth,
+        )
+
+    def _between_degrees(self, degree: int) -> tuple[int, int, float]:
+        whole(degree, f"degree of {self.name}", self.degrees[0], self.degrees[-1])
+        return _bracket(np.log(degree), np.log(self.degrees))
+
+    def _between_quotas(self, quota: int, steps: int | None) -> tuple[int, int, float]:
+        steps = whole(self.steps if steps is None else steps, "steps", 1)
+        whole(quota, f"quota of {self.name}", 1, steps)
+        # In units of 1 / (steps * self.steps), so that a sampled quota is met exactly.
+        wanted, samples = quota * self.steps, [q * steps for q in self.quotas]
+        if not samples[0] <= wanted <= samples[-1]:
+            raise MultiplexError(
+                f"quota of {self.name} is {quota}/{steps}; sampled are {self.quotas[0]} to "
+                f"{self.quotas[-1]} of {self.steps}"
+            )
+        return _bracket(np.log(wanted), np.log(samples))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Any, where: str = "surface") -> ScalingSurface:
+        """From plain data.
+
+        Raises:
+            MultiplexError: naming the field that does not fit.
+        """
+        return cls(**members(data, where, [field.name for field in fields(cls)]))
+
+
+def _bracket(x: float, samples: np.ndarray) -> tuple[int, int, float]:
+    """Neighbouring samples of x and how far it is from the one to the other; the same sample
+    twice and 0 at a sample."""
+    high = int(np.searchsorted(samples, x))
+    if high < len(samples) and samples[high] == x:
+        return high, high, 0.0
+    low = high - 1
+    return low, high, float((x - samples[low]) / (samples[high] - samples[low]))
+
+
+def surfaces_to_json(surfaces: Sequence[ScalingSurface]) -> str:
+    """Surfaces of all modules as a file's text."""
+    data = {"format": SURFACES_FORMAT, "surfaces": [surface.to_dict() for surface in surfaces]}
+    return json.dumps(data, indent=2)
+
+
+def surfaces_from_json(source: str) -> tuple[ScalingSurface, ...]:
+    """Surfaces from such a text.
+
+    Raises:
+        MultiplexError: naming the field that does not fit.
+    """
+    data = parsed(source, "surfaces file", SURFACES_FORMAT, ("surfaces",))
+    surfaces = tuple(
+        ScalingSurface.from_dict(entry, f"surfaces[{i}]")
+        for i, entry in enumerate(items(data["surfaces"], "surfaces"))
+    )
+    names = [surface.name for surface in surfaces]
+    if len(set(names)) != len(names):
+        raise MultiplexError(f"surfaces[].name must differ, got {names}")
+    return surfaces
