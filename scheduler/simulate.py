@@ -15,6 +15,7 @@ def simulate(
     costs: Mapping[tuple[str, Op], float],
     latency: float = 0.0,
     transfers: Mapping[tuple[str, str], Transfer] | None = None,
+    microbatch_costs: Mapping[tuple[str, Op, int], float] | None = None,
 ) -> Timeline:
     """Run a program on paper.
 
@@ -25,6 +26,7 @@ def simulate(
             ``transfers`` does not have.
         transfers: what a message takes, per directed edge. Messages of one edge go one after
             another; a rank computes on while they do.
+        microbatch_costs: seconds per (stage, compute op, microbatch), before ``costs``.
 
     Returns:
         Compute spans and the waits of receives. Collective instructions take no time.
@@ -40,7 +42,7 @@ def simulate(
     # on its own past and on arrival times, which are fixed when the sender gets there.
     runnable = deque(range(len(program.ranks)))
     waiting: dict[tuple[str, str], int] = {}
-    transfers = transfers or {}
+    transfers, of_microbatch = transfers or {}, microbatch_costs or {}
     default = Transfer(0.0, latency)
     link_free: dict[tuple[str, str], float] = defaultdict(float)
     while runnable:
@@ -63,7 +65,9 @@ def simulate(
                 if instruction.edge in waiting:
                     runnable.append(waiting.pop(instruction.edge))
             elif instruction.op in COMPUTE:
-                clock[rank] += costs.get((instruction.stage, instruction.op), 0.0)
+                key = (instruction.stage, instruction.op)
+                seconds = of_microbatch.get((*key, instruction.microbatch))
+                clock[rank] += costs.get(key, 0.0) if seconds is None else seconds
             if instruction.op in COMPUTE or (instruction.op is Op.RECV and clock[rank] > start):
                 spans.append(
                     Span(
