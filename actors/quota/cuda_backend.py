@@ -1,0 +1,132 @@
+"""SM-quota streams on a CUDA device: torch streams that live in green contexts.
+
+What is limited is multiprocessors. Memory, its bandwidth, the L2 cache and the hardware's work
+queues are shared; work on disjoint multiprocessors *may* overlap. With
+``CUDA_DEVICE_MAX_CONNECTIONS=1`` it does not, which is refused.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from raymm.actors.quota.green_context import GreenContexts, QuotaUnavailableError
+from raymm.actors.quota.partition import Partition
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+class CudaStream:
+    """A torch stream with the methods of :class:`raymm.actors.quota.backend.Stream`."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.torch_stream = stream
+
+    def record(self) -> torch.cuda.Event:
+        return self.torch_stream.record_event()
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        self.torch_stream.wait_event(event)
+
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.is_cuda:
+                tensor.record_stream(self.torch_stream)
+
+
+class CudaQuotaStream(CudaStream):
+    """A torch stream whose kernels run on a partition's multiprocessors.
+
+    Attributes:
+        partition: what it is limited to.
+        torch_stream: the stream; an ``ExternalStream`` in a green context, or an ordinary
+            stream where the partition is the whole GPU.
+    """
+
+    def __init__(self, partition: Partition, stream: torch.cuda.Stream) -> None:
+        super().__init__(stream)
+        self.partition = partition
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """Make it the calling thread's current stream, and its device the current device."""
+        with torch.cuda.stream(self.torch_stream):
+            yield
+
+
+class CudaBackend:
+    """Green contexts of one GPU.
+
+    Args:
+        device: the GPU; by default the current one.
+        coscheduled: see :class:`raymm.actors.quota.green_context.GreenContexts`.
+
+    Raises:
+        QuotaUnavailableError: no CUDA device, no cuda-python, a driver before 12.4, or an
+            environment in which streams cannot overlap.
+    """
+
+    def __init__(self, device: torch.device | int | None = None, coscheduled: bool = True) -> None:
+        _check_environment()
+        try:
+            from cuda.bindings import driver
+        except ImportError as error:
+            raise QuotaUnavailableError(f"cuda-python cannot be imported: {error}") from error
+        self.device = torch.device("cuda", _ordinal(device))
+        # The primary context, which green contexts hang on, becomes active with the first
+        # allocation.
+        torch.empty(1, device=self.device)
+        self._contexts = GreenContexts(
+            driver,
+            self.device.index,
+            torch.cuda.get_device_capability(self.device)[0],
+            coscheduled,
+        )
+        self.gpu = self._contexts.gpu
+
+    def create(self, partition: Partition, neighbours: Sequence[Partition] = ()) -> CudaQuotaStream:
+        if partition.whole:
+            return CudaQuotaStream(partition, torch.cuda.Stream(self.device))
+        address = self._contexts.stream(partition)
+        stream = torch.cuda.ExternalStream(address, device=self.device)
+        return CudaQuotaStream(partition, stream)
+
+    def current(self) -> CudaStream:
+        return CudaStream(torch.cuda.current_stream(self.device))
+
+    @property
+    def num_contexts(self) -> int:
+        """Green contexts that exist; partitions of the same groups share one."""
+        return self._contexts.num_contexts
+
+    def close(self) -> None:
+        """Wait for the device, give the streams' cached memory back, and destroy them.
+
+        The allocator keeps free blocks by stream and, when a tensor is freed, records an event
+        on every stream that it was read on: tensors and autograd graphs that these streams took
+        part in must be gone before.
+        """
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        self._contexts.close()
+
+
+def _ordinal(device: torch.device | int | None) -> int:
+    if device is None:
+        return torch.cuda.current_device()
+    if isinstance(device, int):
+        return device
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _check_environment() -> None:
+    if not torch.cuda.is_available():
+        raise QuotaUnavailableError("there is no CUDA device; accepted here: AccountingBackend")
+    if os.environ.get(CONNECTIONS) == "1":
+        raise QuotaUnavailableError(
+            f"{CONNECTIONS} is '1': work of different streams would run in turn; accepted: "
+            "unset, or at least the number of streams that run at the same time"
+        )

@@ -1,0 +1,163 @@
+"""An emulated GPU: a module's work sleeps for as long as a performance model says.
+
+Sleeping needs no core, so the modules of several emulated GPUs (Ray actors, one each) run side
+by side on a small machine, and plans of many GPUs can be run against their prediction.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from raymm.actors.quota.accounting import Account, AccountedStream, AccountingBackend
+from raymm.actors.quota.partition import Multiprocessors, Partition
+
+# A sleep ends this late at most times; the rest is waited for awake.
+AWAKE_SECONDS = 2e-4
+
+
+class Seconds(Protocol):
+    """A performance model of forwards, or of backwards."""
+
+    def __call__(
+        self, module: str, degree: int, quota: float, neighbours: Mapping[str, float]
+    ) -> float:
+        """Seconds of one call.
+
+        Args:
+            module: that runs.
+            degree: GPUs that it is replicated on.
+            quota: its share of the GPU, as granted.
+            neighbours: shares, as granted, of the modules that run beside it.
+        """
+
+
+def pause(seconds: float) -> None:
+    """Take this much time and no core, but for the last moment."""
+    deadline = time.perf_counter() + seconds
+    if seconds > AWAKE_SECONDS:
+        time.sleep(seconds - AWAKE_SECONDS)
+    while time.perf_counter() < deadline:
+        pass
+
+
+_CURRENT = threading.local()
+
+
+class EmulatedStream(AccountedStream):
+    """A partition on which work takes the time that a performance model says."""
+
+    def __init__(
+        self,
+        partition: Partition,
+        neighbours: Sequence[Partition],
+        account: Account,
+        backend: EmulatedBackend,
+    ) -> None:
+        super().__init__(partition, account)
+        self._neighbours = {one.module: one.share for one in neighbours}
+        self._backend = backend
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """Hold the partition; :class:`EmulatedModule`'s work in this thread runs on it.
+
+        Raises:
+            OversubscribedError: somebody holds some of its multiprocessors.
+        """
+        before = getattr(_CURRENT, "stream", None)
+        with super().use():
+            _CURRENT.stream = self
+            try:
+                yield
+            finally:
+                _CURRENT.stream = before
+
+    def forward(self, degree: int) -> None:
+        """Take the time of the module's forward on ``degree`` GPUs."""
+        self._take(self._backend.forward_seconds, degree)
+
+    def backward(self, degree: int) -> None:
+        """Take the time of the module's backward on ``degree`` GPUs."""
+        self._take(self._backend.backward_seconds, degree)
+
+    def _take(self, seconds: Seconds, degree: int) -> None:
+        one = self.partition
+        self._backend.pause(seconds(one.module, degree, one.share, self._neighbours))
+
+
+class EmulatedBackend(AccountingBackend):
+    """Streams whose work sleeps, and who ran when.
+
+    Args:
+        forward_seconds, backward_seconds: the performance model.
+        gpu: what is pretended to be shared; by default an H100.
+        clock: gives the account's time, in seconds.
+        pause: lets so many seconds pass.
+    """
+
+    def __init__(
+        self,
+        forward_seconds: Seconds,
+        backward_seconds: Seconds,
+        gpu: Multiprocessors | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        pause: Callable[[float], None] = pause,
+    ) -> None:
+        super().__init__(gpu, clock)
+        self.forward_seconds = forward_seconds
+        self.backward_seconds = backward_seconds
+        self.pause = pause
+
+    def create(self, partition: Partition, neighbours: Sequence[Partition] = ()) -> EmulatedStream:
+        return EmulatedStream(partition, neighbours, self.account, self)
+
+
+class _Sleeps(torch.autograd.Function):
+    """``x + weight``, whose forward and backward sleep on the thread's current stream."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, degree: int) -> torch.Tensor:
+        ctx.degree = degree
+        _current_stream().forward(degree)
+        return x + weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        _current_stream().backward(ctx.degree)
+        return grad, grad.sum(), None
+
+
+def _current_stream() -> EmulatedStream:
+    stream = getattr(_CURRENT, "stream", None)
+    if stream is None:
+        raise RuntimeError("an emulated module ran without a stream: use EmulatedStream.use()")
+    return stream
+
+
+class EmulatedModule(nn.Module):
+    """A module that sleeps on the stream that is current where its forward and its backward
+    are called. Computes ``x + weight``, with a single weight.
+
+    Args:
+        degree: GPUs that the module is replicated on.
+    """
+
+    def __init__(self, degree: int = 1) -> None:
+        super().__init__()
+        self.degree = degree
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Any shape to the same shape.
+
+        Raises:
+            RuntimeError: no emulated stream is current in this thread.
+        """
+        return _Sleeps.apply(x, self.weight, self.degree)

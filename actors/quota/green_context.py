@@ -1,0 +1,161 @@
+"""CUDA Green Contexts of one GPU through the driver's API (``cuda.bindings.driver``).
+
+The GPU's multiprocessors are split *once*, into groups of the smallest size, and a green context
+is made of a run of groups: resources of one descriptor may be several outputs of the same split
+(cuDevResourceGenerateDesc). That gives partitions of any number of groups, disjoint within every
+set, on every driver that has green contexts (12.4; unequal splits in one call came with 13.1).
+``cuda.core`` wraps the same calls, but gives one context one output of a split.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from raymm.actors.quota.partition import Multiprocessors, Partition
+
+OLDEST_DRIVER = 12040  # CUDA 12.4, as cuDriverGetVersion counts
+# CU_DEV_SM_RESOURCE_SPLIT_IGNORE_SM_COSCHEDULING; its enum has another name in every version.
+IGNORE_COSCHEDULING = 1
+# Where the driver does not say it: the smallest group by major compute capability, from the
+# driver API's chapter on green contexts, and without coscheduling.
+SMALLEST_GROUP = {6: 1, 7: 2, 8: 4}
+SMALLEST_GROUP_SINCE_9 = 8
+SMALLEST_INDEPENDENT_GROUP = 2
+
+
+class QuotaUnavailableError(RuntimeError):
+    """This machine cannot limit streams to a share of its GPU; the message says why."""
+
+
+class DriverError(RuntimeError):
+    """A call of the CUDA driver failed."""
+
+
+class GreenContexts:
+    """The green contexts of one device, and streams in them.
+
+    The device's primary context should be active before (it would be set up and torn down with
+    every green context otherwise). Not thread-safe.
+
+    Args:
+        driver: ``cuda.bindings.driver``.
+        ordinal: the device's number, as the driver and torch count.
+        capability: the device's major compute capability.
+        coscheduled: keep multiprocessors together that thread block clusters need together.
+            Otherwise groups are of 2, shares finer, and large clusters may not launch.
+
+    Raises:
+        QuotaUnavailableError: the driver is too old, or the GPU cannot be split.
+        DriverError: of the calls that split it.
+    """
+
+    def __init__(
+        self, driver: ModuleType, ordinal: int, capability: int, coscheduled: bool = True
+    ) -> None:
+        self._driver = driver
+        self._call("cuInit", 0)
+        version = self._call("cuDriverGetVersion")
+        if version < OLDEST_DRIVER:
+            raise QuotaUnavailableError(
+                f"the CUDA driver is version {version}; accepted: {OLDEST_DRIVER} (12.4) or newer"
+            )
+        self._device = self._call("cuDeviceGet", ordinal)
+        self._sms = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+        whole = self._call("cuDeviceGetDevResource", self._device, self._sms)
+        self._groups = self._split(whole, _granularity(whole, capability, coscheduled), coscheduled)
+        if not self._groups:
+            raise QuotaUnavailableError(
+                f"the {whole.sm.smCount} multiprocessors of GPU {ordinal} cannot be split"
+            )
+        self.gpu = Multiprocessors(whole.sm.smCount, self._groups[0].sm.smCount, len(self._groups))
+        self._contexts: dict[tuple[int, int], Any] = {}
+        self._streams: list[Any] = []
+
+    def _split(self, whole: Any, granularity: int, coscheduled: bool) -> list[Any]:
+        flags = 0 if coscheduled else IGNORE_COSCHEDULING
+        wanted = whole.sm.smCount // granularity
+        if wanted < 1:
+            return []
+        # The driver may make fewer groups than asked for, and larger ones.
+        groups, made, _ = self._call(
+            "cuDevSmResourceSplitByCount", wanted, whole, flags, granularity
+        )
+        return list(groups[:made])
+
+    def stream(self, partition: Partition) -> int:
+        """A new stream limited to a partition's multiprocessors, as an address. Partitions of
+        the same groups share a green context.
+
+        Raises:
+            DriverError: of the calls that make it; also if the context that the driver made
+                has another number of multiprocessors.
+        """
+        context = self._context(partition)
+        flags = self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+        stream = self._call("cuGreenCtxStreamCreate", context, int(flags), 0)
+        self._streams.append(stream)
+        return int(stream)
+
+    def _context(self, partition: Partition) -> Any:
+        key = (partition.first_group, partition.groups)
+        if key not in self._contexts:
+            first, count = key
+            parts = self._groups[first : first + count]
+            description = self._call("cuDevResourceGenerateDesc", parts, len(parts))
+            flags = self._driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
+            context = self._call("cuGreenCtxCreate", description, self._device, int(flags))
+            self._contexts[key] = context
+            made = self._call("cuGreenCtxGetDevResource", context, self._sms).sm.smCount
+            if made != partition.sms:
+                raise DriverError(
+                    f"cuGreenCtxCreate made a context of {made} multiprocessors for {partition}"
+                )
+        return self._contexts[key]
+
+    @property
+    def num_contexts(self) -> int:
+        """Green contexts that exist."""
+        return len(self._contexts)
+
+    def close(self) -> None:
+        """Destroy streams, then their contexts: a stream whose context is gone is detached.
+        All of it is tried; the first failure is raised at the end."""
+        failures = []
+        for name, handles in (
+            ("cuStreamDestroy", self._streams[::-1]),
+            ("cuGreenCtxDestroy", list(self._contexts.values())[::-1]),
+        ):
+            for handle in handles:
+                try:
+                    self._call(name, handle)
+                except DriverError as error:
+                    failures.append(error)
+        self._streams.clear()
+        self._contexts.clear()
+        if failures:
+            raise failures[0]
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """Results of a driver function: none, one, or a tuple."""
+        function = getattr(self._driver, name, None)
+        if function is None:
+            raise QuotaUnavailableError(
+                f"the installed cuda-python has no {name}; accepted: 12.6 or newer"
+            )
+        status, *results = function(*arguments)
+        if status != self._driver.CUresult.CUDA_SUCCESS:
+            raise DriverError(f"{name} failed: {getattr(status, 'name', status)}")
+        if len(results) > 1:
+            return tuple(results)
+        return results[0] if results else None
+
+
+def _granularity(whole: Any, capability: int, coscheduled: bool) -> int:
+    if not coscheduled:
+        return 1 if capability < 7 else SMALLEST_INDEPENDENT_GROUP
+    # Fields that CUDA 13 added: older drivers leave them 0, older bindings do not have them.
+    said = max(
+        getattr(whole.sm, "minSmPartitionSize", 0), getattr(whole.sm, "smCoscheduledAlignment", 0)
+    )
+    return said or SMALLEST_GROUP.get(capability, SMALLEST_GROUP_SINCE_9)

@@ -1,0 +1,300 @@
+"""Modules of one process side by side, each in its own thread on its own stream.
+
+The host never waits for the device: a stream waits for the events of what its work consumes,
+and every result has an event. Numbers are those of the same works one after another
+(:func:`one_after_another`), whatever turns threads take:
+
+- modules share no parameters, so that no two threads add to the same gradient
+  (:func:`check_no_shared_parameters`);
+- a thread's settings are its caller's (:mod:`.thread_settings`);
+- works that draw random numbers take turns (:mod:`.generators`);
+- on a GPU, backward operators run on the stream of their forward, and ``backward()`` is called
+  in the module's own thread with that stream current: both have the same partition.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from raymm.actors.quota.backend import QuotaStream
+from raymm.actors.quota.generators import Turn, generator_state
+from raymm.actors.quota.pool import StreamSet
+from raymm.actors.quota.thread_settings import ThreadSettings
+from raymm.actors.quota.work import Output, Work, tensors_in
+from raymm.actors.quota.worker import Task, Worker
+
+# How long a stage may take before its modules count as stuck.
+STAGE_TIMEOUT_SECONDS = 600.0
+# How long a thread that has nothing to do may take to end.
+CLOSE_TIMEOUT_SECONDS = 5.0
+
+
+class ModuleError(RuntimeError):
+    """A module's work raised; the cause is what it raised.
+
+    Attributes:
+        module: whose work.
+    """
+
+    def __init__(self, module: str, cause: BaseException) -> None:
+        super().__init__(f"module {module!r} failed: {type(cause).__name__}: {cause}")
+        self.module = module
+
+
+class ModuleTimeoutError(TimeoutError):
+    """Modules did not end in time. Their threads may still run: nothing more can be.
+
+    Attributes:
+        modules: that did not end.
+    """
+
+    def __init__(self, modules: tuple[str, ...], seconds: float) -> None:
+        super().__init__(
+            f"modules {', '.join(map(repr, modules))} did not end within {seconds:g} s"
+        )
+        self.modules = modules
+
+
+class UndeclaredRandomnessError(RuntimeError):
+    """Random numbers were drawn by work that said it draws none: they, or those of modules
+    beside it, depend on how threads took turns."""
+
+
+class SideBySide:
+    """The threads of one process's modules. Reused from step to step, made as modules come.
+
+    Args:
+        timeout: seconds that the works of one :meth:`run` may take to be issued (on a CPU, to
+            be done).
+    """
+
+    def __init__(self, timeout: float = STAGE_TIMEOUT_SECONDS) -> None:
+        self._timeout = timeout
+        self._workers: dict[str, Worker] = {}
+        self._running = threading.Lock()
+        self._unusable: str | None = None
+
+    def run(self, streams: StreamSet, works: Mapping[str, Work]) -> dict[str, Output]:
+        """Run works side by side, each on its module's stream of the set.
+
+        They come after what the calling thread has issued on its current stream. Returns when
+        all have been issued, on a CPU: when all are done.
+
+        Args:
+            streams: of the modules; may have more than there are works.
+            works: by module.
+
+        Returns:
+            What they returned, in the same order.
+
+        Raises:
+            ModuleError: of the first module, in the order of ``works``, whose work raised; after
+                all have ended. Failures of others are its notes.
+            ModuleTimeoutError: some did not end in time.
+            UndeclaredRandomnessError: see :attr:`Work.draws`.
+            ValueError: no stream for a module, or a backward on another partition than its
+                forward's.
+            RuntimeError: after a timeout, after :meth:`close`, or from within a work.
+        """
+        _check(streams, works)
+        with self._exclusively():
+            issued = streams.backend.current().record()
+            settings = ThreadSettings.capture()
+            turns = _Turns(self._timeout)
+            tasks = {
+                module: self._worker(module).submit(
+                    partial(_perform, module, work, streams, issued, settings, turns.next(work))
+                )
+                for module, work in works.items()
+            }
+            self._wait(tasks)
+        _raise_first({module: task.error for module, task in tasks.items()})
+        turns.check()
+        return {module: task.result for module, task in tasks.items()}
+
+    @contextlib.contextmanager
+    def _exclusively(self) -> Iterator[None]:
+        if self._unusable is not None:
+            raise RuntimeError(f"modules cannot run side by side any more: {self._unusable}")
+        if not self._running.acquire(blocking=False):
+            raise RuntimeError("modules already run side by side: run() was called during run()")
+        try:
+            yield
+        finally:
+            self._running.release()
+
+    def _worker(self, module: str) -> Worker:
+        if module not in self._workers:
+            self._workers[module] = Worker(module)
+        return self._workers[module]
+
+    def _wait(self, tasks: Mapping[str, Task]) -> None:
+        deadline = time.monotonic() + self._timeout
+        try:
+            for task in tasks.values():
+                task.done.wait(max(0.0, deadline - time.monotonic()))
+        finally:
+            # Also where the wait was interrupted from outside.
+            late = tuple(module for module, task in tasks.items() if not task.done.is_set())
+            if late:
+                self._unusable = f"modules {', '.join(map(repr, late))} did not end"
+        if late:
+            raise ModuleTimeoutError(late, self._timeout)
+
+    def close(self) -> None:
+        """End the threads. Those that are stuck are left behind; they do not keep the process
+        from ending. Closing twice does nothing."""
+        self._unusable = self._unusable or "they were closed"
+        workers, self._workers = self._workers, {}
+        deadline = time.monotonic() + CLOSE_TIMEOUT_SECONDS
+        for worker in workers.values():
+            worker.close(max(0.0, deadline - time.monotonic()))
+
+    def __enter__(self) -> SideBySide:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def one_after_another(streams: StreamSet, works: Mapping[str, Work]) -> dict[str, Output]:
+    """What :meth:`SideBySide.run` does, in the calling thread, in the order of ``works``:
+    the same numbers.
+
+    Raises:
+        ModuleError: at the first module whose work raises.
+        ValueError: as :meth:`SideBySide.run`.
+    """
+    _check(streams, works)
+    settings = ThreadSettings.capture()
+    found = {}
+    for module, work in works.items():
+        issued = streams.backend.current().record()
+        try:
+            found[module] = _perform(
+                module, work, streams, issued, settings, contextlib.nullcontext()
+            )
+        except Exception as error:
+            raise ModuleError(module, error) from error
+    return found
+
+
+def check_no_shared_parameters(modules: Mapping[str, nn.Module]) -> None:
+    """Modules that run side by side must not have parameters or buffers in common: two threads
+    would add to one gradient, or update one buffer, in whatever order.
+
+    Raises:
+        ValueError: two have one in common, by name.
+    """
+    owners: dict[int, tuple[str, str]] = {}
+    for module, one in modules.items():
+        named = [*one.named_parameters(), *one.named_buffers()]
+        for name, tensor in named:
+            owner, its_name = owners.setdefault(id(tensor), (module, name))
+            if owner != module:
+                raise ValueError(
+                    f"{name!r} of module {module!r} is {its_name!r} of module {owner!r}; "
+                    "accepted: modules that share nothing run side by side"
+                )
+
+
+class _Turns:
+    """Turns at the generators, and whether anybody drew out of turn."""
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._last: Turn | None = None
+        self._before: tuple[object, ...] | None = None
+
+    def next(self, work: Work) -> contextlib.AbstractContextManager[None]:
+        if not work.draws:
+            if self._before is None:
+                self._before = generator_state()
+            return contextlib.nullcontext()
+        self._last = Turn(self._last, self._timeout)
+        return self._last
+
+    def check(self) -> None:
+        """With works that draw beside others it cannot be told who drew."""
+        if self._last is None and self._before not in (None, generator_state()):
+            raise UndeclaredRandomnessError(
+                "random numbers were drawn by a work with draws=False; accepted: draws=True"
+            )
+
+
+def _check(streams: StreamSet, works: Mapping[str, Work]) -> None:
+    for module, work in works.items():
+        if module not in streams.streams:
+            raise ValueError(
+                f"works name module {module!r}; accepted: those of set {streams.name!r}, "
+                f"{', '.join(streams.streams)}"
+            )
+        forward = work.backward_of
+        here = streams.streams[module].partition
+        if forward is not None and not _same_place(forward.stream.partition, here):
+            raise ValueError(
+                f"the backward of {module!r} is to run on {here}, but autograd runs it where its "
+                f"forward ran, on {forward.stream.partition}; accepted: the same partition"
+            )
+
+
+def _same_place(one: Any, other: Any) -> bool:
+    def place(partition: Any) -> tuple[int, int, bool]:
+        return partition.first_group, partition.groups, partition.whole
+
+    return place(one) == place(other)
+
+
+def _perform(
+    module: str,
+    work: Work,
+    streams: StreamSet,
+    issued: Any,
+    settings: ThreadSettings,
+    turn: contextlib.AbstractContextManager[None],
+) -> Output:
+    """One work, in its module's thread."""
+    stream = streams.streams[module]
+    # The turn first: while it waits, the module holds no partition.
+    with turn, settings.applied(), stream.use():
+        stream.wait(issued)
+        if work.backward_of is not None:
+            stream.wait(work.backward_of.event)
+        arguments = [_consume(stream, one) for one in work.consumes]
+        if work.seed is not None:
+            torch.manual_seed(work.seed)
+        value = work.run(*arguments)
+        return Output(module, value, stream, stream.record(), streams.backend)
+
+
+def _consume(stream: QuotaStream, consumed: Any) -> Any:
+    if isinstance(consumed, Output):
+        stream.wait(consumed.event)
+        consumed = consumed.value
+    stream.keep(tensors_in(consumed))
+    return consumed
+
+
+def _raise_first(errors: Mapping[str, BaseException | None]) -> None:
+    failed = {module: error for module, error in errors.items() if error is not None}
+    if not failed:
+        return
+    (module, cause), *others = failed.items()
+    error = ModuleError(module, cause)
+    for other, its in others:
+        error.add_note(f"module {other!r} failed as well: {type(its).__name__}: {its}")
+    raise error from cause
