@@ -69,6 +69,13 @@ def check_tools(config: DataConfig) -> None:
         TextEncoder(load_tokenizer(config.tokenizer), config.max_length, config.modalities)
 
 
+def most_groups(config: DataConfig, indices: Sequence[int] | Sequence[Sequence[int]]) -> int:
+    """Microbatches of a step of these samples if none is skipped; otherwise fewer."""
+    if is_grouped(indices):
+        return len(indices)
+    return -(-len(indices) // (config.batch_size // config.microbatches))
+
+
 class StepBuilder:
     """Reads, decodes, tokenizes and collates the samples of a step.
 
@@ -151,8 +158,7 @@ class StepBuilder:
             skipped = [one for _, left_out in encoded for one in left_out]
             return [samples for samples, _ in encoded if samples], skipped
         samples, skipped = self._encode_all(group_by_modality(indices, self.dataset.counts))
-        size = self.config.batch_size // self.config.microbatches
-        return split_evenly(samples, -(-len(indices) // size)), skipped
+        return split_evenly(samples, most_groups(self.config, indices)), skipped
 
     def _encode_all(self, indices: Sequence[int]) -> tuple[list[EncodedSample], list[Skipped]]:
         samples, skipped = [], []

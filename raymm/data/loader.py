@@ -9,14 +9,14 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from raymm.data.batching import Sampler, training_sampler
-from raymm.data.builder import Skipped, StepBuilder, check_tools
+from raymm.data.builder import Skipped, StepBuilder, check_tools, most_groups
 from raymm.data.collate import MicrobatchMeta
 from raymm.data.config import DataConfig
 from raymm.data.errors import DataError
 from raymm.data.readers import Dataset
 from raymm.data.sampler import EpochSampler, State, flat
 from raymm.data.sources import open_split
-from raymm.data.worker import StoredStep, start_worker
+from raymm.data.worker import StoredStep, part_names, start_worker
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,12 @@ class Step:
     Attributes:
         index: from 0, counted from where the loader started.
         microbatches: from ``StepLoader``, {"text": ref, modality: ref} (``ray.get`` of a ref
-            gives a dict of tensors; ``join_parts`` makes the microbatch of the parts); from
-            ``local_steps``, the microbatches themselves.
+            gives a dict of tensors; ``join_parts`` makes the microbatch of the parts), valid as
+            long as the refs are held; from ``local_steps``, the microbatches themselves.
         meta: one per microbatch.
         state_after: data position to resume at after this step.
         skipped: samples left out (``on_error: skip``).
-        owner: keeps alive the worker that owns the references, so hold the ``Step`` until its
-            tensors have been fetched.
+        owner: the worker that built the step.
     """
 
     index: int
@@ -104,6 +103,7 @@ class StepLoader:
         self.config, self.path, self.num_samples = config, dataset.path, len(dataset)
         self._plan = enumerate(_plan(config, dataset, split, start_state, steps, sampler))
         stored = ray.put(dataset)
+        self._names = part_names(config)
         self._workers = [start_worker(config, stored, shuffled) for _ in range(config.num_workers)]
         self._pending: deque = deque()
 
@@ -115,16 +115,18 @@ class StepLoader:
         if not self._pending:
             self.close()
             raise StopIteration
-        index, indices, state_after, ref = self._pending.popleft()
+        index, indices, state_after, (ref, *parts) = self._pending.popleft()
         stored = self._wait(index, indices, ref)
         self._fill()
-        worker = self._worker(index)
-        return Step(index, stored.parts, stored.meta, state_after, stored.skipped, worker)
+        microbatches = self._microbatches(stored.meta, parts)
+        return Step(
+            index, microbatches, stored.meta, state_after, stored.skipped, self._worker(index)
+        )
 
     def close(self) -> None:
-        """Let go of the workers; they end when the last ``Step`` they own is dropped."""
+        """Let go of the workers; they end when the last ``Step`` they built is dropped."""
         # Ray may have ended before a generator that holds this: cancelling would start another.
-        for *_, ref in self._pending if ray.is_initialized() else ():
+        for *_, (ref, *_) in self._pending if ray.is_initialized() else ():
             ray.cancel(ref)  # a worker that never started would wait for a place to do it
         self._pending.clear()
         self._plan = iter(())
@@ -142,8 +144,25 @@ class StepLoader:
     def _fill(self) -> None:
         room = self.config.prefetch_steps - len(self._pending)
         for index, (indices, state_after) in islice(self._plan, max(room, 0)):
-            ref = self._worker(index).load.remote(indices)
-            self._pending.append((index, indices, state_after, ref))
+            groups = most_groups(self.config, indices)
+            load = self._worker(index).load.options(num_returns=1 + groups * len(self._names))
+            self._pending.append((index, indices, state_after, load.remote(indices, groups)))
+
+    def _microbatches(
+        self, meta: Sequence[MicrobatchMeta], refs: Sequence[ray.ObjectRef]
+    ) -> list[dict[str, ray.ObjectRef]]:
+        """Each microbatch's own parts, of the refs of all that there might have been."""
+        width = len(self._names)
+        return [
+            {
+                name: ref
+                for name, ref in zip(
+                    self._names, refs[number * width : (number + 1) * width], strict=True
+                )
+                if name in one.shapes
+            }
+            for number, one in enumerate(meta)
+        ]
 
     def _wait(self, index: int, indices: Sequence, ref: ray.ObjectRef) -> StoredStep:
         who = f"data worker {index % self.config.num_workers} of {self.config.num_workers}"

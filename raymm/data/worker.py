@@ -1,4 +1,9 @@
-"""The Ray actor that builds steps and leaves their tensors in the object store."""
+"""The Ray actor that builds steps and hands their tensors to the object store.
+
+Every part of a microbatch is one of the values that a call returns, not an object that the worker
+puts: the caller then owns it, so it outlives the worker, no process has to ask another one for it,
+and small ones (text) travel in the reply. Against puts that saves a third of what Ray takes.
+"""
 
 import os
 import sys
@@ -19,15 +24,19 @@ from raymm.data.readers import Dataset
 
 @dataclass(frozen=True)
 class StoredStep:
-    """A built step whose tensors are references; ``parts`` as from ``split_parts``."""
+    """What the driver gets to see of a built step; its tensors are the call's other results."""
 
-    parts: list[dict[str, ray.ObjectRef]]
     meta: list[MicrobatchMeta]
     skipped: list[Skipped]
 
 
+def part_names(config: DataConfig) -> list[str]:
+    """The parts that a microbatch may have, in the order in which they are returned."""
+    return ["text", *config.modalities]
+
+
 class DataWorker:
-    """Builds steps. It owns the objects it stores, so they live no longer than it does.
+    """Builds steps.
 
     Args:
         config: the data configuration.
@@ -54,23 +63,33 @@ class DataWorker:
         return os.getpid()
 
     def load(
-        self, indices: Sequence[int] | Sequence[Sequence[int]]
-    ) -> StoredStep | DataError:
-        """``StepBuilder.build``. Errors are returned, because Ray would wrap one that is raised."""
+        self, indices: Sequence[int] | Sequence[Sequence[int]], groups: int
+    ) -> tuple[StoredStep | DataError | StoredTensors | None, ...]:
+        """``StepBuilder.build``: call it with ``num_returns = 1 + groups * len(part_names)``.
+
+        Args:
+            indices: as for ``StepBuilder.build``.
+            groups: as many microbatches as there may be (``most_groups``).
+
+        Returns:
+            The step, then the parts of one microbatch after the other, None for what it lacks.
+            An error comes in the step's place, because Ray would wrap one that is raised.
+        """
+        names = part_names(self._builder.config)
+        parts: list[StoredTensors | None] = [None] * (groups * len(names))
         try:
             built = self._builder.build(indices, self._shuffled)
-            parts = [
-                {name: ray.put(StoredTensors(part)) for name, part in split_parts(mb).items()}
-                for mb in built.microbatches
-            ]
-            return StoredStep(parts, built.meta, built.skipped)
+            for number, microbatch in enumerate(built.microbatches):
+                for name, part in split_parts(microbatch).items():
+                    parts[number * len(names) + names.index(name)] = StoredTensors(part)
+            return StoredStep(built.meta, built.skipped), *parts
         except DataError as error:
             error.__cause__ = error.__context__ = None  # may not be picklable
-            return error
+            return error, *parts
         except Exception as error:
             failure = DataError(f"a data worker failed: {type(error).__name__}: {error}")
             failure.add_note(traceback.format_exc())
-            return failure
+            return failure, *parts
 
 
 def start_worker(
