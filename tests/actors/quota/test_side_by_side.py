@@ -1,0 +1,473 @@
+"""Modules side by side: the numbers of one after another, whatever turns threads take."""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from raymm.actors.quota import (
+    AccountingBackend,
+    EmulatedBackend,
+    EmulatedModule,
+    ModuleError,
+    ModuleTimeoutError,
+    SideBySide,
+    StreamPool,
+    UndeclaredRandomnessError,
+    Work,
+    check_no_shared_parameters,
+    one_after_another,
+)
+from raymm.actors.quota.work import tensors_in
+
+MODULES = ("vision", "audio", "touch")
+QUOTAS = {module: 0.33 for module in MODULES}
+# A rendezvous that never comes about fails the test instead of hanging it.
+MEET_SECONDS = 60
+
+
+@pytest.fixture
+def streams():
+    with StreamPool(AccountingBackend(), {"s": QUOTAS}) as pool:
+        yield pool.select("s")
+
+
+@pytest.fixture
+def side():
+    with SideBySide() as one:
+        yield one
+
+
+class Net(nn.Module):
+    """Dropout, a recomputed layer with dropout, numpy's and Python's generators."""
+
+    def __init__(self, width, waits):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.waits = waits
+
+    def forward(self, x):
+        for index, layer in enumerate(self.layers):
+            # Threads take turns where one sleeps.
+            time.sleep(self.waits[index])
+            if index == 1:
+                x = checkpoint(self.recomputed, layer, x, use_reentrant=False)
+            else:
+                x = nn.functional.dropout(torch.tanh(layer(x)), 0.4, self.training)
+            x = x * (1 + 0.1 * np.random.rand() + 0.1 * random.random())
+        return x
+
+    def recomputed(self, layer, x):
+        return nn.functional.dropout(torch.relu(layer(x)), 0.3, self.training)
+
+
+def models():
+    torch.manual_seed(5)
+    waits = [(0.0, 2e-3, 0.0), (1e-3, 0.0, 1e-3), (0.0, 0.0, 2e-3)]
+    return {m: Net(16 + 8 * i, waits[i]) for i, m in enumerate(MODULES)}
+
+
+def train(models, streams, run, steps, seeded):
+    """Forwards as one stage, backwards as the next, with gradients that add up."""
+    torch.manual_seed(1)
+    np.random.seed(1)
+    random.seed(1)
+    found = []
+    for step in range(steps):
+        inputs = {m: torch.full((4, net.layers[0].in_features), 0.5) for m, net in models.items()}
+        forwards = run(
+            streams,
+            {
+                m: Work(net, (inputs[m],), seed=7 * step + i if seeded else None)
+                for i, (m, net) in enumerate(models.items())
+            },
+        )
+        run(
+            streams,
+            {
+                m: Work(lambda y: y.square().sum().backward(), (out,), backward_of=out)
+                for m, out in forwards.items()
+            },
+        )
+        found += [out.get().detach().clone() for out in forwards.values()]
+    for net in models.values():
+        found += [p.grad for p in net.parameters()]
+    return [*found, torch.get_rng_state()]
+
+
+def plain(models, streams, steps, seeded):
+    """The same without any of the package."""
+
+    def run(_, works):
+        results = {}
+        for module, work in works.items():
+            if work.seed is not None:
+                torch.manual_seed(work.seed)
+            args = [a.value if hasattr(a, "value") else a for a in work.consumes]
+            results[module] = work.run(*args)
+        return {m: Plain(v) for m, v in results.items()}
+
+    return train(models, streams, run, steps, seeded)
+
+
+class Plain:
+    def __init__(self, value):
+        self.value = value
+
+    def get(self):
+        return self.value
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+def test_bit_identical_to_one_after_another(streams, side, seeded):
+    one = models()
+    others = [copy.deepcopy(one) for _ in range(2)]
+    wanted = plain(one, streams, 5, seeded)
+    for run, net in zip((side.run, one_after_another), others, strict=True):
+        found = train(net, streams, run, 5, seeded)
+        assert len(found) == len(wanted)
+        for a, b in zip(found, wanted, strict=True):
+            assert torch.equal(a, b)
+    assert any(p.abs().sum() > 0 for p in wanted[-7:-1])
+
+
+def meeting(parties):
+    barrier = threading.Barrier(parties)
+    return lambda *_: barrier.wait(MEET_SECONDS) is not None
+
+
+def test_works_that_draw_nothing_run_at_the_same_time(streams, side):
+    """Every one of them waits for the others."""
+    meet = meeting(len(MODULES))
+    found = side.run(streams, {m: Work(meet, draws=False) for m in MODULES})
+    assert list(found) == list(MODULES) and all(out.value for out in found.values())
+    account = streams.backend.account
+    assert account.seconds_together("vision", "audio") > 0
+    assert account.most_sms == sum(s.partition.sms for s in streams.streams.values())
+
+
+def test_works_that_draw_take_turns_in_order(streams, side):
+    for order in (MODULES, MODULES[::-1]):
+        log = []
+
+        def run(module, log=log):
+            log.append(module)
+            time.sleep(1e-3)
+            log.append(module)
+
+        side.run(streams, {m: Work(run, (m,)) for m in order})
+        assert log == [m for m in order for _ in range(2)]
+        assert streams.backend.account.seconds_together(order[0], order[1]) == 0.0
+
+
+def test_drawing_beside_works_that_draw_nothing(streams, side):
+    """Only those that draw wait for each other."""
+    meet = meeting(2)
+    found = side.run(
+        streams,
+        {
+            "vision": Work(meet, draws=False),
+            "audio": Work(lambda: torch.rand(3), seed=3),
+            "touch": Work(lambda: (meet(), torch.rand(3))[1], seed=4),
+        },
+    )
+    for module, seed in (("audio", 3), ("touch", 4)):
+        wanted = torch.rand(3, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(found[module].get(), wanted)
+
+
+def test_undeclared_draws_are_found(streams, side):
+    with pytest.raises(UndeclaredRandomnessError, match="draws=False; accepted: draws=True"):
+        side.run(streams, {"audio": Work(lambda: torch.rand(1), draws=False)})
+    own = torch.Generator().manual_seed(0)
+    side.run(streams, {"audio": Work(lambda: torch.rand(1, generator=own), draws=False)})
+
+
+def test_a_seed_of_work_that_draws_nothing_is_refused():
+    with pytest.raises(ValueError, match="seed is 3 of work that draws nothing"):
+        Work(print, draws=False, seed=3)
+
+
+def test_outputs_of_earlier_stages_are_consumed(streams, side):
+    first = side.run(streams, {m: Work(lambda m=m: {"x": torch.ones(2), "m": m}) for m in MODULES})
+    joined = side.run(
+        streams,
+        {"audio": Work(lambda a, b, c: a["x"] + b["x"] + c, (first["vision"], first["touch"], 2))},
+    )
+    assert joined["audio"].get().tolist() == [4, 4]
+
+
+class Ordered(AccountingBackend):
+    """Streams that log what they are told, and the events of which know their stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.log = []
+
+    def create(self, partition, neighbours=()):
+        return self.logged(super().create(partition, neighbours), partition.module)
+
+    def current(self):
+        return self.logged(super().current(), "caller")
+
+    def logged(self, stream, name):
+        stream.record = lambda: self.log.append((name, "records")) or f"event of {name}"
+        stream.wait = lambda event: self.log.append((name, "waits for", event))
+        stream.keep = lambda tensors: self.log.append((name, "keeps", len(list(tensors))))
+        return stream
+
+
+def test_streams_wait_for_events_and_keep_what_they_read(side):
+    backend = Ordered()
+    streams = StreamPool(backend, {"s": QUOTAS}).select("s")
+    x = torch.ones(2)
+    out = side.run(streams, {"vision": Work(lambda x: (x, [x]), (x,))})["vision"]
+    assert backend.log == [
+        ("caller", "records"),
+        ("vision", "waits for", "event of caller"),
+        ("vision", "keeps", 1),
+        ("vision", "records"),
+    ]
+    backend.log.clear()
+    side.run(streams, {"audio": Work(lambda pair: None, (out,))})
+    assert backend.log == [
+        ("caller", "records"),
+        ("audio", "waits for", "event of caller"),
+        ("audio", "waits for", "event of vision"),
+        ("audio", "keeps", 2),
+        ("audio", "records"),
+    ]
+    backend.log.clear()
+    side.run(streams, {"vision": Work(lambda: None, backward_of=out)})
+    assert ("vision", "waits for", "event of vision") in backend.log
+    backend.log.clear()
+    out.get()
+    streams.join()
+    assert backend.log[:2] == [("caller", "waits for", "event of vision"), ("caller", "keeps", 2)]
+    assert backend.log[2:] == [
+        entry
+        for m in MODULES
+        for entry in ((m, "records"), ("caller", "waits for", f"event of {m}"))
+    ]
+
+
+@dataclass
+class Message:
+    tensors: tuple
+    side: dict
+
+
+def test_tensors_are_found_where_they_are_handed_over():
+    a, b, c = (torch.zeros(i) for i in range(3))
+    nested = [Message((a,), {"b": b}), {"c": (c, 3)}, "text", None, Message]
+    assert [t.numel() for t in tensors_in(nested)] == [0, 1, 2]
+
+
+def test_a_backward_elsewhere_than_its_forward_is_refused(side):
+    pool = StreamPool(
+        AccountingBackend(),
+        {"s": QUOTAS, "t": {"vision": 0.5}, "u": {"vision": 0.33, "other": 0.5}},
+    )
+    out = side.run(pool.select("s"), {"vision": Work(lambda: 1)})["vision"]
+    ran = []
+    work = Work(ran.append, (1,), backward_of=out)
+    with pytest.raises(ValueError, match="backward of 'vision' is to run on .*'vision'.*same"):
+        side.run(pool.select("t"), {"vision": work})
+    assert not ran
+    side.run(pool.select("u"), {"vision": work})  # the same groups
+    assert ran == [1]
+
+
+def test_a_module_without_a_stream_is_refused(streams, side):
+    for run in (side.run, one_after_another):
+        with pytest.raises(ValueError, match="name module 'llm'; accepted: those of set 's'"):
+            run(streams, {"llm": Work(print)})
+
+
+def test_exceptions_name_the_module_after_all_have_ended(streams, side):
+    ended = []
+
+    def fails(text):
+        raise KeyError(text)
+
+    def slow():
+        time.sleep(0.02)
+        ended.append("audio")
+
+    works = {
+        "vision": Work(fails, ("a",), draws=False),
+        "audio": Work(slow, draws=False),
+        "touch": Work(fails, ("b",), draws=False),
+    }
+    with pytest.raises(ModuleError, match="module 'vision' failed: KeyError: 'a'") as caught:
+        side.run(streams, works)
+    assert ended == ["audio"]
+    assert caught.value.module == "vision" and isinstance(caught.value.__cause__, KeyError)
+    assert caught.value.__notes__ == ["module 'touch' failed as well: KeyError: 'b'"]
+    # Those that draw pass their turn on, and the threads can be used again.
+    ended.clear()
+    works = {"vision": Work(fails, ("a",)), "audio": Work(slow), "touch": Work(fails, ("b",))}
+    with pytest.raises(ModuleError, match="module 'vision' failed"):
+        side.run(streams, works)
+    assert ended == ["audio"]
+    assert side.run(streams, {"vision": Work(lambda: 3)})["vision"].get() == 3
+    with pytest.raises(ModuleError, match="module 'vision' failed: KeyError"):
+        one_after_another(streams, works)
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_module_that_does_not_end_is_named(streams, draws):
+    side, release = SideBySide(timeout=0.05), threading.Event()
+    works = {
+        "vision": Work(lambda: 1, draws=False),
+        "audio": Work(lambda: release.wait(MEET_SECONDS), draws=draws),
+    }
+    try:
+        with pytest.raises(ModuleTimeoutError, match=r"'audio' did not end within 0\.05 s") as late:
+            side.run(streams, works)
+        assert late.value.modules == ("audio",)
+        with pytest.raises(RuntimeError, match="any more: modules 'audio' did not end"):
+            side.run(streams, {"vision": Work(lambda: 1)})
+    finally:
+        release.set()
+        side.close()
+
+
+def test_running_within_a_work_is_refused(streams, side):
+    inner = {"audio": Work(lambda: 1, draws=False)}
+    with pytest.raises(ModuleError, match="run\\(\\) was called during run\\(\\)"):
+        side.run(streams, {"vision": Work(side.run, (streams, inner), draws=False)})
+
+
+def names():
+    return sorted(t.name for t in threading.enumerate() if t.name.startswith("side-by-side"))
+
+
+def test_threads_are_reused_and_none_is_left(streams):
+    assert not names()
+    side, seen = SideBySide(), set()
+    for step in range(100):
+        chosen = MODULES[: 1 + step % 3]
+        works = {m: Work(threading.get_ident, draws=False) for m in chosen}
+        seen |= {(m, out.get()) for m, out in side.run(streams, works).items()}
+        assert len(names()) <= len(MODULES)
+    assert len(seen) == len(MODULES)
+    assert names() == sorted(f"side-by-side-{m}" for m in MODULES)
+    side.close()
+    side.close()
+    assert not names()
+    with pytest.raises(RuntimeError, match="any more: they were closed"):
+        side.run(streams, {"vision": Work(lambda: 1)})
+
+
+def test_results_are_not_kept_alive(streams, side):
+    import gc
+    import weakref
+
+    out = side.run(streams, {"vision": Work(lambda x: x + 1, (torch.ones(3),))})["vision"]
+    watched = weakref.ref(out.value)
+    del out
+    gc.collect()
+    assert watched() is None
+
+
+def probe():
+    x = torch.ones(2, 2, requires_grad=True)
+    return {
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "dtype": (x @ x).dtype,
+        "records": (x @ x).requires_grad,
+        "device": torch.empty(1).device.type,
+        "multithreaded": torch._C._is_multithreading_enabled(),
+        "float": torch.empty(1).dtype,
+    }
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        torch.enable_grad,
+        torch.no_grad,
+        torch.inference_mode,
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: torch.autocast("cpu", torch.float16, cache_enabled=False),
+        lambda: torch.autograd.set_multithreading_enabled(False),
+        lambda: torch.device("meta"),
+    ],
+    ids=["grad", "no_grad", "inference", "bf16", "f16", "one_thread", "meta"],
+)
+def test_threads_have_the_settings_of_their_caller(streams, side, settings):
+    default = probe()
+    with settings():
+        wanted = probe()
+        found = side.run(streams, {m: Work(probe) for m in MODULES})
+    assert [out.get() for out in found.values()] == [wanted] * 3
+    again = side.run(streams, {"vision": Work(probe)})
+    assert again["vision"].get() == default, "settings stay in a thread"
+
+
+def test_autocast_of_a_weight_used_twice_does_not_depend_on_the_others(streams, side):
+    """Casts are not cached: another thread leaving autocast would empty the cache."""
+    nets = {m: nn.Linear(8, 8) for m in MODULES}
+    meet = meeting(len(MODULES))
+
+    def step(net):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = net(torch.ones(2, 8))
+            meet()
+            y = net(y)
+        meet()
+        y.float().sum().backward()
+        return net.weight.grad.clone()
+
+    works = {m: Work(step, (net,), draws=False) for m, net in nets.items()}
+    found = side.run(streams, works)
+    meet = lambda: None  # noqa: E731
+    for module, net in nets.items():
+        net.zero_grad()
+        alone = one_after_another(streams, {module: Work(step, (net,), draws=False)})
+        assert torch.equal(found[module].get(), alone[module].get())
+
+
+def test_shared_parameters_are_refused():
+    a, b = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
+    check_no_shared_parameters({"a": a, "b": b})
+    b[0].bias = a.bias
+    with pytest.raises(ValueError, match="'0.bias' of module 'b' is 'bias' of module 'a'"):
+        check_no_shared_parameters({"a": a, "b": b})
+    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    tied[1].weight = tied[0].weight  # within a module
+    check_no_shared_parameters({"a": a, "tied": tied})
+
+
+def test_emulated_modules_overlap(side):
+    """Both are asleep at the same time, forward and backward."""
+    meet = meeting(2)
+    seconds = {"vision": 0.25, "audio": 0.5}
+    backend = EmulatedBackend(
+        lambda module, *_: seconds[module], lambda module, *_: 2 * seconds[module],
+        pause=lambda s: (meet(), slept.append(s)),
+    )  # fmt: skip
+    slept: list[float] = []
+    with StreamPool(backend, {"s": {"vision": 0.5, "audio": 0.5}}) as pool:
+        streams = pool.select("s")
+        nets = {m: EmulatedModule() for m in seconds}
+        outs = side.run(streams, {m: Work(n, (torch.ones(2),), draws=False)
+                                  for m, n in nets.items()})  # fmt: skip
+        assert sorted(slept) == [0.25, 0.5]
+        side.run(streams, {m: Work(lambda y: y.sum().backward(), (o,), draws=False, backward_of=o)
+                           for m, o in outs.items()})  # fmt: skip
+    assert sorted(slept) == [0.25, 0.5, 0.5, 1.0]
+    assert backend.account.seconds_together("vision", "audio") > 0
+    assert all(net.weight.grad == 2 for net in nets.values())
