@@ -86,13 +86,22 @@ class CudaBackend:
             coscheduled,
         )
         self.gpu = self._contexts.gpu
+        self._streams: dict[tuple[str, int, int, bool], torch.cuda.Stream] = {}
 
     def create(self, partition: Partition, neighbours: Sequence[Partition] = ()) -> CudaQuotaStream:
+        """A stream on a partition. A module's partitions of the same groups, in different sets,
+        are one stream: cuBLAS keeps a workspace (32 MiB on an H100) for every stream, and
+        autograd's backward finds the stream of its forward."""
+        key = (partition.module, partition.first_group, partition.groups, partition.whole)
+        if key not in self._streams:
+            self._streams[key] = self._new_stream(partition)
+        return CudaQuotaStream(partition, self._streams[key])
+
+    def _new_stream(self, partition: Partition) -> torch.cuda.Stream:
         if partition.whole:
-            return CudaQuotaStream(partition, torch.cuda.Stream(self.device))
+            return torch.cuda.Stream(self.device)
         address = self._contexts.stream(partition)
-        stream = torch.cuda.ExternalStream(address, device=self.device)
-        return CudaQuotaStream(partition, stream)
+        return torch.cuda.ExternalStream(address, device=self.device)
 
     def current(self) -> CudaStream:
         return CudaStream(torch.cuda.current_stream(self.device))
@@ -110,6 +119,11 @@ class CudaBackend:
         part in must be gone before.
         """
         torch.cuda.synchronize(self.device)
+        self._streams.clear()
+        # Not public in torch 2.13; without it the workspaces of ended streams stay allocated.
+        clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+        if clear_workspaces is not None:
+            clear_workspaces()
         torch.cuda.empty_cache()
         self._contexts.close()
 

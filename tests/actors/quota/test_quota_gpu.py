@@ -1,0 +1,165 @@
+"""SM-quota streams on a GPU. Where there is none, its control flow with stand-ins for torch's
+streams and the driver."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_driver import FakeDriver
+from torch import nn
+
+from benchmarks import quota_gpu as benchmark
+from raymm.actors.quota import CudaBackend, SideBySide, StreamPool, Work, one_after_another
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+SETS = {"encoders": {"vision": 0.6, "audio": 0.4}, "llm": {"llm": 1.0}, "alone": {"vision": 0.6}}
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """Enough of torch.cuda for a backend to be made; returns the log of what was done."""
+    log: list[str] = []
+    driver = FakeDriver(minSmPartitionSize=8, smCoscheduledAlignment=8)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", driver)
+    with contextlib.suppress(ImportError):
+        import cuda.bindings
+
+        monkeypatch.setattr(cuda.bindings, "driver", driver, raising=False)
+    cuda = torch.cuda
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, device=None, **k: empty(*a, **k))
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: log.append("workspaces"),
+                        raising=False)  # fmt: skip
+    for name, stand_in in {
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "get_device_capability": lambda device=None: (9, 0),
+        "synchronize": lambda device=None: log.append("synchronize"),
+        "empty_cache": lambda: log.append(f"empty_cache with {len(driver.streams)} streams"),
+        "Stream": lambda device: SimpleNamespace(address=None),
+        "ExternalStream": lambda address, device: SimpleNamespace(address=address),
+    }.items():
+        monkeypatch.setattr(cuda, name, stand_in)
+    return driver, log
+
+
+def test_a_pool_of_green_context_streams(stand_ins):
+    driver, log = stand_ins
+    pytest.importorskip("cuda.bindings")
+    pool = StreamPool(CudaBackend(), SETS)
+    chosen = {name: pool._sets[name].streams for name in SETS}
+    vision, audio = (chosen["encoders"][m].torch_stream for m in ("vision", "audio"))
+    assert not driver.sms_of(vision.address) & driver.sms_of(audio.address)
+    assert len(driver.sms_of(vision.address)) == chosen["encoders"]["vision"].partition.sms == 80
+    assert chosen["llm"]["llm"].torch_stream.address is None, "all of the GPU needs no context"
+    assert chosen["alone"]["vision"].torch_stream is vision, "the same groups of the same module"
+    assert len(driver.contexts) == len(driver.streams) == 2
+    assert not log
+    pool.close()
+    assert log == ["synchronize", "workspaces", "empty_cache with 2 streams"]
+    assert not driver.streams and not driver.contexts
+
+
+def test_group_counts():
+    assert benchmark.group_counts(16) == [1, 2, 4, 8, 16]
+    assert benchmark.group_counts(18) == [1, 2, 4, 8, 16, 18]
+    assert benchmark.group_counts(1) == [1]
+
+
+def test_overlap_share():
+    assert benchmark.overlap_share((0, 10), (5, 9)) == 1.0
+    assert benchmark.overlap_share((0, 10), (5, 15)) == 0.5
+    assert benchmark.overlap_share((0, 10), (12, 15)) == 0.0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_the_benchmark_says_aloud_that_there_is_no_gpu(capsys):
+    benchmark.main(["--json"])
+    printed = capsys.readouterr()
+    assert "no CUDA device" in json.loads(printed.out.splitlines()[-1])["skipped"]
+    assert "SKIPPED" in printed.err
+
+
+@needs_gpu
+def test_partitions_are_disjoint_on_the_gpu():
+    backend = CudaBackend()
+    with StreamPool(backend, SETS) as pool:
+        streams = pool.select("encoders").streams
+        found = {
+            m: benchmark.sm_numbers(s.torch_stream, backend.gpu.total) for m, s in streams.items()
+        }
+        for module, stream in streams.items():
+            assert len(found[module]) == stream.partition.sms
+        assert not set(found["vision"]) & set(found["audio"])
+
+
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = nn.functional.dropout(torch.tanh(layer(x)), 0.3)
+        return x
+
+
+@needs_gpu
+@pytest.mark.parametrize("draws", [True, False])
+def test_numbers_on_the_gpu_are_those_of_one_after_another(draws):
+    """Forward, backward and an optimizer step on the caller's stream, many times over."""
+
+    def train(run, streams):
+        torch.manual_seed(0)
+        nets = {m: Net(256 * (i + 1)).cuda() for i, m in enumerate(streams.streams)}
+        if not draws:
+            for net in nets.values():
+                net.forward = nn.Sequential(*net.layers).forward
+        optimizer = torch.optim.SGD([p for n in nets.values() for p in n.parameters()], 0.1)
+        for step in range(20):
+            x = {m: torch.full((64, 256 * (i + 1)), 0.1 * step, device="cuda")
+                 for i, m in enumerate(nets)}  # fmt: skip
+            outs = run(streams, {
+                m: Work(n, (x[m],), draws=draws, seed=step if draws else None)
+                for m, n in nets.items()
+            })  # fmt: skip
+            run(streams, {
+                m: Work(lambda y: y.square().mean().backward(), (o,), draws=draws, backward_of=o)
+                for m, o in outs.items()
+            })  # fmt: skip
+            streams.join()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.cuda.synchronize()
+        return [p.detach().cpu() for n in nets.values() for p in n.parameters()]
+
+    with SideBySide() as side, StreamPool(CudaBackend(), SETS) as pool:
+        streams = pool.select("encoders")
+        for a, b in zip(train(side.run, streams), train(one_after_another, streams), strict=True):
+            assert torch.equal(a, b)
+
+
+@needs_gpu
+def test_the_host_does_not_wait():
+    """Waiting calls raise while stages are switched and works are issued."""
+    x = torch.ones(64, 64, device="cuda")
+    with SideBySide() as side, StreamPool(CudaBackend(), SETS) as pool:
+        for _ in range(2):  # the first time handles are made
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                first = side.run(pool.select("encoders"), {
+                    m: Work(lambda x: x @ x, (x,), draws=False) for m in ("vision", "audio")
+                })  # fmt: skip
+                last = side.run(pool.select("llm"), {
+                    "llm": Work(lambda a, b: a + b, (first["vision"], first["audio"]), draws=False)
+                })  # fmt: skip
+                total = last["llm"].get()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        assert total.eq(128).all()
+        del x, first, last, total  # read on streams that end here
