@@ -90,7 +90,10 @@ def step_line(row: Mapping[str, Any], steps: int) -> str:
     busy = "  ".join(f"{name} {share:.0%}" for name, share in row["stage_busy"].items())
     alike = row.get("balance", {})
     if alike.get("microbatches", 1) > 1:
-        busy += f"  balance: {alike['efficiency']:.0%} (measured {alike['measured']:.0%})"
+        busy += f"  balance: {alike['efficiency']:.0%} (measured {alike['measured']:.0%}"
+        if "error" in alike.get("costs", {}):
+            busy += f", costs off by {alike['costs']['error']:.0%}"
+        busy += ")"
     return (
         f"step {row['step']:>5}/{steps}  loss {row['loss']:.4f}  "
         f"{row['tokens_per_s']:,.0f} tokens/s  grad norm {row['grad_norm']:.3g}  busy: {busy}"

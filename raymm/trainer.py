@@ -27,6 +27,7 @@ from raymm.plan_check import differences
 from raymm.plan_request import PlanRequest, plan_for_cluster
 from raymm.plan_view import summary
 from raymm.progress import RunProgress, heldout_line, skipped_line, step_line
+from raymm.rebalancing import check_device, rebalancing
 from raymm.report import RunReport
 from raymm.scheduler.plan import Plan
 from raymm.specs import MultimodalParallelSpec
@@ -146,6 +147,7 @@ class Trainer:
         )
         with connected():
             device = pick_device(self.run.device)
+            check_device(self.data, device)
             resources = self._resources(device)
             if self.plan is None:
                 self._make_plan(device, resources, checkpoint)
@@ -351,6 +353,10 @@ class _Loop:
         self._pending: deque[tuple[int, _Batch, PendingStep, float]] = deque()
         self._last_read = time.perf_counter()
         self._reported: set[str] = set()
+        self._rebalancing = rebalancing(
+            trainer.data, trainer.training.sampler, parallel.plan, trainer.model.packing,
+            trainer.path, parallel.steps_taken, lambda text: self._progress.line(text),
+        )
 
     def run(self, state: Any, progress: RunProgress) -> None:
         self._progress = progress
@@ -419,6 +425,9 @@ class _Loop:
         model, training = self._trainer.model, self._trainer.training
         timeline = output.timeline
         span = timeline.makespan or 1.0
+        learnt = self._rebalancing and self._rebalancing.after_step(
+            step, batch.state_after, len(batch.meta), not batch.skipped, timeline
+        )
         return {
             "step": step,
             "loss": output.loss,
@@ -437,7 +446,7 @@ class _Loop:
             "balance": step_balance(
                 batch.meta, model.encoder_names, model.packing, training.tokens,
                 self._parallel.plan, timeline,
-            ),
+            ) | (learnt or {}),
         }
 
     def _evaluate(self, step: int) -> None:

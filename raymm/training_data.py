@@ -67,7 +67,7 @@ def training_data(
     console = console or Console(quiet=True)
     with ScanProgress(console) as progress:
         sampler = training_sampler(data, dataset, tokens, progress)
-    next(sampler.batches(state))
+    sampler.open(state)
     console.print(_summary(sampler), highlight=False, soft_wrap=True)
     return TrainingData(dataset, sampler, tokens)
 

@@ -12,6 +12,10 @@ of steps is fixed first and the samples are dealt out to exactly that many group
    of equal size are exchanged between steps so that each has its share of every data set, others
    within a step for what is left of the difference.
 4. Steps, and the ranks within each, are shuffled.
+
+With measured costs (:mod:`raymm.scheduler.measured_costs`) seconds of every module are levelled
+instead of units, which then only count for budgets; and where copies of a module differ in speed,
+the samples of every step are dealt anew over its groups in the end.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ import numpy as np
 
 from raymm.scheduler.batch_levelling import exchange_steps, level, spread_sources
 from raymm.scheduler.batch_replicas import checked_serving, place
+from raymm.scheduler.copy_shares import deal_to_copies
+from raymm.scheduler.measured_costs import PARTS, MeasuredCosts
 from raymm.scheduler.minibatch import (
     MiniBatchError,
     MiniBatchPlan,
@@ -48,6 +54,8 @@ CANDIDATES = 4
 # Samples that find no group in a trial pool, relative to all of it, with which the last pool
 # is trusted to cope.
 SPILL = 0.002
+# Scale of units beside measured costs: they count for budgets, and for nearly nothing else.
+UNMEASURED = 1e-3
 # Size differences below this do not keep groups apart, so that steps mix several data sets.
 ALIKE = 0.01
 
@@ -59,6 +67,7 @@ def plan_balanced(
     *,
     samples_per_group: float = 4.0,
     model: CostModel | None = None,
+    measured: MeasuredCosts | None = None,
     serving: Mapping[str, int] | None = None,
     source_weight: float = SOURCE_WEIGHT,
     alike: float | None = None,
@@ -74,6 +83,9 @@ def plan_balanced(
             :func:`raymm.scheduler.minibatch_budgets.suggest_budgets` for ``samples_per_group``.
         samples_per_group: about how many samples a group should have, without budgets.
         model: what samples cost; default: every modality costs the same over the whole data.
+        measured: what units cost, instead of ``model``. Where copies of a module are not equally
+            fast, group g of a step is for copy g mod n, and those of fast ones may be larger
+            than the others, but not than ``budgets`` that are given.
         serving: replicas of the encoders of modalities. Where they are fewer than ``ranks`` each
             serves as many neighbouring ranks, and their loads are balanced too; of more, several
             share a rank's units (:func:`raymm.scheduler.batch_replicas.shares`).
@@ -100,22 +112,30 @@ def plan_balanced(
         raise MiniBatchError(f"alike must be from 0 to 1, got {alike}")
     checked_serving(serving or {}, sizes, ranks)
     random = generator(seed, epoch)
+    given = budgets is not None
     if budgets is None:
         budgets = suggest_budgets(sizes, samples_per_group)
     budgets = checked_budgets(sizes, budgets)
     least = max(1, -(-least_groups(sizes, budgets) // ranks))
-    features, limits = _features(sizes, budgets, model or even_costs(sizes), source_weight)
+    if measured is None:
+        levelled = sizes
+        features, limits = _features(sizes, budgets, model or even_costs(sizes), source_weight)
+    else:
+        levelled, weights = measured.in_units(sizes)
+        features, limits = _measured_features(sizes, budgets, levelled, weights, source_weight)
     group_of, groups = _group(features, limits, len(sizes.names), ranks, least, random)
 
     sums = [
-        np.bincount(group_of, column, groups).astype(np.int64) for column in sizes.values.T
+        np.bincount(group_of, column, groups).astype(np.int64) for column in levelled.values.T
     ]
-    order = _similar_together(np.stack(sums, 1), sizes.totals, ranks, alike, random)
+    order = _similar_together(np.stack(sums, 1), levelled.totals, ranks, alike, random)
     samples, offsets = _by_group(group_of, order)
     _spread_sources(samples, offsets, ranks, sizes, random)
-    exchanged = np.ascontiguousarray(features[:, : len(sizes.names) + 1])  # all but sources
+    # All but sources.
+    columns = len(sizes.names) + (1 if measured is None else len(sizes.names))
     exchange_steps(
-        exchanged, samples, offsets, ranks, limits[: len(sizes.names) + 1], TOLERANCE,
+        np.ascontiguousarray(features[:, :columns]), samples, offsets, ranks, limits[:columns],
+        TOLERANCE,
         TRIES if groups <= MANY_GROUPS else TRIES // 2,
         ranks if groups <= MANY_GROUPS else CANDIDATES,
     )
@@ -124,6 +144,9 @@ def plan_balanced(
         shuffled = place(shuffled, samples, offsets, sizes, serving)
     shuffled = shuffled[random.permutation(len(shuffled))].ravel()
     samples, offsets = _reordered(samples, offsets, shuffled)
+    if measured is not None and measured.copies:
+        hard = np.array(budgets) if given else np.full(len(budgets), np.inf)
+        samples, offsets = deal_to_copies(samples, offsets, ranks, sizes, measured, hard)
     return MiniBatchPlan(
         method="balanced", ranks=ranks, samples=samples, offsets=offsets,
         left_out=np.zeros(0, np.int64), packed=True, budgets=budgets, seed=seed, epoch=epoch,
@@ -159,6 +182,29 @@ def _features(
     # Sums of scaled numbers are not exact: half a unit more lets in nothing that is too much.
     limits[:modalities] = (np.array(budgets) + 0.5) * scale[:modalities]
     return result, limits
+
+
+def _measured_features(
+    sizes: SampleSizes, budgets: tuple[int, ...], levelled: SampleSizes, weights: np.ndarray,
+    source_weight: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    """As :func:`_features`: first costs, then units for their budgets alone, then sources."""
+    modalities = len(sizes.names)
+    costs, _ = _features(levelled, tuple(b * PARTS for b in budgets), even_costs(levelled),
+                         source_weight)  # fmt: skip
+    units, limits = _features(sizes, budgets, even_costs(sizes), 0.0)
+    result = np.concatenate(
+        [
+            costs[:, :modalities] * np.sqrt(weights),
+            units[:, :modalities] * UNMEASURED,
+            costs[:, modalities + 1 :],
+        ],
+        axis=1,
+    )
+    free = np.full(costs.shape[1] - modalities - 1, np.inf)
+    return result, np.concatenate(
+        [np.full(modalities, np.inf), limits[:modalities] * UNMEASURED, free]
+    )
 
 
 def _group(

@@ -15,12 +15,19 @@ from raymm.data.collate import (
     join_parts,
     split_parts,
 )
-from raymm.data.config import BatchingConfig, DataConfig, ModalityDataConfig, SourceConfig
+from raymm.data.config import (
+    BatchingConfig,
+    DataConfig,
+    ModalityDataConfig,
+    RebalanceConfig,
+    SourceConfig,
+)
 from raymm.data.errors import DataError, SampleError
 from raymm.data.group_sampler import GroupSampler
 from raymm.data.loader import Step, StepLoader, local_steps
 from raymm.data.readers import JsonDataset, Mixture, Reader, open_source
 from raymm.data.readers.files import is_there
+from raymm.data.rebalanced_sampler import Decision, RebalancedSampler
 from raymm.data.sample import Sample
 from raymm.data.sampler import START, EpochSampler, State
 from raymm.data.scan_cache import default_cache
@@ -37,6 +44,7 @@ __all__ = [
     "BuiltStep",
     "DataConfig",
     "DataError",
+    "Decision",
     "EncodedSample",
     "EpochSampler",
     "GroupSampler",
@@ -47,6 +55,8 @@ __all__ = [
     "Mixture",
     "ModalityDataConfig",
     "Reader",
+    "RebalanceConfig",
+    "RebalancedSampler",
     "Sample",
     "SampleError",
     "SampleScan",

@@ -3,7 +3,6 @@
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 
@@ -11,6 +10,7 @@ from raymm.data.config import DataConfig
 from raymm.data.errors import DataError
 from raymm.data.group_sampler import GroupSampler
 from raymm.data.readers import Dataset
+from raymm.data.rebalanced_sampler import RebalancedSampler
 from raymm.data.sampler import EpochSampler
 from raymm.data.scan_cache import default_cache
 from raymm.data.scan_result import SampleScan, Units
@@ -75,10 +75,11 @@ def training_sampler(
             budgets = np.array(checked_budgets(sizes, list(budgets.values())))
             options["budgets"] = (budgets // common).tolist()
         sizes = coarse
-        sampler = GroupSampler(
+        kind = GroupSampler if batching.rebalance is None else RebalancedSampler
+        sampler = kind(
             sizes, config.microbatches, samples, batching.method, config.seed, **options
         )
-        next(islice(sampler.batches(), 1))  # plans an epoch: now is the time for errors
+        sampler.open()  # plans an epoch: now is the time for errors
     except MiniBatchError as error:
         raise DataError(f"data.batching: {error}") from error
     return sampler

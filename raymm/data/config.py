@@ -78,6 +78,21 @@ class SourceConfig(BaseModel):
         return columns
 
 
+class RebalanceConfig(BaseModel):
+    """When steps are planned anew with the costs that were measured while training.
+
+    Attributes:
+        every: steps from one look at what was measured to the next.
+        gain: how much faster the steps to come must be predicted to get, at least, for them to
+            be planned anew: 0.02 for 2 percent.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    every: int = Field(default=50, ge=1)
+    gain: float = Field(default=0.02, ge=0)
+
+
 class BatchingConfig(BaseModel):
     """Which samples share a step and a microbatch.
 
@@ -98,6 +113,9 @@ class BatchingConfig(BaseModel):
             steps that mix more: 0 to 1 (``plan_balanced``).
         source_weight: how much the mix of sources counts beside sizes.
         cache: folder that scans are kept in; by default below ``~/.cache/raymm``.
+        rebalance: plan what is left of an epoch anew, with seconds that were measured instead of
+            units, where that pays: steps from one look to the next, a :class:`RebalanceConfig`,
+            or True for its defaults.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -108,10 +126,19 @@ class BatchingConfig(BaseModel):
     alike: float | None = Field(default=None, ge=0, le=1)
     source_weight: float | None = Field(default=None, ge=0)
     cache: NonEmpty | None = None
+    rebalance: RebalanceConfig | None = None
+
+    @field_validator("rebalance", mode="before")
+    @classmethod
+    def _every_alone(cls, value):
+        if isinstance(value, bool):
+            return {} if value else None
+        return {"every": value} if isinstance(value, int) else value
 
     @model_validator(mode="after")
     def _options_are_of_the_method(self):
         of_balanced = [n for n in ("budgets", "alike", "source_weight") if n in self.options]
+        of_balanced += ["rebalance"] if self.rebalance is not None else []
         if self.method != "balanced" and of_balanced:
             raise ValueError(f"{of_balanced[0]} needs method 'balanced', not {self.method!r}")
         if self.method == "random" and (self.units or self.cache):

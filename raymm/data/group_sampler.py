@@ -1,14 +1,16 @@
 """Steps made of groups of samples that a planner put together: metadata only."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from raymm.data.errors import DataError
 from raymm.data.sampler import flat
-from raymm.scheduler.minibatch import SampleSizes
+from raymm.scheduler.measured_costs import MeasuredCosts
+from raymm.scheduler.minibatch import MiniBatchError, SampleSizes
 from raymm.scheduler.minibatch_methods import plan_minibatches
 
 # Planners, what they call the number of samples in a group, and their further options.
@@ -21,10 +23,42 @@ OPTIONS = {
 
 Groups = list[list[int]]
 # {"method", "groups", "samples", "seed", "options", "steps"}: how steps of an epoch were planned,
-# and how many of them were taken. Plain JSON.
+# and how many of them were taken; with "costs", if there were measured ones
+# (:class:`raymm.scheduler.measured_costs.MeasuredCosts`). Plain JSON.
 Taken = dict[str, Any]
 # {"epoch": e, "sizes": digest of all samples' sizes, "taken": [Taken, ...]}
 GroupState = dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Position:
+    """A place in an epoch, with the steps that come next.
+
+    Attributes:
+        epoch: its number.
+        before: how what was taken before had been planned.
+        how: how the steps were planned: a :data:`Taken` without ``"steps"``.
+        left: samples that were left when they were.
+        steps: the steps that were planned for them.
+        taken: how many of these were taken.
+    """
+
+    epoch: int
+    before: tuple[Taken, ...]
+    how: dict[str, Any]
+    left: np.ndarray
+    steps: list[Groups]
+    taken: int = 0
+
+    @property
+    def entries(self) -> list[Taken]:
+        """How all that was taken of the epoch had been planned."""
+        return [*self.before, *([{**self.how, "steps": self.taken}] if self.taken else ())]
+
+    @property
+    def step(self) -> int:
+        """How many steps of the epoch were taken."""
+        return sum(one["steps"] for one in self.entries)
 
 
 class GroupSampler:
@@ -64,24 +98,73 @@ class GroupSampler:
             DataError: a state that does not fit this dataset.
             MiniBatchError: sizes that cannot be planned.
         """
-        epoch, taken = self.check(state)
-        while True:
-            if not taken or {**taken[-1], "steps": 0} != {**self.planner, "steps": 0}:
-                taken = [*taken, {**self.planner, "steps": 0}]
-            *before, last = taken
-            planned = self._planned(epoch, self._left(epoch, before), len(before), last)
-            if last["steps"] > len(planned):
-                raise self._misfit({"epoch": epoch, "taken": taken})
-            for number in range(last["steps"], len(planned)):
-                done = number + 1 == len(planned)
-                after = [] if done else [*before, {**last, "steps": number + 1}]
-                yield (
-                    planned[number],
-                    {"epoch": epoch + done, "sizes": self.digest, "taken": after},
-                )
-            epoch, taken = epoch + 1, []
+        for groups, position in self.walk(self.open(state)):
+            yield groups, self.state(position)
 
-    def _left(self, epoch: int, taken: list[Taken]) -> np.ndarray:
+    def walk(self, position: Position) -> Iterator[tuple[Groups, Position]]:
+        """Endless (groups of one step, position after it)."""
+        while True:
+            position = self.settled(position)
+            groups = position.steps[position.taken]
+            position = replace(position, taken=position.taken + 1)
+            yield groups, position
+
+    def open(self, state: GroupState | None = None) -> Position:
+        """The position that a state says, planned as this sampler plans.
+
+        Raises:
+            DataError: a state that does not fit this dataset.
+            MiniBatchError: sizes that cannot be planned.
+        """
+        epoch, taken = self.check(state)
+        *before, last = taken or [{**self.planner, "steps": 0}]
+        costs = self._costs(last.get("costs"))
+        how = self.planner if costs is None else {**self.planner, "costs": costs}
+        steps = last["steps"]
+        if steps and {**last, "steps": 0} != {**how, "steps": 0}:
+            before, steps = taken, 0
+        left = self._left(epoch, before)
+        position = Position(
+            epoch, tuple(before), how, left, self._planned(epoch, left, len(before), how), steps
+        )
+        if steps > len(position.steps):
+            raise self._misfit({"epoch": epoch, "taken": taken})
+        return position
+
+    def state(self, position: Position) -> GroupState:
+        """A position as plain JSON, from which :meth:`open` finds it again."""
+        epoch, taken = position.epoch, position.entries
+        if position.taken == len(position.steps):
+            # Of the next epoch only what costs are known now must be known.
+            epoch, taken = epoch + 1, [{**position.how, "steps": 0}]
+            taken = taken if "costs" in position.how else []
+        return {"epoch": epoch, "sizes": self.digest, "taken": taken}
+
+    def settled(self, position: Position) -> Position:
+        """The same position, or the beginning of the next epoch at the end of one."""
+        while position.taken == len(position.steps):
+            epoch, left = position.epoch + 1, np.arange(len(self.sizes))
+            how = position.how
+            position = Position(epoch, (), how, left, self._planned(epoch, left, 0, how))
+        return position
+
+    def replanned(self, position: Position, costs: dict[str, Any]) -> Position:
+        """What is left of the position's epoch, planned anew with measured costs."""
+        gone = [sample for step in position.steps[: position.taken] for sample in flat(step)]
+        left = np.setdiff1d(position.left, gone, assume_unique=True)
+        before = tuple(position.entries)
+        how = {**position.how, "costs": costs}
+        return Position(
+            position.epoch, before, how, left,
+            self._planned(position.epoch, left, len(before), how),
+        )
+
+    def _costs(self, costs: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Measured costs with which a run goes on that began with these. Here: none, steps are
+        planned by units alone."""
+        return None
+
+    def _left(self, epoch: int, taken: Sequence[Taken]) -> np.ndarray:
         """Samples of the epoch that were not taken yet, ascending."""
         left = np.arange(len(self.sizes))
         for number, one in enumerate(taken):
@@ -92,7 +175,9 @@ class GroupSampler:
             left = np.setdiff1d(left, gone, assume_unique=True)
         return left
 
-    def _planned(self, epoch: int, left: np.ndarray, number: int, how: Taken) -> list[Groups]:
+    def _planned(
+        self, epoch: int, left: np.ndarray, number: int, how: dict[str, Any]
+    ) -> list[Groups]:
         """The steps of what is left of an epoch that was planned ``number`` times before."""
         if number:
             return self._plan(epoch, left, number, how)
@@ -101,7 +186,9 @@ class GroupSampler:
             self._whole = (key, self._plan(epoch, left, number, how))
         return self._whole[1]
 
-    def _plan(self, epoch: int, left: np.ndarray, number: int, how: Taken) -> list[Groups]:
+    def _plan(
+        self, epoch: int, left: np.ndarray, number: int, how: dict[str, Any]
+    ) -> list[Groups]:
         method, groups, samples = how["method"], how["groups"], how["samples"]
         seed = how["seed"] + number
         # Fewer than the planner of fixed groups takes, or than there are groups.
@@ -112,6 +199,8 @@ class GroupSampler:
             self.sizes.names, self.sizes.values[left], self.sizes.sources[left], self.sizes.padded
         )
         options = {METHODS[method]: samples, **how["options"]}
+        if "costs" in how:
+            options["measured"] = MeasuredCosts.from_dict(how["costs"])
         plan = plan_minibatches(sizes, groups, method, seed=seed, epoch=epoch, **options)
         steps = [
             [left[plan.group(step, group)].tolist() for group in range(groups)]
@@ -138,8 +227,12 @@ class GroupSampler:
             good = len(state) == 3 and epoch >= 0 and all(map(_is_taken, taken))
         except (KeyError, TypeError, AttributeError):
             good = False
-        if not good or (taken and digest != self.digest):
+        if not good:
             raise self._misfit(state)
+        if digest != self.digest:
+            if any(one["steps"] for one in taken):
+                raise self._misfit(state)
+            taken = []  # costs of other units are not known
         return epoch, [dict(one) for one in taken]
 
     def _misfit(self, state: object) -> DataError:
@@ -158,8 +251,14 @@ def _digest(sizes: SampleSizes) -> str:
 
 
 def _is_taken(one: Mapping[str, Any]) -> bool:
+    if "costs" in one:
+        try:
+            MeasuredCosts.from_dict(one["costs"])
+        except MiniBatchError:
+            return False
     return (
-        set(one) == {"method", "groups", "samples", "seed", "options", "steps"}
+        set(one) - {"costs"} == {"method", "groups", "samples", "seed", "options", "steps"}
+        and ("costs" not in one or one["method"] == "balanced")
         and one["method"] in METHODS
         and set(one["options"]) <= OPTIONS[one["method"]]
         and min(one["groups"], one["samples"]) > 0

@@ -1,0 +1,99 @@
+"""Measured costs: units of microbatches, seconds of them, and samples in costs for units."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raymm.scheduler.measured_costs import (
+    PARTS,
+    MeasuredCosts,
+    ModuleCost,
+    efficiency,
+    group_units,
+)
+from raymm.scheduler.minibatch import MiniBatchError, SampleSizes
+
+NAMES = ("vision", "text")
+SIZES = SampleSizes(NAMES, np.array([[2, 10], [0, 4], [3, 6], [1, 1]]))
+COSTS = MeasuredCosts(
+    {"vision": ModuleCost(0.5, 2.0), "text": ModuleCost(1.0, 0.1, 0.01)}, {"text": (0.5, 1.5)}
+)
+
+
+def test_units_by_hand():
+    units, squares = group_units(SIZES, [[0, 1], [2], [1, 3]], packed=True)
+    np.testing.assert_array_equal(units, [[2, 14], [3, 6], [1, 5]])
+    np.testing.assert_array_equal(squares, [[4, 116], [9, 36], [1, 17]])
+    units, squares = group_units(SIZES, [[0, 1], [2], [1, 3]], packed=False)
+    np.testing.assert_array_equal(units, [[2, 20], [3, 6], [1, 8]])
+    np.testing.assert_array_equal(squares, [[4, 200], [9, 36], [1, 32]])
+
+
+def test_seconds_by_hand():
+    """A microbatch without images costs the encoder nothing; text goes to copies in turn."""
+    units, squares = group_units(SIZES, [[1], [2], [0, 1]], packed=True)
+    expected = [
+        [0.0, 0.5 * (1 + 0.4 + 0.16)], [6.5, 1.5 * (1 + 0.6 + 0.36)],
+        [4.5, 0.5 * (1 + 1.4 + 1.16)],
+    ]
+    np.testing.assert_allclose(COSTS.seconds(NAMES, units, squares), expected)
+    assert efficiency(np.array(expected)) == pytest.approx(
+        (11 / 3 + sum(row[1] for row in expected) / 3) / (6.5 + expected[1][1])
+    )
+    assert efficiency(np.zeros((3, 2))) == 1.0
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1, max_size=5))
+def test_a_microbatch_costs_what_its_samples_add(groups):
+    """And what it costs by itself, once."""
+    of_samples = COSTS.of_samples(NAMES, SIZES.values)
+    units, squares = group_units(SIZES, groups, packed=True)
+    found = MeasuredCosts(COSTS.modules).seconds(NAMES, units, squares)
+    for group, row, unit in zip(groups, found, units, strict=True):
+        fixed = np.where(unit > 0, [0.5, 1.0], 0.0)
+        np.testing.assert_allclose(row, fixed + of_samples[group].sum(0))
+
+
+def test_costs_take_the_place_of_units():
+    levelled, weights = COSTS.in_units(SIZES)
+    cost = COSTS.of_samples(NAMES, SIZES.values)
+    for column, total in enumerate(SIZES.totals):
+        share = cost[:, column] / cost[:, column].sum()
+        np.testing.assert_allclose(levelled.values[:, column], PARTS * total * share, atol=0.5)
+    assert weights[0] == 1.0 and weights[1] == pytest.approx(cost[:, 1].sum() / cost[:, 0].sum())
+
+
+def test_what_was_not_measured_counts_by_its_units():
+    levelled, weights = MeasuredCosts({"text": ModuleCost(0, 1.0)}).in_units(SIZES)
+    np.testing.assert_array_equal(levelled.values, PARTS * SIZES.values)
+    assert 0 < weights[0] < weights[1] == 1.0
+    levelled, weights = MeasuredCosts({}).in_units(SIZES)
+    np.testing.assert_array_equal(levelled.values, PARTS * SIZES.values)
+    assert weights.tolist() == [1.0, 1.0]
+
+
+def test_json_gives_the_same_bits_and_other_copies_are_forgotten():
+    odd = MeasuredCosts({"text": ModuleCost(1 / 3, 2 / 7, 1e-17)}, {"text": (1 / 3, 5 / 3)})
+    again = MeasuredCosts.from_dict(json.loads(json.dumps(odd.to_dict())))
+    assert again == odd and again.to_dict() == odd.to_dict()
+    assert odd.for_copies({"text": 2}) == odd
+    assert odd.for_copies({"text": 3}) == MeasuredCosts(odd.modules)
+    assert odd.for_copies({}) == MeasuredCosts(odd.modules)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        None, {}, {"modules": {}}, {"modules": {"text": [1]}, "copies": 3},
+        {"modules": {"text": [1, 2, 3, 4]}, "copies": {}},
+        {"modules": {"text": [-1, 0, 0]}, "copies": {}},
+        {"modules": {"text": [float("nan"), 0, 0]}, "copies": {}},
+        {"modules": {}, "copies": {"text": [0.0, 2.0]}}, {"modules": {}, "copies": {"text": []}},
+    ],
+)
+def test_what_are_no_costs(data):
+    with pytest.raises(MiniBatchError):
+        MeasuredCosts.from_dict(data)

@@ -1,0 +1,69 @@
+"""Steps predicted from what modules cost on their microbatches."""
+
+import numpy as np
+import pytest
+
+from raymm.scheduler.graph import ModuleGraph, ModuleNode
+from raymm.scheduler.lower import lower
+from raymm.scheduler.plan import Plan, Stage
+from raymm.scheduler.program import Op
+from raymm.scheduler.simulate import simulate
+from raymm.scheduler.step_forecast import StepForecast
+
+MODULES = {"vision": "vision", "text": "llm"}
+
+
+@pytest.fixture
+def plan():
+    """An encoder, and two copies of a language model of two stages, of which the second takes
+    twice as long."""
+    graph = ModuleGraph(
+        (ModuleNode("vision", (True,)), ModuleNode("llm", (True, True))), (("vision", "llm"),)
+    )
+    stages = [Stage("vision", 0, (0, 1), 0)]
+    for copy in range(2):
+        stages += [Stage("llm", i, (i, i + 1), 1 + 2 * copy + i, replica=copy) for i in range(2)]
+    return Plan(graph, tuple(stages), 4)
+
+
+def real_step(plan, seconds, present):
+    """The timeline if backwards take twice as long as forwards."""
+    costs = {}
+    for stage in plan.stages:
+        share = {"vision": 1.0, "llm": (1 + stage.index) / 3}[stage.module]
+        column = ["vision", "llm"].index(stage.module)
+        for m in range(len(seconds)):
+            costs[stage.name, Op.FORWARD, m] = seconds[m, column] * share / 3
+            costs[stage.name, Op.BACKWARD, m] = seconds[m, column] * share * 2 / 3
+    return simulate(lower(plan, present), {}, microbatch_costs=costs)
+
+
+def test_a_step_like_those_before_is_predicted_exactly(plan):
+    forecast = StepForecast(plan, MODULES, "text")
+    assert forecast.copies == {"vision": 1, "text": 2}
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        seconds = rng.uniform(0.1, 1.0, (4, 2))
+        real = real_step(plan, seconds, [["vision"]] * 4)
+        np.testing.assert_allclose(forecast.observe(real, 4), seconds)
+    later = rng.uniform(0.1, 1.0, (4, 2))
+    later[1, 0] = 0.0  # text alone
+    real = real_step(plan, later, [["vision"], [], ["vision"], ["vision"]])
+    predicted = forecast.timeline(later)
+    assert predicted.makespan == pytest.approx(real.makespan)
+    assert [s[:4] for s in predicted.compute()] == [s[:4] for s in real.compute()]
+
+
+def test_other_shares_are_learnt(plan):
+    forecast = StepForecast(plan, MODULES, "text", half_life=1.0)
+    seconds = np.tile([0.1, 0.6], (4, 1))
+    forecast.observe(real_step(plan, seconds, [["vision"]] * 4), 4)
+    even = {
+        (stage.name, op): 0.05 if stage.module == "vision" else 0.15
+        for stage in plan.stages for op in (Op.FORWARD, Op.BACKWARD)
+    }
+    now = simulate(lower(plan, [["vision"]] * 4), even)
+    assert forecast.timeline(seconds).makespan != pytest.approx(now.makespan, rel=0.02)
+    for _ in range(12):
+        forecast.observe(now, 4)
+    assert forecast.timeline(seconds).makespan == pytest.approx(now.makespan, rel=0.01)
