@@ -13,15 +13,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from raymm.actors.live_storages import LiveStorages
 from raymm.actors.stages.blocks import find_blocks
 from raymm.actors.stages.encoder import EncoderStage
 from raymm.actors.stages.language import LanguageStage
 from raymm.actors.stages.merge import Prepend
 from raymm.actors.stages.message import Message, MicrobatchContext
 from raymm.actors.stages.precision import cast_frozen
+from raymm.actors.stages.recomputed_layers import layers_recomputed
 from raymm.actors.to_device import to_device
+from raymm.scheduler.recomputation import OFFLOAD, REMADE, LayerOption
 
 WARM_UP_RUNS = 2
+# Whose a module's output is.
+_HANDED_ON = -1
 
 
 @dataclass(frozen=True)
@@ -46,8 +51,10 @@ class LayerTimes:
 
     Attributes:
         forward, backward_input, backward_weight: F, B_d, B_w.
-        activation_bytes: distinct memory that autograd saved in it, parameters aside.
+        activation_bytes: memory made in it, and its input, that is held for the backward.
         output_bytes: the hidden state it hands on.
+        options: what else it may do with its activations, if it is a block: seconds added to its
+            forward and backward, and bytes that it holds then.
     """
 
     forward: float
@@ -55,6 +62,7 @@ class LayerTimes:
     backward_weight: float
     activation_bytes: int
     output_bytes: int
+    options: tuple[LayerOption, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,6 +109,7 @@ class ModuleProfiler:
         self._stage: EncoderStage | LanguageStage = stage.to(self._device)
         self._merge = getattr(stage.spec, "merge", None)
         self._layers, self._has_blocks = _layer_modules(stage)
+        self._projector = getattr(stage, "projector", None)
 
     def describe(self) -> dict[str, str]:
         """What it measures on: device name, and versions that matter."""
@@ -140,21 +149,44 @@ class ModuleProfiler:
             frozen.append(self._run(inputs, received, trainable=False))
             trained.append(self._run(inputs, received, trainable=True))
         kept = self._run(inputs, received, trainable=True, count=True)
+        frozen, trained = frozen[WARM_UP_RUNS:], trained[WARM_UP_RUNS:]
+        options = self._options(inputs, received, repeats, trained)
         for parameter in stage.parameters():
             parameter.grad = None
-        frozen, trained = frozen[WARM_UP_RUNS:], trained[WARM_UP_RUNS:]
         own = trained if self._trainable else frozen
         forward = _medians([one.forward_times() for one in own])
         inner = _medians([one.backward_times() for one in frozen])
         both = _medians([one.backward_times() for one in trained])
         layers = tuple(
-            LayerTimes(f, d, max(0.0, b - d), bytes_kept, out)
-            for f, d, b, bytes_kept, out in zip(
-                forward, inner, both, kept.saved, kept.output_bytes, strict=True
+            LayerTimes(f, d, max(0.0, b - d), bytes_kept, out, more)
+            for f, d, b, bytes_kept, out, more in zip(
+                forward, inner, both, kept.held, kept.output_bytes, options, strict=True
             )
         )
         shape = kept.entering if len(kept.entering) == 3 else kept.output_shape
         return ModuleTimes(layers, shape[0], shape[0] * shape[1], kept.output_shape)
+
+    def _options(
+        self, inputs: dict[str, Any], received: dict[str, Message], repeats: int,
+        kept: Sequence[_Trace],
+    ) -> list[tuple[LayerOption, ...]]:
+        """Of every layer; ``kept`` are runs in which all activations are kept."""
+        blocks = [layer for layer in self._layers if layer is not self._projector]
+        found: list[tuple[LayerOption, ...]] = [()] * len(self._layers)
+        # A frozen encoder has no backward. On a CPU the host's memory is the device's.
+        if not self._has_blocks or not (self._trainable or isinstance(self._stage, LanguageStage)):
+            return found
+        names = (*REMADE, OFFLOAD) if self._device.type == "cuda" else REMADE
+        before = _medians([one.both_times() for one in kept])
+        for name in names:
+            with layers_recomputed(blocks, [name] * len(blocks)):
+                runs = [self._run(inputs, received, trainable=True) for _ in range(repeats + 1)]
+                counted = self._run(inputs, received, trainable=True, count=True)
+            after = _medians([one.both_times() for one in runs[1:]])
+            for index in range(len(blocks)):
+                added = max(0.0, after[index] - before[index])
+                found[index] += (LayerOption(name, added, counted.held[index]),)
+        return found
 
     def _run(
         self, inputs: dict[str, Any], received: dict[str, Message], trainable: bool,
@@ -163,13 +195,14 @@ class ModuleProfiler:
         for parameter in self._stage.parameters():
             if parameter.is_floating_point():
                 parameter.requires_grad_(trainable)
-        trace = _Trace(self._device, len(self._layers), self._stage.parameters())
+        storages = None
+        if count:
+            given = [*inputs.values(), *(m.tensors[0] for m in received.values())]
+            tensors = [one for one in given if isinstance(one, torch.Tensor)]
+            storages = LiveStorages([*self._stage.parameters(), *self._stage.buffers(), *tensors])
+        trace = _Trace(self._device, len(self._layers), storages)
         with trace.watching(self._layers, self._has_blocks, leaf=not trainable):
-            saving = (
-                torch.autograd.graph.saved_tensors_hooks(trace.save, lambda x: x)
-                if count else contextlib.nullcontext()
-            )
-            with saving, self._casting():
+            with storages or contextlib.nullcontext(), self._casting():
                 trace.start_forward()
                 message = self._stage.run(dict(inputs), received, MicrobatchContext(1))
                 output = message.tensors[0]
@@ -202,18 +235,17 @@ def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
 
 
 class _Trace:
-    """Time marks and saved bytes of one forward and backward."""
+    """Time marks and bytes held of one forward and backward."""
 
     def __init__(
-        self, device: torch.device, layers: int, parameters: Iterator[nn.Parameter]
+        self, device: torch.device, layers: int, storages: LiveStorages | None = None
     ) -> None:
         self._cuda = device.type == "cuda"
         self._forward: dict[int, Any] = {}
         self._backward: dict[int, Any] = {}
         self._count = layers
-        self._current = 0
-        self._seen = {p.untyped_storage().data_ptr() for p in parameters}
-        self.saved = [0] * layers
+        self._storages = storages
+        self.held = [0] * layers
         self.output_bytes = [0] * layers
         self.output_shape: tuple[int, ...] = ()
         self.entering: tuple[int, ...] = ()
@@ -241,7 +273,9 @@ class _Trace:
         if index:
             hidden = args[0] if args else kwargs["hidden_states"]
             self._forward[index] = self._now()
-            self._current = index
+            if self._storages is not None:
+                self._storages.owner = index
+                self._storages.give(hidden, index)
             self.output_bytes[index - 1] = hidden.numel() * hidden.element_size()
             if hidden.requires_grad:
                 hidden.register_hook(lambda gradient: self._leave(index))
@@ -256,6 +290,8 @@ class _Trace:
                 self.entering = self.entering or tuple(value.shape)
                 # Also with everything trained, so that B_d is in both and the difference is B_w.
                 start = leaf or not value.requires_grad
+                if self._storages is not None:
+                    self._storages.give(value, 0)
                 changed[name] = value.detach().requires_grad_() if start else value
         if None in changed:
             return (changed.pop(None), *args[1:]), kwargs
@@ -265,15 +301,6 @@ class _Trace:
         """The gradient of a layer's input is complete: its backward is over."""
         self._backward[index] = self._now()
 
-    def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A saved-tensor hook that counts memory once; what is kept stays alive, so no address
-        comes twice."""
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._seen:
-            self._seen.add(storage.data_ptr())
-            self.saved[self._current] += storage.nbytes()
-        return tensor
-
     def start_forward(self) -> None:
         self._synchronize()
         self._forward[0] = self._now()
@@ -282,6 +309,11 @@ class _Trace:
         self._forward[self._count] = self._now()
         self.output_bytes[-1] = output.numel() * output.element_size()
         self.output_shape = tuple(output.shape)
+        if self._storages is not None:
+            self._storages.give(output, _HANDED_ON)
+            for layer, size in self._storages.alive():
+                if layer != _HANDED_ON:
+                    self.held[layer] += size
 
     def start_backward(self) -> None:
         self._synchronize()
@@ -295,6 +327,11 @@ class _Trace:
         """Seconds per layer: from where it begins to where the next one does."""
         marks = [self._forward[i] for i in range(self._count + 1)]
         return [self._seconds(a, b) for a, b in zip(marks, marks[1:], strict=False)]
+
+    def both_times(self) -> list[float]:
+        """Seconds per layer, forward and backward."""
+        both = zip(self.forward_times(), self.backward_times(), strict=True)
+        return [forward + backward for forward, backward in both]
 
     def backward_times(self) -> list[float]:
         """Seconds per layer: from the gradient of its output to that of its input."""

@@ -12,6 +12,11 @@ of bytes at the memory's bandwidth. FLOPs and bytes come from :mod:`raymm.layer_
 Blocks hand on fp32 in both dtypes: under autocast the residual stream starts with an fp32
 embedding and stays that.
 
+- Blocks that make activations again (:data:`raymm.scheduler.recomputation.OPTIONS`) run their
+  products again; what is no product takes as long as reading and writing it. Copies to the
+  host's memory and back are hidden by the layer's own forward and backward, as far as those
+  last.
+
 Not counted: communication between the processes of a rank (that is
 :mod:`raymm.scheduler.process_costs`), the optimizer, and work that is no product (norms,
 activation functions, rotary tables), which fusion may or may not hide; nor the copies of fp32
@@ -26,10 +31,18 @@ from dataclasses import replace
 
 from torch import nn
 
-from raymm.layer_count import LayerCount, Load, LoadError, count_layers, default_tokens
+from raymm.layer_count import (
+    LayerCount,
+    Load,
+    LoadError,
+    count_blocks,
+    count_layers,
+    default_tokens,
+)
 from raymm.model import LANGUAGE_MODEL, MultimodalModule
 from raymm.scheduler.costs import CostProfile, LayerCost
 from raymm.scheduler.devices import DeviceSpec, find_device
+from raymm.scheduler.recomputation import ALL, ATTENTION, MATMULS, OFFLOAD, LayerOption
 
 ATTENTION_BACKWARD = 2.5
 _ELEMENT_BYTES = {"bf16": 2, "fp32": 4}
@@ -104,8 +117,14 @@ def analytic_layers(
         device, dtype, tp, cp: as for :func:`analytic_profile`.
         causal: whether it is a causal language model, with head and loss.
     """
-    counts = count_layers(module, load, causal)
-    return _costs(counts, device, dtype, tp, cp)
+    layers = _costs(count_layers(module, load, causal), device, dtype, tp, cp)
+    device = find_device(device) if isinstance(device, str) else device
+    seconds = _Roofline(device, dtype, tp, cp, _FP32_BYTES)
+    blocks = count_blocks(module, load, causal)
+    return tuple(
+        replace(layer, options=seconds.options(block, layer.activation_bytes))
+        for layer, block in zip(layers, blocks, strict=True)
+    ) if blocks else layers
 
 
 def projector_layers(
@@ -150,6 +169,7 @@ class _Roofline:
         self._output_bytes = output_bytes
         self._rate = device.peak(dtype) * device.efficiency
         self._bandwidth = device.memory_bandwidth
+        self._to_host = device.to_host
         self._bytes = _ELEMENT_BYTES[dtype]
         self._tp, self._cp = tp, cp
 
@@ -158,10 +178,45 @@ class _Roofline:
         bytes_moved = traffic / shared + weights / self._tp
         return max(flops / shared / self._rate, bytes_moved / self._bandwidth)
 
+    def _kept(self, count: LayerCount) -> float:
+        """Bytes that autograd keeps."""
+        kept = count.kept_elements * self._bytes + count.kept_fp32 * _FP32_BYTES
+        return kept / (self._tp * self._cp)
+
+    def options(self, block: LayerCount, activation_bytes: int) -> tuple[LayerOption, ...]:
+        """What a layer may do with the activations of its block. What is outside the block is
+        kept; what is no product is as long as its traffic."""
+        cost, kept = self.cost(block), self._kept(block)
+        outside = activation_bytes - round(kept)
+        shared = self._tp * self._cp
+        stream = block.output_elements * _FP32_BYTES / self._cp
+        attention = block.attention_elements * self._bytes / shared
+        products = block.product_elements * self._bytes / shared
+        remade = max(0.0, kept - products - attention) + products
+        without_attention = self._seconds(
+            block.matmul_flops,
+            (block.traffic_elements - block.attention_traffic) * self._bytes,
+            block.weight_elements * self._bytes,
+        )
+        found = [
+            (MATMULS, remade / self._bandwidth, stream + products + attention),
+            (ATTENTION, without_attention, stream + attention),
+            (ALL, cost.forward, stream),
+        ]
+        if self._to_host is not None:
+            way = kept / self._to_host
+            backward = cost.backward_input + cost.backward_weight
+            hidden = max(0.0, way - cost.forward) + max(0.0, way - backward)
+            found.append((OFFLOAD, hidden, 0.0))
+        return tuple(
+            LayerOption(name, seconds, outside + round(held))
+            for name, seconds, held in found if held < kept
+        )
+
     def cost(self, count: LayerCount) -> LayerCost:
+        """Of a layer, or a part of one."""
         traffic = count.traffic_elements * self._bytes
         weights = count.weight_elements * self._bytes
-        kept = count.kept_elements * self._bytes + count.kept_fp32 * _FP32_BYTES
         return LayerCost(
             forward=self._seconds(count.matmul_flops + count.attention_flops, traffic, weights),
             backward_input=self._seconds(
@@ -171,7 +226,7 @@ class _Roofline:
             backward_weight=self._seconds(
                 count.matmul_flops, traffic, count.weight_elements * _FP32_BYTES
             ),
-            activation_bytes=round(kept / (self._tp * self._cp)),
+            activation_bytes=round(self._kept(count)),
             parameter_bytes=round(count.parameters * _FP32_BYTES / self._tp),
             output_bytes=round(count.output_elements * self._output_bytes / self._cp),
             replicated_bytes=min(

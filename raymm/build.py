@@ -17,6 +17,7 @@ from raymm.data.text import load_tokenizer
 from raymm.model import ModalityModule, MultimodalModule, module_graph
 from raymm.plan_check import check_fits, differences
 from raymm.scheduler.plan import Plan, PlanError
+from raymm.scheduler.planner import LAYERS
 from raymm.specs import MultimodalParallelSpec, ParallelSpec
 
 
@@ -149,6 +150,11 @@ def build_plan(config: TrainConfig, model: MultimodalModule) -> Plan | None:
     section = config.parallel
     if section.plan is not None:
         return _plan_of_file(section.plan, config, model)
+    if section.has_layouts and section.recompute == LAYERS:
+        raise ConfigError(
+            f"parallel.recompute is {LAYERS!r}, which is for plans that raymm makes; with layouts, "
+            "give recompute_layers of each module"
+        )
     specs = MultimodalParallelSpec(
         {name: _spec(f"encoders.{name}", one) for name, one in section.encoders.items()},
         _spec("language_model", section.language_model),

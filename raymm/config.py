@@ -114,14 +114,15 @@ class ParallelSection(_Section):
         schedule: ``"1f1b"`` (the default of layouts), ``"zero_bubble"`` or ``"gpipe"``; where
             raymm plans, the only one it tries.
         recompute: run forwards again for their backward instead of keeping activations. Where
-            raymm plans, None means: only if nothing fits in memory otherwise.
+            raymm plans, ``"layers"`` means: every layer keeps as much as there is memory for; and
+            None: what is fastest within the memory.
     """
 
     language_model: LayoutSection = Field(default_factory=LayoutSection)
     encoders: dict[str, LayoutSection] = Field(default_factory=dict)
     plan: str | None = None
     schedule: str | None = None
-    recompute: bool | None = None
+    recompute: bool | Literal["layers"] | None = None
 
     @property
     def has_layouts(self) -> bool:

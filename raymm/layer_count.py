@@ -90,6 +90,9 @@ class LayerCount:
         replicated: of ``parameters``, those that tensor parallelism does not share out: vectors,
             convolutions, and outside the blocks all but a language model's embedding and head.
         key_value_elements: of its attention's keys and values.
+        product_elements: what its products with weights give.
+        attention_elements: what its attention gives.
+        attention_traffic: of ``traffic_elements``, the attention's.
     """
 
     matmul_flops: float = 0.0
@@ -102,6 +105,9 @@ class LayerCount:
     output_elements: int = 0
     replicated: int = 0
     key_value_elements: float = 0.0
+    product_elements: float = 0.0
+    attention_elements: float = 0.0
+    attention_traffic: float = 0.0
 
     def __add__(self, other: LayerCount) -> LayerCount:
         return LayerCount(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -140,18 +146,23 @@ def count_layers(module: nn.Module, load: Load, causal: bool = False) -> tuple[L
         causal: whether a token sees only those before it; then the module is a language model
             whose head runs on ``load.labels`` rows and whose output is a loss.
     """
-    path = find_blocks(module)
-    blocks = list(module.get_submodule(path)) if path is not None else []
-    places = [f"{path}.{index}" for index in range(len(blocks))] if len(blocks) > 1 else []
     counter = _Counter(module, load, causal)
+    places = counter.places()
     layers = [counter.layer(place) for place in places or [""]]
     if places:
-        before, after = counter.outside(path)
+        before, after = counter.outside(counter.path)
         layers[0] += counter.own(before)
         layers[-1] += counter.own(after)
     if causal:
         layers[-1] = replace(layers[-1], output_elements=1)
     return tuple(layers)
+
+
+def count_blocks(module: nn.Module, load: Load, causal: bool = False) -> tuple[LayerCount, ...]:
+    """Counts of the blocks alone, without what is before and after them; arguments as of
+    :func:`count_layers`. Empty for a module that cannot be cut."""
+    counter = _Counter(module, load, causal)
+    return tuple(counter.layer(place) for place in counter.places())
 
 
 def default_tokens(module: nn.Module) -> int:
@@ -221,6 +232,12 @@ class _Counter:
             # Else a strided 1x1 is a shortcut beside another one and reduces nothing more.
         return result
 
+    def places(self) -> list[str]:
+        """Names of the blocks, if there are several."""
+        if self.path is None or (many := len(self.module.get_submodule(self.path))) < 2:
+            return []
+        return [f"{self.path}.{index}" for index in range(many)]
+
     def outside(self, path: str) -> tuple[list[str], list[str]]:
         """Names of modules outside the blocks that own parameters: before, after. They are told
         apart by the order of registration; the head is always after, and what is tied to it is
@@ -271,6 +288,7 @@ class _Counter:
             kept_fp32=norms + sum(m.rows * m.outer for m in matmuls if m.is_head),
             parameters=sum(parameters.values()),
             replicated=sum(replicated.values()),
+            product_elements=sum(m.rows * m.outer for m in matmuls),
         )
 
     def _is_shared_out(self, name: str, parameter: torch.Tensor) -> bool:
@@ -419,6 +437,8 @@ class _Counter:
             traffic_elements=elements,
             kept_elements=elements,
             key_value_elements=float(self.load.total * (keys + values)),
+            attention_elements=float(self.load.total * out),
+            attention_traffic=elements,
         )
 
     def _widths(self, attention: nn.Module) -> tuple[int, int, int, int] | None:

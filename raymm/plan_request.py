@@ -41,7 +41,7 @@ class PlanRequest:
     strategy: str = "joint"
     schedules: Sequence[str] = SEARCHED_SCHEDULES
     layouts: Sequence[str] = LAYOUTS
-    recompute: bool | None = None
+    recompute: bool | str | None = None
     radius: int = OMNIBAL_RADIUS
     degrees: str | Sequence[str] = "auto"
 

@@ -246,7 +246,7 @@ def _measurements(
             LayerCost(
                 t.forward, t.backward_input, t.backward_weight, t.activation_bytes,
                 _FP32_BYTES * count.parameters, t.output_bytes, _FP32_BYTES * count.replicated,
-                round(one.tokens * count.key_value_elements * element_bytes),
+                round(one.tokens * count.key_value_elements * element_bytes), t.options,
             )
             for t, count in zip(one.layers, counts, strict=True)
         )

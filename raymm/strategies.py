@@ -30,7 +30,7 @@ from raymm.scheduler.partition import PartitionError, Ranges
 from raymm.scheduler.partition_search import PartitionCandidate, partition_candidates
 from raymm.scheduler.plan import SCHEDULES, Plan, PlanError
 from raymm.scheduler.plan_error import check_choices, check_number
-from raymm.scheduler.planner import LAYOUTS, SEARCHED_SCHEDULES, propose
+from raymm.scheduler.planner import LAYERS, LAYOUTS, RECOMPUTE, SEARCHED_SCHEDULES, propose
 from raymm.scheduler.stage_search import joint_search, loosely_coupled
 from raymm.scheduler.stage_space import StageSearchError, StageSpace
 
@@ -53,7 +53,8 @@ class Search:
         strategy: of :data:`STRATEGIES`.
         schedules: ``"1f1b"``, ``"zero_bubble"``, ``"gpipe"``: those that are tried.
         layouts: of :data:`raymm.scheduler.planner.LAYOUTS`; for ``joint``.
-        recompute: whether stages recompute; None: only if nothing fits otherwise.
+        recompute: whether stages recompute; ``"layers"``: layers keep as much as there is room
+            for (``joint`` only); None: only if memory gets in the way.
         radius: how many layers OmniBal's search moves a cut.
         degrees: per module, the degrees it may have beside its pipeline; for ``joint``.
 
@@ -68,7 +69,7 @@ class Search:
     strategy: str = "joint"
     schedules: Sequence[str] = SEARCHED_SCHEDULES
     layouts: Sequence[str] = LAYOUTS
-    recompute: bool | None = None
+    recompute: bool | str | None = None
     radius: int = OMNIBAL_RADIUS
     degrees: Mapping[str, DegreeChoices] = field(default_factory=dict)
 
@@ -79,6 +80,10 @@ class Search:
             check_number("memory_limit", self.memory_limit)
         if self.strategy not in STRATEGIES:
             raise PlanError(f"strategy is {self.strategy!r}; accepted: {', '.join(STRATEGIES)}")
+        if self.recompute not in (None, *RECOMPUTE):
+            raise PlanError(
+                f"recompute is {self.recompute!r}; accepted: true, false, {LAYERS!r} or nothing"
+            )
         check_choices("schedules", self.schedules, SCHEDULES)
         check_choices("layouts", self.layouts, LAYOUTS)
         check_number("radius", self.radius, least=0)
@@ -102,8 +107,9 @@ def find_plans(graph: ModuleGraph, profile: CostProfile, search: Search) -> Prop
     # Of plans without degrees too, so that degrees never keep a better plan from being found.
     candidates = [found.best, *itertools.islice(filter(_is_pipelines, found.options), 1)]
     if search.recompute is None and any(_is_tight(o, search.memory_limit) for o in candidates):
-        with suppress(StageSearchError):
-            found = _merged(found, _find(graph, profile, replace(search, recompute=True)))
+        for again in (LAYERS, True):
+            with suppress(StageSearchError):
+                found = _merged(found, _find(graph, profile, replace(search, recompute=again)))
     return found
 
 
@@ -146,7 +152,7 @@ def _find(graph: ModuleGraph, profile: CostProfile, search: Search) -> Proposal:
         )
     space = StageSpace(
         graph, profile, max(search.ranks, len(graph.nodes)), search.num_microbatches,
-        recompute=bool(search.recompute), memory_limit=search.memory_limit,
+        recompute=search.recompute is True, memory_limit=search.memory_limit,
     )
     found = Candidates(search.network, search.schedules)
     for label, plan in _candidates(space, search, found):

@@ -11,6 +11,7 @@ from typing import Any
 
 from raymm.scheduler.devices import DeviceError, Link, Links
 from raymm.scheduler.graph import ModuleGraph
+from raymm.scheduler.recomputation import KEEP, OPTIONS, LayerOption
 
 PROFILE_FORMAT = 1
 # AdamW keeps a gradient and two moments beside each trainable weight, all in fp32.
@@ -49,6 +50,8 @@ class LayerCost:
             (norms, convolutions, positions).
         key_value_bytes: keys and values of its attention in the compute dtype; 0 if not known
             (a profile of before it was counted), or if it has none.
+        options: what else it may do with its activations, if known: seconds that this adds to a
+            forward and backward, and bytes that it keeps instead of ``activation_bytes``.
     """
 
     forward: float
@@ -59,18 +62,43 @@ class LayerCost:
     output_bytes: int = 0
     replicated_bytes: int = 0
     key_value_bytes: int = 0
+    options: tuple[LayerOption, ...] = ()
 
     def __post_init__(self) -> None:
-        for entry in fields(self):
-            if not 0 <= getattr(self, entry.name) < math.inf:  # NaN fails too
+        numbers = {name: getattr(self, name) for name in NUMBERS}
+        for name, seconds, nbytes in self.options:
+            if name not in OPTIONS or name == KEEP:
                 raise ProfileError(
-                    f"{entry.name} is {getattr(self, entry.name)}; it must be at least 0 and finite"
+                    f"options have {name!r}; accepted: {', '.join(OPTIONS[1:])}"
                 )
+            numbers |= {f"seconds of {name!r}": seconds, f"bytes of {name!r}": nbytes}
+        for name, value in numbers.items():
+            if not 0 <= value < math.inf:  # NaN fails too
+                raise ProfileError(f"{name} is {value}; it must be at least 0 and finite")
         if self.replicated_bytes > self.parameter_bytes:
             raise ProfileError(
                 f"replicated_bytes is {self.replicated_bytes}; it must be at most "
                 f"parameter_bytes={self.parameter_bytes}"
             )
+
+    @property
+    def choices(self) -> tuple[LayerOption, ...]:
+        """All it may do with its activations; to keep them is the first."""
+        return (LayerOption(KEEP, 0.0, self.activation_bytes), *self.options)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> LayerCost:
+        """Inverse of ``asdict``, also from JSON.
+
+        Raises:
+            TypeError: on an unknown key, or a value of the wrong kind.
+        """
+        options = tuple(LayerOption(*one) for one in data.get("options", ()))
+        return cls(**{**data, "options": options})
+
+
+NUMBERS = tuple(entry.name for entry in fields(LayerCost) if entry.name != "options")
+"""Fields of a :class:`LayerCost` that are numbers."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +189,7 @@ class CostProfile:
             rest = {k: v for k, v in data.items() if k not in ("format", "modules", "links")}
             rest["links"] = _links(data.get("links"))
             modules = {
-                str(name): tuple(LayerCost(**layer) for layer in layers)
+                str(name): tuple(LayerCost.from_dict(layer) for layer in layers)
                 for name, layers in data["modules"].items()
             }
             return cls(modules, **rest)

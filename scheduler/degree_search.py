@@ -90,7 +90,7 @@ def search_degrees(
     iteration_time: Callable[[Plan], float],
     lower_bound: Callable[[Plan], float],
     fits: Callable[[Plan], bool],
-    feasible: Callable[[StageSpace], StageSpace],
+    within: Callable[[StageSpace], StageSpace],
     incumbent: float = math.inf,
     searches: int = SEARCHES,
 ) -> list[SearchResult]:
@@ -102,7 +102,7 @@ def search_degrees(
         per_node: processes that share a node.
         sharding: of modules that several processes hold; of :data:`raymm.scheduler.plan.SHARDINGS`.
         iteration_time, lower_bound, fits: as of ``joint_search``.
-        feasible: gives a space its :attr:`StageSpace.feasible`.
+        within: gives a space its :attr:`StageSpace.memory`.
         incumbent: seconds of the best plan known.
         searches: how many assignments are searched.
     """
@@ -117,7 +117,7 @@ def search_degrees(
             break
         if estimate.bound * (1 - ROUNDING) >= incumbent * (1 - WORTHWHILE):
             continue
-        shared = feasible(replace(space, degrees=estimate.degrees))
+        shared = within(replace(space, degrees=estimate.degrees))
         try:
             result = joint_search(
                 shared, iteration_time, lower_bound, fits, alternatives=0,

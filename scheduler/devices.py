@@ -77,6 +77,8 @@ class DeviceSpec:
         memory_bytes: size of its memory.
         within_node, across_nodes: what one rank sends to another over.
         efficiency: fraction of the peak that large matrix products reach.
+        to_host: bytes per second to the host's memory, and back at the same time; None where the
+            two are one.
     """
 
     name: str
@@ -86,8 +88,11 @@ class DeviceSpec:
     within_node: Link
     across_nodes: Link
     efficiency: float = 0.6
+    to_host: float | None = None
 
     def __post_init__(self) -> None:
+        if self.to_host is not None and not self.to_host > 0:
+            raise DeviceError(f"to_host of {self.name!r} is {self.to_host}; it must be above 0")
         rates = {**self.flops, "memory_bandwidth": self.memory_bandwidth,
                  "memory_bytes": self.memory_bytes, "efficiency": self.efficiency}
         for name, value in rates.items():
@@ -112,6 +117,7 @@ class DeviceSpec:
 _NVLINK_3 = Link(5e-6, 300e9)
 _NVLINK_4 = Link(5e-6, 450e9)
 _PCIE_4 = Link(10e-6, 25e9)
+_PCIE_5 = Link(10e-6, 50e9)
 _NETWORK_200 = Link(10e-6, 25e9)
 _NETWORK_400 = Link(10e-6, 50e9)
 
@@ -120,19 +126,19 @@ DEVICES: Mapping[str, DeviceSpec] = {
     for device in (
         # An A40's NVLink joins it to one other GPU only; between pairs it is PCIe 4.0.
         DeviceSpec("A40", {"bf16": 149.7e12, "fp32": 37.4e12}, 696e9, 48 * 10**9,
-                   Link(10e-6, 25e9), _NETWORK_200),
+                   Link(10e-6, 25e9), _NETWORK_200, to_host=_PCIE_4.bandwidth),
         DeviceSpec("A100-40GB", {"bf16": 312e12, "fp32": 19.5e12}, 1555e9, 40 * 10**9,
-                   _NVLINK_3, _NETWORK_200),
+                   _NVLINK_3, _NETWORK_200, to_host=_PCIE_4.bandwidth),
         DeviceSpec("A100-80GB", {"bf16": 312e12, "fp32": 19.5e12}, 2039e9, 80 * 10**9,
-                   _NVLINK_3, _NETWORK_200),
+                   _NVLINK_3, _NETWORK_200, to_host=_PCIE_4.bandwidth),
         DeviceSpec("H100", {"bf16": 989.4e12, "fp32": 66.9e12}, 3350e9, 80 * 10**9,
-                   _NVLINK_4, _NETWORK_400),
+                   _NVLINK_4, _NETWORK_400, to_host=_PCIE_5.bandwidth),
         DeviceSpec("H200", {"bf16": 989.4e12, "fp32": 66.9e12}, 4800e9, 141 * 10**9,
-                   _NVLINK_4, _NETWORK_400),
+                   _NVLINK_4, _NETWORK_400, to_host=_PCIE_5.bandwidth),
         DeviceSpec("L4", {"bf16": 121e12, "fp32": 30.3e12}, 300e9, 24 * 10**9,
-                   _PCIE_4, _NETWORK_200),
+                   _PCIE_4, _NETWORK_200, to_host=_PCIE_4.bandwidth),
         DeviceSpec("RTX4090", {"bf16": 165.2e12, "fp32": 82.6e12}, 1008e9, 24 * 10**9,
-                   _PCIE_4, _NETWORK_200),
+                   _PCIE_4, _NETWORK_200, to_host=_PCIE_4.bandwidth),
         # One core at 3 GHz with two AVX2 units: 32 fp32 multiply-adds' worth of FLOPs a cycle.
         # bf16 has no units of its own there and is no faster.
         DeviceSpec("cpu", {"bf16": 96e9, "fp32": 96e9}, 10e9, 4 * 10**9,

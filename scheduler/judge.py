@@ -47,6 +47,8 @@ class Option:
         how = self.plan.schedule
         if any(stage.recompute for stage in self.plan.stages):
             how += ", recomputing"
+        elif any(stage.layer_options for stage in self.plan.stages):
+            how += ", layers recomputing"
         return f"{self.layout}: {counts}; {places_text(self.plan)}, {how}"
 
 
@@ -177,9 +179,11 @@ class Candidates:
             self.refused.append((option.label, reason))
 
     def add_schedules(self, layout: str, plan: Plan) -> None:
-        """:meth:`add` a plan with every schedule."""
+        """:meth:`add` a plan with every schedule that it can have."""
         for schedule in self.schedules:
-            self.add(layout, replace(plan, schedule=schedule))
+            # Both halves of a backward that is split would make activations again.
+            if schedule != "zero_bubble" or not any(s.layer_options for s in plan.stages):
+                self.add(layout, replace(plan, schedule=schedule))
 
     def proposal(self) -> Proposal:
         """All that was added.

@@ -20,7 +20,8 @@ def peak_bytes(
     """The most bytes of activations that one rank holds at any time.
 
     A forward keeps its activations until its backward (B_w where it is split), a checkpointed
-    one its inputs, and from its recomputation on its activations too. Not counted: outputs
+    one its inputs, and from its recomputation on its activations too. Layers that make some of
+    theirs again hold those while their backward runs, one layer at a time. Not counted: outputs
     under way to another rank.
 
     Args:
@@ -39,6 +40,8 @@ def peak_bytes(
         elif op is Op.BACKWARD_INPUT:
             continue
         else:  # the microbatch is done with, or never kept anything
+            if key in held:
+                peak = max(peak, total + size.remade_bytes)
             total -= held.pop(key, 0)
             continue
         held[key] = held.get(key, 0) + more

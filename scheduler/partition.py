@@ -180,7 +180,8 @@ def partition_matrix(
 
     Args:
         matrix: (n + 1, n + 1); entry (lo, hi) is the cost of a stage with the layers
-            ``[lo, hi)``, not negative; ``inf`` forbids the stage. Only ``hi > lo`` is read.
+            ``[lo, hi)``, not negative; ``inf`` forbids the stage. Only ``hi > lo`` is read. Or
+            one for each stage, (k, n + 1, n + 1), where the place matters.
         stages: number of stages k.
         feasible: ``feasible(index, lo, hi) -> bool``, or a boolean array of shape
             (k, n + 1, n + 1): may stage ``index`` hold these layers? The place matters: with
@@ -193,9 +194,10 @@ def partition_matrix(
     Raises:
         PartitionError: if there are fewer layers than stages, or no cut is feasible.
     """
-    num_layers = len(matrix) - 1
+    matrix = np.asarray(matrix, dtype=float)
+    num_layers = matrix.shape[-1] - 1
     _check_stages(num_layers, stages)
-    per_stage = _allowed_costs(np.asarray(matrix, dtype=float), stages, feasible)
+    per_stage = _allowed_costs(matrix, stages, feasible)
 
     # Eq. 5-6: best[i], the least bottleneck of layers [0, i) in the stages so far.
     best = per_stage[0][0]
@@ -233,12 +235,13 @@ def _allowed_costs(
     matrix: np.ndarray, stages: int, feasible: Feasible | np.ndarray | None
 ) -> list[np.ndarray]:
     """Per stage index: the matrix with ``inf`` where the stage may not be."""
-    size = len(matrix)
+    size = matrix.shape[-1]
     matrix = np.where(np.tri(size, dtype=bool), np.inf, matrix)
     if np.isnan(matrix).any() or (matrix < 0).any():
         raise PartitionError("the cost of a stage is negative or not a number")
+    matrices = list(np.broadcast_to(matrix, (stages, size, size)))
     if feasible is None:
-        return [matrix] * stages
+        return matrices
     if callable(feasible):
         function, feasible = feasible, np.zeros((stages, size, size), dtype=bool)
         for index in range(stages):
@@ -252,7 +255,9 @@ def _allowed_costs(
         raise PartitionError(
             f"feasible has the shape {np.shape(feasible)}; it must be {(stages, size, size)}"
         )
-    return [np.where(allowed, matrix, np.inf) for allowed in feasible]
+    return [
+        np.where(allowed, one, np.inf) for allowed, one in zip(feasible, matrices, strict=True)
+    ]
 
 
 def range_costs(

@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
-
 from raymm.scheduler.costs import CostProfile
 from raymm.scheduler.degree_search import search_degrees
 from raymm.scheduler.graph import ModuleGraph
@@ -23,15 +21,19 @@ from raymm.scheduler.judge import Candidates, Proposal
 from raymm.scheduler.layouts import chunked, colocated, replicated
 from raymm.scheduler.module_degrees import DegreeChoices
 from raymm.scheduler.network import Network
-from raymm.scheduler.partition import cost_matrix
 from raymm.scheduler.plan import SCHEDULES, Plan, PlanError
 from raymm.scheduler.plan_error import check_choices, check_number
+from raymm.scheduler.stage_memory import ModuleMemory, StageMemory
 from raymm.scheduler.stage_search import joint_search
 from raymm.scheduler.stage_space import StageSearchError, StageSpace
 
 LAYOUTS = ("modality_parallel", "colocated", "replicated")
 SEARCHED_SCHEDULES = ("1f1b", "zero_bubble")
 CHUNKS = (2, 3, 4)
+LAYERS = "layers"
+RECOMPUTE = (False, LAYERS, True)
+"""What stages may do to fit: nothing; their layers keep as much as there is room for; or they keep
+what they receive only."""
 # Beside layouts: ranks of several processes and copies, in pipelines.
 DEGREES = "degrees"
 # Plans with degrees that are tried with every schedule.
@@ -48,7 +50,7 @@ def propose(
     *,
     memory_limit: int | None = None,
     network: Network | None = None,
-    recompute: bool | None = None,
+    recompute: bool | str | None = None,
     schedules: Sequence[str] = SEARCHED_SCHEDULES,
     layouts: Sequence[str] = LAYOUTS,
     chunks: Sequence[int] = CHUNKS,
@@ -62,8 +64,8 @@ def propose(
         num_microbatches: microbatches per step.
         memory_limit: bytes per rank; no limit if None.
         network: what messages take.
-        recompute: whether stages recompute; if None, a layout does only if it does not fit
-            otherwise.
+        recompute: whether stages recompute; ``"layers"``: layers keep as much as there is room
+            for; if None, a layout does the one or the other only if it does not fit otherwise.
         schedules: of ``"1f1b"``, ``"zero_bubble"`` and ``"gpipe"``.
         layouts: of :data:`LAYOUTS`.
         chunks: stages of a module per rank that are tried besides one.
@@ -92,11 +94,13 @@ def propose(
     left = (*layouts, DEGREES) if degrees else tuple(layouts)
     if degrees and not all(choices.may_be_alone for choices in degrees.values()):
         left = (DEGREES,)
-    for again in (False, True) if recompute is None else (recompute,):
+    for again in RECOMPUTE if recompute is None else (recompute,):
         space = StageSpace(
-            graph, profile, ranks, num_microbatches, recompute=again, memory_limit=memory_limit
+            graph, profile, ranks, num_microbatches, recompute=again is True,
+            memory_limit=memory_limit,
         )
-        left = _Planner(_feasible(space), found, left, chunks, degrees or {}).run()
+        within = partial(within_memory, adaptive=again == LAYERS)
+        left = _Planner(space, within, found, left, chunks, degrees or {}).run()
         if not left or memory_limit is None:
             break
     return found.proposal()
@@ -106,10 +110,11 @@ class _Planner:
     """One round of planning, with or without recomputation."""
 
     def __init__(
-        self, space: StageSpace, found: Candidates, layouts: Sequence[str],
-        chunks: Sequence[int], degrees: Mapping[str, DegreeChoices],
+        self, space: StageSpace, within: Callable[[StageSpace], StageSpace], found: Candidates,
+        layouts: Sequence[str], chunks: Sequence[int], degrees: Mapping[str, DegreeChoices],
     ) -> None:
-        self.space = space
+        self.space = within(space)
+        self.within = within
         self.found = found
         self.layouts = layouts
         self.chunks = chunks
@@ -137,7 +142,9 @@ class _Planner:
                 self.space, found.seconds, found.bound, found.fits, alternatives=FINALISTS - 1
             )
         except StageSearchError as error:  # other layouts may need less memory
-            again = ", recomputing" if self.space.recompute else ""
+            memory = self.space.memory
+            layers = ", layers recomputing" if memory is not None and memory.adaptive else ""
+            again = ", recomputing" if self.space.recompute else layers
             found.refused.append((f"modality_parallel{again}", str(error)))
             return
         found.count(search)
@@ -164,7 +171,7 @@ class _Planner:
         results = search_degrees(
             space, self.degrees, found.network.ranks_per_node,
             "none" if space.memory_limit is None else "zero1",
-            found.seconds, found.bound, found.fits, _feasible,
+            found.seconds, found.bound, found.fits, self.within,
             min((option.seconds for option in found.options), default=math.inf),
         )
         for result in results:
@@ -199,40 +206,29 @@ class _Planner:
         ]
 
 
-def _feasible(space: StageSpace) -> StageSpace:
-    """A space that knows which stages fit in memory."""
+def within_memory(space: StageSpace, adaptive: bool = False) -> StageSpace:
+    """A space that knows which stages fit in memory.
+
+    Args:
+        space: if it has a limit.
+        adaptive: whether layers may keep less activations where a stage would not fit otherwise.
+    """
     if space.memory_limit is None:
         return space
-    return replace(space, feasible=_Feasible(space, space.memory_limit))
-
-
-class _Feasible:
-    """Which stages fit in memory under 1F1B, by their place in the pipeline: what
-    :attr:`StageSpace.feasible` takes."""
-
-    def __init__(self, space: StageSpace, limit: int) -> None:
-        self.space = space
-        self.limit = limit
-
-    def __call__(self, module: str, stages: int, beyond: int) -> np.ndarray:
-        space, graph = self.space, self.space.graph
-        node, costs = graph.node(module), space.process_profile.modules[module]
-        backward, shared = space.backward[module], space.shared(module)
-        moments = shared.dp * shared.cp if shared.sharding == "zero1" else 1
-        state = cost_matrix([
-            space.profile.state_bytes(c, trainable, moments)
-            for c, trainable in zip(costs, node.trainable, strict=True)
-        ])
-        kept = cost_matrix([
-            c.activation_bytes if b else 0 for c, b in zip(costs, backward, strict=True)
-        ])
-        first = sum(space.profile.modules[p][-1].output_bytes for p in graph.producers(module))
-        handed_on = [c.output_bytes // shared.cp for c in costs]
-        received = np.array([first, *handed_on], dtype=float)[:, None]
-        again = space.recomputing[module]
-        fits = np.empty((stages, *state.shape), dtype=bool)
-        for index in range(stages):
-            live = min(stages - index + beyond, space.copy_microbatches(module))
-            needed = np.where(again, live * received + kept, live * kept)
-            fits[index] = state + needed <= self.limit
-        return fits
+    graph, modules = space.graph, {}
+    for node in graph.nodes:
+        name, degrees = node.name, space.shared(node.name)
+        costs = space.process_profile.modules[name]
+        moments = degrees.dp * degrees.cp if degrees.sharding == "zero1" else 1
+        first = sum(space.profile.modules[p][-1].output_bytes for p in graph.producers(name))
+        modules[name] = ModuleMemory(
+            costs, space.backward[name],
+            [
+                space.profile.state_bytes(c, trainable, moments)
+                for c, trainable in zip(costs, node.trainable, strict=True)
+            ],
+            [first, *(c.output_bytes // degrees.cp for c in costs)],
+            space.recomputing[name], space.memory_limit, adaptive,
+        )
+    microbatches = {name: space.copy_microbatches(name) for name in modules}
+    return replace(space, memory=StageMemory(modules, microbatches, adaptive))

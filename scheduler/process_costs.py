@@ -15,6 +15,7 @@ Assumed:
   not know of keys and values is as much as queries have.
 - Activations are divided by ``cp``. By ``tp`` only what lies within a block is; the residual stream
   and what norms make of it, :data:`WHOLE_COPIES` times the hidden state, is on every process.
+- A layer that makes activations again sums and gathers again what its forward did.
 - Parameters, and their gradients, are divided by ``tp``, but for a layer's ``replicated_bytes``;
   by ``cp`` not. With ``"zero1"``, AdamW's moments are divided by ``dp * cp`` as well.
 - With ``"fsdp"`` the parameters, gradients and moments of a stage are divided by ``fsdp * cp``, and
@@ -33,6 +34,7 @@ from math import prod
 from raymm.scheduler.costs import CostProfile, LayerCost
 from raymm.scheduler.devices import Link
 from raymm.scheduler.graph import ModuleNode
+from raymm.scheduler.recomputation import REMADE, LayerOption
 from raymm.scheduler.stage import Degrees
 
 # The residual stream at both norms of a block in fp32, what an RMS norm keeps beside it, and the
@@ -90,16 +92,30 @@ def _process_layer(
     # A projector keeps its input, and its output only if the loss needs it.
     whole = min((1 if projector else WHOLE_COPIES) * stream, cost.activation_bytes)
     shared = cost.parameter_bytes - cost.replicated_bytes
+    gathered = sums + gather_seconds(keys, cp, token_link)
+
+    def held(size: int) -> int:
+        first = min(whole, size)
+        return round((first + (size - first) / tp) / shares)
+
     return LayerCost(
-        forward=cost.forward / (shares * tp) + sums + gather_seconds(keys, cp, token_link),
+        forward=cost.forward / (shares * tp) + gathered,
         backward_input=cost.backward_input / (shares * tp)
         + sums + gather_seconds(gradients, cp, token_link),
         backward_weight=cost.backward_weight / (shares * tp),
-        activation_bytes=round((whole + (cost.activation_bytes - whole) / tp) / shares),
+        activation_bytes=held(cost.activation_bytes),
         parameter_bytes=cost.replicated_bytes + -(-shared // tp),
         output_bytes=cost.output_bytes,
         replicated_bytes=cost.replicated_bytes,
         key_value_bytes=round(keys / cp),
+        options=tuple(
+            LayerOption(
+                one.name,
+                one.seconds / (shares * tp) + (gathered if one.name in REMADE else 0.0),
+                held(one.nbytes),
+            )
+            for one in cost.options
+        ),
     )
 
 

@@ -7,14 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from raymm.scheduler.costs import CostProfile, LayerCost, ProfileError, profile_data
+from raymm.scheduler.costs import NUMBERS, CostProfile, LayerCost, ProfileError, profile_data
+from raymm.scheduler.recomputation import LayerOption
 
 TABLE_FORMAT = 1
 _INTEGER_FIELDS = (
     "activation_bytes", "parameter_bytes", "output_bytes", "replicated_bytes", "key_value_bytes",
 )
 # Tables of before they were counted lack them.
-_OPTIONAL_FIELDS = ("replicated_bytes", "key_value_bytes")
+_OPTIONAL_FIELDS = ("replicated_bytes", "key_value_bytes", "options")
 
 
 @dataclass(frozen=True)
@@ -186,16 +187,27 @@ def _nothing(cost: LayerCost) -> LayerCost:
     return LayerCost(
         0.0, 0.0, 0.0, parameter_bytes=cost.parameter_bytes,
         replicated_bytes=cost.replicated_bytes,
+        options=tuple(LayerOption(name, 0.0, 0) for name, _, _ in cost.options),
     )
 
 
 def _between(a: LayerCost, b: LayerCost, share: float) -> LayerCost:
     """``a`` at 0, ``b`` at 1; never below zero."""
-    values = {}
-    for one in fields(LayerCost):
-        start, end = getattr(a, one.name), getattr(b, one.name)
-        value = max(0.0, start + (end - start) * share)
-        values[one.name] = round(value) if one.name in _INTEGER_FIELDS else value
+    def between(start: float, end: float) -> float:
+        return max(0.0, start + (end - start) * share)
+
+    values: dict[str, Any] = {}
+    for name in NUMBERS:
+        value = between(getattr(a, name), getattr(b, name))
+        values[name] = round(value) if name in _INTEGER_FIELDS else value
+    ends = {one.name: one for one in b.options}
+    values["options"] = tuple(
+        LayerOption(
+            one.name, between(one.seconds, ends[one.name].seconds),
+            round(between(one.nbytes, ends[one.name].nbytes)),
+        )
+        for one in a.options if one.name in ends
+    )
     return LayerCost(**values)
 
 
@@ -217,12 +229,20 @@ def _layer(data: Any, where: str) -> LayerCost:
         _mapping(data, where), where, names,
         required=[name for name in names if name not in _OPTIONAL_FIELDS],
     )
-    for name, value in data.items():
+    for name in NUMBERS:
+        value = data.get(name, 0)
         kinds = int if name in _INTEGER_FIELDS else int | float
         if not isinstance(value, kinds) or isinstance(value, bool):
             raise ProfileError(f"{where}.{name} is {value!r}; it must be a number")
+    for number, one in enumerate(_list(data.get("options", []), f"{where}.options")):
+        if [type(value) for value in _list(one, f"{where}.options[{number}]")] not in (
+            [str, float, int], [str, int, int],
+        ):
+            raise ProfileError(
+                f"{where}.options[{number}] is {one!r}; it must be [name, seconds, bytes]"
+            )
     try:
-        return LayerCost(**data)
+        return LayerCost.from_dict(data)
     except ProfileError as error:
         raise ProfileError(f"{where}: {error}") from None
 

@@ -14,9 +14,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-OPTIONS = ("keep", "matmuls", "attention", "all")
+KEEP, MATMULS, ATTENTION, ALL, OFFLOAD = OPTIONS = (
+    "keep", "matmuls", "attention", "all", "offload"
+)
 """What a layer may do with its activations: keep them; keep outputs of matrix products and of
-attention, and make the rest again; of attention only; or make all again from its input."""
+attention, and make the rest again; of attention only; make all again from its input; or keep them
+in the host's memory until the backward pass."""
+REMADE = (MATMULS, ATTENTION, ALL)
+"""Those that run a layer's forward again, in parts or whole."""
 # Relative to all seconds that may be added.
 _ROUNDING = 1e-12
 
@@ -111,6 +116,29 @@ def choose_options(layers: Sequence[Sequence[LayerOption]], limit: int) -> Recom
     return Recomputation(tuple(reversed(names)), last.seconds, last.nbytes)
 
 
+def remade_bytes(option: LayerOption, kept: int) -> int:
+    """Bytes beyond what a layer holds that its backward needs, of ``kept`` if all were kept. What
+    is offloaded is fetched while the backward of the layer after it runs."""
+    return (2 if option.name == OFFLOAD else 1) * (kept - option.nbytes)
+
+
+def least_seconds(layers: Sequence[Sequence[LayerOption]], limit: int) -> float:
+    """A lower bound of what :func:`choose_options` adds, for arguments as of it: layers may be
+    divided. ``inf`` if the smallest options need more."""
+    relaxed = _relaxations([_undominated(one) for one in layers])[0]
+    return relaxed.seconds(limit) if relaxed.least <= limit else float("inf")
+
+
+def saving_steps(options: Sequence[LayerOption]) -> tuple[LayerOption, list[tuple[float, int]]]:
+    """The option that keeps least, and what keeping more saves if a layer may be divided:
+    (seconds per byte, bytes), best first."""
+    hull = _hull([option for _, option in _undominated(options)])
+    return hull[0], [
+        (_saving(small, large), large.nbytes - small.nbytes)
+        for small, large in zip(hull, hull[1:], strict=False)
+    ]
+
+
 def _undominated(options: Sequence[LayerOption]) -> list[tuple[int, LayerOption]]:
     """Options, with their numbers, from the smallest to the fastest; none is worse than another
     in both."""
@@ -155,12 +183,10 @@ def _relaxations(options: Sequence[Sequence[tuple[int, LayerOption]]]) -> list[_
     least, slowest = 0, 0.0
     found = [_Relaxation(0, 0.0, ())]
     for choices in reversed(options):
-        hull = _hull([option for _, option in choices])
-        least += hull[0].nbytes
-        slowest += hull[0].seconds
-        for small, large in zip(hull, hull[1:], strict=False):
-            size = large.nbytes - small.nbytes
-            steps.append(((small.seconds - large.seconds) / size, size))
+        smallest, own = saving_steps([option for _, option in choices])
+        least += smallest.nbytes
+        slowest += smallest.seconds
+        steps += own
         steps.sort(key=lambda step: -step[0])
         found.append(_Relaxation(least, slowest, list(steps)))
     return found[::-1]

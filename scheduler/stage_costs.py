@@ -18,6 +18,7 @@ from raymm.scheduler.process_costs import (
     process_layers,
 )
 from raymm.scheduler.program import Op
+from raymm.scheduler.recomputation import KEEP, LayerOption, remade_bytes
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class StageCost:
         activation_bytes: what autograd keeps of the layers that have a backward.
         output_bytes: what its rank hands on, all processes together.
         state_bytes: weights, and gradients and AdamW moments of the trainable ones.
+        remade_bytes: the most that a backward makes again, or fetches, at one time: of the layer
+            that keeps least of its activations.
     """
 
     forward: float
@@ -43,6 +46,7 @@ class StageCost:
     activation_bytes: int = 0
     output_bytes: int = 0
     state_bytes: int = 0
+    remade_bytes: int = 0
 
     def seconds(self) -> dict[Op, float]:
         """Per compute op; what a stage does not need is simply not in its program."""
@@ -94,7 +98,10 @@ def _stage_cost(
             for producer in plan.graph.producers(stage.module)
         )
     forward = sum(c.forward for c in layers)
+    kept = _kept(stage, layers, [t or b for t, b in zip(trainable, earlier, strict=True)])
     backward_input = sum(c.backward_input for c, b in zip(layers, earlier, strict=True) if b)
+    # Whatever is made again is made before the first gradient of its layer.
+    backward_input += sum(option.seconds for _, option in kept)
     trained = [c for c, t in zip(layers, trainable, strict=True) if t]
     backward_weight = sum(c.backward_weight for c in trained)
     sharers = plan.sharers(stage)
@@ -121,14 +128,26 @@ def _stage_cost(
         backward_input=backward_input,
         backward_weight=backward_weight,
         input_bytes=received,
-        activation_bytes=sum(
-            c.activation_bytes
-            for c, t, b in zip(layers, trainable, earlier, strict=True)
-            if t or b
-        ),
+        activation_bytes=sum(option.nbytes for _, option in kept),
         output_bytes=layers[-1].output_bytes,
         state_bytes=state,
+        remade_bytes=max((remade_bytes(o, c.activation_bytes) for c, o in kept), default=0),
     )
+
+
+def _kept(
+    stage: Stage, layers: tuple[LayerCost, ...], backward: list[bool]
+) -> list[tuple[LayerCost, LayerOption]]:
+    """What a stage's layers that have a backward do with their activations. Of an option that the
+    profile does not know it is assumed that it makes all again and keeps all."""
+    found = []
+    for index, cost in enumerate(layers):
+        if not backward[index]:
+            continue
+        name = stage.layer_options[index] if index < len(stage.layer_options) else KEEP
+        unknown = LayerOption(name, cost.forward, cost.activation_bytes)
+        found.append((cost, next((o for o in cost.choices if o.name == name), unknown)))
+    return found
 
 
 def _shared_layers(

@@ -4,8 +4,8 @@ plans made of them, and seconds that such plans cannot undercut."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -27,6 +27,7 @@ from raymm.scheduler.module_degrees import (
 )
 from raymm.scheduler.partition import PartitionError, Ranges, cost_matrix, partition_matrix
 from raymm.scheduler.plan import Plan, Stage
+from raymm.scheduler.stage_memory import StageMemory
 
 Counts = dict[str, int]
 """Stages per module."""
@@ -121,11 +122,8 @@ class StageSpace:
         max_stages: the most stages a module may have, if limited.
         cut_costs: per module, seconds that the cut before each layer costs the two stages at
             it, as of :func:`~raymm.scheduler.partition.partition_with_cuts`.
-        feasible: ``feasible(module, stages, beyond)``: which stage may hold which layers, a
-            boolean array of shape (stages, n + 1, n + 1), or None if all may; ``beyond`` is
-            the number of stages on the longest path from the module's output to the loss,
-            so stage i has the depth ``stages - i + beyond`` that decides how many
-            microbatches' activations 1F1B holds there.
+        memory: which stage may hold which layers, and what making them fit adds; all fit if
+            None.
         believed: what partitions balance instead of the profile's work, for comparison with
             planners that know less (:func:`~raymm.scheduler.costs.unaware_work`).
         degrees: how modules are shared; by default every stage is one process.
@@ -145,7 +143,7 @@ class StageSpace:
     memory_limit: int | None = None
     max_stages: int | None = None
     cut_costs: Mapping[str, Sequence[float]] | None = None
-    feasible: Callable[[str, int, int], np.ndarray | None] | None = None
+    memory: StageMemory | None = None
     believed: Mapping[str, tuple[LayerWork, ...]] | None = None
     degrees: SharedModules = field(default_factory=dict)
     _partitions: dict[tuple[str, int, int], Ranges | None] = field(
@@ -202,17 +200,32 @@ class StageSpace:
         )
 
     def partition(self, module: str, stages: int, beyond: int = 0) -> Ranges | None:
-        """The balanced partition, or None if none is feasible. ``beyond`` matters only with
-        :attr:`feasible`."""
-        key = (module, stages, beyond if self.feasible else 0)
+        """The balanced partition, or None if none is feasible.
+
+        Args:
+            module: the module.
+            stages: how many it is cut into.
+            beyond: stages on the longest path from the module's output to the loss, which with
+                :attr:`memory` matters: stage i has the depth ``stages - i + beyond``, and 1F1B
+                holds activations of as many microbatches there.
+        """
+        key = (module, stages, beyond if self.memory else 0)
         if key not in self._partitions:
-            allowed = self.feasible and self.feasible(module, stages, beyond)
             try:
-                matrix = self._tables[module].balanced
-                self._partitions[key] = partition_matrix(matrix, stages, allowed)
+                self._partitions[key] = self._balanced(module, stages, beyond)
             except PartitionError:
                 self._partitions[key] = None
         return self._partitions[key]
+
+    def _balanced(self, module: str, stages: int, beyond: int) -> Ranges:
+        matrix = self._tables[module].balanced
+        if self.memory is None:
+            return partition_matrix(matrix, stages)
+        while True:  # bounds become exact where they matter, so this ends with the best
+            added = self.memory.added(module, stages, beyond)
+            ranges = partition_matrix(matrix + added, stages)
+            if not self.memory.settle(module, ranges, beyond):
+                return ranges
 
     def possible(self, module: str, beyond: int = 0, most: int | None = None) -> list[int]:
         """How many stages a module can have, ascending, up to ``most``."""
@@ -275,7 +288,22 @@ class StageSpace:
             if ranges is None:
                 raise StageSearchError(f"module {node.name!r} cannot have {count} stages")
             partitions[node.name] = ranges
-        return self.made_of(partitions)
+        plan = self.made_of(partitions)
+        if self.memory is None:
+            return plan
+        options = {
+            name: self.memory.options(name, ranges, self.beyond(name, counts))
+            for name, ranges in partitions.items()
+        }
+        stages = tuple(
+            replace(s, layer_options=options[s.module][s.index][: self._blocks(s)])
+            for s in plan.stages
+        )
+        return replace(plan, stages=stages)
+
+    def _blocks(self, stage: Stage) -> int:
+        lo, hi = stage.layers
+        return max(0, min(hi, self.graph.node(stage.module).num_blocks) - lo)
 
     def made_of(self, partitions: Mapping[str, Ranges]) -> Plan:
         """The plan with these layers per stage, one rank each (and copy)."""

@@ -3,12 +3,13 @@ found is then written in the model's own layers."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from raymm.scheduler.costs import CostProfile, LayerCost, layer_work
 from raymm.scheduler.graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan import Plan
+from raymm.scheduler.recomputation import LayerOption
 
 
 def with_whole_modules(
@@ -48,10 +49,26 @@ def with_whole_modules(
                 parameters, own[-1].output_bytes,
                 min(parameters, sum(c.replicated_bytes for c in own)),
                 sum(c.key_value_bytes for c in own),
+                _common_options(own, [bool(w.backward) for w in done]),
             ),
             *profile.modules[node.name][blocks:],
         )
     return ModuleGraph(tuple(nodes), graph.edges), replace(profile, modules=costs)
+
+
+def _common_options(
+    layers: Sequence[LayerCost], backward: Sequence[bool]
+) -> tuple[LayerOption, ...]:
+    """What all blocks together may do with their activations: all the same."""
+    running = [c.options for c, b in zip(layers, backward, strict=True) if b]
+    names = [one.name for one in running[0]] if running else []
+    found = []
+    for name in names:
+        same = [one for options in running for one in options if one.name == name]
+        if len(same) == len(running):
+            seconds, nbytes = sum(o.seconds for o in same), sum(o.nbytes for o in same)
+            found.append(LayerOption(name, seconds, nbytes))
+    return tuple(found)
 
 
 def in_own_layers(plan: Plan, graph: ModuleGraph, profile: CostProfile) -> Plan:
@@ -60,7 +77,12 @@ def in_own_layers(plan: Plan, graph: ModuleGraph, profile: CostProfile) -> Plan:
     for stage in plan.stages:
         hidden = graph.node(stage.module).num_layers - plan.graph.node(stage.module).num_layers
         lo, hi = stage.layers
+        options = stage.layer_options
+        if lo == 0:
+            options = options[:1] * hidden + options
         stages.append(
-            replace(stage, layers=(lo + hidden if lo else 0, hi + hidden))
+            replace(
+                stage, layers=(lo + hidden if lo else 0, hi + hidden), layer_options=options
+            )
         )
     return replace(plan, graph=graph, profile=profile, stages=tuple(stages))

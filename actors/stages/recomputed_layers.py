@@ -1,4 +1,5 @@
-"""Blocks that keep a part of their activations and make the rest again in the backward pass.
+"""Blocks that keep a part of their activations and make the rest again in the backward pass, or
+have them fetched.
 
 torch's selective checkpointing tells outputs to keep by the operator that made them, so this
 knows no model: whatever a block's feed-forward is, its matrix products are matrix products.
@@ -6,7 +7,8 @@ knows no model: whatever a block's feed-forward is, its matrix products are matr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,9 +20,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from raymm.scheduler.recomputation import OPTIONS
+from raymm.actors.stages.offloaded_activations import OffloadedBlocks
+from raymm.scheduler.recomputation import ATTENTION, KEEP, MATMULS, OFFLOAD, OPTIONS
 
-KEEP, MATMULS, ATTENTION, _ = OPTIONS
 _aten = torch.ops.aten
 _ATTENTION = tuple(
     getattr(_aten, name).default
@@ -50,11 +52,28 @@ def recompute_layers(blocks: Sequence[nn.Module], options: Sequence[str]) -> Non
     """
     if len(blocks) != len(options):
         raise ValueError(f"{len(options)} options for {len(blocks)} blocks")
+    offloaded = OffloadedBlocks()
     for block, option in zip(blocks, options, strict=True):
         if option not in OPTIONS:
             raise ValueError(f"a layer's option is {option!r}; accepted: {', '.join(OPTIONS)}")
-        if option != KEEP:
+        if option == OFFLOAD:
+            block.forward = offloaded.wrap(block.forward)
+        elif option != KEEP:
             block.forward = partial(_run, block.forward, option)
+
+
+@contextmanager
+def layers_recomputed(blocks: Sequence[nn.Module], options: Sequence[str]) -> Iterator[None]:
+    """:func:`recompute_layers` for a while."""
+    before = [vars(block).get("forward") for block in blocks]
+    recompute_layers(blocks, options)
+    try:
+        yield
+    finally:
+        for block, forward in zip(blocks, before, strict=True):
+            vars(block).pop("forward", None)
+            if forward is not None:
+                block.forward = forward
 
 
 def _run(forward: Callable[..., Any], option: str, *args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ from raymm.scheduler.lower import full_program, lower
 from raymm.scheduler.memory import rank_memory
 from raymm.scheduler.network import Network, edge_transfers
 from raymm.scheduler.plan import SCHEDULES, Plan
-from raymm.scheduler.planner import LAYOUTS, _Feasible, propose
+from raymm.scheduler.planner import LAYOUTS, propose, within_memory
 from raymm.scheduler.program import check_program
 from raymm.scheduler.simulate import simulate
 from raymm.scheduler.stage_costs import op_seconds, stage_costs
@@ -220,7 +220,8 @@ def test_feasible_stages_are_those_that_fit(data: st.DataObject) -> None:
         beyond = space.beyond(stage.module, counts)
         deep = min(plan.depth[stage.name], plan.num_microbatches)
         for limit in (need.total - 1, need.total, depth_bytes(plan, stage.name)):
-            fits = _Feasible(space, limit)(stage.module, counts[stage.module], beyond)
+            memory = within_memory(replace(space, memory_limit=limit)).memory
+            fits = np.isfinite(memory.added(stage.module, counts[stage.module], beyond))
             assert fits.shape[1:] == (space.graph.node(stage.module).num_layers + 1,) * 2
             feasible = bool(fits[stage.index][stage.layers])
             assert feasible == (depth_bytes(plan, stage.name) <= limit)
@@ -398,5 +399,6 @@ def test_one_layer_on_one_rank() -> None:
 def test_shapes_of_feasible() -> None:
     graph, profile = small()
     space = StageSpace(graph, profile, 4, 8)
-    fits = _Feasible(space, 10**9)("llm", 2, 0)
+    memory = within_memory(replace(space, memory_limit=10**9)).memory
+    fits = np.isfinite(memory.added("llm", 2, 0))
     assert fits.shape == (2, 5, 5) and fits.dtype == np.bool_

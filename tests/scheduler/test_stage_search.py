@@ -17,6 +17,7 @@ from raymm.scheduler.lower import lower
 from raymm.scheduler.plan import Plan, PlanError
 from raymm.scheduler.program import Op
 from raymm.scheduler.simulate import simulate
+from raymm.scheduler.stage_memory import StageMemory
 from raymm.scheduler.stage_search import Choice, joint_search, loosely_coupled
 from raymm.scheduler.stage_space import StageSearchError, StageSpace, has_backward, make_plan
 from raymm.scheduler.step_graph import full_step
@@ -108,29 +109,37 @@ def spaces(draw: st.DrawFn, schedules: tuple[str, ...] = ("1f1b",)) -> StageSpac
 
 
 def depth_limit(space: StageSpace, budget: int):
-    """(feasible, fits): activations of as many microbatches as a stage has depth."""
+    """(memory, fits): activations of as many microbatches as a stage has depth."""
 
     def need(module: str, lo: int, hi: int, depth: int) -> int:
         layers = space.profile.modules[module][lo:hi]
         return min(depth, space.num_microbatches) * sum(c.activation_bytes for c in layers)
 
-    def feasible(module: str, stages: int, beyond: int) -> np.ndarray:
-        size = space.graph.node(module).num_layers + 1
-        allowed = np.zeros((stages, size, size), dtype=bool)
-        for index, lo, hi in np.ndindex(allowed.shape):
-            allowed[index, lo, hi] = need(module, lo, hi, stages - index + beyond) <= budget
-        return allowed
+    class Memory(StageMemory):
+        def added(self, module: str, stages: int, beyond: int) -> np.ndarray:
+            size = space.graph.node(module).num_layers + 1
+            found = np.zeros((stages, size, size))
+            for index, lo, hi in np.ndindex(found.shape):
+                if need(module, lo, hi, stages - index + beyond) > budget:
+                    found[index, lo, hi] = np.inf
+            return found
+
+        def settle(self, *_: object) -> bool:
+            return False
+
+        def options(self, module: str, ranges: tuple, beyond: int) -> list[tuple[str, ...]]:
+            return [()] * len(ranges)
 
     def fits(plan: Plan) -> bool:
         return all(need(s.module, *s.layers, plan.depth[s.name]) <= budget for s in plan.stages)
 
-    return feasible, fits
+    return Memory({}, {}), fits
 
 
-def with_feasible(space: StageSpace, feasible) -> StageSpace:
+def with_memory(space: StageSpace, memory: StageMemory) -> StageSpace:
     return StageSpace(
         space.graph, space.profile, space.ranks, space.num_microbatches,
-        recompute=space.recompute, max_stages=space.max_stages, feasible=feasible,
+        recompute=space.recompute, max_stages=space.max_stages, memory=memory,
     )
 
 
@@ -173,11 +182,11 @@ def test_joint_is_exhaustive_and_never_worse_than_loosely_coupled(space, bound, 
 @settings(max_examples=100, deadline=None)
 @given(spaces(), st.integers(0, 60))
 def test_under_a_memory_limit(space, budget):
-    feasible, fits = depth_limit(space, budget)
+    memory, fits = depth_limit(space, budget)
     check(space, fits)  # partitions made without it, plans judged by it
-    check(with_feasible(space, feasible), fits)
+    check(with_memory(space, memory), fits)
     # Partitions that heed the limit fit by themselves.
-    for choice in exhaustive_search(with_feasible(space, feasible), lambda plan: 0.0):
+    for choice in exhaustive_search(with_memory(space, memory), lambda plan: 0.0):
         assert fits(choice.plan)
 
 

@@ -1,0 +1,153 @@
+"""Blocks whose activations wait in the host's memory for their backward pass.
+
+What a block saves is copied out while later blocks compute, and fetched back one block ahead of
+the backward pass; on GPUs by streams of their own, from and to pinned memory, so that the copies
+take no time as long as they are shorter than the block's compute. On a CPU, where the host's
+memory is the device's, they are copies all the same, which is what tests need and nobody else.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+SMALLEST_BYTES = 1 << 16
+"""Storages below this stay where they are: a copy takes longer to start than it would save."""
+# A storage of which a saved tensor is a smaller share than this is kept for other reasons.
+_LEAST_SHARE = 0.25
+
+
+class OffloadedBlocks:
+    """The blocks of a stage that offload; knows which one a backward pass will come to next.
+
+    Args:
+        smallest_bytes: storages below this stay where they are.
+    """
+
+    def __init__(self, smallest_bytes: int = SMALLEST_BYTES) -> None:
+        self._smallest = smallest_bytes
+        self._count = 0
+        self._last: weakref.ref[_Block] | None = None
+        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
+
+    def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A block's forward that offloads what it saves; call it for blocks in order."""
+        first, self._count = self._count == 0, self._count + 1
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            # Before the first block of a microbatch comes the last one of another.
+            block = _Block(self, None if first or self._last is None else self._last)
+            self._last = weakref.ref(block)
+            with torch.autograd.graph.saved_tensors_hooks(block.pack, block.unpack):
+                return forward(*args, **kwargs)
+
+        return run
+
+    def moves(self, tensor: torch.Tensor) -> bool:
+        """Whether a saved tensor is an activation that is worth moving."""
+        if tensor.layout != torch.strided or _is_parameter(tensor):
+            return False
+        size = tensor.untyped_storage().nbytes()
+        covered = sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        used = (covered + 1) * tensor.element_size() if tensor.numel() else 0
+        return size >= self._smallest and used >= _LEAST_SHARE * size
+
+    def streams(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+        """Of copies out, and back."""
+        if self._streams is None:
+            self._streams = torch.cuda.Stream(), torch.cuda.Stream()
+        return self._streams
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    base = tensor._base if tensor._is_view() else tensor
+    return isinstance(base, nn.Parameter) or tensor.is_leaf and tensor.requires_grad
+
+
+class _Block:
+    """What one call of a block saved."""
+
+    def __init__(
+        self, blocks: OffloadedBlocks, before: weakref.ref[_Block] | None
+    ) -> None:
+        self._blocks, self._before = blocks, before
+        # Views of one storage are moved once. An address may be used again once it is free.
+        self._known: dict[int, tuple[StorageWeakRef, weakref.ref[_Moved]]] = {}
+        self._moved: weakref.WeakSet[_Moved] = weakref.WeakSet()
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        if not self._blocks.moves(tensor):
+            return tensor
+        storage = tensor.untyped_storage()
+        known, reference = self._known.get(storage.data_ptr(), (None, None))
+        moved = reference() if known is not None and not known.expired() else None
+        if moved is None:
+            moved = _Moved(storage, self._blocks)
+            self._moved.add(moved)
+            self._known[storage.data_ptr()] = StorageWeakRef(storage), weakref.ref(moved)
+        return moved, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        self.fetch()
+        before = self._before and self._before()
+        if before is not None:
+            before.fetch()
+        moved, dtype, shape, stride, offset = packed
+        return moved.back().view(dtype).as_strided(shape, stride, offset)
+
+    def fetch(self) -> None:
+        """Start to fetch all of it, unless that has been done."""
+        for moved in list(self._moved):
+            moved.fetch()
+        self._moved.clear()
+
+
+class _Moved:
+    """A storage's bytes in the host's memory, and back on the device once they are fetched."""
+
+    def __init__(self, storage: torch.UntypedStorage, blocks: OffloadedBlocks) -> None:
+        self._blocks, self._device = blocks, storage.device
+        self._back: torch.Tensor | None = None
+        self._arrived: torch.cuda.Event | None = None
+        data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        if self._device.type != "cuda":
+            self._host = data.clone()
+            return
+        out, _ = self._blocks.streams()
+        out.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(out):
+            self._host = torch.empty(data.shape, dtype=torch.uint8, pin_memory=True)
+            self._host.copy_(data, non_blocking=True)
+        data.record_stream(out)
+
+    def fetch(self) -> None:
+        """Start the copy back to the device."""
+        if self._back is not None:
+            return
+        if self._device.type != "cuda":
+            self._back = self._host.clone()
+            return
+        out, back = self._blocks.streams()
+        back.wait_stream(out)
+        with torch.cuda.stream(back):
+            self._back = self._host.to(self._device, non_blocking=True)
+            self._arrived = back.record_event()
+
+    def back(self) -> torch.Tensor:
+        """The bytes on the device, for the current stream."""
+        self.fetch()
+        assert self._back is not None
+        if self._arrived is not None:
+            current = torch.cuda.current_stream()
+            current.wait_event(self._arrived)
+            self._back.record_stream(current)
+        return self._back
