@@ -124,13 +124,21 @@ class _Sleeps(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, degree: int) -> torch.Tensor:
-        ctx.degree = degree
-        _current_stream().forward(degree)
+        stream = _current_stream()
+        ctx.degree, ctx.module = degree, stream.partition.module
+        stream.forward(degree)
         return x + weight
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        _current_stream().backward(ctx.degree)
+        stream = _current_stream()
+        if stream.partition.module != ctx.module:
+            raise RuntimeError(
+                f"the backward of {ctx.module!r} runs on the stream of "
+                f"{stream.partition.module!r}; accepted: outputs that are detached before another "
+                "module consumes them"
+            )
+        stream.backward(ctx.degree)
         return grad, grad.sum(), None
 
 
@@ -158,6 +166,7 @@ class EmulatedModule(nn.Module):
         """Any shape to the same shape.
 
         Raises:
-            RuntimeError: no emulated stream is current in this thread.
+            RuntimeError: no emulated stream is current in this thread; in the backward, also if
+                it is another module's.
         """
         return _Sleeps.apply(x, self.weight, self.degree)

@@ -43,11 +43,17 @@ class ModuleError(RuntimeError):
 
     Attributes:
         module: whose work.
+        reason: type and text of what it raised.
     """
 
-    def __init__(self, module: str, cause: BaseException) -> None:
-        super().__init__(f"module {module!r} failed: {type(cause).__name__}: {cause}")
+    def __init__(self, module: str, reason: str) -> None:
+        super().__init__(f"module {module!r} failed: {reason}")
         self.module = module
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exceptions travel from actors to the driver.
+        return type(self), (self.module, self.reason), self.__dict__
 
 
 class ModuleTimeoutError(TimeoutError):
@@ -55,6 +61,7 @@ class ModuleTimeoutError(TimeoutError):
 
     Attributes:
         modules: that did not end.
+        seconds: that they had.
     """
 
     def __init__(self, modules: tuple[str, ...], seconds: float) -> None:
@@ -62,6 +69,10 @@ class ModuleTimeoutError(TimeoutError):
             f"modules {', '.join(map(repr, modules))} did not end within {seconds:g} s"
         )
         self.modules = modules
+        self.seconds = seconds
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.modules, self.seconds)
 
 
 class UndeclaredRandomnessError(RuntimeError):
@@ -189,7 +200,7 @@ def one_after_another(streams: StreamSet, works: Mapping[str, Work]) -> dict[str
                 module, work, streams, issued, settings, contextlib.nullcontext()
             )
         except Exception as error:
-            raise ModuleError(module, error) from error
+            raise ModuleError(module, _said(error)) from error
     return found
 
 
@@ -294,7 +305,11 @@ def _raise_first(errors: Mapping[str, BaseException | None]) -> None:
     if not failed:
         return
     (module, cause), *others = failed.items()
-    error = ModuleError(module, cause)
+    error = ModuleError(module, _said(cause))
     for other, its in others:
-        error.add_note(f"module {other!r} failed as well: {type(its).__name__}: {its}")
+        error.add_note(f"module {other!r} failed as well: {_said(its)}")
     raise error from cause
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

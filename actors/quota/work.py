@@ -49,7 +49,9 @@ class Work:
         consumes: what it reads: :class:`Output` of earlier stages (handed on as their values),
             or anything else. Tensors that were made on another stream must be here, not in a
             closure: only those here are ordered and kept alive. Tensors are found in
-            lists, tuples, mappings and dataclasses.
+            lists, tuples, mappings and dataclasses. What another module computed should be
+            detached in ``run``: a backward goes through everything that is not, also through
+            modules whose turn, stream and quota this is not.
         draws: it may draw random numbers, or save and restore the generators' state as
             ``torch.utils.checkpoint`` does: torch, numpy and Python have one generator for all
             threads. Such works are *issued* one after another, in the order of the mapping they

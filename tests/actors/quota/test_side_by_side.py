@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 import threading
 import time
@@ -340,6 +341,17 @@ def test_a_module_that_does_not_end_is_named(streams, draws):
     finally:
         release.set()
         side.close()
+
+
+def test_errors_travel_between_processes(streams, side):
+    works = {m: Work({}.__getitem__, (m,), draws=False) for m in MODULES}
+    with pytest.raises(ModuleError) as caught:
+        side.run(streams, works)
+    for error in (caught.value, ModuleTimeoutError(("audio", "touch"), 3.0)):
+        back = pickle.loads(pickle.dumps(error))
+        assert type(back) is type(error) and str(back) == str(error)
+        assert vars(back) == vars(error)
+    assert len(caught.value.__notes__) == 2
 
 
 def test_running_within_a_work_is_refused(streams, side):

@@ -202,6 +202,18 @@ def test_an_emulated_module_without_a_stream_is_refused():
         EmulatedModule()(torch.ones(1))
 
 
+def test_a_backward_into_another_module_is_refused():
+    backend = EmulatedBackend(lambda *a: 0.0, lambda *a: 0.0, pause=lambda s: None)
+    streams = StreamPool(backend, {"s": {"a": 0.5, "b": 0.5}}).select("s").streams
+    first, second = EmulatedModule(), EmulatedModule()
+    with streams["a"].use():
+        x = first(torch.ones(2))
+    with streams["b"].use():
+        with pytest.raises(RuntimeError, match="backward of 'a' runs on the stream of 'b'.*detach"):
+            second(x).sum().backward()
+        second(x.detach()).sum().backward()
+
+
 def test_streams_are_current_in_their_own_thread_only():
     backend = EmulatedBackend(lambda *a: 0.0, lambda *a: 0.0, pause=lambda s: None)
     pool = StreamPool(backend, {"s": {"a": 0.5, "b": 0.5}})
