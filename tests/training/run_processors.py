@@ -1,5 +1,7 @@
 """Processors and factories that the tests' configurations name, as a user's module would."""
 
+import os
+import socket
 import time
 from pathlib import Path
 
@@ -28,3 +30,23 @@ def small_cnn(width: int = 8) -> nn.Module:
 
 
 NOT_A_FUNCTION = Path("nothing")
+
+
+def one_slow_copy(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """An encoder's callback that takes time for every item, and four times as much in one of all
+    processes of a cluster: the first that comes, which holds a socket's name from then on."""
+    global _slow
+    pixels = inputs["pixel_values"]
+    if pixels.is_meta:  # the driver asks how many tokens an item has
+        return inputs
+    if _slow is None:
+        _slow = socket.socket(socket.AF_UNIX)
+        try:
+            _slow.bind(f"\0raymm-slow-{os.getppid()}")  # the parent is the cluster's raylet
+        except OSError:
+            _slow = False
+    time.sleep((0.08 if _slow else 0.02) * len(pixels))
+    return inputs
+
+
+_slow: socket.socket | bool | None = None

@@ -1,0 +1,99 @@
+"""A run with one slow copy of its encoder: rebalanced, killed, and gone on with."""
+
+import json
+
+import pytest
+from test_balanced_run import samples_of
+from test_failure import PATIENCE_S, Interrupted
+from tiny_run import curve, save_rows
+
+from raymm.metrics import read_metrics
+
+ROWS = 160
+EVERY = 8
+
+
+@pytest.fixture
+def rebalanced(make_config, tmp_path):
+    """Makes configurations of a run with two copies of its encoder, one of them slow."""
+    save_rows(tmp_path, "train", ROWS, seed=5)
+
+    def make(changes=None):
+        return make_config({
+            "data.train": str(tmp_path / "train.jsonl"),
+            "data.batching": {
+                "method": "balanced", "cache": str(tmp_path / "scans"), "rebalance": EVERY,
+            },
+            "data.batch_size": 12, "data.microbatches": 2,
+            "model.packing": True, "model.encoders.vision.preprocess":
+                "run_processors:one_slow_copy",
+            "parallel": {
+                "encoders": {"vision": {"dp": 2, "ranks": [0, 1]}},
+                "language_model": {"ranks": [0]},
+            },
+            "run.log_samples": True, "run.checkpoint_every": EVERY - 1,
+            **(changes or {}),
+        })
+
+    return make
+
+
+def images(row):
+    """Images of every microbatch of a step; a row in four has none."""
+    return [sum(int(one.split("-")[1]) % 4 > 0 for one in part) for part in row["microbatches"]]
+
+
+@pytest.mark.timeout(900)
+def test_a_slow_copy_gets_less_and_a_kill_changes_nothing(
+    rebalanced, raymm, tmp_path, ray_cluster
+):
+    run = Interrupted(rebalanced({"run.steps": 60}), tmp_path)
+    with run.running(more_steps=EVERY + 5) as driver:
+        driver.kill()
+        driver.wait(PATIENCE_S)
+    log = [json.loads(line) for line in (run.run / "rebalancing.jsonl").read_text().splitlines()]
+    decision = log[0]["decision"]
+    assert log[0]["step"] == EVERY and decision["epoch"] == 0 and log[0]["gain"] > 0.02
+    # Counted from 0: steps up to EVERY are taken, some more were handed out already.
+    assert EVERY <= decision["step"] <= EVERY + 4
+    one, other = decision["costs"]["copies"]["vision"]
+    slow, fast = (0, 1) if one > other else (1, 0)
+    assert max(one, other) > 1.4 * min(one, other)
+    assert f"step {EVERY:>5}  rebalanced: from step {decision['step']} of" in run.log.read_text()
+
+    before = read_metrics(run.run / "samples.jsonl")
+    curve_before = curve(run.run)
+    of = [images(row) for row in before]
+    earlier, later = of[: decision["step"]], of[decision["step"] :]
+    assert all(abs(parts[slow] - parts[fast]) <= 1 for parts in earlier)
+    assert later and all(parts[slow] < parts[fast] - 1 for parts in later)
+
+    # Going on from a checkpoint before that takes the same decision, whatever is slow now.
+    taken = run.last_step()
+    assert taken <= decision["step"], "the checkpoint was to be older than the decision"
+    code, text = raymm("train", rebalanced({"run.steps": 24}))
+    assert code == 0 and "going on from" in text, text
+    rows = read_metrics(run.run / "samples.jsonl")
+    assert rows[: len(before)] == before
+    assert curve(run.run)[: len(before)] == curve_before
+    after = [json.loads(line) for line in (run.run / "rebalancing.jsonl").read_text().splitlines()]
+    assert after[: len(log)] == log and len(after) > len(log)
+    seen = []
+    for row in rows:
+        seen += samples_of([row])
+        if len(seen) >= ROWS:
+            break
+    assert sorted(seen) == sorted(f"train-{number}" for number in range(ROWS))
+
+    costs = [
+        row["balance"]["costs"] for row in read_metrics(run.run / "metrics.jsonl")
+        if "costs" in row.get("balance", {})
+    ]
+    assert costs and all(
+        0 < one["efficiency"][how] <= 1 and 0 <= one["dist_ratio"]["vision"][how] < 1
+        and one["step_s"][how] > 0
+        for one in costs if "efficiency" in one for how in ("predicted", "measured")
+    )
+    print("copies", one, other, "gain", log[0]["gain"], "error", log[0]["error"])
+    for row in read_metrics(run.run / "metrics.jsonl"):
+        print(row["step"], row["balance"]["copies"], row["balance"].get("costs"))
