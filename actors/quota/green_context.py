@@ -3,8 +3,8 @@
 The GPU's multiprocessors are split *once*, into groups of the smallest size, and a green context
 is made of a run of groups: resources of one descriptor may be several outputs of the same split
 (cuDevResourceGenerateDesc). That gives partitions of any number of groups, disjoint within every
-set, on every driver that has green contexts (12.4; unequal splits in one call came with 13.1).
-``cuda.core`` wraps the same calls, but gives one context one output of a split.
+set, on every driver that has green contexts (12.4). ``cuda.core`` splits into unequal parts from
+13.1 on only.
 """
 
 from __future__ import annotations
