@@ -20,6 +20,7 @@ from raymm.checkpoint import CheckpointStore, read_manifest, restore
 from raymm.cluster import connected, pick_device
 from raymm.config import ConfigError, RunConfig
 from raymm.data import DataConfig, MicrobatchMeta, Skipped, StepLoader, check_data
+from raymm.drift_watch import DriftWatch
 from raymm.metrics import MetricsLog, SampleLog
 from raymm.model import MultimodalModule, module_graph
 from raymm.parallel import MultimodalParallelModule, PendingStep, StepOutput
@@ -357,6 +358,10 @@ class _Loop:
             trainer.data, trainer.training.sampler, parallel.plan, trainer.model.packing,
             trainer.path, parallel.steps_taken, lambda text: self._progress.line(text),
         )
+        self._drift = DriftWatch(
+            parallel.plan, pick_device(trainer.run.device), trainer.path,
+            lambda text: self._progress.line(text),
+        )
 
     def run(self, state: Any, progress: RunProgress) -> None:
         self._progress = progress
@@ -440,6 +445,7 @@ class _Loop:
                 name: round(busy / span, 4) for name, busy in timeline.stage_busy().items()
             },
             "skipped": len(batch.skipped),
+            "peak_memory_bytes": list(output.peak_bytes),
             # How long the driver waited for data. Ranks were busy with the step before meanwhile,
             # if one was under way: they stood still for as long at most.
             "data_wait_s": round(waited, 4),
@@ -447,6 +453,7 @@ class _Loop:
                 batch.meta, model.encoder_names, model.packing, training.tokens,
                 self._parallel.plan, timeline,
             ) | (learnt or {}),
+            **self._drift.after_step(step, batch.meta, timeline),
         }
 
     def _evaluate(self, step: int) -> None:

@@ -1,0 +1,124 @@
+"""Measured steps beside the profile that their plan was made for."""
+
+from dataclasses import replace
+
+import pytest
+
+from raymm.scheduler.costs import CostProfile, LayerCost, ProfileError
+from raymm.scheduler.graph import ModuleGraph, ModuleNode
+from raymm.scheduler.lower import full_program, lower
+from raymm.scheduler.plan import Plan, Stage
+from raymm.scheduler.plan_drift import PlanDrift
+from raymm.scheduler.planner import propose
+from raymm.scheduler.profile_table import ProfileTable
+from raymm.scheduler.simulate import simulate
+from raymm.scheduler.stage_costs import op_seconds
+
+GRAPH = ModuleGraph(
+    (ModuleNode("vision", (True,) * 2), ModuleNode("llm", (True,) * 4)), (("vision", "llm"),)
+)
+PROFILE = CostProfile(
+    {"vision": (LayerCost(1.0, 1.0, 1.0, 5),) * 2, "llm": (LayerCost(1.0, 1.0, 1.0, 7),) * 4},
+    tokens={"vision": 50, "llm": 200},
+)
+
+
+def plan_of(profile=PROFILE):
+    """The encoder on rank 0, two copies of the language model in two stages on the others."""
+    stages = [Stage("vision", 0, (0, 2), 0)]
+    for copy in range(2):
+        stages += [
+            Stage("llm", i, (2 * i, 2 * i + 2), 1 + 2 * copy + i, replica=copy) for i in range(2)
+        ]
+    return Plan(GRAPH, tuple(stages), 4, profile=profile)
+
+
+def measured(plan, slower, present=None):
+    """A step in which stages of a module and index take so many times what they should."""
+    costs = {
+        (name, op): seconds * slower.get((name.split(".")[0], int(name.split(".")[1][0])), 1.0)
+        for (name, op), seconds in op_seconds(plan).items()
+    }
+    program = full_program(plan) if present is None else lower(plan, present)
+    return simulate(program, costs)
+
+
+def test_as_planned_is_no_drift():
+    """Also in steps without images, and if everything takes ten times as long."""
+    plan = plan_of()
+    drift = PlanDrift(plan)
+    for present in (None, [["vision"], [], [], ["vision"]], [[]] * 4):
+        timeline = measured(plan, {("vision", 0): 10, ("llm", 0): 10, ("llm", 1): 10}, present)
+        found = drift.observe(timeline)
+        assert found.excess == pytest.approx(0, abs=1e-9)
+    assert drift.observe(measured(plan, {})).measured == pytest.approx(found.expected, rel=0.05)
+
+
+def test_the_busiest_rank_and_its_share_by_hand():
+    """Four microbatches: the encoder 4 x 5 s (its input needs no gradient), four stages of the
+    language model 2 x 6 s each, of which the last ones take three times as long."""
+    plan = plan_of()
+    found = PlanDrift(plan).observe(measured(plan, {("llm", 1): 3.0}))
+    assert (found.rank, found.stage) in ((2, "llm.1"), (4, "llm.1@1"))
+    assert found.measured == pytest.approx(36 / 116) and found.expected == pytest.approx(12 / 68)
+    assert found.excess == pytest.approx(3 * 68 / 116 - 1)
+
+
+def test_older_steps_are_forgotten():
+    plan = plan_of()
+    drift = PlanDrift(plan)
+    for _ in range(50):
+        drift.observe(measured(plan, {("llm", 1): 3.0}))
+    for _ in range(60):
+        found = drift.observe(measured(plan, {}))
+    assert found.rank == 0 and found.excess < 0.05
+
+
+def test_the_scaled_profile_predicts_what_was_measured():
+    plan = plan_of()
+    slower = {("vision", 0): 0.5, ("llm", 1): 3.0}
+    drift = PlanDrift(plan)
+    drift.observe(measured(plan, slower))
+    table = ProfileTable.from_json(drift.profile({"llm": 4}, "2026-11-22").to_json())
+    assert (table.date, table.modules["llm"][0].samples) == ("2026-11-22", 4)
+    again = table.at()
+    assert [layer.activation_bytes for layer in again.modules["llm"]] == [7] * 4
+    timeline = simulate(full_program(plan), op_seconds(plan, again))
+    assert timeline.makespan == pytest.approx(measured(plan, slower).makespan)
+    found = PlanDrift(replace(plan, profile=again)).observe(measured(plan, slower))
+    assert found.excess == pytest.approx(0, abs=1e-9)
+
+
+def test_planning_with_it_moves_layers_away_from_slow_ones():
+    chain = ModuleGraph((ModuleNode("llm", (True,) * 6),), ())
+    profile = CostProfile({"llm": (LayerCost(1.0, 1.0, 1.0),) * 6}, tokens={"llm": 100})
+
+    def cut(of):
+        found = propose(chain, of, 2, 4, schedules=("1f1b",), chunks=())
+        return found.best.plan.module_stages("llm")[0].layers[1]
+
+    assert cut(profile) == 3
+    plan = Plan(
+        chain, (Stage("llm", 0, (0, 3), 0), Stage("llm", 1, (3, 6), 1)), 4, profile=profile
+    )
+    drift = PlanDrift(plan)
+    drift.observe(measured(plan, {("llm", 1): 3.0}))
+    assert cut(drift.profile({}).at()) == 4
+
+
+def test_a_stage_that_never_ran_is_scaled_as_all_are():
+    plan = plan_of()
+    drift = PlanDrift(plan)
+    drift.observe(measured(plan, {("llm", 0): 2.0, ("llm", 1): 2.0}, [[]] * 4))
+    assert drift.profile({}).at().modules["vision"][0].forward == pytest.approx(2.0)
+
+
+def test_what_cannot_be_compared():
+    with pytest.raises(ProfileError, match="no profile"):
+        PlanDrift(plan_of(None))
+    nothing = {name: (LayerCost(0, 0, 0),) * len(c) for name, c in PROFILE.modules.items()}
+    plan = plan_of(CostProfile(nothing))
+    drift = PlanDrift(plan)
+    assert drift.observe(measured(plan_of(), {})) is None
+    with pytest.raises(ProfileError, match=r"does not say tokens of \['llm', 'vision'\]"):
+        drift.profile({})

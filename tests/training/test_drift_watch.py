@@ -1,0 +1,88 @@
+"""A run whose plan was made for other costs, and planning with what was measured."""
+
+import pytest
+import torch
+
+from raymm.build import build_model
+from raymm.config import load_config
+from raymm.data import describe
+from raymm.drift_watch import EXCESS, FILE, STEPS, DriftWatch
+from raymm.model import module_graph
+from raymm.profile import load_table
+from raymm.rebalancing import WARM_UP_STEPS
+from raymm.scheduler.costs import CostProfile, LayerCost
+from raymm.scheduler.lower import full_program
+from raymm.scheduler.plan import Plan, Stage
+from raymm.scheduler.simulate import simulate
+from raymm.scheduler.stage_costs import op_seconds
+
+
+@pytest.fixture
+def config(make_config):
+    """A configuration without layouts: raymm plans."""
+    return make_config({"parallel": None})
+
+
+@pytest.fixture
+def watched(config, tmp_path):
+    """(plan, watch, lines) of the tiny model, its encoder on one rank, the rest on two."""
+    graph = module_graph(build_model(load_config(config)))
+    layers = {node.name: node.num_layers for node in graph.nodes}
+    profile = CostProfile(
+        {name: (LayerCost(0.1, 0.1, 0.1),) * count for name, count in layers.items()},
+        device="cpu", tokens={"vision": 8, "llm": 24},
+    )
+    cut = layers["llm"] // 2
+    plan = Plan(graph, (
+        Stage("vision", 0, (0, layers["vision"]), 0), Stage("llm", 0, (0, cut), 1),
+        Stage("llm", 1, (cut, layers["llm"]), 2),
+    ), 2, profile=profile)  # fmt: skip
+    lines = []
+    return plan, DriftWatch(plan, "cpu", tmp_path, lines.append), lines
+
+
+def steps(plan, slower):
+    """A step in which the last stage takes so many times what it should, and its metadata."""
+    costs = {key: s * (slower if key[0] == "llm.1" else 1) for key, s in op_seconds(plan).items()}
+    rows = torch.ones(2, 5, dtype=torch.int64)
+    vision = {"pixel_values": torch.zeros(3, 1), "sample_index": torch.tensor([0, 0, 1])}
+    microbatch = {"input_ids": rows, "attention_mask": rows, "labels": rows, "vision": vision}
+    return [describe(microbatch, ["a", "b"])] * 2, simulate(full_program(plan), costs)
+
+
+def test_a_drifting_plan_is_named_once_and_planned_anew(watched, config, raymm, tmp_path):
+    plan, watch, lines = watched
+    rows = [watch.after_step(n, *steps(plan, 5.0)) for n in range(1, 60)]
+    assert rows[:WARM_UP_STEPS] == [{}] * WARM_UP_STEPS
+    found = rows[-1]["plan_drift"]
+    assert found["rank"] == 2 and found["measured"] > (1 + EXCESS) * found["expected"]
+    (line,) = lines
+    assert line.startswith(f"step {WARM_UP_STEPS + STEPS:>5}  plan drift: rank 2, of whose stages")
+    assert f"--profile {tmp_path / FILE}" in line and "llm.1 takes longest" in line
+
+    table = load_table(tmp_path / FILE)
+    assert [row.samples for row in table.modules["vision"]] == [3]
+    layers = table.at().modules["llm"]
+    assert layers[-1].forward == pytest.approx(5 * layers[0].forward)
+    code, text = raymm("plan", config, "--ranks", "3", "--profile", str(tmp_path / FILE),
+                       "--out", str(tmp_path / "planned"), "--degrees", "none")  # fmt: skip
+    assert code == 0, text
+    assert (tmp_path / "planned" / "plan.json").is_file()
+
+
+def test_a_plan_that_holds_is_not_spoken_of(watched, tmp_path):
+    plan, watch, lines = watched
+    for number in range(1, 60):  # for a few steps on end now and then, as machines do
+        row = watch.after_step(number, *steps(plan, 5.0 if number % 30 < 3 else 1.0))
+    assert lines == [] and not (tmp_path / FILE).exists()
+    assert row["plan_drift"]["measured"] < 0.7
+
+
+def test_where_nothing_is_known_nothing_is_said(watched, tmp_path):
+    plan, _, lines = watched
+    for watch in (
+        DriftWatch(plan, "cuda", tmp_path, lines.append),
+        DriftWatch(Plan(plan.graph, plan.stages, 2), "cpu", tmp_path, lines.append),
+    ):
+        assert [watch.after_step(n, *steps(plan, 9.0)) for n in range(1, 40)] == [{}] * 39
+    assert lines == []
