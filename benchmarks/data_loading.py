@@ -5,22 +5,32 @@ them), decoded, tokenized and collated into steps of microbatches:
 
 - `raymm`: `StepLoader`, Ray actors that leave tensors in the object store;
 - `dataloader`: `torch.utils.data.DataLoader` with as many workers, the same function from a step's
-  samples to its microbatches (`StepBuilder.build`), as many steps ahead.
+  samples to its microbatches (`StepBuilder.build`), as many steps ahead, the same environment.
 
-Both take the same steps in turns, round after round, in one process that fetches every tensor; each
-first works off what it prepared while it was idle. `raymm_over_dataloader` is the median over
-rounds of the ratio of their rates; `cpu_ms_per_sample_*` what workers and this process took, which
-a busy machine changes less.
+Both take the same steps in turns, round after round, in one process that fetches every tensor (of
+`raymm` all of a step at once, as the call of a rank does); each first works off what it prepared
+while it was idle. `raymm_over_dataloader` is the median over rounds of the ratio of their rates.
+Rounds in which other processes took more than 5 % of the machine's time are repeated, and count
+only if fewer than three are without. `cpu_ms_per_sample_*` is what this process and its
+children took (Ray's servers are among `raymm`'s), which a busy machine changes less.
+
+`stall_share` is the most that ranks of the example's main job stood still for data: the time its
+driver waited for steps over the time they took, without the first, in which workers start.
 
     python -m benchmarks.data_loading --json
 """
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import active_children
 from pathlib import Path
@@ -37,6 +47,9 @@ from raymm.data import DataConfig, StepBuilder, StepLoader, open_split, training
 CONFIG = _common.REPOSITORY / "examples" / "alignment" / "stamps.yaml"
 AHEAD = 2  # steps per worker, DataLoader's default
 SETTLE_SECONDS = 1.0
+OTHERS_SHARE = 0.05  # of the machine's time; above it a round is repeated
+ENOUGH_QUIET = 3  # rounds
+TRAIN_SECONDS = 1200
 
 
 class Steps(Dataset):
@@ -72,41 +85,73 @@ def samples_of(microbatches: Any) -> int:
     return rows
 
 
-def raymm_steps(loader: StepLoader, workers: set[int]) -> Iterator[list[dict]]:
-    """Microbatches of every step, fetched from the object store; notes workers' process ids."""
+def raymm_steps(loader: StepLoader) -> Iterator[list[dict]]:
+    """Microbatches of every step, fetched from the object store."""
     import ray
 
     from raymm.data import join_parts
 
     for step in loader:
-        if step.index < loader.config.num_workers:
-            workers.add(ray.get(step.owner.pid.remote()))
-        yield [
-            join_parts({name: ray.get(ref) for name, ref in parts.items()})
-            for parts in step.microbatches
-        ]
+        fetched = iter(ray.get([ref for parts in step.microbatches for ref in parts.values()]))
+        yield [join_parts({name: next(fetched) for name in parts}) for parts in step.microbatches]
 
 
-def cpu_seconds(workers: set[int]) -> float:
-    """Of this process and workers so far."""
-    total = time.process_time()
-    for pid in workers:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return total
+def process_times() -> dict[int, tuple[int, float]]:
+    """Process -> (its parent, CPU seconds so far)."""
+    tick, found = os.sysconf("SC_CLK_TCK"), {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it has just ended
+            continue
+        found[int(path.parent.name)] = int(fields[1]), (int(fields[11]) + int(fields[12])) / tick
+    return found
 
 
-def measure(
-    steps: Iterator, workers: set[int], ahead: int, count: int
-) -> tuple[float, float]:
-    """Samples per second and CPU milliseconds per sample of `count` steps, after those that
-    were ready."""
+def machine_seconds() -> float:
+    """CPU seconds that were spent by anybody so far."""
+    user, nice, system, _, _, irq, softirq, steal = map(
+        int, Path("/proc/stat").read_text().split()[1:9]
+    )
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def descendants(times: dict[int, tuple[int, float]]) -> set[int]:
+    """This process and all below it."""
+    tree = {os.getpid()}
+    while below := {pid for pid, (parent, _) in times.items() if parent in tree} - tree:
+        tree |= below
+    return tree
+
+
+def cpu_seconds(without: set[int]) -> tuple[float, float]:
+    """CPU seconds so far of this process and those below it but some, and of all others on the
+    machine."""
+    times = process_times()
+    tree = descendants(times)
+    mine = sum(times[pid][1] for pid in tree - without)
+    return mine, machine_seconds() - sum(times[pid][1] for pid in tree)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Samples per second, CPU milliseconds per sample, and others' share of the machine."""
+
+    rate: float
+    cpu_ms: float
+    others: float
+
+
+def measure(steps: Iterator, not_mine: set[int], ahead: int, count: int) -> Measured:
+    """Of `count` steps, after those that were ready; `not_mine` are processes of the other, which
+    have nothing to do."""
     for _ in islice(steps, ahead):
         pass
-    start, cpu = time.perf_counter(), cpu_seconds(workers)
+    before, start = cpu_seconds(not_mine), time.perf_counter()
     samples = sum(samples_of(step) for step in islice(steps, count))
-    seconds, cpu = time.perf_counter() - start, cpu_seconds(workers) - cpu
-    return samples / seconds, 1000 * cpu / samples
+    seconds, after = time.perf_counter() - start, cpu_seconds(not_mine)
+    mine, others = (b - a for a, b in zip(before, after, strict=True))
+    return Measured(samples / seconds, 1000 * mine / samples, others / seconds / os.cpu_count())
 
 
 def same(mine: list[dict], theirs: list[dict]) -> None:
@@ -115,64 +160,117 @@ def same(mine: list[dict], theirs: list[dict]) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def compare(
-    config: DataConfig, rounds: int, count: int
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Samples per second, and CPU milliseconds per sample, of both in every round."""
+def compare(config: DataConfig, rounds: int, count: int) -> dict[str, list[Measured]]:
+    """Both in every round: in so many quiet ones, or in three times as many."""
     ahead = AHEAD * config.num_workers
-    total = 1 + (rounds + 1) * (count + ahead)
+    total = 1 + (3 * rounds + 1) * (count + ahead)
     sampler = training_sampler(config, open_split(config, "train"))
     indices = [samples for samples, _ in islice(sampler.batches(), total)]
     theirs = iter(DataLoader(
         Steps(config, indices), batch_size=None, shuffle=False, num_workers=config.num_workers,
         prefetch_factor=AHEAD, multiprocessing_context="spawn",
     ))
-    workers = {"raymm": set(), "dataloader": {one.pid for one in active_children()}}
+    their_workers = {one.pid for one in active_children()}
     with StepLoader(config, steps=total, sampler=sampler) as loader:
-        sources = {"raymm": raymm_steps(loader, workers["raymm"]), "dataloader": theirs}
+        sources = {"raymm": raymm_steps(loader), "dataloader": theirs}
         same(next(sources["raymm"]), next(theirs))
-        rates: dict[str, list[float]] = {name: [] for name in sources}
-        cpu: dict[str, list[float]] = {name: [] for name in sources}
-        for number in range(rounds + 1):
+        rays = descendants(process_times()) - their_workers - {os.getpid()}
+        found: dict[str, list[Measured]] = {name: [] for name in sources}
+        for number in range(3 * rounds + 1):
             for name in list(sources)[:: 1 if number % 2 else -1]:
                 time.sleep(SETTLE_SECONDS)  # until the other has prepared what it may
-                found = measure(sources[name], workers[name], ahead, count)
+                not_mine = their_workers if name == "raymm" else rays
+                one = measure(sources[name], not_mine, ahead, count)
                 if number:  # tokenizers, codecs and page caches are warm after the first
-                    rates[name].append(found[0])
-                    cpu[name].append(found[1])
-    return rates, cpu
+                    found[name].append(one)
+            if len(quiet_rounds(found)) >= rounds:
+                break
+    return found
+
+
+def quiet_rounds(found: dict[str, list[Measured]]) -> list[int]:
+    """Rounds in which nothing else ran."""
+    pairs = zip(*found.values(), strict=True)
+    return [
+        number for number, both in enumerate(pairs)
+        if all(one.others <= OTHERS_SHARE for one in both)
+    ]
+
+
+def stall_share(config: Path, overrides: list[str], steps: int) -> float:
+    """Time that the driver of a training run waited for data over the time of its steps."""
+    with tempfile.TemporaryDirectory(prefix="raymm-stall-") as folder:
+        settings = [
+            *overrides, f"run.storage_path={folder}/run", f"run.steps={steps + 1}",
+            f"run.checkpoint_every={steps + 1}", "run.eval_every=null",
+        ]
+        subprocess.run(
+            [sys.executable, "-m", "raymm", "train", config.resolve(),
+             *(part for one in settings for part in ("--set", one))],
+            check=True, stdout=sys.stderr, cwd=_common.REPOSITORY, timeout=TRAIN_SECONDS,
+        )
+        lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if "loss" in row][1:]
+    return sum(row["data_wait_s"] for row in rows) / sum(row["seconds"] for row in rows)
+
+
+def result_of(found: dict[str, list[Measured]]) -> dict[str, Any]:
+    """The figures of the rounds that count."""
+    quiet = quiet_rounds(found)
+    rounds = quiet if len(quiet) >= ENOUGH_QUIET else range(len(found["raymm"]))
+    kept = {name: [values[i] for i in rounds] for name, values in found.items()}
+    both = list(zip(kept["raymm"], kept["dataloader"], strict=True))
+    ratios = [one.rate / other.rate for one, other in both]
+    return {
+        "raymm_over_dataloader": round(statistics.median(ratios), 4),
+        "cpu_raymm_over_dataloader": round(
+            statistics.median(one.cpu_ms / other.cpu_ms for one, other in both), 4
+        ),
+        "ratios": [round(one, 4) for one in ratios],
+        "quiet_rounds": len(quiet),
+        "rounds": len(found["raymm"]),
+        **{
+            f"samples_per_s_{name}": round(statistics.median(one.rate for one in values), 1)
+            for name, values in kept.items()
+        },
+        **{
+            f"cpu_ms_per_sample_{name}": round(statistics.median(one.cpu_ms for one in values), 2)
+            for name, values in kept.items()
+        },
+    }
 
 
 def main() -> None:
     options = _common.parser(__doc__.splitlines()[0])
     options.add_argument("--config", type=Path, default=CONFIG, help="whose data are read")
     options.add_argument("--workers", type=int, default=2, help="of both")
-    options.add_argument("--rounds", type=int, default=8, help="of each")
-    options.add_argument("--steps", type=int, default=20, help="of a round")
+    options.add_argument("--rounds", type=int, default=8, help="of each, without other load")
+    options.add_argument("--steps", type=int, default=30, help="of a round")
+    options.add_argument(
+        "--train-steps", type=int, default=12, help="of the training run; 0 for none"
+    )
     options.add_argument("--set", action="append", default=[], metavar="KEY.PATH=VALUE")
     args = options.parse_args()
     config = load_config(args.config, args.set).data
     config = config.model_copy(
         update={"num_workers": args.workers, "prefetch_steps": AHEAD * args.workers}
     )
+    # What raymm gives its workers; those of the DataLoader inherit it.
+    os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
     with _common.local_ray(num_cpus=args.workers + 1):
-        rates, cpu = compare(config, args.rounds, args.steps)
-    ratios = [a / b for a, b in zip(rates["raymm"], rates["dataloader"], strict=True)]
+        found = compare(config, args.rounds, args.steps)
     result = {
         "machine": _common.machine(),
         "workers": args.workers,
         "batch_size": config.batch_size,
-        "raymm_over_dataloader": round(statistics.median(ratios), 4),
-        "ratios": [round(one, 4) for one in ratios],
-        **{f"samples_per_s_{k}": round(statistics.median(v), 1) for k, v in rates.items()},
-        **{f"cpu_ms_per_sample_{k}": round(statistics.median(v), 2) for k, v in cpu.items()},
+        **result_of(found),
     }
-    table = Table(f"samples/s, {args.workers} workers", "median", "lowest", "highest", "CPU ms")
-    for name, found in rates.items():
+    if args.train_steps:
+        result["stall_share"] = round(stall_share(args.config, args.set, args.train_steps), 5)
+    table = Table(f"{args.workers} workers", "samples/s", "CPU ms per sample")
+    for name in found:
         table.add_row(
-            name, *(f"{one:.1f}" for one in (
-                statistics.median(found), min(found), max(found), statistics.median(cpu[name])
-            ))
+            name, f"{result[f'samples_per_s_{name}']}", f"{result[f'cpu_ms_per_sample_{name}']}"
         )
     _common.console().print(table)
     _common.emit(result, args.json)

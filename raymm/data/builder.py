@@ -8,7 +8,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from raymm.data.collate import EncodedSample, Microbatch, MicrobatchMeta, collate, describe
+from raymm.data.collate import (
+    EncodedSample,
+    Microbatch,
+    MicrobatchMeta,
+    Stack,
+    collate,
+    describe,
+)
 from raymm.data.config import DataConfig
 from raymm.data.errors import DataError, RowError, SampleError
 from raymm.data.headers import check_media, pillow_limit
@@ -111,7 +118,10 @@ class StepBuilder:
         return next(id for id in ids if id is not None)
 
     def build(
-        self, indices: Sequence[int] | Sequence[Sequence[int]], shuffled: Sequence[str] = ()
+        self,
+        indices: Sequence[int] | Sequence[Sequence[int]],
+        shuffled: Sequence[str] = (),
+        stack: Stack = torch.stack,
     ) -> BuiltStep:
         """The step of these samples.
 
@@ -128,6 +138,7 @@ class StepBuilder:
             indices: samples of the step, of which fewer than ``batch_size`` give fewer
                 microbatches; or groups of samples, none empty.
             shuffled: modalities whose items are dealt to other samples (``shuffle_modality``).
+            stack: see ``collate``.
 
         Raises:
             SampleError: an unusable sample under ``on_error: raise``.
@@ -137,7 +148,9 @@ class StepBuilder:
         if not groups:
             reasons = "; ".join(f"{s.id!r}: {s.reason}" for s in skipped[:_REASONS_SHOWN])
             raise DataError(f"none of the step's {len(skipped)} samples is usable: {reasons}")
-        microbatches = [collate(group, self.pad_id, self.config.columns) for group in groups]
+        microbatches = [
+            collate(group, self.pad_id, self.config.columns, stack) for group in groups
+        ]
         # Seeded by the step's samples: the same on every worker and after a resume.
         seed = np.random.SeedSequence([self.config.seed, *flat(indices)]).generate_state(1)[0]
         generator = torch.Generator().manual_seed(int(seed))

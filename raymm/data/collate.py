@@ -3,14 +3,18 @@
 Legend: ``B`` samples, ``T`` tokens of the longest sample.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from raymm.data.errors import DataError
 from raymm.data.text import IGNORE_INDEX
 
+# From the tensors of a microbatch's items to one of a further first dimension: ``torch.stack``,
+# or what leaves that to a later copy (``raymm.data.object_store.ItemStack``).
+Stack = Callable[[Sequence[torch.Tensor]], Any]
 Microbatch = dict  # {"input_ids", "attention_mask", "labels": (B, T) int64; modality: {...}}
 
 
@@ -50,7 +54,10 @@ class MicrobatchMeta:
 
 
 def collate(
-    samples: Sequence[EncodedSample], pad_id: int, columns: Mapping[str, str] | None = None
+    samples: Sequence[EncodedSample],
+    pad_id: int,
+    columns: Mapping[str, str] | None = None,
+    stack: Stack = torch.stack,
 ) -> Microbatch:
     """One microbatch of at least one sample, padded on the right to its longest.
 
@@ -58,6 +65,7 @@ def collate(
         samples: in the order of the rows.
         pad_id: token id of padding.
         columns: modality -> column, for errors.
+        stack: makes one of the tensors of all items.
 
     Returns:
         {"input_ids", "attention_mask", "labels"}: (B, T) int64, and for every modality that some
@@ -78,12 +86,12 @@ def collate(
         microbatch["attention_mask"][row, :length] = 1
         microbatch["labels"][row, :length] = torch.tensor(sample.labels)
     for name in dict.fromkeys(name for sample in samples for name in sample.media):
-        microbatch[name] = _stack_items(samples, name, (columns or {}).get(name))
+        microbatch[name] = _stack_items(samples, name, (columns or {}).get(name), stack)
     return microbatch
 
 
 def _stack_items(
-    samples: Sequence[EncodedSample], name: str, column: str | None
+    samples: Sequence[EncodedSample], name: str, column: str | None, stack: Stack
 ) -> dict[str, torch.Tensor]:
     rows = [row for row, sample in enumerate(samples) for _ in sample.media.get(name, ())]
     items = [item for sample in samples for item in sample.media.get(name, ())]
@@ -98,7 +106,7 @@ def _stack_items(
                 "or pad to one size, or, where no sample has several, give every sample a "
                 "microbatch of its own (data.microbatches equal to data.batch_size)"
             )
-    stacked = {key: torch.stack([item[key] for item in items]) for key in items[0]}
+    stacked = {key: stack([item[key] for item in items]) for key in items[0]}
     return stacked | {"sample_index": torch.tensor(rows)}
 
 

@@ -18,7 +18,7 @@ from raymm.data.builder import Skipped, StepBuilder
 from raymm.data.collate import MicrobatchMeta, split_parts
 from raymm.data.config import DataConfig
 from raymm.data.errors import DataError
-from raymm.data.object_store import StoredTensors
+from raymm.data.object_store import ItemStack, StoredTensors
 from raymm.data.readers import Dataset
 
 
@@ -78,7 +78,7 @@ class DataWorker:
         names = part_names(self._builder.config)
         parts: list[StoredTensors | None] = [None] * (groups * len(names))
         try:
-            built = self._builder.build(indices, self._shuffled)
+            built = self._builder.build(indices, self._shuffled, stack=ItemStack)
             for number, microbatch in enumerate(built.microbatches):
                 for name, part in split_parts(microbatch).items():
                     parts[number * len(names) + names.index(name)] = StoredTensors(part)

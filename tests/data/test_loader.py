@@ -149,6 +149,17 @@ def test_bad_configuration_is_found_before_an_actor_starts(make_config, monkeypa
         StepLoader(config.model_copy(update={"heldout": None}), "heldout")
 
 
+def test_a_step_outlives_the_worker_that_built_it(make_config):
+    config = make_config(num_workers=1)
+    reference = next(local_steps(config, steps=1))
+    with StepLoader(config, steps=1) as loader:
+        step = next(loader)
+        ray.kill(step.owner)
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(step.owner.pid.remote())
+        assert_same(step, reference)
+
+
 def test_steps_outlive_the_loader_and_workers_end_with_them(make_config):
     loader = StepLoader(make_config(), steps=3)
     steps = list(islice(loader, 3))
