@@ -13,7 +13,9 @@ from raymm.data import (
     DataConfig,
     DataError,
     EpochSampler,
+    GroupSampler,
     ItemTokens,
+    RebalancedSampler,
     StepBuilder,
     StepLoader,
     local_steps,
@@ -191,11 +193,25 @@ def test_a_method_alone_is_enough():
     assert DataConfig(**FIELDS, batching="balanced").batching.method == "balanced"
 
 
+def test_rebalancing_is_asked_for_in_any_of_three_ways(planned_config):
+    for given, every in ((True, 50), (7, 7), ({"every": 9, "gain": 0.1}, 9)):
+        config = planned_config(batching={"rebalance": given})
+        assert config.batching.rebalance.every == every and config.batching.options == {}
+        sampler = training_sampler(config, open_split(config, "train"))
+        assert isinstance(sampler, RebalancedSampler)
+    config = planned_config(batching={"rebalance": False})
+    assert config.batching.rebalance is None
+    assert type(training_sampler(config, open_split(config, "train"))) is GroupSampler
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"batching": "sorted"}, "'random', 'balanced' or 'length_grouped'"),
         ({"batching": {"method": "length_grouped", "alike": 0.1}}, "alike needs method 'balanced'"),
+        ({"batching": {"rebalance": True}}, "rebalance needs method 'balanced'"),
+        ({"batching": {"method": "balanced", "rebalance": 0}}, "greater than or equal to 1"),
+        ({"batching": {"method": "balanced", "rebalance": {"often": 3}}}, "Extra inputs"),
         ({"batching": {"cache": "x"}}, "takes neither units nor cache"),
         ({"batching": "balanced", "shuffle": False}, "shuffle must be true"),
         ({"batching": {"method": "balanced", "budgets": {"video": 1}}}, "'video'; accepted: text"),

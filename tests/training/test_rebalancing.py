@@ -1,0 +1,191 @@
+"""Rebalancing without processes: steps of a plan take what a truth says, and it drifts."""
+
+import json
+from collections import deque
+
+import numpy as np
+import pytest
+
+from raymm.config import ConfigError, load_config
+from raymm.data import Decision, RebalanceConfig
+from raymm.data.rebalanced_sampler import RebalancedSampler
+from raymm.data.sampler import flat
+from raymm.decision_log import DecisionLog
+from raymm.rebalancing import FILE, WARM_UP_STEPS, Rebalancing, check_device, rebalancing
+from raymm.scheduler.graph import ModuleGraph, ModuleNode
+from raymm.scheduler.lower import full_program
+from raymm.scheduler.measured_costs import MeasuredCosts, ModuleCost, efficiency, group_units
+from raymm.scheduler.minibatch import SampleSizes
+from raymm.scheduler.plan import Plan, Stage
+from raymm.scheduler.program import Op
+from raymm.scheduler.simulate import simulate
+
+EVERY = 10
+AHEAD = 3  # steps that a loader has asked for beyond the one in use
+COUNT = 1500
+EVEN = MeasuredCosts({"vision": ModuleCost(0, 0.01), "text": ModuleCost(0.02, 0.01)})
+SLOW = MeasuredCosts(EVEN.modules, {"text": (0.7, 1.3)})
+
+
+def sizes():
+    rng = np.random.default_rng(0)
+    values = np.stack([rng.integers(1, 4, COUNT), rng.integers(5, 60, COUNT)], 1)
+    return SampleSizes(("vision", "text"), values)
+
+
+@pytest.fixture
+def plan():
+    """An encoder, and a language model in two copies."""
+    graph = ModuleGraph(
+        (ModuleNode("vision", (True,)), ModuleNode("llm", (True,))), (("vision", "llm"),)
+    )
+    return Plan(graph, (
+        Stage("vision", 0, (0, 1), 0), Stage("llm", 0, (0, 1), 1),
+        Stage("llm", 0, (0, 1), 2, replica=1),
+    ), 4)  # fmt: skip
+
+
+class SimulatedRun:
+    """A run from a state on; what its steps really take is a function of their number."""
+
+    def __init__(self, folder, plan, truth, state=None, step=0, gain=0.02):
+        self.plan, self.truth, self.step = plan, truth, step
+        self.sampler = RebalancedSampler(sizes(), 4, 5)
+        self.lines = []
+        self.rebalancing = Rebalancing(
+            RebalanceConfig(every=EVERY, gain=gain), self.sampler, plan, True, folder, step,
+            self.lines.append,
+        )
+        self._batches = self.sampler.batches(state)
+        self._ahead = deque()
+        self.taken, self.rows, self.real = [], [], []
+
+    def run(self, steps):
+        for _ in range(steps):
+            while len(self._ahead) <= AHEAD:
+                self._ahead.append(next(self._batches))
+            groups, after = self._ahead.popleft()
+            self.step += 1
+            costs = self.truth(self.step)
+            seconds = costs.seconds(("vision", "text"), *group_units(sizes(), groups, True))
+            noise = np.random.default_rng(self.step).lognormal(0, 0.02, seconds.shape)
+            self.taken.append((groups, after))
+            self.real.append(efficiency(seconds[:, 1:]))
+            self.rows.append(self.rebalancing.after_step(
+                self.step, after, len(groups), True, self._timeline(seconds * noise)
+            ))  # fmt: skip
+        return self
+
+    def _timeline(self, seconds):
+        costs = {}
+        for m, (vision, text) in enumerate(seconds.tolist()):
+            for stage, whole in (("vision.0", vision), ("llm.0" + "@1" * (m % 2), text)):
+                costs[stage, Op.FORWARD, m] = whole / 3
+                costs[stage, Op.BACKWARD, m] = whole * 2 / 3
+        return simulate(full_program(self.plan), {}, microbatch_costs=costs)
+
+    def log(self, folder):
+        return [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
+
+
+def drifting(step):
+    """The second copy gets slow after step 25."""
+    return SLOW if step > 25 else EVEN
+
+
+def test_a_copy_that_gets_slow_is_noticed_and_spared(plan, tmp_path):
+    run = SimulatedRun(tmp_path, plan, drifting).run(70)
+    log = run.log(tmp_path)
+    assert [row["step"] for row in log] == [10, 20, 30, 40, 50, 60, 70]
+    assert [row["decision"] is None for row in log[:2]] == [True, True]
+    first = next(row for row in log if row["decision"] is not None)
+    assert first["step"] in (30, 40) and first["decision"]["step"] == first["step"] + AHEAD
+    fast, slow = first["decision"]["costs"]["copies"]["text"]
+    assert slow > 1.2 * fast
+    last = log[-1]
+    assert last["gain"] < first["gain"] and last["error"] < 0.05
+    before, after = np.mean(run.real[26:30]), np.mean(run.real[-8:])
+    assert before < 0.8 and after > 0.93
+    shown = [row["costs"] for row in run.rows if row]
+    assert not any(run.rows[:WARM_UP_STEPS]) and len(shown) >= 65
+    dist = shown[-1]["dist_ratio"]["text"]
+    assert dist["predicted"] < 0.1 and dist["measured"] < 0.1
+    assert shown[-1]["step_s"]["predicted"] == pytest.approx(
+        shown[-1]["step_s"]["measured"], rel=0.1
+    )
+    assert shown[-1]["error"] < 0.05
+    assert len(run.lines) == sum(row["decision"] is not None for row in log)
+    assert "rebalanced: from step" in run.lines[0] and "copies of text take" in run.lines[0]
+    samples = [one for groups, _ in run.taken for one in flat(groups)]
+    epoch = samples[:COUNT]
+    assert len(samples) < COUNT or sorted(epoch) == list(range(COUNT))
+
+
+@pytest.mark.parametrize(("killed", "checkpoint"), [(44, 20), (44, 42), (31, 0), (58, 39)])
+def test_after_a_kill_all_is_repeated_whatever_is_measured_now(plan, tmp_path, killed, checkpoint):
+    """The same samples up to where the run was, and no look that it had made is made again."""
+    first = SimulatedRun(tmp_path, plan, drifting).run(killed)
+    log = first.log(tmp_path)
+    state = first.taken[checkpoint - 1][1] if checkpoint else None
+    again = SimulatedRun(
+        tmp_path, plan, lambda step: EVEN, json.loads(json.dumps(state)), checkpoint
+    )
+    again.run(killed - checkpoint)
+    assert again.taken == first.taken[checkpoint:]
+    assert again.log(tmp_path) == log
+    # From there on it decides for itself: what was slow is not any more.
+    again.run(40)
+    more = again.log(tmp_path)[len(log) :]
+    assert [row["step"] % EVERY for row in more] == [0] * len(more) and len(more) >= 3
+    if any(row["decision"] for row in log):
+        assert any(row["decision"] for row in more)
+
+
+def test_what_would_gain_too_little_is_left(plan, tmp_path):
+    run = SimulatedRun(tmp_path, plan, drifting, gain=10.0).run(60)
+    assert [row["decision"] for row in run.log(tmp_path)] == [None] * 6
+    assert all("costs" not in after["taken"][-1] for _, after in run.taken if after["taken"])
+    assert run.lines == []
+
+
+def test_steps_that_lack_samples_teach_nothing(plan, tmp_path):
+    run = SimulatedRun(tmp_path, plan, drifting)
+    after_step = run.rebalancing.after_step
+    run.rebalancing.after_step = lambda *a: after_step(*a[:3], False, a[4])
+    run.run(12)
+    assert not any(run.rows)
+    assert run.log(tmp_path) == [
+        {"step": 10, "gain": None, "error": None, "sizes": run.sampler.digest, "decision": None}
+    ]
+
+
+def test_the_log_survives_a_torn_line_and_other_data(tmp_path):
+    path = tmp_path / FILE
+    log = DecisionLog(path, "a")
+    assert (log.last_step, log.decisions) == (0, [])
+    costs = MeasuredCosts(EVEN.modules).to_dict()
+    log.add({"step": 10, "gain": 0.3}, Decision(0, 13, costs))
+    log.add({"step": 20, "gain": 0.0}, None)
+    with open(path, "a") as file:
+        file.write('{"step": 30, "si')
+    again = DecisionLog(path, "a")
+    assert again.last_step == 20 and again.decisions == [Decision(0, 13, costs)]
+    again.add({"step": 30, "gain": 0.1}, None)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [10, 20, 30]
+    assert not list(tmp_path.glob("*.tmp"))
+    assert DecisionLog(path, "b").rows == [] and path.read_text() == ""
+
+
+def test_where_it_is_asked_for(make_config, plan, tmp_path):
+    given = load_config(make_config({
+        "data.batching": {"method": "balanced", "rebalance": 7}
+    })).data  # fmt: skip
+    assert given.batching.rebalance == RebalanceConfig(every=7, gain=0.02)
+    with pytest.raises(ConfigError, match="data.batching.rebalance is set, but on 'cuda'"):
+        check_device(given, "cuda")
+    check_device(given, "cpu")
+    check_device(load_config(make_config()).data, "cuda")
+    sampler = RebalancedSampler(sizes(), 4, 5)
+    arguments = (plan, True, tmp_path, 0, print)
+    assert isinstance(rebalancing(given, sampler, *arguments), Rebalancing)
+    assert rebalancing(given, None, *arguments) is None
