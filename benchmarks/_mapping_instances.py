@@ -23,7 +23,8 @@ def random_work(rng: np.random.Generator, name: str, size: float) -> ModuleWork:
     intensity = float(np.exp(rng.uniform(np.log(0.35), np.log(4.0))))
     bytes_ = int(size * GIB * rng.uniform(2.0, 6.0))
     return ModuleWork(
-        name, compute_seconds=size * min(1.0, intensity), memory_seconds=size * min(1.0, 1 / intensity),
+        name, compute_seconds=size * min(1.0, intensity),
+        memory_seconds=size * min(1.0, 1 / intensity),
         fixed_seconds=float(rng.uniform(0.002, 0.01)),
         reduce_seconds=float(size * rng.uniform(0.0, 0.02)),
         parallel=float(np.exp(rng.uniform(np.log(2.0), np.log(24.0))) * max(0.3, size)),

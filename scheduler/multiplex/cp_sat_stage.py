@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 from ortools.sat.python import cp_model
@@ -10,7 +11,7 @@ from ortools.sat.python import cp_model
 from raymm.scheduler.multiplex.mapping import Placement, stage_seconds
 from raymm.scheduler.multiplex.problem import MappingProblem, bits
 from raymm.scheduler.multiplex.stage_bounds import StageBounds
-from raymm.scheduler.multiplex.stage_evaluation import ROUNDING, StageResult
+from raymm.scheduler.multiplex.stage_evaluation import ROUNDING, Interrupted, StageResult
 
 
 class CpSatStageEvaluator:
@@ -20,10 +21,17 @@ class CpSatStageEvaluator:
     what a GPU holds is checked when a solution is there; if a module on it is too slow, exactly
     that (or, where more modules can only make it worse, also everything that includes it) is
     forbidden on all GPUs and solved again.
+
+    Args:
+        problem: whose stages.
+        stop: called between solves; when it says True, ``Interrupted`` is raised.
     """
 
-    def __init__(self, problem: MappingProblem) -> None:
+    def __init__(
+        self, problem: MappingProblem, stop: Callable[[], bool] | None = None
+    ) -> None:
         self.problem = problem
+        self.stop = stop
         self.bounds = StageBounds(problem)
         self.results: dict[int, StageResult] = {}
         self.solves = 0
@@ -87,6 +95,8 @@ class CpSatStageEvaluator:
         solver.parameters.random_seed = 0
         while True:
             self.solves += 1
+            if self.stop is not None and self.stop():
+                raise Interrupted
             if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
                 return None
             options = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from raymm.scheduler.multiplex.problem import MappingProblem, bits
-from raymm.scheduler.multiplex.sequences import alone_in_turn, in_order
+from raymm.scheduler.multiplex.sequences import alone_in_turn, in_order_within
 from raymm.scheduler.multiplex.stage_evaluation import StageResult
 
 
@@ -42,7 +42,7 @@ def merge_greedily(
         Sets of modules, in an order that meets every dependency.
     """
     problem = evaluator.problem
-    stages = [s for s in alone_in_turn(problem) if within is None or s & within]
+    stages = alone_in_turn(problem, within)
     seconds = {stage: evaluator.result(stage).seconds for stage in stages}
     while len(stages) > 1:
         best_gain, best = 0.0, None
@@ -65,16 +65,6 @@ def merge_greedily(
     return stages
 
 
-def in_order_within(problem: MappingProblem, stages: list[int], within: int | None) -> list[int]:
-    """The stages of a part of the modules in order; what is outside counts as done."""
-    if within is None:
-        return in_order(problem, stages) or []
-    outside = [1 << m for m in range(len(problem.names)) if not within >> m & 1]
-    before = [s for s in outside if not _depends(problem, s, within)]
-    ordered = in_order(problem, [*before, *stages, *(s for s in outside if s not in before)]) or []
-    return [stage for stage in ordered if stage in stages]
-
-
 def mergeable(problem: MappingProblem, stages: list[int]) -> list[tuple[int, int]]:
     """Pairs of stages that can become one: no dependency leads from one to the other, neither
     directly nor through other stages."""
@@ -93,7 +83,3 @@ def mergeable(problem: MappingProblem, stages: list[int]) -> list[tuple[int, int
         for s in range(len(stages)) for t in range(s + 1, len(stages))
         if not reach[t] >> s & 1
     ]
-
-
-def _depends(problem: MappingProblem, stage: int, on: int) -> bool:
-    return any(problem.ancestors[m] & on for m in bits(stage))

@@ -232,31 +232,37 @@ def _stage(data: Any, where: str) -> MultiplexStage:
     return MultiplexStage(tuple(placements), number(data["seconds"], f"{where}.seconds", 0.0))
 
 
+def module_seconds(
+    problem: MappingProblem, placements: Sequence[Placement], slices: int = 1
+) -> list[float]:
+    """What the performance model predicts for every placement beside the others (eq. 7)."""
+    indices = [problem.names.index(placement.module) for placement in placements]
+    use = [
+        float(problem.bandwidth[m, p.quota]) for m, p in zip(indices, placements, strict=True)
+    ]
+    on_gpu: dict[int, list[int]] = {}
+    # In the order of the problem, so that sums do not depend on that of the placements.
+    for i in sorted(range(len(placements)), key=lambda i: indices[i]):
+        for g in placements[i].gpus:
+            on_gpu.setdefault(g, []).append(i)
+    contents = [{tuple(on_gpu[g]) for g in placement.gpus} for placement in placements]
+    result = []
+    for i, placement in enumerate(placements):
+        degree = len(placement.gpus).bit_length() - 1
+        alone = float(problem.seconds[indices[i], degree, placement.quota])
+        delay = max(
+            problem.interference.delay(use[i], [use[o] for o in content if o != i])
+            for content in contents[i]
+        )
+        result.append(problem.interference.seconds(alone, delay) * placement.slices / slices)
+    return result
+
+
 def stage_seconds(
     problem: MappingProblem, placements: Sequence[Placement], slices: int = 1
 ) -> float:
-    """What the performance model predicts for a stage: its slowest module, beside the others
-    (eq. 4 and 7)."""
-    on_gpu: dict[int, list[tuple[str, float]]] = {}
-    for placement in sorted(placements, key=lambda p: problem.names.index(p.module)):
-        m = problem.names.index(placement.module)
-        use = float(problem.bandwidth[m, placement.quota])
-        for g in placement.gpus:
-            on_gpu.setdefault(g, []).append((placement.module, use))
-    slowest = 0.0
-    for placement in placements:
-        m = problem.names.index(placement.module)
-        alone = float(problem.seconds[m, len(placement.gpus).bit_length() - 1, placement.quota])
-        use = float(problem.bandwidth[m, placement.quota])
-        delay = max(
-            problem.interference.delay(
-                use, [other for name, other in on_gpu[g] if name != placement.module]
-            )
-            for g in placement.gpus
-        )
-        seconds = problem.interference.seconds(alone, delay) * placement.slices / slices
-        slowest = max(slowest, seconds)
-    return slowest
+    """What the performance model predicts for a stage: its slowest module (eq. 4)."""
+    return max(module_seconds(problem, placements, slices))
 
 
 def predicted_stage(

@@ -102,26 +102,27 @@ def _close_level(
 @njit(cache=True)
 def _search(
     count, gpus, members, quota, memory, options, option_count, use_of, cap_of, memory_of, chosen,
-    need, least_use, most_use, steps, limit, interference, own, spread, node_limit,
+    need, least_use, most_use, use, cap, first, steps, limit, interference, own, spread,
+    node_limit,
 ):
     """Depth first over options and, per class of GPUs, how many get a replica.
 
-    Row ``level`` of the classes is how they are before the module at ``level`` is placed; its
-    decisions write row ``level + 1``. Returns what :func:`pack` does, and nodes.
+    Modules below level ``first`` stay where row ``first`` has them. Row ``level`` of the classes
+    is how they are before the module at ``level`` is placed; its decisions write row
+    ``level + 1``. Returns what :func:`pack` does, and nodes.
     """
     modules, width = option_count.shape[0], gpus.shape[1]
     e1, e2, e3 = interference
     opened = np.zeros((modules + 1, width), np.bool_)
     order = np.zeros((modules + 1, width), np.int64)
-    use, cap = np.zeros(modules), np.zeros(modules)
     taken = np.zeros((modules, width), np.int64)
     left_at = np.zeros((modules, width), np.int64)
     written_at = np.zeros((modules, width), np.int64)
     decided = np.zeros(modules, np.int64)
-    nodes, level, at, left, written = 0, 0, 0, 0, 0
-    chosen[0] = -1
+    nodes, level, at, left, written = 0, first, 0, 0, 0
+    chosen[first] = -1
     if not _close_level(
-        0, modules, count, gpus, members, quota, opened, order, use, cap, need, least_use,
+        first, modules, count, gpus, members, quota, opened, order, use, cap, need, least_use,
         most_use, steps, interference, own, spread,
     ):
         return IMPOSSIBLE, nodes
@@ -132,7 +133,7 @@ def _search(
             chosen[level] += 1
             if chosen[level] == option_count[level]:
                 level -= 1
-                if level < 0:
+                if level < first:
                     return IMPOSSIBLE, nodes
                 back = True
             else:
@@ -281,7 +282,7 @@ def _choices(
 @njit(cache=True)
 def pack(
     seconds, memory, bandwidth, entry, before, pool, steps, limit, coefficients, own, relative,
-    spread, node_limit,
+    spread, weights, kept, kept_gpus, kept_content, node_limit,
 ):
     """Options and GPUs for modules such that each is done before ``before``.
 
@@ -295,11 +296,16 @@ def pack(
         coefficients: (3,) e1, e2, e3 of eq. 8.
         own, relative: the interference's coupling and unit.
         spread: place on emptier GPUs first.
+        weights: (K,) modules are placed in order of what they need at least, times this.
+        kept: (K, 2) degree and quota of modules that stay where they are; 0 for the others.
+        kept_gpus, kept_content: (C,) classes of GPUs: how many, and which of those modules are
+            there, as bits. (``[pool]`` and ``[0]`` for none.)
         node_limit: give up after so many placements tried.
 
     Returns:
-        FOUND, IMPOSSIBLE (proven) or GAVE_UP; nodes used; (K, 2) degree and quota of every module;
-        and the classes of GPUs: (C,) how many, (C,) which modules, as bits.
+        FOUND, IMPOSSIBLE (proven; where modules stay, for as they stay) or GAVE_UP; nodes used;
+        (K, 2) degree and quota of every module; and the classes of GPUs: (C,) how many, (C,)
+        which modules, as bits.
     """
     e1, e2, e3 = coefficients
     modules = seconds.shape[0]
@@ -309,19 +315,35 @@ def pack(
     solution = np.zeros((modules, 2), np.int64)
     nothing = np.zeros(0, np.int64)
     least = np.zeros(modules, np.int64)
+    first = 0
     for m in range(modules):
         if not counts[m]:
             return IMPOSSIBLE, 0, solution, nothing, nothing
         least[m] = area[m, 0]
-    if least.sum() > pool * steps:
+        first += kept[m, 0] > 0
+    if least.sum() > pool * steps or first == modules:
         return IMPOSSIBLE, 0, solution, nothing, nothing
-    order = np.argsort(-least, kind="mergesort")
+    # Those that stay come first, then those that need most.
+    order = np.argsort(np.where(kept[:, 0] > 0, -np.inf, -(least * weights)), kind="mergesort")
+    use, cap = np.zeros(modules), np.zeros(modules)
+    bytes_kept = np.zeros(modules, np.int64)
+    for level in range(first):
+        m = order[level]
+        j = 0
+        while 1 << j < kept[m, 0]:
+            j += 1
+        alone = seconds[m, j, kept[m, 1]]
+        if not alone < before:
+            return IMPOSSIBLE, 0, solution, nothing, nothing
+        use[level] = bandwidth[m, kept[m, 1]]
+        cap[level] = before / alone - 1.0 if relative else before - alone
+        bytes_kept[level] = memory[m, j]
     options, counts, use_of = options[order], counts[order], use_of[order]
     cap_of, bytes_of = cap_of[order], bytes_of[order]
     need = np.zeros(modules + 1, np.int64)
     least_use = np.full(modules + 1, np.inf)
     most_use = np.zeros(modules + 1)
-    for level in range(modules - 1, -1, -1):
+    for level in range(modules - 1, first - 1, -1):
         need[level] = need[level + 1] + least[order[level]]
         uses = use_of[level, : counts[level]]
         least_use[level] = min(least_use[level + 1], uses.min())
@@ -333,18 +355,26 @@ def pack(
     members = np.zeros((modules + 1, width), np.int64)
     quota = np.zeros((modules + 1, width), np.int64)
     used = np.zeros((modules + 1, width), np.int64)
-    count[0], gpus[0, 0] = 1, pool
+    count[first] = len(kept_gpus)
+    for t in range(len(kept_gpus)):
+        gpus[first, t] = kept_gpus[t]
+        for level in range(first):
+            if kept_content[t] >> order[level] & 1:
+                members[first, t] |= 1 << level
+                quota[first, t] += kept[order[level], 1]
+                used[first, t] += bytes_kept[level]
     chosen = np.zeros(modules, np.int64)
     result, tried = _search(
         count, gpus, members, quota, used, options, counts, use_of, cap_of, bytes_of, chosen, need,
-        least_use, most_use, steps, limit, coefficients, own, spread, node_limit,
+        least_use, most_use, use, cap, first, steps, limit, coefficients, own, spread, node_limit,
     )
     if result != FOUND:
         return result, tried, solution, nothing, nothing
     classes = count[modules]
     content = np.zeros(classes, np.int64)
     for level in range(modules):
-        solution[order[level]] = options[level, chosen[level]]
+        m = order[level]
+        solution[m] = kept[m] if level < first else options[level, chosen[level]]
         for t in range(classes):
             if members[modules, t] >> level & 1:
                 content[t] |= 1 << order[level]

@@ -28,9 +28,21 @@ def in_order(problem: MappingProblem, stages: Sequence[int]) -> list[int] | None
     return result
 
 
-def alone_in_turn(problem: MappingProblem) -> list[int]:
-    """Every module a stage of its own, in topological order (Algorithm 1, line 3)."""
-    return in_order(problem, [1 << m for m in range(len(problem.names))]) or []
+def in_order_within(problem: MappingProblem, stages: list[int], within: int | None) -> list[int]:
+    """The stages of a part of the modules in order; what is outside counts as done."""
+    if within is None:
+        return in_order(problem, stages) or []
+    outside = [1 << m for m in range(len(problem.names)) if not within >> m & 1]
+    before = [s for s in outside if not _depends(problem, s, within)]
+    ordered = in_order(problem, [*before, *stages, *(s for s in outside if s not in before)]) or []
+    return [stage for stage in ordered if stage in stages]
+
+
+def alone_in_turn(problem: MappingProblem, within: int | None = None) -> list[int]:
+    """Every module (of those within) a stage of its own, in topological order (Algorithm 1,
+    line 3)."""
+    stages = in_order(problem, [1 << m for m in range(len(problem.names))]) or []
+    return [stage for stage in stages if within is None or stage & within]
 
 
 def components(problem: MappingProblem) -> list[int]:
@@ -63,3 +75,7 @@ def mapping_of(
         for stage in stages
     )
     return Mapping(problem.gpus, problem.steps, made, max(0.0, bound), method)
+
+
+def _depends(problem: MappingProblem, stage: int, on: int) -> bool:
+    return any(problem.ancestors[m] & on for m in bits(stage))

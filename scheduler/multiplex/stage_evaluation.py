@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from raymm.scheduler.multiplex.mapping import Placement, stage_seconds
+from raymm.scheduler.multiplex.mapping import Placement, module_seconds, stage_seconds
 from raymm.scheduler.multiplex.packing import FOUND, IMPOSSIBLE, pack
 from raymm.scheduler.multiplex.problem import MappingProblem, bits
 from raymm.scheduler.multiplex.stage_bounds import StageBounds
 
 # Placements that one call of the search tries, first to find something good, then to prove.
 QUICK_NODES = 400
-NODES = 20_000
+NODES = 2_000
+# From this many modules on, a stage whose search gave up is worked on by placing a few again: new
+# beginnings, tries to place some again since the last that helped, and how much the order varies.
+LARGE = 5
+RESTARTS = 8
+REPLACEMENTS = (12, 80)
+REPLACED = (2, 7)
+REPLACING_NODES = (400, 1_500)
+JITTER = 0.5
+# Times that, where nothing was found at any seconds: memory leaves little room.
+LAST_RESORT = 50
 # A plan counts as better only if it is by this much, relatively: below it is rounding.
 ROUNDING = 1e-11
 NO_LIMIT = 2**62
@@ -65,6 +76,7 @@ class StageEvaluator:
         self.bounds = StageBounds(problem)
         self.results: dict[int, StageResult] = {}
         self.searches = 0
+        self._probed: dict[int, StageResult] = {}
         model = problem.interference
         self._coefficients = np.array([model.constant, model.additive, model.product])
         self._memory = np.where(problem.memory < 0, NO_LIMIT, problem.memory)
@@ -80,54 +92,80 @@ class StageEvaluator:
         """The same with more effort than before, if it was not exact already."""
         known = self.result(stage)
         if not known.exact and known.nodes < nodes:
+            if stage.bit_count() >= LARGE:
+                known = self._polished(stage, known, REPLACEMENTS[1], REPLACING_NODES[1])
             known = self.results[stage] = self._narrowed(stage, known, nodes)
         return known
 
+    def offer(self, stage: int, found: StageResult) -> None:
+        """Keep what was found elsewhere where it is better than what is known."""
+        known = self.result(stage)
+        if found.seconds < known.seconds:
+            known = replace(known, seconds=found.seconds, placements=found.placements)
+        self.results[stage] = replace(known, bound=max(known.bound, found.bound))
+
+    def probe(self, stage: int, below: float) -> StageResult:
+        """What is known after asking only whether the stage takes less than ``below`` seconds.
+
+        One search instead of many: ``seconds`` is below if placements were found, ``bound`` is at
+        least that if there are none.
+        """
+        known = self.known(stage)
+        if stage in self.results or known.seconds < below or known.bound >= below:
+            return known
+        found = self._search(stage, below, self.nodes)
+        if isinstance(found, StageResult):
+            known = replace(found, bound=known.bound)
+        elif found == IMPOSSIBLE:
+            known = replace(known, bound=below)
+        self._probed[stage] = known
+        return known
+
+    def known(self, stage: int) -> StageResult:
+        """What is known without a search."""
+        known = self.results.get(stage) or self._probed.get(stage)
+        return known or StageResult(np.inf, self.bounds.bound(stage))
+
     def known_bound(self, stage: int) -> float:
         """The best bound there is without a search."""
-        known = self.results.get(stage)
-        return self.bounds.bound(stage) if known is None else known.bound
+        return self.known(stage).bound
 
     def forget(self) -> None:
         """Remember nothing."""
         self.results.clear()
-
-    def offer(self, stage: int, placements: tuple[Placement, ...]) -> None:
-        """Keep placements from elsewhere if they are the best of their stage so far."""
-        seconds = stage_seconds(self.problem, placements)
-        known = self.result(stage)
-        if seconds < known.seconds:
-            self.results[stage] = replace(known, seconds=seconds, placements=placements)
+        self._probed.clear()
 
     def _evaluate(self, stage: int) -> StageResult:
-        bound = self.bounds.bound(stage)
-        if not np.isfinite(bound):
+        known = self.known(stage)
+        if not np.isfinite(known.bound):
             return StageResult(np.inf, np.inf, (), self.nodes)
-        found = self._first(stage, bound)
-        return self._narrowed(stage, found, self.nodes)
+        found = self._narrowed(stage, self._first(stage, known), self.nodes)
+        if found.exact or stage.bit_count() < LARGE:
+            return found
+        polished = self._polished(stage, found, REPLACEMENTS[0], REPLACING_NODES[0])
+        if polished.seconds < found.seconds:
+            found = self._narrowed(stage, polished, self.nodes)
+        return found
 
-    def _first(self, stage: int, bound: float) -> StageResult:
+    def _first(self, stage: int, best: StageResult) -> StageResult:
         """Some placements, by a binary search over the seconds at which options appear."""
-        grid = self.bounds.grid
+        grid, bound = self.bounds.grid, best.bound
         low = int(np.searchsorted(grid, bound))
-        high = len(grid)
-        best = StageResult(np.inf, bound)
-        step = 1
         # Upwards from the bound in growing strides until something is found, then between.
-        at = low
-        while at < high:
+        at, stride = low, 1
+        while not np.isfinite(best.seconds) and at < len(grid):
             found = self._search(stage, float(np.nextafter(grid[at], np.inf)), QUICK_NODES)
             if isinstance(found, StageResult):
                 best = replace(found, bound=bound)
                 break
             low = at + 1
-            at = at + step if at + step < high else (high - 1 if at < high - 1 else high)
-            step *= 2
+            at = max(min(at + stride, len(grid) - 1), at + 1)
+            stride *= 2
         if not np.isfinite(best.seconds):
-            found = self._search(stage, np.inf, 50 * self.nodes)
+            found = self._search(stage, np.inf, LAST_RESORT * self.nodes)
             if isinstance(found, StageResult):
                 return replace(found, bound=bound)
-            return StageResult(np.inf, np.inf if found == IMPOSSIBLE else bound, (), self.nodes)
+            return StageResult(np.inf, np.inf if found == IMPOSSIBLE else bound)
         high = int(np.searchsorted(grid, best.seconds))
         while low < high:
             middle = (low + high) // 2
@@ -139,10 +177,50 @@ class StageEvaluator:
                 low = middle + 1
         return best
 
+    def _polished(
+        self, stage: int, known: StageResult, replacements: int, nodes: int
+    ) -> StageResult:
+        """Take some modules out and place them again while that helps; in between, begin anew
+        with another order. For stages that are too large to search completely."""
+        rng = np.random.default_rng([stage, nodes])
+        modules = list(bits(stage))
+        for round_ in range(RESTARTS):
+            found: StageResult | int = self._pack(
+                modules, known.seconds * (1 - ROUNDING), bool(round_ % 2), nodes,
+                np.exp(JITTER * rng.standard_normal(len(modules))),
+            )
+            if isinstance(found, StageResult):
+                known = replace(found, bound=known.bound)
+        failed = 0
+        while failed < replacements and np.isfinite(known.seconds) and not known.exact:
+            stay = self._ruined(known.placements, rng)
+            found = self._pack(
+                modules, known.seconds * (1 - ROUNDING), bool(failed % 2), nodes,
+                np.exp(JITTER * rng.standard_normal(len(modules))), stay,
+            )
+            failed += 1
+            if isinstance(found, StageResult):
+                known, failed = replace(found, bound=known.bound), 0
+        return known
+
+    def _ruined(
+        self, placements: Sequence[Placement], rng: np.random.Generator
+    ) -> list[Placement]:
+        """All but a few modules: the slowest, some beside it, some others."""
+        seconds = module_seconds(self.problem, placements)
+        slowest = int(np.argmax(seconds))
+        near = set(placements[slowest].gpus)
+        score = [
+            float(rng.random()) * (2.0 if near & set(p.gpus) else 1.0) for p in placements
+        ]
+        score[slowest] = np.inf
+        out = set(np.argsort(score)[-int(rng.integers(*REPLACED, endpoint=True)) :].tolist())
+        return [p for i, p in enumerate(placements) if i not in out]
+
     def _narrowed(self, stage: int, known: StageResult, nodes: int) -> StageResult:
         """Search below what is known until nothing is left or a search gives up; then raise the
         bound as far as it can be proven."""
-        while not known.exact:
+        while np.isfinite(known.seconds) and not known.exact:
             found = self._search(stage, known.seconds * (1 - ROUNDING), nodes)
             if isinstance(found, StageResult):
                 known = replace(found, bound=known.bound)
@@ -157,7 +235,7 @@ class StageEvaluator:
         grid = self.bounds.grid
         low = int(np.searchsorted(grid, known.bound, side="right"))
         high = int(np.searchsorted(grid, known.seconds))
-        while low < high and not known.exact:
+        while low < high and not known.exact and np.isfinite(known.seconds):
             middle = (low + high) // 2
             target = float(grid[middle])
             found = self._search(stage, target, nodes)
@@ -173,25 +251,42 @@ class StageEvaluator:
 
     def _search(self, stage: int, before: float, nodes: int) -> StageResult | int:
         """Placements done before the given seconds, or why there are none."""
-        if self.stop is not None and self.stop():
-            raise Interrupted
-        problem, model = self.problem, self.problem.interference
         modules = list(bits(stage))
-        limit = NO_LIMIT - 1 if problem.memory_bytes is None else problem.memory_bytes
         outcome = IMPOSSIBLE
         for spread in (False, True):
-            self.searches += 1
-            outcome, _, chosen, gpus, content = pack(
-                problem.seconds[modules], self._memory[modules], problem.bandwidth[modules],
-                self.bounds.entry[modules], before, problem.gpus, problem.steps, limit,
-                self._coefficients, model.coupling == "own", model.unit == "relative", spread,
-                nodes,
-            )
-            if outcome == FOUND:
-                return self._placed(modules, chosen, gpus, content)
-            if outcome == IMPOSSIBLE:
-                return IMPOSSIBLE
+            outcome = self._pack(modules, before, spread, nodes)
+            if not isinstance(outcome, int) or outcome == IMPOSSIBLE:
+                break
         return outcome
+
+    def _pack(
+        self, modules: list[int], before: float, spread: bool, nodes: int,
+        weights: np.ndarray | None = None, stay: Sequence[Placement] = (),
+    ) -> StageResult | int:
+        """One run of the search; what ``stay`` places is not moved."""
+        if self.stop is not None and self.stop():
+            raise Interrupted
+        self.searches += 1
+        problem, model = self.problem, self.problem.interference
+        limit = NO_LIMIT - 1 if problem.memory_bytes is None else problem.memory_bytes
+        kept = np.zeros((len(modules), 2), np.int64)
+        content: dict[int, int] = dict.fromkeys(range(problem.gpus), 0)
+        for placement in stay:
+            local = modules.index(problem.names.index(placement.module))
+            kept[local] = len(placement.gpus), placement.quota
+            for g in placement.gpus:
+                content[g] |= 1 << local
+        classes = Counter(content.values())
+        outcome, _, chosen, gpus, placed = pack(
+            problem.seconds[modules], self._memory[modules], problem.bandwidth[modules],
+            self.bounds.entry[modules], before, problem.gpus, problem.steps, limit,
+            self._coefficients, model.coupling == "own", model.unit == "relative", spread,
+            np.ones(len(modules)) if weights is None else weights, kept,
+            np.array(list(classes.values())), np.array(list(classes)), nodes,
+        )
+        if outcome != FOUND:
+            return outcome
+        return self._placed(modules, chosen, gpus, placed)
 
     def _placed(
         self, modules: list[int], chosen: np.ndarray, gpus: np.ndarray, content: np.ndarray

@@ -1,0 +1,196 @@
+"""One way in: find a mapping of a problem, and say how it was found and how good it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from raymm.scheduler.multiplex.cp_sat_stage import CpSatStageEvaluator
+from raymm.scheduler.multiplex.greedy import merge_greedily
+from raymm.scheduler.multiplex.local_search import improve
+from raymm.scheduler.multiplex.mapping import Mapping
+from raymm.scheduler.multiplex.partition_columns import TooManyStages, best_partition
+from raymm.scheduler.multiplex.problem import MappingProblem
+from raymm.scheduler.multiplex.sequence_dp import TooManyTransitions, best_sequence
+from raymm.scheduler.multiplex.sequences import (
+    alone_in_turn,
+    components,
+    mapping_of,
+    total_seconds,
+)
+from raymm.scheduler.multiplex.stage_evaluation import Interrupted, StageEvaluator
+from raymm.scheduler.multiplex.strict_json import MultiplexError, whole
+
+STRATEGIES = ("auto", "greedy", "greedy_cp_sat", "exact", "local_search")
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How far a search goes; counts of work, not seconds, so that results are reproducible.
+
+    Attributes:
+        transitions: most transitions between states of the dynamic program.
+        stages: most stages of the partition program.
+        nodes: most placements that one search within a stage tries.
+        rounds: rounds of the partition program.
+        kicks: new beginnings of the local search.
+    """
+
+    transitions: int
+    stages: int
+    nodes: int
+    rounds: int
+    kicks: int
+
+
+AUTO = Effort(transitions=500_000, stages=2**20, nodes=130_000, rounds=6, kicks=6)
+LOCAL = Effort(transitions=0, stages=0, nodes=130_000, rounds=0, kicks=30)
+EXACT = Effort(transitions=20_000_000, stages=2**22, nodes=40_000_000, rounds=100_000, kicks=20)
+
+
+def solve(
+    problem: MappingProblem, strategy: str = "auto", *, seed: int = 0,
+    deadline_seconds: float | None = None, stop: Callable[[], bool] | None = None,
+    effort: Effort | None = None,
+) -> Mapping:
+    """A mapping with its predicted seconds, a proven bound, and in ``method`` what made it.
+
+    The modules are cut into parts between which no stage can lie, and each part is solved:
+
+    - ``"greedy"``: Algorithm 1 of Mosaic §3.4, on this code's evaluation of stages;
+      ``"greedy_cp_sat"``: on CP-SAT, as printed (for small problems: it takes seconds to minutes).
+    - ``"local_search"``: from there by moving, swapping, merging and splitting.
+    - ``"exact"``: dynamic programming over stage sequences, or, with many independent modules, a
+      set partitioning program, until it is proven that nothing is better. May take very long; give
+      a deadline.
+    - ``"auto"``: exact where the states are few, otherwise local search and a few rounds of the
+      partition program, whose bound remains as the gap.
+
+    Without a deadline or ``stop`` the result depends on the arguments only.
+
+    Args:
+        problem: what to map.
+        strategy: one of :data:`STRATEGIES`.
+        seed: of the local search.
+        deadline_seconds: return the best so far after this long.
+        stop: asked often; return the best so far when it says True. So does Ctrl-C.
+        effort: how far to go, if not as the strategy does by default.
+
+    Raises:
+        MultiplexError: an unknown strategy or a negative seed or deadline.
+    """
+    if strategy not in STRATEGIES:
+        raise MultiplexError(
+            f"strategy is {strategy!r:.80}; accepted: {', '.join(STRATEGIES)}"
+        )
+    whole(seed, "seed")
+    if deadline_seconds is not None and not deadline_seconds >= 0:
+        raise MultiplexError(
+            f"deadline_seconds is {deadline_seconds!r:.80}; it must be a number, at least 0"
+        )
+    until = None if deadline_seconds is None else time.monotonic() + deadline_seconds
+
+    def stopped() -> bool:
+        late = until is not None and time.monotonic() >= until
+        return late or (stop is not None and stop())
+
+    search = _Search(problem, stopped)
+    if effort is None:
+        effort = {"exact": EXACT, "local_search": LOCAL}.get(strategy, AUTO)
+    interrupted = ""
+    try:
+        for part in search.best:
+            search.solve_part(part, strategy, seed, effort)
+    except (Interrupted, KeyboardInterrupt):
+        interrupted = ", interrupted"
+    return search.mapping(strategy, interrupted)
+
+
+class _Search:
+    """The best of every part so far; there is always one, so an interruption loses nothing."""
+
+    def __init__(self, problem: MappingProblem, stop: Callable[[], bool]) -> None:
+        self.evaluator = StageEvaluator(problem)
+        self.best = {part: alone_in_turn(problem, part) for part in components(problem)}
+        for stages in self.best.values():
+            total_seconds(self.evaluator, stages)
+        self.evaluator.stop = stop
+        self.bound = {
+            part: max(self.evaluator.known_bound(stage) for stage in stages)
+            for part, stages in self.best.items()
+        }
+        self.done: dict[int, str] = {}
+
+    def solve_part(self, part: int, strategy: str, seed: int, effort: Effort) -> None:
+        """Solve one part as far as the strategy goes."""
+        if part.bit_count() == 1:
+            self.done[part] = "single"
+            self.raise_bound(part, self.evaluator.result(part).bound)
+            return
+        if strategy == "greedy_cp_sat":
+            printed = CpSatStageEvaluator(self.evaluator.problem, self.evaluator.stop)
+            stages = merge_greedily(printed, part)
+            for stage in stages:
+                self.evaluator.offer(stage, printed.result(stage))
+        else:
+            stages = merge_greedily(self.evaluator, part)
+        self.better(part, stages)
+        self.done[part] = strategy if strategy.startswith("greedy") else "greedy"
+        if strategy in ("auto", "exact") and self._exact_sequence(part, effort):
+            return
+        if not strategy.startswith("greedy"):
+            self._local_search(part, seed, effort)
+        if strategy in ("auto", "exact"):
+            self._exact_partition(part, effort)
+
+    def _exact_sequence(self, part: int, effort: Effort) -> bool:
+        try:
+            best_sequence(
+                self.evaluator, part, self.best[part], effort.transitions, effort.nodes,
+                lambda stages: self.better(part, stages),
+                lambda bound: self.raise_bound(part, bound),
+            )
+        except TooManyTransitions:
+            return False
+        self.done[part] = "dynamic programming"
+        return True
+
+    def _local_search(self, part: int, seed: int, effort: Effort) -> None:
+        improve(
+            self.evaluator, self.best[part], part, effort.kicks, seed,
+            lambda stages: self.better(part, stages), self.bound[part],
+        )
+        self.done[part] = "local search"
+        # The search compares many stages a little; those of its result deserve more.
+        for stage in self.best[part]:
+            self.evaluator.refined(stage, effort.nodes)
+
+    def _exact_partition(self, part: int, effort: Effort) -> None:
+        try:
+            best_partition(
+                self.evaluator, part, self.best[part], effort.stages, effort.nodes, effort.rounds,
+                lambda stages: self.better(part, stages),
+                lambda bound: self.raise_bound(part, bound),
+            )
+        except TooManyStages:
+            return
+        self.done[part] += " and partition program"
+
+    def better(self, part: int, stages: list[int]) -> None:
+        """Keep stages of a part if they are the best so far."""
+        if total_seconds(self.evaluator, stages) < total_seconds(self.evaluator, self.best[part]):
+            self.best[part] = list(stages)
+
+    def raise_bound(self, part: int, bound: float) -> None:
+        """Keep a bound of a part if it is the highest so far."""
+        self.bound[part] = max(self.bound[part], bound)
+
+    def mapping(self, strategy: str, interrupted: str) -> Mapping:
+        """All parts together."""
+        seconds = {p: total_seconds(self.evaluator, stages) for p, stages in self.best.items()}
+        bound = sum(min(self.bound[p], seconds[p]) for p in self.best)
+        stages = [stage for found in self.best.values() for stage in found]
+        ways = sorted({self.done.get(p, "in turn") for p in self.best if p.bit_count() > 1})
+        method = f"{strategy} ({', '.join(ways) or 'single modules'}{interrupted})"
+        return mapping_of(self.evaluator, stages, bound, method)
