@@ -65,12 +65,14 @@ class StepMeta(NamedTuple):
 @dataclass
 class StepResult:
     """One rank's outcome of a step. ``losses`` maps microbatches to their share of the loss
-    (on the sink's rank). Span times are seconds on this host's wall clock."""
+    (on the sink's rank). Span times are seconds on this host's wall clock. ``peak_bytes`` is the
+    most memory that the process held meanwhile (:class:`raymm.actors.peak_memory.PeakMemory`)."""
 
     losses: dict[int, float] = field(default_factory=dict)
     spans: list[tuple[str, str, int, float, float, str]] = field(default_factory=list)
     grad_norm: float | None = None
     learning_rate: float | None = None
+    peak_bytes: int = 0
 
 
 class _Task(NamedTuple):

@@ -20,6 +20,7 @@ from raymm.actors.executor import CompiledProgram, Executor, StepMeta, StepResul
 from raymm.actors.gradient_reduction import Family
 from raymm.actors.optimizer import Holdings, OptimizerConfig, RankOptimizer
 from raymm.actors.parameter_pieces import ChainPieces
+from raymm.actors.peak_memory import PeakMemory
 from raymm.actors.shards import StoredTensors, copy_tensors, stored_pieces, write_shard
 from raymm.actors.stages.cut import own_buffers
 from raymm.actors.stages.fully_sharded import local_part
@@ -184,6 +185,7 @@ class RankActor:
         """Build the stages, from ``builders`` if they are to be others than the spec's.
         Returns the number of parameters held, per stage."""
         self._programs.clear()
+        self._memory = PeakMemory(self._device)
         autocast = getattr(torch, self._spec.autocast) if self._spec.autocast else None
         self._stages = {}
         for name, builder in (builders or self._spec.builders).items():
@@ -258,6 +260,7 @@ class RankActor:
                 one place are merged. Inputs are separate arguments so that object
                 references among them are resolved before the call.
         """
+        self._memory.restart()
         per_stage: dict[str, list[dict[str, Any] | None]] = {}
         for (stage, microbatch), part in zip(layout, inputs, strict=True):
             row = per_stage.setdefault(stage, [None] * len(meta.keys))
@@ -265,7 +268,9 @@ class RankActor:
             row[microbatch] = {**(row[microbatch] or {}), **moved}
         program = self._programs[key]
         remember(self._programs, key, program)
-        return self._executor.run(program, per_stage, meta)
+        result = self._executor.run(program, per_stage, meta)
+        result.peak_bytes = self._memory.bytes()
+        return result
 
     def run_epilogue(self, ops: Sequence[Op]) -> StepResult:
         """Run collective ops on their own, after steps that only accumulated gradients."""

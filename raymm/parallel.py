@@ -48,6 +48,7 @@ class StepOutput:
         timeline: what every rank did and when.
         grad_norm: global gradient norm before clipping, if the step clipped.
         learning_rate: the rate used, if the step updated parameters.
+        peak_bytes: per rank, the most memory that one of its processes held.
     """
 
     loss: float
@@ -55,6 +56,7 @@ class StepOutput:
     timeline: Timeline
     grad_norm: float | None = None
     learning_rate: float | None = None
+    peak_bytes: tuple[int, ...] = ()
 
 
 class PendingStep:
@@ -83,6 +85,9 @@ class PendingStep:
         ]
         rates = [r.learning_rate for r in results if r.learning_rate is not None]
         norms = [r.grad_norm for r in results if r.grad_norm is not None]
+        peaks: dict[int, int] = {}
+        for process, result in found:
+            peaks[process.rank] = max(peaks.get(process.rank, 0), result.peak_bytes)
         return StepOutput(
             loss=sum(value for _, value in sorted(losses, key=itemgetter(0))),
             label_tokens=self._label_tokens,
@@ -90,6 +95,7 @@ class PendingStep:
             timeline=measured_timeline([r for p, r in found if p.fsdp == p.cp == p.tp == 0]),
             grad_norm=norms[0] if norms else None,
             learning_rate=rates[0] if rates else None,
+            peak_bytes=tuple(peaks[rank] for rank in sorted(peaks)),
         )
 
 

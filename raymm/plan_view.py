@@ -16,6 +16,7 @@ from raymm.scheduler.judge import Option, places_text
 from raymm.scheduler.memory import GIB, rank_memory
 from raymm.scheduler.module_degrees import rank_text
 from raymm.scheduler.plan import Plan, Stage
+from raymm.scheduler.recomputation import KEEP
 from raymm.scheduler.stage_costs import stage_costs
 
 # How many of the plans that lost, and of those that do not fit, are listed.
@@ -69,14 +70,16 @@ def _places(processes: range, per_node: int) -> str:
 
 
 def layers_text(plan: Plan, stage: Stage) -> str:
-    """E.g. ``"0-11"``, or ``"12-23 +p"`` with the projector; `` r`` after it: recomputed."""
+    """E.g. ``"0-11"``, or ``"12-23 +p"`` with the projector; `` r`` after it: recomputed, as a
+    whole or, ``"r4/12"``, as many of its blocks, in parts or whole."""
     node = plan.graph.node(stage.module)
     lo, hi = stage.layers
     blocks = min(hi, node.num_blocks)
     text = f"{lo}-{blocks - 1}" if blocks - lo > 1 else f"{lo}"
     if hi > node.num_blocks:
         text = f"{text} +p" if blocks > lo else "p"
-    return text + (" r" if stage.recompute else "")
+    again = sum(option != KEEP for option in stage.layer_options)
+    return text + (" r" if stage.recompute else f" r{again}/{blocks - lo}" if again else "")
 
 
 def plan_table(planned: Planned) -> Table:
@@ -85,7 +88,7 @@ def plan_table(planned: Planned) -> Table:
     rows = plan_rows(planned)
     marks = ["* frozen"] if any(row["stage"].endswith("*") for row in rows) else []
     marks += ["p projector"] if any(node.projector for node in plan.graph.nodes) else []
-    marks += ["r recomputed"] if any(stage.recompute for stage in plan.stages) else []
+    marks += ["r recomputed"] if any(" r" in row["layers"] for row in rows) else []
     table = Table(
         title=f"{len(plan.stages)} stages on {places_text(plan)}, {plan.num_microbatches} "
         f"microbatches, {plan.schedule}",

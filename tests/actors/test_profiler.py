@@ -179,3 +179,37 @@ def test_a_plain_module_that_cannot_be_cut_is_one_layer():
     times = profiler.measure(ProfileRequest(inputs, {}), repeats=1)
     assert (len(times.layers), times.samples, times.tokens) == (1, 2, 8)
     assert times.layers[0].backward_input > 0
+
+
+def test_what_blocks_may_do_with_their_activations_is_measured():
+    """What is held is exact: the input alone where all is made again, more where products are."""
+    config = SiglipVisionConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2,
+        image_size=8, patch_size=4,
+    )
+
+    def build(frozen: bool) -> EncoderStage:
+        spec = EncoderSpec(
+            "vision", ConfigSource(SiglipVisionModel, config, frozen=frozen), 3,
+            LiveSource.of(nn.Linear(16, 32).requires_grad_(not frozen)),
+        )
+        return EncoderStage.build(spec, 0, 4)
+
+    inputs = {"pixel_values": torch.randn(3, 3, 8, 8), "sample_index": torch.tensor([0, 0, 1])}
+    trained, frozen = (
+        ModuleProfiler(lambda frozen=frozen: build(frozen), "cpu", None, False, 1).measure(
+            ProfileRequest(inputs, {}), repeats=1
+        ).layers
+        for frozen in (False, True)
+    )
+    assert not any(layer.options for layer in frozen) and not trained[3].options
+    hidden = 3 * 4 * 16 * 4
+    for layer in trained[:3]:
+        held = {option.name: option.nbytes for option in layer.options}
+        assert list(held) == ["matmuls", "attention", "all"]
+        assert held["all"] < held["attention"] < held["matmuls"] < layer.activation_bytes
+        assert all(option.seconds >= 0 for option in layer.options)
+    # The first layer has the patch embedding with it.
+    assert trained[1].options[2].nbytes == hidden
+    # Blocks of one kind are alike.
+    assert trained[1].options[0].seconds == trained[0].options[0].seconds
