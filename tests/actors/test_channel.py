@@ -1,14 +1,20 @@
 """Channels between two processes over gloo."""
 
+import sys
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from raymm.actors.channel import ChannelError, Link, RecvChannel, SendChannel
-from raymm.actors.stages.message import Message
+sys.path[:0] = [str(Path(__file__).resolve().parent)]
+
+from same_messages import check_equal  # noqa: E402
+
+from raymm.actors.channel import ChannelError, Link, RecvChannel, SendChannel  # noqa: E402
+from raymm.actors.stages.message import Message  # noqa: E402
 
 TIMEOUT = timedelta(seconds=20)
 CPU = torch.device("cpu")
@@ -70,13 +76,7 @@ def _exchange(rank: int, store: str) -> None:
         channel.expect([key for key, _ in sent[5:]])  # the next step
         received += [channel.recv() for _ in sent[5:]]
         for (key, due), got in zip(sent, received, strict=True):
-            assert len(got.tensors) == len(due.tensors)
-            assert list(got.side) == list(due.side), key
-            pairs = [*zip(got.tensors, due.tensors, strict=True)]
-            pairs += [(got.side[name], due.side[name]) for name in due.side]
-            for mine, wanted in pairs:
-                assert mine.dtype == wanted.dtype and mine.shape == wanted.shape, key
-                assert torch.equal(mine, wanted), key
+            check_equal(key, got, due)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,15 +1,21 @@
 """Channels between groups of processes over gloo: every byte once, sums exactly once."""
 
+import sys
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from raymm.actors.channel import Link, RecvChannel, SendChannel
-from raymm.actors.stages.message import Message
-from raymm.scheduler.resharding import Resharding
+sys.path[:0] = [str(Path(__file__).resolve().parent)]
+
+from same_messages import check_equal  # noqa: E402
+
+from raymm.actors.channel import Link, RecvChannel, SendChannel  # noqa: E402
+from raymm.actors.stages.message import Message  # noqa: E402
+from raymm.scheduler.resharding import Resharding  # noqa: E402
 
 TIMEOUT = timedelta(seconds=60)
 CPU = torch.device("cpu")
@@ -79,21 +85,12 @@ def _whole_messages(rank: int, senders: int, receivers: int) -> None:
             channel = RecvChannel(links, CPU, TIMEOUT, resharding, rank - senders, gathered)
             channel.expect([key for key, _ in sent])
             for key, due in sent:
-                _check_equal(key, channel.recv(), due)
+                check_equal(key, channel.recv(), due)
         dist.barrier()
     total = torch.tensor(payload)
     dist.all_reduce(total)
     once = sum(t.nbytes for _, m in sent for t in (*m.tensors, *m.side.values()))
     assert int(total) == once, (senders, receivers)
-
-
-def _check_equal(key: str, got: Message, due: Message) -> None:
-    assert list(got.side) == list(due.side), key
-    pairs = [*zip(got.tensors, due.tensors, strict=True)]
-    pairs += [(got.side[name], due.side[name]) for name in due.side]
-    for mine, wanted in pairs:
-        assert mine.dtype == wanted.dtype and mine.shape == wanted.shape, key
-        assert torch.equal(mine, wanted), key
 
 
 def _summed_gradients(rank: int, tokens: int, tensors: int, receivers: int) -> None:
