@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from raymm.scheduler.multiplex.mapping import Placement, module_seconds, stage_seconds
+from raymm.scheduler.multiplex.mapping import Placement, stage_seconds
 from raymm.scheduler.multiplex.packing import FOUND, IMPOSSIBLE, pack
 from raymm.scheduler.multiplex.problem import MappingProblem, bits
+from raymm.scheduler.multiplex.repacking import repack
 from raymm.scheduler.multiplex.stage_bounds import StageBounds
 
 # Placements that one call of the search tries, first to find something good, then to prove.
@@ -24,6 +26,7 @@ REPLACEMENTS = (12, 80)
 REPLACED = (2, 7)
 REPLACING_NODES = (400, 1_500)
 JITTER = 0.5
+SEEDS = 2**32
 # Times that, where nothing was found at any seconds: memory leaves little room.
 LAST_RESORT = 50
 # A plan counts as better only if it is by this much, relatively: below it is rounding.
@@ -180,42 +183,18 @@ class StageEvaluator:
     def _polished(
         self, stage: int, known: StageResult, replacements: int, nodes: int
     ) -> StageResult:
-        """Take some modules out and place them again while that helps; in between, begin anew
-        with another order. For stages that are too large to search completely."""
-        rng = np.random.default_rng([stage, nodes])
+        """Placements that take less time, where the stage is too large to search completely."""
         modules = list(bits(stage))
-        for round_ in range(RESTARTS):
-            found: StageResult | int = self._pack(
-                modules, known.seconds * (1 - ROUNDING), bool(round_ % 2), nodes,
-                np.exp(JITTER * rng.standard_normal(len(modules))),
+        if known.placements:
+            chosen, gpus, content = self._classes(modules, known.placements)
+            chosen, gpus, content = repack(
+                *self._inputs(modules), chosen, gpus, content, RESTARTS, replacements, *REPLACED,
+                JITTER, ROUNDING, nodes, stage % SEEDS,
             )
-            if isinstance(found, StageResult):
+            found = self._placed(modules, chosen, gpus, content)
+            if found.seconds < known.seconds:
                 known = replace(found, bound=known.bound)
-        failed = 0
-        while failed < replacements and np.isfinite(known.seconds) and not known.exact:
-            stay = self._ruined(known.placements, rng)
-            found = self._pack(
-                modules, known.seconds * (1 - ROUNDING), bool(failed % 2), nodes,
-                np.exp(JITTER * rng.standard_normal(len(modules))), stay,
-            )
-            failed += 1
-            if isinstance(found, StageResult):
-                known, failed = replace(found, bound=known.bound), 0
         return known
-
-    def _ruined(
-        self, placements: Sequence[Placement], rng: np.random.Generator
-    ) -> list[Placement]:
-        """All but a few modules: the slowest, some beside it, some others."""
-        seconds = module_seconds(self.problem, placements)
-        slowest = int(np.argmax(seconds))
-        near = set(placements[slowest].gpus)
-        score = [
-            float(rng.random()) * (2.0 if near & set(p.gpus) else 1.0) for p in placements
-        ]
-        score[slowest] = np.inf
-        out = set(np.argsort(score)[-int(rng.integers(*REPLACED, endpoint=True)) :].tolist())
-        return [p for i, p in enumerate(placements) if i not in out]
 
     def _narrowed(self, stage: int, known: StageResult, nodes: int) -> StageResult:
         """Search below what is known until nothing is left or a search gives up; then raise the
@@ -251,42 +230,48 @@ class StageEvaluator:
 
     def _search(self, stage: int, before: float, nodes: int) -> StageResult | int:
         """Placements done before the given seconds, or why there are none."""
+        if self.stop is not None and self.stop():
+            raise Interrupted
         modules = list(bits(stage))
+        inputs = self._inputs(modules)
+        tables, rest = inputs[:4], inputs[4:]
+        nobody, nothing = np.zeros((len(modules), 2), np.int64), np.zeros(1, np.int64)
         outcome = IMPOSSIBLE
         for spread in (False, True):
-            outcome = self._pack(modules, before, spread, nodes)
-            if not isinstance(outcome, int) or outcome == IMPOSSIBLE:
+            self.searches += 1
+            outcome, _, chosen, gpus, placed = pack(
+                *tables, before, *rest, spread, np.ones(len(modules)), nobody,
+                np.array([self.problem.gpus]), nothing, nodes,
+            )
+            if outcome == FOUND:
+                return self._placed(modules, chosen, gpus, placed)
+            if outcome == IMPOSSIBLE:
                 break
         return outcome
 
-    def _pack(
-        self, modules: list[int], before: float, spread: bool, nodes: int,
-        weights: np.ndarray | None = None, stay: Sequence[Placement] = (),
-    ) -> StageResult | int:
-        """One run of the search; what ``stay`` places is not moved."""
-        if self.stop is not None and self.stop():
-            raise Interrupted
-        self.searches += 1
+    def _inputs(self, modules: list[int]) -> tuple[Any, ...]:
+        """The problem's part of the arguments of ``pack`` and ``repack``."""
         problem, model = self.problem, self.problem.interference
         limit = NO_LIMIT - 1 if problem.memory_bytes is None else problem.memory_bytes
-        kept = np.zeros((len(modules), 2), np.int64)
-        content: dict[int, int] = dict.fromkeys(range(problem.gpus), 0)
-        for placement in stay:
-            local = modules.index(problem.names.index(placement.module))
-            kept[local] = len(placement.gpus), placement.quota
+        return (
+            problem.seconds[modules], self._memory[modules], problem.bandwidth[modules],
+            self.bounds.entry[modules], problem.gpus, problem.steps, limit, self._coefficients,
+            model.coupling == "own", model.unit == "relative",
+        )
+
+    def _classes(
+        self, modules: list[int], placements: Sequence[Placement]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Placements as ``pack`` returns them; :meth:`_placed` is the way back."""
+        chosen = np.zeros((len(modules), 2), np.int64)
+        content = [0] * self.problem.gpus
+        for placement in placements:
+            local = modules.index(self.problem.names.index(placement.module))
+            chosen[local] = len(placement.gpus), placement.quota
             for g in placement.gpus:
                 content[g] |= 1 << local
-        classes = Counter(content.values())
-        outcome, _, chosen, gpus, placed = pack(
-            problem.seconds[modules], self._memory[modules], problem.bandwidth[modules],
-            self.bounds.entry[modules], before, problem.gpus, problem.steps, limit,
-            self._coefficients, model.coupling == "own", model.unit == "relative", spread,
-            np.ones(len(modules)) if weights is None else weights, kept,
-            np.array(list(classes.values())), np.array(list(classes)), nodes,
-        )
-        if outcome != FOUND:
-            return outcome
-        return self._placed(modules, chosen, gpus, placed)
+        classes = Counter(content)
+        return chosen, np.array(list(classes.values())), np.array(list(classes))
 
     def _placed(
         self, modules: list[int], chosen: np.ndarray, gpus: np.ndarray, content: np.ndarray
