@@ -24,6 +24,9 @@ FILE = "rebalancing.jsonl"
 TEXT = "text"
 # The first steps after every start, which allocate, compile and connect, say nothing of costs.
 WARM_UP_STEPS = 2
+# Steps after which what was measured counts half: relative to those between looks, and at least.
+# So what was before a drift counts little at the second look after it.
+HALF_LIFE, LEAST_HALF_LIFE = 0.25, 5.0
 # Steps to come that are simulated to compare ways to plan them.
 AHEAD = 32
 # Devices whose ranks' timelines have the seconds that the device computed.
@@ -66,11 +69,12 @@ class Rebalancing:
         folder: Path, step: int, say: Callable[[str], None],
     ) -> None:  # fmt: skip
         names = sampler.sizes.names
+        half_life = max(HALF_LIFE * config.every, LEAST_HALF_LIFE)
         self._config, self._sampler, self._packed, self._say = config, sampler, packed, say
         self._forecast = StepForecast(
-            plan, {n: LANGUAGE_MODEL if n == TEXT else n for n in names}, TEXT, config.every
+            plan, {n: LANGUAGE_MODEL if n == TEXT else n for n in names}, TEXT, half_life
         )
-        self._fit = CostFit(names, self._forecast.copies, config.every)
+        self._fit = CostFit(names, self._forecast.copies, half_life)
         self._log = DecisionLog(folder / FILE, sampler.digest)
         self._first = step
         self._errors: list[float] = []

@@ -15,7 +15,10 @@ from raymm.scheduler.minibatch import SampleSizes
 
 # Relative seconds of a copy beyond these are not made up for in full: a copy that is much faster
 # than the others would get microbatches that no memory was planned for.
-LEAST_FACTOR, MOST_FACTOR = 0.6, 2.0
+LEAST_FACTOR, MOST_FACTOR = 0.4, 3.0
+# What unevenness of a module whose copies are equally fast counts beside that of others: its
+# copies have their share of the step all the same, it is only that microbatches differ.
+EVEN_WEIGHT = 0.1
 # Rounds of looking for a better place for every sample of a step.
 ROUNDS = 8
 
@@ -26,9 +29,9 @@ def deal_to_copies(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Samples and offsets of groups that are alike in seconds on the copies they go to.
 
-    Per step the sum, over modules and microbatches, of squared seconds times the number of
-    microbatches that a copy would do in the same time is lowered, by dealing samples one by one
-    and then moving and exchanging them. For one module it is least where all take equally long.
+    Per step the sum over modules and microbatches of squared seconds (on a copy of mean speed)
+    times the relative seconds of their copy is lowered, by dealing samples one by one and then
+    moving and exchanging them. For one module it is least where all take equally long.
 
     Args:
         samples, offsets: groups of a plan, ``ranks`` to a step.
@@ -39,6 +42,8 @@ def deal_to_copies(
             dealing finds no place within them keeps its groups.
     """
     factors = np.clip(measured.factors(sizes.names, ranks), LEAST_FACTOR, MOST_FACTOR)
+    even = [name not in measured.copies for name in sizes.names]
+    factors[even] *= EVEN_WEIGHT
     fixed = np.array([measured.modules[n].fixed if n in measured.modules else 0.0
                       for n in sizes.names])  # fmt: skip
     seconds = measured.of_samples(sizes.names, sizes.values)

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.scheduler.copy_shares import deal_to_copies
+from raymm.scheduler.copy_shares import EVEN_WEIGHT, deal_to_copies
 from raymm.scheduler.measured_costs import MeasuredCosts, ModuleCost, group_units
 from raymm.scheduler.minibatch import SampleSizes
 from raymm.scheduler.minibatch_balanced import plan_balanced
@@ -52,7 +52,8 @@ def objective(groups, sizes, costs):
     even = MeasuredCosts(costs.modules).seconds(sizes.names, units, squares)
     # What a group would cost the module, had it any units: that is how dealing counts it.
     even[:, 1] += 0.2 * (units[:, 1] == 0)
-    return float((costs.factors(sizes.names, len(groups)).T * even**2).sum())
+    weights = costs.factors(sizes.names, len(groups)).T * [EVEN_WEIGHT, 1]
+    return float((weights * even**2).sum())
 
 
 @given(st.integers(0, 10**6))
