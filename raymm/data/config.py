@@ -60,6 +60,10 @@ class SourceConfig(BaseModel):
         name: samples carry it; by default the file's name without its suffix.
         columns: where columns have other names in this source: ``text``, ``messages``, ``id``
             or a modality -> column; null says that this source lacks the modality.
+        repeat: how often each of its samples comes per epoch, which mixes sources in other
+            proportions than their sizes. 2 is all of them twice, 0.1 a tenth of them, 1.5 all of
+            them and half of them again: that part is drawn with ``data.seed`` and the same in
+            every epoch.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -68,6 +72,7 @@ class SourceConfig(BaseModel):
     format: Literal["json", "parquet", "tar", "datasets"] | None = None
     name: NonEmpty | None = None
     columns: dict[str, NonEmpty | None] = Field(default_factory=dict)
+    repeat: float = Field(default=1.0, gt=0, allow_inf_nan=False)
 
     @field_validator("columns")
     @classmethod

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from raymm.data.config import DataConfig
-from raymm.data.readers import Dataset, Mixture
+from raymm.data.readers import Dataset, Mixture, Repeated
 from raymm.data.scan_result import SampleScan
 
 _VERSION = 1
@@ -36,6 +36,7 @@ def scan_key(dataset: Dataset, config: DataConfig) -> str:
             "columns": reader.columns,
             "text_columns": dict(reader.options.text_columns),
         }
+        | ({"rows": reader.digest} if isinstance(reader, Repeated) else {})
         for reader in readers
     ]
     fields = {"modalities", "max_length", "on_error"} | set(vars(config.limits))

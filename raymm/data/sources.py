@@ -2,7 +2,14 @@
 
 from raymm.data.config import DataConfig, SourceConfig
 from raymm.data.errors import DataError
-from raymm.data.readers import Dataset, Mixture, ReaderOptions, open_source
+from raymm.data.readers import (
+    Dataset,
+    Mixture,
+    Reader,
+    ReaderOptions,
+    Repeated,
+    open_source,
+)
 from raymm.data.rows import TEXT_ROLES
 
 
@@ -17,10 +24,13 @@ def open_split(config: DataConfig, split: str) -> Dataset:
     sources = config.sources(split)
     if not sources:
         raise DataError(f"data.{split} is not set")
-    readers = [
-        open_source(source.path, source.format, _options(config, source)) for source in sources
-    ]
+    readers = [_open(config, source) for source in sources]
     return readers[0] if len(readers) == 1 else Mixture(readers)
+
+
+def _open(config: DataConfig, source: SourceConfig) -> Reader | Repeated:
+    reader = open_source(source.path, source.format, _options(config, source))
+    return reader if source.repeat == 1 else Repeated(reader, source.repeat, config.seed)
 
 
 def _options(config: DataConfig, source: SourceConfig) -> ReaderOptions:

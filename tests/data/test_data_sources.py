@@ -42,6 +42,8 @@ def test_a_path_a_source_or_a_list_of_both():
         ([{"format": "tar"}], r"train.0.path"),
         (["a", {"path": "a", "format": "csv"}], r"train.1.format"),
         ([5], r"train.0"),
+        ([{"path": "a", "repeat": 0}], r"train.0.repeat"),
+        ([{"path": "a", "repeat": float("inf")}], r"train.0.repeat"),
         ([{"path": "a", "columns": {"vison": "x"}}],
          r"train.0.columns: unknown key 'vison'; accepted: text, messages, id, vision"),
         ([{"path": "a", "columns": {"text": None}}], r"'text' needs the name of a column"),
@@ -58,7 +60,7 @@ def test_a_run_configurations_errors_list_what_is_accepted():
         "run": {"storage_path": "x", "steps": 1}, "model": {"language_model": {"path": "x"}},
         "data": FIELDS | {"train": [{"path": "a", "colum": {}}], "modalities": {}},
     }
-    message = r"data.train.0.colum: unknown key; accepted: columns, format, name, path"
+    message = r"data.train.0.colum: unknown key; accepted: columns, format, name, path, repeat"
     with pytest.raises(ConfigError, match=message):
         parse_config(values)
 

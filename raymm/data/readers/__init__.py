@@ -12,9 +12,10 @@ from raymm.data.readers.datasets_folder import SPLITS_FILE, STATE_FILE, Datasets
 from raymm.data.readers.json_rows import JsonDataset
 from raymm.data.readers.mixture import Mixture
 from raymm.data.readers.parquet import ParquetDataset
+from raymm.data.readers.repeated import Repeated
 from raymm.data.readers.tar_shards import TarDataset
 
-Dataset = Reader | Mixture
+Dataset = Reader | Repeated | Mixture
 
 FORMATS: dict[str, type[Reader]] = {
     "json": JsonDataset,

@@ -7,6 +7,7 @@ import numpy as np
 
 from raymm.data.errors import DataError
 from raymm.data.readers.base import Reader
+from raymm.data.readers.repeated import Repeated
 from raymm.data.sample import Sample
 
 
@@ -27,7 +28,7 @@ class Mixture:
         files: all files.
     """
 
-    def __init__(self, readers: Sequence[Reader]):
+    def __init__(self, readers: Sequence[Reader | Repeated]):
         self.readers = list(readers)
         self.names = tuple(reader.name for reader in self.readers)
         twice = sorted({name for name in self.names if self.names.count(name) > 1})

@@ -1,0 +1,98 @@
+"""A source whose samples come more or less often than once per epoch."""
+
+import hashlib
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from raymm.data.errors import DataError
+from raymm.data.readers.base import Reader, ReaderOptions
+from raymm.data.sample import Sample
+
+
+class Repeated:
+    """Samples of a reader, each ``repeat`` times. Picklable, without the rows.
+
+    Of N samples there are ``repeat * N``, rounded to the nearest whole number: each of them as
+    often as ``repeat`` says without its fraction, and a random part of them once more. Which part
+    depends on the seed, the source's name and N, and stays the same in every epoch.
+
+    Args:
+        reader: of the source.
+        repeat: above 0.
+        seed: of the random part, >= 0.
+
+    Raises:
+        DataError: that rounds to no sample at all.
+
+    Attributes:
+        rows: (M,) int64, the reader's sample that each is: pass after pass in the reader's order.
+        counts: modality -> (M,) int32, items per sample.
+    """
+
+    def __init__(self, reader: Reader, repeat: float, seed: int = 0):
+        self.reader = reader
+        whole, part = divmod(int(np.floor(repeat * len(reader) + 0.5)), len(reader))
+        if not whole and not part:
+            raise DataError(
+                f"repeat {repeat:g} of source {reader.name!r} leaves none of its {len(reader)} "
+                f"samples; accepted: {0.5 / len(reader):g} or more"
+            )
+        generator = np.random.default_rng([seed, zlib.crc32(reader.name.encode())])
+        passes = [np.arange(len(reader))] * whole
+        chosen = np.sort(generator.choice(len(reader), part, replace=False))
+        self.rows = np.concatenate([*passes, chosen]).astype(np.int64)
+        self.counts = {name: counts[self.rows] for name, counts in reader.counts.items()}
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Sample:
+        """Read sample ``index``; negative counts from the end. Raises as the reader does."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {self.path}, which has {len(self)}")
+        index = int(index) % len(self)
+        return replace(self.reader[int(self.rows[index])], index=index)
+
+    @property
+    def name(self) -> str:
+        """The source's."""
+        return self.reader.name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the sources, here one."""
+        return self.reader.names
+
+    @property
+    def sources(self) -> np.ndarray:
+        """(M,) int64 zeros: all samples are of one source."""
+        return np.zeros(len(self), np.int64)
+
+    @property
+    def path(self) -> Path:
+        """The reader's."""
+        return self.reader.path
+
+    @property
+    def files(self) -> Sequence[Path]:
+        """The reader's."""
+        return self.reader.files
+
+    @property
+    def columns(self) -> Mapping[str, str]:
+        """The reader's."""
+        return self.reader.columns
+
+    @property
+    def options(self) -> ReaderOptions:
+        """The reader's."""
+        return self.reader.options
+
+    @property
+    def digest(self) -> str:
+        """Hex digest of ``rows``."""
+        return hashlib.sha256(self.rows.tobytes()).hexdigest()
