@@ -1,0 +1,166 @@
+"""Proves of a multiplexed program that it ends and that every sample is used exactly once."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from raymm.scheduler.multiplex.instructions import (
+    Barrier,
+    Direction,
+    Finish,
+    Instruction,
+    MultiplexProgram,
+    Piece,
+    Reduce,
+    Route,
+    Run,
+)
+from raymm.scheduler.multiplex.node_graph import NodeGraph
+from raymm.scheduler.multiplex.strict_json import MultiplexError
+
+_Samples = Counter[tuple[str, int]]  # (node, sample)
+
+
+def check_program(graph: NodeGraph, program: MultiplexProgram) -> None:
+    """Play the program with messages that are handed over only when both sides are there.
+
+    Raises:
+        MultiplexError: naming the GPU and the instruction: processes that wait for each other, a
+            message that only one side knows of, a node that runs without a sample that it reads,
+            or a sample, or the gradient of one, that is missing or there twice.
+    """
+    places = [_Process(graph, program, gpu) for gpu in range(program.gpus)]
+    trains = any(isinstance(one, Finish) for listed in program.instructions for one in listed)
+    while any(not place.ended for place in places):
+        if not any(place.advance(places) for place in places):
+            waiting = [f"GPU {p.gpu} at {p.current}" for p in places if not p.ended]
+            raise MultiplexError(f"processes wait for each other: {'; '.join(waiting)}")
+    for node in graph.nodes:
+        directions = [Direction.FORWARD]
+        if trains and node.name in graph.backward:
+            directions.append(Direction.BACKWARD)
+        for direction in Direction:
+            due = int(direction in directions)
+            total = sum((place.ran[direction] for place in places), Counter())
+            for sample in range(program.batch):
+                if total[node.name, sample] != due:
+                    raise MultiplexError(
+                        f"sample {sample} runs {total[node.name, sample]} times {direction} "
+                        f"through {node.name!r}; it must be {due}"
+                    )
+        if trains and node.trainable:
+            summed = [place.gpu for place in places if node.name in place.reduced]
+            if tuple(summed) != program.copies[node.name]:
+                raise MultiplexError(
+                    f"GPUs {summed} sum the gradients of {node.name!r}; it must be those with a "
+                    f"copy, {list(program.copies[node.name])}"
+                )
+
+
+class _Process:
+    """One GPU's process: where it is, and which samples it has."""
+
+    def __init__(self, graph: NodeGraph, program: MultiplexProgram, gpu: int) -> None:
+        self.graph, self.program, self.gpu = graph, program, gpu
+        self.list = program.instructions[gpu]
+        self.at = 0
+        self.ran: dict[Direction, _Samples] = {d: Counter() for d in Direction}
+        self.has: dict[Direction, _Samples] = {d: Counter() for d in Direction}
+        self.reduced: list[str] = []
+        self.sends: dict[tuple[int, Direction], Route] = {
+            (one.turn, one.direction): one for one in self.list if isinstance(one, Route)
+        }
+
+    @property
+    def ended(self) -> bool:
+        return self.at == len(self.list)
+
+    @property
+    def current(self) -> Instruction | None:
+        return None if self.ended else self.list[self.at]
+
+    def reached(self, wanted: tuple[type, int, Direction]) -> bool:
+        """Whether it is at this instruction, or past it."""
+        for i, one in enumerate(self.list):
+            if isinstance(one, Route | Barrier):
+                if (type(one), one.turn, one.direction) == wanted:
+                    return i <= self.at
+        return False
+
+    def advance(self, places: list[_Process]) -> bool:
+        """One instruction, if nobody has to be waited for."""
+        one = self.current
+        if one is None:
+            return False
+        if isinstance(one, Route):
+            peers = {piece.peer for piece in (*one.sends, *one.receives)}
+            key = (Route, one.turn, one.direction)
+            if not all(p == self.gpu or places[p].reached(key) for p in peers):
+                return False
+            self._route(one, places)
+        elif isinstance(one, Barrier):
+            if not all(p.reached((Barrier, one.turn, one.direction)) for p in places):
+                return False
+        elif isinstance(one, Run):
+            self._run(one)
+        elif isinstance(one, Reduce):
+            self.reduced += one.nodes
+        self.at += 1
+        return True
+
+    def _error(self, what: str) -> MultiplexError:
+        return MultiplexError(f"GPU {self.gpu}, {self.current}: {what}")
+
+    def _run(self, run: Run) -> None:
+        for node, samples in run.parts:
+            if node in self.reduced:
+                raise self._error(f"the gradients of {node!r} are already being summed")
+            for use in self.graph.by_name[node].uses:
+                every = range(self.program.batch)
+                for sample in every if use.every else range(*samples):
+                    if self.has[Direction.FORWARD][use.producer, sample] != 1:
+                        raise self._error(f"{node!r} lacks sample {sample} of {use.producer!r}")
+            for sample in range(*samples):
+                if run.direction is Direction.BACKWARD:
+                    if not self.ran[Direction.FORWARD][node, sample]:
+                        raise self._error(f"sample {sample} of {node!r} had no forward")
+                    readers = sum(
+                        any(r.lo <= sample < r.hi for r in ranges)
+                        for (name, _), ranges in self.program.needs.items() if name == node
+                    )
+                    if self.has[Direction.BACKWARD][node, sample] != readers:
+                        raise self._error(
+                            f"gradients of sample {sample} of {node!r} came from "
+                            f"{self.has[Direction.BACKWARD][node, sample]} of {readers} GPUs"
+                        )
+                self.ran[run.direction][node, sample] += 1
+
+    def _route(self, route: Route, places: list[_Process]) -> None:
+        for piece in route.sends:
+            self._check_made(route.direction, piece)
+        for peer in {piece.peer for piece in (*route.sends, *route.receives)} - {self.gpu}:
+            theirs = places[peer].sends[route.turn, route.direction]
+            sent = [(p.node, p.samples) for p in theirs.sends if p.peer == self.gpu]
+            due = [(p.node, p.samples) for p in route.receives if p.peer == peer]
+            if sent != due:
+                raise self._error(f"GPU {peer} sends {sent}, but {due} is expected")
+        for piece in route.receives:
+            if piece.peer == self.gpu:
+                self._check_made(route.direction, piece)
+            for sample in range(*piece.samples):
+                self.has[route.direction][piece.node, sample] += 1
+
+    def _check_made(self, direction: Direction, piece: Piece) -> None:
+        """What is handed on is there, and complete."""
+        if direction is Direction.FORWARD:
+            for sample in range(*piece.samples):
+                if not self.ran[direction][piece.node, sample]:
+                    raise self._error(f"sample {sample} of {piece.node!r} is sent unmade")
+            return
+        readers = {node.name for node in self.graph.readers(piece.node)}
+        for one in self.list[self.at :]:
+            if isinstance(one, Run) and one.direction is Direction.BACKWARD:
+                if late := [part.node for part in one.parts if part.node in readers]:
+                    raise self._error(
+                        f"the gradient of {piece.node!r} is sent before the backward of {late}"
+                    )

@@ -1,0 +1,154 @@
+"""What one GPU does in an iteration of a multiplexed program, as data.
+
+Every GPU's process has a list of these. Turns are numbered: the stages of the mapping, then
+those of losses that the mapping does not place. All turns run forward in order, then backward in
+the reverse order. A ``Route`` comes after the ``Run`` of its turn and direction, on all GPUs that
+take part; as all have them in the same order, none waits for another that waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from raymm.scheduler.multiplex.sample_ranges import Range
+
+
+class Direction(StrEnum):
+    """Which half of an iteration."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Part(NamedTuple):
+    """Samples of a node that a GPU works on in a turn."""
+
+    node: str
+    samples: Range
+
+
+class Piece(NamedTuple):
+    """Samples that go from one GPU to another (or stay, where ``peer`` is the GPU itself).
+
+    Forward they are a node's output; backward, the gradient of it.
+    """
+
+    node: str
+    peer: int
+    samples: Range
+
+
+@dataclass(frozen=True)
+class Run:
+    """Run a turn's nodes side by side, on these samples."""
+
+    turn: int
+    direction: Direction
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Route:
+    """Exchange what a turn has made. Returns at once; a later ``Run`` waits for what it needs.
+
+    Attributes:
+        sends, receives: pieces by the other GPU; of two GPUs, those between them come in the
+            same order in the ``sends`` of the one and the ``receives`` of the other. Pieces that
+            stay are in ``receives`` only.
+    """
+
+    turn: int
+    direction: Direction
+    sends: tuple[Piece, ...]
+    receives: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """Wait until every GPU is at this turn."""
+
+    turn: int
+    direction: Direction
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """The gradients of these nodes' parameters are complete here: begin to sum them over the
+    GPUs that have copies."""
+
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Update:
+    """Clip gradients and step the optimizer."""
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Wait for the sums of gradients."""
+
+
+Instruction = Run | Route | Barrier | Reduce | Finish | Update
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What runs side by side.
+
+    Attributes:
+        name: of the turn.
+        quotas: per GPU, the quota of every node there, in steps of the mapping.
+        placed: whether the mapping has it, and so predicts its seconds.
+    """
+
+    name: str
+    quotas: Mapping[int, Mapping[str, int]]
+    placed: bool = True
+
+
+@dataclass(frozen=True)
+class MultiplexProgram:
+    """An iteration on all GPUs.
+
+    Attributes:
+        gpus: how many.
+        batch: samples.
+        turns: in forward order.
+        copies: GPUs that hold each node's parameters, ascending.
+        needs: by (node, GPU): the samples of the node's output that the GPU reads.
+        instructions: per GPU.
+    """
+
+    gpus: int
+    batch: int
+    turns: tuple[Turn, ...]
+    copies: Mapping[str, tuple[int, ...]]
+    needs: Mapping[tuple[str, int], tuple[Range, ...]]
+    instructions: tuple[tuple[Instruction, ...], ...]
+
+    def describe(self) -> str:
+        """A line per instruction and GPU, to read."""
+        lines = []
+        for gpu, listed in enumerate(self.instructions):
+            lines += [f"gpu {gpu}: {_said(one)}" for one in listed]
+        return "\n".join(lines)
+
+
+def _said(one: Instruction) -> str:
+    kind = type(one).__name__.upper()
+    if isinstance(one, Run):
+        parts = ", ".join(f"{p.node}[{p.samples.lo}:{p.samples.hi}]" for p in one.parts)
+        return f"{kind} {one.direction} turn {one.turn}: {parts}"
+    if isinstance(one, Route):
+        parts = [f"{p.node}[{p.samples.lo}:{p.samples.hi}] to {p.peer}" for p in one.sends]
+        parts += [f"{p.node}[{p.samples.lo}:{p.samples.hi}] from {p.peer}" for p in one.receives]
+        return f"{kind} {one.direction} turn {one.turn}: {', '.join(parts)}"
+    if isinstance(one, Barrier):
+        return f"{kind} {one.direction} turn {one.turn}"
+    if isinstance(one, Reduce):
+        return f"{kind} {', '.join(one.nodes)}"
+    return kind

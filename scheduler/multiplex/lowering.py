@@ -1,0 +1,276 @@
+"""From a mapping to a program: who works on which samples, and what goes from whom to whom.
+
+A node's samples are dealt out over its GPUs as consecutive ranges, so that what a GPU needs from
+another is an intersection of ranges. A GPU gets the samples of a producer's output that any of
+its nodes reads, each once, however many read them; the gradients that its nodes make of them are
+summed there before they go back. A contrastive loss reads the samples of the whole batch on
+every of its GPUs: the exchange is then an all-gather, and its reverse adds up what every GPU
+has of each sample's gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping as ByName
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from raymm.scheduler.multiplex.instructions import (
+    Barrier,
+    Direction,
+    Finish,
+    Instruction,
+    MultiplexProgram,
+    Part,
+    Piece,
+    Reduce,
+    Route,
+    Run,
+    Turn,
+    Update,
+)
+from raymm.scheduler.multiplex.mapping import Mapping
+from raymm.scheduler.multiplex.node_graph import NodeGraph
+from raymm.scheduler.multiplex.sample_ranges import Range, deal, union
+from raymm.scheduler.multiplex.strict_json import MultiplexError, whole
+
+
+@dataclass(frozen=True)
+class _Share:
+    """Samples of a node that a GPU works on in a turn."""
+
+    node: str
+    turn: int
+    gpu: int
+    samples: Range
+
+
+def turns_of(graph: NodeGraph, mapping: Mapping) -> tuple[Turn, ...]:
+    """The mapping's stages, then turns of the losses that it does not place: those are on the
+    GPUs on which their last producer is.
+
+    Raises:
+        MultiplexError: the mapping names a node that there is not, or lacks a module.
+    """
+    names = set(graph.by_name)
+    turns, last = [], {}
+    for s, stage in enumerate(mapping.stages):
+        quotas: dict[int, dict[str, int]] = {}
+        for p, placement in enumerate(stage.placements):
+            if placement.module not in names:
+                raise MultiplexError(
+                    f"stages[{s}].placements[{p}].module is {placement.module!r}; accepted: "
+                    f"{', '.join(sorted(names))}"
+                )
+            last[placement.module] = (s, placement.gpus)
+            for gpu in placement.gpus:
+                quotas.setdefault(gpu, {})[placement.module] = placement.quota
+        turns.append(Turn(f"stage {s}", quotas))
+    for name in graph.order:
+        if name not in last and not graph.by_name[name].loss:
+            raise MultiplexError(f"stages do not have module {name!r}; every module must run")
+    unplaced = [name for name in graph.order if name not in last]
+    for name in unplaced:
+        if not graph.by_name[name].uses:
+            raise MultiplexError(
+                f"loss {name!r} reads no module; the mapping must say where it runs"
+            )
+    for first in range(0, len(unplaced), mapping.steps):
+        together = unplaced[first : first + mapping.steps]
+        quotas = {}
+        for name in together:
+            _, gpus = max(last[use.producer] for use in graph.by_name[name].uses)
+            for gpu in gpus:
+                quotas.setdefault(gpu, {})[name] = 0
+        for here in quotas.values():
+            here.update(dict.fromkeys(here, mapping.steps // len(here)))
+        turns.append(Turn(f"losses {first // mapping.steps}", quotas, placed=False))
+    return tuple(turns)
+
+
+def copies_of(turns: Sequence[Turn]) -> dict[str, tuple[int, ...]]:
+    """GPUs on which each node is in any turn, ascending."""
+    found: dict[str, set[int]] = {}
+    for turn in turns:
+        for gpu, quotas in turn.quotas.items():
+            for name in quotas:
+                found.setdefault(name, set()).add(gpu)
+    return {name: tuple(sorted(gpus)) for name, gpus in found.items()}
+
+
+def lower(
+    graph: NodeGraph,
+    mapping: Mapping,
+    batch: int,
+    *,
+    train: bool = True,
+    update: bool = False,
+    lockstep: bool = False,
+) -> MultiplexProgram:
+    """The program of one iteration.
+
+    Args:
+        graph: what is run.
+        mapping: where and when; a placement of some slices works on that share of the samples.
+        batch: samples; any number from 1, also fewer than GPUs.
+        train: with backward and sums of gradients.
+        update: with the optimizer's step; only where ``train``.
+        lockstep: every turn begins on all GPUs at once, as eq. 1 of Mosaic has it. Otherwise a
+            GPU goes on as soon as it has what it needs.
+
+    Raises:
+        MultiplexError: a mapping that is not of this graph, or in which something runs before
+            what it reads; a batch without samples.
+    """
+    whole(batch, "batch", 1)
+    turns = turns_of(graph, mapping)
+    shares = _shares(graph, mapping, turns, batch)
+    _check_order(graph, shares)
+    needs = _needs(graph, shares, batch)
+    lists: list[list[Instruction]] = [[] for _ in range(mapping.gpus)]
+
+    def turn(t: int, direction: Direction, pieces: dict[int, tuple[list, list]]) -> None:
+        for gpu, listed in enumerate(lists):
+            if lockstep:
+                listed.append(Barrier(t, direction))
+            parts = tuple(
+                Part(s.node, s.samples) for s in shares
+                if s.turn == t and s.gpu == gpu and s.samples
+                and (direction is Direction.FORWARD or s.node in graph.backward)
+            )
+            if parts:
+                listed.append(Run(t, direction, parts))
+            sends, receives = pieces.get(gpu, ((), ()))
+            if sends or receives:
+                listed.append(Route(t, direction, tuple(sends), tuple(receives)))
+
+    outputs = _routes(shares, needs)
+    for t in range(len(turns)):
+        turn(t, Direction.FORWARD, outputs.get(t, {}))
+    if train:
+        gradients = _gradient_routes(graph, shares, needs)
+        copies = copies_of(turns)
+        first = {name: min(s.turn for s in shares if s.node == name) for name in copies}
+        for t in reversed(range(len(turns))):
+            turn(t, Direction.BACKWARD, gradients.get(t, {}))
+            for gpu, listed in enumerate(lists):
+                done = tuple(
+                    name for name in graph.order
+                    if first[name] == t and gpu in copies[name] and graph.by_name[name].trainable
+                )
+                if done:
+                    listed.append(Reduce(done))
+        for listed in lists:
+            listed.append(Finish())
+            if update:
+                listed.append(Update())
+    return MultiplexProgram(
+        mapping.gpus, batch, turns, copies_of(turns), needs, tuple(tuple(one) for one in lists)
+    )
+
+
+def _shares(
+    graph: NodeGraph, mapping: Mapping, turns: Sequence[Turn], batch: int
+) -> list[_Share]:
+    """Who works on what; a node's slices follow each other in its samples."""
+    found: list[_Share] = []
+    done: dict[str, int] = {}
+    for t, stage in enumerate(mapping.stages):
+        for one in stage.placements:
+            before = done.get(one.module, 0)
+            done[one.module] = before + one.slices
+            if done[one.module] > mapping.slices:
+                raise MultiplexError(
+                    f"stages[{t}] has {one.module!r}, which is already complete; a module runs "
+                    f"once ({mapping.slices} slices in all)"
+                )
+            part = Range(
+                before * batch // mapping.slices, done[one.module] * batch // mapping.slices
+            )
+            for gpu, samples in zip(one.gpus, deal(part, len(one.gpus)), strict=True):
+                found.append(_Share(one.module, t, gpu, samples))
+    for name, count in done.items():
+        if count < mapping.slices:
+            raise MultiplexError(
+                f"stages have {count} of {mapping.slices} slices of {name!r}; every module must "
+                "run"
+            )
+    for t, turn in enumerate(turns):
+        for name in () if turn.placed else graph.order:
+            gpus = [gpu for gpu in sorted(turn.quotas) if name in turn.quotas[gpu]]
+            if gpus:
+                for gpu, samples in zip(gpus, deal(Range(0, batch), len(gpus)), strict=True):
+                    found.append(_Share(name, t, gpu, samples))
+    return found
+
+
+def _check_order(graph: NodeGraph, shares: Sequence[_Share]) -> None:
+    for producer, reader in graph.edges:
+        last = max(s.turn for s in shares if s.node == producer)
+        first = min(s.turn for s in shares if s.node == reader)
+        if first <= last:
+            raise MultiplexError(
+                f"stages[{first}] has {reader!r}, which reads {producer!r}; that must be complete "
+                "in an earlier stage"
+            )
+
+
+def _needs(
+    graph: NodeGraph, shares: Sequence[_Share], batch: int
+) -> dict[tuple[str, int], tuple[Range, ...]]:
+    reads: dict[tuple[str, int], list[Range]] = {}
+    for share in shares:
+        if share.samples:
+            for use in graph.by_name[share.node].uses:
+                samples = Range(0, batch) if use.every else share.samples
+                reads.setdefault((use.producer, share.gpu), []).append(samples)
+    return {place: union(ranges) for place, ranges in sorted(reads.items())}
+
+
+_Pieces = dict[int, dict[int, tuple[list[Piece], list[Piece]]]]
+
+
+def _moves(
+    shares: Sequence[_Share], needs: ByName[tuple[str, int], tuple[Range, ...]]
+) -> list[tuple[_Share, int, Range]]:
+    """(part that is made, GPU that reads it, samples), in an order common to all GPUs."""
+    found = []
+    for (name, gpu), ranges in needs.items():
+        for share in shares:
+            if share.node == name:
+                both = [share.samples.meet(one) for one in ranges]
+                found += [(share, gpu, samples) for samples in both if samples]
+    return found
+
+
+def _routes(
+    shares: Sequence[_Share], needs: ByName[tuple[str, int], tuple[Range, ...]]
+) -> _Pieces:
+    """Outputs leave in the turn that makes them."""
+    pieces: _Pieces = {}
+    for share, gpu, samples in _moves(shares, needs):
+        _put(pieces, share.turn, share.node, share.gpu, gpu, samples)
+    return pieces
+
+
+def _gradient_routes(
+    graph: NodeGraph,
+    shares: Sequence[_Share],
+    needs: ByName[tuple[str, int], tuple[Range, ...]],
+) -> _Pieces:
+    """Gradients leave a GPU in the turn that adds the last part to them there."""
+    pieces: _Pieces = {}
+    for share, gpu, samples in _moves(shares, needs):
+        if share.node in graph.backward:
+            readers = {node.name for node in graph.readers(share.node)}
+            turn = min(s.turn for s in shares if s.gpu == gpu and s.node in readers and s.samples)
+            _put(pieces, turn, share.node, gpu, share.gpu, samples)
+    return pieces
+
+
+def _put(
+    pieces: _Pieces, turn: int, node: str, sender: int, receiver: int, samples: Range
+) -> None:
+    there = pieces.setdefault(turn, {})
+    if sender != receiver:
+        there.setdefault(sender, ([], []))[0].append(Piece(node, receiver, samples))
+    there.setdefault(receiver, ([], []))[1].append(Piece(node, sender, samples))

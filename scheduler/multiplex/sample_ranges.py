@@ -1,0 +1,50 @@
+"""Ranges of a batch's samples: dealing them out, unions and intersections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Range(NamedTuple):
+    """Samples ``lo`` to ``hi - 1`` of the batch."""
+
+    lo: int
+    hi: int
+
+    def __bool__(self) -> bool:
+        return self.lo < self.hi
+
+    @property
+    def size(self) -> int:
+        """How many samples."""
+        return max(0, self.hi - self.lo)
+
+    def meet(self, other: Range) -> Range:
+        """Samples in both; an empty range has no particular bounds."""
+        return Range(max(self.lo, other.lo), min(self.hi, other.hi))
+
+    def holds(self, other: Range) -> bool:
+        """Whether all of the other's samples are in this one."""
+        return self.lo <= other.lo and other.hi <= self.hi
+
+
+def deal(whole: Range, count: int) -> tuple[Range, ...]:
+    """Consecutive shares whose sizes differ by at most one, the larger ones first; some are
+    empty where there are fewer samples than shares."""
+    size, larger = divmod(whole.size, count)
+    bounds = [whole.lo]
+    for i in range(count):
+        bounds.append(bounds[-1] + size + (i < larger))
+    return tuple(Range(a, b) for a, b in zip(bounds, bounds[1:], strict=False))
+
+
+def union(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """The same samples as ascending ranges that neither overlap nor touch."""
+    found: list[Range] = []
+    for one in sorted(r for r in ranges if r):
+        if found and one.lo <= found[-1].hi:
+            found[-1] = Range(found[-1].lo, max(found[-1].hi, one.hi))
+        else:
+            found.append(one)
+    return tuple(found)

@@ -1,0 +1,282 @@
+"""Programs of random graphs and mappings: proven by the checker, and message by message equal to
+what going through the samples one by one gives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raymm.scheduler.multiplex.check_program import check_program
+from raymm.scheduler.multiplex.instructions import Direction, Part, Reduce, Route, Run
+from raymm.scheduler.multiplex.lowering import lower
+from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
+from raymm.scheduler.multiplex.node_graph import Node, NodeGraph, Use
+from raymm.scheduler.multiplex.sample_ranges import Range, deal, union
+from raymm.scheduler.multiplex.strict_json import MultiplexError
+
+STEPS = 12
+
+
+def mapping_of(gpus: int, *stages: dict[str, tuple[int, ...]], slices: int = 1) -> Mapping:
+    """Stages of modules on GPUs, each with the same small quota."""
+    return Mapping(gpus, STEPS, tuple(
+        MultiplexStage(tuple(Placement(m, g, 1, slices) for m, g in one.items()), 1.0)
+        for one in stages
+    ), slices=slices)
+
+
+@st.composite
+def cases(draw):
+    """A graph in layers, a mapping of it in stages that keep the order, and a batch."""
+    modules = draw(st.integers(1, 6))
+    nodes, names = [], []
+    for m in range(modules):
+        before = draw(st.lists(st.sampled_from(names), unique=True, max_size=3)) if names else []
+        uses = tuple(Use(p, draw(st.booleans())) for p in before)
+        names.append(f"m{m}")
+        nodes.append(Node(f"m{m}", uses, draw(st.booleans())))
+    read = {use.producer for node in nodes for use in node.uses}
+    sinks = [name for name in names if name not in read]
+    losses = draw(st.integers(1, 3))
+    for i in range(losses):
+        extra = draw(st.lists(st.sampled_from(names), unique=True, max_size=2))
+        chosen = dict.fromkeys([*(sinks if i == 0 else ()), *extra] or [names[0]])
+        uses = tuple(Use(p, draw(st.booleans())) for p in chosen)
+        nodes.append(Node(f"loss{i}", uses, draw(st.booleans()), loss=True))
+    graph = NodeGraph(tuple(draw(st.permutations(nodes))))
+    gpus, slices = draw(st.integers(1, 6)), draw(st.sampled_from([1, 1, 2, 3]))
+    stages: list[dict[str, tuple[tuple[int, ...], int]]] = []
+    stage_of: dict[str, int] = {}
+    placed = [n for n in graph.order if not graph.by_name[n].loss or draw(st.booleans())]
+    for name in placed:
+        earliest = max(
+            (stage_of[u.producer] for u in graph.by_name[name].uses), default=-1
+        ) + 1
+        left = slices
+        at = earliest
+        while left:
+            at += draw(st.integers(0, 1))
+            count = draw(st.integers(1, left))
+            degree = 1 << draw(st.integers(0, gpus.bit_length() - 1))
+            chosen = draw(st.permutations(range(gpus)))[:degree]
+            while len(stages) <= at:
+                stages.append({})
+            stages[at][name] = (tuple(sorted(chosen)), count)
+            left -= count
+            stage_of[name] = at
+            at += 1
+    mapping = Mapping(gpus, STEPS, tuple(
+        MultiplexStage(tuple(Placement(m, g, 1, k) for m, (g, k) in one.items()), 1.0)
+        for one in stages if one
+    ), slices=slices)
+    return graph, mapping, draw(st.integers(1, 9))
+
+
+def runs(program, direction):
+    """(node, sample) -> (gpu, turn), of all runs."""
+    found = {}
+    for gpu, listed in enumerate(program.instructions):
+        for one in listed:
+            if isinstance(one, Run) and one.direction is direction:
+                for part in one.parts:
+                    for sample in range(*part.samples):
+                        assert (part.node, sample) not in found
+                        found[part.node, sample] = gpu, one.turn
+    return found
+
+
+def messages(program, direction):
+    """(turn, sender, receiver, node, sample), as sent and as received."""
+    sent, received = [], []
+    for gpu, listed in enumerate(program.instructions):
+        for one in listed:
+            if isinstance(one, Route) and one.direction is direction:
+                sent += [(one.turn, gpu, p.peer, p.node, s)
+                         for p in one.sends for s in range(*p.samples)]
+                received += [(one.turn, p.peer, gpu, p.node, s)
+                             for p in one.receives for s in range(*p.samples)]
+    return sorted(sent), sorted(received)
+
+
+@given(cases(), st.booleans())
+def test_programs_are_what_going_through_the_samples_one_by_one_gives(case, lockstep):
+    graph, mapping, batch = case
+    program = lower(graph, mapping, batch, lockstep=lockstep, update=True)
+    check_program(graph, program)
+    forward = runs(program, Direction.FORWARD)
+    assert set(forward) == {(n.name, s) for n in graph.nodes for s in range(batch)}
+    assert set(runs(program, Direction.BACKWARD)) == {
+        (name, s) for name in graph.backward for s in range(batch)
+    }
+    outputs, gradients, last = set(), set(), {}
+    for node in graph.nodes:
+        for sample in range(batch):
+            gpu, turn = forward[node.name, sample]
+            for use in node.uses:
+                for read in range(batch) if use.every else [sample]:
+                    maker, made = forward[use.producer, read]
+                    outputs.add((made, maker, gpu, use.producer, read))
+                    key = use.producer, gpu
+                    last[key] = min(last.get(key, turn), turn)
+    for _, maker, gpu, producer, sample in outputs:
+        if producer in graph.backward:
+            gradients.add((last[producer, gpu], gpu, maker, producer, sample))
+    for direction, expected in (
+        (Direction.FORWARD, outputs), (Direction.BACKWARD, gradients),
+    ):
+        sent, received = messages(program, direction)
+        assert received == sorted(expected)
+        assert sent == sorted(one for one in expected if one[1] != one[2])
+
+
+@given(cases())
+def test_evaluation_has_no_backward(case):
+    graph, mapping, batch = case
+    program = lower(graph, mapping, batch, train=False)
+    check_program(graph, program)
+    assert not runs(program, Direction.BACKWARD) and not messages(program, Direction.BACKWARD)[1]
+    assert not any(isinstance(i, Reduce) for listed in program.instructions for i in listed)
+
+
+@given(st.integers(0, 50), st.integers(0, 50), st.integers(1, 9))
+def test_dealt_ranges_are_even_and_in_order(lo, size, count):
+    shares = deal(Range(lo, lo + size), count)
+    assert [s for share in shares for s in range(*share)] == list(range(lo, lo + size))
+    sizes = [share.size for share in shares]
+    assert len(sizes) == count and max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)).map(lambda t: Range(*t))))
+def test_unions_have_the_same_samples(ranges):
+    found = union(ranges)
+    assert [s for r in found for s in range(*r)] == sorted({s for r in ranges for s in range(*r)})
+    assert all(a.hi < b.lo for a, b in zip(found, found[1:], strict=False))
+
+
+def clip() -> NodeGraph:
+    return NodeGraph((
+        Node("image"), Node("text"),
+        Node("loss", (Use("image", True), Use("text", True)), loss=True),
+    ))
+
+
+def test_a_loss_that_is_not_placed_is_where_its_last_producer_is():
+    mapping = mapping_of(4, {"image": (0, 1, 2, 3)}, {"text": (1, 2)})
+    program = lower(clip(), mapping, 6)
+    assert program.copies["loss"] == (1, 2)
+    assert [turn.placed for turn in program.turns] == [True, True, False]
+    assert program.turns[-1].quotas == {1: {"loss": STEPS}, 2: {"loss": STEPS}}
+
+
+def test_frozen_modules_have_neither_backward_nor_gradient_routes():
+    graph = NodeGraph((
+        Node("image", trainable=False), Node("text"),
+        Node("loss", (Use("image", True), Use("text", True)), trainable=False, loss=True),
+    ))
+    program = lower(graph, mapping_of(2, {"image": (0,), "text": (1,)}), 4)
+    check_program(graph, program)
+    assert {node for node, _ in runs(program, Direction.BACKWARD)} == {"text", "loss"}
+    assert {m[3] for m in messages(program, Direction.BACKWARD)[1]} == {"text"}
+
+
+def test_a_gpu_gets_what_several_of_its_nodes_read_once():
+    graph = NodeGraph((
+        Node("image"), *(Node(f"other{i}") for i in range(3)),
+        *(Node(f"loss{i}", (Use("image", True), Use(f"other{i}", True)), loss=True)
+          for i in range(3)),
+    ))
+    stages = {"image": (0,), **{f"other{i}": (1,) for i in range(3)}}
+    program = lower(graph, mapping_of(2, stages), 4)
+    sent, _ = messages(program, Direction.FORWARD)
+    assert sent == [(0, 0, 1, "image", s) for s in range(4)]
+    assert messages(program, Direction.BACKWARD)[0] == [(1, 1, 0, "image", s) for s in range(4)]
+
+
+def broken(program, gpu, change):
+    lists = list(program.instructions)
+    lists[gpu] = tuple(change(list(lists[gpu])))
+    return replace(program, instructions=tuple(lists))
+
+
+def test_the_checker_finds_what_is_wrong():
+    graph = clip()
+    mapping = mapping_of(2, {"image": (0,), "text": (0, 1)})
+    program = lower(graph, mapping, 4)
+    check_program(graph, program)
+    routes = [i for i, one in enumerate(program.instructions[1]) if isinstance(one, Route)]
+
+    def without(i):
+        return lambda listed: [one for j, one in enumerate(listed) if j != i]
+
+    with pytest.raises(MultiplexError, match="lacks sample 0 of 'image'"):
+        check_program(graph, broken(program, 1, without(routes[0])))
+    with pytest.raises(MultiplexError, match="wait for each other"):
+        check_program(graph, broken(program, 1, lambda one: [*one[:1], *reversed(one[1:])]))
+
+    def shorter(listed):
+        route = listed[routes[0]]
+        piece = next(p for p in route.receives if p.peer == 0)
+        cut = piece._replace(samples=Range(piece.samples.lo, piece.samples.hi - 1))
+        receives = tuple(cut if p is piece else p for p in route.receives)
+        listed[routes[0]] = replace(route, receives=receives)
+        return listed
+
+    with pytest.raises(MultiplexError, match="is expected"):
+        check_program(graph, broken(program, 1, shorter))
+
+    def twice(listed):
+        run = listed[0]
+        return [run, run, *listed[1:]]
+
+    with pytest.raises(MultiplexError, match="runs 2 times"):
+        check_program(graph, broken(program, 0, twice))
+
+    def early(listed):
+        run = next(o for o in listed if isinstance(o, Run) and o.turn == 1)
+        listed.remove(run)
+        return [Run(1, Direction.FORWARD, (Part("loss", run.parts[0].samples),)), *listed]
+
+    with pytest.raises(MultiplexError, match="lacks sample"):
+        check_program(graph, broken(program, 0, early))
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        (({"image": (0,)},), "do not have module 'text'"),
+        (({"image": (0,), "text": (0,), "audio": (1,)},), "'audio'; accepted"),
+        (({"image": (0,), "text": (0,)}, {"text": (1,)}), "already complete"),
+        (({"image": (0,), "loss": (1,)}, {"text": (1,)}), "'loss', which reads"),
+    ],
+)
+def test_mappings_of_another_graph_are_refused(stages, message):
+    with pytest.raises(MultiplexError, match=message):
+        lower(clip(), mapping_of(2, *stages), 4)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "message"),
+    [
+        ([Node("a"), Node("a")], "must differ"),
+        ([Node("a", (Use("b"),))], "accepted: a"),
+        ([Node("a")], "is a loss; accepted: at least one"),
+        ([Node("a"), Node("l", loss=True)], "nothing reads module 'a'"),
+        ([Node("l", loss=True), Node("a", (Use("l"),))], "nothing reads a loss"),
+        ([Node("a", (Use("b"),)), Node("b", (Use("a"),)), Node("l", (Use("a"),), loss=True)],
+         "cycle"),
+    ],
+)
+def test_graphs_that_make_no_sense_are_refused(nodes, message):
+    with pytest.raises(MultiplexError, match=message):
+        NodeGraph(tuple(nodes))
+
+
+def test_programs_are_readable():
+    text = lower(clip(), mapping_of(2, {"image": (0,), "text": (0, 1)}), 4, update=True).describe()
+    assert "gpu 0: RUN forward turn 0: image[0:4], text[0:2]" in text
+    assert "gpu 1: ROUTE forward turn 0: " in text and "image[0:4] from 0" in text
+    assert text.endswith("gpu 1: UPDATE")
