@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from raymm.kernels import attention_cpu_dense as dense
 from raymm.kernels.attention import prepare
 from raymm.kernels.attention_cpu_plan import Block, Kind, Limits, Part, Plan, plan_blocks
+from raymm.kernels.attention_operator import attention_operator
 from raymm.kernels.mask import AttentionMask, as_masks
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -147,7 +148,9 @@ class _CpuAttention(torch.autograd.Function):
         scale: float,
         softcap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = cpu_forward(query, key, value, masks, scale, softcap)
+        out, lse = attention_operator(
+            lambda q, k, v: cpu_forward(q, k, v, masks, scale, softcap), query, key, value
+        )
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.masks, ctx.scale, ctx.softcap = masks, scale, softcap
         lse32 = lse.float()

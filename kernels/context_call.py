@@ -83,10 +83,11 @@ class ContextCall:
 
 class Way(NamedTuple):
     """One method: ``forward(call, q, k, v) -> out, saved`` and ``backward(call, dO, saved) ->
-    dQ, dK, dV`` in fp32."""
+    dQ, dK, dV`` in fp32. ``saves_inputs``: what is saved is (q, k, v, out, LSE)."""
 
     forward: Callable[..., tuple[torch.Tensor, tuple[torch.Tensor, ...]]]
     backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    saves_inputs: bool = True
 
 
 def with_tokens(shape: Sequence[int], tokens: int) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from raymm.kernels.attention import prepare
+from raymm.kernels.attention_operator import attention_operator
 from raymm.kernels.context_call import ContextCall, ContextGroup, Way
 from raymm.kernels.context_gather import GATHER, NEEDED
 from raymm.kernels.context_ring import RING, ROTATE
@@ -165,7 +166,15 @@ def _call(query, key, mask, group, method, scale, softcap) -> ContextCall:
 class _ContextAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query, key, value, call: ContextCall, way: Way):
-        out, saved = way.forward(call, query, key, value)
+        if way.saves_inputs:
+            def compute(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                out, saved = way.forward(call, *inputs)
+                return out, saved[-1]
+
+            out, lse = attention_operator(compute, query, key, value)
+            saved = query, key, value, out, lse
+        else:
+            out, saved = way.forward(call, query, key, value)
         ctx.save_for_backward(*saved)
         ctx.call, ctx.way, ctx.dtype = call, way, query.dtype
         return out

@@ -68,4 +68,4 @@ def _to_tokens(whole: torch.Tensor, layout: ContextLayout, exchange: Exchange) -
     return torch.cat([heads[rank] for rank in range(exchange.size)], dim=1)
 
 
-ULYSSES = Way(_ulysses_forward, _ulysses_backward)
+ULYSSES = Way(_ulysses_forward, _ulysses_backward, saves_inputs=False)

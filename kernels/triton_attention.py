@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import triton
 
+from raymm.kernels.attention_operator import attention_operator
 from raymm.kernels.mask import AttentionMask
 from raymm.kernels.triton_backward import (
     attention_backward_key,
@@ -146,7 +147,9 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, query, key, value, plan, factors, softcap):
         query, key, value = (_aligned(t) for t in (query, key, value))
         with _on(query.device):
-            out, lse = _forward(query, key, value, plan, factors, softcap)
+            out, lse = attention_operator(
+                lambda q, k, v: _forward(q, k, v, plan, factors, softcap), query, key, value
+            )
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.plan, ctx.factors, ctx.softcap = plan, factors, softcap
         ctx.mark_non_differentiable(lse)

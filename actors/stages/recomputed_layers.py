@@ -21,10 +21,11 @@ from torch.utils.checkpoint import (
 )
 
 from raymm.actors.stages.offloaded_activations import OffloadedBlocks
+from raymm.kernels.attention_operator import ATTENTION as ATTENTION_OPERATOR
 from raymm.scheduler.recomputation import ATTENTION, KEEP, MATMULS, OFFLOAD, OPTIONS
 
 _aten = torch.ops.aten
-_ATTENTION = tuple(
+_ATTENTION = (ATTENTION_OPERATOR,) + tuple(
     getattr(_aten, name).default
     for name in (
         "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",

@@ -59,6 +59,26 @@ def test_the_same_bits_and_fewer_activations(option, mask):
 
 
 @pytest.mark.parametrize(
+    ("option", "times"), [("keep", 1), ("matmuls", 1), ("attention", 1), ("all", 2)]
+)
+def test_attention_that_is_kept_does_not_run_again(option, times, monkeypatch):
+    """raymm's own, of which torch knows nothing but the operator."""
+    from raymm.kernels import attention_cpu
+
+    model = model_of(mask="multimodal").materialize()
+    hf_attention.register()
+    llm = model.language_model.module
+    llm.set_attn_implementation(hf_attention.NAME)
+    llm.train()
+    recompute_layers(list(llm.model.layers), [option] * 3)
+    runs = []
+    compute = attention_cpu.cpu_forward
+    monkeypatch.setattr(attention_cpu, "cpu_forward", lambda *a: runs.append(1) or compute(*a))
+    model(**step()[0]).backward()
+    assert len(runs) == 3 * times
+
+
+@pytest.mark.parametrize(
     ("vision", "llm"),
     [
         (ParallelSpec(recompute_layers="all"),
