@@ -10,8 +10,8 @@ from raymm.scheduler.multiplex.roofline import ModuleWork, roofline_surface
 
 KINDS = ("star", "layered", "parallel")
 GIB = 2**30
-# What fitting eq. 8 to `contended` below gives, rounded.
-INTERFERENCE = Interference(-0.05, 0.15, 0.6)
+# What fitting eq. 8 to `contended` below gives for groups of two and three, rounded.
+INTERFERENCE = Interference(-0.15, 0.3, 0.35)
 
 
 def random_work(rng: np.random.Generator, name: str, size: float) -> ModuleWork:
@@ -78,7 +78,7 @@ def random_problem(
     )
 
 
-def contended(own: float, others: list[float], strength: float = 2.0) -> float:
+def contended(own: float, others: list[float], strength: float = 1.0) -> float:
     """The slowdown of a module beside others, as a share of its time alone: not eq. 8.
 
     While one of the others holds the memory bus, an access waits: as often as the module uses the
