@@ -1,0 +1,115 @@
+"""Small random mapping problems, and oracles that try everything."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+from hypothesis import strategies as st
+
+from raymm.scheduler.multiplex.interference import Interference
+from raymm.scheduler.multiplex.mapping import Placement, stage_seconds
+from raymm.scheduler.multiplex.problem import MappingProblem, bits
+from raymm.scheduler.multiplex.surface import ScalingSurface
+
+
+def surface(rng: np.random.Generator, name: str, gpus: int, steps: int) -> ScalingSurface:
+    """Random samples that need not fall: the solver assumes nothing."""
+    degrees = [1 << j for j in range(gpus.bit_length())]
+    work = rng.uniform(0.2, 2.0)
+    quotas = range(1, steps + 1)
+    return ScalingSurface(
+        name, tuple(degrees), tuple(quotas), steps,
+        tuple(tuple(
+            float(work / (d * q / steps) ** rng.uniform(0.5, 1.0) * rng.uniform(0.9, 1.1))
+            for q in quotas
+        ) for d in degrees),
+        tuple(int(rng.integers(1, 6)) for _ in degrees),
+        tuple(float(b) for b in np.sort(rng.uniform(0.05, 0.9, steps))),
+    )
+
+
+@st.composite
+def problems(
+    draw, most: int = 4, pools: tuple[int, ...] = (1, 2, 3, 4), steps: tuple[int, ...] = (2, 3),
+    edges: bool = True,
+) -> MappingProblem:
+    """Up to ``most`` modules with any interference, memory limits and dependencies."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    count, gpus = draw(st.integers(1, most)), draw(st.sampled_from(pools))
+    step = draw(st.sampled_from(steps))
+    names = [f"m{i}" for i in range(count)]
+    pairs = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
+    chosen = [pair for pair in pairs if edges and draw(st.booleans())]
+    coefficients = (draw(st.sampled_from((-0.1, 0.0, 0.1))), draw(st.sampled_from((0.0, 0.3))),
+                    draw(st.sampled_from((-0.2, 0.0, 0.8))))
+    if draw(st.integers(0, 4)) == 0:
+        coefficients = (0.3, -0.2, 0.2)
+    law = Interference(
+        *coefficients, draw(st.sampled_from(("relative", "seconds"))),
+        draw(st.sampled_from(("product", "own"))),
+    )
+    return MappingProblem(
+        tuple(surface(rng, name, gpus, step) for name in names), tuple(chosen), gpus, step,
+        draw(st.sampled_from((None, 6, 9))), law,
+    )
+
+
+def brute_force_stage(problem: MappingProblem, stage: int) -> float:
+    """Least seconds over all options and all sets of GPUs; infinite if nothing fits."""
+    modules = list(bits(stage))
+    choices = []
+    for m in modules:
+        of_module = []
+        for j, degree in enumerate(problem.degrees):
+            for q in range(1, problem.steps + 1):
+                if math.isfinite(problem.seconds[m, j, q]):
+                    of_module += [
+                        (j, Placement(problem.names[m], gpus, q))
+                        for gpus in itertools.combinations(range(problem.gpus), degree)
+                    ]
+        choices.append(of_module)
+    best = math.inf
+
+    def place(i: int, made: list[Placement], quota: list[int], memory: list[int]) -> None:
+        nonlocal best
+        if i == len(modules):
+            best = min(best, stage_seconds(problem, made))
+            return
+        for j, placement in choices[i]:
+            quotas, bytes_ = list(quota), list(memory)
+            for g in placement.gpus:
+                quotas[g] += placement.quota
+                bytes_[g] += int(problem.memory[modules[i], j])
+            fits = problem.memory_bytes is None or max(bytes_) <= problem.memory_bytes
+            if max(quotas) <= problem.steps and fits:
+                place(i + 1, [*made, placement], quotas, bytes_)
+
+    place(0, [], [0] * problem.gpus, [0] * problem.gpus)
+    return best
+
+
+def brute_force_mapping(problem: MappingProblem) -> float:
+    """Least seconds over all sequences of stages, each tried in full."""
+    known: dict[int, float] = {}
+    everyone = (1 << len(problem.names)) - 1
+
+    def rest(done: int) -> float:
+        if done == everyone:
+            return 0.0
+        ready = [
+            m for m in range(len(problem.names))
+            if not done >> m & 1 and not problem.ancestors[m] & ~done
+        ]
+        best = math.inf
+        for size in range(1, len(ready) + 1):
+            for some in itertools.combinations(ready, size):
+                stage = sum(1 << m for m in some)
+                if stage not in known:
+                    known[stage] = brute_force_stage(problem, stage)
+                if math.isfinite(known[stage]):
+                    best = min(best, known[stage] + rest(done | stage))
+        return best
+
+    return rest(0)
