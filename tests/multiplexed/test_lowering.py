@@ -214,8 +214,14 @@ def test_the_checker_finds_what_is_wrong():
 
     with pytest.raises(MultiplexError, match="lacks sample 0 of 'image'"):
         check_program(graph, broken(program, 1, without(routes[0])))
-    with pytest.raises(MultiplexError, match="wait for each other"):
-        check_program(graph, broken(program, 1, lambda one: [*one[:1], *reversed(one[1:])]))
+
+    def swapped(listed):
+        first, last = routes[0], routes[-1]
+        listed[first], listed[last] = listed[last], listed[first]
+        return listed
+
+    with pytest.raises(MultiplexError, match="wait for each other: GPU 0 at Route"):
+        check_program(graph, broken(program, 1, swapped))
 
     def shorter(listed):
         route = listed[routes[0]]

@@ -1,0 +1,227 @@
+"""The actor that is one GPU of a multiplexed program: copies of modules, streams, one call per
+iteration."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from raymm.actors.channel import reporting_lost_processes
+from raymm.actors.gradient_reduction import Holder, SharedParameter
+from raymm.actors.multiplexed.iteration import (
+    Device,
+    GpuProgram,
+    Iteration,
+    IterationMeta,
+    IterationResult,
+    Mode,
+)
+from raymm.actors.multiplexed.messages import Messages
+from raymm.actors.multiplexed.node import NodeSpec
+from raymm.actors.optimizer import Holdings, OptimizerConfig, RankOptimizer
+from raymm.actors.quota import (
+    AccountingBackend,
+    Backend,
+    CudaBackend,
+    Multiprocessors,
+    SideBySide,
+    StreamPool,
+    check_no_shared_parameters,
+)
+from raymm.actors.rank_actor import remember
+from raymm.actors.to_device import to_device
+from raymm.scheduler.multiplex.instructions import Part, Turn
+from raymm.scheduler.multiplex.node_graph import NodeGraph
+
+
+@dataclass(frozen=True)
+class GpuSpec:
+    """Everything a process must know to build itself.
+
+    Attributes:
+        gpu, gpus: its number, and how many there are.
+        graph: of all nodes.
+        nodes: those with a copy here.
+        turns: of the plan.
+        steps: steps of a GPU's quota.
+        copies: GPUs with a copy, by node.
+        optimizer: the optimizer's configuration.
+        backend: makes the streams' backend; None: green contexts on CUDA, books on a CPU.
+        device: ``"cpu"`` or ``"cuda"``.
+        threads: intra-op threads.
+        timeout_s: seconds that any wait for modules or other GPUs may take.
+    """
+
+    gpu: int
+    gpus: int
+    graph: NodeGraph
+    nodes: tuple[NodeSpec, ...]
+    turns: tuple[Turn, ...]
+    steps: int
+    copies: Mapping[str, tuple[int, ...]]
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    backend: Callable[[], Backend] | None = None
+    device: str = "cpu"
+    threads: int = 1
+    timeout_s: float = 300.0
+
+
+class GpuActor:
+    """One GPU. Wrapped by ``ray.remote`` in :mod:`raymm.actors.multiplexed.group`."""
+
+    def __init__(self, spec: GpuSpec) -> None:
+        torch.set_num_threads(spec.threads)
+        self._spec = spec
+        self._device = torch.device(spec.device)
+        self._timeout = timedelta(seconds=spec.timeout_s)
+        self._programs: OrderedDict[str, GpuProgram] = OrderedDict()
+        self._layout_keys: OrderedDict[str, None] = OrderedDict()
+        self._here: Device | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """Where this process lives."""
+        return {"host": platform.node(), "pid": os.getpid(), "device": str(self._device)}
+
+    def rendezvous(self) -> tuple[str, int]:
+        """An address the others can reach this one at, for the first meeting."""
+        import ray
+
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+    def connect(self, address: str, port: int) -> None:
+        """Join the process groups: of all, for messages, and of every set of copies."""
+        spec = self._spec
+        dist.init_process_group(
+            "nccl" if self._device.type == "cuda" else "gloo",
+            init_method=f"tcp://{address}:{port}", rank=spec.gpu, world_size=spec.gpus,
+            timeout=self._timeout,
+        )
+        self._messages = Messages(self._new_group(range(spec.gpus))) if spec.gpus > 1 else None
+        # One for every node, so that sums of different nodes need no common order.
+        self._copies = {
+            name: self._new_group(gpus)
+            for name, gpus in sorted(spec.copies.items())
+            if len(gpus) > 1 and spec.graph.by_name[name].trainable
+        }
+        dist.all_reduce(torch.zeros(1, device=self._device))  # connects all pairs now, not later
+
+    def _new_group(self, gpus: Sequence[int]) -> dist.ProcessGroup:
+        return dist.new_group(list(gpus), timeout=self._timeout)
+
+    def build(self) -> dict[str, int]:
+        """Build the modules and the streams. Returns the number of parameters, per module."""
+        spec = self._spec
+        modules: dict[str, nn.Module] = {}
+        for node in spec.nodes:
+            modules[node.name] = node.build().to(self._device)
+        check_no_shared_parameters(modules)
+        parameters = {
+            (node, name): parameter
+            for node, module in modules.items()
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
+        shared = tuple(
+            SharedParameter(tuple(Holder(gpu, *key) for gpu in spec.copies[key[0]]))
+            for key in parameters
+            if len(spec.copies[key[0]]) > 1
+        )
+        counted = frozenset(key for key in parameters if spec.copies[key[0]][0] == spec.gpu)
+        families = {one.family for one in shared}
+        self._here = Device(
+            self._device, spec.graph, {node.name: node for node in spec.nodes}, modules,
+            [Mode(sub, sub.training) for module in modules.values() for sub in module.modules()],
+            StreamPool(self._backend(), self._quotas()), SideBySide(spec.timeout_s),
+            self._messages,
+            RankOptimizer(
+                spec.gpu, parameters, spec.optimizer, Holdings(shared, counted),
+                {family: self._copies[family.stages[0]] for family in families}, self._device,
+            ),
+            {},
+        )
+        return {n: sum(p.numel() for p in m.parameters()) for n, m in modules.items()}
+
+    def _backend(self) -> Backend:
+        if self._spec.backend is not None:
+            return self._spec.backend()
+        if self._device.type == "cuda":
+            return CudaBackend()
+        return AccountingBackend(Multiprocessors(self._spec.steps, 1))
+
+    def _quotas(self) -> dict[str, dict[str, float]]:
+        """The quotas of exactly the turns that this GPU takes part in."""
+        spec = self._spec
+        return {
+            turn.name: {n: quota / spec.steps for n, quota in turn.quotas[spec.gpu].items()}
+            for turn in spec.turns
+            if turn.quotas.get(spec.gpu)
+        }
+
+    def load_program(self, key: str, program: GpuProgram) -> None:
+        """Keep a program under a key, for :meth:`run_iteration`."""
+        remember(self._programs, key, program)
+
+    def run_iteration(
+        self,
+        key: str,
+        meta: IterationMeta,
+        parts: Sequence[Part],
+        *entries: Mapping[str, torch.Tensor],
+    ) -> IterationResult:
+        """Run an iteration of a loaded program.
+
+        Args:
+            key: of the program.
+            meta: of the iteration.
+            parts: those that read entries of the batch.
+            entries: of each of them, as separate arguments, so that references among them are
+                resolved before the call.
+
+        Raises:
+            ModuleError: naming the module that raised.
+            ChannelError: another process is gone.
+        """
+        program = self._programs[key]
+        remember(self._programs, key, program)
+        remember(self._layout_keys, meta.layout, None)
+        self._here.layouts = {
+            place: one for place, one in self._here.layouts.items()
+            if place[0] in self._layout_keys and not (meta.new_layout and place[0] == meta.layout)
+        }
+        moved = {
+            part: {name: to_device(value, self._device) for name, value in one.items()}
+            for part, one in zip(parts, entries, strict=True)
+        }
+        with reporting_lost_processes("an exchange with another GPU"):
+            return Iteration(self._here, program, meta, moved).run()
+
+    def gradients(self) -> dict[tuple[str, str], torch.Tensor | None]:
+        """Gradients by (node, name); None where a trainable parameter has none."""
+        return {
+            key: None if p.grad is None else p.grad.cpu()
+            for key, p in self._here.optimizer.parameters.items()
+        }
+
+    def parameters(self) -> dict[tuple[str, str], torch.Tensor]:
+        """Parameters by (node, name)."""
+        return {
+            (node, name): parameter.detach().cpu()
+            for node, module in self._here.modules.items()
+            for name, parameter in module.named_parameters()
+        }
+
+    def quotas(self) -> str:
+        """What was asked and granted, a line per module of every turn."""
+        return self._here.pool.report()

@@ -1,0 +1,160 @@
+"""A node of a multiplexed model: a module, what it reads, what it hands on.
+
+The same call in one process (the reference) and in a GPU's process. Samples are in dimension 0
+of every tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from raymm.scheduler.multiplex.sample_ranges import Range
+
+# The name of an output that is one tensor.
+ONLY = ""
+# The keyword by which a module that reads every sample is told which are its own.
+OWN = "own"
+
+Tensors = dict[str, torch.Tensor]
+
+
+class OutputError(ValueError):
+    """What a module returned, or read, does not fit its description."""
+
+
+class Input(NamedTuple):
+    """A keyword argument that another node makes.
+
+    Attributes:
+        keyword: of the module's forward.
+        producer: the node.
+        output: which of its outputs; None: what it returned as a whole.
+        every: all samples of the batch, not only the node's own. The module is then also given
+            ``own``, the slice of them that are.
+    """
+
+    keyword: str
+    producer: str
+    output: str | None = None
+    every: bool = False
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """A node as data that a process can build it from.
+
+    Attributes:
+        name: of it.
+        build: makes the module, with weights.
+        entries: (keyword, entry of the batch) pairs.
+        inputs: what other nodes make.
+        outputs: names to hand on of those that the module returns; all if empty.
+        postprocess: ``f(arguments, output) -> output`` after the module.
+        loss: it returns losses (b,), one per sample of its own.
+        draws: whether it draws random numbers; None: if it is in training mode.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    entries: tuple[tuple[str, str], ...] = ()
+    inputs: tuple[Input, ...] = ()
+    outputs: tuple[str, ...] = ()
+    postprocess: Callable[[dict[str, Any], Any], Any] | None = None
+    loss: bool = False
+    draws: bool | None = None
+
+
+def call(
+    spec: NodeSpec,
+    module: nn.Module,
+    entries: Mapping[str, torch.Tensor],
+    inputs: Mapping[str, Tensors],
+    every: Mapping[str, Tensors],
+    own: Range,
+) -> Tensors:
+    """Run a node on its own samples.
+
+    Args:
+        spec: of the node.
+        module: its module.
+        entries: of the batch, by entry; own samples.
+        inputs: outputs by producer; own samples.
+        every: outputs by producer; all samples of the batch.
+        own: the node's samples, in the batch.
+
+    Returns:
+        What it hands on, by name; losses (b,) under :data:`ONLY`.
+
+    Raises:
+        OutputError: an output that is not there, is no tensor, or has not ``own.size`` samples.
+    """
+    arguments: dict[str, Any] = {keyword: entries[entry] for keyword, entry in spec.entries}
+    for one in spec.inputs:
+        tensors = (every if one.every else inputs)[one.producer]
+        arguments[one.keyword] = _chosen(spec.name, one, tensors)
+    if any(one.every for one in spec.inputs):
+        arguments[OWN] = slice(own.lo, own.hi)
+    output = module(**arguments)
+    if spec.postprocess is not None:
+        output = spec.postprocess(arguments, output)
+    found = _named(spec, output)
+    for name, tensor in found.items():
+        if not tensor.dim() or tensor.shape[0] != own.size:
+            raise OutputError(
+                f"output {name or 'tensor'!r} of {spec.name!r} has shape {tuple(tensor.shape)} for "
+                f"{own.size} samples; accepted: samples in dimension 0"
+            )
+    if spec.loss and (list(found) != [ONLY] or found[ONLY].dim() != 1):
+        shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
+        raise OutputError(
+            f"loss {spec.name!r} returns {shapes}; accepted: one tensor of shape "
+            f"({own.size},), the losses of its samples"
+        )
+    return found
+
+
+def _chosen(node: str, one: Input, tensors: Tensors) -> Any:
+    if one.output is not None:
+        if one.output not in tensors:
+            raise OutputError(
+                f"{node!r} reads output {one.output!r} of {one.producer!r}; accepted: "
+                f"{', '.join(tensors)}"
+            )
+        return tensors[one.output]
+    if len(tensors) == 1:
+        return next(iter(tensors.values()))
+    if list(tensors) == [str(i) for i in range(len(tensors))]:
+        return tuple(tensors.values())
+    return dict(tensors)
+
+
+def _named(spec: NodeSpec, output: Any) -> Tensors:
+    if isinstance(output, torch.Tensor):
+        found = {ONLY: output}
+    elif isinstance(output, Mapping):
+        found = {key: value for key, value in output.items() if value is not None}
+    elif isinstance(output, tuple | list):
+        found = {str(i): value for i, value in enumerate(output)}
+    else:
+        raise OutputError(
+            f"{spec.name!r} returns {type(output).__name__}; accepted: a tensor, a tuple or a "
+            "dictionary of tensors, or a postprocess function that makes one of them"
+        )
+    if missing := [name for name in spec.outputs if name not in found]:
+        raise OutputError(
+            f"{spec.name!r} does not return {missing}; accepted as outputs: {', '.join(found)}"
+        )
+    if spec.outputs:
+        found = {name: found[name] for name in spec.outputs}
+    for name, value in found.items():
+        if not isinstance(value, torch.Tensor):
+            raise OutputError(
+                f"output {name!r} of {spec.name!r} is {type(value).__name__}; name the tensors to "
+                "hand on in outputs"
+            )
+    return found

@@ -1,0 +1,145 @@
+"""Samples of one producer's output on one GPU, as they come from others, and their gradients."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from raymm.actors.multiplexed.node import OutputError, Tensors
+from raymm.scheduler.multiplex.sample_ranges import Range
+
+# A layout travels as JSON in a message of this many bytes.
+LAYOUT_BYTES = 4096
+
+
+class Field(NamedTuple):
+    """A named tensor of an output, without its samples: (n, *shape)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    grad: bool
+
+
+class Layout(NamedTuple):
+    """What an output looks like; the same on all GPUs."""
+
+    fields: tuple[Field, ...]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor]) -> Layout:
+        """That of these tensors."""
+        return cls(tuple(
+            Field(name, tuple(t.shape[1:]), str(t.dtype).removeprefix("torch."), t.requires_grad)
+            for name, t in tensors.items()
+        ))
+
+    @property
+    def gradients(self) -> tuple[Field, ...]:
+        """Fields that have a gradient."""
+        return tuple(field for field in self.fields if field.grad)
+
+    def encode(self) -> torch.Tensor:
+        """As (LAYOUT_BYTES,) uint8.
+
+        Raises:
+            OutputError: it is too long.
+        """
+        data = json.dumps(self.fields).encode()
+        if len(data) > LAYOUT_BYTES:
+            raise OutputError(
+                f"the description of outputs {[f.name for f in self.fields]} has {len(data)} "
+                f"bytes; accepted: at most {LAYOUT_BYTES}. Hand on fewer outputs"
+            )
+        return torch.frombuffer(bytearray(data.ljust(LAYOUT_BYTES)), dtype=torch.uint8)
+
+    @classmethod
+    def decode(cls, data: torch.Tensor) -> Layout:
+        """Inverse of :meth:`encode`."""
+        listed = json.loads(bytes(data.cpu().tolist()))
+        return cls(tuple(Field(n, tuple(shape), dtype, grad) for n, shape, dtype, grad in listed))
+
+
+def empty(fields: Iterable[Field], size: int, device: torch.device) -> Tensors:
+    """Tensors (size, *shape) to be written."""
+    return {
+        field.name: torch.empty(
+            (size, *field.shape), dtype=getattr(torch, field.dtype), device=device
+        )
+        for field in fields
+    }
+
+
+class Samples:
+    """What a GPU has of one producer's output.
+
+    Args:
+        layout: of the output.
+        ranges: the samples; ascending and apart.
+        device: where they are.
+    """
+
+    def __init__(self, layout: Layout, ranges: Sequence[Range], device: torch.device) -> None:
+        self.layout = layout
+        self._ranges = tuple(ranges)
+        self._values = [empty(layout.fields, one.size, device) for one in ranges]
+        self._gradients: list[Tensors | None] = [None] * len(ranges)
+        self._works: list[dist.Work] = []
+
+    def await_writes(self, works: Iterable[dist.Work]) -> None:
+        """Messages that write values; :meth:`wait` waits for them."""
+        self._works += works
+
+    def wait(self) -> None:
+        """Until all values are there."""
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+
+    def values(self, samples: Range) -> Tensors:
+        """Views of these samples."""
+        return self._views(self._values, samples)
+
+    def put(self, samples: Range, tensors: Tensors) -> None:
+        """Take over values; without a copy where they are all samples of a range."""
+        with torch.no_grad():
+            if samples in self._ranges:
+                held = {name: tensor.detach() for name, tensor in tensors.items()}
+                self._values[self._ranges.index(samples)] = held
+                return
+            for name, view in self.values(samples).items():
+                view.copy_(tensors[name].detach())
+
+    def add_gradient(self, samples: Range, gradients: Tensors) -> None:
+        """Add a reader's part of the gradient."""
+        for name, view in self.gradient(samples).items():
+            if name in gradients:
+                view.add_(gradients[name])
+
+    def gradient(self, samples: Range) -> Tensors:
+        """Views of what has been added so far, zero at first."""
+        index, _ = self._place(samples)
+        if self._gradients[index] is None:
+            values = self._values[index]
+            self._gradients[index] = {
+                field.name: torch.zeros_like(values[field.name])
+                for field in self.layout.gradients
+            }
+        return self._views(self._gradients, samples)
+
+    def _place(self, samples: Range) -> tuple[int, int]:
+        for index, one in enumerate(self._ranges):
+            if one.holds(samples):
+                return index, one.lo
+        raise IndexError(f"samples {samples} are not in {self._ranges}")
+
+    def _views(self, held: Sequence[Tensors], samples: Range) -> Tensors:
+        index, start = self._place(samples)
+        return {
+            name: tensor[samples.lo - start : samples.hi - start]
+            for name, tensor in held[index].items()
+        }

@@ -1,0 +1,242 @@
+"""A graph of modules on Ray actors, multiplexed: stages in sequence, the modules of a stage side
+by side, each on its GPUs and its share of their multiprocessors (Mosaic §3)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+
+from raymm.actors.group import RankResources
+from raymm.actors.multiplexed.gpu_actor import GpuSpec
+from raymm.actors.multiplexed.group import GpuGroup
+from raymm.actors.multiplexed.iteration import IterationMeta, IterationResult
+from raymm.actors.optimizer import OptimizerConfig
+from raymm.actors.quota import Backend
+from raymm.cluster import connect
+from raymm.module_dag import ModuleDag
+from raymm.scheduler.multiplex.check_program import check_program
+from raymm.scheduler.multiplex.instructions import Direction, MultiplexProgram, Part, Run
+from raymm.scheduler.multiplex.lowering import copies_of, lower, turns_of
+from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
+from raymm.scheduler.program import Op
+from raymm.scheduler.timeline import Span, Timeline
+
+
+@dataclass(frozen=True)
+class MultiplexedOutput:
+    """Outcome of an iteration.
+
+    Attributes:
+        loss: of the whole batch: what :class:`ModuleDag` gives in one process.
+        losses: what it is the sum of.
+        seconds: from the first GPU's beginning to the last one's end.
+        timeline: when each node ran on each GPU; a span's ``stage`` is the node, its
+            ``microbatch`` the turn.
+        sent_bytes: between GPUs, without the sums of gradients.
+        grad_norm: global gradient norm before clipping, if the iteration updated.
+        learning_rate: the rate used, if it did.
+    """
+
+    loss: float
+    losses: dict[str, float]
+    seconds: float
+    timeline: Timeline
+    sent_bytes: int = 0
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+
+
+class MultiplexedModule:
+    """A :class:`ModuleDag` on one Ray actor per GPU.
+
+    Args:
+        dag: the model. Live weights are copied to the GPUs that the mapping names.
+        mapping: stages, GPUs and quotas of the modules; losses that it does not name run after
+            the last stage, where their last producer is.
+        optimizer: AdamW, its schedule, and clipping.
+        device: ``"cpu"`` or ``"cuda"`` (one GPU per process).
+        resources: what each process reserves in Ray; by default one CPU, and a GPU on CUDA.
+        threads: intra-op threads per process.
+        seed: of dropout. What a module draws depends on the seed, the step, its name and its
+            first sample: repeatable, but other numbers with another degree.
+        timeout_s: seconds that any wait for modules or other GPUs may take.
+        lockstep: every stage begins on all GPUs at once, as the performance model has it;
+            otherwise a GPU goes on as soon as it has what it needs.
+        backend: makes the streams' backend in every process; by default green contexts on CUDA,
+            and books of who ran when on a CPU.
+
+    Raises:
+        MultiplexError: a mapping that is not of this graph.
+        ClusterError: the cluster is too small.
+        RankFailedError: a process cannot start.
+    """
+
+    def __init__(
+        self,
+        dag: ModuleDag,
+        mapping: StageMapping,
+        *,
+        optimizer: OptimizerConfig | None = None,
+        device: str = "cpu",
+        resources: RankResources | None = None,
+        threads: int = 1,
+        seed: int = 0,
+        timeout_s: float = 300.0,
+        lockstep: bool = False,
+        backend: Callable[[], Backend] | None = None,
+    ) -> None:
+        if device not in ("cpu", "cuda"):
+            raise ValueError(f"device is {device!r}; accepted: cpu, cuda")
+        self.dag, self.mapping, self.lockstep = dag, mapping, lockstep
+        self._seed, self._step = seed, 0
+        self._programs: dict[tuple[int, bool, bool], MultiplexProgram] = {}
+        self.program(mapping.gpus)  # refuses what does not fit, before any actor starts
+        turns = turns_of(dag.graph, mapping)
+        self.copies = copies_of(turns)
+        nodes = dag.specs()
+        connect()
+        specs = [
+            GpuSpec(
+                gpu, mapping.gpus, dag.graph,
+                tuple(one for name, one in nodes.items() if gpu in self.copies[name]),
+                turns, mapping.steps, self.copies, optimizer or OptimizerConfig(), backend, device,
+                threads, timeout_s,
+            )
+            for gpu in range(mapping.gpus)
+        ]
+        default = RankResources(gpus=1.0 if device == "cuda" else 0.0)
+        self.group = GpuGroup(specs, resources or default)
+
+    def program(self, batch: int, train: bool = True, update: bool = False) -> MultiplexProgram:
+        """The checked program of a batch of so many samples."""
+        kind = batch, train, update
+        if kind not in self._programs:
+            program = lower(
+                self.dag.graph, self.mapping, batch, train=train, update=update,
+                lockstep=self.lockstep,
+            )
+            check_program(self.dag.graph, program)
+            self._programs[kind] = program
+        return self._programs[kind]
+
+    def execute(self, batch: Mapping[str, torch.Tensor]) -> MultiplexedOutput:
+        """Forward and backward of one batch. :meth:`gradients` are then those of its loss; those
+        of earlier batches are forgotten.
+
+        Args:
+            batch: entries (samples, ...), as of :meth:`ModuleDag.forward`.
+
+        Raises:
+            ModelError: a batch that does not fit.
+            RankFailedError: a process died or a module raised; by name. Nothing runs any more.
+        """
+        return self._run(batch, train=True)
+
+    def train_step(self, batch: Mapping[str, torch.Tensor]) -> MultiplexedOutput:
+        """:meth:`execute` and the optimizer's step."""
+        output = self._run(batch, train=True, update=True)
+        self._step += 1
+        return output
+
+    def evaluate(self, batch: Mapping[str, torch.Tensor]) -> MultiplexedOutput:
+        """Loss only, all modules in evaluation mode; no gradients."""
+        return self._run(batch, train=False)
+
+    def _run(
+        self, batch: Mapping[str, torch.Tensor], train: bool, update: bool = False
+    ) -> MultiplexedOutput:
+        size = self.dag.batch_size(batch)
+        program = self.program(size, train, update)
+        key = f"{size}/{train}/{update}"
+        self.group.load(key, program)
+        layout = _layout_key(batch, train)
+        meta = IterationMeta(
+            self._step, self._seed, layout, self.group.is_new_layout(layout),
+            self.dag.scales(batch), train,
+        )
+        return self._output(self.group.run(key, meta, self._inputs(program, batch)))
+
+    def _inputs(
+        self, program: MultiplexProgram, batch: Mapping[str, torch.Tensor]
+    ) -> list[dict[Part, dict[str, torch.Tensor]]]:
+        """Per GPU, what its parts read of the batch."""
+        found: list[dict[Part, dict[str, torch.Tensor]]] = []
+        for listed in program.instructions:
+            here: dict[Part, dict[str, torch.Tensor]] = {}
+            for one in listed:
+                if isinstance(one, Run) and one.direction is Direction.FORWARD:
+                    for part in one.parts:
+                        entries = dict.fromkeys(self.dag.nodes[part.node].reads.values())
+                        if entries:
+                            # A copy: a view would bring the whole batch along.
+                            here[part] = {
+                                name: batch[name][slice(*part.samples)].clone() for name in entries
+                            }
+            found.append(here)
+        return found
+
+    def _output(self, results: list[IterationResult]) -> MultiplexedOutput:
+        losses = {name: 0.0 for name, node in self.dag.nodes.items() if node.loss}
+        for result in results:
+            for name, value in result.losses.items():
+                losses[name] += value
+        start = min(result.start for result in results)
+        ops = {Direction.FORWARD: Op.FORWARD, Direction.BACKWARD: Op.BACKWARD}
+        spans = tuple(
+            Span(
+                gpu, ops[Direction(one.direction)], one.node, one.turn, one.start - start,
+                one.end - start,
+            )
+            for gpu, result in enumerate(results) for one in result.runs
+        )
+        return MultiplexedOutput(
+            sum(losses.values()), losses, max(result.end for result in results) - start,
+            Timeline(spans, len(results)), sum(result.sent_bytes for result in results),
+            results[0].grad_norm, results[0].learning_rate,
+        )
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """Gradients of all trainable parameters after :meth:`execute`, by the names that
+        :class:`ModuleDag` has for them; None where there is none."""
+        return self._of_first_copies(self.group.call("gradients"))
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """All parameters, by the names that :class:`ModuleDag` has for them."""
+        return self._of_first_copies(self.group.call("parameters"))
+
+    def _of_first_copies(self, found: list[dict[tuple[str, str], torch.Tensor]]) -> dict:
+        return {
+            f"{node}.{name}": value
+            for gpu, here in enumerate(found)
+            for (node, name), value in here.items()
+            if self.copies[node][0] == gpu
+        }
+
+    def quotas(self) -> list[str]:
+        """Per GPU, what every module was granted in every turn."""
+        return self.group.call("quotas")
+
+    def close(self) -> None:
+        """End all processes. Closing twice does nothing."""
+        self.group.shutdown()
+
+    def __enter__(self) -> MultiplexedModule:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _layout_key(batch: Mapping[str, torch.Tensor], train: bool) -> str:
+    """What the shapes of everything that modules hand on follow from."""
+    shapes = sorted((name, tuple(t.shape), str(t.dtype)) for name, t in batch.items())
+    return hashlib.sha256(repr((train, shapes)).encode()).hexdigest()[:16]

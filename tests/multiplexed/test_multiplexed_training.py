@@ -1,0 +1,199 @@
+"""Multiplexed iterations on actors equal one process: losses, gradients, parameters."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+from multiplex_models import (
+    Failing,
+    ImageBind,
+    Unified,
+    clip_batch,
+    clip_model,
+    gradient_problems,
+    imagebind_batch,
+    mapping_of,
+    unified_batch,
+)
+from torch import nn
+
+from raymm.actors.group import RankFailedError
+from raymm.actors.optimizer import OptimizerConfig
+from raymm.contrastive import clip_dag
+from raymm.module_dag import DagLoss, DagModule, ModuleDag
+from raymm.multiplexed import MultiplexedModule
+from raymm.scheduler.program import Op
+
+# eps keeps elements whose gradient is nothing but rounding from moving at the full rate; the
+# norm makes clipping bite.
+OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-5, weight_decay=0.1, max_grad_norm=0.05)
+PARAMETER_TOLERANCE = 1e-3  # of how far a parameter has moved
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def check_gradients(running, oracle, loss_of, batch, name_of=lambda name: name):
+    """One batch: loss, evaluation and every gradient."""
+    oracle.zero_grad()
+    loss = loss_of(batch)
+    loss.backward()
+    evaluated = running.evaluate(batch)
+    output = running.execute(batch)
+    for found in (evaluated, output):
+        assert abs(found.loss - loss.item()) <= 1e-6 * abs(loss.item())
+    due = {name_of(n): p.grad for n, p in oracle.named_parameters() if p.requires_grad}
+    assert gradient_problems(running.gradients(), due) == []
+    return output
+
+
+def check_steps(running, oracle, loss_of, batches, name_of=lambda name: name):
+    """AdamW steps with clipping: norms, losses, and parameters at the end."""
+    trained = {n: p for n, p in oracle.named_parameters() if p.requires_grad}
+    before = {name: p.detach().clone() for name, p in trained.items()}
+    optimizer = torch.optim.AdamW(
+        trained.values(), lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps,
+        weight_decay=OPTIMIZER.weight_decay,
+    )
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = loss_of(batch)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(trained.values(), OPTIMIZER.max_grad_norm).item()
+        assert norm > OPTIMIZER.max_grad_norm, "clipping is not exercised"
+        optimizer.step()
+        output = running.train_step(batch)
+        assert abs(output.loss - loss.item()) <= 1e-5 * abs(loss.item())
+        assert abs(output.grad_norm - norm) <= 1e-5 * norm
+        assert output.learning_rate == OPTIMIZER.lr
+    after = running.parameters()
+    assert set(after) == {name_of(name) for name, _ in oracle.named_parameters()}
+    for name, parameter in oracle.named_parameters():
+        mine = after[name_of(name)]
+        if name not in trained:
+            assert torch.equal(mine, parameter), name
+            continue
+        moved = float((parameter.detach() - before[name]).norm())
+        error = float((mine - parameter.detach()).norm())
+        assert moved > 0 and error <= PARAMETER_TOLERANCE * moved, (name, error, moved)
+
+
+def test_clip_with_towers_of_different_degrees():
+    model = clip_model()
+    dag = clip_dag(model)
+
+    def loss_of(batch):
+        return model(**batch, return_loss=True).loss
+
+    names = {id(p): n for n, p in dag.materialize().named_parameters()}
+    ids = {n: id(p) for n, p in model.named_parameters()}
+
+    def name_of(name):
+        return names[ids[name]]
+
+    batch = clip_batch(6, 0)
+    assert abs(dag(batch).loss.item() - loss_of(batch).item()) < 1e-6
+    mapping = mapping_of(4, {"image": ((0, 1, 2, 3), 6), "text": ((1, 2), 4)})
+    with MultiplexedModule(dag, mapping, optimizer=OPTIMIZER) as running:
+        output = check_gradients(running, model, loss_of, batch, name_of)
+        for size in (7, 1, 3):  # ragged, and fewer samples than copies
+            check_gradients(running, model, loss_of, clip_batch(size, size), name_of)
+        spans = output.timeline.spans
+        assert {(s.rank, s.stage) for s in spans if s.op == Op.FORWARD} == {
+            *((gpu, "image") for gpu in range(4)), *((gpu, place) for gpu in (1, 2)
+                                                     for place in ("text", "contrastive")),
+        }
+        assert len(spans) == 16 and output.timeline.makespan <= output.seconds
+        assert output.sent_bytes > 0
+        granted = running.quotas()
+        assert "'image': asked 0.6 (6.0 SMs), granted 6 of 10" in granted[1]
+        assert "text" not in granted[0]
+        check_steps(
+            running, model, loss_of, [clip_batch(n, 10 + n) for n in (6, 5, 6)], name_of
+        )
+
+
+def test_six_towers_some_of_them_frozen():
+    model = ImageBind()
+    dag = model.dag()
+    names = {id(p): n for n, p in dag.materialize().named_parameters()}
+    ids = {n: id(p) for n, p in model.named_parameters()}
+    mapping = mapping_of(
+        4,
+        {"image": ((0, 1, 2, 3), 5), "audio": ((0, 1), 4), "depth": ((2,), 5), "imu": ((3,), 2)},
+        {"text": ((0, 1, 2, 3), 3), "thermal": ((1,), 7)},
+        {"audio_loss": ((0, 3), 5)},
+    )
+    with MultiplexedModule(dag, mapping, optimizer=OPTIMIZER, lockstep=True) as running:
+        for size in (8, 5, 2):
+            output = check_gradients(
+                running, model, model, imagebind_batch(size, size), lambda n: names[ids[n]]
+            )
+        assert set(output.losses) == {name for name in dag.nodes if name.endswith("_loss")}
+        backward = {s.stage for s in output.timeline.spans if s.op == Op.BACKWARD}
+        assert backward == set(dag.nodes) - {"depth", "thermal"}
+        check_steps(
+            running, model, model, [imagebind_batch(7, 20 + i) for i in range(3)],
+            lambda n: names[ids[n]],
+        )
+
+
+def test_encoders_a_frozen_backbone_and_decoders_with_losses():
+    model = Unified()
+    dag = model.dag()
+    batch = unified_batch(6, 0)
+    assert abs(dag(batch).loss.item() - model(batch).item()) < 1e-6
+    mapping = mapping_of(
+        3,
+        {"vision": ((0, 1), 7, 1), "audio": ((2,), 3, 2)},
+        {"adapt": ((0,), 2, 2), "vision": ((1, 2), 8, 1)},
+        {"backbone": ((0, 1), 10, 2)},
+        {"text": ((1, 2), 6, 2), "image": ((2,), 4, 2)},
+        slices=2,
+    )
+    with MultiplexedModule(dag, mapping, optimizer=OPTIMIZER) as running:
+        for size in (6, 5, 1):
+            output = check_gradients(
+                running, model, model, unified_batch(size, size), model.dag_name
+            )
+        backward = {s.stage for s in output.timeline.spans if s.op == Op.BACKWARD}
+        assert backward == set(dag.nodes) - {"audio"}  # the backbone hands gradients on
+        check_steps(
+            running, model, model, [unified_batch(6, 30 + i) for i in range(3)], model.dag_name
+        )
+
+
+def failing() -> tuple[ModuleDag, dict[str, torch.Tensor]]:
+    dag = ModuleDag({
+        "fine": DagModule(nn.Linear(3, 3), reads={"input": "x"}),
+        "broken": DagModule(Failing(), reads="code", inputs={"x": "fine"}),
+        "error": DagLoss(nn.Flatten(0), inputs={"input": "mean"}),
+        "mean": DagModule(nn.Linear(3, 1), inputs={"input": "broken"}),
+    })
+    return dag, {"x": torch.randn(4, 3), "code": torch.zeros(4, 1)}
+
+
+def test_a_module_that_raises_is_named():
+    dag, batch = failing()
+    mapping = mapping_of(
+        2, {"fine": ((0,), 10)}, {"broken": ((1,), 5)}, {"mean": ((0, 1), 10)}
+    )
+    running = MultiplexedModule(dag, mapping)
+    assert running.execute(batch).loss == pytest.approx(dag(batch).loss.item(), rel=1e-6)
+    with pytest.raises(RankFailedError, match=r"GPU 1 \(.*module 'broken' failed: Arithmetic"):
+        running.execute({**batch, "code": torch.ones(4, 1)})
+    running.close()
+
+
+def test_a_killed_process_is_named():
+    dag, batch = failing()
+    mapping = mapping_of(
+        2, {"fine": ((0,), 10)}, {"broken": ((1,), 5)}, {"mean": ((0, 1), 10)}
+    )
+    with MultiplexedModule(dag, mapping) as running:
+        running.execute(batch)
+        os.kill(running.group.pids()[1]["pid"], signal.SIGKILL)
+        with pytest.raises(RankFailedError, match=r"GPU 1 \(modules broken, mean, error"):
+            running.execute(batch)
