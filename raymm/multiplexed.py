@@ -68,6 +68,8 @@ class MultiplexedModule:
             otherwise a GPU goes on as soon as it has what it needs.
         backend: makes the streams' backend in every process; by default green contexts on CUDA,
             and books of who ran when on a CPU.
+        group: processes of another model that is no longer used, to run this one in: as many,
+            of the same device. Starting processes takes longer than anything else here.
 
     Raises:
         MultiplexError: a mapping that is not of this graph.
@@ -88,6 +90,7 @@ class MultiplexedModule:
         timeout_s: float = 300.0,
         lockstep: bool = False,
         backend: Callable[[], Backend] | None = None,
+        group: GpuGroup | None = None,
     ) -> None:
         if device not in ("cpu", "cuda"):
             raise ValueError(f"device is {device!r}; accepted: cpu, cuda")
@@ -108,8 +111,27 @@ class MultiplexedModule:
             )
             for gpu in range(mapping.gpus)
         ]
-        default = RankResources(gpus=1.0 if device == "cuda" else 0.0)
-        self.group = GpuGroup(specs, resources or default)
+        if group is None:
+            default = RankResources(gpus=1.0 if device == "cuda" else 0.0)
+            group = GpuGroup(specs, resources or default)
+        elif group.num_ranks != mapping.gpus:
+            raise ValueError(
+                f"group has {group.num_ranks} processes; accepted: {mapping.gpus}, the mapping's"
+            )
+        else:
+            group.replace(specs)
+        self._group, self._generation = group, group.generation
+
+    @property
+    def group(self) -> GpuGroup:
+        """The processes.
+
+        Raises:
+            RuntimeError: they were handed to another model.
+        """
+        if self._group.generation != self._generation:
+            raise RuntimeError("the processes run another model by now; this one has none")
+        return self._group
 
     def program(self, batch: int, train: bool = True, update: bool = False) -> MultiplexProgram:
         """The checked program of a batch of so many samples."""

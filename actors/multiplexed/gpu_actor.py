@@ -109,13 +109,30 @@ class GpuActor:
             timeout=self._timeout,
         )
         self._messages = Messages(self._new_group(range(spec.gpus))) if spec.gpus > 1 else None
-        # One for every node, so that sums of different nodes need no common order.
+        self._connect_copies()
+        dist.all_reduce(torch.zeros(1, device=self._device))  # connects all pairs now, not later
+
+    def _connect_copies(self) -> None:
+        """One group for every node, so that sums of different nodes need no common order."""
         self._copies = {
             name: self._new_group(gpus)
-            for name, gpus in sorted(spec.copies.items())
-            if len(gpus) > 1 and spec.graph.by_name[name].trainable
+            for name, gpus in sorted(self._spec.copies.items())
+            if len(gpus) > 1 and self._spec.graph.by_name[name].trainable
         }
-        dist.all_reduce(torch.zeros(1, device=self._device))  # connects all pairs now, not later
+
+    def replace(self, spec: GpuSpec) -> None:
+        """Become another model's process; the old one's modules and streams are gone. The
+        processes stay the same ones, and stay connected."""
+        self._here.side_by_side.close()
+        pool, self._here = self._here.pool, None
+        pool.close()
+        for group in self._copies.values():
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                dist.destroy_process_group(group)
+        self._spec = spec
+        self._programs.clear()
+        self._layout_keys.clear()
+        self._connect_copies()
 
     def _new_group(self, gpus: Sequence[int]) -> dist.ProcessGroup:
         return dist.new_group(list(gpus), timeout=self._timeout)

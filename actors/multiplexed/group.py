@@ -27,14 +27,17 @@ class GpuGroup(RankGroup):
         specs: one per GPU, in order.
         resources: what each reserves.
 
+    Attributes:
+        generation: how often the model was replaced.
+
     Raises:
         ClusterError: if the cluster cannot hold them.
         RankFailedError: if one cannot start.
     """
 
     def __init__(self, specs: Sequence[GpuSpec], resources: RankResources) -> None:
-        labels = [", ".join(node.name for node in spec.nodes) for spec in specs]
-        super().__init__(specs, labels, resources)
+        super().__init__(specs, _labels(specs), resources)
+        self.generation = 0
         self._loaded: OrderedDict[str, None] = OrderedDict()
         self._layouts: OrderedDict[str, None] = OrderedDict()
 
@@ -52,6 +55,20 @@ class GpuGroup(RankGroup):
 
     def _name(self, rank: int) -> str:
         return f"GPU {rank} (modules {self._labels[rank]}{self._places[rank]})"
+
+    def replace(self, specs: Sequence[GpuSpec]) -> None:
+        """Run another model, or the same one under another mapping, in the same processes.
+
+        Args:
+            specs: as many as there are processes, of the same device and timeout.
+        """
+        refs = [a.replace.remote(spec) for a, spec in zip(self._actors, specs, strict=True)]
+        self.generation += 1
+        self._labels = _labels(specs)
+        self._loaded.clear()
+        self._layouts.clear()
+        self.wait(refs)
+        self.num_parameters = self.call("build")
 
     def load(self, key: str, program: MultiplexProgram) -> None:
         """Hand every GPU its instructions, once per key."""
@@ -89,3 +106,7 @@ class GpuGroup(RankGroup):
             for actor, one in zip(self._actors, inputs, strict=True)
         ]
         return self.wait(refs)
+
+
+def _labels(specs: Sequence[GpuSpec]) -> list[str]:
+    return [", ".join(node.name for node in spec.nodes) for spec in specs]

@@ -249,8 +249,15 @@ def gradient_problems(
     return sorted(found)
 
 
+class MeanSquare(nn.Module):
+    """(b, F) to (b,)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean(1)
+
+
 class Failing(nn.Module):
-    """A tower that raises when told so, and ends its process when told that."""
+    """A tower that raises when told so."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -10,6 +10,7 @@ import torch
 from multiplex_models import (
     Failing,
     ImageBind,
+    MeanSquare,
     Unified,
     clip_batch,
     clip_model,
@@ -33,6 +34,22 @@ OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-5, weight_decay=0.1, max_grad_norm=0
 PARAMETER_TOLERANCE = 1e-3  # of how far a parameter has moved
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+@pytest.fixture(scope="module")
+def four_gpus(ray_cluster):
+    """Processes that the models of these tests take turns in: starting them takes longest."""
+    held = []
+
+    def run(dag, mapping, **options):
+        group = held[0] if held else None
+        running = MultiplexedModule(dag, mapping, group=group, timeout_s=120, **options)
+        held[:] = [running.group]
+        return running
+
+    yield run
+    for group in held:
+        group.shutdown()
 
 
 def check_gradients(running, oracle, loss_of, batch, name_of=lambda name: name):
@@ -80,7 +97,7 @@ def check_steps(running, oracle, loss_of, batches, name_of=lambda name: name):
         assert moved > 0 and error <= PARAMETER_TOLERANCE * moved, (name, error, moved)
 
 
-def test_clip_with_towers_of_different_degrees():
+def test_clip_with_towers_of_different_degrees(four_gpus):
     model = clip_model()
     dag = clip_dag(model)
 
@@ -96,26 +113,26 @@ def test_clip_with_towers_of_different_degrees():
     batch = clip_batch(6, 0)
     assert abs(dag(batch).loss.item() - loss_of(batch).item()) < 1e-6
     mapping = mapping_of(4, {"image": ((0, 1, 2, 3), 6), "text": ((1, 2), 4)})
-    with MultiplexedModule(dag, mapping, optimizer=OPTIMIZER) as running:
-        output = check_gradients(running, model, loss_of, batch, name_of)
-        for size in (7, 1, 3):  # ragged, and fewer samples than copies
-            check_gradients(running, model, loss_of, clip_batch(size, size), name_of)
-        spans = output.timeline.spans
-        assert {(s.rank, s.stage) for s in spans if s.op == Op.FORWARD} == {
-            *((gpu, "image") for gpu in range(4)), *((gpu, place) for gpu in (1, 2)
-                                                     for place in ("text", "contrastive")),
-        }
-        assert len(spans) == 16 and output.timeline.makespan <= output.seconds
-        assert output.sent_bytes > 0
-        granted = running.quotas()
-        assert "'image': asked 0.6 (6.0 SMs), granted 6 of 10" in granted[1]
-        assert "text" not in granted[0]
-        check_steps(
-            running, model, loss_of, [clip_batch(n, 10 + n) for n in (6, 5, 6)], name_of
-        )
+    running = four_gpus(dag, mapping, optimizer=OPTIMIZER)
+    output = check_gradients(running, model, loss_of, batch, name_of)
+    for size in (7, 1, 3):  # ragged, and fewer samples than copies
+        check_gradients(running, model, loss_of, clip_batch(size, size), name_of)
+    spans = output.timeline.spans
+    assert {(s.rank, s.stage) for s in spans if s.op == Op.FORWARD} == {
+        *((gpu, "image") for gpu in range(4)), *((gpu, place) for gpu in (1, 2)
+                                                 for place in ("text", "contrastive")),
+    }
+    assert len(spans) == 16 and output.timeline.makespan <= output.seconds
+    assert output.sent_bytes > 0
+    granted = running.quotas()
+    assert "'image': asked 0.6 (6.0 SMs), granted 6 of 10" in granted[1]
+    assert "text" not in granted[0]
+    check_steps(
+        running, model, loss_of, [clip_batch(n, 10 + n) for n in (6, 5, 6)], name_of
+    )
 
 
-def test_six_towers_some_of_them_frozen():
+def test_six_towers_some_of_them_frozen(four_gpus):
     model = ImageBind()
     dag = model.dag()
     names = {id(p): n for n, p in dag.materialize().named_parameters()}
@@ -126,43 +143,72 @@ def test_six_towers_some_of_them_frozen():
         {"text": ((0, 1, 2, 3), 3), "thermal": ((1,), 7)},
         {"audio_loss": ((0, 3), 5)},
     )
-    with MultiplexedModule(dag, mapping, optimizer=OPTIMIZER, lockstep=True) as running:
-        for size in (8, 5, 2):
-            output = check_gradients(
-                running, model, model, imagebind_batch(size, size), lambda n: names[ids[n]]
-            )
-        assert set(output.losses) == {name for name in dag.nodes if name.endswith("_loss")}
-        backward = {s.stage for s in output.timeline.spans if s.op == Op.BACKWARD}
-        assert backward == set(dag.nodes) - {"depth", "thermal"}
-        check_steps(
-            running, model, model, [imagebind_batch(7, 20 + i) for i in range(3)],
-            lambda n: names[ids[n]],
+    running = four_gpus(dag, mapping, optimizer=OPTIMIZER, lockstep=True)
+    for size in (8, 5, 2):
+        output = check_gradients(
+            running, model, model, imagebind_batch(size, size), lambda n: names[ids[n]]
         )
+    assert set(output.losses) == {name for name in dag.nodes if name.endswith("_loss")}
+    backward = {s.stage for s in output.timeline.spans if s.op == Op.BACKWARD}
+    assert backward == set(dag.nodes) - {"depth", "thermal"}
+    check_steps(
+        running, model, model, [imagebind_batch(7, 20 + i) for i in range(3)],
+        lambda n: names[ids[n]],
+    )
 
 
-def test_encoders_a_frozen_backbone_and_decoders_with_losses():
+def test_encoders_a_frozen_backbone_and_decoders_with_losses(four_gpus):
     model = Unified()
     dag = model.dag()
     batch = unified_batch(6, 0)
     assert abs(dag(batch).loss.item() - model(batch).item()) < 1e-6
-    mapping = mapping_of(
-        3,
+    mapping = mapping_of(  # the last GPU has nothing to do
+        4,
         {"vision": ((0, 1), 7, 1), "audio": ((2,), 3, 2)},
         {"adapt": ((0,), 2, 2), "vision": ((1, 2), 8, 1)},
         {"backbone": ((0, 1), 10, 2)},
         {"text": ((1, 2), 6, 2), "image": ((2,), 4, 2)},
         slices=2,
     )
-    with MultiplexedModule(dag, mapping, optimizer=OPTIMIZER) as running:
-        for size in (6, 5, 1):
-            output = check_gradients(
-                running, model, model, unified_batch(size, size), model.dag_name
-            )
-        backward = {s.stage for s in output.timeline.spans if s.op == Op.BACKWARD}
-        assert backward == set(dag.nodes) - {"audio"}  # the backbone hands gradients on
-        check_steps(
-            running, model, model, [unified_batch(6, 30 + i) for i in range(3)], model.dag_name
+    running = four_gpus(dag, mapping, optimizer=OPTIMIZER)
+    for size in (6, 5, 1):
+        output = check_gradients(
+            running, model, model, unified_batch(size, size), model.dag_name
         )
+    backward = {s.stage for s in output.timeline.spans if s.op == Op.BACKWARD}
+    assert backward == set(dag.nodes) - {"audio"}  # the backbone hands gradients on
+    check_steps(
+        running, model, model, [unified_batch(6, 30 + i) for i in range(3)], model.dag_name
+    )
+
+
+def test_dropout_repeats_and_is_off_in_evaluation(four_gpus):
+    torch.manual_seed(0)
+    dag = ModuleDag({
+        "tower": DagModule(nn.Sequential(nn.Linear(3, 64), nn.Dropout(0.5)), reads={"input": "x"}),
+        "error": DagLoss(MeanSquare(), inputs={"x": "tower"}),
+    })
+    mapping = mapping_of(4, {"tower": ((0, 1), 10)})
+    batch = {"x": torch.randn(4, 3)}
+    losses = []
+    for seed in (7, 7, 8):
+        running = four_gpus(dag, mapping, seed=seed)
+        losses.append(running.execute(batch).loss)
+        assert running.execute(batch).loss == losses[-1]  # the same step
+        evaluated = running.evaluate(batch).loss
+        assert running.train_step(batch).loss == losses[-1]
+    assert losses[0] == losses[1] != losses[2]
+    dag.materialize().eval()
+    assert evaluated == pytest.approx(dag(batch).loss.item(), rel=1e-6) != losses[2]
+
+
+def test_a_model_whose_processes_run_another_says_so(four_gpus):
+    dag, batch = failing()
+    first = four_gpus(dag, mapping_of(4, {"fine": ((0,), 10)}, {"broken": ((1, 2), 5)},
+                                      {"mean": ((3,), 5)}))  # fmt: skip
+    four_gpus(dag, first.mapping)
+    with pytest.raises(RuntimeError, match="processes run another model"):
+        first.execute(batch)
 
 
 def failing() -> tuple[ModuleDag, dict[str, torch.Tensor]]:

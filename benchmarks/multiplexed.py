@@ -1,0 +1,137 @@
+"""Multiplexed plans on actors with emulated GPUs: measured against predicted, ours against others.
+
+One actor per GPU; modules sleep for as long as the performance model says (scaling surface and
+interference on their GPU), tiny tensors are really routed, gradients really summed. What is
+measured beside the sleeping is what the runtime itself takes. All plans of a model run in the same
+processes, iterations in turn.
+
+    python -m benchmarks.multiplexed --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from benchmarks._common import console, emit, local_ray, machine, parser
+from benchmarks._multiplexed_models import SHAPES, Shape
+from raymm.actors.group import RankResources
+from raymm.actors.multiplexed.emulated import EmulatedGpu
+from raymm.actors.multiplexed.group import GpuGroup
+from raymm.emulation import ENTRY, emulated_dag, whole_slices
+from raymm.multiplexed import MultiplexedModule, MultiplexedOutput
+from raymm.scheduler.multiplex.baselines import distmm, megatron, spindle
+from raymm.scheduler.multiplex.mapping import Mapping
+from raymm.scheduler.multiplex.problem import MappingProblem
+from raymm.scheduler.multiplex.solve import solve
+
+SAMPLES, WIDTH = 16, 8
+# With more, OFASys has more parts than a problem may have modules.
+SPINDLE_SLICES = 12
+
+
+def plans(problem: MappingProblem) -> dict[str, Mapping]:
+    """Ours and the baselines'."""
+    return {
+        "raymm": solve(problem), "megatron": megatron(problem), "distmm": distmm(problem),
+        "spindle": spindle(problem, SPINDLE_SLICES),
+    }
+
+
+def started(
+    shape: Shape, problem: MappingProblem, mapping: Mapping, lockstep: bool,
+    group: GpuGroup | None,
+) -> MultiplexedModule:
+    """A plan on emulated GPUs, in the processes of the one before."""
+    problem, mapping = whole_slices(problem, mapping)
+    contrastive = [n for n in problem.names if n.partition("__")[0] in shape.contrastive]
+    return MultiplexedModule(
+        emulated_dag(problem, mapping, contrastive), mapping, lockstep=lockstep,
+        backend=EmulatedGpu(problem), group=group, resources=RankResources(cpus=1.0),
+    )
+
+
+def overhead(output: MultiplexedOutput, predicted: float, stages: int) -> float:
+    """Seconds beyond the prediction, per stage."""
+    return (output.seconds - predicted) / stages
+
+
+def measure(shape: Shape, iterations: int) -> dict[str, Any]:
+    """All plans of a model: predicted and median measured seconds, in lockstep and running free."""
+    problem = shape.problem()
+    batch = {ENTRY: torch.randn(SAMPLES, WIDTH)}
+    rows: dict[str, Any] = {}
+    group = None
+    for name, mapping in plans(problem).items():
+        row: dict[str, Any] = {"predicted": mapping.seconds, "stages": len(mapping.stages)}
+        for mode, lockstep in (("lockstep", True), ("free", False)):
+            running = started(shape, problem, mapping, lockstep, group)
+            group = running.group
+            running.train_step(batch)  # the first one tells layouts
+            found = [running.train_step(batch) for _ in range(iterations)]
+            seconds = [one.seconds for one in found]
+            row[mode] = statistics.median(seconds)
+            row[f"{mode}_spread"] = max(seconds) / min(seconds) - 1
+            row[f"{mode}_overhead_ms"] = 1e3 * statistics.median(
+                overhead(one, mapping.seconds, len(mapping.stages)) for one in found
+            )
+        rows[name] = row
+    group.shutdown()
+    return rows
+
+
+def table(model: str, rows: dict[str, Any]) -> Table:
+    """A model's plans, to read."""
+    shown = Table("plan", "stages", "predicted s", "lockstep s", "error", "ms per stage",
+                  "free s", "raymm faster", title=model)  # fmt: skip
+    for name, row in rows.items():
+        shown.add_row(
+            name, str(row["stages"]), f"{row['predicted']:.3f}", f"{row['lockstep']:.3f}",
+            f"{row['lockstep'] / row['predicted'] - 1:+.1%}",
+            f"{row['lockstep_overhead_ms']:.1f}", f"{row['free']:.3f}",
+            f"{row['free'] / rows['raymm']['free']:.2f}x",
+        )
+    return shown
+
+
+def arguments() -> argparse.Namespace:
+    """Command line."""
+    found = parser(__doc__.splitlines()[0])
+    found.add_argument("--iterations", type=int, default=3, help="measured, per plan and mode")
+    found.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    return found.parse_args()
+
+
+def main() -> None:
+    """Measure, print, emit."""
+    options = arguments()
+    before = machine()
+    found: dict[str, Any] = {}
+    with local_ray(max(SHAPES[name].gpus for name in options.models)):
+        for model in options.models:
+            found[model] = measure(SHAPES[model], options.iterations)
+            console().print(table(model, found[model]))
+    result: dict[str, Any] = {"benchmark": "multiplexed"}
+    for model, rows in found.items():
+        ours = rows["raymm"]
+        result[f"error_{model}"] = abs(ours["lockstep"] / ours["predicted"] - 1)
+        result[f"overhead_ms_per_stage_{model}"] = ours["lockstep_overhead_ms"]
+        for name, row in rows.items():
+            if name != "raymm":
+                result[f"over_{name}_{model}"] = row["free"] / ours["free"]
+                result[f"predicted_over_{name}_{model}"] = row["predicted"] / ours["predicted"]
+    result["error_max"] = max(result[f"error_{model}"] for model in found)
+    result["error_any_plan"] = max(
+        abs(row["lockstep"] / row["predicted"] - 1)
+        for rows in found.values() for row in rows.values()
+    )
+    result |= {"plans": found, "machine": before}
+    emit(result, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Descriptions of graphs of modules, in one process."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+import transformers as hf
+from multiplex_models import ImageBind, MeanSquare, Tower, Unified, imagebind_batch, unified_batch
+from torch import nn
+
+from raymm.actors.multiplexed.node import OutputError
+from raymm.contrastive import ContrastiveLoss
+from raymm.model import ModalityModule, ModelError
+from raymm.module_dag import DagLoss, DagModule, ModuleDag, every
+
+
+@pytest.mark.parametrize(
+    ("model", "batch"), [(ImageBind, imagebind_batch), (Unified, unified_batch)]
+)
+def test_the_reference_is_the_model_called_by_hand(model, batch):
+    model, batch = model(), batch(5, 0)
+    dag = model.dag()
+    output, due = dag(batch), model(batch)
+    assert output.loss.item() == pytest.approx(due.item(), rel=1e-6)
+    assert sum(v.item() for v in output.losses.values()) == pytest.approx(due.item(), rel=1e-6)
+    due.backward()
+    by_hand = {id(p): p.grad for p in model.parameters()}
+    model.zero_grad()
+    output.loss.backward()
+    for name, parameter in dag.named_parameters():
+        mine, theirs = parameter.grad, by_hand[id(parameter)]
+        assert (mine is None) == (theirs is None), name
+        if mine is not None:
+            torch.testing.assert_close(mine, theirs, msg=name)
+
+
+def test_contrastive_losses_of_parts_are_those_of_the_whole():
+    loss, first, second = ContrastiveLoss(), torch.randn(7, 3), torch.randn(7, 3)
+    parts = [loss(first, second, slice(a, b)) for a, b in ((0, 3), (3, 4), (4, 7))]
+    torch.testing.assert_close(torch.cat(parts), loss(first, second))
+
+
+def test_modules_come_from_configurations_too():
+    config = hf.CLIPVisionConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        image_size=8, patch_size=4, projection_dim=6,
+    )
+    dag = ModuleDag({
+        "image": DagModule(
+            config, model_class="CLIPVisionModelWithProjection", reads="pixel_values",
+            outputs="image_embeds", frozen=True, seed=3,
+        ),
+        "head": DagModule(nn.Linear(6, 2), inputs={"input": "image.image_embeds"}),
+        "error": DagLoss(MeanSquare(), inputs={"x": "head"}),
+    })
+    assert dag.graph.backward == {"head", "error"}
+    spec = pickle.loads(pickle.dumps(dag.specs()["image"]))
+    built, here = spec.build(), dag.materialize().image
+    for (name, mine), (_, theirs) in zip(
+        built.named_parameters(), here.named_parameters(), strict=True
+    ):
+        assert torch.equal(mine, theirs) and not mine.requires_grad, name
+    assert dag({"pixel_values": torch.randn(2, 3, 8, 8)}).loss.requires_grad
+
+
+def test_losses_are_weighted_and_divided():
+    dag = ModuleDag({
+        "a": DagModule(nn.Identity(), reads={"input": "x"}),
+        "mean": DagLoss(MeanSquare(), inputs={"x": "a"}, weight=3.0),
+        "each": DagLoss(MeanSquare(), inputs={"x": "a"}, divide_by="count"),
+    })
+    x = torch.tensor([[1.0], [2.0], [3.0]])
+    output = dag({"x": x, "count": torch.tensor([4, 0, 3])})
+    assert output.losses["mean"].item() == pytest.approx(3 * 14 / 3)
+    assert output.losses["each"].item() == pytest.approx(14 / 7)
+    assert output.loss.item() == pytest.approx(16.0)
+
+
+class Returns(nn.Module):
+    """Hands on whatever it was made with."""
+
+    def __init__(self, value) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, input):
+        return self.value
+
+
+def chain(module: nn.Module, **options) -> ModuleDag:
+    inputs = options.pop("inputs", {"x": "a"})
+    return ModuleDag({
+        "a": DagModule(module, reads={"input": "x"}, **options),
+        "error": DagLoss(MeanSquare(), inputs=inputs),
+    })
+
+
+@pytest.mark.parametrize(
+    ("dag", "message"),
+    [
+        (lambda: chain(Returns(torch.zeros(3, 2))), r"shape \(3, 2\) for 4 samples"),
+        (lambda: chain(Returns(7)), "'a' returns int"),
+        (lambda: chain(Returns({"y": [1]})), "'y' of 'a' is list; name the tensors"),
+        (lambda: chain(Returns({"y": torch.zeros(4)}), outputs="z"), r"\['z'\].*outputs: y"),
+        (lambda: chain(Returns((torch.zeros(4, 1), torch.zeros(4))), inputs={"x": "a.2"}),
+         "output '2' of 'a'; accepted: 0, 1"),
+        (lambda: ModuleDag({"l": DagLoss(nn.Linear(2, 1), reads={"input": "x"})}),
+         "loss 'l' returns .*; accepted: one tensor"),
+    ],
+)
+def test_what_modules_return_is_checked(dag, message):
+    with pytest.raises(OutputError, match=message):
+        dag()({"x": torch.randn(4, 2)})
+
+
+def shared() -> dict[str, DagModule]:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.weight = first.weight
+    return {
+        "a": DagModule(first, reads={"input": "x"}),
+        "b": DagModule(second, inputs={"input": "a"}),
+        "error": DagLoss(MeanSquare(), inputs={"x": "b"}),
+    }
+
+
+@pytest.mark.parametrize(
+    ("nodes", "message"),
+    [
+        (shared, "'weight' of module 'b' is 'weight' of module 'a'"),
+        (lambda: {"not a name": DagLoss(MeanSquare(), reads="x")}, "must be an identifier"),
+        (lambda: {"forward": DagLoss(MeanSquare(), reads="x")}, "must be an identifier"),
+        (lambda: {"l": MeanSquare()}, "'l' is a MeanSquare; accepted: DagModule"),
+        (lambda: {"l": DagLoss(MeanSquare(), reads="x", inputs={"x": every("l")})}, "both reads"),
+        (lambda: {"l": DagLoss(ModalityModule(Tower(2, 2), "linear"), reads="x")},
+         "projector is 'linear'"),
+        (lambda: {"l": DagLoss(ModalityModule(Tower(2, 2)), frozen=True)}, "given twice"),
+    ],
+)
+def test_descriptions_that_make_no_sense_are_refused(nodes, message):
+    with pytest.raises(ModelError, match=message):
+        ModuleDag(nodes())
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({}, "'text' reads entry 'text' of the batch, which is missing"),
+        ({"imu": [1]}, "which is a list"),
+        ({"audio": torch.randn(3, 7)}, "'audio': 3"),
+    ],
+)
+def test_batches_that_do_not_fit_are_refused(batch, message):
+    dag = ImageBind().dag()
+    whole = imagebind_batch(4, 0)
+    given = {k: v for k, v in whole.items() if batch or k != "text"} | batch
+    with pytest.raises(ModelError, match=message):
+        dag(given)

@@ -1,0 +1,87 @@
+"""Emulated GPUs take the time that the mapping's model says, and run its stages in order."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks._mapping_instances import random_problem
+from benchmarks._multiplexed_models import SHAPES
+from raymm.actors.multiplexed.emulated import EmulatedGpu, SurfaceSeconds
+from raymm.emulation import ENTRY, emulated_dag, whole_slices
+from raymm.multiplexed import MultiplexedModule
+from raymm.scheduler.multiplex.baselines import spindle
+from raymm.scheduler.multiplex.interference import Interference
+from raymm.scheduler.multiplex.mapping import module_seconds, stage_seconds
+from raymm.scheduler.multiplex.solve import solve
+from raymm.scheduler.program import Op
+
+
+@given(st.integers(0, 30), st.sampled_from(["star", "parallel"]))
+def test_the_slowest_gpu_of_a_module_takes_what_the_model_predicts(seed, kind):
+    problem = random_problem(seed, kind, 7, 4)
+    seconds = SurfaceSeconds(problem, 0.25)
+    for stage in solve(problem, "greedy").stages:
+        quota = {p.module: p.quota / problem.steps for p in stage.placements}
+        for one, due in zip(
+            stage.placements, module_seconds(problem, stage.placements), strict=True
+        ):
+            found = []
+            for gpu in one.gpus:
+                beside = {p.module: quota[p.module] for p in stage.placements
+                          if gpu in p.gpus and p is not one}  # fmt: skip
+                found.append(seconds(one.module, len(one.gpus), quota[one.module], beside))
+            assert max(found) == pytest.approx(due / 4)
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_slices_as_modules_take_as_long(name):
+    problem = SHAPES[name].problem()
+    mapping = spindle(problem, 5)
+    sliced, whole = whole_slices(problem, mapping)
+    assert whole.slices == 1 and len(sliced.names) > len(problem.names)
+    whole.check(sliced)
+    for before, after in zip(mapping.stages, whole.stages, strict=True):
+        assert stage_seconds(sliced, after.placements) == pytest.approx(before.seconds)
+    unsliced = solve(problem, "greedy")
+    assert whole_slices(problem, unsliced) == (problem, unsliced)
+
+
+def test_an_emulated_model_runs_its_mapping(ray_cluster):
+    problem = SHAPES["clip"].problem()
+    quick = type(problem)(
+        tuple(
+            type(s)(s.name, s.degrees, s.quotas, s.steps,
+                    tuple(tuple(x / 20 for x in row) for row in s.seconds), s.memory_bytes,
+                    s.bandwidth)
+            for s in problem.surfaces
+        ),
+        problem.edges, problem.gpus, interference=Interference(),
+    )
+    mapping = solve(quick)
+    assert pickle.loads(pickle.dumps(EmulatedGpu(quick)))().gpu.total == quick.steps
+    dag = emulated_dag(quick, mapping, ("align",))
+    with MultiplexedModule(dag, mapping, backend=EmulatedGpu(quick), lockstep=True) as running:
+        batch = {ENTRY: torch.ones(4, 2)}
+        output = running.train_step(batch)
+        # Both towers hand on x + weight; align adds them and its own weight.
+        assert output.loss == pytest.approx(2.0)
+        assert running.evaluate(batch).loss < 2.0
+    placed = {p.module: p for stage in mapping.stages for p in stage.placements}
+    spans = {(s.stage, s.rank, s.op): s for s in output.timeline.spans}
+    assert set(spans) == {
+        (name, gpu, op) for name, p in placed.items() for gpu in p.gpus
+        for op in (Op.FORWARD, Op.BACKWARD)
+    }
+    # Sleeping never ends early, and stages do not overlap.
+    for (name, _, op), span in spans.items():
+        share = 1 / 3 if op == Op.FORWARD else 2 / 3
+        alone = quick.seconds[quick.names.index(name), len(placed[name].gpus).bit_length() - 1,
+                              placed[name].quota]  # fmt: skip
+        assert span.end - span.start >= alone * share - 1e-4
+    end = max(s.end for (n, _, op), s in spans.items() if n != "align" and op == Op.FORWARD)
+    assert end <= min(s.start for (n, *_), s in spans.items() if n == "align")
