@@ -40,6 +40,8 @@ _PUBLIC = {
     "Result": "raymm.trainer",
     "plan": "raymm.planning",
     "Planned": "raymm.planning",
+    "plan_multiplexed": "raymm.multiplex_planning",
+    "PlannedMultiplexed": "raymm.multiplex_planning",
     "PlanRequest": "raymm.plan_request",
     "Plan": "raymm.scheduler.plan",
     "PlanError": "raymm.scheduler.plan",
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
     from raymm.config import RunConfig
     from raymm.data import DataConfig, ModalityDataConfig
     from raymm.model import ModalityModule, MultimodalModule
+    from raymm.multiplex_planning import PlannedMultiplexed, plan_multiplexed
     from raymm.parallel import MultimodalParallelModule, StepOutput
     from raymm.plan_request import PlanRequest
     from raymm.planning import Planned, plan

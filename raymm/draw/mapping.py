@@ -1,0 +1,183 @@
+"""The picture of a multiplexed mapping: a lane per GPU, bars as high as the modules' quotas."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import MaxNLocator
+
+from raymm.draw.palette import FAINT, RGB, TEXT, ink_on, module_hues
+from raymm.draw.save import new_figure, picture_path, save_figure, text_width
+from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
+from raymm.scheduler.multiplex.mapping import module_seconds
+from raymm.scheduler.multiplex.problem import MappingProblem
+
+# Sizes in inches, font sizes in points.
+LANE, LANE_LEAST, LANES_HEIGHT = 0.62, 0.16, 24.0
+GAP = 0.12  # of a lane, between lanes
+BODY = 9.0
+HEAD, STAGES, AXIS, LEGEND_ROW, LINE = 0.42, 0.26, 0.50, 0.24, 0.20
+LABEL, SMALL = 8.5, 7.5
+IDLE = "#F1F1F1"
+UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+
+
+def draw_mapping(
+    problem: MappingProblem,
+    mapping: StageMapping,
+    path: str | os.PathLike[str],
+    *,
+    others: Mapping[str, float] | None = None,
+    title: str | None = None,
+    note: str = "",
+) -> Path:
+    """Draw when each module has which share of which GPU.
+
+    Time goes to the right; a bar is a module's forward and backward together, as wide as what
+    it takes beside the others and as high as its quota. What is grey is not used. Stages are
+    divided by lines. Below the title stand the predicted time and those of others.
+
+    Args:
+        problem: whose model says how long modules take.
+        mapping: of its modules.
+        path: file to write, ``.png`` or ``.svg``.
+        others: seconds that other mappings would take, by name.
+        title: heading; by default the mapping's method.
+        note: said beside the predicted time.
+
+    Returns:
+        The path written.
+
+    Raises:
+        ValueError: on another file suffix.
+    """
+    target = picture_path(path)
+    hues = module_hues(problem.names)
+    second, unit = next(
+        ((s, u) for s, u in UNITS if mapping.seconds >= s), UNITS[-1]
+    )
+    lane = max(LANE_LEAST, min(LANE, LANES_HEIGHT / mapping.gpus))
+    ruler = new_figure(1, 1)
+    labels = [f"GPU {gpu}" for gpu in range(mapping.gpus)]
+    left = 0.25 + max(text_width(ruler, label, LABEL) for label in labels)
+    handles = [
+        Patch(facecolor=hues[name], label=name) for name in problem.names
+    ] + [Patch(facecolor=IDLE, edgecolor=FAINT, label="idle")]
+    widest = max(text_width(ruler, h.get_label(), LABEL) for h in handles) + 0.55
+    columns = max(1, min(len(handles), int(BODY / widest)))
+    said = _summary(mapping, others or {}, note, ruler)
+    legend = LEGEND_ROW * -(-len(handles) // columns) + 0.12
+    head = HEAD + LINE * len(said) + STAGES
+    width, height = left + BODY + 0.3, head + lane * mapping.gpus + AXIS + legend
+    figure = new_figure(width, height)
+    figure.text(0.12 / width, 1 - 0.26 / height, title or f"mapping: {mapping.method}",
+                fontsize=12, weight="bold", color=TEXT, va="center")
+    for index, line in enumerate(said):
+        figure.text(0.12 / width, 1 - (HEAD + 0.06 + LINE * index) / height, line, fontsize=9,
+                    color=TEXT, va="center")
+    axes = figure.add_axes((
+        left / width, (AXIS + legend) / height, BODY / width, lane * mapping.gpus / height
+    ))
+    _frame(axes, mapping, labels, second, unit)
+    _bars(axes, problem, mapping, hues, second, lane)
+    figure.legend(
+        handles=handles, ncols=columns, loc="lower left", fontsize=LABEL, frameon=False,
+        bbox_to_anchor=(left / width, 0.02), borderaxespad=0.0, handlelength=1.6,
+        columnspacing=1.4,
+    )
+    return save_figure(figure, target)
+
+
+def _summary(mapping: StageMapping, others: Mapping[str, float], note: str, ruler) -> list[str]:
+    """Lines no wider than the picture."""
+    parts = [f"predicted {_time(mapping.seconds)}" + (f" ({note})" if note else "")]
+    if mapping.bound:
+        parts.append("proven optimal" if mapping.optimal else f"gap at most {mapping.gap:.1%}")
+    parts += [
+        f"{name} {_time(seconds)} ({seconds / mapping.seconds:.2f}x)"
+        for name, seconds in others.items()
+    ]
+    lines = [parts[0]]
+    for part in parts[1:]:
+        longer = f"{lines[-1]}  ·  {part}"
+        if text_width(ruler, longer, 9) <= BODY + 0.3:
+            lines[-1] = longer
+        else:
+            lines.append(part)
+    return lines
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _frame(
+    axes: Axes, mapping: StageMapping, labels: list[str], second: float, unit: str
+) -> None:
+    end = mapping.seconds / second
+    axes.set_xlim(0, end)
+    axes.set_ylim(mapping.gpus, 0)
+    axes.set_yticks([gpu + 0.5 for gpu in range(mapping.gpus)], labels, fontsize=LABEL, color=TEXT)
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", labelsize=LABEL, colors=TEXT)
+    axes.xaxis.set_major_locator(MaxNLocator(8))
+    axes.set_xlabel(f"time ({unit}), forward and backward of each module in one bar", fontsize=9,
+                    color=TEXT)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    for gpu in range(mapping.gpus):
+        axes.add_patch(Rectangle(
+            (0, gpu + GAP / 2), end, 1 - GAP, facecolor=IDLE, edgecolor="none", zorder=0
+        ))
+    start = 0.0
+    for index, stage in enumerate(mapping.stages):
+        if index:
+            axes.axvline(start / second, color=TEXT, linewidth=1.0, linestyle=(0, (4, 3)),
+                         zorder=3)
+        # A label where there is room for one.
+        share = stage.seconds / mapping.seconds * BODY
+        if share > 0.55 or (share > 0.12 and index < 100):
+            axes.annotate(
+                f"stage {index}" if share > 0.55 else str(index),
+                ((start + stage.seconds / 2) / second, 0), xytext=(0, 4),
+                textcoords="offset points", ha="center", va="bottom", fontsize=LABEL, color=FAINT,
+                annotation_clip=False,
+            )
+        start += stage.seconds
+
+
+def _bars(
+    axes: Axes, problem: MappingProblem, mapping: StageMapping, hues: Mapping[str, RGB],
+    second: float, lane: float,
+) -> None:
+    ruler = axes.figure
+    start = 0.0
+    for stage in mapping.stages:
+        filled = [0.0] * mapping.gpus
+        times = module_seconds(problem, stage.placements, mapping.slices)
+        for one, seconds in zip(stage.placements, times, strict=True):
+            share = one.quota / mapping.steps
+            text = f"{one.module}  {share:.0%}"
+            inches = seconds / mapping.seconds * BODY
+            size = min(SMALL, share * (1 - GAP) * lane * 72 * 0.8)
+            for gpu in one.gpus:
+                high = share * (1 - GAP)
+                low = gpu + GAP / 2 + filled[gpu]
+                axes.add_patch(Rectangle(
+                    (start / second, low), seconds / second, high, facecolor=hues[one.module],
+                    edgecolor="white", linewidth=0.8, zorder=2,
+                ))
+                filled[gpu] += high
+                for said in (text, one.module, f"{share:.0%}"):
+                    if size >= 4.5 and text_width(ruler, said, size) + 0.08 <= inches:
+                        axes.text(
+                            (start + seconds / 2) / second, low + high / 2, said, ha="center",
+                            va="center_baseline", fontsize=size, color=ink_on(hues[one.module]),
+                            zorder=4,
+                        )
+                        break
+        start += stage.seconds
