@@ -1,0 +1,1 @@
+"""Models of several towers, multiplexed on shared GPUs."""
