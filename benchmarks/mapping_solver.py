@@ -128,7 +128,7 @@ def main() -> None:
     options.add_argument("--gpus", type=int, nargs="+", default=[8, 32], help="in the pool")
     options.add_argument("--seeds", type=int, default=3, help="problems of each case")
     options.add_argument(
-        "--oracle-seconds", type=float, default=15.0,
+        "--oracle-seconds", type=float, default=20.0,
         help="wall seconds of the exact run where auto has not proven its mapping",
     )
     args = options.parse_args()

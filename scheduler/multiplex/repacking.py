@@ -10,7 +10,7 @@ from raymm.scheduler.multiplex.packing import FOUND, pack
 
 
 @njit(cache=True)
-def _module_seconds(seconds, bandwidth, chosen, gpus, content, coefficients, own, relative):
+def class_seconds(seconds, bandwidth, chosen, gpus, content, coefficients, own, relative):
     """(K,) of every module beside the others (eq. 7), as
     :func:`raymm.scheduler.multiplex.mapping.module_seconds` but for the order of sums."""
     e1, e2, e3 = coefficients
@@ -66,7 +66,7 @@ def repack(
     """
     np.random.seed(seed)
     modules = len(chosen)
-    times = _module_seconds(
+    times = class_seconds(
         seconds, bandwidth, chosen, gpus, content, coefficients, own, relative
     )
     nobody = np.zeros((modules, 2), np.int64)
@@ -119,7 +119,7 @@ def repack(
         turn += 1
         if result == FOUND:
             chosen, gpus, content = new, new_gpus, new_content
-            times = _module_seconds(
+            times = class_seconds(
                 seconds, bandwidth, chosen, gpus, content, coefficients, own, relative
             )
             failed = 0

@@ -126,7 +126,7 @@ def _subsets(modules: int, with_first: bool) -> np.ndarray:
 
 def best_sequence(
     evaluator: StageEvaluator, within: int, known: list[int], transitions: int, nodes: int,
-    better: Callable[[list[int]], None], proven: Callable[[float], None],
+    searches: int, better: Callable[[list[int]], None], proven: Callable[[float], None],
 ) -> tuple[list[int], float]:
     """The best stages of the modules ``within``, and a lower bound of any stages' seconds.
 
@@ -136,6 +136,7 @@ def best_sequence(
         transitions: most transitions between states.
         nodes: most effort for one stage; a stage that is not exact with that is taken at its
             bound, and the result may then not be proven.
+        searches: stop after so many searches within stages; the result may then not be proven.
         better, proven: called with every better sequence and every higher bound.
 
     Raises:
@@ -149,7 +150,7 @@ def best_sequence(
         at = int(np.searchsorted(distinct, stage))
         if at < len(distinct) and distinct[at] == stage:
             cost[at] = max(cost[at], result.bound)
-    pruned_at = np.inf
+    pruned_at, last = np.inf, evaluator.searches + searches
     while True:
         of_edge = cost[inverse]
         to_end = graph.to_end(of_edge)
@@ -173,7 +174,7 @@ def best_sequence(
             if found.bound > known * (1 + ROUNDING):
                 cost[inverse[at]], progress = found.bound, True
                 dead = dead or found.bound >= (known + upper - lower) * (1 - ROUNDING)
-        if dead:
+        if dead and evaluator.searches <= last:
             continue
         for at in path:
             stage = int(graph.stage[at])
@@ -189,5 +190,5 @@ def best_sequence(
         if seconds < upper * (1 - ROUNDING):
             upper, best = seconds, found
             better(found)
-        if not progress:
+        if not progress or evaluator.searches > last:
             return best, lower

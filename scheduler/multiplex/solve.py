@@ -33,6 +33,7 @@ class Effort:
         transitions: most transitions between states of the dynamic program.
         stages: most stages of the partition program.
         nodes: most placements that one search within a stage tries.
+        searches: within stages, for the dynamic program.
         rounds: rounds of the partition program.
         kicks: new beginnings of the local search.
     """
@@ -40,13 +41,16 @@ class Effort:
     transitions: int
     stages: int
     nodes: int
+    searches: int
     rounds: int
     kicks: int
 
 
-AUTO = Effort(transitions=500_000, stages=2**20, nodes=130_000, rounds=6, kicks=6)
-LOCAL = Effort(transitions=0, stages=0, nodes=130_000, rounds=0, kicks=30)
-EXACT = Effort(transitions=20_000_000, stages=2**22, nodes=40_000_000, rounds=100_000, kicks=20)
+AUTO = Effort(500_000, 2**20, nodes=130_000, searches=2_000, rounds=2, kicks=10)
+LOCAL = Effort(0, 0, nodes=130_000, searches=0, rounds=0, kicks=30)
+# Of the local search, before the dynamic program.
+FIRST_KICKS = 2
+EXACT = Effort(20_000_000, 2**22, nodes=40_000_000, searches=2**62, rounds=100_000, kicks=20)
 
 
 def solve(
@@ -137,10 +141,15 @@ class _Search:
             stages = merge_greedily(self.evaluator, part)
         self.better(part, stages)
         self.done[part] = strategy if strategy.startswith("greedy") else "greedy"
-        if strategy in ("auto", "exact") and self._exact_sequence(part, effort):
-            return
+        if strategy in ("auto", "exact"):
+            # A good beginning leaves the exact search fewer stages to solve.
+            self._local_search(part, seed, min(FIRST_KICKS, effort.kicks))
+            if self._exact_sequence(part, effort):
+                self._refine(part, effort)
+                return
         if not strategy.startswith("greedy"):
-            self._local_search(part, seed, effort)
+            self._local_search(part, seed, effort.kicks)
+            self._refine(part, effort)
         if strategy in ("auto", "exact"):
             self._exact_partition(part, effort)
 
@@ -148,7 +157,7 @@ class _Search:
         try:
             best_sequence(
                 self.evaluator, part, self.best[part], effort.transitions, effort.nodes,
-                lambda stages: self.better(part, stages),
+                effort.searches, lambda stages: self.better(part, stages),
                 lambda bound: self.raise_bound(part, bound),
             )
         except TooManyTransitions:
@@ -156,13 +165,15 @@ class _Search:
         self.done[part] = "dynamic programming"
         return True
 
-    def _local_search(self, part: int, seed: int, effort: Effort) -> None:
+    def _local_search(self, part: int, seed: int, kicks: int) -> None:
         improve(
-            self.evaluator, self.best[part], part, effort.kicks, seed,
+            self.evaluator, self.best[part], part, kicks, seed,
             lambda stages: self.better(part, stages), self.bound[part],
         )
         self.done[part] = "local search"
-        # The search compares many stages a little; those of its result deserve more.
+
+    def _refine(self, part: int, effort: Effort) -> None:
+        """A search compares many stages a little; those of its result deserve more."""
         for stage in self.best[part]:
             self.evaluator.refined(stage, effort.nodes)
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from raymm.scheduler.multiplex.mapping import Placement, stage_seconds
+from raymm.scheduler.multiplex.mapping import Placement
 from raymm.scheduler.multiplex.packing import FOUND, IMPOSSIBLE, pack
 from raymm.scheduler.multiplex.problem import MappingProblem, bits
-from raymm.scheduler.multiplex.repacking import repack
+from raymm.scheduler.multiplex.repacking import class_seconds, repack
 from raymm.scheduler.multiplex.stage_bounds import StageBounds
 
 # Placements that one call of the search tries, first to find something good, then to prove.
@@ -97,7 +97,8 @@ class StageEvaluator:
         if not known.exact and known.nodes < nodes:
             if stage.bit_count() >= LARGE:
                 known = self._polished(stage, known, REPLACEMENTS[1], REPLACING_NODES[1])
-            known = self.results[stage] = self._narrowed(stage, known, nodes)
+            known = self._narrowed(stage, known, nodes)
+            known = self.results[stage] = self._raised(stage, known, nodes)
         return known
 
     def offer(self, stage: int, found: StageResult) -> None:
@@ -114,14 +115,14 @@ class StageEvaluator:
         least that if there are none.
         """
         known = self.known(stage)
-        if stage in self.results or known.seconds < below or known.bound >= below:
+        if known.seconds < below or known.bound >= below:
             return known
-        found = self._search(stage, below, self.nodes)
+        found = self._search(stage, below, max(self.nodes, known.nodes))
         if isinstance(found, StageResult):
-            known = replace(found, bound=known.bound)
+            known = replace(found, bound=known.bound, nodes=known.nodes)
         elif found == IMPOSSIBLE:
             known = replace(known, bound=below)
-        self._probed[stage] = known
+        (self.results if stage in self.results else self._probed)[stage] = known
         return known
 
     def known(self, stage: int) -> StageResult:
@@ -142,26 +143,22 @@ class StageEvaluator:
         known = self.known(stage)
         if not np.isfinite(known.bound):
             return StageResult(np.inf, np.inf, (), self.nodes)
-        found = self._narrowed(stage, self._first(stage, known), self.nodes)
-        if found.exact or stage.bit_count() < LARGE:
-            return found
-        polished = self._polished(stage, found, REPLACEMENTS[0], REPLACING_NODES[0])
-        if polished.seconds < found.seconds:
-            found = self._narrowed(stage, polished, self.nodes)
-        return found
+        if stage.bit_count() < LARGE:
+            found = self._between(stage, self._first(stage, known))
+        else:
+            found = self._first(stage, known)
+            found = self._polished(stage, found, REPLACEMENTS[0], REPLACING_NODES[0])
+        return self._narrowed(stage, found, self.nodes)
 
     def _first(self, stage: int, best: StageResult) -> StageResult:
-        """Some placements, by a binary search over the seconds at which options appear."""
+        """Some placements: upwards from the bound in growing strides until something is found."""
         grid, bound = self.bounds.grid, best.bound
-        low = int(np.searchsorted(grid, bound))
-        # Upwards from the bound in growing strides until something is found, then between.
-        at, stride = low, 1
+        at, stride = int(np.searchsorted(grid, bound)), 1
         while not np.isfinite(best.seconds) and at < len(grid):
             found = self._search(stage, float(np.nextafter(grid[at], np.inf)), QUICK_NODES)
             if isinstance(found, StageResult):
                 best = replace(found, bound=bound)
                 break
-            low = at + 1
             at = max(min(at + stride, len(grid) - 1), at + 1)
             stride *= 2
         if not np.isfinite(best.seconds):
@@ -169,6 +166,12 @@ class StageEvaluator:
             if isinstance(found, StageResult):
                 return replace(found, bound=bound)
             return StageResult(np.inf, np.inf if found == IMPOSSIBLE else bound)
+        return best
+
+    def _between(self, stage: int, best: StageResult) -> StageResult:
+        """Better placements by a binary search over the seconds at which options appear."""
+        grid, bound = self.bounds.grid, best.bound
+        low = int(np.searchsorted(grid, bound))
         high = int(np.searchsorted(grid, best.seconds))
         while low < high:
             middle = (low + high) // 2
@@ -185,7 +188,7 @@ class StageEvaluator:
     ) -> StageResult:
         """Placements that take less time, where the stage is too large to search completely."""
         modules = list(bits(stage))
-        if known.placements:
+        if known.placements and not known.exact:
             chosen, gpus, content = self._classes(modules, known.placements)
             chosen, gpus, content = repack(
                 *self._inputs(modules), chosen, gpus, content, RESTARTS, replacements, *REPLACED,
@@ -197,8 +200,7 @@ class StageEvaluator:
         return known
 
     def _narrowed(self, stage: int, known: StageResult, nodes: int) -> StageResult:
-        """Search below what is known until nothing is left or a search gives up; then raise the
-        bound as far as it can be proven."""
+        """Search below what is known until nothing is left or a search gives up."""
         while np.isfinite(known.seconds) and not known.exact:
             found = self._search(stage, known.seconds * (1 - ROUNDING), nodes)
             if isinstance(found, StageResult):
@@ -207,7 +209,7 @@ class StageEvaluator:
                 return replace(known, bound=known.seconds, nodes=nodes)
             else:
                 break
-        return replace(self._raised(stage, known, nodes), nodes=nodes)
+        return replace(known, nodes=nodes)
 
     def _raised(self, stage: int, known: StageResult, nodes: int) -> StageResult:
         """Prove that some seconds below the known ones are not enough."""
@@ -287,4 +289,8 @@ class StageEvaluator:
             Placement(self.problem.names[m], tuple(sorted(sets[m])), int(chosen[i, 1]))
             for i, m in enumerate(modules)
         )
-        return StageResult(stage_seconds(self.problem, placements), 0.0, placements)
+        inputs = self._inputs(modules)
+        seconds = class_seconds(
+            inputs[0], inputs[2], chosen, gpus, content, *inputs[7:]
+        ).max()
+        return StageResult(float(seconds), 0.0, placements)
