@@ -279,16 +279,20 @@ def filled_profile(
     for shape in shapes:
         slower = _work(shape, loads[shape.name], device, profile.dtype, 1.0).seconds(1, 1.0)
         slower /= shape.seconds(shape.layers(loads[shape.name], device, profile.dtype))
-        layers[shape.name] = tuple(
-            replace(
-                cost, forward=cost.forward * slower, backward_input=cost.backward_input * slower,
-                backward_weight=cost.backward_weight * slower, options=tuple(
-                    one._replace(seconds=one.seconds * slower) for one in cost.options
-                ),
-            )
-            for cost in layers[shape.name]
-        )
+        layers[shape.name] = slowed_layers(layers[shape.name], slower)
     return replace(profile, modules=layers)
+
+
+def slowed_layers(layers: Sequence[LayerCost], factor: float) -> tuple[LayerCost, ...]:
+    """Layers that take so many times as long."""
+    return tuple(
+        replace(
+            cost, forward=cost.forward * factor, backward_input=cost.backward_input * factor,
+            backward_weight=cost.backward_weight * factor,
+            options=tuple(one._replace(seconds=one.seconds * factor) for one in cost.options),
+        )
+        for cost in layers
+    )
 
 
 def measured_factor(

@@ -40,6 +40,10 @@ BASELINES = {"Megatron-LM": megatron, "DistMM": distmm, "Spindle": spindle}
 INTERFERENCES = {"bandwidth": BANDWIDTH_SHARES, "blind": Interference()}
 
 
+class DoesNotFitError(MultiplexError):
+    """A module whose memory fits on no GPU, at any degree."""
+
+
 @dataclass(frozen=True)
 class PlannedMultiplexed:
     """A mapping, what others would have made of the same modules, and pictures and tables of it.
@@ -219,7 +223,7 @@ def plan_shapes(
     if device is not None:
         check_steps(device.name, steps)
     if surfaces is not None:
-        found = _read_surfaces(surfaces, [shape.name for shape in shapes])
+        found = read_surfaces(surfaces, [shape.name for shape in shapes])
         source, estimated = "scaling surfaces, measured or given", False
     else:
         spec = device or find_device(CPU)
@@ -265,9 +269,14 @@ def _source(
     return f"estimated surfaces of {device.name}, {dtype}, from FLOPs and traffic; not measured"
 
 
-def _read_surfaces(
+def read_surfaces(
     surfaces: Sequence[ScalingSurface] | str | Path, modules: Sequence[str]
 ) -> tuple[ScalingSurface, ...]:
+    """Surfaces of these modules, in their order, given or from a file.
+
+    Raises:
+        MultiplexError: no such file, something in it is wrong, or other modules.
+    """
     if isinstance(surfaces, str | Path):
         file = Path(surfaces)
         if not file.is_file():
@@ -341,7 +350,7 @@ def _check_fits(surfaces: Sequence[ScalingSurface], gpus: int, limit: int | None
         }
         if sizes and min(sizes.values()) > limit:
             degree = min(sizes, key=lambda d: (sizes[d], d))
-            raise MultiplexError(
+            raise DoesNotFitError(
                 f"module {surface.name!r} fits nowhere: a replica needs at least "
                 f"{sizes[degree] / GIB:.2f} GiB (with {degree} of {gpus} GPUs), and a GPU may use "
                 f"{limit / GIB:.2f} GiB; a module is not cut here (`--style pipelined` does), so "

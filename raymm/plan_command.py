@@ -13,6 +13,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from raymm.multiplex_command import add_style_arguments, check_style, run_style
+
 FILE_WIDTH = 120
 
 
@@ -39,6 +41,7 @@ def add_plan_arguments(command: argparse.ArgumentParser) -> None:
     add("--radius", type=int, metavar="N", help="layers omnibal may move a cut (default 1)")
     add("--measure", type=int, metavar="K", help="run the best K plans and pick by measurement")
     add("--out", help="folder for plan.json and pictures (default: run.storage_path)")
+    add_style_arguments(command)
     add("--svg", action="store_true", help="pictures as SVG instead of PNG")
 
 
@@ -56,6 +59,7 @@ def run_plan(args: argparse.Namespace) -> None:
     for name in ("microbatches", "measure"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 1")
+    style = check_style(args)
     config = load_config(args.config, args.overrides)
     if args.microbatches is not None:
         data = config.data.model_copy(update={
@@ -69,6 +73,12 @@ def run_plan(args: argparse.Namespace) -> None:
     console = Console()
     if not console.is_terminal:  # a file has room for every column
         console = Console(width=max(console.width, FILE_WIDTH))
+    folder = Path(args.out or config.run.storage_path)
+    suffix = ".svg" if args.svg else ".png"
+    if style != "pipelined":
+        request, note = _known_ranks(_request(args, config), config)
+        run_style(style, args, config, model, given, request, note, folder, suffix, console)
+        return
     with _cluster_if(args.measure is not None):
         planned = _planned(args, config, model, given, console)
         console.print(planned.table())
@@ -79,9 +89,7 @@ def run_plan(args: argparse.Namespace) -> None:
             raise PlanError(planned.unfit)
         if args.measure is not None:
             planned = _measured(args, config, model, planned, console)
-    folder = Path(args.out or config.run.storage_path)
     folder.mkdir(parents=True, exist_ok=True)
-    suffix = ".svg" if args.svg else ".png"
     files = [folder / "plan.json", folder / f"plan{suffix}", folder / f"plan_schedule{suffix}"]
     write_json(files[0], planned.plan.to_dict())
     draw_plan(planned.plan, files[1])
@@ -157,14 +165,17 @@ def _planned(args, config, model, given, console):
         else:
             costs = request.costs(model, data, dtype)
         return judge_plan(given, costs, costs.memory_limit(request.memory_gib))
-    note = None
-    if request.ranks is None:
-        request, note = _as_cluster(request, config)
+    request, note = _known_ranks(request, config)
     text = f"planning {len(model.encoder_names) + 1} modules for {request.ranks} devices"
     if not console.is_terminal:
         console.print(f"{text} ...")
     with console.status(text):
         return request.plan(model, data, dtype, note)
+
+
+def _known_ranks(request, config):
+    """The request with ranks, and a remark if they and the device are the cluster's."""
+    return (request, None) if request.ranks is not None else _as_cluster(request, config)
 
 
 def _as_cluster(request, config):

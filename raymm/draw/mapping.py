@@ -17,7 +17,7 @@ from raymm.scheduler.multiplex.mapping import module_seconds
 from raymm.scheduler.multiplex.problem import MappingProblem
 
 # Sizes in inches, font sizes in points.
-LANE, LANE_LEAST, LANES_HEIGHT = 0.62, 0.16, 24.0
+LANE, LANE_LEAST, LANES_HEIGHT = 0.85, 0.16, 24.0
 GAP = 0.12  # of a lane, between lanes
 BODY = 9.0
 HEAD, STAGES, AXIS, LEGEND_ROW, LINE = 0.42, 0.26, 0.50, 0.24, 0.20
@@ -163,7 +163,7 @@ def _bars(
             share = one.quota / mapping.steps
             text = f"{one.module}  {share:.0%}"
             inches = seconds / mapping.seconds * BODY
-            size = min(SMALL, share * (1 - GAP) * lane * 72 * 0.8)
+            size = min(SMALL, share * (1 - GAP) * lane * 72 * 0.85)
             for gpu in one.gpus:
                 high = share * (1 - GAP)
                 low = gpu + GAP / 2 + filled[gpu]

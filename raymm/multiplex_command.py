@@ -1,0 +1,157 @@
+"""``raymm plan --style``: multiplexed plans, and which style is faster, from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+# Options that only a search for pipelines has.
+_PIPELINED_ONLY = ("layouts", "schedules", "degrees", "strategy", "radius", "measure")
+
+
+def add_style_arguments(command: argparse.ArgumentParser) -> None:
+    """Options of ``raymm plan`` for execution styles."""
+    add = command.add_argument
+    add("--style", choices=("pipelined", "multiplexed", "auto"),
+        help="pipelined (default): stages on devices of their own; multiplexed: modules share "
+        "devices by quota, stages take turns; auto: both, and which is faster")
+    add("--multiplex", action="store_true", help="the same as --style multiplexed")
+    add("--quota-steps", type=int, metavar="N",
+        help="multiplexed: quotas are multiples of 1/N of a device (default 10)")
+    add("--interference", metavar="FILE",
+        help="multiplexed: what modules cost each other: a file, bandwidth (default: estimated "
+        "from shares of the memory bandwidth), or blind")
+    add("--solver", metavar="NAME",
+        help="multiplexed: auto (default), greedy, greedy_cp_sat, exact, local_search")
+
+
+def check_style(args: argparse.Namespace) -> str:
+    """The style that is asked for.
+
+    Raises:
+        ConfigError: options that contradict each other.
+    """
+    from raymm.config import ConfigError
+
+    if args.multiplex and args.style not in (None, "multiplexed"):
+        raise ConfigError(f"--multiplex is --style multiplexed, but --style is {args.style}")
+    style = "multiplexed" if args.multiplex else args.style or "pipelined"
+    if style == "pipelined":
+        given = [n for n in ("quota_steps", "interference", "solver") if getattr(args, n)]
+        if given:
+            raise ConfigError(
+                f"--{given[0].replace('_', '-')} is of multiplexed plans; accepted with --style "
+                "multiplexed or auto"
+            )
+    else:
+        refused = _PIPELINED_ONLY if style == "multiplexed" else ("measure",)
+        given = [name for name in refused if getattr(args, name) is not None]
+        if given:
+            raise ConfigError(f"--{given[0]} is of pipelined plans; it cannot be used with --style "
+                              f"{style}")  # fmt: skip
+    return style
+
+
+def run_style(
+    style: str, args: argparse.Namespace, config, model, given, request, note: str | None,
+    folder: Path, suffix: str, console: Console,
+) -> None:
+    """Plan multiplexed, or both ways; print, draw and save.
+
+    Raises:
+        MultiplexError, PlanError, DeviceError, ProfileError, LoadError: naming what is wrong.
+    """
+    from raymm.plan_request import DataShape
+    from raymm.scheduler.multiplex.strict_json import MultiplexError
+    from raymm.scheduler.plan import PlanError
+    from raymm.styles import compare_styles, plan_multiplexed_request
+
+    request, options = _options(args, request)
+    data = DataShape.of_config(config.data, model.encoder_names)
+    dtype = config.run.precision
+    if not console.is_terminal:
+        console.print(f"mapping {len(model.encoder_names) + 1} modules to {request.ranks} devices "
+                      "...")  # fmt: skip
+    if note is not None:
+        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+    if style == "multiplexed":
+        multiplexed = plan_multiplexed_request(model, request, data, dtype, options)
+        _show(multiplexed, console)
+        if multiplexed.unfit:
+            raise MultiplexError(multiplexed.unfit)
+        _save(multiplexed, folder, suffix, console)
+        return
+    found = compare_styles(model, request, data, dtype, options, given)
+    for one in (found.pipelined, found.multiplexed):
+        if one is not None:
+            _show(one, console)
+    console.print(found.explain(), highlight=False, markup=False, soft_wrap=True)
+    if found.style is None:
+        raise PlanError("neither style fits: " + "; ".join(found.refused.values()))
+    if "multiplexed" in found.seconds:
+        _save(found.multiplexed, folder, suffix, console)
+    if "pipelined" in found.seconds:
+        _save_pipelined(found.pipelined, folder, suffix, console)
+
+
+def _options(args: argparse.Namespace, request):
+    """The request, and what only multiplexing has; ``--profile`` may be of surfaces."""
+    from dataclasses import replace
+
+    from raymm.scheduler.multiplex.strict_json import whole
+    from raymm.styles import MultiplexOptions
+
+    options = MultiplexOptions(interference=args.interference, strategy=args.solver or "auto")
+    if args.quota_steps is not None:
+        options = replace(options, steps=whole(args.quota_steps, "--quota-steps", 1))
+    if request.profile is not None and has_surfaces(request.profile):
+        return replace(request, profile=None), replace(options, surfaces=request.profile)
+    return request, options
+
+
+def has_surfaces(path: str) -> bool:
+    """Whether a file is of scaling surfaces, not of layers. What is no such file at all is for
+    its reader to refuse."""
+    try:
+        data = json.loads(Path(path).read_text())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(data, dict) and "surfaces" in data
+
+
+def _show(planned, console: Console) -> None:
+    console.print(planned.table())
+    console.print(planned.explain(), highlight=False, markup=False, soft_wrap=True)
+
+
+def _save(planned, folder: Path, suffix: str, console: Console) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    file = write_text(folder / "mapping.json", planned.mapping.to_json())
+    picture = planned.draw(folder / f"mapping{suffix}")
+    for one in (file, picture):
+        console.print(f"wrote {one}", highlight=False, soft_wrap=True)
+
+
+def _save_pipelined(planned, folder: Path, suffix: str, console: Console) -> None:
+    from raymm.build import write_json
+    from raymm.draw import draw_plan
+
+    files = [folder / "plan.json", folder / f"plan{suffix}", folder / f"plan_schedule{suffix}"]
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(files[0], planned.plan.to_dict())
+    draw_plan(planned.plan, files[1])
+    planned.draw(files[2])
+    for one in files:
+        console.print(f"wrote {one}", highlight=False, soft_wrap=True)
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Write a file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
+    return path
