@@ -69,8 +69,9 @@ def explanation(planned: PlannedMultiplexed) -> str:
     samples = f" of {planned.batch} samples" if planned.batch else ""
     lines = [f"predicted {time_text(mapping.seconds)} per iteration{samples}; {planned.source}"]
     if mapping.bound:
-        proof = "proven optimal" if mapping.optimal else (
-            f"no mapping takes less than {time_text(mapping.bound)} (gap {mapping.gap:.1%})"
+        proof = "proven optimal (of whole modules)" if mapping.optimal else (
+            f"no mapping of whole modules takes less than {time_text(mapping.bound)} (gap "
+            f"{mapping.gap:.1%})"
         )
         lines.append(f"found by {mapping.method}; under this model {proof}")
     else:
@@ -140,4 +141,7 @@ def _baseline_line(name: str, other: StageMapping | str, seconds: float) -> str:
     if isinstance(other, str):
         return f"{name} has no mapping: {other}"
     slower = other.seconds / seconds - 1
-    return f"{name} would take {time_text(other.seconds)}, {slower:.1%} longer"
+    text = f"{name} would take {time_text(other.seconds)}"
+    if slower < 0:  # only slices can: what is proven is of whole modules
+        return f"{text}, {-slower:.1%} less: it cuts the batch into slices, which this does not"
+    return f"{text}, {slower:.1%} longer"

@@ -1,0 +1,331 @@
+"""``raymm.plan_multiplexed``: estimated surfaces, mappings, refusals, views, style comparison."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, SiglipVisionConfig
+
+import raymm
+from raymm.analytic import analytic_profile
+from raymm.contrastive import ContrastiveLoss
+from raymm.layer_count import Load, LoadError
+from raymm.model import ModalityModule, MultimodalModule, module_graph
+from raymm.module_dag import DagLoss, DagModule, ModuleDag, every
+from raymm.multiplex_costs import (
+    BANDWIDTH_SHARES,
+    TILE,
+    estimated_surface,
+    filled_profile,
+    shapes_of,
+)
+from raymm.multiplex_planning import DoesNotFitError, gpu_memory
+from raymm.multiplex_view import gpus_text, mapping_rows
+from raymm.plan_request import DataShape, PlanRequest
+from raymm.scheduler.costs import CostProfile, LayerCost, layer_work
+from raymm.scheduler.devices import Link, Links, find_device
+from raymm.scheduler.multiplex.interference import Interference
+from raymm.scheduler.multiplex.mapping import Mapping, module_seconds
+from raymm.scheduler.multiplex.strict_json import MultiplexError
+from raymm.scheduler.multiplex.surface import ScalingSurface, surfaces_to_json
+from raymm.scheduler.process_costs import all_reduce_seconds
+from raymm.styles import MultiplexOptions, compare_styles
+
+H100 = find_device("H100")
+
+
+def vlm(width: int = 256, frozen: bool = True) -> MultimodalModule:
+    llama = LlamaConfig(
+        hidden_size=2 * width, intermediate_size=4 * width, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, vocab_size=512,
+    )
+    siglip = SiglipVisionConfig(
+        hidden_size=width, intermediate_size=2 * width, num_hidden_layers=3,
+        num_attention_heads=4, image_size=32, patch_size=4,
+    )
+    return MultimodalModule(
+        {"vision": ModalityModule(siglip, "mlp", frozen=frozen)},
+        ModalityModule(llama, frozen=False),
+    )
+
+
+class Layer(nn.Linear):
+    """A tower of one matrix."""
+
+
+def towers(**widths: int) -> ModuleDag:
+    with torch.device("meta"):
+        made = {n: nn.Sequential(Layer(w, w), Layer(w, w)) for n, w in widths.items()}
+    nodes = {name: DagModule(module, reads={"x": name}) for name, module in made.items()}
+    first, *others = widths
+    for other in others:
+        nodes[f"pair_{other}"] = DagLoss(
+            ContrastiveLoss(), inputs={"first": every(first), "second": every(other)}
+        )
+    return ModuleDag(nodes)
+
+
+def surface(name, seconds=0.1, memory=10**9, steps=10, bandwidth=0.5) -> ScalingSurface:
+    """Ideal in degree and quota."""
+    quotas = tuple(range(1, steps + 1))
+    return ScalingSurface(
+        name, (1, 2), quotas, steps,
+        tuple(tuple(seconds / d * steps / q for q in quotas) for d in (1, 2)), (memory, memory),
+        tuple(bandwidth * q / steps for q in quotas),
+    )
+
+
+def test_a_whole_device_takes_what_the_analytic_profile_says_of_modules_that_fill_it():
+    model = vlm()
+    loads = {"vision": Load(64, 640), "llm": Load(64, 1024, 64 * 500)}
+    profile = analytic_profile(model, loads, H100, "bf16")
+    work = layer_work(module_graph(model), profile)
+    for shape in shapes_of(model):
+        load = loads[shape.name]
+        assert shape.tiles(load) > 132
+        found = estimated_surface(shape, load, H100, gpus=1, steps=10)
+        wanted = sum(layer.total for layer in work[shape.name])
+        assert found.seconds_at(1, 10) == pytest.approx(wanted, rel=1e-9)
+    # The pipelined planner's costs are then those of the profile.
+    same = filled_profile(profile, shapes_of(model), loads, H100)
+    for name, layers in profile.modules.items():
+        for a, b in zip(layers, same.modules[name], strict=True):
+            assert b.forward == pytest.approx(a.forward, rel=1e-9)
+            assert b.backward_weight == pytest.approx(a.backward_weight, rel=1e-9)
+
+
+def test_small_modules_use_no_more_multiprocessors_than_their_products_have_tiles():
+    dag = towers(a=1024, b=1024)
+    shape = shapes_of(dag)[0]
+    tokens = 4 * TILE
+    assert shape.tiles(Load(1, tokens)) == 4 * 1024 / TILE  # 32 of 132 multiprocessors
+    slow = replace(H100, flops={"bf16": 1e9})  # arithmetic alone
+    found = estimated_surface(shape, Load(1, tokens), slow, gpus=1, steps=10)
+    times = [found.seconds_at(1, quota) for quota in range(1, 11)]
+    assert times[0] > 1.5 * times[1] > times[2]
+    assert times[2] == pytest.approx(times[9], rel=1e-6)  # 0.3 is more than 32 / 132
+    # And so is a pipeline's stage: 132 / 32 times as long.
+    profile = CostProfile({"a": shape.layers(Load(1, tokens), slow, "bf16")}, "H100", "bf16")
+    filled = filled_profile(profile, [shape], {"a": Load(1, tokens)}, slow)
+    slower = filled.modules["a"][0].forward / profile.modules["a"][0].forward
+    assert slower == pytest.approx(132 / 32, rel=1e-3)
+
+
+def test_gradients_are_summed_over_replicas_of_what_is_trained():
+    link = Link(1e-3, 1e9)
+    links = Links(link, link, 8)
+    for shape in shapes_of(vlm()):
+        load = Load(16, 64)
+        free = estimated_surface(shape, load, H100, gpus=4, steps=10)
+        summed = estimated_surface(shape, load, H100, gpus=4, steps=10, links=links)
+        layers = shape.layers(load, H100, "bf16")
+        trained = sum(
+            c.parameter_bytes for c, t in zip(layers, shape.trainable, strict=True) if t
+        )
+        assert 0 < trained
+        for degree in (1, 2, 4):
+            more = summed.seconds_at(degree, 5) - free.seconds_at(degree, 5)
+            assert more == pytest.approx(all_reduce_seconds(trained, degree, link), abs=1e-12)
+        assert summed.bandwidth == free.bandwidth
+
+
+def test_no_more_replicas_than_samples_and_memory_of_the_local_batch():
+    shape = shapes_of(vlm())[1]
+    found = estimated_surface(shape, Load(6, 64), H100, gpus=16, steps=10)
+    assert found.degrees == (1, 2, 4)
+    assert found.memory_bytes[0] > found.memory_bytes[1] > found.memory_bytes[2]
+
+
+def test_it_maps_a_graph_of_towers_and_no_baseline_of_whole_modules_is_faster():
+    dag = towers(a=4096, b=1024, c=512)
+    planned = raymm.plan_multiplexed(
+        dag, gpus=4, device="H100", batch=32, tokens={"a": 256, "b": 128, "c": 128}
+    )
+    planned.mapping.check(planned.problem)
+    assert {p.module for s in planned.mapping.stages for p in s.placements} == {"a", "b", "c"}
+    assert planned.estimated and "not measured" in planned.source
+    assert planned.problem.interference == BANDWIDTH_SHARES
+    for name, other in planned.baselines.items():
+        other.check(planned.problem)
+        # Slices are no part of the search.
+        assert other.seconds >= planned.seconds * (1 - 1e-9) or name == "Spindle"
+    again = Mapping.from_json(planned.mapping.to_json())
+    assert again == planned.mapping
+    text = planned.explain()
+    for part in ("Megatron-LM would take", "DistMM", "Spindle", "dynamic programming",
+                 "bandwidth", "not measured", "32 samples"):  # fmt: skip
+        assert part in text
+
+
+def test_encoders_come_before_the_language_model():
+    planned = raymm.plan_multiplexed(
+        vlm(), gpus=2, device="H100", batch=8, tokens={"llm": 256}
+    )
+    assert planned.problem.edges == (("vision", "llm"),)
+    order = [p.module for s in planned.mapping.stages for p in s.placements]
+    assert order == ["vision", "llm"]
+
+
+def test_surfaces_of_a_file_and_interference_of_a_file(tmp_path):
+    dag = towers(a=64, b=64)
+    file, other = tmp_path / "surfaces.json", tmp_path / "interference.json"
+    file.write_text(surfaces_to_json([surface("b"), surface("a", 0.2)]))
+    known = Interference(constant=0.5, product=0.25)
+    other.write_text(known.to_json())
+    planned = raymm.plan_multiplexed(dag, gpus=2, surfaces=file, interference=str(other))
+    assert planned.problem.names == ("a", "b") and not planned.estimated
+    assert planned.problem.interference == known and "e1 0.5" in planned.explain()
+    assert planned.problem.memory_bytes is None and planned.batch is None
+    # So much interference: they take turns or have GPUs of their own.
+    for stage in planned.mapping.stages:
+        gpus = [g for p in stage.placements for g in p.gpus]
+        assert len(gpus) == len(set(gpus))
+    blind = raymm.plan_multiplexed(dag, gpus=2, surfaces=file, interference="blind")
+    assert blind.problem.interference.blind and "blind" in blind.explain()
+    assert blind.seconds == pytest.approx(0.15)  # 0.3 GPU seconds on two GPUs
+
+
+def test_without_quotas_or_bandwidth_it_says_so():
+    dag = towers(a=64, b=64)
+    whole = [ScalingSurface(n, (1,), (10,), 10, ((0.1,),), (0,), (0.0,)) for n in ("a", "b")]
+    planned = raymm.plan_multiplexed(dag, gpus=2, surfaces=whole)
+    assert "no quotas below a whole device" in planned.explain()
+    assert "blind: the surfaces say nothing of bandwidth" in planned.explain()
+    cpu = raymm.plan_multiplexed(dag, gpus=2, batch=4, tokens={"a": 8, "b": 8})
+    assert all(s.quotas == (10,) for s in cpu.problem.surfaces)
+    assert "one CPU core" in cpu.explain() and "no quotas" in cpu.explain()
+
+
+def test_a_module_that_fits_nowhere_is_refused_with_numbers():
+    dag = towers(a=64, b=64)
+    given = [surface("a"), surface("b", memory=3 * 2**30)]
+    with pytest.raises(DoesNotFitError, match=r"'b' fits nowhere.* 3\.00 GiB .*2\.00 GiB"):
+        raymm.plan_multiplexed(dag, gpus=2, surfaces=given, memory_gib=2)
+
+
+def test_memory_holds_over_the_whole_iteration():
+    """One after the other each fits, but weights and activations stay until the backward."""
+    dag = towers(a=64, b=64)
+    given = [surface("a", memory=2 * 2**30), surface("b", memory=2 * 2**30)]
+    tight = raymm.plan_multiplexed(dag, gpus=1, surfaces=given, memory_gib=3)
+    assert gpu_memory(tight.problem, tight.mapping) == (4 * 2**30,)
+    assert "4.00 GiB over an iteration" in tight.unfit and "does not fit" in tight.explain()
+    # On two GPUs they can be apart; the fastest, both everywhere, is not possible.
+    apart = raymm.plan_multiplexed(dag, gpus=2, surfaces=given, memory_gib=3)
+    assert apart.unfit is None and max(apart.memory) <= 3 * 2**30
+    roomy = raymm.plan_multiplexed(dag, gpus=2, surfaces=given, memory_gib=5)
+    assert roomy.unfit is None and roomy.seconds <= apart.seconds
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"steps": 17}, MultiplexError, r"steps is 17.* 132 multiprocessors.* 1 to 16"),
+        ({"gpus": 0}, MultiplexError, "gpus"),
+        ({"batch": None}, MultiplexError, "batch is not given"),
+        ({"tokens": {"a": 4}}, LoadError, "tokens of 'b' are not given"),
+        ({"tokens": {"z": 4}}, LoadError, "'?z'?"),
+        ({"interference": "none.json"}, MultiplexError, "accepted: bandwidth, blind, or a file"),
+        ({"surfaces": "none.json"}, MultiplexError, "no such file"),
+        ({"surfaces": [surface("a")]}, MultiplexError, r"surfaces are of \['a'\]"),
+        ({"memory_gib": 0}, MultiplexError, "memory_gib is 0"),
+        ({"strategy": "best"}, MultiplexError, "strategy"),
+    ],
+)
+def test_refusals(arguments, error, text):
+    defaults = dict(gpus=2, device="H100", batch=4, tokens={"a": 4, "b": 4})
+    with pytest.raises(error, match=text):
+        raymm.plan_multiplexed(towers(a=64, b=64), **{**defaults, **arguments})
+
+
+def test_rows_table_and_html():
+    dag = towers(a=64, b=64)
+    planned = raymm.plan_multiplexed(dag, gpus=2, surfaces=[surface("a"), surface("b", 0.05)])
+    rows = mapping_rows(planned)
+    placements = [p for s in planned.mapping.stages for p in s.placements]
+    assert [row["module"] for row in rows] == [p.module for p in placements]
+    assert [row["quota"] for row in rows] == [f"{p.quota / 10:.0%}" for p in placements]
+    times = [
+        t for s in planned.mapping.stages for t in module_seconds(planned.problem, s.placements)
+    ]
+    for row, seconds in zip(rows, times, strict=True):
+        assert float(row["ms"].replace(",", "")) == pytest.approx(1e3 * seconds, rel=0.01)
+        assert row["GiB"] == "0.93"
+    html = planned._repr_html_()
+    assert html.count("<tr>") == 1 + len(rows) and "Megatron-LM would take" in html
+    assert planned.table().row_count == len(rows)
+    assert [gpus_text(g) for g in ((0,), (0, 1, 2, 3), (0, 2))] == ["0", "0-3", "0,2"]
+
+
+def test_styles_are_compared_by_the_same_costs():
+    model = vlm()
+    request = PlanRequest(ranks=2, device="H100", tokens={"vision": 64, "llm": 512},
+                          schedules=("1f1b",), degrees="none")  # fmt: skip
+    data = DataShape(4, 8)
+    found = compare_styles(model, request, data, "bf16")
+    assert (found.batch, found.microbatches) == (32, 4)
+    both = found.seconds
+    assert both == {"pipelined": found.pipelined.seconds, "multiplexed": found.multiplexed.seconds}
+    assert found.style == min(both, key=both.get)
+    ratio = max(both.values()) / min(both.values())
+    assert f"{found.style} is predicted to be {ratio:.2f} times as fast" in found.explain()
+    assert found.multiplexed.batch == 32
+    # On one GPU with one microbatch there is nothing to share: both take the sum of all layers.
+    alone = compare_styles(model, replace(request, ranks=1), DataShape(1, 8), "bf16").seconds
+    assert alone["pipelined"] == pytest.approx(alone["multiplexed"], rel=1e-6)
+
+
+def test_with_surfaces_pipelines_are_judged_by_them_too():
+    model = vlm()
+    request = PlanRequest(ranks=1, tokens={"vision": 64, "llm": 512}, schedules=("1f1b",))
+    given = (surface("vision", 0.3), surface("llm", 0.5))
+    found = compare_styles(
+        model, request, DataShape(1, 8), "fp32", MultiplexOptions(surfaces=given)
+    )
+    assert found.seconds["pipelined"] == pytest.approx(0.8)
+    assert found.seconds["multiplexed"] == pytest.approx(0.8)
+
+
+def test_a_style_that_does_not_fit_loses():
+    request = PlanRequest(ranks=2, device="H100", tokens={"vision": 64, "llm": 512},
+                          schedules=("1f1b",), memory_gib=0.05)  # fmt: skip
+    found = compare_styles(vlm(), request, DataShape(8, 4), "bf16")
+    assert "multiplexed" in found.refused and found.style != "multiplexed"
+    assert "multiplexed does not run: module 'llm' fits nowhere" in found.explain()
+
+
+def test_measured_layers_scale_the_estimates():
+    """A profile in which a module is three times its estimate gives surfaces of three times."""
+    from raymm.multiplex_costs import edges_of, local_load
+    from raymm.multiplex_planning import plan_shapes
+
+    model = vlm()
+    shapes = shapes_of(model)
+    micro = {"vision": Load(8, 640), "llm": Load(8, 1024)}
+    whole = {name: local_load(replace(load, samples=32), 1) for name, load in micro.items()}
+    profile = filled_profile(analytic_profile(model, micro, H100), shapes, micro, H100)
+
+    def slower(cost: LayerCost) -> LayerCost:
+        return replace(cost, forward=3 * cost.forward, backward_input=3 * cost.backward_input,
+                       backward_weight=3 * cost.backward_weight)  # fmt: skip
+
+    measured = replace(profile, source="measured", modules={
+        name: tuple(map(slower, layers)) for name, layers in profile.modules.items()
+    })
+    arguments = dict(gpus=1, device=H100, loads=whole)
+    edges = edges_of(model, [shape.name for shape in shapes])
+    plain = plan_shapes(shapes, edges, **arguments)
+    scaled = plan_shapes(shapes, edges, **arguments, measured=(measured, micro))
+    assert scaled.seconds == pytest.approx(3 * plain.seconds)
+    assert "scaled to layers measured on H100" in scaled.explain()
+
+
+def test_the_mapping_is_saved_as_the_formats_of_the_solver():
+    planned = raymm.plan_multiplexed(
+        towers(a=64, b=64), gpus=2, surfaces=[surface("a"), surface("b")]
+    )
+    data = json.loads(planned.mapping.to_json())
+    assert data["format"] == 1 and re.match("auto", data["method"])
