@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,6 +17,7 @@ from raymm.actors.module_state import evaluating, inputs_unchanged, statistics_k
 from raymm.actors.split_backward import DeferredWeights, backward_input
 from raymm.actors.stages.message import Message, MicrobatchContext
 from raymm.actors.stages.source import derive_seed
+from raymm.actors.step_clock import step_clock
 from raymm.scheduler.program import BACKWARDS, COMPUTE, FORWARDS, Instruction, Op
 from raymm.scheduler.stage import stage_module
 
@@ -235,10 +235,9 @@ class Executor:
             self._reduction.expect(program.reduced)
         for edge, microbatches in program.incoming.items():
             self._receivers[edge].expect([meta.keys[m] for m in microbatches])
-        wall = time.time() - time.perf_counter()
+        clock = step_clock(self._device)
+        marks = [clock.mark()]
         for task in program.tasks:
-            start = time.perf_counter()
-            m = task.microbatch
             reduction = self._reduction if task.last else None
             if reduction is not None and task.op is Op.BACKWARD:
                 reduction.last_backward(task.stage)
@@ -246,13 +245,15 @@ class Executor:
                 self._run_task(task, step, result)
                 if reduction is not None:
                     reduction.finished(task.stage)
-            end = time.perf_counter()
-            result.spans.append(
-                (task.op.value, task.stage, m, wall + start, wall + end, task.peer)
-            )
+            marks.append(clock.mark())
         for sender in self._senders.values():
             sender.end_step(self._timeout)
         result.losses = {m: float(loss) for m, loss in step.losses.items()}
+        seconds = clock.seconds(marks)
+        result.spans = [
+            (task.op.value, task.stage, task.microbatch, start, end, task.peer)
+            for task, start, end in zip(program.tasks, seconds, seconds[1:], strict=False)
+        ]
         return result
 
     def _run_task(self, task: _Task, step: _Step, result: StepResult) -> None:

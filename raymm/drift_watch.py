@@ -11,7 +11,7 @@ from typing import Any
 from raymm.data import MicrobatchMeta
 from raymm.model import LANGUAGE_MODEL
 from raymm.profile import save_table
-from raymm.rebalancing import TIMED_DEVICES, WARM_UP_STEPS
+from raymm.rebalancing import WARM_UP_STEPS
 from raymm.scheduler.costs import ProfileError
 from raymm.scheduler.plan import Plan
 from raymm.scheduler.plan_drift import Drift, PlanDrift
@@ -29,16 +29,12 @@ class DriftWatch:
 
     Args:
         plan: of the run.
-        device: ``"cpu"`` or ``"cuda"``; only where ranks time what they compute.
         folder: of the run, for :data:`FILE`.
         say: prints a line.
     """
 
-    def __init__(
-        self, plan: Plan, device: str, folder: Path, say: Callable[[str], None]
-    ) -> None:
-        timed = plan.profile is not None and device in TIMED_DEVICES
-        self._drift = PlanDrift(plan) if timed else None
+    def __init__(self, plan: Plan, folder: Path, say: Callable[[str], None]) -> None:
+        self._drift = None if plan.profile is None else PlanDrift(plan)
         self._folder, self._say = folder, say
         self._seen, self._above, self._said = 0, 0, False
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from raymm.config import ConfigError
-from raymm.data import DataConfig, Decision, RebalanceConfig, RebalancedSampler
+from raymm.data import Decision, RebalanceConfig, RebalancedSampler
 from raymm.data.group_sampler import Groups
 from raymm.decision_log import DecisionLog
 from raymm.model import LANGUAGE_MODEL
@@ -29,22 +28,6 @@ WARM_UP_STEPS = 2
 HALF_LIFE, LEAST_HALF_LIFE = 0.25, 5.0
 # Steps to come that are simulated to compare ways to plan them.
 AHEAD = 32
-# Devices whose ranks' timelines have the seconds that the device computed.
-TIMED_DEVICES = ("cpu",)
-
-
-def check_device(data: Any, device: str) -> None:
-    """
-    Raises:
-        ConfigError: ``data.batching.rebalance`` where ranks do not time what they compute.
-    """
-    asked = isinstance(data, DataConfig) and data.batching.rebalance is not None
-    if asked and device not in TIMED_DEVICES:
-        raise ConfigError(
-            f"data.batching.rebalance is set, but on {device!r} ranks note when work was handed "
-            f"to the device, not how long it took; accepted: null, or run.device of "
-            f"{', '.join(TIMED_DEVICES)}"
-        )
 
 
 class Rebalancing:

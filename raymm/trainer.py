@@ -28,7 +28,7 @@ from raymm.plan_check import differences
 from raymm.plan_request import PlanRequest, plan_for_cluster
 from raymm.plan_view import summary
 from raymm.progress import RunProgress, heldout_line, skipped_line, step_line
-from raymm.rebalancing import check_device, rebalancing
+from raymm.rebalancing import rebalancing
 from raymm.report import RunReport
 from raymm.scheduler.plan import Plan
 from raymm.specs import MultimodalParallelSpec
@@ -148,7 +148,6 @@ class Trainer:
         )
         with connected():
             device = pick_device(self.run.device)
-            check_device(self.data, device)
             resources = self._resources(device)
             if self.plan is None:
                 self._make_plan(device, resources, checkpoint)
@@ -359,8 +358,7 @@ class _Loop:
             trainer.path, parallel.steps_taken, lambda text: self._progress.line(text),
         )
         self._drift = DriftWatch(
-            parallel.plan, pick_device(trainer.run.device), trainer.path,
-            lambda text: self._progress.line(text),
+            parallel.plan, trainer.path, lambda text: self._progress.line(text)
         )
 
     def run(self, state: Any, progress: RunProgress) -> None:

@@ -38,7 +38,7 @@ def watched(config, tmp_path):
         Stage("llm", 1, (cut, layers["llm"]), 2),
     ), 2, profile=profile)  # fmt: skip
     lines = []
-    return plan, DriftWatch(plan, "cpu", tmp_path, lines.append), lines
+    return plan, DriftWatch(plan, tmp_path, lines.append), lines
 
 
 def steps(plan, slower):
@@ -81,8 +81,7 @@ def test_a_plan_that_holds_is_not_spoken_of(watched, tmp_path):
 def test_where_nothing_is_known_nothing_is_said(watched, tmp_path):
     plan, _, lines = watched
     for watch in (
-        DriftWatch(plan, "cuda", tmp_path, lines.append),
-        DriftWatch(Plan(plan.graph, plan.stages, 2), "cpu", tmp_path, lines.append),
+        DriftWatch(Plan(plan.graph, plan.stages, 2), tmp_path, lines.append),
     ):
         assert [watch.after_step(n, *steps(plan, 9.0)) for n in range(1, 40)] == [{}] * 39
     assert lines == []

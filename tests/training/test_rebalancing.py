@@ -6,12 +6,12 @@ from collections import deque
 import numpy as np
 import pytest
 
-from raymm.config import ConfigError, load_config
+from raymm.config import load_config
 from raymm.data import Decision, RebalanceConfig
 from raymm.data.rebalanced_sampler import RebalancedSampler
 from raymm.data.sampler import flat
 from raymm.decision_log import DecisionLog
-from raymm.rebalancing import FILE, WARM_UP_STEPS, Rebalancing, check_device, rebalancing
+from raymm.rebalancing import FILE, WARM_UP_STEPS, Rebalancing, rebalancing
 from raymm.scheduler.graph import ModuleGraph, ModuleNode
 from raymm.scheduler.lower import full_program
 from raymm.scheduler.measured_costs import MeasuredCosts, ModuleCost, efficiency, group_units
@@ -181,10 +181,6 @@ def test_where_it_is_asked_for(make_config, plan, tmp_path):
         "data.batching": {"method": "balanced", "rebalance": 7}
     })).data  # fmt: skip
     assert given.batching.rebalance == RebalanceConfig(every=7, gain=0.02)
-    with pytest.raises(ConfigError, match="data.batching.rebalance is set, but on 'cuda'"):
-        check_device(given, "cuda")
-    check_device(given, "cpu")
-    check_device(load_config(make_config()).data, "cuda")
     sampler = RebalancedSampler(sizes(), 4, 5)
     arguments = (plan, True, tmp_path, 0, print)
     assert isinstance(rebalancing(given, sampler, *arguments), Rebalancing)
