@@ -2,7 +2,8 @@
 
 Work follows Mosaic's Table 1 (TFLOPs and FLOPs per byte of a module), where it has the module;
 the other modules of these models are given work like that of their kind. Times are stretched so
-that a stage takes tens to hundreds of milliseconds: long beside what the actors themselves take.
+that stages take hundreds of milliseconds to seconds: long beside what the actors themselves take,
+even eight of them on two cores.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ SENSES = ("text", "audio", "depth", "thermal", "imu")
 SHAPES = {
     "clip": Shape(
         {"vision": Kind(4.17, 35.2), "text": Kind(1.04, 20.5), "align": Kind(0.05, 20.5)},
-        (("vision", "align"), ("text", "align")), 4, 1.0, ("align",),
+        (("vision", "align"), ("text", "align")), 4, 2.0, ("align",),
     ),
     "imagebind": Shape(
         {
@@ -78,11 +79,11 @@ SHAPES = {
             "depth": Kind(0.80, 35.2), "thermal": Kind(0.90, 35.2), "imu": Kind(0.30, 20.5),
             "align": Kind(0.10, 20.5),
         },
-        tuple((name, "align") for name in ("vision", *SENSES)), 8, 1.0, ("align",),
+        tuple((name, "align") for name in ("vision", *SENSES)), 8, 2.0, ("align",),
     ),
     "ofasys": Shape(
         {**ENCODERS, "backbone": Kind(4.80, 41.6), **DECODERS},
         (*((name, "backbone") for name in ENCODERS), *(("backbone", name) for name in DECODERS)),
-        8, 1.0,
+        8, 2.0,
     ),
 }

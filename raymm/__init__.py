@@ -41,6 +41,12 @@ _PUBLIC = {
     "plan": "raymm.planning",
     "Planned": "raymm.planning",
     "plan_multiplexed": "raymm.multiplex_planning",
+    "ModuleDag": "raymm.module_dag",
+    "DagModule": "raymm.module_dag",
+    "DagLoss": "raymm.module_dag",
+    "every": "raymm.module_dag",
+    "ContrastiveLoss": "raymm.contrastive",
+    "MultiplexedModule": "raymm.multiplexed",
     "PlannedMultiplexed": "raymm.multiplex_planning",
     "PlanRequest": "raymm.plan_request",
     "Plan": "raymm.scheduler.plan",
@@ -57,9 +63,12 @@ if TYPE_CHECKING:
     from raymm.actors.stages.projector import Projector
     from raymm.actors.stages.source import FactorySource
     from raymm.config import RunConfig
+    from raymm.contrastive import ContrastiveLoss
     from raymm.data import DataConfig, ModalityDataConfig
     from raymm.model import ModalityModule, MultimodalModule
+    from raymm.module_dag import DagLoss, DagModule, ModuleDag, every
     from raymm.multiplex_planning import PlannedMultiplexed, plan_multiplexed
+    from raymm.multiplexed import MultiplexedModule
     from raymm.parallel import MultimodalParallelModule, StepOutput
     from raymm.plan_request import PlanRequest
     from raymm.planning import Planned, plan

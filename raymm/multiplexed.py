@@ -12,8 +12,8 @@ import torch
 
 from raymm.actors.group import RankResources
 from raymm.actors.multiplexed.gpu_actor import GpuSpec
-from raymm.actors.multiplexed.group import GpuGroup
-from raymm.actors.multiplexed.iteration import IterationMeta, IterationResult
+from raymm.actors.multiplexed.group import GpuGroup, PendingResults
+from raymm.actors.multiplexed.iteration import IterationMeta
 from raymm.actors.optimizer import OptimizerConfig
 from raymm.actors.quota import Backend
 from raymm.cluster import connect
@@ -34,6 +34,8 @@ class MultiplexedOutput:
         loss: of the whole batch: what :class:`ModuleDag` gives in one process.
         losses: what it is the sum of.
         seconds: from the first GPU's beginning to the last one's end.
+        end: when that was, by the hosts' clocks; ends of iterations submitted ahead are as far
+            apart as iterations take.
         timeline: when each node ran on each GPU; a span's ``stage`` is the node, its
             ``microbatch`` the turn.
         sent_bytes: between GPUs, without the sums of gradients.
@@ -44,10 +46,44 @@ class MultiplexedOutput:
     loss: float
     losses: dict[str, float]
     seconds: float
+    end: float
     timeline: Timeline
     sent_bytes: int = 0
     grad_norm: float | None = None
     learning_rate: float | None = None
+
+
+class PendingIteration:
+    """An iteration under way. :meth:`result` waits for it."""
+
+    def __init__(self, results: PendingResults, losses: list[str]) -> None:
+        self._results, self._losses = results, losses
+
+    def result(self) -> MultiplexedOutput:
+        """What it gave.
+
+        Raises:
+            RankFailedError: a process died or a module raised; by name.
+        """
+        results = self._results.result()
+        losses = dict.fromkeys(self._losses, 0.0)
+        for result in results:
+            for name, value in result.losses.items():
+                losses[name] += value
+        start, end = min(r.start for r in results), max(r.end for r in results)
+        ops = {Direction.FORWARD: Op.FORWARD, Direction.BACKWARD: Op.BACKWARD}
+        spans = tuple(
+            Span(
+                gpu, ops[Direction(one.direction)], one.node, one.turn, one.start - start,
+                one.end - start,
+            )
+            for gpu, result in enumerate(results) for one in result.runs
+        )
+        return MultiplexedOutput(
+            sum(losses.values()), losses, end - start, end, Timeline(spans, len(results)),
+            sum(result.sent_bytes for result in results), results[0].grad_norm,
+            results[0].learning_rate,
+        )
 
 
 class MultiplexedModule:
@@ -156,21 +192,29 @@ class MultiplexedModule:
             ModelError: a batch that does not fit.
             RankFailedError: a process died or a module raised; by name. Nothing runs any more.
         """
-        return self._run(batch, train=True)
+        return self.submit(batch, update=False).result()
 
     def train_step(self, batch: Mapping[str, torch.Tensor]) -> MultiplexedOutput:
         """:meth:`execute` and the optimizer's step."""
-        output = self._run(batch, train=True, update=True)
-        self._step += 1
-        return output
+        return self.submit(batch).result()
 
     def evaluate(self, batch: Mapping[str, torch.Tensor]) -> MultiplexedOutput:
         """Loss only, all modules in evaluation mode; no gradients."""
-        return self._run(batch, train=False)
+        return self.submit(batch, train=False, update=False).result()
 
-    def _run(
-        self, batch: Mapping[str, torch.Tensor], train: bool, update: bool = False
-    ) -> MultiplexedOutput:
+    def submit(
+        self, batch: Mapping[str, torch.Tensor], *, train: bool = True, update: bool = True
+    ) -> PendingIteration:
+        """Start an iteration and return at once; iterations run in the order submitted. With
+        the next one submitted before the last one's result is read, no GPU waits for the driver.
+
+        Args:
+            batch: as of :meth:`execute`.
+            train: with backward; otherwise as :meth:`evaluate`.
+            update: with the optimizer's step; otherwise as :meth:`execute`.
+        """
+        if update and not train:
+            raise ValueError("update is True without train; accepted: both, train alone, neither")
         size = self.dag.batch_size(batch)
         program = self.program(size, train, update)
         key = f"{size}/{train}/{update}"
@@ -180,7 +224,9 @@ class MultiplexedModule:
             self._step, self._seed, layout, self.group.is_new_layout(layout),
             self.dag.scales(batch), train,
         )
-        return self._output(self.group.run(key, meta, self._inputs(program, batch)))
+        self._step += update
+        results = self.group.submit(key, meta, self._inputs(program, batch))
+        return PendingIteration(results, [n for n, node in self.dag.nodes.items() if node.loss])
 
     def _inputs(
         self, program: MultiplexProgram, batch: Mapping[str, torch.Tensor]
@@ -200,26 +246,6 @@ class MultiplexedModule:
                             }
             found.append(here)
         return found
-
-    def _output(self, results: list[IterationResult]) -> MultiplexedOutput:
-        losses = {name: 0.0 for name, node in self.dag.nodes.items() if node.loss}
-        for result in results:
-            for name, value in result.losses.items():
-                losses[name] += value
-        start = min(result.start for result in results)
-        ops = {Direction.FORWARD: Op.FORWARD, Direction.BACKWARD: Op.BACKWARD}
-        spans = tuple(
-            Span(
-                gpu, ops[Direction(one.direction)], one.node, one.turn, one.start - start,
-                one.end - start,
-            )
-            for gpu, result in enumerate(results) for one in result.runs
-        )
-        return MultiplexedOutput(
-            sum(losses.values()), losses, max(result.end for result in results) - start,
-            Timeline(spans, len(results)), sum(result.sent_bytes for result in results),
-            results[0].grad_norm, results[0].learning_rate,
-        )
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Gradients of all trainable parameters after :meth:`execute`, by the names that

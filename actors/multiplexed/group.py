@@ -88,24 +88,36 @@ class GpuGroup(RankGroup):
         remember(self._layouts, layout, None)
         return new
 
-    def run(
+    def submit(
         self, key: str, meta: IterationMeta, inputs: Sequence[Mapping[Part, Entries]]
-    ) -> list[IterationResult]:
-        """Run an iteration on all GPUs.
+    ) -> PendingResults:
+        """Start an iteration on all GPUs; returns at once. They run in the order submitted.
 
         Args:
             key: of a loaded program.
             meta: of the iteration.
             inputs: per GPU and part, what it reads of the batch.
-
-        Raises:
-            RankFailedError: if a process died or a module raised.
         """
         refs = [
             actor.run_iteration.remote(key, meta, list(one), *one.values())
             for actor, one in zip(self._actors, inputs, strict=True)
         ]
-        return self.wait(refs)
+        return PendingResults(self, refs)
+
+
+class PendingResults:
+    """An iteration under way."""
+
+    def __init__(self, group: GpuGroup, refs: list[ray.ObjectRef]) -> None:
+        self._group, self._refs = group, refs
+
+    def result(self) -> list[IterationResult]:
+        """What every GPU reports, once all are done.
+
+        Raises:
+            RankFailedError: if a process died or a module raised.
+        """
+        return self._group.wait(self._refs)
 
 
 def _labels(specs: Sequence[GpuSpec]) -> list[str]:

@@ -21,6 +21,7 @@ from multiplex_models import (
 )
 from torch import nn
 
+import raymm
 from raymm.actors.group import RankFailedError
 from raymm.actors.optimizer import OptimizerConfig
 from raymm.contrastive import clip_dag
@@ -130,6 +131,15 @@ def test_clip_with_towers_of_different_degrees(four_gpus):
     check_steps(
         running, model, loss_of, [clip_batch(n, 10 + n) for n in (6, 5, 6)], name_of
     )
+
+
+def test_a_planned_model_runs(four_gpus):
+    model = clip_model()
+    dag = clip_dag(model)
+    planned = raymm.plan_multiplexed(dag, gpus=4, batch=6, tokens={"text": 8})
+    running, batch = four_gpus(dag, planned.mapping), clip_batch(6, 0)
+    due = model(**batch, return_loss=True).loss.item()
+    assert running.execute(batch).loss == pytest.approx(due, rel=1e-6)
 
 
 def test_six_towers_some_of_them_frozen(four_gpus):
