@@ -1,0 +1,108 @@
+"""``raymm plan --style``: mappings and comparisons from the command line."""
+
+import pytest
+from PIL import Image
+
+from raymm.scheduler.multiplex.mapping import Mapping
+from raymm.scheduler.multiplex.surface import ScalingSurface, surfaces_to_json
+from raymm.scheduler.plan import Plan
+
+
+@pytest.fixture
+def wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def surfaces(seconds: dict[str, float], memory: int = 10**6) -> str:
+    quotas = tuple(range(1, 11))
+    return surfaces_to_json([
+        ScalingSurface(
+            name, (1, 2, 4), quotas, 10,
+            tuple(tuple(one / d * 10 / q for q in quotas) for d in (1, 2, 4)), (memory,) * 3,
+            (0.1,) * 10,
+        )
+        for name, one in seconds.items()
+    ])
+
+
+def test_multiplex_prints_draws_and_saves(raymm, make_config, tmp_path, wide, no_ray):
+    out = tmp_path / "out"
+    code, text = raymm(
+        "plan", "--multiplex", make_config(), "--ranks", "4", "--device", "H100", "--out", str(out)
+    )
+    assert code == 0, text
+    mapping = Mapping.from_json((out / "mapping.json").read_text())
+    assert mapping.gpus == 4
+    modules = [p.module for s in mapping.stages for p in s.placements]
+    assert sorted(modules) == ["llm", "vision"] and modules[0] == "vision"
+    for part in ("multiplexed (estimates)", "stage ms", "quota", "Megatron-LM would take",
+                 "DistMM would take", "Spindle would take", "found by auto", "not measured",
+                 "interference: estimated from shares of the memory bandwidth"):  # fmt: skip
+        assert part in text
+    assert f"{out / 'mapping.png'}" in text
+    with Image.open(out / "mapping.png") as picture:
+        assert picture.width > 800 and len(picture.convert("RGB").getcolors(2**20)) > 20
+    assert sorted(p.name for p in out.iterdir()) == ["mapping.json", "mapping.png"]
+
+
+def test_a_file_of_surfaces_is_a_profile_too(raymm, make_config, tmp_path, wide, no_ray):
+    file = tmp_path / "surfaces.json"
+    file.write_text(surfaces({"vision": 0.2, "llm": 0.4}))
+    code, text = raymm(
+        "plan", "--style", "multiplexed", make_config(), "--ranks", "2", "--profile", str(file),
+        "--interference", "blind", "--svg", "--out", str(tmp_path),
+    )
+    assert code == 0, text
+    mapping = Mapping.from_json((tmp_path / "mapping.json").read_text())
+    assert mapping.seconds == pytest.approx(0.3) and "300 ms" in text
+    assert "surfaces, measured or given" in text and "(estimates)" not in text
+    assert "blind: modules side by side" in text
+    assert (tmp_path / "mapping.svg").read_text().startswith("<?xml")
+
+
+def test_auto_compares_and_says_which_is_faster(raymm, make_config, tmp_path, wide, no_ray):
+    code, text = raymm(
+        "plan", "--style", "auto", make_config({"data.microbatches": 2}), "--ranks", "2",
+        "--device", "H100", "--degrees", "none", "--out", str(tmp_path / "out"),
+    )
+    assert code == 0, text
+    assert "times as fast" in text and "the same for both: batch" in text
+    assert "pipelined: 2 microbatches" in text and "multiplexed: the whole batch" in text
+    mapping = Mapping.from_json((tmp_path / "out" / "mapping.json").read_text())
+    plan = Plan.from_json((tmp_path / "out" / "plan.json").read_text())
+    assert mapping.gpus == 2 and plan.num_ranks <= 2
+    assert (tmp_path / "out" / "plan_schedule.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--multiplex", "--style", "auto"), "--multiplex is --style multiplexed"),
+        (("--multiplex", "--quota-steps", "30"), "steps is 30"),
+        (("--multiplex", "--quota-steps", "0"), "--quota-steps is 0"),
+        (("--multiplex", "--measure", "2"), "--measure is of pipelined plans"),
+        (("--multiplex", "--layouts", "colocated"), "--layouts is of pipelined plans"),
+        (("--interference", "blind"), "--interference is of multiplexed plans"),
+        (("--multiplex", "--interference", "no.json"), "accepted: bandwidth, blind, or a file"),
+        (("--multiplex", "--solver", "best"), "strategy is 'best'"),
+        (("--multiplex", "--memory-gib", "0.0001"), "fits nowhere"),
+    ],
+)
+def test_refusals(raymm, make_config, wide, tmp_path, no_ray, options, text):
+    code, printed = raymm(
+        "plan", make_config(), "--ranks", "2", "--device", "H100", "--out", str(tmp_path / "out"),
+        *options,
+    )
+    assert code == 2 and text in printed
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def no_ray(monkeypatch):
+    """Nothing of this starts Ray."""
+    import ray
+
+    def refuse(*arguments, **options):
+        raise AssertionError("Ray would have been started")
+
+    monkeypatch.setattr(ray, "init", refuse)
