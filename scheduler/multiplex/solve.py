@@ -46,7 +46,7 @@ class Effort:
     kicks: int
 
 
-AUTO = Effort(500_000, 2**20, nodes=130_000, searches=2_000, rounds=2, kicks=10)
+AUTO = Effort(500_000, 2**20, nodes=130_000, searches=2_000, rounds=2, kicks=8)
 LOCAL = Effort(0, 0, nodes=130_000, searches=0, rounds=0, kicks=30)
 # Of the local search, before the dynamic program.
 FIRST_KICKS = 2

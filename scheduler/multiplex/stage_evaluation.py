@@ -22,7 +22,7 @@ NODES = 2_000
 # beginnings, tries to place some again since the last that helped, and how much the order varies.
 LARGE = 5
 RESTARTS = 8
-REPLACEMENTS = (12, 80)
+REPLACEMENTS = (12, 300)
 REPLACED = (2, 7)
 REPLACING_NODES = (400, 1_500)
 JITTER = 0.5
