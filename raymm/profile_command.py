@@ -33,6 +33,15 @@ def add_profile_arguments(command: argparse.ArgumentParser) -> None:
         "--device", choices=("auto", "cpu", "cuda"), default=None,
         help="instead of the configuration's run.device",
     )
+    command.add_argument(
+        "--multiplex", action="store_true",
+        help="measure modules' scaling surfaces (GPUs x quota) for raymm plan --multiplex, and on "
+        "GPUs what they cost each other side by side",
+    )
+    command.add_argument(
+        "--gpus", type=int, metavar="N",
+        help="with --multiplex: the most replicas of a module (default: planning.ranks, else 8)",
+    )
 
 
 def run_profile(args: argparse.Namespace) -> None:
@@ -54,8 +63,17 @@ def run_profile(args: argparse.Namespace) -> None:
         raise ProfileError(f"--out is {args.out!r}; the name must end in .json")
     if args.repeats < 1:
         raise ProfileError(f"--repeats is {args.repeats}; it must be at least 1")
+    if args.gpus is not None and not args.multiplex:
+        raise ProfileError("--gpus is of surfaces; accepted with --multiplex")
+    if args.lengths and args.multiplex:
+        raise ProfileError("--lengths is of layers; surfaces are of the data's lengths")
     config = load_config(args.config, args.overrides)
     model = build_model(config)
+    if args.multiplex:
+        from raymm.surface_command import run_surfaces
+
+        run_surfaces(args, config, model, target)
+        return
     microbatch = full_microbatch(config.data, model.encoder_names)
     with connected():
         device = pick_device(args.device or config.run.device)

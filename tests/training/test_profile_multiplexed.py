@@ -1,0 +1,85 @@
+"""``raymm profile --multiplex`` on a CPU: real modules in a real actor, and what it refuses."""
+
+import pytest
+import torch
+
+from raymm.build import build_model
+from raymm.config import load_config
+from raymm.multiplex_costs import shapes_of
+from raymm.scheduler.costs import ProfileError
+from raymm.scheduler.multiplex.mapping import Mapping
+from raymm.scheduler.multiplex.surface import surfaces_from_json
+from raymm.surface_profile import profile_surfaces, resized_microbatch
+
+
+def test_it_measures_whole_devices_and_the_plan_uses_it(
+    raymm, make_config, tmp_path, ray_cluster, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "200")
+    config = make_config({"model.encoders.vision.frozen": True})
+    target = tmp_path / "new" / "surfaces.json"
+    code, text = raymm(
+        "profile", "--multiplex", config, "--out", str(target), "--gpus", "4", "--repeats", "2"
+    )
+    assert code == 0, text
+    batch = load_config(config).data.batch_size
+    surfaces = surfaces_from_json(target.read_text())
+    assert [s.name for s in surfaces] == ["vision", "llm"]
+    for surface in surfaces:
+        assert surface.degrees == tuple(d for d in (1, 2, 4) if d <= batch)
+        # The file itself says that no part of a device was measured.
+        assert surface.quotas == (10,) and surface.bandwidth == (0.0,)
+        assert all(row[0] > 0 for row in surface.seconds)
+        assert list(surface.memory_bytes) == sorted(surface.memory_bytes, reverse=True)
+    model = build_model(load_config(config))
+    for shape, surface in zip(shapes_of(model), surfaces, strict=True):
+        held = sum(p.numel() for p in shape.module.parameters()) * 4
+        if shape.name == "llm":  # weights, gradients and two moments; its embedding is tied
+            assert surface.memory_bytes[-1] > 4 * held
+        else:
+            assert surface.memory_bytes[-1] > held
+    assert "CPUs have no quotas" in text and "sums of gradients are added from cpu's links" in text
+    assert sorted(p.name for p in target.parent.iterdir()) == ["surfaces.json"]
+
+    code, text = raymm(
+        "plan", "--multiplex", config, "--ranks", "2", "--profile", str(target),
+        "--out", str(tmp_path / "plan"),
+    )
+    assert code == 0, text
+    mapping = Mapping.from_json((tmp_path / "plan" / "mapping.json").read_text())
+    assert all(p.quota == 10 for s in mapping.stages for p in s.placements)
+    assert "no quotas below a whole device" in text and "blind: the surfaces say nothing" in text
+
+
+def test_what_is_refused(raymm, make_config, tmp_path, no_new_actors):
+    out = str(tmp_path / "s.json")
+    for options, said in (
+        (("--gpus", "2"), "--gpus is of surfaces"),
+        (("--multiplex", "--lengths", "16"), "--lengths is of layers"),
+        (("--multiplex", "--gpus", "0"), "gpus is 0"),
+    ):
+        code, text = raymm("profile", make_config(), "--out", out, *options)
+        assert code == 2 and said in text
+    assert not (tmp_path / "s.json").exists()
+
+
+def test_a_microbatch_without_a_modality_is_refused(make_config):
+    model = build_model(load_config(make_config()))
+    text = {"input_ids": torch.ones(2, 4, dtype=torch.long)}
+    with pytest.raises(ProfileError, match="no items for encoder 'vision'"):
+        profile_surfaces(model, text, batch=2, gpus=1)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 5, 6])
+def test_resized_microbatches_keep_items_with_their_rows(samples):
+    given = {
+        "input_ids": torch.arange(3)[:, None].expand(3, 4),
+        "vision": {"pixels": torch.tensor([10, 11, 12, 30]),
+                   "sample_index": torch.tensor([0, 0, 1, 2])},  # fmt: skip
+    }
+    found = resized_microbatch(given, samples)
+    assert found["input_ids"][:, 0].tolist() == [i % 3 for i in range(samples)]
+    pairs = list(zip(found["vision"]["sample_index"].tolist(),
+                     found["vision"]["pixels"].tolist(), strict=True))  # fmt: skip
+    items = {0: [10, 11], 1: [12], 2: [30]}
+    assert sorted(pairs) == sorted((row, p) for row in range(samples) for p in items[row % 3])
