@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from raymm.actors.multiplexed.clock import RunClock, TimedRun
 from raymm.actors.multiplexed.messages import Messages
 from raymm.actors.multiplexed.node import ONLY, NodeSpec, OutputError, Tensors, call
 from raymm.actors.multiplexed.samples import LAYOUT_BYTES, Layout, Samples, empty
@@ -72,16 +73,6 @@ class IterationMeta:
     new_layout: bool
     scales: Mapping[str, float]
     training: bool = True
-
-
-class TimedRun(NamedTuple):
-    """When a node ran; seconds of the host's wall clock."""
-
-    direction: str
-    node: str
-    turn: int
-    start: float
-    end: float
 
 
 @dataclass
@@ -181,7 +172,7 @@ class Iteration:
         self._made: dict[Part, _Made] = {}
         self._incoming: dict[Part, list[tuple[int, _Incoming]]] = {}
         self._losses: dict[str, list[torch.Tensor]] = {}
-        self._clock = _Clock(here.device)
+        self._clock = RunClock(here.device)
         self.result = IterationResult()
 
     def run(self) -> IterationResult:
@@ -434,52 +425,3 @@ def _leaves(tensors: Tensors, layout: Layout, backward: bool) -> Tensors:
     """The same values, apart from whatever made them; with gradients of their own."""
     grads = {field.name for field in layout.gradients} if backward else set()
     return {name: t.detach().requires_grad_(name in grads) for name, t in tensors.items()}
-
-
-class _Clock:
-    """When nodes ran: by the host's clock on a CPU, by events of their streams on a GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._found: list[tuple[Run, str, Any, Any]] = []
-        self._origin = self._mark()
-        self._at = time.time()
-
-    def _mark(self) -> Any:
-        if self._device.type != "cuda":
-            return time.time()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def timing(self, run: Run, node: str) -> _Timing:
-        """Times what is inside."""
-        return _Timing(self, run, node)
-
-    def add(self, run: Run, node: str, start: Any) -> None:
-        """Note a run that ends now."""
-        self._found.append((run, node, start, self._mark()))
-
-    def runs(self) -> list[TimedRun]:
-        """All of them; on a GPU once they are done."""
-        if self._device.type != "cuda":
-            return [TimedRun(str(r.direction), n, r.turn, a, b) for r, n, a, b in self._found]
-        torch.cuda.synchronize(self._device)
-
-        def at(event: Any) -> float:
-            return self._at + self._origin.elapsed_time(event) / 1e3
-
-        return [TimedRun(str(r.direction), n, r.turn, at(a), at(b)) for r, n, a, b in self._found]
-
-
-class _Timing:
-    """One run being timed."""
-
-    def __init__(self, clock: _Clock, run: Run, node: str) -> None:
-        self._clock, self._run, self._node = clock, run, node
-
-    def __enter__(self) -> None:
-        self._start = self._clock._mark()
-
-    def __exit__(self, *error: object) -> None:
-        self._clock.add(self._run, self._node, self._start)

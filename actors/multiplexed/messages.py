@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
+
+# Tensors for the same GPU travel as one message if together they have at most so many bytes:
+# below, a message costs more than copying.
+PACKED_BYTES = 2**20
+
+
+class Waits(Protocol):
+    """Something to wait for."""
+
+    def wait(self) -> object:
+        """Until it has happened."""
 
 
 class Messages:
@@ -13,49 +25,106 @@ class Messages:
 
     Args:
         group: of all GPUs' processes; used for nothing else, so that messages keep their order.
+
+    Attributes:
+        sent_bytes: since it was made.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._under_way: list[tuple[dist.Work, torch.Tensor]] = []
+        self._under_way: list[tuple[Waits, torch.Tensor]] = []
         self.sent_bytes = 0
 
     def start(
         self,
         sends: Sequence[tuple[int, torch.Tensor]],
         receives: Sequence[tuple[int, torch.Tensor]],
-    ) -> list[list[dist.Work]]:
-        """Start a batch; returns at once.
+    ) -> list[list[Waits]]:
+        """Start a batch; returns at once. Of two GPUs, the one must send what the other receives,
+        in the same order.
 
         Args:
-            sends: (to, tensor); tensors are kept until :meth:`wait_sent`.
+            sends: (to, tensor); values are read before the return or kept until
+                :meth:`wait_sent`.
             receives: (from, contiguous tensor to write).
 
         Returns:
             For each receive what to wait for.
         """
-        sends = [(peer, tensor.detach().contiguous()) for peer, tensor in sends]
-        operations = [
-            dist.P2POp(kind, tensor, group=self._group, group_peer=peer)
-            for kind, some in ((dist.isend, sends), (dist.irecv, receives))
-            for peer, tensor in some
-            if tensor.numel()
+        outgoing = [
+            (peer, _flat([sends[i][1].detach() for i in one])) for peer, one in _packs(sends)
         ]
+        incoming = []
+        for peer, one in _packs(receives):
+            targets = [receives[i][1] for i in one]
+            flat = targets[0] if len(one) == 1 else targets[0].new_empty(
+                sum(target.numel() for target in targets)
+            )
+            incoming.append((peer, one, flat))
+        operations = [
+            dist.P2POp(dist.isend, flat, group=self._group, group_peer=peer)
+            for peer, flat in outgoing
+        ] + [
+            dist.P2POp(dist.irecv, flat, group=self._group, group_peer=peer)
+            for peer, _, flat in incoming
+        ]
+        found: list[list[Waits]] = [[] for _ in receives]
         if not operations:
-            return [[] for _ in receives]
+            return found
         works = dist.batch_isend_irecv(operations)
-        self.sent_bytes += sum(tensor.nbytes for _, tensor in sends)
         if len(works) != len(operations):  # NCCL: one for the batch
-            self._under_way += [(works[0], tensor) for _, tensor in sends]
-            return [list(works) for _ in receives]
-        tensors = [one.tensor for one in operations]
-        count = sum(bool(tensor.numel()) for _, tensor in sends)
-        self._under_way += zip(works[:count], tensors[:count], strict=True)
-        left = iter(works[count:])
-        return [[next(left)] if tensor.numel() else [] for _, tensor in receives]
+            works = [works[0]] * len(operations)
+        self.sent_bytes += sum(flat.nbytes for _, flat in outgoing)
+        self._under_way += [
+            (work, flat) for work, (_, flat) in zip(works, outgoing, strict=False)
+        ]
+        for work, (_, one, flat) in zip(works[len(outgoing) :], incoming, strict=True):
+            waits = work
+            if len(one) > 1:
+                waits = _Unpacks(work, flat, [receives[i][1] for i in one])
+            for i in one:
+                found[i].append(waits)
+        return found
 
     def wait_sent(self) -> None:
         """Until everything has been sent."""
         for work, _ in self._under_way:
             work.wait()
         self._under_way.clear()
+
+
+class _Unpacks:
+    """A message, and the tensors that it is written to."""
+
+    def __init__(self, work: Waits, flat: torch.Tensor, targets: list[torch.Tensor]) -> None:
+        self._work, self._flat, self._targets = work, flat, targets
+
+    def wait(self) -> None:
+        if self._work is None:
+            return
+        self._work.wait()
+        parts = self._flat.split([target.numel() for target in self._targets])
+        for target, part in zip(self._targets, parts, strict=True):
+            target.copy_(part.view(target.shape))
+        self._work = None
+
+
+def _packs(tensors: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[int, list[int]]]:
+    """(peer, which tensors) of every message; tensors without elements do not travel."""
+    by_kind: dict[tuple[int, torch.dtype], list[int]] = {}
+    for i, (peer, tensor) in enumerate(tensors):
+        if tensor.numel():
+            by_kind.setdefault((peer, tensor.dtype), []).append(i)
+    found = []
+    for (peer, _), one in by_kind.items():
+        if sum(tensors[i][1].nbytes for i in one) <= PACKED_BYTES:
+            found.append((peer, one))
+        else:
+            found += [(peer, [i]) for i in one]
+    return found
+
+
+def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    if len(tensors) == 1:
+        return tensors[0].contiguous().view(-1)
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
