@@ -20,9 +20,8 @@ from rich.table import Table
 from benchmarks._common import console, emit, local_ray, machine, parser
 from benchmarks._multiplexed_models import SHAPES, Shape
 from raymm.actors.group import RankResources
-from raymm.actors.multiplexed.emulated import EmulatedGpu
 from raymm.actors.multiplexed.group import GpuGroup
-from raymm.emulation import ENTRY, emulated_dag, whole_slices
+from raymm.emulation import ENTRY, emulate
 from raymm.multiplexed import MultiplexedModule
 from raymm.scheduler.multiplex.baselines import distmm, megatron, spindle
 from raymm.scheduler.multiplex.mapping import Mapping
@@ -30,15 +29,13 @@ from raymm.scheduler.multiplex.problem import MappingProblem
 from raymm.scheduler.multiplex.solve import solve
 
 SAMPLES, WIDTH = 16, 8
-# With more, OFASys has more parts than a problem may have modules.
-SPINDLE_SLICES = 12
 
 
 def plans(problem: MappingProblem) -> dict[str, Mapping]:
     """Ours and the baselines'."""
     return {
         "raymm": solve(problem), "megatron": megatron(problem), "distmm": distmm(problem),
-        "spindle": spindle(problem, SPINDLE_SLICES),
+        "spindle": spindle(problem),
     }
 
 
@@ -47,11 +44,10 @@ def started(
     group: GpuGroup | None,
 ) -> MultiplexedModule:
     """A plan on emulated GPUs, in the processes of the one before."""
-    problem, mapping = whole_slices(problem, mapping)
-    contrastive = [n for n in problem.names if n.partition("__")[0] in shape.contrastive]
+    made = emulate(problem, mapping, shape.contrastive)
     return MultiplexedModule(
-        emulated_dag(problem, mapping, contrastive), mapping, lockstep=lockstep,
-        backend=EmulatedGpu(problem), group=group, resources=RankResources(cpus=1.0),
+        made.dag, made.mapping, lockstep=lockstep, backend=made.backend, group=group,
+        resources=RankResources(cpus=1.0),
     )
 
 

@@ -5,12 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from raymm.actors.quota import EmulatedBackend, EmulatedModule, Multiprocessors
 from raymm.scheduler.multiplex.problem import MappingProblem
+
+
+class Slice(NamedTuple):
+    """What a node stands for: a share of the work of one of the problem's modules."""
+
+    module: str
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -20,26 +28,30 @@ class SurfaceSeconds:
 
     Attributes:
         problem: with surfaces and interference.
+        slices: what each node stands for.
         share: of an iteration's time.
     """
 
     problem: MappingProblem
+    slices: Mapping[str, Slice]
     share: float
 
     def __call__(
         self, module: str, degree: int, quota: float, neighbours: Mapping[str, float]
     ) -> float:
-        """As of :class:`raymm.actors.quota.Seconds`. Losses that the problem does not have take
-        no time."""
-        problem = self.problem
-        if module not in problem.names:
+        """As of :class:`raymm.actors.quota.Seconds`. Nodes that stand for nothing take no time."""
+        if module not in self.slices:
             return 0.0
-        m = problem.names.index(module)
-        others = sorted(problem.names.index(one) for one in neighbours if one in problem.names)
-        use = [self._bandwidth(o, neighbours[problem.names[o]]) for o in others]
+        problem, (name, part) = self.problem, self.slices[module]
+        m = problem.names.index(name)
+        beside = {
+            problem.names.index(self.slices[one].module): share
+            for one, share in neighbours.items() if one in self.slices
+        }
+        use = [self._bandwidth(o, beside[o]) for o in sorted(beside)]
         delay = problem.interference.delay(self._bandwidth(m, quota), use)
-        alone = problem.seconds[m, degree.bit_length() - 1, self._steps(quota)]
-        return float(problem.interference.seconds(float(alone), delay)) * self.share
+        alone = float(problem.seconds[m, degree.bit_length() - 1, self._steps(quota)])
+        return problem.interference.seconds(alone, delay) * part * self.share
 
     def _steps(self, quota: float) -> int:
         return round(quota * self.problem.steps)
@@ -54,17 +66,19 @@ class EmulatedGpu:
 
     Attributes:
         problem: what is emulated.
+        slices: what each node of the program stands for.
         forward_share: share of a module's iteration that is its forward.
     """
 
     problem: MappingProblem
+    slices: Mapping[str, Slice]
     forward_share: float = 1 / 3
 
     def __call__(self) -> EmulatedBackend:
         """The backend; its quotas are the problem's steps, exactly."""
         return EmulatedBackend(
-            SurfaceSeconds(self.problem, self.forward_share),
-            SurfaceSeconds(self.problem, 1 - self.forward_share),
+            SurfaceSeconds(self.problem, self.slices, self.forward_share),
+            SurfaceSeconds(self.problem, self.slices, 1 - self.forward_share),
             Multiprocessors(self.problem.steps, 1),
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,12 +12,14 @@ from hypothesis import strategies as st
 
 from benchmarks._mapping_instances import random_problem
 from benchmarks._multiplexed_models import SHAPES
-from raymm.actors.multiplexed.emulated import EmulatedGpu, SurfaceSeconds
-from raymm.emulation import ENTRY, emulated_dag, whole_slices
+from raymm.actors.multiplexed.emulated import Slice, SurfaceSeconds
+from raymm.emulation import ENTRY, emulate
 from raymm.multiplexed import MultiplexedModule
 from raymm.scheduler.multiplex.baselines import spindle
+from raymm.scheduler.multiplex.check_program import check_program
 from raymm.scheduler.multiplex.interference import Interference
-from raymm.scheduler.multiplex.mapping import module_seconds, stage_seconds
+from raymm.scheduler.multiplex.lowering import lower
+from raymm.scheduler.multiplex.mapping import module_seconds
 from raymm.scheduler.multiplex.solve import solve
 from raymm.scheduler.program import Op
 
@@ -24,7 +27,7 @@ from raymm.scheduler.program import Op
 @given(st.integers(0, 30), st.sampled_from(["star", "parallel"]))
 def test_the_slowest_gpu_of_a_module_takes_what_the_model_predicts(seed, kind):
     problem = random_problem(seed, kind, 7, 4)
-    seconds = SurfaceSeconds(problem, 0.25)
+    seconds = SurfaceSeconds(problem, {name: Slice(name) for name in problem.names}, 0.25)
     for stage in solve(problem, "greedy").stages:
         quota = {p.module: p.quota / problem.steps for p in stage.placements}
         for one, due in zip(
@@ -39,16 +42,18 @@ def test_the_slowest_gpu_of_a_module_takes_what_the_model_predicts(seed, kind):
 
 
 @pytest.mark.parametrize("name", list(SHAPES))
-def test_slices_as_modules_take_as_long(name):
+def test_slices_are_nodes_that_take_their_share(name):
     problem = SHAPES[name].problem()
-    mapping = spindle(problem, 5)
-    sliced, whole = whole_slices(problem, mapping)
-    assert whole.slices == 1 and len(sliced.names) > len(problem.names)
-    whole.check(sliced)
-    for before, after in zip(mapping.stages, whole.stages, strict=True):
-        assert stage_seconds(sliced, after.placements) == pytest.approx(before.seconds)
-    unsliced = solve(problem, "greedy")
-    assert whole_slices(problem, unsliced) == (problem, unsliced)
+    mapping = spindle(problem)
+    made = emulate(problem, mapping, SHAPES[name].contrastive)
+    check_program(made.dag.graph, lower(made.dag.graph, made.mapping, 5))
+    seconds, slices = SurfaceSeconds(problem, made.backend.slices, 1.0), made.backend.slices
+    for module in problem.names:
+        assert sum(s.share for s in slices.values() if s.module == module) == pytest.approx(1)
+    for before, after in zip(mapping.stages, made.mapping.stages, strict=True):
+        found = [seconds(p.module, len(p.gpus), 1.0, {}) for p in after.placements]
+        assert max(found) == pytest.approx(before.seconds)
+    assert seconds("another", 1, 1.0, {}) == 0.0
 
 
 def test_an_emulated_model_runs_its_mapping(ray_cluster):
@@ -63,9 +68,12 @@ def test_an_emulated_model_runs_its_mapping(ray_cluster):
         problem.edges, problem.gpus, interference=Interference(),
     )
     mapping = solve(quick)
-    assert pickle.loads(pickle.dumps(EmulatedGpu(quick)))().gpu.total == quick.steps
-    dag = emulated_dag(quick, mapping, ("align",))
-    with MultiplexedModule(dag, mapping, backend=EmulatedGpu(quick), lockstep=True) as running:
+    made = emulate(quick, mapping, ("align",))
+    assert made.mapping == replace(mapping, bound=0.0)
+    assert pickle.loads(pickle.dumps(made.backend))().gpu.total == quick.steps
+    with MultiplexedModule(
+        made.dag, mapping, backend=made.backend, lockstep=True
+    ) as running:
         batch = {ENTRY: torch.ones(4, 2)}
         output = running.train_step(batch)
         # Both towers hand on x + weight; align adds them and its own weight.
