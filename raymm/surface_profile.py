@@ -312,8 +312,14 @@ class _Work:
                 "CPUs have no quotas: only whole devices are measured; no bandwidth use and no "
                 "colocations either, so interference is not known"
             )
-        elif spec is None:
-            notes.append("bandwidth use is not known: the device is not in raymm's table")
+            return tuple(notes)
+        notes.append("quotas are granted in whole groups of multiprocessors: what was measured at "
+                     "a quota had the groups nearest to it")  # fmt: skip
+        notes.append(
+            "bandwidth use is not known: the device is not in raymm's table" if spec is None else
+            f"bandwidth use: counted traffic of products and attention over measured time, of "
+            f"{spec.name}'s {spec.memory_bandwidth / 1e9:g} GB/s; a lower bound"
+        )
         return tuple(notes)
 
 

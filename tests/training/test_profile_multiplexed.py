@@ -3,13 +3,18 @@
 import pytest
 import torch
 
+from raymm.actors.group import RankResources
+from raymm.actors.profiler import ProfileRequest
 from raymm.build import build_model
 from raymm.config import load_config
 from raymm.multiplex_costs import shapes_of
 from raymm.scheduler.costs import ProfileError
+from raymm.scheduler.devices import find_device
 from raymm.scheduler.multiplex.mapping import Mapping
 from raymm.scheduler.multiplex.surface import surfaces_from_json
-from raymm.surface_profile import profile_surfaces, resized_microbatch
+from raymm.scheduler.process_costs import all_reduce_seconds
+from raymm.surface_profile import _Work, profile_surfaces, resized_microbatch
+from raymm.surface_profiler import SurfaceRequest, SurfaceTimes
 
 
 def test_it_measures_whole_devices_and_the_plan_uses_it(
@@ -83,3 +88,68 @@ def test_resized_microbatches_keep_items_with_their_rows(samples):
                      found["vision"]["pixels"].tolist(), strict=True))  # fmt: skip
     items = {0: [10, 11], 1: [12], 2: [30]}
     assert sorted(pairs) == sorted((row, p) for row in range(samples) for p in items[row % 3])
+
+
+def made_up(model, monkeypatch):
+    """A profile of an H100 whose times are made up: what is done with them, without a GPU."""
+    import raymm.surface_profile as subject
+
+    work = _Work(model, {}, 4, 2, 10, 1, "bf16", "cuda", RankResources(gpus=1.0), 1, 8)
+    requests, times = {}, {}
+    for shape in shapes_of(model):
+        rows = torch.ones(4, 16, dtype=torch.long)
+        inputs = {"input_ids": rows} if shape.name == "llm" else {}
+        for degree in (1, 2):
+            requests[shape.name, degree] = SurfaceRequest(ProfileRequest(inputs, {}), False)
+            times[shape.name, degree] = SurfaceTimes(
+                {q / 10: 1e-3 / q / degree for q in range(2, 11)},  # 0.1 is not granted
+                (1000 // degree,) * len(shape.trainable), (4, 5, 32),
+            )
+
+    class Actor:
+        def __init__(self, *_):
+            pass
+
+        def __enter__(self):
+            return lambda _, wanted, groups, alone: [
+                {name: 1.5 * before[name] for name in group}
+                for group, before in zip(groups, alone, strict=True)
+            ]
+
+        def __exit__(self, *_):
+            pass
+
+    monkeypatch.setattr(subject, "_actor", Actor)
+    return work, requests, times
+
+
+def test_what_becomes_of_measured_quotas(make_config, monkeypatch):
+    model = build_model(load_config(make_config()))
+    work, requests, times = made_up(model, monkeypatch)
+    h100 = find_device("H100")
+    for shape in shapes_of(model):
+        found = work._surface(shape, requests, times, h100)
+        assert found.quotas == tuple(range(2, 11)) and found.degrees == (1, 2)
+        assert found.seconds_at(1, 5) == pytest.approx(2e-4)
+        trained = sum(p.numel() * 4 for p in shape.module.parameters() if p.requires_grad)
+        assert found.seconds_at(2, 5) >= 1e-4 + all_reduce_seconds(trained, 2, h100.within_node)
+        layers = len(shape.trainable)
+        assert found.memory_bytes[0] - found.memory_bytes[1] == 500 * layers
+        # The same bytes in less time.
+        assert 0 < found.bandwidth[0] < found.bandwidth[-1] <= 1
+        assert found.bandwidth[-1] == pytest.approx(5 * found.bandwidth[0])
+
+
+def test_what_becomes_of_colocations(make_config, monkeypatch):
+    model = build_model(load_config(make_config()))
+    work, requests, times = made_up(model, monkeypatch)
+    surfaces = tuple(
+        work._surface(s, requests, times, find_device("H100")) for s in shapes_of(model)
+    )
+    found = work._colocations({}, requests, times, surfaces)
+    assert len(found) == 2 * 3  # two modules at three divisions
+    assert all(one.seconds == pytest.approx(1.5 * one.alone) for one in found)
+    assert {round(1e-3 / one.alone / 2) for one in found} == {3, 5, 7}
+    for one in found:
+        ((own, other),) = one.bandwidths
+        assert own > 0 and other > 0
