@@ -1,5 +1,7 @@
 """``raymm profile --multiplex`` on a CPU: real modules in a real actor, and what it refuses."""
 
+import re
+
 import pytest
 import torch
 
@@ -153,3 +155,23 @@ def test_what_becomes_of_colocations(make_config, monkeypatch):
     for one in found:
         ((own, other),) = one.bandwidths
         assert own > 0 and other > 0
+
+
+def test_a_profile_of_layers_serves_both_styles(
+    raymm, make_config, tmp_path, ray_cluster, monkeypatch
+):
+    """Surfaces are then estimates, scaled to the layers; on one device with one microbatch both
+    styles take what the layers take."""
+    monkeypatch.setenv("COLUMNS", "200")
+    config = make_config({"data.microbatches": 1})
+    profile = tmp_path / "profile.json"
+    assert raymm("profile", config, "--out", str(profile), "--repeats", "1")[0] == 0
+    code, text = raymm(
+        "plan", "--style", "auto", config, "--ranks", "1", "--profile", str(profile),
+        "--out", str(tmp_path / "plan"),
+    )
+    assert code == 0, text
+    assert "scaled to layers measured on" in text and "times as fast" in text
+    assert "is not in raymm's table" in text
+    times = [float(x) for x in re.findall(r"predicted ([0-9.]+) ms per", text)]
+    assert len(times) == 2 and times[0] == pytest.approx(times[1], rel=0.02)

@@ -1,0 +1,24 @@
+"""``examples/planning/imagebind.py`` plans and draws what it says."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_it_maps_six_towers_and_draws_them(tmp_path):
+    picture = tmp_path / "mapping.png"
+    done = subprocess.run(
+        [sys.executable, "examples/planning/imagebind.py", "--gpus", "2", "--batch", "8", "--out",
+         str(picture)],
+        cwd=ROOT, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for tower in ("image", "text", "audio", "depth", "thermal", "imu"):
+        assert f" {tower} " in done.stdout
+    assert "multiplexed (estimates)" in done.stdout and "Spindle would take" in done.stdout
+    with Image.open(picture) as image:
+        assert image.width > 800
