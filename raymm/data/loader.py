@@ -62,7 +62,8 @@ def local_steps(
 class StepLoader:
     """Iterator over steps, loaded ahead by Ray actors (start Ray first).
 
-    The driver only sees metadata: tensors stay in the object store. Step ``i`` is built by
+    The driver only sees metadata: tensors stay in the object store (what is below Ray's 100 KB,
+    mostly text, in this process's part of it). Step ``i`` is built by
     worker ``i % num_workers`` and steps come out in order, so the stream is that of
     ``local_steps`` whatever the number of workers. At most ``prefetch_steps`` steps beyond the
     last one handed out are being built or waiting. Also a context manager.
