@@ -4,8 +4,8 @@
     python examples/planning/imagebind.py --gpus 4 --device A100-80GB --batch 128 --out mapping.svg
 
 Six towers as wide and deep as those of ImageBind-Huge (Girdhar et al. 2023), bound to the image by
-contrastive losses. Only their sizes matter: nothing is built, no weights, no GPU. The projections to
-a common width are left out, so this graph is for planning, not for training.
+contrastive losses. Only their sizes matter: nothing is built, no weights, no GPU. The projections
+to a common width are left out, so this graph is for planning, not for training.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A plan for little memory, run by real actors: it stays within the limit, and computes the same."""
+"""A plan for little memory, run by real actors: within the limit, and the same losses."""
 
 import json
 import os
