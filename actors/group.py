@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import ray
 from ray.exceptions import (
@@ -32,6 +32,10 @@ START_TIMEOUT_S = 600.0
 # A rank whose neighbour dies may report a broken connection first: seconds to wait for Ray
 # to say who died.
 DEATH_GRACE_S = 10.0
+
+
+# What a rank reports of a step.
+Result = TypeVar("Result")
 
 
 class ClusterError(RuntimeError):
@@ -80,14 +84,14 @@ def check_capacity(num_ranks: int, resources: RankResources, worker_cpus: float 
             )
 
 
-class StepHandle:
+class StepHandle(Generic[Result]):
     """A submitted step. ``result()`` waits for it."""
 
     def __init__(self, group: RankGroup, refs: list[ray.ObjectRef]) -> None:
         self._group = group
         self._refs = refs
 
-    def result(self) -> list[StepResult]:
+    def result(self) -> list[Result]:
         """Every rank's result, by rank.
 
         Raises:
@@ -111,6 +115,8 @@ class RankGroup:
         ClusterError: if the cluster cannot hold the ranks.
         RankFailedError: if a rank cannot start.
     """
+
+    actor_class: type = RankActor
 
     def __init__(
         self, specs: Sequence[RankSpec], labels: Sequence[str], resources: RankResources
@@ -143,7 +149,7 @@ class RankGroup:
     def _create(self, spec: RankSpec, index: int, resources: RankResources) -> Any:
         # No runtime_env: a rank then takes one of Ray's prestarted workers. Its threads are set
         # by the actor itself.
-        remote = ray.remote(RankActor).options(
+        remote = ray.remote(self.actor_class).options(
             num_cpus=resources.cpus,
             num_gpus=resources.gpus,
             resources=dict(resources.custom) or None,
@@ -196,7 +202,7 @@ class RankGroup:
         key: str,
         meta: StepMeta,
         inputs: Sequence[Sequence[tuple[str, int, Any]]],
-    ) -> StepHandle:
+    ) -> StepHandle[StepResult]:
         """Start a step on all ranks; returns at once. Steps run in submission order.
 
         Args:

@@ -45,6 +45,25 @@ class DoesNotFitError(MultiplexError):
 
 
 @dataclass(frozen=True)
+class MappingRequest:
+    """What is asked of a mapping; fields as the arguments of :func:`plan_multiplexed`, the device
+    looked up."""
+
+    gpus: int
+    device: DeviceSpec | None = None
+    surfaces: Sequence[ScalingSurface] | str | Path | None = None
+    interference: Interference | str | Path | None = None
+    memory_gib: float | None = None
+    batch: int | None = None
+    dtype: str = "bf16"
+    steps: int = STEPS
+    strategy: str = "auto"
+    seed: int = 0
+    ranks_per_node: int = 8
+    deadline_seconds: float | None = None
+
+
+@dataclass(frozen=True)
 class PlannedMultiplexed:
     """A mapping, what others would have made of the same modules, and pictures and tables of it.
     Notebooks show the table.
@@ -178,47 +197,35 @@ def plan_multiplexed(
                 "batch is not given; estimates need the samples of an iteration, at least 1"
             )
         loads = batch_loads(shapes, tokens or {}, whole(batch, "batch", 1))
-    return plan_shapes(
-        shapes, edges_of(model, [shape.name for shape in shapes]), gpus=gpus, device=spec,
-        surfaces=surfaces, loads=loads, interference=interference, memory_gib=memory_gib,
-        batch=batch, dtype=dtype, steps=steps, strategy=strategy, seed=seed,
-        ranks_per_node=ranks_per_node, deadline_seconds=deadline_seconds,
+    request = MappingRequest(
+        gpus, spec, surfaces, interference, memory_gib, batch, dtype, steps, strategy, seed,
+        ranks_per_node, deadline_seconds,
     )
+    edges = edges_of(model, [shape.name for shape in shapes])
+    return plan_shapes(shapes, edges, request, loads=loads)
 
 
 def plan_shapes(
     shapes: Sequence[ModuleShape],
     edges: Sequence[tuple[str, str]],
+    request: MappingRequest,
     *,
-    gpus: int,
-    device: DeviceSpec | None,
-    surfaces: Sequence[ScalingSurface] | str | Path | None = None,
     loads: Mapping[str, Load] | None = None,
     measured: tuple[CostProfile, Mapping[str, Load]] | None = None,
-    interference: Interference | str | Path | None = None,
-    memory_gib: float | None = None,
-    batch: int | None = None,
-    dtype: str = "bf16",
-    steps: int = STEPS,
-    strategy: str = "auto",
-    seed: int = 0,
-    ranks_per_node: int = 8,
-    deadline_seconds: float | None = None,
     notes: Sequence[str] = (),
 ) -> PlannedMultiplexed:
     """:func:`plan_multiplexed` of modules of which the loads are known.
 
     Args:
         shapes, edges: modules and dependencies.
+        request: what is asked for.
         loads: of the whole batch, for estimates.
         measured: layers that were measured on a microbatch, and its loads: estimates are made as
             much longer or shorter.
         notes: remarks to hand on.
-        gpus, device, surfaces, interference, memory_gib, batch, dtype, steps, strategy, seed,
-            ranks_per_node, deadline_seconds: as there.
     """
-    whole(gpus, "gpus", 1)
-    whole(steps, "steps", 1)
+    gpus, steps = whole(request.gpus, "gpus", 1), whole(request.steps, "steps", 1)
+    device, surfaces, dtype = request.device, request.surfaces, request.dtype
     notes = list(notes)
     if device is not None:
         check_steps(device.name, steps)
@@ -229,7 +236,7 @@ def plan_shapes(
         spec = device or find_device(CPU)
         if device is None:
             notes.append("no device is named: costs are those of one CPU core")
-        links = Links(spec.within_node, spec.across_nodes, ranks_per_node)
+        links = Links(spec.within_node, spec.across_nodes, request.ranks_per_node)
         found = tuple(
             estimated_surface(
                 shape, loads[shape.name], spec, gpus=gpus, steps=steps, dtype=dtype, links=links,
@@ -244,17 +251,19 @@ def plan_shapes(
     if all(surface.quotas == (surface.steps,) for surface in found):
         notes.append("no quotas below a whole device are known: modules only take turns or have "
                      "devices of their own")  # fmt: skip
-    known, about = _interference(interference, found)
-    limit = _limit(device, memory_gib)
+    known, about = _interference(request.interference, found)
+    limit = _limit(device, request.memory_gib)
     _check_fits(found, gpus, limit)
     problem = MappingProblem(found, tuple(edges), gpus, steps, limit, known)
-    mapping = solve(problem, strategy, seed=seed, deadline_seconds=deadline_seconds)
+    mapping = solve(
+        problem, request.strategy, seed=request.seed, deadline_seconds=request.deadline_seconds
+    )
     baselines = {name: _baseline(make, problem) for name, make in BASELINES.items()}
     mapping, unfit, why = _fitting(problem, mapping, baselines)
     if why:
         notes.append(why)
     return PlannedMultiplexed(
-        problem, mapping, baselines, source, estimated, about, batch, unfit, tuple(notes)
+        problem, mapping, baselines, source, estimated, about, request.batch, unfit, tuple(notes)
     )
 
 

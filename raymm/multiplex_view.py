@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from html import escape
 from pathlib import Path
 
-from rich import box
 from rich.table import Table
 
 from raymm.draw.mapping import draw_mapping
 from raymm.multiplex_planning import PlannedMultiplexed
+from raymm.row_table import html_table, row_table
 from raymm.scheduler.memory import GIB
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.multiplex.mapping import module_seconds
@@ -46,21 +45,15 @@ def mapping_table(planned: PlannedMultiplexed) -> Table:
     """:func:`mapping_rows`, for a console."""
     rows = mapping_rows(planned)
     stages, gpus = len(planned.mapping.stages), planned.mapping.gpus
-    table = Table(
+    return row_table(
+        rows,
         title=f"{stages} stage{'s' * (stages != 1)} on {gpus} GPU{'s' * (gpus != 1)}, multiplexed"
         + (" (estimates)" if planned.estimated else ""),
         caption="quota: share of each GPU's multiprocessors; ms: forward and backward beside the "
         "others; memory in GiB on each GPU",
-        box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), title_justify="left",
-        caption_justify="left",
+        left=_LEFT,
+        sections=[i for i, row in enumerate(rows) if row["stage"] and i],
     )
-    for name in rows[0]:
-        table.add_column(name, justify="left" if name in _LEFT else "right", no_wrap=True)
-    for index, row in enumerate(rows):
-        if row["stage"] and index:
-            table.add_section()
-        table.add_row(*row.values())
-    return table
 
 
 def explanation(planned: PlannedMultiplexed) -> str:
@@ -108,16 +101,7 @@ def draw_planned(
 
 def planned_html(planned: PlannedMultiplexed) -> str:
     """Table and explanation for notebooks."""
-    rows = mapping_rows(planned)
-    head = "".join(f"<th>{escape(name)}</th>" for name in rows[0])
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(value)}</td>" for value in row.values()) + "</tr>"
-        for row in rows
-    )
-    return (
-        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-        f"<pre>{escape(explanation(planned))}</pre>"
-    )
+    return html_table(mapping_rows(planned), explanation(planned))
 
 
 def gpus_text(gpus: tuple[int, ...]) -> str:

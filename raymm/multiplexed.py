@@ -6,14 +6,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 
 import torch
 
-from raymm.actors.group import RankResources
+from raymm.actors.group import RankResources, StepHandle
 from raymm.actors.multiplexed.gpu_actor import GpuSpec
-from raymm.actors.multiplexed.group import GpuGroup, PendingResults
-from raymm.actors.multiplexed.iteration import IterationMeta
+from raymm.actors.multiplexed.group import GpuGroup
+from raymm.actors.multiplexed.iteration import IterationMeta, IterationResult
 from raymm.actors.optimizer import OptimizerConfig
 from raymm.actors.quota import Backend
 from raymm.cluster import connect
@@ -56,7 +55,7 @@ class MultiplexedOutput:
 class PendingIteration:
     """An iteration under way. :meth:`result` waits for it."""
 
-    def __init__(self, results: PendingResults, losses: list[str]) -> None:
+    def __init__(self, results: StepHandle[IterationResult], losses: list[str]) -> None:
         self._results, self._losses = results, losses
 
     def result(self) -> MultiplexedOutput:
@@ -275,12 +274,7 @@ class MultiplexedModule:
     def __enter__(self) -> MultiplexedModule:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

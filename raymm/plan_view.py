@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from html import escape
 from pathlib import Path
 
-from rich import box
 from rich.table import Table
 
 from raymm.draw import draw_timelines
 from raymm.planning import Planned, judge_plan
+from raymm.row_table import html_table, row_table
 from raymm.scheduler.judge import Option, places_text
 from raymm.scheduler.memory import GIB, rank_memory
 from raymm.scheduler.module_degrees import rank_text
@@ -89,24 +88,16 @@ def plan_table(planned: Planned) -> Table:
     marks = ["* frozen"] if any(row["stage"].endswith("*") for row in rows) else []
     marks += ["p projector"] if any(node.projector for node in plan.graph.nodes) else []
     marks += ["r recomputed"] if any(" r" in row["layers"] for row in rows) else []
-    table = Table(
+    return row_table(
+        rows,
         title=f"{len(plan.stages)} stages on {places_text(plan)}, {plan.num_microbatches} "
         f"microbatches, {plan.schedule}",
         caption="F, B_d, B_w in ms, memory in GiB" + (
             ", of each device" if plan.num_processes > plan.num_ranks else ""
         ) + "".join(f"; {mark}" for mark in marks),
-        box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), title_justify="left",
-        caption_justify="left",
+        left=_LEFT,
+        sections=[i for i in range(1, len(rows)) if rows[i]["module"] != rows[i - 1]["module"]],
     )
-    for name in rows[0]:
-        table.add_column(name, justify="left" if name in _LEFT else "right", no_wrap=True)
-    before = rows[0]["module"]
-    for row in rows:
-        if row["module"] != before:
-            table.add_section()
-            before = row["module"]
-        table.add_row(*row.values())
-    return table
 
 
 def summary(planned: Planned) -> list[str]:
@@ -194,16 +185,7 @@ def rank_names(plan: Plan) -> dict[int, str]:
 
 def plan_html(planned: Planned) -> str:
     """Table and explanation for notebooks."""
-    rows = plan_rows(planned)
-    head = "".join(f"<th>{escape(name)}</th>" for name in rows[0])
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(value)}</td>" for value in row.values()) + "</tr>"
-        for row in rows
-    )
-    return (
-        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-        f"<pre>{escape(explanation(planned))}</pre>"
-    )
+    return html_table(plan_rows(planned), explanation(planned))
 
 
 def _prediction(planned: Planned) -> str:

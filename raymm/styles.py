@@ -21,6 +21,7 @@ from raymm.multiplex_costs import (
 from raymm.multiplex_planning import (
     STEPS,
     DoesNotFitError,
+    MappingRequest,
     PlannedMultiplexed,
     plan_shapes,
     read_surfaces,
@@ -219,14 +220,16 @@ class _Basis:
         }
         measured = self.costs.profile.source == "measured" and options.surfaces is None
         named = options.surfaces is None or request.device is not None
-        return plan_shapes(
-            self.shapes, edges_of(model, [shape.name for shape in self.shapes]),
+        asked = MappingRequest(
             gpus=request.ranks, device=self.device if named else None, surfaces=options.surfaces,
-            loads=loads, measured=(self.costs.profile, self.loads) if measured else None,
             interference=options.interference, memory_gib=request.memory_gib,
             batch=loads[LANGUAGE_MODEL].samples, dtype=self.dtype, steps=options.steps,
             strategy=options.strategy, ranks_per_node=request.ranks_per_node,
             deadline_seconds=options.deadline_seconds,
+        )
+        return plan_shapes(
+            self.shapes, edges_of(model, [shape.name for shape in self.shapes]), asked,
+            loads=loads, measured=(self.costs.profile, self.loads) if measured else None,
             notes=self.notes if options.surfaces is None else (),
         )
 

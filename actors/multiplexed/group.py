@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-import ray
 import torch
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raymm.actors.group import RankGroup, RankResources
+from raymm.actors.group import RankGroup, RankResources, StepHandle
 from raymm.actors.multiplexed.gpu_actor import GpuActor, GpuSpec
 from raymm.actors.multiplexed.iteration import GpuProgram, IterationMeta, IterationResult
 from raymm.actors.rank_actor import remember
@@ -35,23 +32,13 @@ class GpuGroup(RankGroup):
         RankFailedError: if one cannot start.
     """
 
+    actor_class = GpuActor
+
     def __init__(self, specs: Sequence[GpuSpec], resources: RankResources) -> None:
         super().__init__(specs, _labels(specs), resources)
         self.generation = 0
         self._loaded: OrderedDict[str, None] = OrderedDict()
         self._layouts: OrderedDict[str, None] = OrderedDict()
-
-    def _create(self, spec: GpuSpec, index: int, resources: RankResources) -> Any:
-        remote = ray.remote(GpuActor).options(
-            num_cpus=resources.cpus,
-            num_gpus=resources.gpus,
-            resources=dict(resources.custom) or None,
-            max_restarts=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                self._placement, placement_group_bundle_index=index
-            ),
-        )
-        return remote.remote(spec)
 
     def _name(self, rank: int) -> str:
         return f"GPU {rank} (modules {self._labels[rank]}{self._places[rank]})"
@@ -90,7 +77,7 @@ class GpuGroup(RankGroup):
 
     def submit(
         self, key: str, meta: IterationMeta, inputs: Sequence[Mapping[Part, Entries]]
-    ) -> PendingResults:
+    ) -> StepHandle[IterationResult]:
         """Start an iteration on all GPUs; returns at once. They run in the order submitted.
 
         Args:
@@ -102,22 +89,7 @@ class GpuGroup(RankGroup):
             actor.run_iteration.remote(key, meta, list(one), *one.values())
             for actor, one in zip(self._actors, inputs, strict=True)
         ]
-        return PendingResults(self, refs)
-
-
-class PendingResults:
-    """An iteration under way."""
-
-    def __init__(self, group: GpuGroup, refs: list[ray.ObjectRef]) -> None:
-        self._group, self._refs = group, refs
-
-    def result(self) -> list[IterationResult]:
-        """What every GPU reports, once all are done.
-
-        Raises:
-            RankFailedError: if a process died or a module raised.
-        """
-        return self._group.wait(self._refs)
+        return StepHandle(self, refs)
 
 
 def _labels(specs: Sequence[GpuSpec]) -> list[str]:

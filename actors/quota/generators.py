@@ -6,7 +6,6 @@ Neither torch's, nor numpy's, nor Python's default generator is per thread.
 from __future__ import annotations
 
 import threading
-from types import TracebackType
 
 import torch
 
@@ -41,10 +40,5 @@ class Turn:
             self._over.set()
             raise TimeoutError(f"random number generators were not free within {self._timeout:g} s")
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()

@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -173,12 +172,7 @@ class SideBySide:
     def __enter__(self) -> SideBySide:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

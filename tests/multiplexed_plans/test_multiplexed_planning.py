@@ -300,7 +300,7 @@ def test_a_style_that_does_not_fit_loses():
 def test_measured_layers_scale_the_estimates():
     """A profile in which a module is three times its estimate gives surfaces of three times."""
     from raymm.multiplex_costs import edges_of, local_load
-    from raymm.multiplex_planning import plan_shapes
+    from raymm.multiplex_planning import MappingRequest, plan_shapes
 
     model = vlm()
     shapes = shapes_of(model)
@@ -315,10 +315,10 @@ def test_measured_layers_scale_the_estimates():
     measured = replace(profile, source="measured", modules={
         name: tuple(map(slower, layers)) for name, layers in profile.modules.items()
     })
-    arguments = dict(gpus=1, device=H100, loads=whole)
+    request = MappingRequest(gpus=1, device=H100)
     edges = edges_of(model, [shape.name for shape in shapes])
-    plain = plan_shapes(shapes, edges, **arguments)
-    scaled = plan_shapes(shapes, edges, **arguments, measured=(measured, micro))
+    plain = plan_shapes(shapes, edges, request, loads=whole)
+    scaled = plan_shapes(shapes, edges, request, loads=whole, measured=(measured, micro))
     assert scaled.seconds == pytest.approx(3 * plain.seconds)
     assert "scaled to layers measured on H100" in scaled.explain()
 

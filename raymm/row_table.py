@@ -1,0 +1,50 @@
+"""Rows of named texts as a table: for a console and for a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from html import escape
+
+from rich import box
+from rich.table import Table
+
+
+def row_table(
+    rows: Sequence[Mapping[str, str]],
+    title: str,
+    caption: str,
+    left: Collection[str],
+    sections: Collection[int] = (),
+) -> Table:
+    """For a rich console.
+
+    Args:
+        rows: at least one; all with the same columns, in order.
+        title, caption: above and below.
+        left: columns of words; the others are of numbers.
+        sections: rows above which there is a line.
+    """
+    table = Table(
+        title=title, caption=caption, box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0),
+        title_justify="left", caption_justify="left",
+    )
+    for name in rows[0]:
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+    for index, row in enumerate(rows):
+        if index in sections:
+            table.add_section()
+        table.add_row(*row.values())
+    return table
+
+
+def html_table(rows: Sequence[Mapping[str, str]], explanation: str) -> str:
+    """For a notebook, with a text below it."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in rows[0])
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(value)}</td>" for value in row.values()) + "</tr>"
+        for row in rows
+    )
+    return (
+        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        f"<pre>{escape(explanation)}</pre>"
+    )
