@@ -84,6 +84,18 @@ def emit(result: dict[str, Any], as_json: bool) -> None:
         print(json.dumps(result), flush=True)
 
 
+def skipped_without_gpu(console: Console, as_json: bool) -> bool:
+    """Whether there is no CUDA device; says so."""
+    import torch
+
+    if torch.cuda.is_available():
+        return False
+    reason = "no CUDA device: nothing was timed"
+    console.print(f"SKIPPED: {reason}.")
+    emit({"skipped": reason, "machine": machine()}, as_json)
+    return True
+
+
 def worker_environment() -> dict[str, str]:
     """Environment of every Ray worker: one compute thread, loopback gloo, this checkout."""
     search_path = [str(REPOSITORY), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]

@@ -45,7 +45,6 @@ SAMPLED_ROWS = 16
 SAMPLES = 4
 # bf16 has 8 bits: its rounding of weights and outputs leaves about 3e-3 of the norm.
 TOLERANCE = 2e-2
-NO_DEVICE = "no CUDA device: nothing was timed"
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -317,9 +316,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="medians per figure")
     options = parser.parse_args(arguments)
     console = _common.console()
-    if not torch.cuda.is_available():
-        console.print(f"SKIPPED: {NO_DEVICE}.")
-        _common.emit({"skipped": NO_DEVICE, "machine": _common.machine()}, options.json)
+    if _common.skipped_without_gpu(console, options.json):
         return
     rows = []
     for length in options.lengths:

@@ -29,7 +29,6 @@ from rich.table import Table
 
 from benchmarks import _common
 
-NO_DEVICE = "no CUDA device: nothing was timed"
 SIZE = 8192  # of square matrices
 WARM_UP, CALLS = 3, 20
 # Work of a module in the overlap part: long against the time it takes to issue it.
@@ -259,9 +258,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--size", type=int, default=SIZE, help="rows of square matrices")
     options = parser.parse_args(arguments)
     console = _common.console()
-    if not torch.cuda.is_available():
-        console.print(f"SKIPPED: {NO_DEVICE}.")
-        _common.emit({"skipped": NO_DEVICE, "machine": _common.machine()}, options.json)
+    if _common.skipped_without_gpu(console, options.json):
         return
     rows = throughput(options.size)
     console.print(show(rows))

@@ -7,7 +7,6 @@ machine, and what every instruction should take is known exactly.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from torch import nn
 
 from raymm.actors.executor import StepMeta
 from raymm.actors.group import RankGroup, RankResources, measured_timeline
+from raymm.actors.quota.emulated import pause
 from raymm.actors.rank_actor import RankSpec
 from raymm.actors.stages.message import Message, MicrobatchContext
 from raymm.scheduler.costs import CostProfile, LayerCost
@@ -28,8 +28,6 @@ from raymm.scheduler.shards import lanes_between_ranks
 from raymm.scheduler.stage_costs import StageCost, op_seconds, stage_costs
 from raymm.scheduler.timeline import Span, Timeline
 
-# A sleep ends up to this late; the rest of the time is waited for awake.
-AWAKE_SECONDS = 2e-4
 MESSAGE_FLOATS = 1024
 # Overheads are measured on steps with a single microbatch and nothing to do, and on a few with
 # stages of known times.
@@ -37,15 +35,6 @@ IDLE_STEPS = 20
 BUSY_STEPS, BUSY_MICROBATCHES, BUSY_SECONDS = 2, 12, 5e-3
 # A message sent so long ago has arrived.
 READY_SECONDS = 2e-3
-
-
-def pause(seconds: float) -> None:
-    """Take this much time and no core (but for the last moment)."""
-    deadline = time.perf_counter() + seconds
-    if seconds > AWAKE_SECONDS:
-        time.sleep(seconds - AWAKE_SECONDS)
-    while time.perf_counter() < deadline:
-        pass
 
 
 class _SlowGradient(torch.autograd.Function):
