@@ -258,12 +258,13 @@ class ModuleDag(nn.Module):
             )
         return next(iter(sizes.values()))
 
-    def scales(self, batch: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        """What the sum of each loss over the samples is multiplied with."""
-        size = self.batch_size(batch)
+    def scales(self, *batches: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        """What the sum of each loss over the samples of all batches is multiplied with."""
+        size = sum(self.batch_size(batch) for batch in batches)
         return {
             name: node.weight / (
-                size if node.divide_by is None else float(batch[node.divide_by].sum())
+                size if node.divide_by is None
+                else sum(float(batch[node.divide_by].sum()) for batch in batches)
             )
             for name, node in self.nodes.items() if node.loss
         }

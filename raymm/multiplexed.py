@@ -4,25 +4,31 @@ by side, each on its GPUs and its share of their multiprocessors (Mosaic §3).""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from raymm.actors.group import RankResources, StepHandle
-from raymm.actors.multiplexed.gpu_actor import GpuSpec
 from raymm.actors.multiplexed.group import GpuGroup
-from raymm.actors.multiplexed.iteration import IterationMeta, IterationResult
+from raymm.actors.multiplexed.iteration_meta import GpuStepResult, IterationMeta
 from raymm.actors.optimizer import OptimizerConfig
 from raymm.actors.quota import Backend
 from raymm.cluster import connect
+from raymm.mapped_graph import (
+    MappedGraph,
+    ProgramKind,
+    cut_entries,
+    forward_parts,
+    losses_of,
+    timeline_of,
+)
 from raymm.module_dag import ModuleDag
-from raymm.scheduler.multiplex.check_program import check_program
-from raymm.scheduler.multiplex.instructions import Direction, MultiplexProgram, Part, Run
-from raymm.scheduler.multiplex.lowering import copies_of, lower, turns_of
+from raymm.scheduler.multiplex.instructions import MultiplexProgram, Part
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
-from raymm.scheduler.program import Op
-from raymm.scheduler.timeline import Span, Timeline
+from raymm.scheduler.timeline import Timeline
+
+Batch = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ class MultiplexedOutput:
         end: when that was, by the hosts' clocks; ends of iterations submitted ahead are as far
             apart as iterations take.
         timeline: when each node ran on each GPU; a span's ``stage`` is the node, its
-            ``microbatch`` the turn.
+            ``microbatch`` the turn, or of several microbatches which.
         sent_bytes: between GPUs, without the sums of gradients.
         grad_norm: global gradient norm before clipping, if the iteration updated.
         learning_rate: the rate used, if it did.
@@ -55,7 +61,7 @@ class MultiplexedOutput:
 class PendingIteration:
     """An iteration under way. :meth:`result` waits for it."""
 
-    def __init__(self, results: StepHandle[IterationResult], losses: list[str]) -> None:
+    def __init__(self, results: StepHandle[GpuStepResult], losses: list[str]) -> None:
         self._results, self._losses = results, losses
 
     def result(self) -> MultiplexedOutput:
@@ -64,24 +70,15 @@ class PendingIteration:
         Raises:
             RankFailedError: a process died or a module raised; by name.
         """
-        results = self._results.result()
-        losses = dict.fromkeys(self._losses, 0.0)
-        for result in results:
-            for name, value in result.losses.items():
-                losses[name] += value
+        gpus = [one.iterations for one in self._results.result()]
+        results = [result for one in gpus for result in one]
+        losses = losses_of(results, self._losses)
         start, end = min(r.start for r in results), max(r.end for r in results)
-        ops = {Direction.FORWARD: Op.FORWARD, Direction.BACKWARD: Op.BACKWARD}
-        spans = tuple(
-            Span(
-                gpu, ops[Direction(one.direction)], one.node, one.turn, one.start - start,
-                one.end - start,
-            )
-            for gpu, result in enumerate(results) for one in result.runs
-        )
+        last = gpus[0][-1]
         return MultiplexedOutput(
-            sum(losses.values()), losses, end - start, end, Timeline(spans, len(results)),
-            sum(result.sent_bytes for result in results), results[0].grad_norm,
-            results[0].learning_rate,
+            sum(losses.values()), losses, end - start, end,
+            timeline_of(gpus, turns=len(gpus[0]) == 1), sum(r.sent_bytes for r in results),
+            last.grad_norm, last.learning_rate,
         )
 
 
@@ -131,21 +128,14 @@ class MultiplexedModule:
             raise ValueError(f"device is {device!r}; accepted: cpu, cuda")
         self.dag, self.mapping, self.lockstep = dag, mapping, lockstep
         self._seed, self._step = seed, 0
-        self._programs: dict[tuple[int, bool, bool], MultiplexProgram] = {}
-        self.program(mapping.gpus)  # refuses what does not fit, before any actor starts
-        turns = turns_of(dag.graph, mapping)
-        self.copies = copies_of(turns)
-        nodes = dag.specs()
+        self._mapped = MappedGraph(dag.graph, mapping, lockstep)
+        self.copies = self._mapped.copies
+        nodes = dag.specs().values()
         connect()
-        specs = [
-            GpuSpec(
-                gpu, mapping.gpus, dag.graph,
-                tuple(one for name, one in nodes.items() if gpu in self.copies[name]),
-                turns, mapping.steps, self.copies, optimizer or OptimizerConfig(), backend, device,
-                threads, timeout_s,
-            )
-            for gpu in range(mapping.gpus)
-        ]
+        specs = self._mapped.gpu_specs(
+            nodes, optimizer=optimizer or OptimizerConfig(), backend=backend, device=device,
+            threads=threads, timeout_s=timeout_s,
+        )
         if group is None:
             default = RankResources(gpus=1.0 if device == "cuda" else 0.0)
             group = GpuGroup(specs, resources or default)
@@ -170,22 +160,16 @@ class MultiplexedModule:
 
     def program(self, batch: int, train: bool = True, update: bool = False) -> MultiplexProgram:
         """The checked program of a batch of so many samples."""
-        kind = batch, train, update
-        if kind not in self._programs:
-            program = lower(
-                self.dag.graph, self.mapping, batch, train=train, update=update,
-                lockstep=self.lockstep,
-            )
-            check_program(self.dag.graph, program)
-            self._programs[kind] = program
-        return self._programs[kind]
+        return self._mapped.program(ProgramKind(batch, train, train, update))
 
-    def execute(self, batch: Mapping[str, torch.Tensor]) -> MultiplexedOutput:
+    def execute(self, batch: Batch | Sequence[Batch]) -> MultiplexedOutput:
         """Forward and backward of one batch. :meth:`gradients` are then those of its loss; those
         of earlier batches are forgotten.
 
         Args:
-            batch: entries (samples, ...), as of :meth:`ModuleDag.forward`.
+            batch: entries (samples, ...), as of :meth:`ModuleDag.forward`; or microbatches, which
+                run one after another and whose gradients are accumulated. Means over samples are
+                then those over all; what compares all samples compares a microbatch's.
 
         Raises:
             ModelError: a batch that does not fit.
@@ -193,16 +177,16 @@ class MultiplexedModule:
         """
         return self.submit(batch, update=False).result()
 
-    def train_step(self, batch: Mapping[str, torch.Tensor]) -> MultiplexedOutput:
+    def train_step(self, batch: Batch | Sequence[Batch]) -> MultiplexedOutput:
         """:meth:`execute` and the optimizer's step."""
         return self.submit(batch).result()
 
-    def evaluate(self, batch: Mapping[str, torch.Tensor]) -> MultiplexedOutput:
+    def evaluate(self, batch: Batch | Sequence[Batch]) -> MultiplexedOutput:
         """Loss only, all modules in evaluation mode; no gradients."""
         return self.submit(batch, train=False, update=False).result()
 
     def submit(
-        self, batch: Mapping[str, torch.Tensor], *, train: bool = True, update: bool = True
+        self, batch: Batch | Sequence[Batch], *, train: bool = True, update: bool = True
     ) -> PendingIteration:
         """Start an iteration and return at once; iterations run in the order submitted. With
         the next one submitted before the last one's result is read, no GPU waits for the driver.
@@ -214,37 +198,31 @@ class MultiplexedModule:
         """
         if update and not train:
             raise ValueError("update is True without train; accepted: both, train alone, neither")
-        size = self.dag.batch_size(batch)
-        program = self.program(size, train, update)
-        key = f"{size}/{train}/{update}"
-        self.group.load(key, program)
-        layout = _layout_key(batch, train)
-        meta = IterationMeta(
-            self._step, self._seed, layout, self.group.is_new_layout(layout),
-            self.dag.scales(batch), train,
-        )
+        batches = [batch] if isinstance(batch, Mapping) else list(batch)
+        if not batches:
+            raise ValueError("batch is an empty list; accepted: at least one microbatch")
+        scales = self.dag.scales(*batches)
+        iterations: list[tuple[str, IterationMeta]] = []
+        inputs: list[dict[tuple[int, Part], Batch]] = [{} for _ in range(self.mapping.gpus)]
+        for number, one in enumerate(batches):
+            last = number + 1 == len(batches)
+            kind = ProgramKind(
+                self.dag.batch_size(one), train, train and last, update and last
+            )
+            program = self._mapped.program(kind)
+            self.group.load(kind.key, program)
+            layout = _layout_key(one, train)
+            iterations.append((kind.key, IterationMeta(
+                self._step, self._seed, layout, self.group.is_new_layout(layout), scales, train,
+                keep_gradients=number > 0, microbatch=number,
+            )))
+            for gpu, here in enumerate(inputs):
+                for part in forward_parts(program, gpu):
+                    if reads := self.dag.nodes[part.node].reads:
+                        here[number, part] = cut_entries(one, reads.values(), part)
         self._step += update
-        results = self.group.submit(key, meta, self._inputs(program, batch))
+        results = self.group.submit(iterations, inputs)
         return PendingIteration(results, [n for n, node in self.dag.nodes.items() if node.loss])
-
-    def _inputs(
-        self, program: MultiplexProgram, batch: Mapping[str, torch.Tensor]
-    ) -> list[dict[Part, dict[str, torch.Tensor]]]:
-        """Per GPU, what its parts read of the batch."""
-        found: list[dict[Part, dict[str, torch.Tensor]]] = []
-        for listed in program.instructions:
-            here: dict[Part, dict[str, torch.Tensor]] = {}
-            for one in listed:
-                if isinstance(one, Run) and one.direction is Direction.FORWARD:
-                    for part in one.parts:
-                        entries = dict.fromkeys(self.dag.nodes[part.node].reads.values())
-                        if entries:
-                            # A copy: a view would bring the whole batch along.
-                            here[part] = {
-                                name: batch[name][slice(*part.samples)].clone() for name in entries
-                            }
-            found.append(here)
-        return found
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Gradients of all trainable parameters after :meth:`execute`, by the names that
@@ -278,7 +256,7 @@ class MultiplexedModule:
         self.close()
 
 
-def _layout_key(batch: Mapping[str, torch.Tensor], train: bool) -> str:
+def _layout_key(batch: Batch, train: bool) -> str:
     """What the shapes of everything that modules hand on follow from."""
     shapes = sorted((name, tuple(t.shape), str(t.dtype)) for name, t in batch.items())
     return hashlib.sha256(repr((train, shapes)).encode()).hexdigest()[:16]

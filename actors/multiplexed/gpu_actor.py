@@ -1,5 +1,5 @@
 """The actor that is one GPU of a multiplexed program: copies of modules, streams, one call per
-iteration."""
+step."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,17 +19,19 @@ from torch import nn
 
 from raymm.actors.channel import reporting_lost_processes
 from raymm.actors.gradient_reduction import Holder, SharedParameter
-from raymm.actors.multiplexed.iteration import (
-    Device,
+from raymm.actors.multiplexed.checkpoint import load_shards, save_shards
+from raymm.actors.multiplexed.device import Device, Mode
+from raymm.actors.multiplexed.iteration import Iteration
+from raymm.actors.multiplexed.iteration_meta import (
     GpuProgram,
-    Iteration,
+    GpuStepResult,
     IterationMeta,
     IterationResult,
-    Mode,
 )
 from raymm.actors.multiplexed.messages import Messages
 from raymm.actors.multiplexed.node import NodeSpec
 from raymm.actors.optimizer import Holdings, OptimizerConfig, RankOptimizer
+from raymm.actors.peak_memory import PeakMemory
 from raymm.actors.quota import (
     AccountingBackend,
     Backend,
@@ -39,6 +42,7 @@ from raymm.actors.quota import (
     check_no_shared_parameters,
 )
 from raymm.actors.rank_actor import remember
+from raymm.actors.stages.precision import cast_frozen
 from raymm.actors.to_device import to_device
 from raymm.scheduler.multiplex.instructions import Part, Turn
 from raymm.scheduler.multiplex.node_graph import NodeGraph
@@ -56,6 +60,9 @@ class GpuSpec:
         steps: steps of a GPU's quota.
         copies: GPUs with a copy, by node.
         optimizer: the optimizer's configuration.
+        autocast: name of the torch dtype for automatic mixed precision, or None.
+        reloadable: nodes whose frozen weights can be had again from where they came from; under
+            autocast they are kept in its dtype only.
         backend: makes the streams' backend; None: green contexts on CUDA, books on a CPU.
         device: ``"cpu"`` or ``"cuda"``.
         threads: intra-op threads.
@@ -70,6 +77,8 @@ class GpuSpec:
     steps: int
     copies: Mapping[str, tuple[int, ...]]
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    autocast: str | None = None
+    reloadable: frozenset[str] = frozenset()
     backend: Callable[[], Backend] | None = None
     device: str = "cpu"
     threads: int = 1
@@ -140,9 +149,14 @@ class GpuActor:
     def build(self) -> dict[str, int]:
         """Build the modules and the streams. Returns the number of parameters, per module."""
         spec = self._spec
+        self._memory = PeakMemory(self._device)
+        autocast = getattr(torch, spec.autocast) if spec.autocast else None
         modules: dict[str, nn.Module] = {}
         for node in spec.nodes:
-            modules[node.name] = node.build().to(self._device)
+            module = node.build()
+            if autocast is not None and node.name in spec.reloadable:
+                cast_frozen(module, autocast)
+            modules[node.name] = module.to(self._device)
         check_no_shared_parameters(modules)
         parameters = {
             (node, name): parameter
@@ -166,7 +180,7 @@ class GpuActor:
                 spec.gpu, parameters, spec.optimizer, Holdings(shared, counted),
                 {family: self._copies[family.stages[0]] for family in families}, self._device,
             ),
-            {},
+            autocast,
         )
         return {n: sum(p.numel() for p in m.parameters()) for n, m in modules.items()}
 
@@ -187,29 +201,43 @@ class GpuActor:
         }
 
     def load_program(self, key: str, program: GpuProgram) -> None:
-        """Keep a program under a key, for :meth:`run_iteration`."""
+        """Keep a program under a key, for :meth:`run_step`."""
         remember(self._programs, key, program)
 
-    def run_iteration(
+    def run_step(
         self,
-        key: str,
-        meta: IterationMeta,
-        parts: Sequence[Part],
-        *entries: Mapping[str, torch.Tensor],
-    ) -> IterationResult:
-        """Run an iteration of a loaded program.
+        iterations: Sequence[tuple[str, IterationMeta]],
+        places: Sequence[tuple[int, Part]],
+        *entries: Mapping[str, Any],
+    ) -> GpuStepResult:
+        """Run iterations of loaded programs, one after another.
 
         Args:
-            key: of the program.
-            meta: of the iteration.
-            parts: those that read entries of the batch.
-            entries: of each of them, as separate arguments, so that references among them are
-                resolved before the call.
+            iterations: key of the program and what is to be known, of each.
+            places: which iteration's which part each of ``entries`` is for.
+            entries: what the parts' nodes read of the batch
+                (:meth:`raymm.actors.multiplexed.node.NodeSpec.own_entries`). Separate arguments,
+                so that references among them are resolved before the call.
 
         Raises:
             ModuleError: naming the module that raised.
             ChannelError: another process is gone.
         """
+        self._memory.restart()
+        given: list[dict[Part, Mapping[str, Any]]] = [{} for _ in iterations]
+        for (number, part), one in zip(places, entries, strict=True):
+            spec = self._here.specs[part.node]
+            rows = iterations[number][1].rows(part.node, part.samples)
+            given[number][part] = spec.own_entries(one, rows)
+        results = [
+            self._run_iteration(key, meta, parts)
+            for (key, meta), parts in zip(iterations, given, strict=True)
+        ]
+        return GpuStepResult(results, self._memory.bytes())
+
+    def _run_iteration(
+        self, key: str, meta: IterationMeta, entries: Mapping[Part, Mapping[str, Any]]
+    ) -> IterationResult:
         program = self._programs[key]
         remember(self._programs, key, program)
         remember(self._layout_keys, meta.layout, None)
@@ -217,12 +245,31 @@ class GpuActor:
             place: one for place, one in self._here.layouts.items()
             if place[0] in self._layout_keys and not (meta.new_layout and place[0] == meta.layout)
         }
-        moved = {
-            part: {name: to_device(value, self._device) for name, value in one.items()}
-            for part, one in zip(parts, entries, strict=True)
-        }
+        moved = {part: to_device(dict(one), self._device) for part, one in entries.items()}
         with reporting_lost_processes("an exchange with another GPU"):
             return Iteration(self._here, program, meta, moved).run()
+
+    def run_epilogue(self) -> IterationResult:
+        """Sum gradients over copies, clip, and step the optimizer, after iterations that only
+        accumulated gradients."""
+        optimizer = self._here.optimizer
+        with reporting_lost_processes("the optimizer's step"):
+            optimizer.reduction.wait()
+            return IterationResult(grad_norm=optimizer.clip(), learning_rate=optimizer.step())
+
+    def zero_grad(self) -> None:
+        """Forget accumulated gradients."""
+        self._here.optimizer.zero_grad()
+
+    def save(self, folder: str, skip_frozen: frozenset[str]) -> dict[str, list[str]]:
+        """As :meth:`raymm.actors.rank_actor.RankActor.save`."""
+        spec = self._spec
+        first = {name for name in self._here.modules if spec.copies[name][0] == spec.gpu}
+        return save_shards(Path(folder), spec.gpu, self._here, first, skip_frozen)
+
+    def load(self, folder: str, index: dict[str, str], step: int) -> list[str]:
+        """As :meth:`raymm.actors.rank_actor.RankActor.load`."""
+        return load_shards(Path(folder), index, self._here, step)
 
     def gradients(self) -> dict[tuple[str, str], torch.Tensor | None]:
         """Gradients by (node, name); None where a trainable parameter has none."""
@@ -231,12 +278,13 @@ class GpuActor:
             for key, p in self._here.optimizer.parameters.items()
         }
 
-    def parameters(self) -> dict[tuple[str, str], torch.Tensor]:
+    def parameters(self, trainable_only: bool = False) -> dict[tuple[str, str], torch.Tensor]:
         """Parameters by (node, name)."""
         return {
             (node, name): parameter.detach().cpu()
             for node, module in self._here.modules.items()
             for name, parameter in module.named_parameters()
+            if parameter.requires_grad or not trainable_only
         }
 
     def quotas(self) -> str:

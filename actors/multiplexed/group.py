@@ -9,7 +9,12 @@ import torch
 
 from raymm.actors.group import RankGroup, RankResources, StepHandle
 from raymm.actors.multiplexed.gpu_actor import GpuActor, GpuSpec
-from raymm.actors.multiplexed.iteration import GpuProgram, IterationMeta, IterationResult
+from raymm.actors.multiplexed.iteration_meta import (
+    GpuProgram,
+    GpuStepResult,
+    IterationMeta,
+    IterationResult,
+)
 from raymm.actors.rank_actor import remember
 from raymm.scheduler.multiplex.instructions import MultiplexProgram, Part
 
@@ -76,20 +81,26 @@ class GpuGroup(RankGroup):
         return new
 
     def submit(
-        self, key: str, meta: IterationMeta, inputs: Sequence[Mapping[Part, Entries]]
-    ) -> StepHandle[IterationResult]:
-        """Start an iteration on all GPUs; returns at once. They run in the order submitted.
+        self,
+        iterations: Sequence[tuple[str, IterationMeta]],
+        inputs: Sequence[Mapping[tuple[int, Part], Entries]],
+    ) -> StepHandle[GpuStepResult]:
+        """Start a step on all GPUs; returns at once. Steps run in the order submitted.
 
         Args:
-            key: of a loaded program.
-            meta: of the iteration.
-            inputs: per GPU and part, what it reads of the batch.
+            iterations: of the step, one after another: key of a loaded program, and what GPUs are
+                to know.
+            inputs: per GPU, what the parts of its iterations (by number) read of the batch.
         """
         refs = [
-            actor.run_iteration.remote(key, meta, list(one), *one.values())
+            actor.run_step.remote(list(iterations), list(one), *one.values())
             for actor, one in zip(self._actors, inputs, strict=True)
         ]
         return StepHandle(self, refs)
+
+    def run_epilogue(self) -> list[IterationResult]:
+        """Sum accumulated gradients, clip and step the optimizer, on all GPUs."""
+        return self.call("run_epilogue")
 
 
 def _labels(specs: Sequence[GpuSpec]) -> list[str]:

@@ -4,134 +4,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from raymm.actors.multiplexed.clock import RunClock, TimedRun
-from raymm.actors.multiplexed.messages import Messages
-from raymm.actors.multiplexed.node import ONLY, NodeSpec, OutputError, Tensors, call
+from raymm.actors.multiplexed.clock import RunClock
+from raymm.actors.multiplexed.device import Device
+from raymm.actors.multiplexed.iteration_meta import GpuProgram, IterationMeta, IterationResult
+from raymm.actors.multiplexed.node import ONLY, Given, OutputError, Tensors
 from raymm.actors.multiplexed.samples import LAYOUT_BYTES, Layout, Samples, empty
-from raymm.actors.optimizer import RankOptimizer
-from raymm.actors.quota import Output, SideBySide, StreamPool, Work
+from raymm.actors.quota import Output, Work
 from raymm.actors.stages.source import derive_seed
 from raymm.scheduler.multiplex.instructions import (
     Barrier,
     Direction,
     Finish,
-    Instruction,
     Part,
     Piece,
     Reduce,
     Route,
     Run,
-    Turn,
     Update,
 )
-from raymm.scheduler.multiplex.node_graph import NodeGraph
 from raymm.scheduler.multiplex.sample_ranges import Range
-
-
-@dataclass(frozen=True)
-class GpuProgram:
-    """What one GPU gets of a program.
-
-    Attributes:
-        gpu: its number.
-        batch: samples of the whole batch.
-        instructions: its list.
-        turns: of all GPUs.
-        needs: per producer, the samples that it reads here.
-    """
-
-    gpu: int
-    batch: int
-    instructions: tuple[Instruction, ...]
-    turns: tuple[Turn, ...]
-    needs: Mapping[str, tuple[Range, ...]]
-
-
-@dataclass(frozen=True)
-class IterationMeta:
-    """What all GPUs are told about an iteration.
-
-    Attributes:
-        step: its number, for seeds.
-        seed: the run's seed.
-        layout: key of the tensors' shapes; of a new one layouts travel before the tensors.
-        new_layout: whether none of the GPUs has seen it.
-        scales: by loss, what the sum over samples is multiplied with.
-        training: with backward; modules in training mode.
-    """
-
-    step: int
-    seed: int
-    layout: str
-    new_layout: bool
-    scales: Mapping[str, float]
-    training: bool = True
-
-
-@dataclass
-class IterationResult:
-    """What a GPU reports.
-
-    Attributes:
-        losses: by loss, the scaled sum over the samples here.
-        runs: when its nodes ran.
-        start, end: of the whole list, on the same clock.
-        sent_bytes: to other GPUs.
-        grad_norm, learning_rate: of the optimizer's step, if there was one.
-    """
-
-    losses: dict[str, float] = field(default_factory=dict)
-    runs: list[TimedRun] = field(default_factory=list)
-    start: float = 0.0
-    end: float = 0.0
-    sent_bytes: int = 0
-    grad_norm: float | None = None
-    learning_rate: float | None = None
-
-
-class Mode(NamedTuple):
-    """The mode that a submodule trains in: frozen ones are in evaluation mode."""
-
-    module: nn.Module
-    training: bool
-
-    def apply(self, training: bool) -> None:
-        """Set it; evaluation mode for everything where not ``training``."""
-        self.module.training = training and self.training
-
-
-@dataclass
-class Device:
-    """What stays from iteration to iteration.
-
-    Attributes:
-        device: of the tensors.
-        graph: of all nodes.
-        specs, modules: of the nodes here.
-        modes: of all submodules, as they were built.
-        pool, side_by_side: streams and threads.
-        messages: to other GPUs; None where there are none.
-        optimizer: of the parameters here.
-        layouts: by layout key and producer.
-    """
-
-    device: torch.device
-    graph: NodeGraph
-    specs: Mapping[str, NodeSpec]
-    modules: Mapping[str, nn.Module]
-    modes: Sequence[Mode]
-    pool: StreamPool
-    side_by_side: SideBySide
-    messages: Messages | None
-    optimizer: RankOptimizer
-    layouts: dict[tuple[str, str], Layout]
 
 
 class _Made(NamedTuple):
@@ -145,7 +43,7 @@ class _Made(NamedTuple):
 class _Incoming(NamedTuple):
     """A part of the gradient of a part's output."""
 
-    samples: Range
+    rows: Range
     gradients: Tensors
     works: list[dist.Work]
 
@@ -157,7 +55,7 @@ class Iteration:
         here: the GPU.
         program: its instructions.
         meta: of the iteration.
-        entries: per part, its samples of the batch's entries that the node reads.
+        entries: per part, what its node reads of the batch.
     """
 
     def __init__(
@@ -186,8 +84,9 @@ class Iteration:
         for mode in here.modes:
             mode.apply(meta.training)
         sent = here.messages.sent_bytes if here.messages else 0
-        if meta.training:
+        if meta.training and not meta.keep_gradients:
             here.optimizer.zero_grad()
+        if any(isinstance(one, Finish) for one in self._program.instructions):
             here.optimizer.reduction.expect(here.modules)
         actions = {
             Run: self._run, Route: self._route, Barrier: self._barrier, Reduce: self._reduce,
@@ -208,12 +107,20 @@ class Iteration:
 
     # Runs
 
+    def _rows(self, part: Part | Piece) -> Range:
+        return self._meta.rows(part.node, part.samples)
+
     def _run(self, run: Run) -> None:
+        # Of samples that a node has nothing to do for (a tower of a modality that they lack),
+        # all GPUs know from the offsets.
+        parts = [part for part in run.parts if self._rows(part)]
         work = self._forward if run.direction is Direction.FORWARD else self._backward
-        works = {part.node: work(run, part) for part in run.parts}
+        works = {part.node: work(run, part) for part in parts}
+        if not works:
+            return
         streams = self._here.pool.select(self._program.turns[run.turn].name)
         outputs = self._here.side_by_side.run(streams, works)
-        for part in run.parts:
+        for part in parts:
             value = outputs[part.node].get()
             if run.direction is Direction.FORWARD:
                 tensors, leaves = value
@@ -222,9 +129,14 @@ class Iteration:
                     self._losses.setdefault(part.node, []).append(tensors[ONLY].detach())
             else:
                 for (producer, every), gradients in value.items():
-                    samples = Range(0, self._program.batch) if every else part.samples
-                    self._samples[producer].add_gradient(samples, gradients)
+                    rows = self._read_rows(part, producer, every)
+                    self._samples[producer].add_gradient(rows, gradients)
                 del self._made[part]
+
+    def _read_rows(self, part: Part, producer: str, every: bool) -> Range:
+        """Which rows of a producer's output a part reads."""
+        samples = Range(0, self._program.batch) if every else part.samples
+        return self._meta.rows(producer, samples)
 
     def _forward(self, run: Run, part: Part) -> Work:
         here, meta = self._here, self._meta
@@ -232,28 +144,50 @@ class Iteration:
         backward = meta.training and part.node in here.graph.backward
         given: dict[tuple[str, bool], Tensors] = {}
         for one in spec.inputs:
-            held = self._samples[one.producer]
-            held.wait()
-            samples = Range(0, self._program.batch) if one.every else part.samples
-            given[one.producer, one.every] = held.values(samples)
+            if rows := self._read_rows(part, one.producer, one.every):
+                held = self._samples[one.producer]
+                held.wait()
+                given[one.producer, one.every] = held.values(rows)
         layouts = {producer: self._samples[producer].layout for producer, _ in given}
-        draws = self._draws(part.node)
-        seed = derive_seed(meta.seed, meta.step, part.node, part.samples.lo) if draws else None
+        draws, seed = self._draws(part.node), None
+        if draws:
+            seed = derive_seed(meta.seed, meta.step, part.node, part.samples.lo, meta.microbatch)
 
         def forward(entries: Tensors, given: dict[tuple[str, bool], Tensors]) -> Any:
-            with self._clock.timing(run, part.node), torch.set_grad_enabled(backward):
+            with (
+                self._clock.timing(run, part.node), torch.set_grad_enabled(backward),
+                self._precision(),
+            ):
                 leaves = {
                     place: _leaves(tensors, layouts[place[0]], backward)
                     for place, tensors in given.items()
                 }
                 inputs = {p: t for (p, every), t in leaves.items() if not every}
                 every = {p: t for (p, every), t in leaves.items() if every}
-                tensors = call(spec, module, entries, inputs, every, part.samples)
+                tensors = spec.run(module, Given(
+                    entries, inputs, every, part.samples, self._rows(part), self._counts(part),
+                    meta.context(part.samples),
+                ))
                 if spec.loss:
                     tensors = {ONLY: tensors[ONLY].sum() * meta.scales[part.node]}
                 return tensors, leaves if backward else {}
 
         return Work(forward, (self._entries.get(part, {}), given), draws=draws, seed=seed)
+
+    def _counts(self, part: Part) -> dict[str, tuple[int, ...]]:
+        """How many rows the samples of a part have, by producer that has not one each."""
+        found = {}
+        for one in self._here.specs[part.node].inputs:
+            if (offsets := self._meta.offsets.get(one.producer)) is not None:
+                edges = offsets[part.samples.lo : part.samples.hi + 1]
+                found[one.producer] = tuple(b - a for a, b in pairwise(edges))
+        return found
+
+    def _precision(self) -> AbstractContextManager:
+        if self._here.autocast is None:
+            return nullcontext()
+        # Without a cache, as of ThreadSettings: it would be that of all threads.
+        return torch.autocast(self._here.device.type, self._here.autocast, cache_enabled=False)
 
     def _backward(self, run: Run, part: Part) -> Work:
         here = self._here
@@ -263,7 +197,9 @@ class Iteration:
         def backward(values: Tensors, gradients: Tensors | None) -> Any:
             with self._clock.timing(run, part.node):
                 if gradients is None:
-                    values[ONLY].backward()
+                    # Nothing is trained where what was read of towers is all that would be.
+                    if values[ONLY].requires_grad:
+                        values[ONLY].backward()
                 elif gradients:
                     torch.autograd.backward(
                         [values[name] for name in gradients], list(gradients.values())
@@ -291,9 +227,9 @@ class Iteration:
         for _, one in sorted(self._incoming.pop(part, []), key=lambda pair: pair[0]):
             for work in one.works:
                 work.wait()
-            lo = one.samples.lo - part.samples.lo
+            lo = one.rows.lo - self._rows(part).lo
             for name, gradient in one.gradients.items():
-                total[name][lo : lo + one.samples.size].add_(gradient)
+                total[name][lo : lo + one.rows.size].add_(gradient)
         return total
 
     # Routes
@@ -307,21 +243,22 @@ class Iteration:
     def _route_outputs(self, route: Route) -> None:
         layouts = self._layouts(route)
         me, sends = self._program.gpu, []
-        for piece in route.sends:
+        for piece in self._filled(route.sends):
             tensors = self._piece(piece)
             sends += [(piece.peer, tensor) for tensor in tensors.values()]
         receives: list[tuple[Samples, int, torch.Tensor]] = []
-        for piece in route.receives:
+        for piece in self._filled(route.receives):
             node = piece.node
             if node not in self._samples:
+                needed = (self._meta.rows(node, one) for one in self._program.needs[node])
                 self._samples[node] = Samples(
-                    layouts[node], self._program.needs[node], self._here.device
+                    layouts[node], [rows for rows in needed if rows], self._here.device
                 )
-            held = self._samples[node]
+            held, rows = self._samples[node], self._rows(piece)
             if piece.peer == me:
-                held.put(piece.samples, self._piece(piece))
+                held.put(rows, self._piece(piece))
             else:
-                receives += [(held, piece.peer, t) for t in held.values(piece.samples).values()]
+                receives += [(held, piece.peer, t) for t in held.values(rows).values()]
         works = self._start(sends, [(peer, tensor) for _, peer, tensor in receives])
         for (held, _, _), one in zip(receives, works, strict=True):
             held.await_writes(one)
@@ -339,9 +276,11 @@ class Iteration:
                 )
         if self._meta.new_layout:
             device = self._here.device
-            pairs = dict.fromkeys((p.node, p.peer) for p in route.sends)
+            pairs = dict.fromkeys((p.node, p.peer) for p in self._filled(route.sends))
             sends = [(peer, cache[key, node].encode().to(device)) for node, peer in pairs]
-            wanted = dict.fromkeys((p.node, p.peer) for p in route.receives if p.peer != me)
+            wanted = dict.fromkeys(
+                (p.node, p.peer) for p in self._filled(route.receives) if p.peer != me
+            )
             receives = [
                 (peer, torch.empty(LAYOUT_BYTES, dtype=torch.uint8, device=device))
                 for _, peer in wanted
@@ -351,10 +290,15 @@ class Iteration:
                 for work in waits:
                     work.wait()
                 cache[key, node] = Layout.decode(data)
-        return {p.node: cache[key, p.node] for p in route.receives}
+        return {p.node: cache[key, p.node] for p in self._filled(route.receives)}
 
     def _own_pieces(self, route: Route) -> list[Piece]:
-        return [*route.sends, *(p for p in route.receives if p.peer == self._program.gpu)]
+        kept = [piece for piece in route.receives if piece.peer == self._program.gpu]
+        return self._filled((*route.sends, *kept))
+
+    def _filled(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Those that there is anything of."""
+        return [piece for piece in pieces if self._rows(piece)]
 
     def _part_with(self, node: str, samples: Range) -> tuple[Part, _Made]:
         for part, made in self._made.items():
@@ -364,23 +308,24 @@ class Iteration:
 
     def _piece(self, piece: Piece) -> Tensors:
         part, made = self._part_with(piece.node, piece.samples)
-        lo = piece.samples.lo - part.samples.lo
-        return {name: t[lo : lo + piece.samples.size] for name, t in made.values.items()}
+        rows = self._rows(piece)
+        lo = rows.lo - self._rows(part).lo
+        return {name: t[lo : lo + rows.size] for name, t in made.values.items()}
 
     def _route_gradients(self, route: Route) -> None:
         me = self._program.gpu
         sends = []
-        for piece in route.sends:
-            gradients = self._samples[piece.node].gradient(piece.samples)
+        for piece in self._filled(route.sends):
+            gradients = self._samples[piece.node].gradient(self._rows(piece))
             sends += [(piece.peer, gradient) for gradient in gradients.values()]
         coming: list[tuple[Piece, Tensors]] = []
-        for piece in route.receives:
+        for piece in self._filled(route.receives):
             if piece.peer == me:
-                gradients = self._samples[piece.node].gradient(piece.samples)
+                gradients = self._samples[piece.node].gradient(self._rows(piece))
                 self._expect(piece, gradients, [])
             else:
                 layout = Layout.of(self._part_with(piece.node, piece.samples)[1].values)
-                buffers = empty(layout.gradients, piece.samples.size, self._here.device)
+                buffers = empty(layout.gradients, self._rows(piece).size, self._here.device)
                 coming.append((piece, buffers))
         works = iter(self._start(
             sends, [(piece.peer, t) for piece, buffers in coming for t in buffers.values()]
@@ -390,7 +335,7 @@ class Iteration:
 
     def _expect(self, piece: Piece, gradients: Tensors, works: list[dist.Work]) -> None:
         part, _ = self._part_with(piece.node, piece.samples)
-        one = _Incoming(piece.samples, gradients, works)
+        one = _Incoming(self._rows(piece), gradients, works)
         self._incoming.setdefault(part, []).append((piece.peer, one))
 
     def _start(

@@ -7,12 +7,13 @@ of every tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from raymm.actors.stages.message import MicrobatchContext
 from raymm.scheduler.multiplex.sample_ranges import Range
 
 # The name of an output that is one tensor.
@@ -45,6 +46,29 @@ class Input(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Given:
+    """What a part of a node runs on.
+
+    Attributes:
+        entries: of the batch, by name; own rows.
+        inputs: outputs by producer; own samples. A producer that made nothing of them is missing.
+        every: outputs by producer; all samples of the batch.
+        own: the node's samples, in the batch.
+        rows: where they are in the node's own outputs.
+        counts: by producer that has not a row per sample, how many rows each of ``own`` has.
+        context: what is known of the step.
+    """
+
+    entries: Mapping[str, torch.Tensor]
+    inputs: Mapping[str, Tensors]
+    every: Mapping[str, Tensors]
+    own: Range
+    rows: Range
+    counts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    context: MicrobatchContext = field(default_factory=lambda: MicrobatchContext(1))
+
+
+@dataclass(frozen=True)
 class NodeSpec:
     """A node as data that a process can build it from.
 
@@ -67,6 +91,18 @@ class NodeSpec:
     postprocess: Callable[[dict[str, Any], Any], Any] | None = None
     loss: bool = False
     draws: bool | None = None
+
+    def own_entries(self, entries: Mapping[str, Any], rows: Range) -> Mapping[str, Any]:
+        """Of what the driver hands over for a part, what the part works on."""
+        return entries  # the driver cut them already
+
+    def run(self, module: nn.Module, given: Given) -> Tensors:
+        """What a part hands on, by name; a loss under :data:`ONLY`.
+
+        Raises:
+            OutputError: as of :func:`call`.
+        """
+        return call(self, module, given.entries, given.inputs, given.every, given.own)
 
 
 def call(

@@ -79,7 +79,8 @@ class Samples:
 
     Args:
         layout: of the output.
-        ranges: the samples; ascending and apart.
+        ranges: its rows (:func:`raymm.scheduler.multiplex.sample_ranges.rows_of`); ascending and
+            apart.
         device: where they are.
     """
 
@@ -100,46 +101,46 @@ class Samples:
             work.wait()
         self._works.clear()
 
-    def values(self, samples: Range) -> Tensors:
-        """Views of these samples."""
-        return self._views(self._values, samples)
+    def values(self, rows: Range) -> Tensors:
+        """Views of these rows."""
+        return self._views(self._values, rows)
 
-    def put(self, samples: Range, tensors: Tensors) -> None:
-        """Take over values; without a copy where they are all samples of a range."""
+    def put(self, rows: Range, tensors: Tensors) -> None:
+        """Take over values; without a copy where they are all rows of a range."""
         with torch.no_grad():
-            if samples in self._ranges:
+            if rows in self._ranges:
                 held = {name: tensor.detach() for name, tensor in tensors.items()}
-                self._values[self._ranges.index(samples)] = held
+                self._values[self._ranges.index(rows)] = held
                 return
-            for name, view in self.values(samples).items():
+            for name, view in self.values(rows).items():
                 view.copy_(tensors[name].detach())
 
-    def add_gradient(self, samples: Range, gradients: Tensors) -> None:
+    def add_gradient(self, rows: Range, gradients: Tensors) -> None:
         """Add a reader's part of the gradient."""
-        for name, view in self.gradient(samples).items():
+        for name, view in self.gradient(rows).items():
             if name in gradients:
                 view.add_(gradients[name])
 
-    def gradient(self, samples: Range) -> Tensors:
+    def gradient(self, rows: Range) -> Tensors:
         """Views of what has been added so far, zero at first."""
-        index, _ = self._place(samples)
+        index, _ = self._place(rows)
         if self._gradients[index] is None:
             values = self._values[index]
             self._gradients[index] = {
                 field.name: torch.zeros_like(values[field.name])
                 for field in self.layout.gradients
             }
-        return self._views(self._gradients, samples)
+        return self._views(self._gradients, rows)
 
-    def _place(self, samples: Range) -> tuple[int, int]:
+    def _place(self, rows: Range) -> tuple[int, int]:
         for index, one in enumerate(self._ranges):
-            if one.holds(samples):
+            if one.holds(rows):
                 return index, one.lo
-        raise IndexError(f"samples {samples} are not in {self._ranges}")
+        raise IndexError(f"rows {rows} are not in {self._ranges}")
 
-    def _views(self, held: Sequence[Tensors], samples: Range) -> Tensors:
-        index, start = self._place(samples)
+    def _views(self, held: Sequence[Tensors], rows: Range) -> Tensors:
+        index, start = self._place(rows)
         return {
-            name: tensor[samples.lo - start : samples.hi - start]
+            name: tensor[rows.lo - start : rows.hi - start]
             for name, tensor in held[index].items()
         }

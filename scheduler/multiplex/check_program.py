@@ -30,7 +30,11 @@ def check_program(graph: NodeGraph, program: MultiplexProgram) -> None:
             or a sample, or the gradient of one, that is missing or there twice.
     """
     places = [_Process(graph, program, gpu) for gpu in range(program.gpus)]
-    trains = any(isinstance(one, Finish) for listed in program.instructions for one in listed)
+    every = [one for listed in program.instructions for one in listed]
+    reduces = any(isinstance(one, Finish) for one in every)
+    trains = reduces or any(
+        isinstance(one, Run) and one.direction is Direction.BACKWARD for one in every
+    )
     while any(not place.ended for place in places):
         if not any(place.advance(places) for place in places):
             waiting = [f"GPU {p.gpu} at {p.current}" for p in places if not p.ended]
@@ -48,7 +52,7 @@ def check_program(graph: NodeGraph, program: MultiplexProgram) -> None:
                         f"sample {sample} runs {total[node.name, sample]} times {direction} "
                         f"through {node.name!r}; it must be {due}"
                     )
-        if trains and node.trainable:
+        if reduces and node.trainable:
             summed = [place.gpu for place in places if node.name in place.reduced]
             if tuple(summed) != program.copies[node.name]:
                 raise MultiplexError(

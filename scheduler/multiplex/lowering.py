@@ -103,6 +103,7 @@ def lower(
     batch: int,
     *,
     train: bool = True,
+    reduce: bool = True,
     update: bool = False,
     lockstep: bool = False,
 ) -> MultiplexProgram:
@@ -112,8 +113,10 @@ def lower(
         graph: what is run.
         mapping: where and when; a placement of some slices works on that share of the samples.
         batch: samples; any number from 1, also fewer than GPUs.
-        train: with backward and sums of gradients.
-        update: with the optimizer's step; only where ``train``.
+        train: with backward.
+        reduce: with sums of gradients over copies; only where ``train``. Without, every copy
+            keeps its part, to which later iterations add theirs.
+        update: with the optimizer's step; only where ``reduce``.
         lockstep: every turn begins on all GPUs at once, as eq. 1 of Mosaic has it. Otherwise a
             GPU goes on as soon as it has what it needs.
 
@@ -152,14 +155,14 @@ def lower(
         first = {name: min(s.turn for s in shares if s.node == name) for name in copies}
         for t in reversed(range(len(turns))):
             turn(t, Direction.BACKWARD, gradients.get(t, {}))
-            for gpu, listed in enumerate(lists):
+            for gpu, listed in enumerate(lists if reduce else ()):
                 done = tuple(
                     name for name in graph.order
                     if first[name] == t and gpu in copies[name] and graph.by_name[name].trainable
                 )
                 if done:
                     listed.append(Reduce(done))
-        for listed in lists:
+        for listed in lists if reduce else ():
             listed.append(Finish())
             if update:
                 listed.append(Update())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 
@@ -37,6 +37,17 @@ def deal(whole: Range, count: int) -> tuple[Range, ...]:
     for i in range(count):
         bounds.append(bounds[-1] + size + (i < larger))
     return tuple(Range(a, b) for a, b in zip(bounds, bounds[1:], strict=False))
+
+
+def rows_of(samples: Range, offsets: Sequence[int] | None) -> Range:
+    """Where samples' rows are in a tensor of the whole batch.
+
+    Args:
+        samples: of the batch.
+        offsets: by sample, its first row, and behind the last one the number of rows; None: a
+            row per sample.
+    """
+    return samples if offsets is None else Range(offsets[samples.lo], offsets[samples.hi])
 
 
 def union(ranges: Iterable[Range]) -> tuple[Range, ...]:

@@ -1,0 +1,93 @@
+"""Checkpoint shards of a GPU of a multiplexed program, in the format that ranks of a pipeline
+write and read (:mod:`raymm.actors.shards`): a run can go on in the other style."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from raymm.actors.multiplexed.device import Device
+from raymm.actors.shards import StoredTensors, copy_tensors, write_shard
+
+
+def save_shards(
+    folder: Path, gpu: int, here: Device, written: Collection[str], skip_frozen: Collection[str]
+) -> dict[str, list[str]]:
+    """Write the modules that this GPU, of all with a copy, writes, and their optimizer state.
+
+    Args:
+        folder: an existing folder that is not committed yet.
+        gpu: its number.
+        here: the GPU.
+        written: the modules.
+        skip_frozen: modules whose frozen weights are elsewhere and need no copy.
+
+    Returns:
+        Stored names per file.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for node in sorted(written):
+        seen: set[int] = set()
+        for name, tensor in _named_tensors(here.modules[node]):
+            if tensor.requires_grad or node not in skip_frozen:
+                # Safetensors refuses tensors that share memory: of tied ones the others are copied.
+                tied = tensor.data_ptr() in seen
+                seen.add(tensor.data_ptr())
+                tensors[f"{node}/{name}"] = tensor.detach().clone() if tied else tensor.detach()
+    state = {
+        f"optimizer/{node}/{name}/{key}": value
+        for (node, name, key), value in here.optimizer.state_tensors().items() if node in written
+    }
+    files = {}
+    for kind, found in (("model", tensors), ("optimizer", state)):
+        if found:
+            file = f"{kind}-rank{gpu}.safetensors"
+            write_shard(folder / file, found)
+            files[file] = sorted(found)
+    return files
+
+
+def load_shards(folder: Path, index: Mapping[str, str], here: Device, step: int) -> list[str]:
+    """Read parameters, buffers and optimizer state.
+
+    Args:
+        folder: of the checkpoint.
+        index: file of every stored name.
+        here: the GPU.
+        step: optimizer steps taken.
+
+    Returns:
+        Trainable parameters that the checkpoint lacks.
+
+    Raises:
+        ShardError: a file is missing or torn, or shapes differ.
+    """
+    stored = StoredTensors(folder, index)
+    own = [
+        (f"{node}/{name}", tensor.detach())
+        for node, module in here.modules.items() for name, tensor in _named_tensors(module)
+    ]
+    read = stored.read(dict.fromkeys(name for name, _ in own))
+    copy_tensors(read, own)
+    keys = stored.optimizer_keys()
+    state: dict[tuple[str, str, str], torch.Tensor] = {}
+    for (node, name), parameter in here.optimizer.updated.items():
+        base = f"optimizer/{node}/{name}"
+        wanted = dict.fromkeys(f"{base}/{key}" for key in keys.get(base, ()))
+        for full, value in stored.read(wanted).items():
+            # AdamW's count of steps stays on the CPU, as it has it.
+            held = value.to(parameter.device) if value.dim() else value
+            state[node, name, full.rpartition("/")[2]] = held
+    here.optimizer.load_state_tensors(state, step)
+    return [
+        f"{node}/{name}" for node, name in here.optimizer.parameters
+        if f"{node}/{name}" not in read
+    ]
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and persistent buffers."""
+    yield from module.state_dict(keep_vars=True).items()
