@@ -243,16 +243,9 @@ class MultimodalParallelModule:
         """Microbatches as parts per reader, with their metadata."""
         if isinstance(batch, Mapping):
             batch = split_batch(batch, self.plan.num_microbatches)
-        microbatches = [complete_microbatch(one, self._encoders) for one in batch]
-        meta = [
-            describe(one, [str(row) for row in range(one["input_ids"].shape[0])])
-            for one in microbatches
-        ]
-        parts = []
-        for one in microbatches:
-            part = {name: one[name] for name in self._encoders if name in one}
-            parts.append({**part, "text": text_inputs(one)})
-        return parts, meta
+        return describe_microbatches(
+            [complete_microbatch(one, self._encoders) for one in batch], self._encoders
+        )
 
     def submit(
         self,
@@ -304,6 +297,13 @@ class MultimodalParallelModule:
         program = lower(self.plan, present)
         check_program(program)
         return program.with_epilogue(self._epilogue() if update else ())
+
+    def update(self) -> float | None:
+        """Clip, update and zero accumulated gradients; returns the global gradient norm."""
+        results = self.group.run_epilogue(self._epilogue())
+        self._step += 1
+        norms = [r.grad_norm for r in results if r.grad_norm is not None]
+        return norms[0] if norms else None
 
     def _epilogue(self) -> tuple[Op, ...]:
         return EPILOGUE if self._reduces else tuple(op for op in EPILOGUE if op != Op.REDUCE_TIED)
@@ -385,17 +385,18 @@ class MultimodalParallelModule:
 
 
 class ParallelOptimizer:
-    """``step()`` and ``zero_grad()`` of all ranks at once, like a torch optimizer."""
+    """``step()`` and ``zero_grad()`` of all ranks at once, like a torch optimizer.
 
-    def __init__(self, parallel: MultimodalParallelModule) -> None:
+    Args:
+        parallel: whose; in either style.
+    """
+
+    def __init__(self, parallel: Any) -> None:
         self._parallel = parallel
 
     def step(self) -> float | None:
         """Clip, update and zero gradients; returns the global gradient norm."""
-        results = self._parallel.group.run_epilogue(self._parallel._epilogue())
-        self._parallel._step += 1
-        norms = [r.grad_norm for r in results if r.grad_norm is not None]
-        return norms[0] if norms else None
+        return self._parallel.update()
 
     def zero_grad(self) -> None:
         """Forget accumulated gradients (``step`` does so too)."""
@@ -404,7 +405,11 @@ class ParallelOptimizer:
 
 def model_name(stage: str, name: str) -> str:
     """``("vision.0", "module.x")`` -> ``"vision_encoder.module.x"``."""
-    module = stage_module(stage)
+    return parameter_name(stage_module(stage), name)
+
+
+def parameter_name(module: str, name: str) -> str:
+    """``("vision", "module.x")`` -> ``"vision_encoder.module.x"``."""
     return f"{'language_model' if module == LANGUAGE_MODEL else module + '_encoder'}.{name}"
 
 
@@ -428,6 +433,22 @@ def _neighbours(processes: Processes, process: Process) -> Neighbours:
         processes.tensor_group(process),
     )
     return Neighbours(*(group if len(group) > 1 else () for group in groups))
+
+
+def describe_microbatches(
+    microbatches: Sequence[Mapping[str, Any]], encoders: Sequence[str]
+) -> tuple[list[dict[str, Any]], list[MicrobatchMeta]]:
+    """Complete microbatches (:func:`raymm.model.complete_microbatch`) as parts per reader, with
+    their metadata."""
+    meta = [
+        describe(one, [str(row) for row in range(one["input_ids"].shape[0])])
+        for one in microbatches
+    ]
+    parts = []
+    for one in microbatches:
+        part = {name: one[name] for name in encoders if name in one}
+        parts.append({**part, "text": text_inputs(one)})
+    return parts, meta
 
 
 def split_batch(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:

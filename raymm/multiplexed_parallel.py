@@ -1,0 +1,338 @@
+"""A multimodal model that runs multiplexed on Ray actors: start it, step it, read it back."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from raymm.actors.group import RankResources, StepHandle
+from raymm.actors.multiplexed.gpu_actor import GpuSpec
+from raymm.actors.multiplexed.group import GpuGroup
+from raymm.actors.multiplexed.iteration_meta import GpuStepResult, IterationMeta
+from raymm.actors.optimizer import OptimizerConfig
+from raymm.actors.quota import Backend
+from raymm.builders import reloadable_modules
+from raymm.cluster import connect
+from raymm.data import MicrobatchMeta
+from raymm.mapped_graph import MappedGraph, ProgramKind, forward_parts, losses_of, timeline_of
+from raymm.model import LANGUAGE_MODEL, MultimodalModule, complete_microbatch
+from raymm.multimodal_graph import check_mapping, multimodal_graph, multimodal_nodes
+from raymm.parallel import (
+    BatchError,
+    ParallelOptimizer,
+    StepOutput,
+    describe_microbatches,
+    parameter_name,
+    split_batch,
+)
+from raymm.scheduler.multiplex.instructions import Direction, MultiplexProgram, Part, Route
+from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
+from raymm.scheduler.multiplex.sample_ranges import rows_of
+
+
+class PendingMultiplexedStep:
+    """A step under way. :meth:`result` waits for it."""
+
+    def __init__(
+        self, handle: StepHandle[GpuStepResult], label_tokens: int, keep: Any
+    ) -> None:
+        self._handle, self._label_tokens = handle, label_tokens
+        self._keep = keep  # whoever owns the input references must outlive the step
+
+    def result(self) -> StepOutput:
+        """The step's output. A span's ``stage`` is the module, its rank the GPU.
+
+        Raises:
+            RankFailedError: a process died or a module raised; by name.
+        """
+        results = self._handle.result()
+        gpus = [one.iterations for one in results]
+        losses = losses_of((one for here in gpus for one in here), [LANGUAGE_MODEL])
+        last = gpus[0][-1]
+        return StepOutput(
+            loss=losses[LANGUAGE_MODEL], label_tokens=self._label_tokens,
+            timeline=timeline_of(gpus), grad_norm=last.grad_norm,
+            learning_rate=last.learning_rate,
+            peak_bytes=tuple(one.peak_bytes for one in results),
+        )
+
+
+class MultiplexedParallelModule:
+    """A :class:`MultimodalModule` on one Ray actor per GPU, whose modules share GPUs as a mapping
+    says. The methods are those of :class:`raymm.MultimodalParallelModule`.
+
+    A step's microbatches run one after another, each whole through whole modules, and their
+    gradients are accumulated; a mapping is planned for a step of one microbatch. Samples are
+    dealt out over a module's GPUs, also where their numbers of items differ; where none of a
+    GPU's samples has a modality, its encoder does not run there. Loss, gradients and updates are
+    those of one process. Dropout draws other numbers than in the pipelined style.
+
+    Args:
+        model: the description. Its live weights are sent to the GPUs that the mapping names.
+        mapping: stages, GPUs and quotas of the modules (``raymm plan --multiplex``).
+        optimizer: AdamW, its schedule, and clipping.
+        precision: ``"fp32"``, or ``"bf16"`` for autocast with fp32 parameters.
+        device: ``"cpu"`` or ``"cuda"`` (one GPU per process).
+        resources: what each process reserves in Ray; by default one CPU, and a GPU on CUDA.
+        threads: intra-op threads per process.
+        seed: of dropout.
+        timeout_s: seconds that any wait for modules or other GPUs may take.
+        microbatches: that one batch is split into, where microbatches are not given.
+        lockstep, backend, group: as of :class:`raymm.MultiplexedModule`.
+
+    Raises:
+        MultiplexError, ModelError: before any actor starts, for a mapping that cannot run the
+            model (:func:`raymm.multimodal_graph.check_mapping`).
+        ClusterError: the cluster is too small.
+    """
+
+    def __init__(
+        self,
+        model: MultimodalModule,
+        mapping: StageMapping,
+        *,
+        optimizer: OptimizerConfig | None = None,
+        precision: str = "fp32",
+        device: str = "cpu",
+        resources: RankResources | None = None,
+        threads: int = 1,
+        seed: int = 0,
+        timeout_s: float = 300.0,
+        microbatches: int = 1,
+        lockstep: bool = False,
+        backend: Callable[[], Backend] | None = None,
+        group: GpuGroup | None = None,
+    ) -> None:
+        if precision not in ("fp32", "bf16"):
+            raise ValueError(f"precision is {precision!r}; accepted: fp32, bf16")
+        if device not in ("cpu", "cuda"):
+            raise ValueError(f"device is {device!r}; accepted: cpu, cuda")
+        check_mapping(model, mapping)
+        self.model, self.mapping = model, mapping
+        self.optimizer_config = optimizer or OptimizerConfig()
+        self._encoders = model.encoder_names
+        self._microbatches, self._seed, self._step = microbatches, seed, 0
+        self._mapped = MappedGraph(multimodal_graph(model), mapping, lockstep)
+        connect()
+        specs = self._mapped.gpu_specs(
+            multimodal_nodes(model), optimizer=self.optimizer_config,
+            autocast="bfloat16" if precision == "bf16" else None,
+            reloadable=reloadable_modules(model), backend=backend, device=device,
+            threads=threads, timeout_s=timeout_s,
+        )
+        default = RankResources(gpus=1.0 if device == "cuda" else 0.0)
+        self.group = _group_of(specs, group, resources or default)
+
+    @property
+    def optimizer(self) -> ParallelOptimizer:
+        """For step loops: ``optimizer.step()`` and ``optimizer.zero_grad()``."""
+        return ParallelOptimizer(self)
+
+    @property
+    def steps_taken(self) -> int:
+        """Optimizer steps so far."""
+        return self._step
+
+    def restore_step(self, step: int) -> None:
+        """Say how many optimizer steps the loaded state has taken."""
+        self._step = step
+
+    def execute(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepOutput:
+        """Forward and backward of one step; gradients accumulate until ``optimizer.step()``.
+
+        Args:
+            batch: one batch, or a list of microbatches. See :meth:`MultimodalModule.forward` for
+                the keys.
+
+        Raises:
+            BatchError: tensors that cannot be dealt out by samples.
+        """
+        return self.submit(self.prepare(batch)).result()
+
+    def train_step(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepOutput:
+        """:meth:`execute` and the optimizer's step in one call per GPU."""
+        return self.submit(self.prepare(batch), update=True).result()
+
+    def evaluate(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepOutput:
+        """Loss only: no gradients."""
+        return self.submit(self.prepare(batch), forward_only=True).result()
+
+    def prepare(
+        self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]
+    ) -> tuple[list[dict[str, Any]], list[MicrobatchMeta]]:
+        """Microbatches as parts per reader, with their metadata."""
+        if isinstance(batch, Mapping):
+            batch = split_batch(batch, self._microbatches)
+        whole = [_items_by_row(complete_microbatch(one, self._encoders)) for one in batch]
+        return describe_microbatches(whole, self._encoders)
+
+    def submit(
+        self,
+        prepared: tuple[Sequence[Mapping[str, Any]], Sequence[MicrobatchMeta]],
+        update: bool = False,
+        forward_only: bool = False,
+        keep: Any = None,
+    ) -> PendingMultiplexedStep:
+        """Start a step and return at once; steps run in the order they were submitted.
+
+        Args:
+            prepared, update, forward_only, keep: as of
+                :meth:`raymm.MultimodalParallelModule.submit`.
+        """
+        parts, meta = prepared
+        label_tokens = sum(one.label_tokens for one in meta)
+        iterations: list[tuple[str, IterationMeta]] = []
+        inputs: list[dict[tuple[int, Part], Any]] = [{} for _ in range(self.mapping.gpus)]
+        for number, (data, one) in enumerate(zip(parts, meta, strict=True)):
+            ends = update and number + 1 == len(meta)
+            kind = ProgramKind(one.num_samples, not forward_only, ends, ends)
+            program = self._mapped.program(kind)
+            self.group.load(kind.key, program)
+            offsets = {name: _offsets(name, one) for name in self._encoders}
+            layout = _layout_key(one, program, offsets, forward_only)
+            told = IterationMeta(
+                self._step, self._seed, layout, self.group.is_new_layout(layout),
+                {LANGUAGE_MODEL: 1.0}, training=not forward_only, keep_gradients=True,
+                offsets=offsets, label_tokens=label_tokens, microbatch=number,
+                sample_ids=tuple(one.sample_ids),
+            )
+            iterations.append((kind.key, told))
+            for gpu, here in enumerate(inputs):
+                for part in forward_parts(program, gpu):
+                    if told.rows(part.node, part.samples):
+                        name = "text" if part.node == LANGUAGE_MODEL else part.node
+                        here[number, part] = data[name]
+        handle = self.group.submit(iterations, inputs)
+        self._step += update
+        return PendingMultiplexedStep(handle, label_tokens, keep)
+
+    def update(self) -> float | None:
+        """Clip, update and zero accumulated gradients; returns the global gradient norm."""
+        results = self.group.run_epilogue()
+        self._step += 1
+        return results[0].grad_norm
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """Accumulated gradients of all trainable parameters, by the model's names: copies have
+        each their part, until the optimizer's step sums them; here they are summed."""
+        named: dict[str, torch.Tensor | None] = {}
+        for part in self.group.call("gradients"):
+            for place, tensor in part.items():
+                full = parameter_name(*place)
+                known = named.get(full)
+                both = known is not None and tensor is not None
+                named[full] = known + tensor if both else tensor if known is None else known
+        return named
+
+    def parameters(self, trainable_only: bool = True) -> dict[str, torch.Tensor]:
+        """Parameters by the model's names."""
+        return {
+            parameter_name(node, name): value
+            for gpu, here in enumerate(self.group.call("parameters", trainable_only))
+            for (node, name), value in here.items()
+            if self._mapped.copies[node][0] == gpu
+        }
+
+    def load_into(self, model: nn.Module) -> None:
+        """Copy trained parameters back into a live model."""
+        with torch.no_grad():
+            own = dict(model.named_parameters())
+            for name, tensor in self.parameters().items():
+                own[name].copy_(tensor)
+
+    def quotas(self) -> list[str]:
+        """Per GPU, what every module was granted in every turn."""
+        return self.group.call("quotas")
+
+    def shutdown(self) -> None:
+        """End all processes."""
+        self.group.shutdown()
+
+    def __enter__(self) -> MultiplexedParallelModule:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+
+def _group_of(
+    specs: Sequence[GpuSpec], group: GpuGroup | None, resources: RankResources
+) -> GpuGroup:
+    """New processes, or those of a model that is no longer used.
+
+    Raises:
+        ValueError: those are too few or too many.
+    """
+    if group is None:
+        return GpuGroup(specs, resources)
+    if group.num_ranks != len(specs):
+        raise ValueError(
+            f"group has {group.num_ranks} processes; accepted: {len(specs)}, the mapping's"
+        )
+    group.replace(specs)
+    return group
+
+
+def _items_by_row(microbatch: Mapping[str, Any]) -> dict[str, Any]:
+    """A microbatch whose items come in the order of the rows that they belong to, so that what
+    consecutive samples have is consecutive, too."""
+    found: dict[str, Any] = {}
+    for name, value in microbatch.items():
+        if not isinstance(value, Mapping):
+            found[name] = value
+            continue
+        index = value["sample_index"]
+        order = torch.argsort(index, stable=True)
+        in_order = torch.equal(order, torch.arange(len(order)))
+        found[name] = value if in_order else {
+            key: one[order] if len(one) == len(index) else one for key, one in value.items()
+        }
+    return found
+
+
+def _offsets(name: str, meta: MicrobatchMeta) -> tuple[int, ...]:
+    """Of every sample the first of its items of a modality, then how many there are.
+
+    Raises:
+        BatchError: items cannot be dealt out by samples.
+    """
+    rows = list(meta.items.get(name, ()))
+    if rows != sorted(rows):
+        raise BatchError(f"sample_index of {name!r} is {rows}; accepted: ascending row numbers")
+    for key, shape in meta.shapes.get(name, {}).items():
+        if not shape or shape[0] != len(rows):
+            raise BatchError(
+                f"{key!r} of {name!r} has shape {tuple(shape)} for {len(rows)} items; multiplexed, "
+                "items are dealt out along the first dimension of every tensor"
+            )
+    counts = [0] * meta.num_samples
+    for row in rows:
+        counts[row] += 1
+    return (0, *accumulate(counts))
+
+
+def _layout_key(
+    meta: MicrobatchMeta,
+    program: MultiplexProgram,
+    offsets: Mapping[str, tuple[int, ...]],
+    forward_only: bool,
+) -> str:
+    """What the shapes of everything that modules hand on follow from, but for the number of
+    items; and which messages there are, as the first of each says what it looks like."""
+    shapes = [
+        (name, sorted((key, tuple(shape[1:])) for key, shape in meta.shapes[name].items()))
+        for name in sorted(offsets) if name in meta.shapes
+    ]
+    filled = [
+        bool(rows_of(piece.samples, offsets.get(piece.node)))
+        for listed in program.instructions for one in listed
+        if isinstance(one, Route) and one.direction is Direction.FORWARD
+        for piece in (*one.sends, *one.receives)
+    ]
+    key = repr((forward_only, meta.num_samples, shapes, filled))
+    return hashlib.sha256(key.encode()).hexdigest()[:16]

@@ -1,0 +1,172 @@
+"""The multiplexed style gives the numbers of the oracle, and of the pipelined style."""
+
+import pytest
+import torch
+from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
+from parity_models import (
+    AUDIO_TOKEN,
+    IMAGE_TOKEN,
+    batch,
+    build,
+    llama,
+    opt,
+    siglip,
+    whisper,
+)
+from parity_oracle import replace
+
+from raymm.actors.stages.merge import ReplaceTokens
+from raymm.model import ModalityModule, MultimodalModule
+from raymm.multiplexed_parallel import MultiplexedParallelModule
+from raymm.parallel import BatchError, MultimodalParallelModule
+from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
+from raymm.specs import MultimodalParallelSpec, ParallelSpec
+
+STEPS = 10
+GPUS = 3
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def mapping_of(*stages, slices=1):
+    """Stages of modules with GPUs, quota and slices."""
+    return Mapping(GPUS, STEPS, tuple(
+        MultiplexStage(tuple(Placement(m, *place) for m, place in one.items()), 1.0)
+        for one in stages
+    ), slices=slices)
+
+
+# Encoders side by side on one GPU, one of them on another too; the language model on all.
+SIDE_BY_SIDE = mapping_of(
+    {"vision": ((0, 1), 6), "audio": ((1,), 4)}, {"llm": ((0, 1), 10)}
+)
+# Half of the images in one stage, half in the next, beside the sounds; a GPU has no text.
+SLICED = mapping_of(
+    {"vision": ((2,), 7, 1)}, {"vision": ((1, 2), 5, 1), "audio": ((0,), 10, 2)},
+    {"llm": ((0, 1), 8, 2)}, slices=2,
+)
+
+
+@pytest.fixture(scope="module")
+def gpus(ray_cluster):
+    """Processes that models take turns in: starting them takes longest."""
+    held = []
+
+    def run(model, mapping, **options):
+        group = held[0] if held else None
+        running = MultiplexedParallelModule(
+            model, mapping, group=group, optimizer=OPTIMIZER, timeout_s=120, **options
+        )
+        held[:] = [running.group]
+        return running
+
+    yield run
+    for group in held:
+        group.shutdown()
+
+
+def model_of(llm, frozen=None, merge=None, **options):
+    """Vision and audio in front of a language model."""
+    frozen = frozen or {}
+    encoders = {
+        "vision": ModalityModule(build(siglip(), 1), "mlp"),
+        "audio": ModalityModule(build(whisper(), 2), "linear"),
+    }
+    model = MultimodalModule(encoders, ModalityModule(build(llm)), merge, **options)
+    for name, (module, projector) in frozen.items():
+        part = model.language_model if name == "llm" else encoders[name]
+        part.freeze(module, projector)
+    return model
+
+
+def step(seed=0):
+    """A microbatch with everything: two images, one, a sound, both, text alone; one with sounds
+    only; one of text alone, with fewer samples than GPUs."""
+    return [
+        batch([5, 7, 6, 4, 5], seed, vision=[0, 0, 1, 3], audio=[2, 3]),
+        batch([6, 4], seed + 1, audio=[1]),
+        batch([7], seed + 2),
+    ]
+
+
+@pytest.mark.parametrize("mapping", [SIDE_BY_SIDE, SLICED], ids=["side by side", "sliced"])
+def test_missing_modalities_and_accumulated_microbatches(gpus, mapping):
+    model = model_of(llama())
+    oracle = oracle_of(model)
+    running = gpus(model, mapping)
+    check_gradients(running, oracle, step(), [batch([4, 6], 9, vision=[1])])
+    # The second update accumulates; in the last, no sample has a sound.
+    check_training(running, oracle, [
+        [step(20)], [step(30), [batch([5, 5, 5], 40, vision=[2])]],
+        [[batch([6, 5], 50, vision=[0, 1])]],
+    ])  # fmt: skip
+
+
+def test_alignment_trains_projectors_only(gpus):
+    """Encoders and language model frozen: a microbatch of text alone has no gradient at all."""
+    frozen = {"vision": (True, False), "audio": (True, False), "llm": (True, False)}
+    model = model_of(opt(), frozen)
+    oracle = oracle_of(model)
+    running = gpus(model, SIDE_BY_SIDE)
+    output = check_gradients(running, oracle, step())[0]
+    assert len(output.peak_bytes) == GPUS and output.timeline.num_ranks == GPUS
+    check_training(running, oracle, [[step(20)], [step(30)]])
+    assert running.gradients().keys() == oracle.gradients().keys()  # what the optimizer holds
+
+
+def test_frozen_towers_have_no_backward(gpus):
+    """Nothing in or before a tower is trained."""
+    model = model_of(llama(tied=False), {"vision": (True, True), "audio": (True, False)})
+    oracle = oracle_of(model)
+    running = gpus(model, SLICED)
+    output = check_gradients(running, oracle, step())[0]
+    ran = {(span.stage, span.op) for span in output.timeline.spans}
+    assert ("vision", "forward") in ran and ("vision", "backward") not in ran
+    assert {("audio", "backward"), ("llm", "backward")} <= ran
+    check_training(running, oracle, [[step(20)], [step(30)]])
+
+
+def test_placeholders_masks_and_packing(gpus):
+    """Items at placeholder tokens, whole rows packed into one."""
+    tokens = {"vision": IMAGE_TOKEN, "audio": AUDIO_TOKEN}
+    model = model_of(llama(), merge=ReplaceTokens(tokens), packing=True)
+    oracle = oracle_of(model, replace(tokens))
+    image, sound = [(IMAGE_TOKEN, 4)], [(AUDIO_TOKEN, 12)]
+    runs = [image, [], image + sound, sound]
+    one = batch([5, 7, 6, 4], 3, runs, vision=[0, 2], audio=[2, 3])
+    check_gradients(gpus(model, SLICED), oracle, [one])
+
+
+def test_both_styles_agree(gpus):
+    """The same model, from the same weights, on the same batches."""
+    config = {"vision": ParallelSpec(pp=1), "audio": ParallelSpec(pp=1)}
+    model = model_of(llama())
+    plan = MultimodalParallelSpec(config, ParallelSpec(pp=2), 3).plan(model)
+    running = gpus(model, SIDE_BY_SIDE)
+    with MultimodalParallelModule(model, plan, optimizer=OPTIMIZER) as pipelined:
+        for seed in (0, 10, 20):
+            mine, other = running.train_step(step(seed)), pipelined.train_step(step(seed))
+            assert mine.label_tokens == other.label_tokens
+            assert mine.loss == pytest.approx(other.loss, rel=1e-5)
+            assert mine.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)
+            assert mine.learning_rate == other.learning_rate
+        theirs, start = pipelined.parameters(), dict(model.named_parameters())
+    for name, value in running.parameters().items():
+        moved = float((theirs[name] - start[name].detach()).norm())
+        assert float((value - theirs[name]).norm()) <= 1e-3 * moved + 1e-9, name
+
+
+def test_items_in_any_order(gpus):
+    """Items are sorted by their rows before they are dealt out."""
+    model = model_of(llama())
+    oracle = oracle_of(model)
+    shuffled = batch([5, 6, 4], 7, vision=[2, 0, 2])
+    check_gradients(gpus(model, SIDE_BY_SIDE), oracle, [shuffled])
+
+
+def test_tensors_that_are_not_of_items_are_refused(gpus):
+    model = model_of(llama())
+    one = batch([5, 6], 7, vision=[0, 1])
+    one["vision"]["grid"] = torch.ones(5, 2)
+    with pytest.raises(BatchError, match=r"'grid' of 'vision' has shape \(5, 2\) for 2 items"):
+        gpus(model, SIDE_BY_SIDE).evaluate([one])
