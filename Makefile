@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 DATA ?= stamps
 STEPS ?=
 RUN_DIR ?= runs/$(DATA)
+# Processes that `make test` deals the test files out to, each with a Ray cluster of its own.
+JOBS ?= 2
 export RAYMM_CACHE ?= $(HOME)/.cache/raymm
 
 .PHONY: train test prepare lint clean
@@ -29,7 +31,7 @@ train: prepare
 
 test: $(VENV)/.installed
 	$(BIN)/python -m ruff check .
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
 clean:
 	rm -rf $(VENV) runs

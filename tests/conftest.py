@@ -1,7 +1,7 @@
-"""One Ray cluster for the whole test session.
+"""One Ray cluster for the whole test session (one per process of pytest-xdist).
 
-Starting Ray costs seconds and importing torch and transformers in an actor costs CPU time,
-so tests share a cluster of logical CPUs and start as few actors as they can.
+Starting Ray costs seconds, so tests share a cluster of logical CPUs; its workers come from
+:mod:`forked_workers`, because importing torch and transformers in every actor costs more.
 """
 
 import os
@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from forked_workers import forked_workers
 from hypothesis import settings
 
 # A deadline would be an assertion on wall time, and compiled code is slow the first time. With
@@ -52,18 +53,10 @@ def ended_actors():
 
 @pytest.fixture(scope="session")
 def ray_cluster():
-    """A local cluster of :data:`CLUSTER_CPUS` logical CPUs with a temp folder of its own.
-
-    A smaller cluster that another session fixture left behind is replaced; that fixture's
-    own ``ray.shutdown()`` is then a repeated one, which does nothing.
-    """
+    """A local cluster of :data:`CLUSTER_CPUS` logical CPUs with a temp folder and ports of its
+    own: every pytest-xdist worker has one."""
     import ray
 
-    if ray.is_initialized() and ray.cluster_resources().get("CPU", 0) < CLUSTER_CPUS:
-        ray.shutdown()
-    if ray.is_initialized():
-        yield ray
-        return
     # Ranks unpickle modules and callbacks that tests define, so they need the folders that
     # pytest put on this process's path.
     here = str(Path(__file__).parent)
@@ -72,14 +65,15 @@ def ray_cluster():
     os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *([inherited] if inherited else [])])
     # Short: Ray's socket paths below it must stay under 107 characters.
     folder = tempfile.mkdtemp(prefix="raymm-", dir="/tmp")
-    ray.init(
-        address="local",
-        num_cpus=CLUSTER_CPUS,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=200 * 2**20,
-        _temp_dir=folder,
-    )
+    with forked_workers():
+        ray.init(
+            address="local",
+            num_cpus=CLUSTER_CPUS,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=200 * 2**20,
+            _temp_dir=folder,
+        )
     if inherited is None:
         del os.environ["PYTHONPATH"]
     else:

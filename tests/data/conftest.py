@@ -7,24 +7,6 @@ from raymm.data import DataConfig
 
 
 @pytest.fixture(scope="session")
-def ray_session():
-    import ray
-
-    started = not ray.is_initialized()
-    if started:
-        ray.init(
-            address="local",
-            num_cpus=2,
-            include_dashboard=False,
-            log_to_driver=False,
-            object_store_memory=200 * 2**20,
-        )
-    yield ray
-    if started:
-        ray.shutdown()
-
-
-@pytest.fixture(scope="session")
 def tokenizer_dir(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("tokenizer")
     build_tokenizer().save_pretrained(folder)

@@ -71,7 +71,7 @@ def test_groups_arrive_as_microbatches(planned_config, method):
     assert sorted(seen) == sorted(f"s{index}" for index in range(40))
 
 
-def test_workers_give_the_local_stream_wherever_it_begins(planned_config, ray_session):
+def test_workers_give_the_local_stream_wherever_it_begins(planned_config, ray_cluster):
     config = planned_config(num_workers=2, on_error="skip")
     reference = list(local_steps(config, steps=9))
     with StepLoader(config, steps=9) as loader:

@@ -10,7 +10,7 @@ import torch
 
 from raymm.data import DataError, SampleError, StepLoader, join_parts, local_steps
 
-pytestmark = pytest.mark.usefixtures("ray_session")
+pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 def fetch(step):
@@ -149,14 +149,24 @@ def test_bad_configuration_is_found_before_an_actor_starts(make_config, monkeypa
         StepLoader(config.model_copy(update={"heldout": None}), "heldout")
 
 
+def wait_for_the_end_of(worker):
+    """``ray.kill`` does not wait: for a while the worker may still answer."""
+    for _ in range(600):
+        try:
+            ray.get(worker.pid.remote())
+        except ray.exceptions.RayActorError:
+            return
+        time.sleep(0.05)
+    pytest.fail("the data worker still answers")
+
+
 def test_a_step_outlives_the_worker_that_built_it(make_config):
     config = make_config(num_workers=1)
     reference = next(local_steps(config, steps=1))
     with StepLoader(config, steps=1) as loader:
         step = next(loader)
         ray.kill(step.owner)
-        with pytest.raises(ray.exceptions.RayActorError):
-            ray.get(step.owner.pid.remote())
+        wait_for_the_end_of(step.owner)
         assert_same(step, reference)
 
 

@@ -7,7 +7,7 @@ from same_rows import write_parquet, write_shards
 
 from raymm.data import DataError, SampleError, StepLoader, join_parts, local_steps
 
-pytestmark = pytest.mark.usefixtures("ray_session")
+pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 @pytest.fixture
