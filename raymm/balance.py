@@ -59,6 +59,19 @@ def step_balance(
         of the seconds that ranks computed for each; ``copies``: per module that has some, mean
         seconds of its copies over the largest.
     """
+    copies = {
+        name: mean_over_max(_copies_busy(plan, name, timeline))
+        for name in dict.fromkeys(stage.module for stage in plan.stages)
+        if len(plan.replicas(name)) > 1
+    }
+    return {**batch_balance(meta, modalities, packed, tokens, timeline), "copies": copies}
+
+
+def batch_balance(
+    meta: Sequence[MicrobatchMeta], modalities: Sequence[str], packed: bool,
+    tokens: Mapping[str, ItemTokens] | None, timeline: Timeline,
+) -> dict[str, Any]:
+    """:func:`step_balance` without ``copies``."""
     loads = microbatch_loads(meta, modalities, packed, tokens)
     totals = loads.sum(0)
     cost = (loads / np.where(totals > 0, totals, 1)).sum(1)
@@ -68,13 +81,8 @@ def step_balance(
         "dist_ratio": {
             name: round(dist_ratio(loads[None, :, column]), 4) for column, name in enumerate(names)
         },
-        "efficiency": _mean_over_max(cost),
-        "measured": _mean_over_max(_busy(timeline, range(len(meta)))),
-        "copies": {
-            name: _mean_over_max(_copies_busy(plan, name, timeline))
-            for name in dict.fromkeys(stage.module for stage in plan.stages)
-            if len(plan.replicas(name)) > 1
-        },
+        "efficiency": mean_over_max(cost),
+        "measured": mean_over_max(_busy(timeline, range(len(meta)))),
     }
 
 
@@ -94,5 +102,6 @@ def _copies_busy(plan: Plan, module: str, timeline: Timeline) -> list[float]:
     ]
 
 
-def _mean_over_max(values: Sequence[float] | np.ndarray) -> float:
+def mean_over_max(values: Sequence[float] | np.ndarray) -> float:
+    """How even values are: 1 if all are the same."""
     return round(1.0 - dist_ratio(np.asarray(values, np.float64)[None, :]), 4)

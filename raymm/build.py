@@ -15,7 +15,10 @@ from raymm.actors.stages.source import FactorySource, SourceError, import_object
 from raymm.config import ConfigError, EncoderSection, LayoutSection, SourceSection, TrainConfig
 from raymm.data.text import load_tokenizer
 from raymm.model import ModalityModule, MultimodalModule, module_graph
+from raymm.multimodal_graph import check_mapping
 from raymm.plan_check import check_fits, differences
+from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
+from raymm.scheduler.multiplex.strict_json import MultiplexError
 from raymm.scheduler.plan import Plan, PlanError
 from raymm.scheduler.planner import LAYERS
 from raymm.specs import MultimodalParallelSpec, ParallelSpec
@@ -139,12 +142,12 @@ def build_merge(config: TrainConfig) -> MergePolicy:
     return ReplaceTokens(ids)
 
 
-def build_plan(config: TrainConfig, model: MultimodalModule) -> Plan | None:
-    """The plan a configuration asks for by layouts or by its ``parallel.plan`` file; None if
-    raymm is to plan.
+def build_plan(config: TrainConfig, model: MultimodalModule) -> Plan | StageMapping | None:
+    """The plan a configuration asks for by layouts or by its ``parallel.plan`` file, which may be a
+    multiplexed mapping; None if raymm is to plan.
 
     Raises:
-        PlanError: if it cannot run.
+        PlanError, MultiplexError: if it cannot run.
         ConfigError: if a named file does not exist or is for another model.
     """
     section = config.parallel
@@ -165,7 +168,9 @@ def build_plan(config: TrainConfig, model: MultimodalModule) -> Plan | None:
     return specs.plan(model) if section.has_layouts else None
 
 
-def _plan_of_file(path: str, config: TrainConfig, model: MultimodalModule) -> Plan:
+def _plan_of_file(
+    path: str, config: TrainConfig, model: MultimodalModule
+) -> Plan | StageMapping:
     section = config.parallel
     for name in ("schedule", "recompute"):
         if getattr(section, name) is not None:
@@ -176,8 +181,11 @@ def _plan_of_file(path: str, config: TrainConfig, model: MultimodalModule) -> Pl
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"parallel.plan is {path!r}; there is no such file")
+    text = file.read_text()
+    if has_placements(text):
+        return _mapping_of(path, text, model)
     try:
-        plan = Plan.from_json(file.read_text())
+        plan = Plan.from_json(text)
         check_fits(plan)
     except PlanError as error:
         raise PlanError(f"parallel.plan {path!r}: {error}") from None
@@ -191,6 +199,25 @@ def _plan_of_file(path: str, config: TrainConfig, model: MultimodalModule) -> Pl
             f"data.microbatches is {config.data.microbatches}; they must be equal"
         )
     return plan
+
+
+def has_placements(text: str) -> bool:
+    """Whether a file's text is of a multiplexed mapping, not of a plan. What is neither is for
+    their readers to refuse."""
+    try:
+        data = json.loads(text)
+        return "placements" in data["stages"][0]
+    except (ValueError, RecursionError, TypeError, LookupError):
+        return False
+
+
+def _mapping_of(path: str, text: str, model: MultimodalModule) -> StageMapping:
+    try:
+        mapping = StageMapping.from_json(text)
+        check_mapping(model, mapping)
+    except MultiplexError as error:
+        raise MultiplexError(f"parallel.plan {path!r}: {error}") from None
+    return mapping
 
 
 def _spec(where: str, layout: LayoutSection) -> ParallelSpec:

@@ -18,8 +18,8 @@ from typing import Any
 from raymm.actors.group import RankFailedError
 from raymm.actors.shards import ShardError, StoredTensors, copy_tensors
 from raymm.builders import reloadable_modules
+from raymm.execution import ParallelModule, execution_of
 from raymm.model import LANGUAGE_MODEL, MultimodalModule
-from raymm.parallel import MultimodalParallelModule
 
 CHECKPOINT_FORMAT = 1
 MANIFEST = "manifest.json"
@@ -37,7 +37,7 @@ class Manifest:
         step: optimizer steps taken.
         index: file of every tensor.
         sizes: bytes of every file.
-        plan: the plan it was written under.
+        plan: what it was written under, as of :func:`raymm.execution.execution_of`.
         trainer: the trainer's own state (position in the data).
     """
 
@@ -70,7 +70,7 @@ class CheckpointStore:
         """The newest valid checkpoint."""
         return next(reversed(self.committed()), None)
 
-    def save(self, parallel: MultimodalParallelModule, trainer: dict[str, Any]) -> Path:
+    def save(self, parallel: ParallelModule, trainer: dict[str, Any]) -> Path:
         """Write a checkpoint of the current state and drop old ones."""
         step = parallel.steps_taken
         folder = self._root / f"step-{step:08d}"
@@ -80,7 +80,8 @@ class CheckpointStore:
         written = parallel.group.call("save", str(folder), reloadable_modules(parallel.model))
         index = {name: file for part in written for file, names in part.items() for name in names}
         sizes = {file: (folder / file).stat().st_size for part in written for file in part}
-        manifest = Manifest(step, index, sizes, parallel.plan.to_dict(), trainer)
+        plan = execution_of(parallel.plan).to_dict()
+        manifest = Manifest(step, index, sizes, plan, trainer)
         _commit(folder / MANIFEST, {"format": CHECKPOINT_FORMAT, **asdict(manifest)})
         for old in self.committed()[: -self._keep]:
             (old / MANIFEST).unlink()  # first: a half-deleted checkpoint must not look valid
@@ -125,8 +126,8 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def restore(parallel: MultimodalParallelModule, folder: Path) -> Manifest:
-    """Load a checkpoint into running ranks.
+def restore(parallel: ParallelModule, folder: Path) -> Manifest:
+    """Load a checkpoint into running processes, of either style.
 
     Raises:
         CheckpointError: if it is damaged, lacks trainable parameters of the model, or has them

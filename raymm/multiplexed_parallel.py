@@ -129,6 +129,11 @@ class MultiplexedParallelModule:
         self.group = _group_of(specs, group, resources or default)
 
     @property
+    def plan(self) -> StageMapping:
+        """The mapping."""
+        return self.mapping
+
+    @property
     def optimizer(self) -> ParallelOptimizer:
         """For step loops: ``optimizer.step()`` and ``optimizer.zero_grad()``."""
         return ParallelOptimizer(self)

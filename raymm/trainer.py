@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,28 +12,22 @@ from rich.console import Console
 
 from raymm.actors.group import ClusterError, RankResources, check_capacity
 from raymm.actors.optimizer import OptimizerConfig
-from raymm.balance import step_balance
-from raymm.build import write_json
 from raymm.checkpoint import CheckpointStore, read_manifest, restore
 from raymm.cluster import connected, pick_device
 from raymm.config import ConfigError, RunConfig
-from raymm.data import DataConfig, MicrobatchMeta, Skipped, StepLoader, check_data
-from raymm.drift_watch import DriftWatch
+from raymm.data import DataConfig, check_data
+from raymm.execution import Execution, ParallelModule, execution_of
 from raymm.metrics import MetricsLog, SampleLog
-from raymm.model import MultimodalModule, module_graph
-from raymm.parallel import MultimodalParallelModule, PendingStep, StepOutput
-from raymm.plan_check import differences
+from raymm.model import MultimodalModule
 from raymm.plan_request import PlanRequest, plan_for_cluster
 from raymm.plan_view import summary
-from raymm.progress import RunProgress, heldout_line, skipped_line, step_line
-from raymm.rebalancing import rebalancing
-from raymm.report import RunReport
+from raymm.progress import RunProgress
+from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.plan import Plan
 from raymm.specs import MultimodalParallelSpec
 from raymm.training_data import TrainingData, training_data
-
-# Skipped samples that a run reports one by one; all are counted.
-SKIPPED_SHOWN = 20
+from raymm.training_loop import Batches, TrainingLoop, last_step
+from raymm.watched_run import WatchedRun
 
 
 @dataclass
@@ -57,24 +49,14 @@ class Result:
     files: dict[str, Path] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """A step's data: parts and metadata per microbatch, and where the data goes on."""
-
-    parts: Sequence[Mapping[str, Any]]
-    meta: Sequence[MicrobatchMeta]
-    state_after: Any
-    skipped: Sequence[Skipped]
-    owner: Any
-
-
 class Trainer:
     """Trains a model on Ray.
 
     Args:
         model: the model's description.
-        parallel: a plan, or specs to make one from; a :class:`raymm.plan_request.PlanRequest`
-            says what raymm is to plan itself. By default it plans for the cluster it finds, and
+        parallel: a plan, a multiplexed mapping (:func:`raymm.plan_multiplexed`), or specs to make
+            a plan from; a :class:`raymm.plan_request.PlanRequest` says what raymm is to plan
+            itself. By default it plans for the cluster it finds, and
             a run that goes on keeps the plan it began with.
         data: a :class:`DataConfig`, or a list of batches as
             :meth:`MultimodalParallelModule.execute` takes them, used in turn.
@@ -96,7 +78,7 @@ class Trainer:
     def __init__(
         self,
         model: MultimodalModule,
-        parallel: Plan | MultimodalParallelSpec | PlanRequest | None = None,
+        parallel: Plan | StageMapping | MultimodalParallelSpec | PlanRequest | None = None,
         data: DataConfig | Sequence[Any] | None = None,
         run_config: RunConfig | None = None,
         *,
@@ -111,8 +93,8 @@ class Trainer:
         self.model = model
         self.request = parallel if isinstance(parallel, PlanRequest) else PlanRequest()
         self.request.check(model)
-        self.plan: Plan | None = None
-        if isinstance(parallel, Plan):
+        self.plan: Plan | StageMapping | None = None
+        if isinstance(parallel, Plan | StageMapping):
             self.plan = parallel
         elif isinstance(parallel, MultimodalParallelSpec):
             self.plan = parallel.plan(model)
@@ -151,15 +133,17 @@ class Trainer:
             resources = self._resources(device)
             if self.plan is None:
                 self._make_plan(device, resources, checkpoint)
-            write_json(self.path / "plan.json", self.plan.to_dict())
-            check_capacity(self.plan.num_processes, resources, self._worker_cpus())
-            self._say_what_runs(device)
-            with MultimodalParallelModule(
-                self.model, self.plan, optimizer=self.optimizer, precision=self.run.precision,
+            execution = execution_of(self.plan)
+            execution.check(self.model, self.data, device)
+            check_capacity(execution.num_processes, resources, self._worker_cpus())
+            execution.save(self.path)
+            self._say_what_runs(execution, device)
+            with execution.start(
+                self.model, optimizer=self.optimizer, precision=self.run.precision,
                 device=device, resources=resources, threads=self.threads, seed=self.run.seed,
                 timeout_s=self.run.timeout_s,
             ) as parallel:
-                return self._run(parallel, store)
+                return self._run(parallel, execution, store)
 
     def _make_plan(
         self, device: str, resources: RankResources, checkpoint: Path | None
@@ -168,11 +152,11 @@ class Trainer:
         numbers are those of a run without interruption."""
         say = partial(self.console.print, highlight=False, soft_wrap=True, markup=False)
         if checkpoint is not None:
-            plan = Plan.from_dict(read_manifest(checkpoint).plan)
-            reason = self._cannot_keep(plan, resources)
+            execution = execution_of(read_manifest(checkpoint).plan)
+            reason = self._cannot_keep(execution, resources)
             if reason is None:
                 say("going on under the plan of the checkpoint")
-                self.plan = plan
+                self.plan = execution.plan
                 return
             say(f"planning anew: {reason}")
         with self.console.status("planning"):
@@ -184,18 +168,11 @@ class Trainer:
             say(line)
         self.plan = planned.plan
 
-    def _cannot_keep(self, plan: Plan, resources: RankResources) -> str | None:
-        different = differences(plan.graph, module_graph(self.model))
-        if different:
-            return f"the checkpoint's plan is of another model: {'; '.join(different)}"
-        wanted = self.data.microbatches if isinstance(self.data, DataConfig) else None
-        if wanted is not None and plan.num_microbatches != wanted:
-            return (
-                f"the checkpoint's plan has {plan.num_microbatches} microbatches, the data "
-                f"{wanted}"
-            )
+    def _cannot_keep(self, execution: Execution, resources: RankResources) -> str | None:
+        if (reason := execution.unkept(self.model, self.data)) is not None:
+            return reason
         try:
-            check_capacity(plan.num_processes, resources, self._worker_cpus())
+            check_capacity(execution.num_processes, resources, self._worker_cpus())
         except ClusterError as error:
             return str(error)
         return None
@@ -228,246 +205,45 @@ class Trainer:
             highlight=False, soft_wrap=True,
         )
         rows = MetricsLog(self.path / "metrics.jsonl", taken).rows
-        return Result(_last_step(rows), rows, checkpoint, self.path)
+        return Result(last_step(rows), rows, checkpoint, self.path)
 
-    def _say_what_runs(self, device: str) -> None:
-        plan = self.plan
-        more = plan.num_processes > plan.num_ranks
-        self.console.print(
-            f"{len(plan.stages)} stages on {plan.num_ranks} ranks "
-            f"({f'{plan.num_processes} processes, ' if more else ''}{device}), "
-            f"{plan.num_microbatches} microbatches per step, {self.run.precision}; "
-            f"run folder {self.path}",
-            highlight=False, soft_wrap=True,
-        )
+    def _say_what_runs(self, execution: Execution, device: str) -> None:
+        first, *notes = execution.describe(device, self.data)
+        for line in (f"{first}, {self.run.precision}; run folder {self.path}", *notes):
+            self.console.print(line, highlight=False, soft_wrap=True)
 
-    def _run(self, parallel: MultimodalParallelModule, store: CheckpointStore) -> Result:
+    def _run(
+        self, parallel: ParallelModule, execution: Execution, store: CheckpointStore
+    ) -> Result:
         state: Any = None
         if (checkpoint := store.latest()) is not None:
             restore(parallel, checkpoint)
             state = _data_position(checkpoint)
             self.console.print(f"going on from {checkpoint}", highlight=False, soft_wrap=True)
         metrics = MetricsLog(self.path / "metrics.jsonl", parallel.steps_taken)
-        report = RunReport(self.path, self.plan)
         samples = None
         if self.run.log_samples:
             samples = SampleLog(self.path / "samples.jsonl", parallel.steps_taken)
-        loop = _Loop(self, parallel, store, metrics, report, samples)
         with RunProgress(self.run.steps, parallel.steps_taken, self.console) as progress:
-            loop.run(state, progress)
-        files = report.write(metrics.rows)
+            watch = execution.watch(WatchedRun(
+                parallel, self.model, self.data, self.training, self.path, progress.line
+            ))
+            loop = TrainingLoop(
+                self.run, Batches(self.data, self.training), parallel, store, metrics, samples,
+                watch, progress,
+            )
+            loop.run(state)
+        files = watch.write(metrics.rows)
         for what, file in files.items():
             self.console.print(f"{what:<14} {file}", highlight=False, soft_wrap=True)
         if skipped := sum(row.get("skipped", 0) for row in metrics.rows):
             self.console.print(f"skipped samples in all: {skipped}", highlight=False)
         return Result(
-            metrics=_last_step(metrics.rows), history=metrics.rows,
+            metrics=last_step(metrics.rows), history=metrics.rows,
             checkpoint=store.latest(), path=self.path, files=files,
         )
-
-    def batches(
-        self, state: Any, steps: int, parallel: MultimodalParallelModule
-    ) -> Iterator[_Batch]:
-        """Training data from a position on."""
-        if isinstance(self.data, DataConfig):
-            with StepLoader(
-                self.data, "train", start_state=state, steps=steps,
-                sampler=self.training.sampler, dataset=self.training.dataset,
-            ) as loader:
-                for step in loader:
-                    yield _Batch(
-                        step.microbatches, step.meta, step.state_after, step.skipped, step.owner
-                    )
-            return
-        start = (state or {}).get("position", 0)
-        for position in range(start, start + steps):
-            parts, meta = parallel.prepare(self.data[position % len(self.data)])
-            yield _Batch(parts, meta, {"position": position + 1}, (), None)
-
-    def evaluate(
-        self, parallel: MultimodalParallelModule, shuffled: Sequence[str] = ()
-    ) -> tuple[float, list[Skipped]]:
-        """Held-out loss per label token, with some modalities' items in the wrong samples; and
-        the samples left out of it."""
-        total, tokens = 0.0, 0
-        skipped: list[Skipped] = []
-        pending: deque[PendingStep] = deque()
-
-        def read() -> None:
-            nonlocal total, tokens
-            output = pending.popleft().result()
-            total += output.loss * output.label_tokens
-            tokens += output.label_tokens
-
-        with StepLoader(
-            self.data, "heldout", steps=self.run.eval_steps, shuffled=shuffled
-        ) as loader:
-            for step in loader:
-                skipped += step.skipped
-                pending.append(
-                    parallel.submit((step.microbatches, step.meta), forward_only=True, keep=step)
-                )
-                if len(pending) >= self.run.steps_in_flight:
-                    read()
-        while pending:
-            read()
-        return total / max(tokens, 1), skipped
-
-
-def _timed(batches: Iterator[_Batch]) -> Iterator[tuple[_Batch, float]]:
-    """Batches with the seconds that each was waited for."""
-    start = time.perf_counter()
-    for batch in batches:
-        yield batch, time.perf_counter() - start
-        start = time.perf_counter()
 
 
 def _data_position(checkpoint: Path | None) -> Any:
     """Where the data go on after a checkpoint; None is the beginning."""
     return None if checkpoint is None else read_manifest(checkpoint).trainer["data"]
-
-
-def _last_step(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return next((row for row in reversed(rows) if "loss" in row), {})
-
-
-class _Loop:
-    """The steps of one fit: submit ahead, read results in order, evaluate, checkpoint."""
-
-    def __init__(
-        self,
-        trainer: Trainer,
-        parallel: MultimodalParallelModule,
-        store: CheckpointStore,
-        metrics: MetricsLog,
-        report: RunReport,
-        samples: SampleLog | None,
-    ) -> None:
-        self._trainer = trainer
-        self._run = trainer.run
-        self._parallel = parallel
-        self._store = store
-        self._metrics = metrics
-        self._report = report
-        self._samples = samples
-        self._pending: deque[tuple[int, _Batch, PendingStep, float]] = deque()
-        self._last_read = time.perf_counter()
-        self._reported: set[str] = set()
-        self._rebalancing = rebalancing(
-            trainer.data, trainer.training.sampler, parallel.plan, trainer.model.packing,
-            trainer.path, parallel.steps_taken, lambda text: self._progress.line(text),
-        )
-        self._drift = DriftWatch(
-            parallel.plan, trainer.path, lambda text: self._progress.line(text)
-        )
-
-    def run(self, state: Any, progress: RunProgress) -> None:
-        self._progress = progress
-        first, last = self._parallel.steps_taken, self._run.steps
-        if first == 0:
-            self._evaluate(0)
-        self._last_read = time.perf_counter()
-        batches = self._trainer.batches(state, last - first, self._parallel)
-        for batch, waited in _timed(batches):
-            pending = self._parallel.submit(
-                (batch.parts, batch.meta), update=True, keep=batch.owner
-            )
-            step = self._parallel.steps_taken
-            self._pending.append((step, batch, pending, waited))
-            if self._stops_at(step):
-                self._drain(0)
-                if self._is_due(step, self._run.eval_every) or step == last:
-                    self._evaluate(step)
-                if step % self._run.checkpoint_every == 0 or step == last:
-                    self._store.save(self._parallel, {"data": batch.state_after})
-                self._last_read = time.perf_counter()
-            else:
-                self._drain(self._run.steps_in_flight - 1)
-        self._drain(0)
-
-    def _is_due(self, step: int, every: int | None) -> bool:
-        return every is not None and step % every == 0
-
-    def _stops_at(self, step: int) -> bool:
-        """Whether the pipeline must be empty after this step."""
-        return (
-            step == self._run.steps
-            or step % self._run.checkpoint_every == 0
-            or self._is_due(step, self._run.eval_every)
-        )
-
-    def _drain(self, leave: int) -> None:
-        while len(self._pending) > leave:
-            step, batch, pending, waited = self._pending.popleft()
-            output = pending.result()
-            now = time.perf_counter()
-            row = self._row(step, batch, output, now - self._last_read, waited)
-            self._last_read = now
-            self._metrics.add(row)
-            if self._samples is not None:
-                self._samples.add(
-                    step, [m.sample_ids for m in batch.meta], [s.id for s in batch.skipped]
-                )
-            program = self._parallel.program([sorted(m.items) for m in batch.meta])
-            self._report.add(step, program, output.timeline)
-            self._progress.advance(output.loss)
-            self._report_skipped(step, batch.skipped)
-            if step % self._run.log_every == 0 or step == self._run.steps:
-                self._progress.line(step_line(row, self._run.steps))
-
-    def _report_skipped(self, step: int, skipped: Sequence[Skipped]) -> None:
-        """Say once why a sample is left out, not every epoch, and only of the first few."""
-        for sample in skipped:
-            if sample.id not in self._reported and len(self._reported) < SKIPPED_SHOWN:
-                self._reported.add(sample.id)
-                self._progress.line(skipped_line(step, sample))
-
-    def _row(
-        self, step: int, batch: _Batch, output: StepOutput, seconds: float, waited: float
-    ) -> dict[str, Any]:
-        model, training = self._trainer.model, self._trainer.training
-        timeline = output.timeline
-        span = timeline.makespan or 1.0
-        learnt = self._rebalancing and self._rebalancing.after_step(
-            step, batch.state_after, len(batch.meta), not batch.skipped, timeline
-        )
-        return {
-            "step": step,
-            "loss": output.loss,
-            "label_tokens": output.label_tokens,
-            "grad_norm": output.grad_norm,
-            "learning_rate": output.learning_rate,
-            "seconds": round(seconds, 4),
-            "tokens_per_s": round(sum(m.tokens for m in batch.meta) / seconds, 1),
-            "stage_busy": {
-                name: round(busy / span, 4) for name, busy in timeline.stage_busy().items()
-            },
-            "skipped": len(batch.skipped),
-            "peak_memory_bytes": list(output.peak_bytes),
-            # How long the driver waited for data. Ranks were busy with the step before meanwhile,
-            # if one was under way: they stood still for as long at most.
-            "data_wait_s": round(waited, 4),
-            "balance": step_balance(
-                batch.meta, model.encoder_names, model.packing, training.tokens,
-                self._parallel.plan, timeline,
-            ) | (learnt or {}),
-            **self._drift.after_step(step, batch.meta, timeline),
-        }
-
-    def _evaluate(self, step: int) -> None:
-        data = self._trainer.data
-        if self._run.eval_every is None or not isinstance(data, DataConfig) or not data.heldout:
-            return
-        loss, skipped = self._trainer.evaluate(self._parallel)
-        self._report_skipped(step, skipped)
-        row: dict[str, Any] = {
-            "step": step, "heldout_loss": loss, "heldout_skipped": len(skipped)
-        }
-        for name in data.modalities if self._run.eval_shuffled else ():
-            wrong, _ = self._trainer.evaluate(self._parallel, (name,))
-            row[f"heldout_loss_shuffled_{name}"] = wrong
-            row[f"heldout_gap_{name}"] = wrong - row["heldout_loss"]
-        self._metrics.add(row)
-        self._progress.line(heldout_line(row))
-
-

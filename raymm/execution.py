@@ -1,0 +1,117 @@
+"""What the trainer asks of a plan, whichever style it is of: how to check, start and watch it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from raymm.data import MicrobatchMeta
+from raymm.model import MultimodalModule
+from raymm.multiplexed_execution import MultiplexedExecution
+from raymm.parallel import StepOutput
+from raymm.pipelined_execution import PipelinedExecution
+from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
+from raymm.scheduler.plan import Plan
+from raymm.watched_run import WatchedRun, WatchedStep
+
+
+class PendingOutput(Protocol):
+    """A step under way."""
+
+    def result(self) -> StepOutput:
+        """Wait for it.
+
+        Raises:
+            RankFailedError: a process died or raised.
+        """
+
+
+class ParallelModule(Protocol):
+    """A model that runs: :class:`raymm.MultimodalParallelModule`,
+    :class:`raymm.multiplexed_parallel.MultiplexedParallelModule`."""
+
+    model: MultimodalModule
+    group: Any  # its processes; for checkpoints they have `save` and `load`
+
+    @property
+    def steps_taken(self) -> int: ...
+
+    def restore_step(self, step: int) -> None: ...
+
+    def prepare(self, batch: Any) -> tuple[Sequence[Mapping[str, Any]], Sequence[MicrobatchMeta]]:
+        """Parts and metadata of a batch in memory."""
+
+    def submit(
+        self,
+        prepared: tuple[Sequence[Mapping[str, Any]], Sequence[MicrobatchMeta]],
+        update: bool = False,
+        forward_only: bool = False,
+        keep: Any = None,
+    ) -> PendingOutput:
+        """Start a step."""
+
+    def __enter__(self) -> ParallelModule: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+
+class StepWatch(Protocol):
+    """What a style makes of the steps of a run."""
+
+    def after_step(self, step: WatchedStep) -> dict[str, Any]:
+        """Look at a step; what ``metrics.jsonl`` gets of it."""
+
+    def write(self, history: Sequence[Mapping[str, Any]]) -> dict[str, Path]:
+        """Write what there is to look at; returns files by what they are."""
+
+
+class Execution(Protocol):
+    """A plan, as the trainer sees it.
+
+    Attributes:
+        plan: itself.
+        num_processes: that it runs in.
+    """
+
+    plan: Plan | StageMapping
+    num_processes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """As data, for checkpoints; :func:`execution_of` is the inverse."""
+
+    def save(self, folder: Path) -> None:
+        """Write it to a run's folder."""
+
+    def check(self, model: MultimodalModule, data: Any, device: str) -> None:
+        """
+        Raises:
+            ValueError: it cannot run this model on these data; by field and value.
+        """
+
+    def unkept(self, model: MultimodalModule, data: Any) -> str | None:
+        """Why a run that goes on cannot keep it; None if it can."""
+
+    def describe(self, device: str, data: Any) -> list[str]:
+        """What runs, in words: the first line is continued by the trainer."""
+
+    def start(self, model: MultimodalModule, **options: Any) -> ParallelModule:
+        """Start the processes."""
+
+    def watch(self, run: WatchedRun) -> StepWatch:
+        """Of a run that has started."""
+
+
+def execution_of(plan: Plan | StageMapping | Mapping[str, Any]) -> Execution:
+    """Of a plan, a mapping, or what a checkpoint has of either.
+
+    Raises:
+        PlanError, MultiplexError: data that are neither.
+    """
+    if isinstance(plan, Plan):
+        return PipelinedExecution(plan)
+    if isinstance(plan, StageMapping):
+        return MultiplexedExecution(plan)
+    if MultiplexedExecution.is_dict(plan):
+        return MultiplexedExecution.from_dict(plan)
+    return PipelinedExecution(Plan.from_dict(dict(plan)))
