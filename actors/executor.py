@@ -12,13 +12,15 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from raymm.actors.channel import RecvChannel, SendChannel, reporting_lost_processes
+from raymm.actors.colocation import Colocation
 from raymm.actors.gradient_reduction import GradientReduction
 from raymm.actors.module_state import evaluating, inputs_unchanged, statistics_kept
+from raymm.actors.quota import Work
 from raymm.actors.split_backward import DeferredWeights, backward_input
 from raymm.actors.stages.message import Message, MicrobatchContext
 from raymm.actors.stages.source import derive_seed
-from raymm.actors.step_clock import step_clock
-from raymm.scheduler.program import BACKWARDS, COMPUTE, FORWARDS, Instruction, Op
+from raymm.actors.step_clock import StepClock, step_clock
+from raymm.scheduler.program import BACKWARDS, COMPUTE, FORWARDS, Instruction, Op, turn_end
 from raymm.scheduler.stage import stage_module
 
 _SENDS_GRADIENTS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT})
@@ -64,12 +66,18 @@ class StepMeta(NamedTuple):
 
 @dataclass
 class StepResult:
-    """One rank's outcome of a step. ``losses`` maps microbatches to their share of the loss
-    (on the sink's rank). Span times are seconds on this host's wall clock. ``peak_bytes`` is the
-    most memory that the process held meanwhile (:class:`raymm.actors.peak_memory.PeakMemory`)."""
+    """One rank's outcome of a step.
+
+    Attributes:
+        losses: per microbatch its share of the loss (on the sink's rank).
+        spans: op, stage, microbatch, start, end, peer and quota; times are seconds on this
+            host's wall clock.
+        peak_bytes: the most memory that the process held meanwhile
+            (:class:`raymm.actors.peak_memory.PeakMemory`).
+    """
 
     losses: dict[int, float] = field(default_factory=dict)
-    spans: list[tuple[str, str, int, float, float, str]] = field(default_factory=list)
+    spans: list[tuple[str, str, int, float, float, str, float]] = field(default_factory=list)
     grad_norm: float | None = None
     learning_rate: float | None = None
     peak_bytes: int = 0
@@ -85,6 +93,23 @@ class _Task(NamedTuple):
     producers: tuple[tuple[str, str, bool], ...] = ()  # (stage, name in received, needs grad)
     consumers: tuple[str, ...] = ()  # who gets what this produces
     last: bool = False  # the stage's parameters get no more gradients in this step
+    turn: int = -1
+    quota: float = 1.0
+
+    def messages(self, step: _Step) -> list[Message]:
+        """What is there of what it hands on and gets, on all its edges."""
+        peers = (*self.consumers, *(src for src, *_ in self.producers))
+        edges = [e for peer in peers for e in ((self.stage, peer), (peer, self.stage))]
+        found = (step.mailbox.get((*edge, self.microbatch)) for edge in edges)
+        return [message for message in found if message is not None]
+
+
+class _Timed(NamedTuple):
+    """A task that has run, between two marks of the step's clock."""
+
+    task: _Task
+    start: Any
+    end: Any
 
 
 @dataclass
@@ -117,10 +142,11 @@ class _Step:
 
 
 class CompiledProgram(NamedTuple):
-    """A rank's instructions, resolved; per incoming edge the microbatches it carries; and, if
-    gradients are reduced at its end, the stages that have any."""
+    """A rank's instructions, resolved, in turns (most are of one task, which has the device to
+    itself); per incoming edge the microbatches it carries; and, if gradients are reduced at its
+    end, the stages that have any."""
 
-    tasks: tuple[_Task, ...]
+    turns: tuple[tuple[_Task, ...], ...]
     incoming: dict[tuple[str, str], tuple[int, ...]]
     reduced: frozenset[str] | None
 
@@ -141,6 +167,7 @@ class Executor:
         reduction: sums gradients of shared parameters, from their stage's last backward on.
         sum_gradient: makes a gradient that each of them has a part of the whole one, in place if
             it likes; for gradients that stages of other modules on the same rank are handed.
+        colocation: runs the tasks of one turn side by side; None if no module has a quota.
     """
 
     def __init__(
@@ -156,6 +183,7 @@ class Executor:
         random_shares: Mapping[str, int] | None = None,
         sum_gradient: Callable[[torch.Tensor], torch.Tensor] | None = None,
         reduction: GradientReduction | None = None,
+        colocation: Colocation | None = None,
     ) -> None:
         self._stages = stages
         self._edges = tuple(edges)
@@ -168,6 +196,7 @@ class Executor:
         self._random_shares = dict(random_shares or {})
         self._sum_gradient = sum_gradient
         self._reduction = reduction
+        self._colocation = colocation
 
     def compile(self, instructions: Sequence[Instruction]) -> CompiledProgram:
         """Resolve a program once; it can then run any number of steps."""
@@ -204,8 +233,18 @@ class Executor:
                 ]
                 consumers = tuple(after)
             is_last = last.get(i.stage) == number
-            tasks.append(_Task(i.op, i.stage, i.microbatch, i.peer, producers, consumers, is_last))
-        return CompiledProgram(tuple(tasks), incoming, frozenset(last) if reduces else None)
+            tasks.append(
+                _Task(
+                    i.op, i.stage, i.microbatch, i.peer, producers, consumers, is_last, i.turn,
+                    i.quota,
+                )
+            )
+        turns, index = [], 0
+        while index < len(tasks):
+            after = turn_end(tasks, index)
+            turns.append(tuple(tasks[index:after]))
+            index = after
+        return CompiledProgram(tuple(turns), incoming, frozenset(last) if reduces else None)
 
     def run(
         self,
@@ -236,25 +275,72 @@ class Executor:
         for edge, microbatches in program.incoming.items():
             self._receivers[edge].expect([meta.keys[m] for m in microbatches])
         clock = step_clock(self._device)
-        marks = [clock.mark()]
-        for task in program.tasks:
-            reduction = self._reduction if task.last else None
-            if reduction is not None and task.op is Op.BACKWARD:
-                reduction.last_backward(task.stage)
-            with reporting_lost_processes(f"{task.op.value} {task.stage}"):
-                self._run_task(task, step, result)
-                if reduction is not None:
-                    reduction.finished(task.stage)
-            marks.append(clock.mark())
+        now = clock.mark()
+        timed: list[_Timed] = []
+        for turn in program.turns:
+            if turn[0].turn < 0:
+                (task,) = turn
+                self._run_alone(task, step, result)
+                before, now = now, clock.mark()
+                timed.append(_Timed(task, before, now))
+            else:
+                timed += self._run_side_by_side(turn, step, clock)
+                now = clock.mark()
         for sender in self._senders.values():
             sender.end_step(self._timeout)
         result.losses = {m: float(loss) for m, loss in step.losses.items()}
-        seconds = clock.seconds(marks)
+        *seconds, _ = clock.seconds([*(m for t in timed for m in (t.start, t.end)), now])
         result.spans = [
-            (task.op.value, task.stage, task.microbatch, start, end, task.peer)
-            for task, start, end in zip(program.tasks, seconds, seconds[1:], strict=False)
+            (task.op.value, task.stage, task.microbatch, start, end, task.peer, task.quota)
+            for (task, *_), start, end in zip(timed, seconds[::2], seconds[1::2], strict=True)
         ]
         return result
+
+    def _run_alone(self, task: _Task, step: _Step, result: StepResult) -> None:
+        reduction = self._reduction if task.last else None
+        if reduction is not None and task.op is Op.BACKWARD:
+            reduction.last_backward(task.stage)
+        with reporting_lost_processes(f"{task.op.value} {task.stage}"):
+            self._run_task(task, step, result)
+            if reduction is not None:
+                reduction.finished(task.stage)
+
+    def _run_side_by_side(
+        self, turn: Sequence[_Task], step: _Step, clock: StepClock
+    ) -> list[_Timed]:
+        """A turn: every module's tasks in its thread, on its quota. What this thread issues
+        afterwards (messages, sums of gradients, the optimizer's step) comes after all of it.
+
+        Sums of gradients start here only: their hooks know one backward at a time.
+        """
+        of_module: dict[str, list[_Task]] = {}
+        for task in turn:
+            of_module.setdefault(stage_module(task.stage), []).append(task)
+        works = {module: self._work(tasks, step, clock) for module, tasks in of_module.items()}
+        outputs = self._colocation.run(works)
+        timed = [one for output in outputs.values() for one in output.get()[0]]
+        for task in turn:
+            if task.last and self._reduction is not None:
+                with reporting_lost_processes(f"{task.op.value} {task.stage}"):
+                    self._reduction.finished(task.stage)
+        return timed
+
+    def _work(self, tasks: Sequence[_Task], step: _Step, clock: StepClock) -> Work:
+        def run(*_: Any) -> tuple[list[_Timed], list[Message]]:
+            timed = []
+            for task in tasks:
+                start = clock.mark()
+                self._run_task(task, step, StepResult())
+                timed.append(_Timed(task, start, clock.mark()))
+            return timed, [message for task in tasks for message in task.messages(step)]
+
+        # Named, so that they are kept for the module's stream: what other streams have made.
+        consumes = [
+            (task.messages(step), step.stage_inputs(task),
+             step.checkpoints.get((task.stage, task.microbatch)))
+            for task in tasks
+        ]  # fmt: skip
+        return Work(run, tuple(consumes), draws=any(self._stages[t.stage].training for t in tasks))
 
     def _run_task(self, task: _Task, step: _Step, result: StepResult) -> None:
         m = task.microbatch

@@ -318,9 +318,9 @@ def measured_timeline(results: Sequence[StepResult]) -> Timeline:
     origin = min(starts, default=0.0)
     return Timeline(
         tuple(
-            Span(rank, op, stage, microbatch, start - origin, end - origin, peer)
+            Span(rank, op, stage, microbatch, start - origin, end - origin, *more)
             for rank, result in enumerate(results)
-            for op, stage, microbatch, start, end, peer in result.spans
+            for op, stage, microbatch, start, end, *more in result.spans
         ),
         len(results),
     )

@@ -16,11 +16,13 @@ import torch
 import torch.distributed as dist
 
 from raymm.actors.channel import Link, RecvChannel, SendChannel, reporting_lost_processes
+from raymm.actors.colocation import Colocation, default_backend
 from raymm.actors.executor import CompiledProgram, Executor, StepMeta, StepResult
 from raymm.actors.gradient_reduction import Family
 from raymm.actors.optimizer import Holdings, OptimizerConfig, RankOptimizer
 from raymm.actors.parameter_pieces import ChainPieces
 from raymm.actors.peak_memory import PeakMemory
+from raymm.actors.quota import Backend
 from raymm.actors.shards import StoredTensors, copy_tensors, stored_pieces, write_shard
 from raymm.actors.stages.cut import own_buffers
 from raymm.actors.stages.fully_sharded import local_part
@@ -78,6 +80,9 @@ class RankSpec:
             under autocast they are kept in its dtype only.
         device: ``"cpu"`` or ``"cuda"``.
         threads: intra-op threads of this process.
+        quotas: by module, shares of the device's multiprocessors.
+        quota_backend: makes the quotas' streams; by default
+            :func:`raymm.actors.colocation.default_backend`.
         timeout_s: seconds any wait on another rank may take.
     """
 
@@ -96,6 +101,8 @@ class RankSpec:
     reloadable: frozenset[str] = frozenset()
     device: str = "cpu"
     threads: int = 1
+    quotas: dict[str, float] = field(default_factory=dict)
+    quota_backend: Callable[[], Backend] | None = None
     timeout_s: float = 300.0
 
 
@@ -111,6 +118,7 @@ class RankActor:
         self._programs: OrderedDict[str, CompiledProgram] = OrderedDict()
         self._executor: Executor | None = None
         self._optimizer: RankOptimizer | None = None
+        self._colocation: Colocation | None = None
 
     def describe(self) -> dict[str, Any]:
         """Where this rank lives."""
@@ -182,9 +190,11 @@ class RankActor:
     def build(
         self, builders: dict[str, Callable[[], torch.nn.Module]] | None = None
     ) -> dict[str, int]:
-        """Build the stages, from ``builders`` if they are to be others than the spec's.
-        Returns the number of parameters held, per stage."""
+        """Build the stages, from ``builders`` if they are to be others than the spec's, and the
+        streams of their modules' quotas. Returns the number of parameters held, per stage."""
         self._programs.clear()
+        if self._spec.quotas and self._colocation is None:
+            self._colocation = self._new_colocation()
         self._memory = PeakMemory(self._device)
         autocast = getattr(torch, self._spec.autocast) if self._spec.autocast else None
         self._stages = {}
@@ -202,6 +212,11 @@ class RankActor:
             if pieces.shards > 1:  # first: the device never holds the whole stage
                 stage.shard_parameters(pieces.plans, self._data.group, self._device)
             self._stages[name] = stage.to(self._device)
+        if self._colocation is not None:
+            of_module: dict[str, list[torch.nn.Module]] = {}
+            for name, stage in self._stages.items():
+                of_module.setdefault(stage_module(name), []).append(stage)
+            self._colocation.check(of_module)
         parameters = {
             (stage, name): parameter
             for stage, module in self._stages.items()
@@ -221,11 +236,21 @@ class RankActor:
             },
             sum_gradient=None if self._data is None else self._sum_over_data,
             reduction=self._optimizer.reduction,
+            colocation=self._colocation,
         )
         return {
             stage: sum(local_part(p).numel() for p in module.parameters())
             for stage, module in self._stages.items()
         }
+
+    def _new_colocation(self) -> Colocation:
+        spec, make = self._spec, self._spec.quota_backend
+        backend = default_backend(self._device) if make is None else make()
+        return Colocation(spec.quotas, backend, spec.timeout_s)
+
+    def quotas(self) -> str:
+        """What quotas were asked and granted, a line per module."""
+        return "" if self._colocation is None else self._colocation.report()
 
     def _sum_over_data(self, gradient: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(gradient, group=self._data.group)

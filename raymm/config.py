@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictFloat,
+    StrictInt,
+    ValidationError,
+    model_validator,
+)
 
 from raymm.actors.group import RankResources
 from raymm.actors.optimizer import OptimizerConfig
@@ -102,6 +110,7 @@ class LayoutSection(_Section):
     recompute_layers: str | tuple[str, ...] = "keep"
     layers: tuple[StrictInt, ...] | None = None
     ranks: tuple[StrictInt, ...] | None = None
+    quota: StrictFloat | None = None
 
 
 class ParallelSection(_Section):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -14,6 +14,7 @@ from torch import nn
 from raymm.actors.executor import StepMeta
 from raymm.actors.group import RankGroup, RankResources, StepHandle, measured_timeline
 from raymm.actors.optimizer import OptimizerConfig
+from raymm.actors.quota import Backend, Multiprocessors
 from raymm.actors.rank_actor import Neighbours, RankSpec, remember
 from raymm.builders import reloadable_modules, stage_builders
 from raymm.cluster import connect
@@ -25,7 +26,9 @@ from raymm.model import (
     complete_microbatch,
     text_inputs,
 )
-from raymm.plan_check import check_fits
+from raymm.multiplex_costs import MULTIPROCESSORS
+from raymm.plan_check import check_fits, check_grants
+from raymm.plan_request import cluster_device
 from raymm.scheduler.lower import lower
 from raymm.scheduler.plan import Plan, PlanError, Stage
 from raymm.scheduler.program import EPILOGUE, Op, Program, check_program
@@ -119,12 +122,15 @@ class MultimodalParallelModule:
         threads: intra-op threads per rank.
         seed: of dropout.
         timeout_s: seconds a rank may wait for another.
+        quota_backend: makes, in every process, the backend of the streams of modules with
+            quotas; by default green contexts on CUDA, and books of who ran when on a CPU.
 
     Attributes:
         holdings: per process, what it has of parameters that others have too.
 
     Raises:
-        PlanError: before any actor starts, if a rank needs more memory than the plan's limit.
+        PlanError: before any actor starts, if a rank needs more memory than the plan's limit, or
+            has quotas that its device cannot set apart.
         ProbeError: before any actor starts, if a module cannot be cut as planned.
         ClusterError: if the cluster is too small.
     """
@@ -141,6 +147,7 @@ class MultimodalParallelModule:
         threads: int = 1,
         seed: int = 0,
         timeout_s: float = 300.0,
+        quota_backend: Callable[[], Backend] | None = None,
     ) -> None:
         if precision not in ("fp32", "bf16"):
             raise ValueError(f"precision is {precision!r}; accepted: fp32, bf16")
@@ -148,6 +155,8 @@ class MultimodalParallelModule:
             raise ValueError(f"device is {device!r}; accepted: cpu, cuda")
         check_fits(plan)
         connect()
+        if any(stage.quota is not None for stage in plan.stages):
+            check_grants(plan, _multiprocessors(device))
         self.plan = plan
         self.model = model
         self.optimizer_config = optimizer or OptimizerConfig()
@@ -178,6 +187,8 @@ class MultimodalParallelModule:
                 reloadable=reloadable_modules(model),
                 device=device,
                 threads=threads,
+                quotas=plan.quotas(process.rank),
+                quota_backend=quota_backend,
                 timeout_s=timeout_s,
             )
             for number, process in enumerate(processes.all)
@@ -205,7 +216,7 @@ class MultimodalParallelModule:
             PlanError: if it puts other layers on a rank.
         """
         def places(plan: Plan) -> dict[str, tuple]:
-            return {s.name: (s.layers, s.rank, s.degrees, s.sharding, s.layer_options)
+            return {s.name: (s.layers, s.rank, s.degrees, s.sharding, s.layer_options, s.quota)
                     for s in plan.stages}
 
         if plan.graph != self.plan.graph or places(plan) != places(self.plan):
@@ -411,6 +422,12 @@ def model_name(stage: str, name: str) -> str:
 def parameter_name(module: str, name: str) -> str:
     """``("vision", "module.x")`` -> ``"vision_encoder.module.x"``."""
     return f"{'language_model' if module == LANGUAGE_MODEL else module + '_encoder'}.{name}"
+
+
+def _multiprocessors(device: str) -> Multiprocessors:
+    """What a device of the connected cluster can set apart. Of a CPU, or a GPU that is not in
+    raymm's table: an H100's; a process that has another says so when it starts."""
+    return MULTIPROCESSORS.get(cluster_device(device)[0], Multiprocessors())
 
 
 def process_labels(processes: Processes) -> list[str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from raymm.actors.quota import Multiprocessors, QuotaError, partition
 from raymm.scheduler.graph import ModuleGraph
 from raymm.scheduler.lower import full_program
 from raymm.scheduler.memory import check_memory
-from raymm.scheduler.plan import Plan
+from raymm.scheduler.plan import Plan, PlanError
 
 
 def check_fits(plan: Plan) -> None:
@@ -17,6 +18,20 @@ def check_fits(plan: Plan) -> None:
     if plan.memory_limit is None or plan.profile is None:
         return
     check_memory(plan, full_program(plan))
+
+
+def check_grants(plan: Plan, gpu: Multiprocessors) -> None:
+    """
+    Raises:
+        PlanError: if a rank has quotas that the device cannot set apart: smaller than a group of
+            its multiprocessors, or more of them than it has groups.
+    """
+    for rank in range(plan.num_ranks):
+        try:
+            if quotas := plan.quotas(rank):
+                partition(quotas, gpu)
+        except QuotaError as error:
+            raise PlanError(f"rank {rank}: {error}") from None
 
 
 def differences(planned: ModuleGraph, model: ModuleGraph) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -13,6 +13,7 @@ from raymm.scheduler.graph import ModuleNode
 from raymm.scheduler.partition import Ranges, even_layers
 from raymm.scheduler.plan import SCHEDULES, Plan, PlanError, Stage
 from raymm.scheduler.plan_error import check_number
+from raymm.scheduler.rank_quotas import check_quota
 from raymm.scheduler.recomputation import OPTIONS
 from raymm.scheduler.stage import SHARDINGS
 from raymm.scheduler.stage_space import make_plan
@@ -47,6 +48,9 @@ class ParallelSpec:
             encoder's last layer, so ``layers=(12, 1)`` gives it a stage of its own.
         ranks: the ranks of the pipeline, copy after copy. By default ranks of its own; modules
             that name the same rank share it.
+        quota: share of the multiprocessors that its stages run on wherever they share a rank with
+            stages of another module that has one, side by side with those. Such modules' quotas
+            are at most 1 in all. None: it takes turns, with the whole device to itself.
 
     Raises:
         PlanError: naming the field and what is accepted. It does not know which module it is of:
@@ -63,8 +67,10 @@ class ParallelSpec:
     replicas: int | None = None
     layers: tuple[int, ...] | None = None
     ranks: tuple[int, ...] | None = None
+    quota: float | None = None
 
     def __post_init__(self) -> None:
+        check_quota("quota", self.quota)
         if self.replicas is not None:
             warnings.warn("replicas is now called dp", FutureWarning, stacklevel=3)
             if self.dp not in (1, self.replicas):
@@ -170,7 +176,7 @@ class MultimodalParallelSpec:
                 replace(stage, layer_options=options[slice(*stage.layers)])
                 for stage in _placed(cut.module_stages(name), spec, free)
             )
-        return replace(cut, stages=tuple(stages), shared_ranks=None)
+        return replace(cut, stages=_with_quotas(stages, specs), shared_ranks=None)
 
     def apply(self, model: MultimodalModule, **options):
         """Start the model on the connected Ray cluster; returns a
@@ -189,6 +195,34 @@ def _placed(
         for stage in stages:
             rank = ranks[copy * spec.pp + stage.index % spec.pp]
             yield replace(stage, rank=rank, replica=copy, **spec.of_stages)
+
+
+def _with_quotas(
+    stages: Sequence[Stage], specs: Mapping[str, ParallelSpec]
+) -> tuple[Stage, ...]:
+    """The stages, with their module's quota where another module's with one shares their rank.
+
+    Raises:
+        PlanError: a quota of a module that shares no rank with another one that has a quota.
+    """
+    on_rank: dict[int, set[str]] = {}
+    for stage in stages:
+        if specs[stage.module].quota is not None:
+            on_rank.setdefault(stage.rank, set()).add(stage.module)
+    found = tuple(
+        replace(stage, quota=specs[stage.module].quota)
+        if len(on_rank.get(stage.rank, ())) > 1 else stage
+        for stage in stages
+    )
+    for name, spec in specs.items():
+        own = [stage for stage in found if stage.module == name]
+        if spec.quota is not None and all(stage.quota is None for stage in own):
+            ranks = sorted({stage.rank for stage in own})
+            raise PlanError(
+                f"quota of {name!r} is {spec.quota}, and no other module with a quota is on its "
+                f"ranks {ranks}; accepted: quotas of modules that name the same ranks"
+            )
+    return found
 
 
 def _layer_options(node: ModuleNode, spec: ParallelSpec) -> tuple[str, ...]:

@@ -3,6 +3,11 @@
 One engine for all schedules; :class:`Rules` say what a backward consists of and how much may
 be held, and a :class:`~raymm.scheduler.policy.Policy` which task is best. Times are those the
 simulator will find for the result.
+
+On a rank with quotas the best task may take others beside it: of every other module with a quota
+the best that could start as well and is of the same kind (quotas are chosen so that modules take
+about as long as each other, forwards and backwards each among themselves). Alone, it has the whole
+device, but for backwards whose forward ran on a quota: autograd runs those on the same one.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from typing import NamedTuple
 
 from raymm.scheduler.plan import Plan
 from raymm.scheduler.policy import ONE_F_ONE_B, Policy
-from raymm.scheduler.program import Instruction, Op, Program
+from raymm.scheduler.program import Op
 from raymm.scheduler.stage_costs import StageCost
 from raymm.scheduler.step_graph import ActiveStages
 
@@ -46,6 +51,8 @@ class Task(NamedTuple):
     stage: str
     microbatch: int
     op: Op
+    turn: int = -1
+    quota: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,7 @@ class _Stage:
         "kept", "activation", "forwards", "backwards", "needs", "owes", "trains",
         "started", "next_forward", "next_recompute", "next_backward", "weights",
         "forward_end", "backward_end", "recomputed_end", "consumed", "edge_delay",
-        "grad_delay",
+        "grad_delay", "module", "quota", "on_quota",
     )
 
     def __init__(self, name: str, costs: Mapping[tuple[str, Op], float]) -> None:
@@ -116,6 +123,16 @@ class _Stage:
         self.recomputed_end: dict[int, float] = {}
         self.backward_end: dict[int, float] = {}
         self.consumed: dict[str, int] = {}
+        self.on_quota: set[int] = set()  # microbatches whose activations were made on the quota
+
+
+class _Begun(NamedTuple):
+    """A task under way, which takes so long on a whole device."""
+
+    state: _Stage
+    kind: int
+    microbatch: int
+    seconds: float
 
 
 class ListScheduler:
@@ -165,8 +182,7 @@ class ListScheduler:
             choice = self._choose(rank, now)
             if choice is None:
                 continue  # woken again when something it may wait for becomes ready
-            stage, kind = choice
-            end = self._begin(rank, stage, kind, now)
+            end = self._begin(rank, *choice, now)
             free_at[rank] = end
             makespan = max(makespan, end)
             heapq.heappush(events, (end, rank))
@@ -181,7 +197,7 @@ class ListScheduler:
         for stage in plan.stages:
             state = _Stage(stage.name, self.costs)
             cost = self.sizes.get(stage.name, UNKNOWN_SIZES)
-            state.rank = stage.rank
+            state.rank, state.module, state.quota = stage.rank, stage.module, stage.quota
             state.depth = plan.depth[stage.name]
             state.turn = (state.depth, len(stages))  # of one microbatch, nearest to loss first
             state.held = len(self.active) if rules.flush else plan.warm_up[stage.name]
@@ -215,6 +231,7 @@ class ListScheduler:
         # Per rank, bytes by microbatch and turn, which is the order things are finished in.
         self._held: list[dict[tuple[int, int, int], float]] = [{} for _ in range(plan.num_ranks)]
         self._order: list[list[Task]] = [[] for _ in range(plan.num_ranks)]
+        self._turns = 0
 
     @property
     def seconds(self) -> dict[tuple[str, Op], float]:
@@ -247,12 +264,17 @@ class ListScheduler:
 
     # -- choosing ---------------------------------------------------------------------
 
-    def _choose(self, rank: int, now: float) -> tuple[_Stage, int] | None:
+    def _choose(
+        self, rank: int, now: float, beside: Sequence[_Begun] = ()
+    ) -> tuple[_Stage, int] | None:
+        """The best task that a rank can start, ``beside`` others if there are any."""
         policy = self._rules.policy
         candidates: list[tuple[_Stage, int, float, int]] = []
         lacks_room = max(policy.priority)  # best priority of what only lacks room
         for state in self._on_rank[rank]:
             for kind, ready, microbatch, has_room in self._candidates(state):
+                if beside and not self._fits_beside(state, kind, microbatch, beside):
+                    continue
                 if has_room:
                     candidates.append((state, kind, ready, microbatch))
                 elif ready <= now:
@@ -279,6 +301,25 @@ class ListScheduler:
                 return None
         return chosen
 
+    def _on_its_quota(self, state: _Stage, kind: int, microbatch: int) -> bool | None:
+        """Whether a task must run on its module's quota; None if it may as well have the whole
+        device. A backward runs where what it needs was made."""
+        if state.quota is None:
+            return False
+        made_first = state.recompute and not self._rules.early_recompute
+        if kind in (FORWARD, RECOMPUTE) or (kind == BACKWARD and made_first):
+            return None
+        return microbatch in state.on_quota
+
+    def _fits_beside(
+        self, state: _Stage, kind: int, microbatch: int, beside: Sequence[_Begun]
+    ) -> bool:
+        return (
+            kind == beside[0].kind
+            and all(state.module != one.state.module for one in beside)
+            and self._on_its_quota(state, kind, microbatch) is not False
+        )
+
     def _candidates(self, state: _Stage) -> list[tuple[int, float, int, bool]]:
         """(kind, when it is ready, microbatch, whether there is room for it) of each kind the
         stage could do next."""
@@ -304,7 +345,8 @@ class ListScheduler:
                 found.append((BACKWARD, ready, microbatch, True))
         if state.weights:
             microbatch = state.weights[0]
-            found.append((WEIGHT, state.backward_end[microbatch], microbatch, True))
+            ready = state.backward_end.get(microbatch, math.inf)  # not yet, if it began just now
+            found.append((WEIGHT, ready, microbatch, True))
         return found
 
     def _forward_ready(self, state: _Stage, microbatch: int) -> float:
@@ -381,60 +423,75 @@ class ListScheduler:
     # -- doing ------------------------------------------------------------------------
 
     def _begin(self, rank: int, state: _Stage, kind: int, now: float) -> float:
+        """Begin a task, and what runs beside it; returns when all of it ends."""
         self._wakes: list[tuple[float, int]] = []
+        order = self._order[rank]
+        first = len(order)
+        begun = [self._begin_one(rank, state, kind, now)]
+        on_quota = self._on_its_quota(state, kind, begun[0].microbatch)
+        if on_quota is not False:
+            while (other := self._choose(rank, now, begun)) is not None:
+                begun.append(self._begin_one(rank, *other, now))
+            on_quota = on_quota or len(begun) > 1
+        if on_quota:
+            end = now + max(one.seconds / one.state.quota for one in begun)
+            for index in range(first, len(order)):
+                quota = self._stages[order[index].stage].quota
+                order[index] = order[index]._replace(turn=self._turns, quota=quota)
+            self._turns += 1
+        else:
+            end = now + begun[0].seconds
+        for one in begun:
+            if one.kind in (FORWARD, RECOMPUTE):
+                (one.state.on_quota.add if on_quota else one.state.on_quota.discard)(one.microbatch)
+            self._end(one, end)
+        return end
+
+    def _begin_one(self, rank: int, state: _Stage, kind: int, now: float) -> _Begun:
         if kind == FORWARD:
-            end = self._begin_forward(rank, state, now)
-        elif kind == RECOMPUTE:
-            microbatch = state.backwards[state.next_recompute]
-            end = now + state.recompute_s
+            return self._begin_forward(rank, state, now)
+        if kind == RECOMPUTE:
+            microbatch, seconds = state.backwards[state.next_recompute], state.recompute_s
             state.next_recompute += 1
-            state.recomputed_end[microbatch] = end
             self._held[rank][microbatch, *state.turn] += state.activation
             self._order[rank].append(Task(state.name, microbatch, Op.RECOMPUTE))
         elif kind == BACKWARD:
-            end = self._begin_backward(rank, state, now)
+            return self._begin_backward(rank, state)
         else:
-            microbatch = state.weights.popleft()
-            end = now + state.weight_s
+            microbatch, seconds = state.weights.popleft(), state.weight_s
             del self._held[rank][microbatch, *state.turn]
             self._order[rank].append(Task(state.name, microbatch, Op.BACKWARD_WEIGHT))
-        return end
+        return _Begun(state, kind, microbatch, seconds)
 
-    def _begin_forward(self, rank: int, state: _Stage, now: float) -> float:
+    def _begin_forward(self, rank: int, state: _Stage, now: float) -> _Begun:
         microbatch = state.forwards[state.next_forward]
         state.next_forward += 1
         if microbatch in state.needs:
             op = Op.FORWARD_CHECKPOINTED if state.recompute else Op.FORWARD
-            end = now + state.forward_s
+            seconds = state.forward_s
             state.started += 1
             self._held[rank][microbatch, *state.turn] = state.kept
         else:
-            op, end = Op.FORWARD_NO_GRAD, now + state.no_grad_s
-        state.forward_end[microbatch] = end
+            op, seconds = Op.FORWARD_NO_GRAD, state.no_grad_s
         run = self.active[microbatch].stages
         for producer in state.producers:
             if producer.name in run:
                 producer.consumed[self.plan.by_name[state.name].module] += 1
                 self._wakes.append((now, producer.rank))
-        for consumer in state.consumers:
-            delay = self.delays.get((state.name, consumer.name), 0.0)
-            self._wakes.append((end + delay, consumer.rank))
         self._order[rank].append(Task(state.name, microbatch, op))
-        return end
+        return _Begun(state, FORWARD, microbatch, seconds)
 
-    def _begin_backward(self, rank: int, state: _Stage, now: float) -> float:
+    def _begin_backward(self, rank: int, state: _Stage) -> _Begun:
         microbatch = state.backwards[state.next_backward]
         order = self._order[rank]
-        start = now
+        seconds = 0.0
         if state.recompute and not self._rules.early_recompute:
             order.append(Task(state.name, microbatch, Op.RECOMPUTE))
-            start += state.recompute_s
-            state.recomputed_end[microbatch] = start
+            seconds = state.recompute_s
             state.next_recompute += 1
         split = self._rules.split and state.trains and microbatch in state.owes
-        end = start + (state.input_s if split else state.backward_s)
+        seconds += state.input_s if split else state.backward_s
         state.next_backward += 1
-        state.backward_end[microbatch] = end
         order.append(
             Task(state.name, microbatch, Op.BACKWARD_INPUT if split else Op.BACKWARD)
         )
@@ -442,52 +499,20 @@ class ListScheduler:
             state.weights.append(microbatch)
         else:
             del self._held[rank][microbatch, *state.turn]
-        for producer in state.producers:
-            delay = self.delays.get((state.name, producer.name), 0.0)
-            self._wakes.append((end + delay, producer.rank))
-        return end
+        return _Begun(state, BACKWARD, microbatch, seconds)
 
-
-def to_program(plan: Plan, active: Sequence[ActiveStages], schedule: Schedule) -> Program:
-    """The schedule's tasks with their messages."""
-    ranks = []
-    for tasks in schedule.tasks:
-        instructions: list[Instruction] = []
-        for task in tasks:
-            receives, sends = messages(plan, active[task.microbatch], task)
-            if task.op is Op.RECOMPUTE and not schedule.early:
-                backward = task._replace(op=Op.BACKWARD)
-                receives, _ = messages(plan, active[task.microbatch], backward)
-            elif task.op is Op.BACKWARD and plan.by_name[task.stage].recompute:
-                if not schedule.early:
-                    receives = []  # they came before the recomputation
-            instructions += [*receives, Instruction(task.op, task.stage, task.microbatch), *sends]
-        ranks.append(tuple(instructions))
-    return Program(tuple(ranks))
-
-
-def messages(
-    plan: Plan, active: ActiveStages, task: Task
-) -> tuple[list[Instruction], list[Instruction]]:
-    """The receives before a task and the sends after it. Stages on one rank hand tensors
-    over directly and need no message."""
-    name, microbatch, op = task
-    rank = plan.by_name[name].rank
-    producers = [s for s in plan.stage_producers[name] if s in active.stages]
-    consumers = [s for s in plan.stage_consumers[name] if s in active.stages]
-    sources: list[str] = []
-    targets: list[str] = []
-    if op in (Op.BACKWARD, Op.BACKWARD_INPUT):
-        sources = consumers
-        targets = [p for p in producers if p in active.needs_backward]
-    elif op not in (Op.RECOMPUTE, Op.BACKWARD_WEIGHT):
-        sources, targets = producers, consumers
-
-    def remote(what: Op, names: list[str]) -> list[Instruction]:
-        return [
-            Instruction(what, name, microbatch, other)
-            for other in names
-            if plan.by_name[other].rank != rank
-        ]
-
-    return remote(Op.RECV, sources), remote(Op.SEND, targets)
+    def _end(self, begun: _Begun, end: float) -> None:
+        """Say when a task ends, and wake the ranks that may wait for that."""
+        state, kind, microbatch, _ = begun
+        if kind == FORWARD:
+            state.forward_end[microbatch] = end
+            for consumer in state.consumers:
+                delay = self.delays.get((state.name, consumer.name), 0.0)
+                self._wakes.append((end + delay, consumer.rank))
+        elif kind == RECOMPUTE:
+            state.recomputed_end[microbatch] = end
+        elif kind == BACKWARD:
+            state.backward_end[microbatch] = end
+            for producer in state.producers:
+                delay = self.delays.get((state.name, producer.name), 0.0)
+                self._wakes.append((end + delay, producer.rank))

@@ -10,13 +10,13 @@ from raymm.scheduler.list_schedule import (
     NoRoomError,
     Rules,
     Schedule,
-    to_program,
 )
 from raymm.scheduler.memory import activation_peaks
 from raymm.scheduler.network import Transfer
 from raymm.scheduler.plan import Plan
 from raymm.scheduler.policy import Policy, policies
 from raymm.scheduler.program import Op, Program
+from raymm.scheduler.schedule_program import to_program
 from raymm.scheduler.simulate import simulate
 from raymm.scheduler.stage_costs import StageCost, op_seconds, stage_costs
 from raymm.scheduler.step_graph import active_stages, full_step

@@ -30,7 +30,7 @@ def peak_bytes(
     """
     held: dict[tuple[str, int], int] = {}
     total = peak = 0
-    for stage, microbatch, op in tasks:
+    for stage, microbatch, op, *_ in tasks:
         size = sizes.get(stage, UNKNOWN_SIZES)
         key = (stage, microbatch)
         if op is Op.FORWARD or op is Op.RECOMPUTE:

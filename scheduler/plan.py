@@ -15,6 +15,7 @@ from raymm.scheduler.graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan_error import PlanError, check_number
 from raymm.scheduler.plan_json import graph_of, integers, only, policy_of, stage_of, typed
 from raymm.scheduler.policy import Policy
+from raymm.scheduler.rank_quotas import check_quotas, rank_quotas
 from raymm.scheduler.recomputation import OPTIONS
 from raymm.scheduler.stage import SHARDINGS, Degrees, Stage
 
@@ -26,8 +27,8 @@ SCHEDULES = ("1f1b", "zero_bubble", "gpipe")
 class Plan:
     """What runs where: stages over ranks, microbatches, schedule.
 
-    Several stages may share a rank (the rank then takes turns between them); every
-    rank is one process on one device, one Ray actor.
+    Several stages may share a rank (the rank then takes turns between them; modules with quotas
+    run side by side); every rank is one process on one device, one Ray actor.
 
     Attributes:
         graph: the model's modules.
@@ -71,6 +72,7 @@ class Plan:
                 raise PlanError(f"profile: {error}") from None
         self._check_shared_ranks()
         self._check_processes()
+        check_quotas(self.stages)
         ranks = sorted({stage.rank for stage in self.stages})
         if ranks != list(range(len(ranks))):
             raise PlanError(f"ranks are {ranks}; they must be 0..{len(ranks) - 1} without gaps")
@@ -265,6 +267,10 @@ class Plan:
     def rank_stages(self, rank: int) -> tuple[Stage, ...]:
         """Stages of a rank, producers before consumers."""
         return tuple(s for s in self.topological_stages if s.rank == rank)
+
+    def quotas(self, rank: int) -> dict[str, float]:
+        """By module, shares of a rank's multiprocessors; empty if nothing runs side by side."""
+        return rank_quotas(self.rank_stages(rank), rank)
 
     @cached_property
     def by_name(self) -> Mapping[str, Stage]:

@@ -64,7 +64,7 @@ class PlanDrift:
             for stage in sums:
                 sums[stage] *= self._keep
         for span in timeline.compute():
-            self._measured[span.stage] += span.end - span.start
+            self._measured[span.stage] += span.device_seconds
             # What did not run in this step, as an encoder without items, was not expected to.
             self._expected[span.stage] += self._expected_of[span.stage, Op(span.op)]
         measured, expected = (self._by_rank(s) for s in (self._measured, self._expected))

@@ -53,6 +53,7 @@ def stage_of(data: Mapping[str, Any]) -> Stage:
         typed({"sharding": "none", **data}, "sharding", str),
         typed({"fsdp": 1, **data}, "fsdp", int),
         tuple(data.get("layer_options", ())),
+        data.get("quota"),  # the plan checks it
     )
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from raymm.scheduler.rank_quotas import ROUNDING
+from raymm.scheduler.stage import stage_module
 
 
 class Op(StrEnum):
@@ -35,12 +38,19 @@ EPILOGUE = (Op.REDUCE_TIED, Op.CLIP_GRADS, Op.STEP)
 class Instruction(NamedTuple):
     """One instruction. ``stage`` and ``microbatch`` say what it works on; ``peer`` is the
     stage at the other end of a SEND or RECV (a gradient travels from consumer to producer,
-    so its edge is the data edge reversed)."""
+    so its edge is the data edge reversed).
+
+    Compute instructions of one ``turn`` (a number, unique on the rank) stand next to each other
+    and run side by side: one module's in their order, each module on its ``quota``, the share of
+    the rank's multiprocessors. All begin when all before them has ended, and nothing after them
+    begins before all have ended. Without a turn (-1) an instruction has the whole device."""
 
     op: Op
     stage: str = ""
     microbatch: int = -1
     peer: str = ""
+    turn: int = -1
+    quota: float = 1.0
 
     @property
     def edge(self) -> tuple[str, str]:
@@ -51,7 +61,17 @@ class Instruction(NamedTuple):
         where = f" {self.stage}" if self.stage else ""
         which = f" #{self.microbatch}" if self.microbatch >= 0 else ""
         arrow = {Op.SEND: f" -> {self.peer}", Op.RECV: f" <- {self.peer}"}.get(self.op, "")
-        return f"{self.op.value}{where}{arrow}{which}"
+        beside = f" (turn {self.turn}, quota {self.quota:g})" if self.turn >= 0 else ""
+        return f"{self.op.value}{where}{arrow}{which}{beside}"
+
+
+def turn_end(instructions: Sequence[Any], index: int) -> int:
+    """One past the last instruction (or task) of the turn of ``instructions[index]``; of one
+    without a turn, the next."""
+    turn, end = instructions[index].turn, index + 1
+    while turn >= 0 and end < len(instructions) and instructions[end].turn == turn:
+        end += 1
+    return end
 
 
 class Program(NamedTuple):
@@ -94,7 +114,8 @@ def check_program(program: Program) -> ProgramReport:
     microbatch, in the same order on the same edge; no message is left over; no set of
     ranks waits in a circle; a backward follows its own forward and runs once; outputs and
     gradients are computed before they are sent and received before they are used;
-    collective instructions come in the same order on every rank. Whether a program lacks
+    collective instructions come in the same order on every rank; of every turn, what
+    :func:`check_turns` says. Whether a program lacks
     both ends of a message that the model needs cannot be seen without the plan.
 
     Raises:
@@ -107,6 +128,8 @@ def check_program(program: Program) -> ProgramReport:
         if ops != collectives[0]:
             raise ProgramError(f"rank {rank} runs collectives {ops}, rank 0 {collectives[0]}")
 
+    for rank, instructions in enumerate(program.ranks):
+        check_turns(rank, instructions)
     position = [0] * len(program.ranks)
     queues: dict[tuple[str, str], deque[int]] = defaultdict(deque)
     done: set[tuple[str, str, int]] = set()
@@ -157,6 +180,38 @@ def check_program(program: Program) -> ProgramReport:
     return ProgramReport(live_activations=dict(peak))
 
 
+def check_turns(rank: int, instructions: Sequence[Instruction]) -> None:
+    """Turns are of compute instructions next to each other, on quotas that a device has; a
+    backward runs where the forward that kept its activations ran, because autograd runs it on
+    that one's stream. Whether one instruction of a turn needs another's result cannot be seen
+    without the plan.
+
+    Raises:
+        ProgramError: naming rank and instruction.
+    """
+    quotas: dict[int, dict[str, float]] = {}
+    kept: dict[tuple[str, int], Instruction] = {}
+    last = -1
+    for one in instructions:
+        if one.turn >= 0:
+            of_turn = quotas.setdefault(one.turn, {})
+            if one.op not in COMPUTE:
+                raise ProgramError(f"rank {rank}: {one}; only compute instructions have turns")
+            if of_turn and last != one.turn:
+                raise ProgramError(f"rank {rank}: {one} stands apart from others of its turn")
+            of_turn[stage_module(one.stage)] = one.quota
+            if sum(of_turn.values()) > 1 + ROUNDING:
+                raise ProgramError(f"rank {rank}: {one} brings the quotas of its turn above 1")
+        last = one.turn
+        place = one.stage, one.microbatch
+        if one.op in (Op.FORWARD, Op.RECOMPUTE):
+            kept[place] = one
+        elif one.op in BACKWARDS and place in kept:
+            before = kept[place]
+            if (before.turn >= 0, before.quota) != (one.turn >= 0, one.quota):
+                raise ProgramError(f"rank {rank}: {one} is not on the quota of {before}")
+
+
 def _meet(program: Program, position: list[int]) -> bool:
     """Step over a collective once every rank has come to it."""
     if not program.ranks or any(
@@ -177,7 +232,7 @@ def _check_message(
 ) -> None:
     """A stage's first message with a peer about a microbatch carries its output or input,
     the second a gradient. ``met`` holds the first ones."""
-    op, stage, microbatch, peer = instruction
+    op, stage, microbatch, peer, *_ = instruction
     direction = "backward" if (stage, microbatch, peer) in met else "forward"
     met.add((stage, microbatch, peer))
     computed = (direction, stage, microbatch) in done
@@ -209,7 +264,7 @@ def _check_compute(
     live: dict[str, int],
     peak: dict[str, int],
 ) -> None:
-    op, stage, microbatch, _ = instruction
+    op, stage, microbatch, *_ = instruction
     phase = _PHASE[op]
 
     def is_done(what: str) -> bool:

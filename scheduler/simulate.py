@@ -6,7 +6,8 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 
 from raymm.scheduler.network import Transfer
-from raymm.scheduler.program import COMPUTE, Op, Program, ProgramError
+from raymm.scheduler.program import COMPUTE, Op, Program, ProgramError, turn_end
+from raymm.scheduler.stage import stage_module
 from raymm.scheduler.timeline import Span, Timeline
 
 
@@ -21,7 +22,9 @@ def simulate(
 
     Args:
         program: what each rank does.
-        costs: seconds per (stage, compute op). What is missing takes no time.
+        costs: seconds per (stage, compute op) on a whole device; on a quota that many times
+            more (an upper bound: a module that does not fill a device loses less). What is
+            missing takes no time.
         latency: seconds from a SEND until the message can be received, on edges that
             ``transfers`` does not have.
         transfers: what a message takes, per directed edge. Messages of one edge go one after
@@ -65,10 +68,22 @@ def simulate(
                 if instruction.edge in waiting:
                     runnable.append(waiting.pop(instruction.edge))
             elif instruction.op in COMPUTE:
-                key = (instruction.stage, instruction.op)
-                seconds = of_microbatch.get((*key, instruction.microbatch))
-                clock[rank] += costs.get(key, 0.0) if seconds is None else seconds
-            if instruction.op in COMPUTE or (instruction.op is Op.RECV and clock[rank] > start):
+                after = turn_end(instructions, position[rank])
+                ends: dict[str, float] = {}  # by module
+                for one in instructions[position[rank] : after]:
+                    key, module = (one.stage, one.op), stage_module(one.stage)
+                    seconds = of_microbatch.get((*key, one.microbatch))
+                    whole = costs.get(key, 0.0) if seconds is None else seconds
+                    begin = ends.get(module, start)
+                    ends[module] = begin + whole / one.quota
+                    spans.append(
+                        Span(rank, one.op, one.stage, one.microbatch, begin, ends[module],
+                             quota=one.quota)
+                    )  # fmt: skip
+                clock[rank] = max(ends.values())
+                position[rank] = after
+                continue
+            if instruction.op is Op.RECV and clock[rank] > start:
                 spans.append(
                     Span(
                         rank, instruction.op, instruction.stage, instruction.microbatch,

@@ -47,6 +47,8 @@ class Stage:
             ``fsdp * cp`` processes that have the same of everything else.
         layer_options: what each of its blocks does with its activations, one of
             :data:`raymm.scheduler.recomputation.OPTIONS`; all keep them if none are given.
+        quota: share of the rank's multiprocessors that it runs on beside other modules' stages;
+            None: nothing runs beside it (:mod:`raymm.scheduler.rank_quotas`).
     """
 
     module: str
@@ -60,6 +62,7 @@ class Stage:
     sharding: str = "none"
     fsdp: int = 1
     layer_options: tuple[str, ...] = ()
+    quota: float | None = None
 
     @property
     def degrees(self) -> Degrees:

@@ -55,7 +55,7 @@ class StepForecast:
         for span in timeline.compute():
             stage = self.plan.by_name[span.stage]
             if stage.module in column and 0 <= span.microbatch < microbatches:
-                seconds = span.end - span.start
+                seconds = span.device_seconds
                 result[span.microbatch, column[stage.module]] += seconds
                 self._spent[stage.module, stage.index, Op(span.op)] += seconds
         return result

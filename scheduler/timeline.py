@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from raymm.scheduler.program import COMPUTE, Op
 
+_start = attrgetter("start")
+
 
 class Span(NamedTuple):
     """One instruction's execution. Times are seconds since the step's start; a RECV span
-    is time spent waiting for the message. ``peer`` is set for SEND and RECV."""
+    is time spent waiting for the message. ``peer`` is set for SEND and RECV. ``quota`` is the
+    share of the rank's multiprocessors that it ran on, beside others."""
 
     rank: int
     op: str
@@ -22,6 +27,13 @@ class Span(NamedTuple):
     start: float
     end: float
     peer: str = ""
+    quota: float = 1.0
+
+    @property
+    def device_seconds(self) -> float:
+        """Seconds that the whole device would have taken, as far as the simulator knows: what
+        it takes as a cost."""
+        return (self.end - self.start) * self.quota
 
 
 @dataclass(frozen=True)
@@ -42,8 +54,13 @@ class Timeline:
         return tuple(s for s in self.spans if s.op in COMPUTE)
 
     def busy(self, rank: int) -> float:
-        """Seconds a rank spent in forwards and backwards."""
-        return sum(s.end - s.start for s in self.compute() if s.rank == rank)
+        """Seconds a rank spent in forwards and backwards; those that run side by side count
+        once."""
+        total, until = 0.0, -math.inf
+        for span in sorted((s for s in self.compute() if s.rank == rank), key=_start):
+            total += max(0.0, span.end - max(span.start, until))
+            until = max(until, span.end)
+        return total
 
     def bubble(self, rank: int) -> float:
         """Fraction of the step in which a rank computes nothing."""
@@ -57,10 +74,11 @@ class Timeline:
         return busy
 
     def costs(self) -> dict[tuple[str, Op], float]:
-        """Median seconds per (stage, compute op): what the simulator takes."""
+        """Median :attr:`Span.device_seconds` per (stage, compute op): what the simulator
+        takes."""
         samples: dict[tuple[str, Op], list[float]] = {}
         for span in self.compute():
-            samples.setdefault((span.stage, Op(span.op)), []).append(span.end - span.start)
+            samples.setdefault((span.stage, Op(span.op)), []).append(span.device_seconds)
         return {key: statistics.median(values) for key, values in samples.items()}
 
     def to_json(self) -> str:

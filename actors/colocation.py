@@ -1,0 +1,73 @@
+"""Modules colocated on one rank: their streams and threads, each with its quota."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from raymm.actors.quota import (
+    AccountingBackend,
+    Backend,
+    CudaBackend,
+    Output,
+    SideBySide,
+    StreamPool,
+    Work,
+    check_no_shared_parameters,
+)
+
+# The pool's only set: quotas of a rank do not change, and what needs the whole device runs on the
+# rank's own stream.
+_SET = "rank"
+
+
+class Colocation:
+    """Runs works of a rank's modules side by side. All streams are made here, before the first
+    step.
+
+    Args:
+        quotas: share of the multiprocessors, by module.
+        backend: makes the streams.
+        timeout: seconds that the works of one turn may take.
+
+    Raises:
+        QuotaError: quotas that the device cannot grant.
+        QuotaUnavailableError: a device without quotas.
+    """
+
+    def __init__(self, quotas: Mapping[str, float], backend: Backend, timeout: float) -> None:
+        self._pool = StreamPool(backend, {_SET: quotas})
+        self._side_by_side = SideBySide(timeout)
+
+    def check(self, stages: Mapping[str, Sequence[nn.Module]]) -> None:
+        """Modules with quotas must have no parameter or buffer in common.
+
+        Args:
+            stages: by module.
+
+        Raises:
+            ValueError: two have one in common, by name.
+        """
+        check_no_shared_parameters(
+            {module: nn.ModuleList(stages[module]) for module in self._pool.select(_SET).streams}
+        )
+
+    def run(self, works: Mapping[str, Work]) -> dict[str, Output]:
+        """Run works side by side; as :meth:`raymm.actors.quota.SideBySide.run`."""
+        return self._side_by_side.run(self._pool.select(_SET), works)
+
+    def report(self) -> str:
+        """What was asked and granted, a line per module."""
+        return self._pool.report()
+
+    def close(self) -> None:
+        """End threads and streams."""
+        self._side_by_side.close()
+        self._pool.close()
+
+
+def default_backend(device: torch.device) -> Backend:
+    """Green contexts on CUDA; on a CPU books of who ran when, as if it were an H100."""
+    return CudaBackend(device) if device.type == "cuda" else AccountingBackend()

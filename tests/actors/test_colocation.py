@@ -1,0 +1,285 @@
+"""Stages of several modules side by side in the executor, in one process."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import nn
+
+from raymm.actors.colocation import Colocation
+from raymm.actors.executor import Executor, StepMeta
+from raymm.actors.gradient_reduction import GradientReduction, Holder, SharedParameter
+from raymm.actors.quota import (
+    AccountingBackend,
+    EmulatedBackend,
+    EmulatedModule,
+    ModuleError,
+    Multiprocessors,
+    QuotaError,
+)
+from raymm.actors.stages.message import Message
+from raymm.scheduler.graph import ModuleGraph, ModuleNode
+from raymm.scheduler.lower import lower
+from raymm.scheduler.plan import Plan, Stage
+from raymm.scheduler.program import BACKWARDS, COMPUTE, FORWARDS
+
+WIDTH, MICROBATCHES = 6, 4
+QUOTAS = {"vision": 0.5, "audio": 0.25}
+BOTH = [("vision", "audio")] * MICROBATCHES
+SOME = [("vision", "audio"), ("audio",), ("vision", "audio"), ("vision",)]
+
+
+class Part(nn.Module):
+    """A stage with dropout and batch norm over the sum of what it gets."""
+
+    def __init__(self, sink: bool = False) -> None:
+        super().__init__()
+        self.sink = sink
+        self.body = nn.Sequential(
+            nn.Dropout(0.4), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh()
+        )
+
+    def run(self, inputs, received, context):
+        values = [message.tensors[0] for message in received.values()]
+        if inputs is not None:
+            values.append(inputs["x"])
+        hidden = self.body(sum(values))
+        if self.sink:
+            return Message((hidden.square().sum() / context.label_tokens,), {})
+        return Message((hidden,), {})
+
+
+class Sleeper(nn.Module):
+    """A stage that sleeps; it draws nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work = EmulatedModule()
+        self.eval()
+
+    def run(self, inputs, received, context):
+        return Message((self.work(inputs["x"]),), {})
+
+
+def plan_of(quotas=QUOTAS, frozen=(), **options) -> Plan:
+    """An encoder of two stages, one of a single stage and a language model, all on one rank."""
+    stage_options = {k: options.pop(k) for k in ("recompute",) if k in options}
+    graph = ModuleGraph(
+        tuple(
+            ModuleNode(name, (name not in frozen,) * layers)
+            for name, layers in (("vision", 2), ("audio", 1), ("llm", 1))
+        ),
+        (("vision", "llm"), ("audio", "llm")),
+    )
+    stages = tuple(
+        Stage(m, i, (i, i + 1), 0, quota=quotas.get(m), **(stage_options if m != "llm" else {}))
+        for m, i in (("vision", 0), ("vision", 1), ("audio", 0), ("llm", 0))
+    )
+    return Plan(graph, stages, MICROBATCHES, **options)
+
+
+def parts_of(plan: Plan) -> dict[str, nn.Module]:
+    torch.manual_seed(0)
+    parts = {s.name: Part(sink=s.module == "llm") for s in plan.stages}
+    for stage in plan.stages:
+        if not plan.trainable(stage):
+            parts[stage.name].requires_grad_(False)
+    return parts
+
+
+def inputs_of(plan: Plan, present) -> dict[str, list]:
+    def x(seed):
+        return {"x": torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))}
+
+    rows = {
+        f"{module}.0": [
+            x(100 * number + m) if module == "llm" or module in present[m] else None
+            for m in range(len(present))
+        ]
+        for number, module in enumerate(("vision", "audio", "llm"))
+    }
+    return rows
+
+
+def step(plan, present, colocation=None, parts=None, reduction=None, training=True, inputs=None):
+    """Losses, gradients, buffers and spans of one step."""
+    parts = parts_of(plan) if parts is None else parts
+    executor = Executor(
+        parts, plan.stage_edges, {}, {}, {}, timeout=timedelta(seconds=30), colocation=colocation,
+        reduction=None if reduction is None else reduction(parts),
+    )
+    program = executor.compile(lower(plan, present).ranks[0])
+    keys = tuple(range(len(present)))
+    meta = StepMeta(step=3, label_tokens=11, keys=keys, seed=5, training=training)
+    result = executor.run(program, inputs_of(plan, present) if inputs is None else inputs, meta)
+    gradients = {
+        (name, key): p.grad for name, part in parts.items() for key, p in part.named_parameters()
+    }
+    buffers = {
+        (name, key): b for name, part in parts.items() for key, b in part.named_buffers()
+    }
+    return result.losses, gradients, buffers, result.spans
+
+
+def same(one, other) -> bool:
+    return one.keys() == other.keys() and all(
+        (a is None and b is None) or torch.equal(a, b)
+        for a, b in ((one[key], other[key]) for key in one)
+    )
+
+
+@pytest.mark.parametrize("present", [BOTH, SOME], ids=["both", "some"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"recompute": True}, {"schedule": "zero_bubble"}, {"schedule": "gpipe"},
+     {"frozen": ("vision",)}],
+    ids=["1f1b", "recompute", "zero_bubble", "gpipe", "frozen"],
+)  # fmt: skip
+def test_the_same_bits_as_one_after_another(options, present):
+    """Dropout, batch norm, split backwards, recomputation: whatever runs beside it."""
+    backend = AccountingBackend()
+    plan = plan_of(**options)
+    colocation = Colocation(plan.quotas(0), backend, 30.0)
+    mine = step(plan, present, colocation)
+    due = step(plan_of(quotas={}, **options), present)
+    assert mine[0] == due[0]
+    assert same(mine[1], due[1]) and same(mine[2], due[2])
+    assert any(g is not None for g in due[1].values())
+    quotas = {span[1].rpartition(".")[0]: span[6] for span in mine[3] if span[6] < 1}
+    assert quotas == QUOTAS
+    assert {span.partition.module for span in backend.account.spans} == set(QUOTAS)
+    assert all(span[6] == 1.0 for span in due[3])
+    colocation.close()
+
+
+def test_sums_of_gradients_wait_for_the_whole_turn():
+    """A parameter of each encoder is held twice by this process (as tied weights are): its sum is
+    taken once all of the step's backwards are done."""
+    plan = plan_of()
+
+    def reduction(parts):
+        parameters = {(n, k): p for n, part in parts.items() for k, p in part.named_parameters()}
+        shared = [
+            SharedParameter((Holder(0, "vision.0", key), Holder(0, "vision.1", key)))
+            for key in ("body.2.weight", "body.2.bias")
+        ]
+        return GradientReduction(0, parameters, shared, {})
+
+    colocation = Colocation(plan.quotas(0), AccountingBackend(), 30.0)
+    mine = step(plan, BOTH, colocation, reduction=reduction)
+    due = step(plan_of(quotas={}), BOTH, reduction=reduction)
+    assert mine[0] == due[0] and same(mine[1], due[1])
+    colocation.close()
+
+
+# -- overlap --------------------------------------------------------------------------------
+
+SECONDS = {"vision": 0.03, "audio": 0.02}
+
+
+def emulated() -> EmulatedBackend:
+    def seconds(module, degree, quota, neighbours):
+        return SECONDS[module] * (1 if neighbours else 0.5)
+
+    return EmulatedBackend(seconds, seconds, Multiprocessors(100, 1))
+
+
+def sleepers(frozen: bool) -> tuple[Plan, dict[str, nn.Module]]:
+    graph = ModuleGraph(
+        (ModuleNode("vision", (not frozen,)), ModuleNode("audio", (not frozen,)),
+         ModuleNode("llm", (True,))),
+        (("vision", "llm"), ("audio", "llm")),
+    )  # fmt: skip
+    stages = tuple(Stage(n, 0, (0, 1), 0, quota=QUOTAS.get(n)) for n in (*QUOTAS, "llm"))
+    parts = {"vision.0": Sleeper(), "audio.0": Sleeper(), "llm.0": Part(sink=True).eval()}
+    if frozen:
+        for name in ("vision.0", "audio.0"):
+            parts[name].requires_grad_(False)
+    return Plan(graph, stages, MICROBATCHES), parts
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_sleeping_modules_overlap(frozen):
+    """Each forward and backward of a turn is under way while its partner is: by the step's own
+    clock and by the backend's books."""
+    plan, parts = sleepers(frozen)
+    backend = emulated()
+    colocation = Colocation(plan.quotas(0), backend, 30.0)
+    reference = copy.deepcopy(parts)
+    losses, gradients, _, spans = step(plan, BOTH, colocation, parts)
+    kinds = [FORWARDS] if frozen else [FORWARDS, BACKWARDS]
+    for kind, microbatch in itertools.product(kinds, range(MICROBATCHES)):
+        one, other = (
+            next(s for s in spans if s[0] in kind and s[1] == f"{m}.0" and s[2] == microbatch)
+            for m in QUOTAS
+        )
+        assert max(one[3], other[3]) < min(one[4], other[4]), (kind, microbatch)
+    for early, late in itertools.pairwise(_turn_intervals(spans)):
+        assert early[1] <= late[0]  # nothing of a turn is left when the next one begins
+    assert backend.account.most_sms == 75
+    assert backend.account.seconds_together("vision", "audio") > 0
+    expected = _by_autograd(reference)
+    assert losses == pytest.approx(expected[0], rel=1e-6)
+    for key, gradient in gradients.items():
+        due = expected[1][key]
+        assert (gradient is None) == (due is None)
+        if due is not None:
+            torch.testing.assert_close(gradient, due, rtol=1e-5, atol=1e-7)
+    colocation.close()
+
+
+def _turn_intervals(spans):
+    """(start, end) of everything that ran at once, in the order of the step."""
+    own = sorted((s[3], s[4], s[6] < 1) for s in spans if s[0] in COMPUTE)
+    found: list[list[float]] = []
+    for start, end, beside in own:
+        if found and beside and start < found[-1][1]:
+            found[-1][1] = max(found[-1][1], end)
+        else:
+            found.append([start, end])
+    return found
+
+
+def _by_autograd(parts):
+    """The same step without raymm: x + weight of each encoder, then the language model."""
+    rows = inputs_of(None, BOTH)
+    losses = {}
+    for m in range(MICROBATCHES):
+        hidden = sum(rows[f"{n}.0"][m]["x"] + parts[f"{n}.0"].work.weight for n in QUOTAS)
+        body = parts["llm.0"].body(hidden + rows["llm.0"][m]["x"])
+        loss = body.square().sum() / 11
+        loss.backward()
+        losses[m] = loss.item()
+    return losses, {
+        (name, key): p.grad for name, part in parts.items() for key, p in part.named_parameters()
+    }
+
+
+# -- what goes wrong ------------------------------------------------------------------------
+
+
+def test_a_stage_that_raises_is_named():
+    plan = plan_of()
+    parts = parts_of(plan)
+    parts["audio.0"].body[2] = nn.Linear(WIDTH + 1, WIDTH)
+    colocation = Colocation(plan.quotas(0), AccountingBackend(), 30.0)
+    with pytest.raises(ModuleError, match="module 'audio' failed: RuntimeError: mat1 and mat2"):
+        step(plan, BOTH, colocation, parts)
+    colocation.close()
+
+
+def test_quotas_and_shared_weights_that_cannot_be_are_refused():
+    with pytest.raises(QuotaError, match=r"quota of 'audio' is 0\.01 .*accepted: 0\.06061"):
+        Colocation({"vision": 0.5, "audio": 0.01}, AccountingBackend(), 30.0)
+    colocation = Colocation(QUOTAS, AccountingBackend(), 30.0)
+    one, other = Part(), Part()
+    colocation.check({"vision": [one], "audio": [other], "llm": [one]})
+    other.body[2] = one.body[2]
+    with pytest.raises(ValueError, match="modules that share nothing run side by side"):
+        colocation.check({"vision": [one], "audio": [other]})
+    assert "'vision': asked 0.5 (66.0 SMs), granted 64 of 132" in colocation.report()
+    colocation.close()

@@ -1,0 +1,272 @@
+"""Quotas of modules that share a rank: what is refused, which tasks get a turn, and its time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_plans import costs_of, plans, profiled_plans, steps
+
+from raymm.scheduler.graph import ModuleGraph, ModuleNode
+from raymm.scheduler.lower import full_program, iteration_time, lower
+from raymm.scheduler.plan import SCHEDULES, Plan, PlanError, Stage
+from raymm.scheduler.program import (
+    BACKWARDS,
+    COMPUTE,
+    FORWARDS,
+    Instruction,
+    Op,
+    Program,
+    ProgramError,
+    check_program,
+)
+from raymm.scheduler.simulate import simulate
+from raymm.scheduler.timeline import Span, Timeline
+
+# Of random plans; each is scheduled several times over.
+EXAMPLES = 40
+
+HALVES = {"vision": 0.5, "audio": 0.5}
+
+
+def colocated(quotas=HALVES, frozen=(), microbatches=4, recompute=False, schedule="1f1b") -> Plan:
+    """Two encoders of one stage on rank 0, a language model of two on ranks 1 and 2."""
+    graph = ModuleGraph(
+        tuple(
+            ModuleNode(name, (name not in frozen,) * layers)
+            for name, layers in (("vision", 1), ("audio", 1), ("llm", 2))
+        ),
+        (("vision", "llm"), ("audio", "llm")),
+    )
+    stages = (
+        *(Stage(n, 0, (0, 1), 0, quota=quotas.get(n), recompute=recompute)
+          for n in ("vision", "audio")),
+        Stage("llm", 0, (0, 1), 1), Stage("llm", 1, (1, 2), 2),
+    )  # fmt: skip
+    return Plan(graph, stages, microbatches, schedule)
+
+
+def turns_of(program: Program, rank: int = 0) -> list[list[Instruction]]:
+    found: dict[int, list[Instruction]] = {}
+    for one in program.ranks[rank]:
+        if one.turn >= 0:
+            found.setdefault(one.turn, []).append(one)
+    return list(found.values())
+
+
+# -- plans ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("quotas", "why"),
+    [
+        ({"vision": 0.7, "audio": 0.4}, r"rank 0 sum to 1\.1; accepted: at most 1"),
+        ({"vision": 0.5}, r"quota of stage vision\.0 is 0\.5, and no other module has one on rank"),
+        ({"vision": 0, "audio": 0.4}, r"quota of stage vision\.0 is 0; accepted: a share"),
+        ({"vision": float("nan"), "audio": 0.4}, "is nan; accepted: a share"),
+        ({"vision": True, "audio": 0.4}, "is True; accepted: a share"),
+        ({"vision": "half", "audio": 0.4}, "is 'half'; accepted: a share"),
+    ],
+)
+def test_quotas_that_no_device_has_are_refused(quotas, why):
+    with pytest.raises(PlanError, match=why):
+        colocated(quotas)
+
+
+def test_quotas_are_of_modules_on_ranks_of_one_process():
+    plan = colocated()
+    with pytest.raises(PlanError, match=r"quota of stage vision\.0 is 0\.5 and its tp 2; accepted"):
+        replace(plan, stages=tuple(replace(s, tp=2) for s in plan.stages))
+    graph = ModuleGraph((ModuleNode("a", (True,) * 2), ModuleNode("b", (True,))), (("a", "b"),))
+    stages = (Stage("a", 0, (0, 1), 0, quota=0.3), Stage("a", 1, (1, 2), 0, quota=0.4),
+              Stage("b", 0, (0, 1), 0, quota=0.3))  # fmt: skip
+    with pytest.raises(PlanError, match=r"a\.1 is 0\.4 and of a\.0 0\.3; all stages of"):
+        Plan(graph, stages, 2)
+
+
+def test_a_plan_file_keeps_quotas_and_an_old_one_has_none():
+    plan = colocated({"vision": 0.3, "audio": 0.6})
+    assert Plan.from_json(plan.to_json()) == plan
+    assert plan.quotas(0) == {"vision": 0.3, "audio": 0.6} and plan.quotas(1) == {}
+    data = json.loads(plan.to_json())
+    for stage in data["stages"]:
+        del stage["quota"]  # as before there were any
+    assert Plan.from_dict(data) == colocated({})
+    data["stages"][0]["quota"] = "0.5"
+    with pytest.raises(PlanError, match=r"quota of stage vision\.0 is '0\.5'"):
+        Plan.from_dict(data)
+
+
+# -- programs -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_all_work_of_both_encoders_is_side_by_side(recompute):
+    plan = colocated(recompute=recompute)
+    program = full_program(plan)
+    check_program(program)
+    own = [i for i in program.ranks[0] if i.op in COMPUTE]
+    assert all(i.turn >= 0 and i.quota == 0.5 for i in own)
+    for turn in turns_of(program):
+        assert {i.stage for i in turn} == {"vision.0", "audio.0"}
+        assert len({i.microbatch for i in turn}) == 1  # the same, as both always have input
+    assert all(i.turn < 0 for rank in program.ranks[1:] for i in rank)
+
+
+def test_what_has_nobody_beside_it_has_the_whole_device():
+    """And its backward too, as that runs where its forward ran."""
+    plan = colocated()
+    present = [("vision", "audio"), ("vision",), ("vision", "audio"), ("audio",)]
+    program = lower(plan, present)
+    check_program(program)
+    place = {(i.stage, i.microbatch, i.op): i for i in program.ranks[0] if i.op in COMPUTE}
+    for op in (Op.FORWARD, Op.BACKWARD):
+        assert place["vision.0", 0, op].turn >= 0
+    for microbatch, modules in enumerate(present):
+        for module in modules:
+            forward = place[f"{module}.0", microbatch, Op.FORWARD]
+            backward = place[f"{module}.0", microbatch, Op.BACKWARD]
+            assert (forward.turn >= 0) == (backward.turn >= 0)
+
+
+def test_a_single_modality_never_leaves_the_whole_device():
+    program = lower(colocated(), [("vision",)] * 3)
+    assert turns_of(program) == []
+    assert program == lower(colocated({}), [("vision",)] * 3)
+
+
+@st.composite
+def with_quotas(draw: st.DrawFn, of_plans) -> Plan:
+    """A plan of which modules on shared ranks have quotas, where at least two draw one."""
+    plan = draw(of_plans)
+    stages = list(plan.stages)
+    for rank in range(plan.num_ranks):
+        modules = list(dict.fromkeys(s.module for s in plan.rank_stages(rank)))
+        chosen = [m for m in modules if draw(st.booleans())]
+        if len(chosen) < 2:
+            continue
+        share = draw(st.sampled_from([1, 0.5])) / len(chosen)
+        stages = [
+            replace(s, quota=share) if s.rank == rank and s.module in chosen else s
+            for s in stages
+        ]
+    return replace(plan, stages=tuple(stages))
+
+
+def check_turns_of(plan: Plan, program: Program) -> None:
+    """What a turn promises, looked at one pair of instructions at a time."""
+    for rank in range(plan.num_ranks):
+        for turn in turns_of(program, rank):
+            modules = [plan.by_name[i.stage].module for i in turn]
+            kinds = {"F" if i.op in FORWARDS else "W" if i.op is Op.BACKWARD_WEIGHT else "B"
+                     for i in turn if i.op is not Op.RECOMPUTE}  # fmt: skip
+            assert len(kinds) <= 1
+            for one, module in zip(turn, modules, strict=True):
+                assert one.quota == plan.by_name[one.stage].quota
+                for other, its in zip(turn, modules, strict=True):
+                    if module != its and one.microbatch == other.microbatch:
+                        edge = one.stage, other.stage
+                        assert edge not in plan.stage_edges and edge[::-1] not in plan.stage_edges
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.data())
+def test_programs_with_turns_run_to_their_end_and_do_all_the_work(data):
+    plan, present = data.draw(steps(with_quotas(profiled_plans())))
+    schedule = data.draw(st.sampled_from([s for s in SCHEDULES if s != "zero_bubble"]))
+    plan = replace(plan, schedule=schedule)
+    program = lower(plan, present)
+    check_program(program)
+    check_turns_of(plan, program)
+
+    def work(program):
+        return [sorted((i.op, i.stage, i.microbatch) for i in rank if i.op in COMPUTE)
+                for rank in program.ranks]  # fmt: skip
+
+    bare = replace(plan, stages=tuple(replace(s, quota=None) for s in plan.stages))
+    assert work(program) == work(lower(bare, present))
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.data())
+def test_zero_bubble_with_turns(data):
+    plan = replace(data.draw(with_quotas(profiled_plans())), schedule="zero_bubble")
+    program = full_program(plan)
+    check_program(program)
+    check_turns_of(plan, program)
+
+
+# -- time -----------------------------------------------------------------------------------
+
+
+def test_a_turn_takes_as_long_as_its_slowest_module():
+    program = Program(((
+        Instruction(Op.FORWARD_NO_GRAD, "a.0", 0, turn=0, quota=0.25),
+        Instruction(Op.FORWARD_NO_GRAD, "b.0", 0, turn=0, quota=0.5),
+        Instruction(Op.FORWARD_NO_GRAD, "b.1", 0, turn=0, quota=0.5),
+        Instruction(Op.FORWARD_NO_GRAD, "a.0", 1),
+    ),))  # fmt: skip
+    costs = {(name, Op.FORWARD_NO_GRAD): s for name, s in (("a.0", 1), ("b.0", 1), ("b.1", 2))}
+    timeline = simulate(program, costs)
+    forward = "forward_no_grad"
+    assert timeline.spans == (
+        Span(0, forward, "a.0", 0, 0.0, 4.0, quota=0.25),
+        Span(0, forward, "b.0", 0, 0.0, 2.0, quota=0.5),
+        Span(0, forward, "b.1", 0, 2.0, 6.0, quota=0.5),
+        Span(0, forward, "a.0", 1, 6.0, 7.0),
+    )
+    assert timeline.busy(0) == 7 and timeline.bubble(0) == 0
+    assert timeline.costs() == costs  # what was measured on quotas predicts the same again
+    assert simulate(program, timeline.costs()) == timeline
+    assert Timeline.from_json(timeline.to_json()) == timeline
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.data())
+def test_lowering_predicts_what_the_simulator_finds(data):
+    plan = data.draw(with_quotas(plans()))
+    costs = data.draw(costs_of(plan))
+    program = lower(plan, [[n.name for n in plan.graph.nodes]] * plan.num_microbatches, costs)
+    assert iteration_time(plan, costs) == simulate(program, costs).makespan
+
+
+# -- programs that cannot run ---------------------------------------------------------------
+
+F, B = Op.FORWARD, Op.BACKWARD
+
+
+@pytest.mark.parametrize(
+    ("instructions", "why"),
+    [
+        (
+            [Instruction(F, "a.0", 0, turn=0, quota=0.5), Instruction(F, "b.0", 0),
+             Instruction(F, "c.0", 0, turn=0, quota=0.5)],
+            "stands apart from others of its turn",
+        ),
+        (
+            [Instruction(F, "a.0", 0, turn=0, quota=0.6),
+             Instruction(F, "b.0", 0, turn=0, quota=0.5)],
+            "brings the quotas of its turn above 1",
+        ),
+        (
+            [Instruction(Op.SEND, "a.0", 0, "b.0", turn=0, quota=0.5)],
+            "only compute instructions have turns",
+        ),
+        (
+            [Instruction(F, "a.0", 0, turn=0, quota=0.5), Instruction(B, "a.0", 0)],
+            r"backward a\.0 #0 is not on the quota of forward a\.0 #0 \(turn 0, quota 0\.5\)",
+        ),
+    ],
+)  # fmt: skip
+def test_turns_that_cannot_run_are_refused(instructions, why):
+    with pytest.raises(ProgramError, match=why):
+        check_program(Program((tuple(instructions),)))
+
+
+def test_backwards_of_a_pair_stay_a_pair():
+    program = full_program(colocated())
+    kinds = [{i.op for i in turn} for turn in turns_of(program)]
+    assert sum(kind <= BACKWARDS for kind in kinds) == sum(kind <= FORWARDS for kind in kinds) == 4
