@@ -10,7 +10,7 @@ from raymm.actors.multiplexed.node import NodeSpec
 from raymm.actors.quota import check_no_shared_parameters
 from raymm.actors.stages.source import set_mode
 from raymm.model import LANGUAGE_MODEL, ModelError, MultimodalModule, module_graph
-from raymm.scheduler.multiplex.lowering import copies_of, turns_of
+from raymm.scheduler.multiplex.lowering import lower
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.multiplex.node_graph import Node, NodeGraph, Use
 from raymm.scheduler.multiplex.strict_json import MultiplexError
@@ -38,8 +38,8 @@ def check_mapping(model: MultimodalModule, mapping: StageMapping) -> None:
     """Whether a mapping can run a model, before anything starts.
 
     Raises:
-        MultiplexError: it is of other modules, or puts a module that norms over all samples on
-            several GPUs.
+        MultiplexError: it is of other modules, or in another order than data flow, or puts a
+            module that norms over all samples on several GPUs.
         ModelError: modules share parameters.
     """
     names = (*model.encoder_names, LANGUAGE_MODEL)
@@ -54,7 +54,7 @@ def check_mapping(model: MultimodalModule, mapping: StageMapping) -> None:
     if missing := [name for name in names if name not in placed]:
         raise MultiplexError(f"stages do not have {missing}; every module of the model must run")
     _check_shared(model)
-    copies = copies_of(turns_of(multimodal_graph(model), mapping))
+    copies = lower(multimodal_graph(model), mapping, mapping.gpus).copies
     for name in model.encoder_names:
         spec, count = model.encoder_spec(name), len(copies[name])
         parts = [spec.source.skeleton()]

@@ -55,6 +55,22 @@ def check_style(args: argparse.Namespace) -> str:
     return style
 
 
+def refuse_mapping(given, path: str | None) -> None:
+    """What is planned already, multiplexed, is not planned again.
+
+    Raises:
+        ConfigError: ``given`` is a mapping.
+    """
+    from raymm.config import ConfigError
+    from raymm.scheduler.multiplex.mapping import Mapping
+
+    if isinstance(given, Mapping):
+        raise ConfigError(
+            f"parallel.plan is {path!r}, a multiplexed mapping, which `raymm train` runs as it is; "
+            "accepted here: a pipelined plan, or none"
+        )
+
+
 def run_style(
     style: str, args: argparse.Namespace, config, model, given, request, note: str | None,
     folder: Path, suffix: str, console: Console,

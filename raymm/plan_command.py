@@ -13,7 +13,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from raymm.multiplex_command import add_style_arguments, check_style, run_style
+from raymm.multiplex_command import (
+    add_style_arguments,
+    check_style,
+    refuse_mapping,
+    run_style,
+)
 
 FILE_WIDTH = 120
 
@@ -70,6 +75,7 @@ def run_plan(args: argparse.Namespace) -> None:
         config = config.model_copy(update={"data": data})
     model = build_model(config)
     given = build_plan(config, model)
+    refuse_mapping(given, config.parallel.plan)
     console = Console()
     if not console.is_terminal:  # a file has room for every column
         console = Console(width=max(console.width, FILE_WIDTH))

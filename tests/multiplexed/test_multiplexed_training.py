@@ -192,6 +192,28 @@ def test_encoders_a_frozen_backbone_and_decoders_with_losses(four_gpus):
     )
 
 
+def test_microbatches_accumulate_gradients(four_gpus):
+    """Of unequal sizes and numbers of labels; the towers of two GPUs sum what they have once."""
+    model = Unified()
+    mapping = mapping_of(
+        4, {"vision": ((0, 1), 7), "audio": ((2,), 3)}, {"adapt": ((0, 3), 5)},
+        {"backbone": ((0, 1), 10)}, {"text": ((1, 2), 6), "image": ((2,), 4)},
+    )
+    running = four_gpus(model.dag(), mapping, optimizer=OPTIMIZER)
+    whole = unified_batch(7, 40)
+    parts = [{name: t[lo:hi] for name, t in whole.items()} for lo, hi in ((0, 4), (4, 5), (5, 7))]
+    model.zero_grad()
+    loss = model(whole)
+    loss.backward()
+    due = {model.dag_name(n): p.grad for n, p in model.named_parameters() if p.requires_grad}
+    for found in (running.evaluate(parts), running.execute(parts), running.execute(parts)):
+        assert found.loss == pytest.approx(loss.item(), rel=1e-6)
+    assert gradient_problems(running.gradients(), due) == []
+    trained = [p for p in model.parameters() if p.requires_grad]
+    norm = torch.nn.utils.clip_grad_norm_(trained, OPTIMIZER.max_grad_norm).item()
+    assert running.train_step(parts).grad_norm == pytest.approx(norm, rel=1e-5)
+
+
 def test_dropout_repeats_and_is_off_in_evaluation(four_gpus):
     torch.manual_seed(0)
     dag = ModuleDag({

@@ -1,5 +1,7 @@
 """The multiplexed style gives the numbers of the oracle, and of the pipelined style."""
 
+import dataclasses
+
 import pytest
 import torch
 from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
@@ -54,9 +56,8 @@ def gpus(ray_cluster):
 
     def run(model, mapping, **options):
         group = held[0] if held else None
-        running = MultiplexedParallelModule(
-            model, mapping, group=group, optimizer=OPTIMIZER, timeout_s=120, **options
-        )
+        options = {"optimizer": OPTIMIZER, "timeout_s": 120, **options}
+        running = MultiplexedParallelModule(model, mapping, group=group, **options)
         held[:] = [running.group]
         return running
 
@@ -107,10 +108,11 @@ def test_alignment_trains_projectors_only(gpus):
     frozen = {"vision": (True, False), "audio": (True, False), "llm": (True, False)}
     model = model_of(opt(), frozen)
     oracle = oracle_of(model)
-    running = gpus(model, SIDE_BY_SIDE)
+    clips = dataclasses.replace(OPTIMIZER, max_grad_norm=1e-3)
+    running = gpus(model, SIDE_BY_SIDE, optimizer=clips)
     output = check_gradients(running, oracle, step())[0]
     assert len(output.peak_bytes) == GPUS and output.timeline.num_ranks == GPUS
-    check_training(running, oracle, [[step(20)], [step(30)]])
+    check_training(running, oracle, [[step(20)], [step(30)]], clips)
     assert running.gradients().keys() == oracle.gradients().keys()  # what the optimizer holds
 
 

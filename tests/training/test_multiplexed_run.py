@@ -1,0 +1,180 @@
+"""Runs under a multiplexed mapping: the numbers of the pipelined run, from the same commands."""
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+from conftest import STEPS
+from processes import end_group, wait_until
+from safetensors.torch import load_file
+from tiny_run import change, checkpoint_tensors, curve, heldout_rows, settings, start, write_config
+
+from raymm.checkpoint import CheckpointStore, read_manifest
+from raymm.config import load_config
+from raymm.metrics import read_metrics
+from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
+
+PATIENCE_S = 240.0
+
+
+def mapping_file(folder, *stages, gpus=2):
+    """``mapping.json`` with stages of modules with GPUs and quota."""
+    mapping = Mapping(gpus, 10, tuple(
+        MultiplexStage(tuple(Placement(m, *place) for m, place in one.items()), 1.0)
+        for one in stages
+    ))
+    file = folder / "mapping.json"
+    file.write_text(mapping.to_json())
+    return str(file)
+
+
+@pytest.fixture
+def mapping(tmp_path):
+    """The encoder on a share of one GPU, the language model on both."""
+    return mapping_file(tmp_path, {"vision": ((1,), 6)}, {"llm": ((0, 1), 10)})
+
+
+def assert_close(run, other, exactly=0):
+    """Losses and learning rates of all steps; of the first ones to the last bit."""
+    steps = list(zip(curve(run), curve(other), strict=True))
+    assert len(steps) == STEPS and steps[:exactly] == [(one, one) for one, _ in steps[:exactly]]
+    for mine, due in steps:
+        assert abs(mine[1] - due[1]) < 1e-4 and mine[3:] == due[3:]
+
+
+def test_a_run_its_resumption_and_its_export(finished, raymm, make_config, tmp_path, mapping):
+    """Interrupted after five steps, gone on with without naming the mapping again."""
+    run = tmp_path / "run"
+    changes = {
+        "parallel": {}, "data.heldout": load_config(finished.config).data.heldout,
+        "run.eval_every": STEPS,
+    }
+    config = make_config(changes)
+    code, text = raymm(
+        "train", config, "--set", f"parallel.plan={mapping}", "--set", "run.steps=5"
+    )
+    assert code == 0 and "2 modules multiplexed on 2 GPUs (cpu) in 2 stages" in text
+    assert "data.microbatches is 2: the mapping runs 2 times per step" in text
+    manifest = read_manifest(CheckpointStore(run).latest())
+    assert manifest.step == 5 and manifest.plan["style"] == "multiplexed"
+    assert not any("vision/module" in n and n.startswith("optimizer") and "@" in n
+                   for n in manifest.index)
+    code, text = raymm("train", config)
+    assert code == 0 and "going on under the plan of the checkpoint" in text
+    assert_close(run, finished.path)
+    mine, due = heldout_rows(run), heldout_rows(finished.path)
+    assert [row["step"] for row in mine] == [0, 5, STEPS]
+    for row, other in ((mine[0], due[0]), (mine[-1], due[-1])):
+        for key in ("heldout_loss", "heldout_gap_vision"):
+            assert abs(row[key] - other[key]) < 1e-4
+    row = [one for one in read_metrics(run / "metrics.jsonl") if "loss" in one][-1]
+    assert set(row["stage_busy"]) == {"vision", "llm"} and len(row["peak_memory_bytes"]) == 2
+    assert set(row["balance"]["copies"]) == {"llm"} and row["balance"]["microbatches"] == 2
+    for name in ("mapping.json", "loss.png", "schedule.png", "trace.json"):
+        assert (run / name).is_file()
+    code, text = raymm("export", config, "--out", str(tmp_path / "export"))
+    assert code == 0
+    exported = load_file(tmp_path / "export/language_model/model.safetensors")
+    stored = checkpoint_tensors(run)
+    assert exported and all(
+        torch.equal(stored[f"llm/module.{name}"], tensor) for name, tensor in exported.items()
+    )
+
+
+def test_styles_go_on_from_each_others_checkpoints(
+    finished, raymm, make_config, tmp_path, mapping
+):
+    """Pipelined for eight steps, multiplexed for two, pipelined to the end."""
+    run = finished.copy_until(tmp_path / "run", 8)
+    multiplexed = make_config({"parallel": {"plan": mapping}}, "multiplexed.yaml")
+    code, text = raymm("train", multiplexed, "--set", "run.steps=10")
+    assert code == 0 and "going on from" in text
+    manifest = read_manifest(CheckpointStore(run).latest())
+    assert manifest.step == 10 and manifest.plan["style"] == "multiplexed"
+    code, _ = raymm("train", make_config())
+    assert code == 0
+    assert_close(run, finished.path, exactly=8)
+    assert checkpoint_tensors(run).keys() == checkpoint_tensors(finished.path).keys()
+
+
+@pytest.mark.timeout(600)  # a run in processes of its own
+def test_a_killed_run_goes_on_with_the_same_numbers(inputs, raymm, tmp_path, mapping, ray_cluster):
+    """A GPU's process is killed: the run says so by name; started again, it gives what a run
+    without interruption does, to the last bit."""
+    values = settings(inputs, tmp_path / "run", STEPS)
+    change(values, "parallel", {"plan": mapping})
+    whole = write_config(values, tmp_path / "whole.yaml")
+    code, _ = raymm("train", whole, "--set", f"run.storage_path={tmp_path / 'whole'}")
+    assert code == 0
+    change(values, "data.modalities.vision.processor", "run_processors:slow_image")
+    config = write_config(values, tmp_path / "slow.yaml")
+    log, metrics = tmp_path / "output.txt", tmp_path / "run" / "metrics.jsonl"
+    driver = start(["train", config], tmp_path, log)
+    try:
+        wait_until(
+            lambda: driver.poll() is not None
+            or metrics.is_file() and len(read_metrics(metrics)) >= 3,
+            PATIENCE_S, "three steps",
+        )
+        assert driver.poll() is None, log.read_text()
+        os.kill(gpus_of(driver.pid)[1], signal.SIGKILL)
+        assert driver.wait(PATIENCE_S) == 1
+    finally:
+        end_group(driver.pid)
+        driver.wait()
+    text = log.read_text()
+    assert "the run failed" in text and "GPU" in text and "died" in text
+    assert "Start the same command again" in text and "Traceback" not in text
+    code, text = raymm("train", whole)
+    assert code == 0 and "going on from" in text
+    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+    mine, due = checkpoint_tensors(tmp_path / "run"), checkpoint_tensors(tmp_path / "whole")
+    assert mine.keys() == due.keys() and all(torch.equal(mine[n], due[n]) for n in mine)
+
+
+def gpus_of(driver):
+    """Process ids of a driver's GPU actors."""
+    from processes import descendants, titles
+
+    return sorted(p for p, t in titles(descendants(driver)).items() if "ray::GpuActor" in t)
+
+
+@pytest.mark.parametrize(("stages", "gpus", "text"), [
+    (({"vision": ((0,), 5)}, {"text": ((0,), 5)}), 1,
+     r"stages[1].placements[0].module is 'text'; the model's modules are vision, llm"),
+    (({"vision": ((0,), 5)},), 1, "stages do not have ['llm']"),
+    (({"llm": ((0,), 5)}, {"vision": ((0,), 5)}), 1,
+     "stages[0] has 'llm', which reads 'vision'; that must be complete in an earlier stage"),
+    (({"vision": ((0,), 5)}, {"llm": (tuple(range(64)), 5)}), 64, "64"),
+], ids=["another model", "a module too few", "order", "cluster"])  # fmt: skip
+def test_a_mapping_that_does_not_fit_is_refused(
+    raymm, make_config, tmp_path, no_new_actors, stages, gpus, text
+):
+    file = mapping_file(tmp_path, *stages, gpus=gpus)
+    code, printed = raymm("train", make_config({"parallel": {"plan": file}}))
+    assert code == 2 and text in printed and "Traceback" not in printed
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_options_of_pipelines_are_refused(raymm, make_config, tmp_path, mapping, no_new_actors):
+    config = make_config({"parallel": {"plan": mapping, "schedule": "gpipe"}})
+    code, printed = raymm("train", config)
+    assert code == 2 and "parallel.schedule is 'gpipe', but parallel.plan is given" in printed
+    config = make_config({"parallel": {"plan": mapping}, "data.batching": {
+        "method": "balanced", "rebalance": 5,
+    }})
+    code, printed = raymm("train", config)
+    assert code == 2 and "data.batching.rebalance" in printed and "left out" in printed
+    code, printed = raymm("plan", make_config({"parallel": {"plan": mapping}}))
+    assert code == 2 and "multiplexed mapping" in printed
+
+
+def test_a_damaged_mapping_names_its_field(raymm, make_config, tmp_path, mapping, no_new_actors):
+    data = json.loads(open(mapping).read())
+    data["stages"][1]["placements"][0]["quota"] = 11
+    (tmp_path / "mapping.json").write_text(json.dumps(data))
+    code, printed = raymm("train", make_config({"parallel": {"plan": mapping}}))
+    assert code == 2 and f"parallel.plan {mapping!r}" in printed
+    assert "stages[1].placements[0].quota of 'llm' is 11" in printed
