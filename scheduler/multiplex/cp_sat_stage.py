@@ -12,6 +12,7 @@ from raymm.scheduler.multiplex.mapping import Placement, stage_seconds
 from raymm.scheduler.multiplex.problem import MappingProblem, bits
 from raymm.scheduler.multiplex.stage_bounds import StageBounds
 from raymm.scheduler.multiplex.stage_evaluation import ROUNDING, Interrupted, StageResult
+from raymm.scheduler.multiplex.stage_packing import StagePacking
 
 
 class CpSatStageEvaluator:
@@ -64,7 +65,7 @@ class CpSatStageEvaluator:
         # With interference seconds lie between the grid's; without, this ends at once.
         while (found := self._feasible(stage, best.seconds * (1 - ROUNDING))) is not None:
             best = found
-        return StageResult(best.seconds, best.seconds, best.placements)
+        return StageResult(best.seconds, best.seconds, best.packing)
 
     def _feasible(self, stage: int, before: float) -> StageResult | None:
         problem = self.problem
@@ -111,7 +112,10 @@ class CpSatStageEvaluator:
             )
             seconds = stage_seconds(problem, placements)
             if seconds < before:
-                return StageResult(seconds, 0.0, placements)
+                names = [problem.names[m] for m in modules]
+                return StageResult(
+                    seconds, 0.0, StagePacking.of(names, placements, problem.gpus)
+                )
             for content in {
                 tuple(i for i, on in enumerate(sets) if g in on) for g in range(problem.gpus)
             }:

@@ -57,7 +57,9 @@ class _Columns:
         self.evaluator = evaluator
         self.modules = list(bits(within))
         self.stages = np.sort(independent_sets(evaluator.problem, within, limit))
-        self.cost = evaluator.bounds.bounds(self.stages)
+        # Of quota alone; the better bounds are for those that matter.
+        self.cost = evaluator.bounds.bounds(self.stages, 1)
+        self.tight = np.zeros(len(self.stages), np.bool_)
         for stage in self.stages[[self.at(s) for s in self._seen(within)]]:
             self.update(int(stage))
         rows = len(evaluator.problem.names)
@@ -77,6 +79,15 @@ class _Columns:
         """Take over a better bound."""
         at = self.at(stage)
         self.cost[at] = max(self.cost[at], self.evaluator.known_bound(stage))
+
+    def tighten(self, which: np.ndarray) -> bool:
+        """Compute the better bounds of some stages, by index; whether any rose."""
+        which = which[~self.tight[which]]
+        self.tight[which] = True
+        before = self.cost[which]
+        better = np.maximum(before, self.evaluator.bounds.bounds(self.stages[which]))
+        self.cost[which] = better
+        return bool((better > before).any())
 
     def sums(self, duals: np.ndarray) -> np.ndarray:
         """(N,) sum of the modules' duals (M,) of every stage."""
@@ -105,6 +116,7 @@ class _Program:
         for at in chosen:
             if at in self.variables or not np.isfinite(self.columns.cost[at]):
                 continue
+            self.columns.tighten(np.array([at]))
             variable = self.variables[at] = self.solver.NumVar(0.0, self.solver.infinity(), "")
             for m in bits(int(self.columns.stages[at])):
                 self.rows[m].SetCoefficient(variable, 1.0)
@@ -120,9 +132,12 @@ class _Program:
             duals = np.zeros(count)
             for m, row in self.rows.items():
                 duals[m] = row.dual_value()
-            reduced = self.columns.cost - self.columns.sums(duals)
+            sums, value = self.columns.sums(duals), float(duals.sum())
+            reduced = self.columns.cost - sums
+            negative = np.flatnonzero(reduced < -ROUNDING * value)
+            if self.columns.tighten(negative):
+                reduced = self.columns.cost - sums
             worst = float(reduced.min())
-            value = float(duals.sum())
             least = np.argpartition(reduced, min(PRICED, len(reduced) - 1))[:PRICED]
             new = [int(at) for at in least if reduced[at] < -ROUNDING * value]
             new = [at for at in new if at not in self.variables]
@@ -166,6 +181,10 @@ def best_partition(
             continue
         # The program's stages are known as well as they can be: now whole stages only.
         hopeful = np.flatnonzero(reduced < gap)
+        before = columns.cost[hopeful]
+        if columns.tighten(hopeful):
+            reduced[hopeful] += columns.cost[hopeful] - before
+            hopeful = hopeful[reduced[hopeful] < gap]
         if len(hopeful) > MOST_CHOICES:
             hopeful = np.sort(hopeful[np.argsort(reduced[hopeful], kind="stable")][:MOST_CHOICES])
             complete = False

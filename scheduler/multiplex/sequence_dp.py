@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from numba import njit
 
 from raymm.scheduler.multiplex.problem import bits
 from raymm.scheduler.multiplex.sequences import total_seconds
@@ -114,14 +115,21 @@ class StateGraph:
         return result
 
 
+@njit(cache=True)
 def _subsets(modules: int, with_first: bool) -> np.ndarray:
-    """Non-empty subsets; with ``with_first`` only those with the lowest member."""
-    result = np.zeros(1, np.int64)
-    for m in bits(modules):
-        result = np.concatenate([result, result | (1 << m)])
-    if not modules:
-        return result[:0]
-    return result[1::2] if with_first else result[1:]
+    """Non-empty subsets, ascending; with ``with_first`` only those with the lowest member."""
+    first = modules & -modules if with_first else 0
+    others = modules & ~first
+    count, rest = 1, others
+    while rest:
+        count *= 2
+        rest &= rest - 1
+    result = np.empty(count, np.int64)
+    some = 0
+    for i in range(count):
+        result[i] = some | first
+        some = (some - others) & others
+    return result if first else result[1:]
 
 
 def best_sequence(

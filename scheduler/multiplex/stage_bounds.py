@@ -1,14 +1,20 @@
-"""What a stage takes at least, from quota alone: cheap, for a million stages at once."""
+"""What a stage takes at least, from quota and bandwidth: cheap, for a million stages at once."""
 
 from __future__ import annotations
 
 from functools import cached_property
 
 import numpy as np
+from numba import njit
 
-from raymm.scheduler.multiplex.problem import MappingProblem, bits
+from raymm.scheduler.multiplex.interference import Interference
+from raymm.scheduler.multiplex.problem import MappingProblem
 
 CHUNK_BITS = 10
+# Shares of bandwidth in the weights of the bounds (quota has the rest), and their unit: parts of a
+# GPU, rounded down.
+MIXES = (0.0, 0.15, 0.3)
+UNITS = 10_000
 
 
 def entry_seconds(problem: MappingProblem) -> np.ndarray:
@@ -33,7 +39,7 @@ def entry_seconds(problem: MappingProblem) -> np.ndarray:
     return result
 
 
-def _least_delay(model, own: float, peers: list[np.ndarray]) -> float:
+def _least_delay(model: Interference, own: float, peers: list[np.ndarray]) -> float:
     """Of a module beside at least one peer, each with one of its bandwidths."""
     least = min(float(found.min()) for found in peers)
     everyone = sum(float(found.max()) for found in peers)
@@ -45,86 +51,146 @@ def _least_delay(model, own: float, peers: list[np.ndarray]) -> float:
         coupled = 0.0 if model.product >= 0 else 1.0
     # Two or more peers; or exactly one, whose product is known better.
     more = max(0.0, model.constant + additive * many + model.product * coupled)
-    one = min(
-        model.delay(own, [float(value)]) for found in peers for value in (found.min(), found.max())
-    )
+    most = max(float(found.max()) for found in peers)
+    one = min(model.delay(own, [value]) for value in (least, most))  # it is linear between
     return min(one, more)
+
+
+@njit(cache=True)
+def shared_weight(
+    quota, steps, own_use, cap, constant, additive, product, own, mix
+):
+    """Part of a GPU that a replica takes beside others at least.
+
+    On a GPU of at least two modules with bandwidths of sum S, eq. 8 says that module i's delay is
+    at least ``e1 + e2 S`` (with its own coupling, ``e1 - e3 B_i^2 + (e2 + e3 B_i) S``), so that it
+    is in time only if S is at most some C_i. Hence the sum over them of ``B_i / C_i`` is at most
+    S / min(C) <= 1, as is that of their quotas; and so is that of any mix of both.
+    """
+    if own:
+        slope = additive + product * own_use
+        most = cap - constant + product * own_use * own_use
+    else:
+        slope = additive
+        most = cap - constant - min(0.0, product) * own_use
+    share = 0.0
+    if slope > 0.0:
+        share = 1.0 if most <= own_use * slope else own_use * slope / most
+    return (1.0 - mix) * quota / steps + mix * share
+
+
+@njit(cache=True)
+def _needs(seconds, entry, bandwidth, grid, mixes, units, coefficients, own, relative):
+    """(K, M, V) units of the pool that module m needs at least to be done by each of ``grid``."""
+    constant, additive, product = coefficients
+    modules, degrees, columns = seconds.shape
+    steps = columns - 1
+    result = np.full((len(mixes), modules, len(grid)), (units << degrees) + 1, np.int32)
+    for m in range(modules):
+        for j in range(degrees):
+            for q in range(1, steps + 1):
+                alone = seconds[m, j, q]
+                for v in range(np.searchsorted(grid, alone), len(grid)):
+                    for k in range(len(mixes)):
+                        result[k, m, v] = min(result[k, m, v], units << j)
+                if q == steps:
+                    continue
+                for v in range(np.searchsorted(grid, entry[m, j, q]), len(grid)):
+                    cap = grid[v] / alone - 1.0 if relative else grid[v] - alone
+                    for k in range(len(mixes)):
+                        part = shared_weight(
+                            q, steps, bandwidth[m, q], cap, constant, additive, product, own,
+                            mixes[k],
+                        )
+                        need = int((units << j) * part * (1.0 - 1e-12))
+                        result[k, m, v] = min(result[k, m, v], need)
+    return result
+
+
+@njit(cache=True)
+def _first_fits(stages, tables, last, mask, bits_, pool, mixes, grid):
+    """(N,) lower bounds of stages: of every mix, by a binary search over the grid."""
+    result = np.empty(len(stages))
+    for i in range(len(stages)):
+        start = 0
+        best = 0.0
+        for k in range(len(mixes)):
+            low, high = start, last
+            while low < high:
+                middle = (low + high) // 2
+                need, rest = 0, stages[i]
+                for c in range(tables.shape[1]):
+                    need += tables[k, c, rest & mask, middle]
+                    rest >>= bits_
+                if need <= pool:
+                    high = middle
+                else:
+                    low = middle + 1
+            # Quota alone changes only on the grid; caps rise between its values, too.
+            if mixes[k] == 0.0:
+                best = grid[low] if low < last else np.inf
+            elif low > start:
+                best = max(best, grid[low - 1] if low < last else np.inf)
+            start = low
+            if low == last:
+                break
+        result[i] = best
+    return result
 
 
 class StageBounds:
     """Lower bounds of stages' seconds.
 
-    To be done in time t, module m needs some quota steps of the pool, at least those of its least
-    option that is done in t; a stage whose modules need more than the pool has takes longer
-    than t. Options in which a module could not bear anyone beside it take whole GPUs.
+    To be done in time t, module m needs some part of the pool, at least that of its least option
+    that is done in t; a stage whose modules need more than the pool has takes longer than t. Parts
+    are of quota and of what a GPU's modules can bear of each other's bandwidth, in several mixes
+    (:func:`shared_weight`); the best bound counts. Options in which a module could not bear anyone
+    beside it take whole GPUs.
     """
 
     def __init__(self, problem: MappingProblem) -> None:
         self.problem = problem
         self.entry = entry_seconds(problem)
-        self.pool = problem.gpus * problem.steps
+        self.pool = problem.gpus * UNITS
+        law = problem.interference
+        self._law = (
+            np.array([law.constant, law.additive, law.product]), law.coupling == "own",
+            law.unit == "relative",
+        )
+        self._single: dict[int, float] = {}
 
     @cached_property
-    def _curves(self) -> tuple[np.ndarray, np.ndarray]:
-        """(V,) seconds, ascending, and (M, V) steps that each module needs to be done by then."""
-        degrees = np.array(self.problem.degrees)[:, None]
-        quota = np.arange(self.problem.steps + 1)[None, :]
-        values, areas = [], []
-        for m in range(len(self.problem.names)):
-            alone, shared = self.problem.seconds[m], self.entry[m]
-            seconds = np.concatenate([alone.ravel(), shared.ravel()])
-            area = np.concatenate([
-                np.broadcast_to(degrees * self.problem.steps, alone.shape).ravel(),
-                (degrees * quota).ravel(),
-            ])
-            keep = np.isfinite(seconds)
-            values.append(seconds[keep])
-            areas.append(area[keep])
-        grid = np.unique(np.concatenate(values))
-        # More than the pool, but so that sums stay small.
-        need = np.full((len(values), len(grid)), self.pool + 1, np.int32)
-        for m, (seconds, area) in enumerate(zip(values, areas, strict=True)):
-            np.minimum.at(need[m], np.searchsorted(grid, seconds), area.astype(np.int32))
-        return grid, np.minimum.accumulate(need, axis=1)
-
-    @property
     def grid(self) -> np.ndarray:
-        """(V,) seconds at which something changes, ascending."""
-        return self._curves[0]
+        """(V,) seconds at which options appear, ascending."""
+        both = np.concatenate([self.problem.seconds.ravel(), self.entry.ravel()])
+        return np.unique(both[np.isfinite(both)])
 
     @cached_property
-    def _chunks(self) -> list[np.ndarray]:
-        """Per chunk of modules, (2^k, V) what every set of them needs."""
-        need = self._curves[1]
-        tables = []
-        for first in range(0, len(need), CHUNK_BITS):
-            table = np.zeros((1, need.shape[1]), np.int32)
-            for row in need[first : first + CHUNK_BITS]:
-                table = np.concatenate([table, table + row])
-            tables.append(table)
+    def _tables(self) -> np.ndarray:
+        """(K, C, 2^k, V) what every set of modules of a chunk needs."""
+        need = _needs(
+            self.problem.seconds, self.entry, self.problem.bandwidth, self.grid, np.array(MIXES),
+            UNITS, *self._law,
+        )
+        size = min(CHUNK_BITS, need.shape[1])
+        chunks = -(-need.shape[1] // CHUNK_BITS)
+        tables = np.zeros((len(MIXES), chunks, 1 << size, need.shape[2]), np.int32)
+        for c in range(chunks):
+            for i, m in enumerate(range(c * CHUNK_BITS, min((c + 1) * CHUNK_BITS, need.shape[1]))):
+                half = 1 << i
+                tables[:, c, half : 2 * half] = tables[:, c, :half] + need[:, None, m]
         return tables
-
-    def needs(self, stage: int) -> np.ndarray:
-        """(V,) steps of the pool that the stage's modules need to be done by each of ``grid``."""
-        return self._curves[1][list(bits(stage))].sum(0)
 
     def bound(self, stage: int) -> float:
         """Of one stage; infinite if it can never fit."""
-        at = int(np.searchsorted(-self.needs(stage), -self.pool))
-        return float(self.grid[at]) if at < len(self.grid) else np.inf
+        known = self._single.get(stage)
+        if known is None:
+            known = self._single[stage] = float(self.bounds(np.array([stage], np.int64))[0])
+        return known
 
-    def bounds(self, stages: np.ndarray) -> np.ndarray:
-        """(N,) of the stages (N,), sets of modules as bits."""
-        mask = (1 << CHUNK_BITS) - 1
-        parts = [stages >> (CHUNK_BITS * c) & mask for c in range(len(self._chunks))]
-        low = np.zeros(len(stages), np.int64)
-        high = np.full(len(stages), len(self.grid))
-        while (open_ := low < high).any():
-            middle = np.minimum((low + high) // 2, len(self.grid) - 1)
-            need = np.zeros(len(stages), np.int32)
-            for table, part in zip(self._chunks, parts, strict=True):
-                need += table[part, middle]
-            fits = need <= self.pool
-            high = np.where(open_ & fits, middle, high)
-            low = np.where(open_ & ~fits, middle + 1, low)
-        return np.append(self.grid, np.inf)[low]
+    def bounds(self, stages: np.ndarray, mixes: int = len(MIXES)) -> np.ndarray:
+        """(N,) of the stages (N,), sets of modules as bits; of the first so many mixes only."""
+        return _first_fits(
+            stages, self._tables, len(self.grid), (1 << CHUNK_BITS) - 1, CHUNK_BITS, self.pool,
+            np.array(MIXES[:mixes]), self.grid,
+        )

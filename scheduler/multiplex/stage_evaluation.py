@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from raymm.scheduler.multiplex.mapping import Placement
-from raymm.scheduler.multiplex.packing import FOUND, IMPOSSIBLE, pack
+from raymm.scheduler.multiplex.packing import FOUND, IMPOSSIBLE
 from raymm.scheduler.multiplex.problem import MappingProblem, bits
 from raymm.scheduler.multiplex.repacking import class_seconds, repack
 from raymm.scheduler.multiplex.stage_bounds import StageBounds
+from raymm.scheduler.multiplex.stage_packing import StagePacking
+from raymm.scheduler.multiplex.stage_search import least_seconds, pack_either
 
 # Placements that one call of the search tries, first to find something good, then to prove.
 QUICK_NODES = 400
-NODES = 2_000
+NODES = 4_000
 # From this many modules on, a stage whose search gave up is worked on by placing a few again: new
 # beginnings, tries to place some again since the last that helped, and how much the order varies.
-LARGE = 5
+LARGE = 8
 RESTARTS = 8
 REPLACEMENTS = (12, 300)
 REPLACED = (2, 7)
@@ -45,14 +46,19 @@ class StageResult:
     Attributes:
         seconds: of the best placements found; infinite if none were.
         bound: no placements take fewer seconds; proven. Infinite: none exist.
-        placements: those of ``seconds``.
+        packing: that of ``seconds``, if there is one.
         nodes: the effort that was allowed.
     """
 
     seconds: float
     bound: float
-    placements: tuple[Placement, ...] = ()
+    packing: StagePacking | None = None
     nodes: int = 0
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Those of ``seconds``."""
+        return self.packing.placements if self.packing else ()
 
     @property
     def exact(self) -> bool:
@@ -80,6 +86,7 @@ class StageEvaluator:
         self.results: dict[int, StageResult] = {}
         self.searches = 0
         self._probed: dict[int, StageResult] = {}
+        self._arguments: dict[int, tuple[Any, ...]] = {}
         model = problem.interference
         self._coefficients = np.array([model.constant, model.additive, model.product])
         self._memory = np.where(problem.memory < 0, NO_LIMIT, problem.memory)
@@ -95,9 +102,10 @@ class StageEvaluator:
         """The same with more effort than before, if it was not exact already."""
         known = self.result(stage)
         if not known.exact and known.nodes < nodes:
-            if stage.bit_count() >= LARGE:
-                known = self._polished(stage, known, REPLACEMENTS[1], REPLACING_NODES[1])
             known = self._narrowed(stage, known, nodes)
+            if not known.exact and stage.bit_count() >= LARGE:
+                known = self._polished(stage, known, REPLACEMENTS[1], REPLACING_NODES[1])
+                known = self._narrowed(stage, known, nodes)
             known = self.results[stage] = self._raised(stage, known, nodes)
         return known
 
@@ -105,7 +113,7 @@ class StageEvaluator:
         """Keep what was found elsewhere where it is better than what is known."""
         known = self.result(stage)
         if found.seconds < known.seconds:
-            known = replace(known, seconds=found.seconds, placements=found.placements)
+            known = replace(known, seconds=found.seconds, packing=found.packing)
         self.results[stage] = replace(known, bound=max(known.bound, found.bound))
 
     def probe(self, stage: int, below: float) -> StageResult:
@@ -142,61 +150,40 @@ class StageEvaluator:
     def _evaluate(self, stage: int) -> StageResult:
         known = self.known(stage)
         if not np.isfinite(known.bound):
-            return StageResult(np.inf, np.inf, (), self.nodes)
-        if stage.bit_count() < LARGE:
-            found = self._between(stage, self._first(stage, known))
+            return StageResult(np.inf, np.inf, None, self.nodes)
+        if known.packing is None:
+            self._ask_stop()
+            modules = list(bits(stage))
+            seconds, bound, searches, *packed = least_seconds(
+                *self._inputs(stage), self.bounds.grid, known.bound, QUICK_NODES, self.nodes,
+                LAST_RESORT * self.nodes, ROUNDING,
+            )
+            self.searches += searches
+            packing = self._packing(modules, *packed) if np.isfinite(seconds) else None
+            found = StageResult(float(seconds), float(bound), packing, self.nodes)
         else:
-            found = self._first(stage, known)
+            found = self._narrowed(stage, known, self.nodes)
+        if not found.exact and stage.bit_count() >= LARGE:
             found = self._polished(stage, found, REPLACEMENTS[0], REPLACING_NODES[0])
-        return self._narrowed(stage, found, self.nodes)
-
-    def _first(self, stage: int, best: StageResult) -> StageResult:
-        """Some placements: upwards from the bound in growing strides until something is found."""
-        grid, bound = self.bounds.grid, best.bound
-        at, stride = int(np.searchsorted(grid, bound)), 1
-        while not np.isfinite(best.seconds) and at < len(grid):
-            found = self._search(stage, float(np.nextafter(grid[at], np.inf)), QUICK_NODES)
-            if isinstance(found, StageResult):
-                best = replace(found, bound=bound)
-                break
-            at = max(min(at + stride, len(grid) - 1), at + 1)
-            stride *= 2
-        if not np.isfinite(best.seconds):
-            found = self._search(stage, np.inf, LAST_RESORT * self.nodes)
-            if isinstance(found, StageResult):
-                return replace(found, bound=bound)
-            return StageResult(np.inf, np.inf if found == IMPOSSIBLE else bound)
-        return best
-
-    def _between(self, stage: int, best: StageResult) -> StageResult:
-        """Better placements by a binary search over the seconds at which options appear."""
-        grid, bound = self.bounds.grid, best.bound
-        low = int(np.searchsorted(grid, bound))
-        high = int(np.searchsorted(grid, best.seconds))
-        while low < high:
-            middle = (low + high) // 2
-            found = self._search(stage, float(np.nextafter(grid[middle], np.inf)), QUICK_NODES)
-            if isinstance(found, StageResult):
-                best = replace(found, bound=bound)
-                high = min(middle, int(np.searchsorted(grid, best.seconds)))
-            else:
-                low = middle + 1
-        return best
+            found = self._narrowed(stage, found, self.nodes)
+        return found
 
     def _polished(
         self, stage: int, known: StageResult, replacements: int, nodes: int
     ) -> StageResult:
         """Placements that take less time, where the stage is too large to search completely."""
-        modules = list(bits(stage))
-        if known.placements and not known.exact:
-            chosen, gpus, content = self._classes(modules, known.placements)
+        if known.packing is not None and not known.exact:
+            packed, inputs = known.packing, self._inputs(stage)
             chosen, gpus, content = repack(
-                *self._inputs(modules), chosen, gpus, content, RESTARTS, replacements, *REPLACED,
-                JITTER, ROUNDING, nodes, stage % SEEDS,
+                *inputs, packed.chosen, packed.gpus, packed.content, RESTARTS, replacements,
+                *REPLACED, JITTER, ROUNDING, nodes, stage % SEEDS,
             )
-            found = self._placed(modules, chosen, gpus, content)
-            if found.seconds < known.seconds:
-                known = replace(found, bound=known.bound)
+            seconds = float(class_seconds(
+                inputs[0], inputs[2], chosen, gpus, content, *inputs[7:]
+            ).max())
+            if seconds < known.seconds:
+                packing = self._packing(list(bits(stage)), chosen, gpus, content)
+                known = replace(known, seconds=seconds, packing=packing)
         return known
 
     def _narrowed(self, stage: int, known: StageResult, nodes: int) -> StageResult:
@@ -232,65 +219,31 @@ class StageEvaluator:
 
     def _search(self, stage: int, before: float, nodes: int) -> StageResult | int:
         """Placements done before the given seconds, or why there are none."""
+        self._ask_stop()
+        self.searches += 1
+        outcome, seconds, *packed = pack_either(*self._inputs(stage), before, nodes)
+        if outcome != FOUND:
+            return outcome
+        return StageResult(float(seconds), 0.0, self._packing(list(bits(stage)), *packed))
+
+    def _ask_stop(self) -> None:
         if self.stop is not None and self.stop():
             raise Interrupted
-        modules = list(bits(stage))
-        inputs = self._inputs(modules)
-        tables, rest = inputs[:4], inputs[4:]
-        nobody, nothing = np.zeros((len(modules), 2), np.int64), np.zeros(1, np.int64)
-        outcome = IMPOSSIBLE
-        for spread in (False, True):
-            self.searches += 1
-            outcome, _, chosen, gpus, placed = pack(
-                *tables, before, *rest, spread, np.ones(len(modules)), nobody,
-                np.array([self.problem.gpus]), nothing, nodes,
+
+    def _inputs(self, stage: int) -> tuple[Any, ...]:
+        """The problem's part of the arguments of the searches."""
+        known = self._arguments.get(stage)
+        if known is None:
+            problem, model, modules = self.problem, self.problem.interference, list(bits(stage))
+            limit = NO_LIMIT - 1 if problem.memory_bytes is None else problem.memory_bytes
+            known = self._arguments[stage] = (
+                problem.seconds[modules], self._memory[modules], problem.bandwidth[modules],
+                self.bounds.entry[modules], problem.gpus, problem.steps, limit, self._coefficients,
+                model.coupling == "own", model.unit == "relative",
             )
-            if outcome == FOUND:
-                return self._placed(modules, chosen, gpus, placed)
-            if outcome == IMPOSSIBLE:
-                break
-        return outcome
+        return known
 
-    def _inputs(self, modules: list[int]) -> tuple[Any, ...]:
-        """The problem's part of the arguments of ``pack`` and ``repack``."""
-        problem, model = self.problem, self.problem.interference
-        limit = NO_LIMIT - 1 if problem.memory_bytes is None else problem.memory_bytes
-        return (
-            problem.seconds[modules], self._memory[modules], problem.bandwidth[modules],
-            self.bounds.entry[modules], problem.gpus, problem.steps, limit, self._coefficients,
-            model.coupling == "own", model.unit == "relative",
-        )
-
-    def _classes(
-        self, modules: list[int], placements: Sequence[Placement]
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Placements as ``pack`` returns them; :meth:`_placed` is the way back."""
-        chosen = np.zeros((len(modules), 2), np.int64)
-        content = [0] * self.problem.gpus
-        for placement in placements:
-            local = modules.index(self.problem.names.index(placement.module))
-            chosen[local] = len(placement.gpus), placement.quota
-            for g in placement.gpus:
-                content[g] |= 1 << local
-        classes = Counter(content)
-        return chosen, np.array(list(classes.values())), np.array(list(classes))
-
-    def _placed(
+    def _packing(
         self, modules: list[int], chosen: np.ndarray, gpus: np.ndarray, content: np.ndarray
-    ) -> StageResult:
-        """Number the GPUs of all classes, those with most modules first."""
-        sets: dict[int, list[int]] = {m: [] for m in modules}
-        first = 0
-        for c in sorted(range(len(gpus)), key=lambda c: (-int(content[c]).bit_count(), c)):
-            for local in bits(int(content[c])):
-                sets[modules[local]].extend(range(first, first + int(gpus[c])))
-            first += int(gpus[c])
-        placements = tuple(
-            Placement(self.problem.names[m], tuple(sorted(sets[m])), int(chosen[i, 1]))
-            for i, m in enumerate(modules)
-        )
-        inputs = self._inputs(modules)
-        seconds = class_seconds(
-            inputs[0], inputs[2], chosen, gpus, content, *inputs[7:]
-        ).max()
-        return StageResult(float(seconds), 0.0, placements)
+    ) -> StagePacking:
+        return StagePacking(tuple(self.problem.names[m] for m in modules), chosen, gpus, content)
