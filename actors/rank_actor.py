@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import socket
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -117,6 +116,7 @@ class RankActor:
         self._stages: dict[str, torch.nn.Module] = {}
         self._programs: OrderedDict[str, CompiledProgram] = OrderedDict()
         self._executor: Executor | None = None
+        self._store: dist.TCPStore | None = None  # where ranks meet; the first one's listens
         self._optimizer: RankOptimizer | None = None
         self._colocation: Colocation | None = None
 
@@ -128,18 +128,23 @@ class RankActor:
         """An address other ranks can reach this one at, for the first meeting."""
         import ray
 
-        address = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return address, probe.getsockname()[1]
+        # Listens from here on: another process could take a port that was only found free.
+        self._store = dist.TCPStore(
+            address := ray.util.get_node_ip_address(), 0, self._spec.world_size, is_master=True,
+            timeout=self._timeout, wait_for_workers=False,
+        )
+        return address, self._store.port
 
     def connect(self, address: str, port: int) -> None:
         """Join the process groups: one of all ranks, one per directed remote edge."""
         spec = self._spec
         backend = "nccl" if self._device.type == "cuda" else "gloo"
+        store = self._store or dist.TCPStore(
+            address, port, spec.world_size, is_master=False, timeout=self._timeout
+        )
         dist.init_process_group(
-            backend, init_method=f"tcp://{address}:{port}", rank=spec.rank,
-            world_size=spec.world_size, timeout=self._timeout,
+            backend, store=store, rank=spec.rank, world_size=spec.world_size,
+            timeout=self._timeout,
         )
         self._groups = {one: self._new_group(one) for one in spec.groups}
         neighbours = spec.neighbours

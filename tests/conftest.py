@@ -63,6 +63,8 @@ def ray_cluster():
     folders = [path for path in sys.path if path.startswith(here)]
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *([inherited] if inherited else [])])
+    # Ray kills what it likes when others use the machine's memory up.
+    os.environ["RAY_memory_monitor_refresh_ms"] = "0"
     # Short: Ray's socket paths below it must stay under 107 characters.
     folder = tempfile.mkdtemp(prefix="raymm-", dir="/tmp")
     with forked_workers():

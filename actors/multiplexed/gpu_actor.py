@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import platform
-import socket
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -96,6 +95,7 @@ class GpuActor:
         self._programs: OrderedDict[str, GpuProgram] = OrderedDict()
         self._layout_keys: OrderedDict[str, None] = OrderedDict()
         self._here: Device | None = None
+        self._store: dist.TCPStore | None = None  # where GPUs meet; the first one's listens
 
     def describe(self) -> dict[str, Any]:
         """Where this process lives."""
@@ -105,17 +105,22 @@ class GpuActor:
         """An address the others can reach this one at, for the first meeting."""
         import ray
 
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+        # Listens from here on: another process could take a port that was only found free.
+        self._store = dist.TCPStore(
+            address := ray.util.get_node_ip_address(), 0, self._spec.gpus, is_master=True,
+            timeout=self._timeout, wait_for_workers=False,
+        )
+        return address, self._store.port
 
     def connect(self, address: str, port: int) -> None:
         """Join the process groups: of all, for messages, and of every set of copies."""
         spec = self._spec
+        store = self._store or dist.TCPStore(
+            address, port, spec.gpus, is_master=False, timeout=self._timeout
+        )
         dist.init_process_group(
-            "nccl" if self._device.type == "cuda" else "gloo",
-            init_method=f"tcp://{address}:{port}", rank=spec.gpu, world_size=spec.gpus,
-            timeout=self._timeout,
+            "nccl" if self._device.type == "cuda" else "gloo", store=store, rank=spec.gpu,
+            world_size=spec.gpus, timeout=self._timeout,
         )
         self._messages = Messages(self._new_group(range(spec.gpus))) if spec.gpus > 1 else None
         self._connect_copies()

@@ -52,15 +52,15 @@ def microbatch(rows: int, with_image: bool = True, sleep: int = 0) -> dict:
     return batch
 
 
-def alive_actors(ray) -> list[str]:
+def alive_actors(ray) -> set[str]:
     from ray._private.state import actors
 
-    return [key for key, info in actors().items() if info["State"] not in ("DEAD", 4)]
+    return {key for key, info in actors().items() if info["State"] not in ("DEAD", 4)}
 
 
-def placement_groups(ray) -> list[str]:
+def placement_groups(ray) -> set[str]:
     table = ray.util.placement_group_table()
-    return [key for key, info in table.items() if info["state"] != "REMOVED"]
+    return {key for key, info in table.items() if info["state"] != "REMOVED"}
 
 
 def test_a_frozen_stage_has_no_backward_and_receives_no_gradient(ray_cluster):
@@ -107,8 +107,9 @@ def test_more_ranks_than_the_cluster_has(ray_cluster):
         ClusterError, match=rf"{cpus + 1} ranks of 1 CPU each.*the cluster has {cpus} CPU"
     ):
         spec.apply(model)
-    assert alive_actors(ray_cluster) == actors
-    assert placement_groups(ray_cluster) == groups
+    # None came; some of an earlier test may have ended meanwhile.
+    assert alive_actors(ray_cluster) <= actors
+    assert placement_groups(ray_cluster) <= groups
 
 
 @pytest.mark.timeout(120)  # the step would take ten minutes: the failure must end it
@@ -132,10 +133,10 @@ def test_a_killed_rank_ends_the_step_and_is_named(ray_cluster):
     with pytest.raises(RankFailedError, match=r"rank 2 \(stages llm\.1, process \d+ .*\) died"):
         pending.result()
     deadline = time.monotonic() + 30
-    while alive_actors(ray_cluster) != actors and time.monotonic() < deadline:
+    while not alive_actors(ray_cluster) <= actors and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert alive_actors(ray_cluster) == actors
-    assert placement_groups(ray_cluster) == groups
+    assert alive_actors(ray_cluster) <= actors
+    assert placement_groups(ray_cluster) <= groups
 
 
 @pytest.mark.timeout(400)

@@ -17,13 +17,13 @@ SHARED_BYTES = 232_448
 """What a program may have on sm_90 (227 KB)."""
 
 
-# About 2 s of CPU per kernel, 50 to 130 kernels.
+# About 2 s of CPU per kernel. `compiled_kernels.py --every` compiles all that there are.
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("dtype", list(HEAD_DIMS))
 def test_no_spills(dtype):
     with compilers() as compile_all:
         reports = compile_all(launches(dtype))
-    assert len(reports) == len(launches(dtype)) > 40
+    assert len(reports) == len(launches(dtype)) >= 9
     wrong = [r for r in reports if r.spills or r.shared > SHARED_BYTES]
     assert not wrong, "\n".join(map(str, wrong))
     large = [r for r in reports if r.launch.kernel.startswith("attention")]
