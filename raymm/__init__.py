@@ -47,6 +47,7 @@ _PUBLIC = {
     "every": "raymm.module_dag",
     "ContrastiveLoss": "raymm.contrastive",
     "MultiplexedModule": "raymm.multiplexed",
+    "MultiplexedParallelModule": "raymm.multiplexed_parallel",
     "PlannedMultiplexed": "raymm.multiplex_planning",
     "PlanRequest": "raymm.plan_request",
     "Plan": "raymm.scheduler.plan",
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from raymm.module_dag import DagLoss, DagModule, ModuleDag, every
     from raymm.multiplex_planning import PlannedMultiplexed, plan_multiplexed
     from raymm.multiplexed import MultiplexedModule
+    from raymm.multiplexed_parallel import MultiplexedParallelModule
     from raymm.parallel import MultimodalParallelModule, StepOutput
     from raymm.plan_request import PlanRequest
     from raymm.planning import Planned, plan

@@ -151,6 +151,12 @@ def build_plan(config: TrainConfig, model: MultimodalModule) -> Plan | StageMapp
         ConfigError: if a named file does not exist or is for another model.
     """
     section = config.parallel
+    if section.style is not None and (section.plan is not None or section.has_layouts):
+        given = "parallel.plan is" if section.plan is not None else "layouts are"
+        raise ConfigError(
+            f"parallel.style is {section.style!r}, but {given} given, which have their style; it "
+            "is for plans that raymm makes"
+        )
     if section.plan is not None:
         return _plan_of_file(section.plan, config, model)
     if section.has_layouts and section.recompute == LAYERS:

@@ -119,7 +119,10 @@ class ParallelSection(_Section):
     Attributes:
         language_model, encoders: layouts by module; what is not named gets one stage on a rank
             of its own.
-        plan: a file that ``raymm plan`` saved, which is used instead of layouts.
+        plan: a file that ``raymm plan`` saved, which is used instead of layouts: a pipelined plan
+            or a multiplexed mapping.
+        style: where raymm plans: ``"pipelined"`` (the default), ``"multiplexed"``, or ``"auto"``,
+            whichever is predicted to be faster.
         schedule: ``"1f1b"`` (the default of layouts), ``"zero_bubble"`` or ``"gpipe"``; where
             raymm plans, the only one it tries.
         recompute: run forwards again for their backward instead of keeping activations. Where
@@ -130,6 +133,7 @@ class ParallelSection(_Section):
     language_model: LayoutSection = Field(default_factory=LayoutSection)
     encoders: dict[str, LayoutSection] = Field(default_factory=dict)
     plan: str | None = None
+    style: Literal["pipelined", "multiplexed", "auto"] | None = None
     schedule: str | None = None
     recompute: bool | Literal["layers"] | None = None
 

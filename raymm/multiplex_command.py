@@ -28,8 +28,8 @@ def add_style_arguments(command: argparse.ArgumentParser) -> None:
         help="multiplexed: auto (default), greedy, greedy_cp_sat, exact, local_search")
 
 
-def check_style(args: argparse.Namespace) -> str:
-    """The style that is asked for.
+def check_style(args: argparse.Namespace, configured: str | None = None) -> str:
+    """The style that is asked for, by options or else by ``parallel.style``.
 
     Raises:
         ConfigError: options that contradict each other.
@@ -38,7 +38,7 @@ def check_style(args: argparse.Namespace) -> str:
 
     if args.multiplex and args.style not in (None, "multiplexed"):
         raise ConfigError(f"--multiplex is --style multiplexed, but --style is {args.style}")
-    style = "multiplexed" if args.multiplex else args.style or "pipelined"
+    style = "multiplexed" if args.multiplex else args.style or configured or "pipelined"
     if style == "pipelined":
         given = [n for n in ("quota_steps", "interference", "solver") if getattr(args, n)]
         if given:

@@ -136,16 +136,8 @@ class MultiplexedModule:
             nodes, optimizer=optimizer or OptimizerConfig(), backend=backend, device=device,
             threads=threads, timeout_s=timeout_s,
         )
-        if group is None:
-            default = RankResources(gpus=1.0 if device == "cuda" else 0.0)
-            group = GpuGroup(specs, resources or default)
-        elif group.num_ranks != mapping.gpus:
-            raise ValueError(
-                f"group has {group.num_ranks} processes; accepted: {mapping.gpus}, the mapping's"
-            )
-        else:
-            group.replace(specs)
-        self._group, self._generation = group, group.generation
+        self._group = GpuGroup.of(specs, resources, group)
+        self._generation = self._group.generation
 
     @property
     def group(self) -> GpuGroup:

@@ -114,9 +114,10 @@ class MultiplexedWatch:
         self._last: WatchedStep | None = None
 
     def after_step(self, step: WatchedStep) -> dict[str, Any]:
-        """``balance``; its ``copies`` are the GPUs of a module."""
+        """``balance``, whose ``copies`` are the GPUs of a module, and ``stage_busy``: the mean over
+        these GPUs."""
         self._last = step
-        model = self._run.model
+        model, whole = self._run.model, step.timeline.makespan or 1.0
         busy: dict[str, dict[int, float]] = {}
         for span in step.timeline.compute():
             here = busy.setdefault(span.stage, {})
@@ -128,7 +129,11 @@ class MultiplexedWatch:
         balance = batch_balance(
             step.meta, model.encoder_names, model.packing, self._run.training.tokens, step.timeline
         )
-        return {"balance": {**balance, "copies": copies}}
+        means = {
+            name: round(sum(seconds.values()) / len(seconds) / whole, 4)
+            for name, seconds in busy.items()
+        }
+        return {"balance": {**balance, "copies": copies}, "stage_busy": means}
 
     def write(self, history: Sequence[Mapping[str, Any]]) -> dict[str, Path]:
         """Loss curve, and the last step's schedule and trace: a row per module on a GPU."""

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from raymm.actors.group import RankResources, StepHandle
-from raymm.actors.multiplexed.gpu_actor import GpuSpec
 from raymm.actors.multiplexed.group import GpuGroup
 from raymm.actors.multiplexed.iteration_meta import GpuStepResult, IterationMeta
 from raymm.actors.optimizer import OptimizerConfig
@@ -125,8 +124,7 @@ class MultiplexedParallelModule:
             reloadable=reloadable_modules(model), backend=backend, device=device,
             threads=threads, timeout_s=timeout_s,
         )
-        default = RankResources(gpus=1.0 if device == "cuda" else 0.0)
-        self.group = _group_of(specs, group, resources or default)
+        self.group = GpuGroup.of(specs, resources, group)
 
     @property
     def plan(self) -> StageMapping:
@@ -263,24 +261,6 @@ class MultiplexedParallelModule:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
-
-
-def _group_of(
-    specs: Sequence[GpuSpec], group: GpuGroup | None, resources: RankResources
-) -> GpuGroup:
-    """New processes, or those of a model that is no longer used.
-
-    Raises:
-        ValueError: those are too few or too many.
-    """
-    if group is None:
-        return GpuGroup(specs, resources)
-    if group.num_ranks != len(specs):
-        raise ValueError(
-            f"group has {group.num_ranks} processes; accepted: {len(specs)}, the mapping's"
-        )
-    group.replace(specs)
-    return group
 
 
 def _items_by_row(microbatch: Mapping[str, Any]) -> dict[str, Any]:

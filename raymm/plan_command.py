@@ -64,8 +64,8 @@ def run_plan(args: argparse.Namespace) -> None:
     for name in ("microbatches", "measure"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 1")
-    style = check_style(args)
     config = load_config(args.config, args.overrides)
+    style = check_style(args, config.parallel.style)
     if args.microbatches is not None:
         data = config.data.model_copy(update={
             "microbatches": args.microbatches,

@@ -19,6 +19,7 @@ from raymm.planning import Costs, Planned, device_called, model_costs, plan_mode
 from raymm.profile import full_microbatch, load_table
 from raymm.scheduler.costs import ProfileError
 from raymm.scheduler.devices import find_device
+from raymm.scheduler.plan import PlanError
 from raymm.scheduler.planner import LAYOUTS, SEARCHED_SCHEDULES
 from raymm.strategies import OMNIBAL_RADIUS, Search
 
@@ -30,7 +31,12 @@ DEFAULT_GPU = "A100-80GB"
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What to plan for and how; fields as of :func:`raymm.plan`. None: as the cluster is."""
+    """What to plan for and how; fields as of :func:`raymm.plan`. None: as the cluster is.
+
+    Attributes:
+        style: ``"pipelined"``, ``"multiplexed"``, or ``"auto"``: whichever is predicted to be
+            faster (:mod:`raymm.styles`).
+    """
 
     ranks: int | None = None
     device: str | None = None
@@ -44,6 +50,7 @@ class PlanRequest:
     recompute: bool | str | None = None
     radius: int = OMNIBAL_RADIUS
     degrees: str | Sequence[str] = "auto"
+    style: str = "pipelined"
 
     @classmethod
     def of_config(cls, config: TrainConfig) -> PlanRequest:
@@ -52,6 +59,7 @@ class PlanRequest:
         return cls(
             **config.planning.model_dump(), recompute=config.parallel.recompute,
             schedules=SEARCHED_SCHEDULES if only is None else (only,),
+            style=config.parallel.style or "pipelined",
         )
 
     def check(self, model: MultimodalModule) -> None:
@@ -61,6 +69,10 @@ class PlanRequest:
             PlanError, DeviceError, ProfileError, LoadError: naming the field, its value and what
                 is accepted.
         """
+        if self.style not in ("pipelined", "multiplexed", "auto"):
+            raise PlanError(
+                f"style is {self.style!r}; accepted: pipelined, multiplexed, auto"
+            )
         self._search(1)
         DegreeRequest.of(self.degrees).check((*model.encoder_names, LANGUAGE_MODEL))
         if self.device is not None:
@@ -183,22 +195,22 @@ def cluster_device(device: str) -> tuple[str, str | None]:
     )
 
 
-def plan_for_cluster(
+def request_for_cluster(
     request: PlanRequest, model: MultimodalModule, data: DataConfig | Sequence[Any], *,
-    device: str, resources: RankResources, worker_cpus: float, dtype: str,
-) -> Planned:
-    """Plan a run for the connected cluster.
+    device: str, resources: RankResources, worker_cpus: float,
+) -> tuple[PlanRequest, DataShape, str | None]:
+    """A run's request with what it does not say as the connected cluster is; the shape of its
+    data; and what to say if the device is not in raymm's table.
 
     Args:
-        request: what is asked for; ranks and device are the cluster's where it does not say.
+        request: what is asked for.
         data: the run's, or batches in memory.
         device: ``"cpu"`` or ``"cuda"``.
         resources: of each rank.
         worker_cpus: CPUs of the data workers.
-        dtype: the run's precision.
 
     Raises:
-        StageSearchError: if nothing fits; DeviceError, ProfileError, LoadError, DataError.
+        DataError: data that cannot be read.
     """
     note = None
     if request.ranks is None:
@@ -210,4 +222,4 @@ def plan_for_cluster(
         shape = DataShape.of_config(data, model.encoder_names)
     else:
         shape = DataShape.of_batches(data, request.ranks)
-    return request.plan(model, shape, dtype, note)
+    return request, shape, note

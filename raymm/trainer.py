@@ -19,8 +19,8 @@ from raymm.data import DataConfig, check_data
 from raymm.execution import Execution, ParallelModule, execution_of
 from raymm.metrics import MetricsLog, SampleLog
 from raymm.model import MultimodalModule
-from raymm.plan_request import PlanRequest, plan_for_cluster
-from raymm.plan_view import summary
+from raymm.plan_request import PlanRequest
+from raymm.planned_run import plan_for_cluster
 from raymm.progress import RunProgress
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.plan import Plan
@@ -164,7 +164,7 @@ class Trainer:
                 self.request, self.model, self.data, device=device, resources=resources,
                 worker_cpus=self._worker_cpus(), dtype=self.run.precision,
             )
-        for line in (*summary(planned), *(f"note: {note}" for note in planned.notes)):
+        for line in planned.lines:
             say(line)
         self.plan = planned.plan
 

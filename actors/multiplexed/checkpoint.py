@@ -3,11 +3,10 @@ write and read (:mod:`raymm.actors.shards`): a run can go on in the other style.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from raymm.actors.multiplexed.device import Device
 from raymm.actors.shards import StoredTensors, copy_tensors, write_shard
@@ -31,7 +30,7 @@ def save_shards(
     tensors: dict[str, torch.Tensor] = {}
     for node in sorted(written):
         seen: set[int] = set()
-        for name, tensor in _named_tensors(here.modules[node]):
+        for name, tensor in here.modules[node].state_dict(keep_vars=True).items():
             if tensor.requires_grad or node not in skip_frozen:
                 # Safetensors refuses tensors that share memory: of tied ones the others are copied.
                 tied = tensor.data_ptr() in seen
@@ -68,7 +67,8 @@ def load_shards(folder: Path, index: Mapping[str, str], here: Device, step: int)
     stored = StoredTensors(folder, index)
     own = [
         (f"{node}/{name}", tensor.detach())
-        for node, module in here.modules.items() for name, tensor in _named_tensors(module)
+        for node, module in here.modules.items()
+        for name, tensor in module.state_dict(keep_vars=True).items()
     ]
     read = stored.read(dict.fromkeys(name for name, _ in own))
     copy_tensors(read, own)
@@ -86,8 +86,3 @@ def load_shards(folder: Path, index: Mapping[str, str], here: Device, step: int)
         f"{node}/{name}" for node, name in here.optimizer.parameters
         if f"{node}/{name}" not in read
     ]
-
-
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and persistent buffers."""
-    yield from module.state_dict(keep_vars=True).items()

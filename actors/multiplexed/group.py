@@ -45,6 +45,31 @@ class GpuGroup(RankGroup):
         self._loaded: OrderedDict[str, None] = OrderedDict()
         self._layouts: OrderedDict[str, None] = OrderedDict()
 
+    @classmethod
+    def of(
+        cls, specs: Sequence[GpuSpec], resources: RankResources | None, group: GpuGroup | None
+    ) -> GpuGroup:
+        """New processes; or those of a group whose model is no longer used.
+
+        Args:
+            specs: one per GPU.
+            resources: what each reserves; by default one CPU, and a GPU on CUDA.
+            group: to take over; None for new ones.
+
+        Raises:
+            ValueError: the group has another number of processes.
+            ClusterError, RankFailedError: as of the class.
+        """
+        if group is None:
+            default = RankResources(gpus=float(specs[0].device == "cuda"))
+            return cls(specs, resources or default)
+        if group.num_ranks != len(specs):
+            raise ValueError(
+                f"group has {group.num_ranks} processes; accepted: {len(specs)}, the mapping's"
+            )
+        group.replace(specs)
+        return group
+
     def _name(self, rank: int) -> str:
         return f"GPU {rank} (modules {self._labels[rank]}{self._places[rank]})"
 

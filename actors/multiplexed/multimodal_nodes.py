@@ -72,13 +72,12 @@ class LanguageNode(NodeSpec):
 
     def run(self, module: nn.Module, given: Given) -> Tensors:
         """Merge the features of its samples' items, and run."""
-        device = given.entries["input_ids"].device
         received, index = {}, {}
         for one in self.inputs:
             if one.producer in given.inputs:
                 received[one.producer] = Message((given.inputs[one.producer][ONLY],), {})
-                counts = torch.tensor(given.counts[one.producer], device=device)
-                rows = torch.arange(given.own.size, device=device)
-                index[one.producer] = rows.repeat_interleave(counts)
+                counts = torch.tensor(given.counts[one.producer])
+                rows = torch.arange(given.own.size).repeat_interleave(counts)
+                index[one.producer] = rows.to(given.entries["input_ids"].device)
         text = {**given.entries, "sample_index": index}
         return {ONLY: module.run(text, received, given.context).tensors[0]}
