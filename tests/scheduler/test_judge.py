@@ -19,7 +19,7 @@ from raymm.scheduler.stage_costs import op_seconds
 from raymm.scheduler.stage_space import StageSearchError
 from tests.scheduler.test_lower import any_plans, chain
 
-FEW = settings(max_examples=60, deadline=None)
+FEW = settings(max_examples=40, deadline=None)
 NETWORKS = st.sampled_from([Network(), Network(Link(0.5, 10.0), Link(3.0, 2.0), 2)])
 
 

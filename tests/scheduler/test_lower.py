@@ -20,7 +20,7 @@ from raymm.scheduler.simulate import simulate
 from raymm.scheduler.stage_costs import op_seconds, stage_costs
 from tests.scheduler.random_plans import profiled_plans, steps
 
-EXAMPLES = settings(max_examples=150, deadline=None)
+EXAMPLES = settings(max_examples=80, deadline=None)
 
 
 @st.composite

@@ -58,7 +58,7 @@ def test_jitters_are_the_partitions_near_the_anchor(case):
     }
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(cases(), st.integers(1, 10), st.booleans())
 def test_candidates_are_the_best_of_all_jitters(case, top, exact_anchor):
     forward, volumes, stages, radius = case
