@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
@@ -16,6 +16,7 @@ from raymm.actors.colocation import Colocation
 from raymm.actors.gradient_reduction import GradientReduction
 from raymm.actors.module_state import evaluating, inputs_unchanged, statistics_kept
 from raymm.actors.quota import Work
+from raymm.actors.quota.generators import generator_state
 from raymm.actors.split_backward import DeferredWeights, backward_input
 from raymm.actors.stages.message import Message, MicrobatchContext
 from raymm.actors.stages.source import derive_seed
@@ -31,7 +32,8 @@ class StageModule(Protocol):
 
     ``run(inputs, received, context)`` returns a :class:`Message`; the sink stage's first
     tensor is the loss. ``received`` maps producers (stage names, or module names where the
-    producer is another module) to messages.
+    producer is another module) to messages. A stage without an attribute ``may_draw`` may draw
+    random numbers in training.
     """
 
     training: bool
@@ -197,6 +199,11 @@ class Executor:
         self._sum_gradient = sum_gradient
         self._reduction = reduction
         self._colocation = colocation
+        # Whether a stage in training draws random numbers; None: its first forward will tell.
+        self._draws: dict[str, bool | None] = {
+            name: True if getattr(stage, "may_draw", True) else None
+            for name, stage in stages.items()
+        }
 
     def compile(self, instructions: Sequence[Instruction]) -> CompiledProgram:
         """Resolve a program once; it can then run any number of steps."""
@@ -340,7 +347,11 @@ class Executor:
              step.checkpoints.get((task.stage, task.microbatch)))
             for task in tasks
         ]  # fmt: skip
-        return Work(run, tuple(consumes), draws=any(self._stages[t.stage].training for t in tasks))
+        draws = any(
+            self._stages[task.stage].training and self._draws[task.stage] is not False
+            for task in tasks
+        )
+        return Work(run, tuple(consumes), draws=draws)
 
     def _run_task(self, task: _Task, step: _Step, result: StepResult) -> None:
         m = task.microbatch
@@ -401,14 +412,24 @@ class Executor:
             microbatch=m,
             sample_ids=meta.sample_ids[m] if meta.sample_ids else (),
         )
-        if stage.training:
-            drawer = _of_one_copy(task.stage)
-            if share := self._random_shares.get(task.stage):
-                drawer += f"#{share}"
-            seed = derive_seed(meta.seed, meta.step, drawer, m)
-            torch.manual_seed(seed)
-        with torch.set_grad_enabled(with_grad), self._precision():
+        with self._seeded(task, meta), torch.set_grad_enabled(with_grad), self._precision():
             return leaves, stage.run(step.stage_inputs(task), named, context)
+
+    @contextlib.contextmanager
+    def _seeded(self, task: _Task, meta: StepMeta) -> Iterator[None]:
+        """What a stage draws in training follows from the step, the stage and the microbatch.
+        One that draws nothing leaves the generators alone: others may be using them."""
+        if not self._stages[task.stage].training or self._draws[task.stage] is False:
+            yield
+            return
+        drawer = _of_one_copy(task.stage)
+        if share := self._random_shares.get(task.stage):
+            drawer += f"#{share}"
+        torch.manual_seed(derive_seed(meta.seed, meta.step, drawer, task.microbatch))
+        before = generator_state() if self._draws[task.stage] is None else None
+        yield
+        if before is not None:
+            self._draws[task.stage] = generator_state() != before
 
     def _backward(self, task: _Task, step: _Step) -> None:
         m = task.microbatch

@@ -1,15 +1,33 @@
-"""What a stage must not change while it runs: its mode, its statistics, its inputs."""
+"""What a stage must not change while it runs: its mode, its statistics, its inputs; and whether
+it may change the random number generators' state."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from raymm.actors.stages.message import Message
+
+# Layers that draw no random numbers in training.
+_DRAWLESS = frozenset({
+    nn.Identity, nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.RMSNorm,
+    nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GELU, nn.ReLU, nn.SiLU,
+    nn.Tanh, nn.Sigmoid, nn.Sequential, nn.ModuleList,
+})  # fmt: skip
+
+
+def may_draw(module: nn.Module, drawless: Collection[type] = ()) -> bool:
+    """Whether a module has a part in training mode that may draw random numbers: all may but
+    layers of torch that do not, and those of the classes ``drawless``."""
+    return any(
+        one.training and type(one) not in _DRAWLESS and type(one) not in drawless
+        for one in module.modules()
+    )
 
 
 @contextlib.contextmanager

@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from raymm.actors.module_state import may_draw
 from raymm.actors.stages.blocks import find_blocks
 from raymm.actors.stages.cut import CutInfo, CutReached, inject, stage_parameters
 from raymm.actors.stages.dealt_samples import DealtSamplesError, count_items, shares, take_items
 from raymm.actors.stages.fully_sharded import FullyShardedPlan, shard_parameters
 from raymm.actors.stages.message import Message, MicrobatchContext
 from raymm.actors.stages.probe import first_tensor
+from raymm.actors.stages.projector import Projector
 from raymm.actors.stages.shared_items import ProcessPeers, SharedItems, SharedItemsError
 from raymm.actors.stages.source import ModuleSource, Part
 from raymm.actors.stages.tensor_plan import TensorPlan
@@ -139,6 +141,15 @@ class EncoderStage(nn.Module):
         """Processes that differ in it draw other random numbers in training. Those that share
         items' tokens do not: what they compute alike must be the same."""
         return 0 if self._samples is None else self._samples.rank
+
+    @property
+    def may_draw(self) -> bool:
+        """Whether it may draw random numbers in training: parts that are trained may, but for
+        simple projectors, and so may callbacks. (A frozen encoder is in evaluation mode.)"""
+        spec = self.spec
+        callbacks = spec.preprocess, spec.postprocess_module, spec.postprocess_projector
+        parts = [part for part in (self.module, self.projector) if part is not None]
+        return any(callbacks) or any(may_draw(part, (Projector,)) for part in parts)
 
     def shard_parameters(
         self, plans: Mapping[str, FullyShardedPlan], group: dist.ProcessGroup,

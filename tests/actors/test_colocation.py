@@ -13,6 +13,7 @@ from torch import nn
 from raymm.actors.colocation import Colocation
 from raymm.actors.executor import Executor, StepMeta
 from raymm.actors.gradient_reduction import GradientReduction, Holder, SharedParameter
+from raymm.actors.module_state import may_draw
 from raymm.actors.quota import (
     AccountingBackend,
     EmulatedBackend,
@@ -283,3 +284,60 @@ def test_quotas_and_shared_weights_that_cannot_be_are_refused():
         colocation.check({"vision": [one], "audio": [other]})
     assert "'vision': asked 0.5 (66.0 SMs), granted 64 of 132" in colocation.report()
     colocation.close()
+
+
+# -- random numbers -------------------------------------------------------------------------
+
+
+class Quiet(Part):
+    """Says that it draws nothing in training. Of the encoders, that is so."""
+
+    may_draw = False
+
+    def __init__(self, sink: bool = False) -> None:
+        super().__init__(sink)
+        self.body[0] = nn.Identity() if not sink else nn.Dropout(0.4)
+
+
+class Masking(Quiet):
+    """Draws although it says that it does not, as masked autoencoders do whatever their mode."""
+
+    def run(self, inputs, received, context):
+        message = super().run(inputs, received, context)
+        if self.sink:
+            return message
+        return Message((message.tensors[0] * (torch.rand(WIDTH) > 0.5),), {})
+
+
+@pytest.mark.parametrize("kind", [Quiet, Masking])
+def test_what_a_stage_draws_is_found_out(kind):
+    """Two steps, as the first one is the one that finds out; the language model draws between."""
+    plan = plan_of()
+    seen = []
+    for quotas in (QUOTAS, {}):
+        torch.manual_seed(0)
+        parts = {s.name: kind(sink=s.module == "llm") for s in plan.stages}
+        colocation = Colocation(QUOTAS, AccountingBackend(), 30.0) if quotas else None
+        executor = Executor(parts, plan.stage_edges, {}, {}, {}, colocation=colocation)
+        program = executor.compile(lower(plan_of(quotas), BOTH).ranks[0])
+        losses = []
+        for number in range(2):
+            meta = StepMeta(number, 11, tuple(range(MICROBATCHES)), seed=5)
+            losses.append(executor.run(program, inputs_of(plan, BOTH), meta).losses)
+        gradients = {
+            (n, k): p.grad for n, part in parts.items() for k, p in part.named_parameters()
+        }
+        seen.append((losses, gradients))
+        if colocation is not None:
+            colocation.close()
+    (mine, my_gradients), (due, their_gradients) = seen
+    assert mine == due and same(my_gradients, their_gradients)
+    assert due[0] != due[1]  # other numbers in another step
+
+
+def test_trained_parts_may_draw_but_simple_layers_do_not():
+    simple = nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.LayerNorm(2))
+    assert not may_draw(simple)
+    assert may_draw(nn.Sequential(simple, nn.Dropout(0.0)))
+    assert not may_draw(nn.Sequential(simple, nn.Dropout(0.5)).eval())
+    assert may_draw(nn.Sequential(simple, Quiet())) and not may_draw(Quiet(), (Quiet,))
