@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from raymm.scheduler.program import COMPUTE, Op
+from raymm.scheduler.stage import stage_module
 
 _start = attrgetter("start")
 
@@ -93,7 +94,8 @@ class Timeline:
 def chrome_trace(
     timelines: Iterable[tuple[str, Timeline]], rank_names: Mapping[int, str] | None = None
 ) -> dict[str, Any]:
-    """Timelines as a Chrome/Perfetto trace: one process per timeline, one thread per rank.
+    """Timelines as a Chrome/Perfetto trace: one process per timeline, one thread per rank, and
+    one for each module that runs side by side with others on it.
 
     Args:
         timelines: (label, timeline) pairs, e.g. ``[("measured", t), ("predicted", p)]``.
@@ -103,11 +105,17 @@ def chrome_trace(
     for pid, (label, timeline) in enumerate(timelines):
         events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": label}})
         for rank in range(timeline.num_ranks):
-            name = (rank_names or {}).get(rank, f"rank {rank}")
-            events.append(
-                {"ph": "M", "name": "thread_name", "pid": pid, "tid": rank, "args": {"name": name}}
-            )
+            events.append(_thread(pid, rank, _rank_name(rank, rank_names)))
+        beside: dict[tuple[int, str], int] = {}  # threads of (rank, module)
         for span in timeline.spans:
+            tid = span.rank
+            if span.quota < 1:
+                place = span.rank, stage_module(span.stage)
+                if place not in beside:
+                    beside[place] = timeline.num_ranks + len(beside)
+                    name = f"{_rank_name(span.rank, rank_names)}, {place[1]} on {span.quota:g}"
+                    events.append(_thread(pid, beside[place], name))
+                tid = beside[place]
             events.append(
                 {
                     "ph": "X",
@@ -116,10 +124,18 @@ def chrome_trace(
                     else span.op,
                     "cat": span.op,
                     "pid": pid,
-                    "tid": span.rank,
+                    "tid": tid,
                     "ts": span.start * 1e6,
                     "dur": (span.end - span.start) * 1e6,
                     "args": {"stage": span.stage, "microbatch": span.microbatch, "peer": span.peer},
                 }
             )
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _rank_name(rank: int, names: Mapping[int, str] | None) -> str:
+    return (names or {}).get(rank, f"rank {rank}")
+
+
+def _thread(pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}

@@ -83,7 +83,8 @@ def draw_timelines(
     Boxes have their module's hue, the darker the later in a microbatch's life: forward,
     recompute (striped), backward of inputs, backward of weights; forwards under ``no_grad``
     are pale with an outline. Where a rank has several stages of one module (chunks of an
-    interleaved schedule, or replicas), boxes of later stages stand lower. Thin grey lines
+    interleaved schedule, or replicas), boxes of later stages stand lower. Boxes of modules that
+    run side by side stand one below the other, each as high as its quota. Thin grey lines
     are waits for a message. At the right of each row stands the rank's bubble, in the panel's
     title the iteration time and, from the second panel on, what it gains against the first,
     whose end is a dashed line. Every timeline is moved to begin at 0, so that a late start
@@ -140,7 +141,7 @@ def draw_timelines(
             (left / width, bottom / height, body / width, row * count / height)
         )
         _panel(axes, timeline, names, scale, label_size)
-        _boxes(axes, timeline, looks, steps, scale, digits)
+        _boxes(axes, timeline, looks, {**steps, **_on_quotas(timeline)}, scale, digits)
         axes.set_title(captions[index], loc="left", fontsize=CAPTION_SIZE, color=TEXT, pad=5)
         if index:
             _mark_end(axes, timelines[0], scale, text_width(ruler, captions[index], CAPTION_SIZE))
@@ -191,8 +192,9 @@ def _row_names(
     return names
 
 
-def _steps(on_rank: Mapping[int, Sequence[str]]) -> dict[tuple[int, str], _Step]:
-    """Stages of one module on one rank stand one step lower each."""
+def _steps(on_rank: Mapping[int, Sequence[str]]) -> dict[tuple[int, str, float], _Step]:
+    """By rank, stage and quota (here 1). Stages of one module on one rank stand one step lower
+    each."""
     steps = {}
     for rank, stages in on_rank.items():
         for module in {_module(stage) for stage in stages}:
@@ -200,7 +202,26 @@ def _steps(on_rank: Mapping[int, Sequence[str]]) -> dict[tuple[int, str], _Step]
             room = min(STEP_ROWS * (len(same) - 1), MAX_STEP_ROWS)
             for index, stage in enumerate(same):
                 rise = room * (0.5 - index / (len(same) - 1)) if room else 0.0
-                steps[rank, stage] = _Step(rise, (BOX_ROWS - room) / 2)
+                steps[rank, stage, 1.0] = _Step(rise, (BOX_ROWS - room) / 2)
+    return steps
+
+
+def _on_quotas(timeline: Timeline) -> dict[tuple[int, str, float], _Step]:
+    """Where the boxes of what runs on a quota stand; in order of first appearance."""
+    shares: dict[int, dict[str, float]] = {}
+    for span in timeline.compute():
+        if span.quota < 1:
+            shares.setdefault(span.rank, {})[_module(span.stage)] = span.quota
+    steps = {}
+    for span in timeline.compute():
+        if span.quota < 1:
+            above = 0.0
+            for module, quota in shares[span.rank].items():
+                if module == _module(span.stage):
+                    break
+                above += quota
+            rise = BOX_ROWS * (0.5 - above - span.quota / 2)
+            steps[span.rank, span.stage, span.quota] = _Step(rise, BOX_ROWS * span.quota / 2)
     return steps
 
 
@@ -315,7 +336,7 @@ def _boxes(
     axes: Axes,
     timeline: Timeline,
     looks: Mapping[str, Mapping[Op, Look]],
-    steps: Mapping[tuple[int, str], _Step],
+    steps: Mapping[tuple[int, str, float], _Step],
     scale: _Scale,
     digits: float,
 ) -> None:
@@ -330,7 +351,7 @@ def _boxes(
         start, stop = ((at - origin) / scale.second for at in (span.start, span.end))
         middle, hatch = float(span.rank), ""
         if span.op in COMPUTE:
-            step = steps[span.rank, span.stage]
+            step = steps[span.rank, span.stage, span.quota]
             look = looks[_module(span.stage)][Op(span.op)]
             middle, half = span.rank - step.rise, step.half
             fill, outline, hatch = look.fill, look.edge, look.hatch

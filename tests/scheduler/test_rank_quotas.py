@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -24,7 +25,7 @@ from raymm.scheduler.program import (
     check_program,
 )
 from raymm.scheduler.simulate import simulate
-from raymm.scheduler.timeline import Span, Timeline
+from raymm.scheduler.timeline import Span, Timeline, chrome_trace
 
 # Of random plans; each is scheduled several times over.
 EXAMPLES = 40
@@ -270,3 +271,25 @@ def test_backwards_of_a_pair_stay_a_pair():
     program = full_program(colocated())
     kinds = [{i.op for i in turn} for turn in turns_of(program)]
     assert sum(kind <= BACKWARDS for kind in kinds) == sum(kind <= FORWARDS for kind in kinds) == 4
+
+
+# -- pictures -------------------------------------------------------------------------------
+
+
+def test_a_trace_has_a_thread_for_every_module_beside_others():
+    plan = colocated()
+    costs = {(s.name, op): 1.0 for s in plan.stages for op in COMPUTE}
+    timeline = simulate(full_program(plan), costs)
+    events = chrome_trace([("predicted", timeline)])["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert names[0] == "rank 0"
+    beside = sorted(name for tid, name in names.items() if tid >= plan.num_ranks)
+    assert beside == ["rank 0, audio on 0.5", "rank 0, vision on 0.5"]
+    per_thread: dict[int, list[tuple[float, float]]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            start = event["ts"]
+            per_thread.setdefault(event["tid"], []).append((start, start + event["dur"]))
+    for spans in per_thread.values():
+        for early, late in itertools.pairwise(sorted(spans)):
+            assert early[1] <= late[0]  # Perfetto nests what overlaps in one thread

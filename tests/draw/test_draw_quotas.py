@@ -1,0 +1,28 @@
+"""Pictures of modules that run side by side on one rank."""
+
+from pytest import approx
+
+from raymm.draw import draw_timelines
+from raymm.draw.schedule import BOX_ROWS, _on_quotas
+from raymm.scheduler.timeline import Span, Timeline
+
+TIMELINE = Timeline(
+    (
+        Span(0, "forward", "vision.0", 0, 0.0, 2.0, quota=0.5),
+        Span(0, "forward", "audio.0", 0, 0.0, 1.0, quota=0.25),
+        Span(0, "forward", "vision.0", 1, 2.0, 3.0),
+        Span(1, "forward", "llm.0", 0, 2.0, 4.0),
+    ),
+    2,
+)
+
+
+def test_boxes_on_quotas_stand_below_each_other_as_high_as_their_quota(tmp_path):
+    found = _on_quotas(TIMELINE)
+    assert set(found) == {(0, "vision.0", 0.5), (0, "audio.0", 0.25)}
+    vision, audio = found[0, "vision.0", 0.5], found[0, "audio.0", 0.25]
+    assert (vision.half, audio.half) == approx((BOX_ROWS / 4, BOX_ROWS / 8))
+    assert vision.rise + vision.half == approx(BOX_ROWS / 2)  # the top of the row
+    assert vision.rise - vision.half == approx(audio.rise + audio.half)  # then the next
+    file = draw_timelines([("measured", TIMELINE)], tmp_path / "t.svg")
+    assert file.stat().st_size > 1000
