@@ -1,0 +1,46 @@
+"""``raymm train`` with modules on quotas of one rank."""
+
+import json
+
+import pytest
+from tiny_run import curve
+
+from raymm.scheduler.plan import Plan
+
+QUOTAS = {"parallel.encoders.vision.quota": 0.25, "parallel.language_model.quota": 0.75}
+
+
+def test_a_run_on_quotas_is_the_same_run(make_config, raymm, finished, tmp_path):
+    """The encoder beside the first of the language model's stages, to the last bit; the plan that
+    the run leaves has the quotas, of the shared rank only."""
+    code, text = raymm("train", make_config(QUOTAS))
+    assert code == 0, text
+    run = tmp_path / "run"
+    assert curve(run) == curve(finished.path)
+    plan = Plan.from_json((run / "plan.json").read_text())
+    assert [plan.quotas(rank) for rank in (0, 1)] == [{"vision": 0.25, "llm": 0.75}, {}]
+    names = [e["args"]["name"] for e in json.loads((run / "trace.json").read_text())["traceEvents"]
+             if e["name"] == "thread_name" and e["pid"] == 1]  # fmt: skip
+    assert any(name.endswith(", vision on 0.25") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"parallel.encoders.vision.quota": 2},
+         ["parallel.encoders.vision", "quota is 2.0", "at most 1"]),
+        ({"parallel.encoders.vision.quota": "half"},
+         ["parallel.encoders.vision.quota", "valid number", "'half'"]),
+        ({"parallel.encoders.vision.quota": 0.5},
+         ["quota of 'vision' is 0.5", "name the same ranks"]),
+        ({**QUOTAS, "parallel.encoders.vision.quota": 0.5}, ["on rank 0 sum to 1.25", "at most 1"]),
+        ({**QUOTAS, "parallel.encoders.vision.quota": 0.01},
+         ["rank 0", "quota of 'vision' is 0.01", "accepted: 0.06061"]),
+    ],
+    ids=["above 1", "no number", "alone", "sum", "granularity"],
+)  # fmt: skip
+def test_quotas_that_cannot_be_are_refused(make_config, raymm, no_new_actors, changes, words):
+    code, text = raymm("train", make_config(changes))
+    assert code != 0
+    for word in words:
+        assert word in " ".join(text.split()), text
