@@ -17,7 +17,6 @@ from typing import Any
 
 from raymm.actors.group import RankFailedError
 from raymm.actors.shards import ShardError, StoredTensors, copy_tensors
-from raymm.builders import reloadable_modules
 from raymm.execution import ParallelModule, execution_of
 from raymm.model import LANGUAGE_MODEL, MultimodalModule
 
@@ -77,7 +76,7 @@ class CheckpointStore:
         if folder.exists():
             shutil.rmtree(folder)  # torn, or of the same step
         folder.mkdir(parents=True)
-        written = parallel.group.call("save", str(folder), reloadable_modules(parallel.model))
+        written = parallel.group.call("save", str(folder), parallel.reloadable())
         index = {name: file for part in written for file, names in part.items() for name in names}
         sizes = {file: (folder / file).stat().st_size for part in written for file in part}
         plan = execution_of(parallel.plan).to_dict()

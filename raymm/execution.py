@@ -31,13 +31,18 @@ class ParallelModule(Protocol):
     """A model that runs: :class:`raymm.MultimodalParallelModule`,
     :class:`raymm.multiplexed_parallel.MultiplexedParallelModule`."""
 
-    model: MultimodalModule
     group: Any  # its processes; for checkpoints they have `save` and `load`
+
+    @property
+    def plan(self) -> Plan | StageMapping: ...
 
     @property
     def steps_taken(self) -> int: ...
 
     def restore_step(self, step: int) -> None: ...
+
+    def reloadable(self) -> frozenset[str]:
+        """Modules whose frozen weights no checkpoint need hold."""
 
     def prepare(self, batch: Any) -> tuple[Sequence[Mapping[str, Any]], Sequence[MicrobatchMeta]]:
         """Parts and metadata of a batch in memory."""

@@ -14,6 +14,7 @@ from raymm.actors.multiplexed.group import GpuGroup
 from raymm.actors.multiplexed.iteration_meta import GpuStepResult, IterationMeta
 from raymm.actors.optimizer import OptimizerConfig
 from raymm.actors.quota import Backend
+from raymm.actors.stages.source import LiveSource
 from raymm.cluster import connect
 from raymm.mapped_graph import (
     MappedGraph,
@@ -85,6 +86,9 @@ class PendingIteration:
 class MultiplexedModule:
     """A :class:`ModuleDag` on one Ray actor per GPU.
 
+    :class:`raymm.checkpoint.CheckpointStore` saves it, :func:`raymm.checkpoint.restore` loads it,
+    also under another mapping.
+
     Args:
         dag: the model. Live weights are copied to the GPUs that the mapping names.
         mapping: stages, GPUs and quotas of the modules; losses that it does not name run after
@@ -138,6 +142,27 @@ class MultiplexedModule:
         )
         self._group = GpuGroup.of(specs, resources, group)
         self._generation = self._group.generation
+
+    @property
+    def plan(self) -> StageMapping:
+        """The mapping."""
+        return self.mapping
+
+    @property
+    def steps_taken(self) -> int:
+        """Optimizer steps so far."""
+        return self._step
+
+    def restore_step(self, step: int) -> None:
+        """Say how many optimizer steps the loaded state has taken."""
+        self._step = step
+
+    def reloadable(self) -> frozenset[str]:
+        """Nodes whose frozen weights no checkpoint need hold."""
+        return frozenset(
+            name for name, node in self.dag.nodes.items()
+            if not isinstance(node.modality.source(), LiveSource)
+        )
 
     @property
     def group(self) -> GpuGroup:

@@ -92,8 +92,8 @@ class MultiplexedExecution:
         ]
         if count > 1:
             lines.append(
-                f"note: data.microbatches is {count}: the mapping runs {count} times per step. It "
-                "is planned for a step's samples at once (data.microbatches: 1)"
+                f"note: data.microbatches is {count}: the mapping runs {count} times per step. "
+                "`raymm plan` plans it for a step's samples at once (data.microbatches: 1)"
             )
         return lines
 

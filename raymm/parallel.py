@@ -205,6 +205,10 @@ class MultimodalParallelModule:
         """Optimizer steps so far."""
         return self._step
 
+    def reloadable(self) -> frozenset[str]:
+        """Modules whose frozen weights no checkpoint need hold."""
+        return reloadable_modules(self.model)
+
     def restore_step(self, step: int) -> None:
         """Say how many optimizer steps the loaded state has taken."""
         self._step = step

@@ -53,6 +53,8 @@ def plan_for_cluster(
         found = _faster(compared)
         lines = (*found.lines, compared.explain().splitlines()[0])
     else:
+        # For what runs at once: one microbatch.
+        shape = replace(shape, microbatches=1)
         found = _multiplexed(plan_multiplexed_request(model, request, shape, dtype))
         lines = found.lines
     return replace(found, lines=(*lines, *notes))

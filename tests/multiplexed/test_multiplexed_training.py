@@ -24,6 +24,7 @@ from torch import nn
 import raymm
 from raymm.actors.group import RankFailedError
 from raymm.actors.optimizer import OptimizerConfig
+from raymm.checkpoint import CheckpointStore, restore
 from raymm.contrastive import clip_dag
 from raymm.module_dag import DagLoss, DagModule, ModuleDag
 from raymm.multiplexed import MultiplexedModule
@@ -212,6 +213,34 @@ def test_microbatches_accumulate_gradients(four_gpus):
     trained = [p for p in model.parameters() if p.requires_grad]
     norm = torch.nn.utils.clip_grad_norm_(trained, OPTIMIZER.max_grad_norm).item()
     assert running.train_step(parts).grad_norm == pytest.approx(norm, rel=1e-5)
+
+
+def test_a_checkpoint_goes_on_under_another_mapping(four_gpus, tmp_path):
+    """Parameters, optimizer state and steps."""
+    model = Unified()
+    store = CheckpointStore(tmp_path)
+    batches = [unified_batch(5, 60 + i) for i in range(3)]
+    first = mapping_of(
+        4, {"vision": ((0, 1), 7), "audio": ((2,), 3)}, {"adapt": ((0,), 5)},
+        {"backbone": ((0, 1), 10)}, {"text": ((1, 2), 6), "image": ((2,), 4)},
+    )
+    other = mapping_of(
+        4, {"audio": ((0, 3), 3)}, {"adapt": ((1, 2), 5), "vision": ((3,), 5)},
+        {"backbone": ((2, 3), 10)}, {"text": ((0,), 6), "image": ((0, 1), 4)},
+    )
+    running = four_gpus(model.dag(), first, optimizer=OPTIMIZER)
+    running.train_step(batches[0])
+    running.train_step(batches[1])
+    folder = store.save(running, {"anything": 1})
+    due = running.train_step(batches[2])
+    after = running.parameters()
+    again = four_gpus(model.dag(), other, optimizer=OPTIMIZER)
+    assert restore(again, folder).trainer == {"anything": 1} and again.steps_taken == 2
+    found = again.train_step(batches[2])
+    assert found.loss == pytest.approx(due.loss, rel=1e-5)
+    assert found.grad_norm == pytest.approx(due.grad_norm, rel=1e-5)
+    for name, value in again.parameters().items():
+        torch.testing.assert_close(value, after[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_dropout_repeats_and_is_off_in_evaluation(four_gpus):

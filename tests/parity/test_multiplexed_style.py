@@ -172,3 +172,27 @@ def test_tensors_that_are_not_of_items_are_refused(gpus):
     one["vision"]["grid"] = torch.ones(5, 2)
     with pytest.raises(BatchError, match=r"'grid' of 'vision' has shape \(5, 2\) for 2 items"):
         gpus(model, SIDE_BY_SIDE).evaluate([one])
+
+
+def test_mixed_precision(gpus):
+    """bf16 autocast, in every module's own thread: near fp32, but not fp32. Frozen weights that
+    can be read again are kept in bf16."""
+    model = MultimodalModule(
+        {"vision": ModalityModule(siglip(), "mlp", frozen=True)}, ModalityModule(build(llama()))
+    )
+    oracle = oracle_of(model)
+    mapping = mapping_of({"vision": ((0, 1), 6)}, {"llm": ((0, 1), 10)})
+    running = gpus(model, mapping, precision="bf16")
+    one = [batch([5, 7, 6], 3, vision=[0, 0, 2]), batch([4], 4)]
+    loss = oracle.loss(one)
+    loss.backward()
+    found = running.execute(one).loss
+    assert found == pytest.approx(loss.item(), rel=1e-2) and found != pytest.approx(loss.item())
+    due = oracle.gradients()
+    for name, gradient in running.gradients().items():
+        assert gradient.dtype == torch.float32
+        error = float((gradient - due[name]).norm())
+        assert error <= 0.1 * float(due[name].norm()), name
+    kept = running.parameters(trainable_only=False)
+    name = "vision_encoder.module.encoder.layers.0.mlp.fc1.weight"
+    assert kept[name].dtype == torch.bfloat16
