@@ -222,7 +222,7 @@ def test_on_real_ranks(ray_cluster):
                 ran = [s for s in timeline.spans if s.rank == rank]
                 ran.sort(key=lambda s: s.start)
                 got = [(s.op, s.stage, s.microbatch, s.peer) for s in ran]
-                assert got == [tuple(i) for i in instructions]
+                assert got == [(i.op, i.stage, i.microbatch, i.peer) for i in instructions]
         with pytest.raises(ValueError, match="7 stages"):
             pipeline.run(plan := table_plan(row, 1e-6, True, "1f1b"), full_program(plan), 1)
     finally:
