@@ -58,7 +58,8 @@ def random_edges(rng: np.random.Generator, kind: str, modules: int) -> list[tupl
 
 
 def random_problem(
-    seed: int, kind: str, modules: int, gpus: int, interference: Interference = INTERFERENCE
+    seed: int, kind: str, modules: int, gpus: int, interference: Interference = INTERFERENCE,
+    memory_over: str = "stage",
 ) -> MappingProblem:
     """A problem of a kind: log-uniform sizes over a factor of 40, a backbone as large as the
     largest, 80 GiB of memory on every GPU."""
@@ -74,7 +75,8 @@ def random_problem(
     )
     names = [surface.name for surface in surfaces]
     return MappingProblem(
-        surfaces, tuple((names[a], names[b]) for a, b in edges), gpus, 10, 80 * GIB, interference
+        surfaces, tuple((names[a], names[b]) for a, b in edges), gpus, 10, 80 * GIB, interference,
+        memory_over,
     )
 
 

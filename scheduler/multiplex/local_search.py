@@ -16,6 +16,7 @@ KICKS = (2, 3, 4)
 def improve(
     evaluator: StageEvaluator, stages: Sequence[int], within: int, kicks: int, seed: int,
     better: Callable[[list[int]], None] | None = None, floor: float = 0.0,
+    searches: int | None = None,
 ) -> list[int]:
     """Stages of the modules ``within`` that take less time, as far as found.
 
@@ -31,12 +32,16 @@ def improve(
         seed: of the random steps.
         better: called with every improvement.
         floor: stop when the seconds are as few as this.
+        searches: begin no more after so many searches within stages.
     """
     rng = random.Random(seed)
+    last = None if searches is None else evaluator.searches + searches
     best = _descend(evaluator, list(stages), within, better, None)
     best_seconds = total_seconds(evaluator, best)
     for _ in range(kicks):
         if best_seconds <= floor * (1 + ROUNDING) or within.bit_count() < 2:
+            break
+        if last is not None and evaluator.searches > last:
             break
         started = _kicked(evaluator.problem, best, within, rng)
         found = _descend(evaluator, started, within, better, best_seconds)

@@ -21,8 +21,9 @@ from raymm.scheduler.multiplex.sequence_dp import REFINEMENT
 from raymm.scheduler.multiplex.sequences import in_order_within, total_seconds
 from raymm.scheduler.multiplex.stage_evaluation import ROUNDING, StageEvaluator
 
-# Columns added to the linear program at once.
+# Columns added to the linear program at once, and looked at for that.
 PRICED = 40
+TIGHTENED = 20_000
 # Most stages that CP-SAT chooses from, its work per choice, and the unit of its whole numbers.
 MOST_CHOICES = 3_000
 CHOICE_WORK = 2.0
@@ -132,20 +133,29 @@ class _Program:
             duals = np.zeros(count)
             for m, row in self.rows.items():
                 duals[m] = row.dual_value()
-            sums, value = self.columns.sums(duals), float(duals.sum())
-            reduced = self.columns.cost - sums
-            negative = np.flatnonzero(reduced < -ROUNDING * value)
-            if self.columns.tighten(negative):
-                reduced = self.columns.cost - sums
+            value = float(duals.sum())
+            reduced = self.columns.cost - self.columns.sums(duals)
+            new = self._negative(reduced, -ROUNDING * value)
             worst = float(reduced.min())
-            least = np.argpartition(reduced, min(PRICED, len(reduced) - 1))[:PRICED]
-            new = [int(at) for at in least if reduced[at] < -ROUNDING * value]
-            new = [at for at in new if at not in self.variables]
             if not new:
                 used = [at for at, x in self.variables.items() if x.solution_value() > USED]
                 # At most one stage per module, each with at least the worst reduced cost.
                 return value + len(self.rows) * min(0.0, worst), reduced, used
             self.add(new)
+
+    def _negative(self, reduced: np.ndarray, below: float) -> list[int]:
+        """Stages to add, by index; updates reduced costs (N,) to the better bounds of those it
+        looks at."""
+        count = min(TIGHTENED, len(reduced) - 1)
+        while True:
+            least = np.argpartition(reduced, count)[: count + 1]
+            before = self.columns.cost[least]
+            rose = self.columns.tighten(least)
+            reduced[least] += self.columns.cost[least] - before
+            least = least[np.argsort(reduced[least], kind="stable")[:PRICED]]
+            new = [int(at) for at in least if reduced[at] < below and at not in self.variables]
+            if new or not rose:
+                return new
 
 
 def best_partition(

@@ -14,6 +14,7 @@ from raymm.scheduler.multiplex.surface import ScalingSurface
 
 # Sets of modules are bits of an int64.
 MOST_MODULES = 60
+MEMORY_OVER = ("iteration", "stage")
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,7 @@ class MappingProblem:
     """Modules to be put on a pool of equal GPUs (Mosaic §3.1).
 
     A module runs on 2^j GPUs with one quota on all of them (eq. 6). Stages run one after the
-    other; a stage's modules run side by side and must not depend on each other. The memory limit
-    holds in each stage by itself.
+    other; a stage's modules run side by side and must not depend on each other.
 
     Attributes:
         surfaces: one per module.
@@ -31,6 +31,10 @@ class MappingProblem:
         steps: steps of a GPU's quota; the granularity of the search is ``1 / steps``.
         memory_bytes: of a GPU; None for no limit.
         interference: what colocated modules cost each other.
+        memory_over: what must fit in it: ``"iteration"``: all modules that a GPU runs in any
+            stage, as in training, where their state stays and their activations wait for the
+            backward; ``"stage"``: those of each stage by itself.
+        allowed: per module, the degrees it may have; None: any power of two.
 
     Raises:
         MultiplexError: names that are not unique or unknown, a cycle, a surface that was not
@@ -43,6 +47,8 @@ class MappingProblem:
     steps: int = 10
     memory_bytes: int | None = None
     interference: Interference = Interference()
+    memory_over: str = "iteration"
+    allowed: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "surfaces", tuple(self.surfaces))
@@ -51,6 +57,14 @@ class MappingProblem:
         whole(self.steps, "steps", 1)
         if self.memory_bytes is not None:
             whole(self.memory_bytes, "memory_bytes", 1)
+        if self.memory_over not in MEMORY_OVER:
+            raise MultiplexError(
+                f"memory_over is {self.memory_over!r:.80}; accepted: {', '.join(MEMORY_OVER)}"
+            )
+        if self.allowed is not None and len(self.allowed) != len(self.surfaces):
+            raise MultiplexError(
+                f"allowed has {len(self.allowed)} entries; there are {len(self.surfaces)} modules"
+            )
         if not 1 <= len(self.surfaces) <= MOST_MODULES:
             raise MultiplexError(
                 f"surfaces has {len(self.surfaces)} modules; accepted: 1 to {MOST_MODULES}"
@@ -107,6 +121,8 @@ class MappingProblem:
                 if degree not in known:
                     continue
                 memory[m, j] = surface.memory_at(degree)
+                if self.allowed is not None and degree not in self.allowed[m]:
+                    continue
                 if self.memory_bytes is None or memory[m, j] <= self.memory_bytes:
                     for q in quotas:
                         seconds[m, j, q] = surface.seconds_at(degree, q, steps)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raymm.scheduler.multiplex.cp_sat_stage import CpSatStageEvaluator
 from raymm.scheduler.multiplex.greedy import merge_greedily
 from raymm.scheduler.multiplex.local_search import improve
 from raymm.scheduler.multiplex.mapping import Mapping
+from raymm.scheduler.multiplex.memory_search import fitted
 from raymm.scheduler.multiplex.partition_columns import TooManyStages, best_partition
 from raymm.scheduler.multiplex.problem import MappingProblem
 from raymm.scheduler.multiplex.sequence_dp import TooManyTransitions, best_sequence
@@ -35,7 +36,10 @@ class Effort:
         nodes: most placements that one search within a stage tries.
         searches: within stages, for the dynamic program.
         rounds: rounds of the partition program.
-        kicks: new beginnings of the local search.
+        kicks: new beginnings of the local search, at most.
+        tries: searches within stages after which the local search makes no new beginning.
+        branches: mappings with fewer degrees to solve for, where memory over the iteration is
+            short.
     """
 
     transitions: int
@@ -44,13 +48,21 @@ class Effort:
     searches: int
     rounds: int
     kicks: int
+    tries: int
+    branches: int = 24
 
 
-AUTO = Effort(500_000, 2**20, nodes=130_000, searches=2_000, rounds=2, kicks=8)
-LOCAL = Effort(0, 0, nodes=130_000, searches=0, rounds=0, kicks=30)
+AUTO = Effort(500_000, 2**20, nodes=130_000, searches=2_500, rounds=2, kicks=40, tries=4_000)
+LOCAL = Effort(0, 0, nodes=130_000, searches=0, rounds=0, kicks=80, tries=60_000)
+INTERRUPTED = ", interrupted"
+# Modules, squared, up to which all branches are solved for.
+FEW = 64
 # Of the local search, before the dynamic program.
 FIRST_KICKS = 2
-EXACT = Effort(20_000_000, 2**22, nodes=40_000_000, searches=2**62, rounds=100_000, kicks=20)
+EXACT = Effort(
+    20_000_000, 2**22, nodes=40_000_000, searches=2**62, rounds=100_000, kicks=80, tries=100_000,
+    branches=2_000,
+)
 
 
 def solve(
@@ -70,6 +82,11 @@ def solve(
       a deadline.
     - ``"auto"``: exact where the states are few, otherwise local search and a few rounds of the
       partition program, whose bound remains as the gap.
+
+    If that does not fit in memory over the iteration, stages' GPUs are renumbered, and if need be
+    it is solved again with fewer degrees allowed
+    (:func:`raymm.scheduler.multiplex.memory_search.fitted`); where nothing fits, ``method`` says
+    so and the mapping is the fastest whose stages fit by themselves.
 
     Without a deadline or ``stop`` the result depends on the arguments only.
 
@@ -99,15 +116,37 @@ def solve(
         late = until is not None and time.monotonic() >= until
         return late or (stop is not None and stop())
 
-    search = _Search(problem, stopped)
     if effort is None:
         effort = {"exact": EXACT, "local_search": LOCAL}.get(strategy, AUTO)
+    found = _solve(problem, strategy, seed, effort, stopped)
+    if problem.memory_bytes is None or problem.memory_over == "stage":
+        return found
+    again = replace(effort, tries=effort.tries // 8, kicks=min(effort.kicks, 4), rounds=1)
+    return fitted(
+        problem, found,
+        lambda restricted: _solve(
+            restricted, strategy, seed, effort if strategy == "exact" else again, stopped
+        ),
+        _branches(problem, effort), lambda: INTERRUPTED in found.method or stopped(),
+    )
+
+
+def _branches(problem: MappingProblem, effort: Effort) -> int:
+    """Fewer where each takes long."""
+    return max(1, effort.branches * FEW // max(FEW, len(problem.names) ** 2))
+
+
+def _solve(
+    problem: MappingProblem, strategy: str, seed: int, effort: Effort, stop: Callable[[], bool]
+) -> Mapping:
+    """Memory within stages only."""
+    search = _Search(problem, stop)
     interrupted = ""
     try:
         for part in search.best:
             search.solve_part(part, strategy, seed, effort)
     except (Interrupted, KeyboardInterrupt):
-        interrupted = ", interrupted"
+        interrupted = INTERRUPTED
     return search.mapping(strategy, interrupted)
 
 
@@ -143,12 +182,12 @@ class _Search:
         self.done[part] = strategy if strategy.startswith("greedy") else "greedy"
         if strategy in ("auto", "exact"):
             # A good beginning leaves the exact search fewer stages to solve.
-            self._local_search(part, seed, min(FIRST_KICKS, effort.kicks))
+            self._local_search(part, seed, min(FIRST_KICKS, effort.kicks), effort.tries)
             if self._exact_sequence(part, effort):
                 self._refine(part, effort)
                 return
         if not strategy.startswith("greedy"):
-            self._local_search(part, seed, effort.kicks)
+            self._local_search(part, seed, effort.kicks, effort.tries)
             self._refine(part, effort)
         if strategy in ("auto", "exact"):
             self._exact_partition(part, effort)
@@ -165,10 +204,10 @@ class _Search:
         self.done[part] = "dynamic programming"
         return True
 
-    def _local_search(self, part: int, seed: int, kicks: int) -> None:
+    def _local_search(self, part: int, seed: int, kicks: int, tries: int) -> None:
         improve(
             self.evaluator, self.best[part], part, kicks, seed,
-            lambda stages: self.better(part, stages), self.bound[part],
+            lambda stages: self.better(part, stages), self.bound[part], tries,
         )
         self.done[part] = "local search"
 

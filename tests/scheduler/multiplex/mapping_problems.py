@@ -33,7 +33,7 @@ def surface(rng: np.random.Generator, name: str, gpus: int, steps: int) -> Scali
 @st.composite
 def problems(
     draw, most: int = 4, pools: tuple[int, ...] = (1, 2, 3, 4), steps: tuple[int, ...] = (2, 3),
-    edges: bool = True,
+    edges: bool = True, memory_over: str = "stage", limits: tuple[int | None, ...] = (None, 6, 9),
 ) -> MappingProblem:
     """Up to ``most`` modules with any interference, memory limits and dependencies."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
@@ -52,7 +52,7 @@ def problems(
     )
     return MappingProblem(
         tuple(surface(rng, name, gpus, step) for name in names), tuple(chosen), gpus, step,
-        draw(st.sampled_from((None, 6, 9))), law,
+        draw(st.sampled_from(limits)), law, memory_over,
     )
 
 
@@ -113,3 +113,55 @@ def brute_force_mapping(problem: MappingProblem) -> float:
         return best
 
     return rest(0)
+
+
+def brute_force_iteration(problem: MappingProblem) -> float:
+    """Least seconds over all sequences of stages and all sets of GPUs of every module that fit in
+    memory over the whole iteration; infinite if none do."""
+    modules = range(len(problem.names))
+    choices = [[
+        (int(problem.memory[m, j]), Placement(problem.names[m], gpus, q))
+        for j, degree in enumerate(problem.degrees)
+        for q in range(1, problem.steps + 1) if math.isfinite(problem.seconds[m, j, q])
+        for gpus in itertools.combinations(range(problem.gpus), degree)
+    ] for m in modules]
+    sequences = list(_sequences(problem, 0))
+    best = math.inf
+    for chosen in itertools.product(*choices):
+        used = [0] * problem.gpus
+        for size, placement in chosen:
+            for g in placement.gpus:
+                used[g] += size
+        if max(used) > problem.memory_bytes:
+            continue
+        known: dict[int, float] = {}
+        for sequence in sequences:
+            for stage in sequence:
+                if stage not in known:
+                    known[stage] = _seconds_if_legal(problem, [chosen[m][1] for m in bits(stage)])
+            best = min(best, math.fsum(known[stage] for stage in sequence))
+    return best
+
+
+def _sequences(problem: MappingProblem, done: int):
+    """All legal sequences of stages after what is done."""
+    if done == (1 << len(problem.names)) - 1:
+        yield ()
+        return
+    ready = [
+        m for m in range(len(problem.names))
+        if not done >> m & 1 and not problem.ancestors[m] & ~done
+    ]
+    for size in range(1, len(ready) + 1):
+        for some in itertools.combinations(ready, size):
+            stage = sum(1 << m for m in some)
+            for rest in _sequences(problem, done | stage):
+                yield (stage, *rest)
+
+
+def _seconds_if_legal(problem: MappingProblem, placements: list[Placement]) -> float:
+    quota = [0] * problem.gpus
+    for placement in placements:
+        for g in placement.gpus:
+            quota[g] += placement.quota
+    return stage_seconds(problem, placements) if max(quota) <= problem.steps else math.inf

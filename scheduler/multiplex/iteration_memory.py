@@ -1,0 +1,132 @@
+"""Memory over a whole iteration: what every GPU keeps, and stages' GPUs renumbered to balance it.
+
+A training iteration goes through the stages and back, so a GPU keeps weights, optimizer state and
+activations of all modules that it runs in any stage. Which GPU of the pool a stage's first, second,
+... GPU is makes no difference to its seconds: that is chosen here so that the fullest GPU keeps as
+little as possible.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage
+from raymm.scheduler.multiplex.problem import MappingProblem
+
+# Passes over all stages, each given its GPUs anew, and beginnings with the stages in another order.
+PASSES = 8
+BEGINNINGS = 24
+
+
+def iteration_memory(problem: MappingProblem, mapping: Mapping) -> tuple[int, ...]:
+    """Bytes on each GPU over a whole training iteration; slices of a module share its weights, and
+    the largest of them counts."""
+    most: dict[tuple[int, str], int] = {}
+    for stage in mapping.stages:
+        for one in stage.placements:
+            for g in one.gpus:
+                size = _replica(problem, one.module, len(one.gpus))
+                most[g, one.module] = max(most.get((g, one.module), 0), size)
+    used = [0] * mapping.gpus
+    for (g, _), size in most.items():
+        used[g] += size
+    return tuple(used)
+
+
+def fits_iteration(problem: MappingProblem, mapping: Mapping) -> bool:
+    """Whether no GPU keeps more than it has."""
+    return (
+        problem.memory_bytes is None
+        or max(iteration_memory(problem, mapping)) <= problem.memory_bytes
+    )
+
+
+def balanced(problem: MappingProblem, mapping: Mapping) -> Mapping:
+    """The same mapping with the GPUs of each stage renumbered, so that the fullest GPU keeps less;
+    unchanged if that is not found. For mappings of whole modules.
+
+    Stages take turns, the one with the fullest GPU first: what its GPUs keep is put on the GPUs
+    that keep least without it, largest on emptiest, until nothing changes. Then pairs of GPUs are
+    exchanged, and if it still does not fit it begins again with the stages in another order.
+    """
+    if mapping.slices > 1 or problem.memory_bytes is None:
+        return mapping
+    loads = [_stage_loads(problem, stage, mapping.gpus) for stage in mapping.stages]
+    rng, best, place = random.Random(0), max(iteration_memory(problem, mapping)), None
+    order = sorted(range(len(loads)), key=lambda s: (-max(loads[s]), s))
+    for _ in range(BEGINNINGS):
+        found, used = _placed(loads, order)
+        if max(used) < best:
+            best, place = max(used), found
+        if best <= problem.memory_bytes:
+            break
+        rng.shuffle(order)
+    if place is None:
+        return mapping
+    stages = tuple(
+        replace(stage, placements=tuple(
+            replace(one, gpus=tuple(sorted(place[s][g] for g in one.gpus)))
+            for one in stage.placements
+        ))
+        for s, stage in enumerate(mapping.stages)
+    )
+    return replace(mapping, stages=stages)
+
+
+def _placed(
+    loads: Sequence[Sequence[int]], order: Sequence[int]
+) -> tuple[list[list[int]], list[int]]:
+    """Per stage, of each of its GPUs the GPU of the pool, and what those keep."""
+    gpus = len(loads[0])
+    place = [list(range(gpus)) for _ in loads]
+    used = [0] * gpus
+    for turn in range(PASSES):
+        before = [list(one) for one in place]
+        for s in order:
+            if turn:
+                for local, g in enumerate(place[s]):
+                    used[g] -= loads[s][local]
+            largest = sorted(range(gpus), key=lambda g: (-loads[s][g], g))
+            emptiest = sorted(range(gpus), key=lambda g: (used[g], g))
+            for local, g in zip(largest, emptiest, strict=True):
+                place[s][local] = g
+                used[g] += loads[s][local]
+        if place == before:
+            break
+    _swap(loads, place, used)
+    return place, used
+
+
+def _swap(loads: Sequence[Sequence[int]], place: list[list[int]], used: list[int]) -> None:
+    """Exchange two GPUs of a stage while that makes the fullest GPU keep less."""
+    gpus = range(len(used))
+    while True:
+        full = max(gpus, key=lambda g: used[g])
+        best = None
+        for s, of_stage in enumerate(loads):
+            here = place[s].index(full)
+            for there, other in enumerate(place[s]):
+                moved = of_stage[here] - of_stage[there]
+                after = max(used[full] - moved, used[other] + moved)
+                if moved > 0 and after < used[full] and (best is None or after < best[0]):
+                    best = after, s, here, there, moved
+        if best is None:
+            return
+        _, s, here, there, moved = best
+        used[place[s][here]] -= moved
+        used[place[s][there]] += moved
+        place[s][here], place[s][there] = place[s][there], place[s][here]
+
+
+def _stage_loads(problem: MappingProblem, stage: MultiplexStage, gpus: int) -> list[int]:
+    result = [0] * gpus
+    for one in stage.placements:
+        for g in one.gpus:
+            result[g] += _replica(problem, one.module, len(one.gpus))
+    return result
+
+
+def _replica(problem: MappingProblem, module: str, degree: int) -> int:
+    return int(problem.memory[problem.names.index(module), degree.bit_length() - 1])

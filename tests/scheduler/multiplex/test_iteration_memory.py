@@ -1,0 +1,139 @@
+"""Memory over a whole iteration: against trying everything, and how it is balanced."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks._mapping_instances import random_problem
+from raymm.scheduler.multiplex.iteration_memory import (
+    balanced,
+    fits_iteration,
+    iteration_memory,
+)
+from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
+from raymm.scheduler.multiplex.memory_search import UNFIT
+from raymm.scheduler.multiplex.problem import MappingProblem
+from raymm.scheduler.multiplex.solve import solve
+from raymm.scheduler.multiplex.strict_json import MultiplexError
+from raymm.scheduler.multiplex.surface import ScalingSurface
+from tests.scheduler.multiplex.mapping_problems import brute_force_iteration, problems
+
+
+def short_of_memory(most: int, pools: tuple[int, ...]):
+    return problems(
+        most=most, pools=pools, steps=(2,), memory_over="iteration", limits=(5, 6, 7, 8, 10),
+    )
+
+
+@settings(max_examples=60)
+@given(short_of_memory(3, (1, 2, 3)))
+def test_against_trying_everything(problem) -> None:
+    """Whatever fits is found or at least bounded; what is called optimal is."""
+    least = brute_force_iteration(problem)
+    found = solve(problem, "exact")
+    found.check(problem)
+    if not math.isfinite(least):
+        assert UNFIT in found.method and not fits_iteration(problem, found)
+        return
+    if UNFIT in found.method:  # never wrongly said to be proven
+        assert found.bound <= least * (1 + 1e-9)
+        return
+    assert fits_iteration(problem, found)
+    assert found.bound <= least * (1 + 1e-9) <= found.seconds * (1 + 2e-9)
+    if found.optimal:
+        assert math.isclose(found.seconds, least, rel_tol=1e-9)
+
+
+def test_most_small_problems_are_solved_to_proof() -> None:
+    """The proof is not a rare thing: of tight random problems nearly all have it."""
+    rng = np.random.default_rng(0)
+    proven = fits = tight = 0
+    for _ in range(40):
+        surfaces = tuple(
+            ScalingSurface(
+                f"m{i}", (1, 2), (1, 2), 2,
+                tuple(tuple(float(rng.uniform(1, 2) / (d * q)) for q in (1, 2)) for d in (1, 2)),
+                (int(rng.integers(3, 6)), int(rng.integers(2, 4))), (0.3, 0.6),
+            ) for i in range(3)
+        )
+        problem = MappingProblem(surfaces, (("m0", "m1"),), 2, 2, 8)
+        least = brute_force_iteration(problem)
+        if not math.isfinite(least):
+            continue
+        fits += 1
+        found = solve(problem, "exact")
+        tight += not math.isclose(
+            solve(replace(problem, memory_over="stage"), "exact").seconds, found.seconds
+        )
+        proven += found.optimal
+        if found.optimal:
+            assert math.isclose(found.seconds, least, rel_tol=1e-9)
+    assert fits > 10 and tight > 3 and proven >= 0.8 * fits
+
+
+@given(st.integers(0, 2**32))
+def test_balancing_changes_gpus_only(seed: int) -> None:
+    """Never fuller, the same seconds, and as good as the best renumbering of two stages."""
+    rng = np.random.default_rng(seed)
+    surfaces = tuple(
+        ScalingSurface(
+            f"m{i}", (1, 2), (1, 2), 2, ((2.0, 1.0), (1.0, 0.5)),
+            (int(rng.integers(1, 20)), int(rng.integers(1, 20))), (0.3, 0.6),
+        ) for i in range(4)
+    )
+    problem = MappingProblem(surfaces, (), 3, 2, 1_000)
+    stages = []
+    for names in (("m0", "m1"), ("m2", "m3")):
+        gpus = [sorted(rng.choice(3, int(rng.integers(1, 3)), replace=False)) for _ in names]
+        stages.append(MultiplexStage(tuple(
+            Placement(name, tuple(int(g) for g in on), 1)
+            for name, on in zip(names, gpus, strict=True)
+        ), 1.0))
+    mapping = Mapping(3, 2, tuple(stages))
+    made = balanced(problem, mapping)
+    assert made.seconds == mapping.seconds
+    for old, new in zip(mapping.stages, made.stages, strict=True):
+        assert [(p.module, p.quota, len(p.gpus)) for p in old.placements] == [
+            (p.module, p.quota, len(p.gpus)) for p in new.placements
+        ]
+        shared = [len(set(old.placements[0].gpus) & set(old.placements[1].gpus)),
+                  len(set(new.placements[0].gpus) & set(new.placements[1].gpus))]
+        assert shared[0] == shared[1]
+
+    def fullest(order: tuple[int, ...]) -> int:
+        moved = replace(mapping.stages[1], placements=tuple(
+            replace(p, gpus=tuple(sorted(order[g] for g in p.gpus)))
+            for p in mapping.stages[1].placements
+        ))
+        both = replace(mapping, stages=(mapping.stages[0], moved))
+        return max(iteration_memory(problem, both))
+
+    assert max(iteration_memory(problem, made)) == min(
+        fullest(order) for order in itertools.permutations(range(3))
+    )
+
+
+def test_a_tight_large_problem_fits() -> None:
+    problem = random_problem(2, "star", 12, 8, memory_over="iteration")
+    loose = solve(replace(problem, memory_over="stage"))
+    assert not fits_iteration(problem, balanced(problem, loose))
+    found = solve(problem)
+    found.check(problem)
+    assert fits_iteration(problem, found)
+    assert loose.bound * (1 - 1e-9) <= found.bound <= found.seconds < 1.2 * loose.seconds
+    assert solve(problem) == found
+
+
+def test_wrong_fields_are_refused() -> None:
+    problem = random_problem(0, "parallel", 2, 2)
+    with pytest.raises(MultiplexError, match="memory_over is 'day'; accepted: iteration, stage"):
+        replace(problem, memory_over="day")
+    with pytest.raises(MultiplexError, match="allowed has 1 entries; there are 2 modules"):
+        replace(problem, allowed=((1,),))
