@@ -29,11 +29,13 @@ def plan_rows(planned: Planned) -> list[dict[str, str]]:
     state) and activations are in GiB, those of activations the whole rank's most; the bubble
     is the rank's share of the step without work. Of a rank of several processes, everything is
     what each of them has; the column ``shared``, which is there if there are such ranks, says
-    how they share the module."""
+    how they share the module. The column ``quota``, where there are any, is the stage's share of
+    its rank; times are those of a whole device."""
     plan, timeline = planned.plan, planned.timeline
     several = plan.num_processes > plan.num_ranks
     costs = stage_costs(plan)
     memory = rank_memory(plan, planned.program)
+    on_quotas = any(stage.quota is not None for stage in plan.stages)
     rows, seen = [], set()
     for stage in plan.stages:
         cost = costs[stage.name]
@@ -47,6 +49,7 @@ def plan_rows(planned: Planned) -> list[dict[str, str]]:
             "layers": layers_text(plan, stage),
             **({"shared": rank_text(stage.degrees) or "-"} if several else {}),
             "rank": str(stage.rank),
+            **({"quota": f"{stage.quota:g}" if stage.quota else "-"} if on_quotas else {}),
             "GPU": _places(plan.rank_processes(stage.rank), planned.network.ranks_per_node),
             "F": _ms(cost.forward),
             "B_d": _ms(split[0]) if split[0] else "-",

@@ -24,6 +24,23 @@ def test_a_run_on_quotas_is_the_same_run(make_config, raymm, finished, tmp_path)
     assert any(name.endswith(", vision on 0.25") for name in names)
 
 
+def test_a_layout_with_quotas_is_judged(make_config, raymm, no_new_actors, tmp_path):
+    """Predicted, shown, saved; what is saved is read again."""
+
+    def plan(config, folder):
+        code, text = raymm("plan", config, "--device", "H100", "--out", str(folder))
+        assert code == 0, text
+        return text, (folder / "plan.json").read_text()
+
+    text, saved = plan(make_config(QUOTAS), tmp_path / "one")
+    assert "quota" in text and "0.25" in text and "0.75" in text and "per step" in text
+    assert Plan.from_json(saved).quotas(0) == {"vision": 0.25, "llm": 0.75}
+    given = make_config({"parallel": {"plan": str(tmp_path / "one" / "plan.json")}})
+    again, saved_again = plan(given, tmp_path / "two")
+    assert again.splitlines()[:8] == text.splitlines()[:8]
+    assert Plan.from_json(saved_again).stages == Plan.from_json(saved).stages
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
