@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from raymm.scheduler.multiplex.interference import Colocation, Interference
+from raymm.scheduler.multiplex.interference import Interference
 from raymm.scheduler.multiplex.problem import MappingProblem
 from raymm.scheduler.multiplex.roofline import ModuleWork, roofline_surface
 
 KINDS = ("star", "layered", "parallel")
 GIB = 2**30
-# What fitting eq. 8 to `contended` below gives for groups of two and three, rounded.
+# About what fitting eq. 8 to the colocations of `benchmarks._colocations` gives.
 INTERFERENCE = Interference(-0.15, 0.3, 0.35)
 
 
@@ -79,29 +79,3 @@ def random_problem(
         memory_over,
     )
 
-
-def contended(own: float, others: list[float], strength: float = 1.0) -> float:
-    """The slowdown of a module beside others, as a share of its time alone: not eq. 8.
-
-    While one of the others holds the memory bus, an access waits: as often as the module uses the
-    bus, times how likely it is busy; stalls that overlap make it saturate.
-    """
-    busy = 1.0 - float(np.prod([1.0 - b for b in others]))
-    stalls = strength * own * busy
-    return stalls / (1.0 + 0.1 * stalls)
-
-
-def random_colocations(
-    seed: int, count: int, most: int, noise: float
-) -> tuple[list[Colocation], list[Colocation]]:
-    """Modules in groups of 2 to ``most``: as measured, with relative noise, and without."""
-    rng = np.random.default_rng([seed, most])
-    noisy, true = [], []
-    for _ in range(count):
-        use = tuple(float(b) for b in rng.uniform(0.05, 0.95, int(rng.integers(2, most + 1))))
-        alone = float(np.exp(rng.uniform(np.log(0.02), np.log(0.5))))
-        seconds = alone * (1.0 + contended(use[0], list(use[1:])))
-        measured = seconds * (1.0 + noise * float(rng.standard_normal()))
-        noisy.append(Colocation(alone, (use,), measured))
-        true.append(Colocation(alone, (use,), seconds))
-    return noisy, true

@@ -6,7 +6,8 @@ its surface was measured.
 
 The product falls when a third module joins, which no contention does. As an alternative of this
 code's own, ``coupling="own"`` puts ``e3 * B(m) * (sum(B) - B(m))`` in its place: how often m uses
-the bus, times how much the others do. With two modules on a GPU both are the same.
+the bus, times how much the others do. With two modules on a GPU both are the same; with more,
+prefer ``"own"`` (`benchmarks.mapping_solver` has the errors of both).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ UNITS = ("relative", "seconds")
 COUPLINGS = ("product", "own")
 FORMS = ("blind", "additive", "full")
 FIT_ROUNDS = 20
+FIT_CONVERGED = 1e-6
 
 
 @dataclass(frozen=True)
@@ -164,11 +166,13 @@ def fit_interference(
     samples: Sequence[Colocation], form: str = "full", unit: str = "relative",
     coupling: str = "product",
 ) -> InterferenceFit:
-    """Coefficients by least squares of the delay, in the given unit.
+    """Coefficients by least squares of the relative error of seconds.
 
-    Which of a module's GPUs is the worst depends on the coefficients, so it is fitted again until
-    the choice no longer changes. Modules that are alone on all their GPUs are left out: their delay
-    is 0 by definition.
+    Noise of measurements is relative, and so is the error that counts: squares are weighted by one
+    over the predicted seconds (over the measured at first). Not weighted, the longest modules
+    would decide the coefficients. Which of a module's GPUs is the worst depends on the
+    coefficients, so it is fitted again until nothing changes. Modules that are alone on all their
+    GPUs are left out: their delay is 0 by definition.
 
     Raises:
         MultiplexError: an unknown form or unit, or fewer colocations than coefficients.
@@ -187,14 +191,21 @@ def fit_interference(
         (s.seconds - s.alone) / (s.alone if unit == "relative" else 1.0) for s in shared
     ])
     chosen = [max(s.bandwidths, key=lambda g: (len(g) > 1, math.fsum(g))) for s in shared]
+    scale = np.array([s.alone if unit == "relative" else 1.0 for s in shared])
+    expected = np.array([s.seconds for s in shared])
     for _ in range(FIT_ROUNDS if columns else 0):
         design = np.array([model.terms(g[0], g[1:]) for g in chosen])[:, :columns]
-        found = np.linalg.lstsq(design, measured, rcond=None)[0]
+        weights = scale / expected
+        found = np.linalg.lstsq(design * weights[:, None], measured * weights, rcond=None)[0]
         model = Interference(*(float(x) for x in found), *[0.0] * (3 - columns), unit, coupling)
         before = chosen
         delay = model.delay
         chosen = [max(s.bandwidths, key=lambda g: delay(g[0], g[1:])) for s in shared]
-        if chosen == before:
+        last = expected
+        expected = np.array([
+            model.seconds(s.alone, delay(g[0], g[1:])) for s, g in zip(shared, chosen, strict=True)
+        ])
+        if chosen == before and np.allclose(expected, last, rtol=FIT_CONVERGED, atol=0.0):
             break
     return report(model, shared, form)
 
@@ -218,18 +229,6 @@ def report(model: Interference, samples: Sequence[Colocation], form: str) -> Int
     return InterferenceFit(
         model, form, len(samples), r2, float(error.mean()), float(error.max())
     )
-
-
-def compare_models(
-    fitted: Sequence[Colocation], tested: Sequence[Colocation], unit: str = "relative",
-    coupling: str = "product",
-) -> dict[str, InterferenceFit]:
-    """The blind, the additive-only and the full model, fitted on some colocations and reported on
-    others (Mosaic, Fig. 12a)."""
-    return {
-        form: report(fit_interference(fitted, form, unit, coupling).model, tested, form)
-        for form in FORMS
-    }
 
 
 def colocations_to_json(samples: Sequence[Colocation]) -> str:

@@ -81,14 +81,16 @@ class _Columns:
         at = self.at(stage)
         self.cost[at] = max(self.cost[at], self.evaluator.known_bound(stage))
 
-    def tighten(self, which: np.ndarray) -> bool:
-        """Compute the better bounds of some stages, by index; whether any rose."""
-        which = which[~self.tight[which]]
+    def tighten(self, which: np.ndarray) -> np.ndarray:
+        """Compute the better bounds of some stages, by index: (n,) by how much they rise."""
+        result = np.zeros(len(which))
+        new = np.flatnonzero(~self.tight[which] & np.isfinite(self.cost[which]))
+        at = which[new]
         self.tight[which] = True
-        before = self.cost[which]
-        better = np.maximum(before, self.evaluator.bounds.bounds(self.stages[which]))
-        self.cost[which] = better
-        return bool((better > before).any())
+        better = np.maximum(self.cost[at], self.evaluator.bounds.bounds(self.stages[at]))
+        result[new] = better - self.cost[at]
+        self.cost[at] = better
+        return result
 
     def sums(self, duals: np.ndarray) -> np.ndarray:
         """(N,) sum of the modules' duals (M,) of every stage."""
@@ -149,12 +151,11 @@ class _Program:
         count = min(TIGHTENED, len(reduced) - 1)
         while True:
             least = np.argpartition(reduced, count)[: count + 1]
-            before = self.columns.cost[least]
             rose = self.columns.tighten(least)
-            reduced[least] += self.columns.cost[least] - before
+            reduced[least] += rose
             least = least[np.argsort(reduced[least], kind="stable")[:PRICED]]
             new = [int(at) for at in least if reduced[at] < below and at not in self.variables]
-            if new or not rose:
+            if new or not rose.any():
                 return new
 
 
@@ -191,10 +192,8 @@ def best_partition(
             continue
         # The program's stages are known as well as they can be: now whole stages only.
         hopeful = np.flatnonzero(reduced < gap)
-        before = columns.cost[hopeful]
-        if columns.tighten(hopeful):
-            reduced[hopeful] += columns.cost[hopeful] - before
-            hopeful = hopeful[reduced[hopeful] < gap]
+        reduced[hopeful] += columns.tighten(hopeful)
+        hopeful = hopeful[reduced[hopeful] < gap]
         if len(hopeful) > MOST_CHOICES:
             hopeful = np.sort(hopeful[np.argsort(reduced[hopeful], kind="stable")][:MOST_CHOICES])
             complete = False
