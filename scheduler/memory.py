@@ -14,23 +14,24 @@ from raymm.scheduler.stage_costs import StageCost, stage_costs
 GIB = 2**30
 
 
-def peak_bytes(
-    tasks: Iterable[tuple[str, int, Op]], sizes: Mapping[str, StageCost]
-) -> int:
+def peak_bytes(tasks: Iterable[Task], sizes: Mapping[str, StageCost]) -> int:
     """The most bytes of activations that one rank holds at any time.
 
     A forward keeps its activations until its backward (B_w where it is split), a checkpointed
     one its inputs, and from its recomputation on its activations too. Layers that make some of
-    theirs again hold those while their backward runs, one layer at a time. Not counted: outputs
-    under way to another rank.
+    theirs again hold those while their backward runs, one layer at a time; in a turn all begin
+    before any ends. Not counted: outputs under way to another rank.
 
     Args:
-        tasks: (stage, microbatch, op) of the rank, in order.
+        tasks: of the rank, in order.
         sizes: bytes per stage.
     """
     held: dict[tuple[str, int], int] = {}
-    total = peak = 0
-    for stage, microbatch, op, *_ in tasks:
+    total = peak = remade = freed = 0
+    last = -1
+    for stage, microbatch, op, turn, _ in tasks:
+        if turn < 0 or turn != last:  # what went before has ended
+            total, remade, freed, last = total - freed, 0, 0, turn
         size = sizes.get(stage, UNKNOWN_SIZES)
         key = (stage, microbatch)
         if op is Op.FORWARD or op is Op.RECOMPUTE:
@@ -41,8 +42,9 @@ def peak_bytes(
             continue
         else:  # the microbatch is done with, or never kept anything
             if key in held:
-                peak = max(peak, total + size.remade_bytes)
-            total -= held.pop(key, 0)
+                remade += size.remade_bytes
+                peak = max(peak, total + remade)
+            freed += held.pop(key, 0)
             continue
         held[key] = held.get(key, 0) + more
         total += more
@@ -56,7 +58,7 @@ def activation_peaks(
     """Per rank, :func:`peak_bytes` of a schedule or program."""
     if isinstance(schedule, Program):
         ranks: Sequence[Sequence[Task]] = [
-            [Task(i.stage, i.microbatch, i.op) for i in rank if i.op in COMPUTE]
+            [Task(i.stage, i.microbatch, i.op, i.turn) for i in rank if i.op in COMPUTE]
             for rank in schedule.ranks
         ]
     else:

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from random_plans import costs_of, plans, profiled_plans, steps
 
 from raymm.scheduler.graph import ModuleGraph, ModuleNode
+from raymm.scheduler.list_schedule import Task
 from raymm.scheduler.lower import full_program, iteration_time, lower
+from raymm.scheduler.memory import activation_peaks, peak_bytes
 from raymm.scheduler.plan import SCHEDULES, Plan, PlanError, Stage
 from raymm.scheduler.program import (
     BACKWARDS,
@@ -25,11 +27,13 @@ from raymm.scheduler.program import (
     check_program,
 )
 from raymm.scheduler.simulate import simulate
+from raymm.scheduler.stage_costs import StageCost
 from raymm.scheduler.timeline import Span, Timeline, chrome_trace
 
 # Of random plans; each is scheduled several times over.
 EXAMPLES = 40
 
+F, B = Op.FORWARD, Op.BACKWARD
 HALVES = {"vision": 0.5, "audio": 0.5}
 
 
@@ -234,10 +238,25 @@ def test_lowering_predicts_what_the_simulator_finds(data):
     assert iteration_time(plan, costs) == simulate(program, costs).makespan
 
 
+def test_modules_of_a_turn_hold_their_memory_at_the_same_time():
+    def sizes(activation, remade):
+        return StageCost(0, 0, 0, activation_bytes=activation, remade_bytes=remade)
+
+    of_stage = {"a.0": sizes(4, 1), "b.0": sizes(6, 2)}
+
+    def tasks(*turns):
+        return [
+            Task(stage, 0, op, turn)
+            for op, turn in zip((F, B), turns, strict=True) for stage in of_stage
+        ]
+
+    assert peak_bytes(tasks(0, 1), of_stage) == 4 + 6 + 1 + 2
+    assert peak_bytes(tasks(0, -1), of_stage) == 4 + 6 + 1  # then 6 + 2
+    program = Program((tuple(Instruction(t.op, t.stage, 0, turn=t.turn) for t in tasks(0, 1)),))
+    assert activation_peaks(colocated(), program, of_stage) == (13,)
+
+
 # -- programs that cannot run ---------------------------------------------------------------
-
-F, B = Op.FORWARD, Op.BACKWARD
-
 
 @pytest.mark.parametrize(
     ("instructions", "why"),
