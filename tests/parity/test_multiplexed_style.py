@@ -180,9 +180,9 @@ def test_mixed_precision(gpus):
     model = MultimodalModule(
         {"vision": ModalityModule(siglip(), "mlp", frozen=True)}, ModalityModule(build(llama()))
     )
-    oracle = oracle_of(model)
     mapping = mapping_of({"vision": ((0, 1), 6)}, {"llm": ((0, 1), 10)})
     running = gpus(model, mapping, precision="bf16")
+    oracle = oracle_of(model)  # loads the encoder, which is a live module then
     one = [batch([5, 7, 6], 3, vision=[0, 0, 2]), batch([4], 4)]
     loss = oracle.loss(one)
     loss.backward()

@@ -3,14 +3,27 @@
 import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import STEPS
 from processes import descendants, end_group, titles, wait_until
 from safetensors.torch import load_file
-from tiny_run import change, checkpoint_tensors, curve, heldout_rows, settings, start, write_config
+from tiny_run import (
+    LLAMA,
+    SIGLIP,
+    change,
+    checkpoint_tensors,
+    curve,
+    heldout_rows,
+    settings,
+    start,
+    write_config,
+)
+from transformers import LlamaConfig, SiglipVisionConfig
 
+import raymm as public
 from raymm.checkpoint import CheckpointStore, read_manifest
 from raymm.metrics import read_metrics
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
@@ -168,7 +181,7 @@ def test_options_of_pipelines_are_refused(raymm, make_config, tmp_path, mapping,
 
 
 def test_a_damaged_mapping_names_its_field(raymm, make_config, tmp_path, mapping, no_new_actors):
-    data = json.loads(open(mapping).read())
+    data = json.loads(Path(mapping).read_text())
     data["stages"][1]["placements"][0]["quota"] = 11
     (tmp_path / "mapping.json").write_text(json.dumps(data))
     code, printed = raymm("train", make_config({"parallel": {"plan": mapping}}))
@@ -187,6 +200,35 @@ def test_raymm_plans_in_the_style_that_is_asked_for(raymm, make_config, tmp_path
     assert code == 0 and said in text
     plan = read_manifest(CheckpointStore(tmp_path / "run").latest()).plan
     assert style == "auto" or plan["style"] == "multiplexed" and plan["gpus"] == 2
+
+
+def test_a_trainer_takes_a_mapping_and_batches_in_memory(ray_cluster, tmp_path, mapping):
+    """A batch, and microbatches of which one has no image; the first losses are the model's."""
+    model = public.MultimodalModule(
+        {"vision": public.ModalityModule(SiglipVisionConfig(**without_type(SIGLIP)), "mlp")},
+        LlamaConfig(**without_type(LLAMA)),
+    )
+    torch.manual_seed(0)
+    ids = torch.randint(5, 20, (3, 6))
+    text = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    images = {"pixel_values": torch.randn(2, 3, 8, 8), "sample_index": torch.tensor([0, 2])}
+    batches = [{**text, "vision": images}, [{**text, "vision": images}, text]]
+    trainer = public.Trainer(
+        model, Mapping.from_json(Path(mapping).read_text()), batches,
+        public.RunConfig(storage_path=str(tmp_path / "run"), steps=2, device="cpu"),
+        optimizer=public.OptimizerConfig(lr=0.0), resources=public.RankResources(cpus=0.25),
+    )
+    history = trainer.fit().history
+    assert trainer.plan.gpus == 2 and [row["label_tokens"] for row in history] == [15, 30]
+    for row, batch in zip(history, batches, strict=True):
+        parts = batch if isinstance(batch, list) else [batch]
+        due = sum(model(**part, label_tokens=row["label_tokens"]).item() for part in parts)
+        assert row["loss"] == pytest.approx(due, rel=1e-5)
+
+
+def without_type(values):
+    """Of a configuration of the file, what its class takes."""
+    return {name: value for name, value in values.items() if name != "model_type"}
 
 
 def test_a_style_is_for_plans_that_raymm_makes(
