@@ -16,12 +16,14 @@ from raymm.actors.gradient_reduction import GradientReduction, Holder, SharedPar
 from raymm.actors.module_state import may_draw
 from raymm.actors.quota import (
     AccountingBackend,
+    CudaBackend,
     EmulatedBackend,
     EmulatedModule,
     ModuleError,
     Multiprocessors,
     QuotaError,
 )
+from raymm.actors.quota.accounting import AccountedStream
 from raymm.actors.stages.message import Message
 from raymm.scheduler.graph import ModuleGraph, ModuleNode
 from raymm.scheduler.lower import lower
@@ -112,6 +114,7 @@ def step(plan, present, colocation=None, parts=None, reduction=None, training=Tr
     executor = Executor(
         parts, plan.stage_edges, {}, {}, {}, timeout=timedelta(seconds=30), colocation=colocation,
         reduction=None if reduction is None else reduction(parts),
+        device=next(parts["llm.0"].parameters()).device,
     )
     program = executor.compile(lower(plan, present).ranks[0])
     keys = tuple(range(len(present)))
@@ -258,6 +261,109 @@ def _by_autograd(parts):
     return losses, {
         (name, key): p.grad for name, part in parts.items() for key, p in part.named_parameters()
     }
+
+
+# -- streams --------------------------------------------------------------------------------
+
+
+class LoggedStream(AccountedStream):
+    """A stream that writes down what it is told. Events are (stream, number)."""
+
+    def __init__(self, name, log, partition=None, account=None) -> None:
+        super().__init__(partition, account)
+        self.name, self.log, self.events = name, log, 0
+
+    def record(self):
+        self.events += 1
+        self.log.append((self.name, "record", self.events))
+        return self.name, self.events
+
+    def wait(self, event):
+        self.log.append((self.name, "wait", event))
+
+    def keep(self, tensors):
+        self.log.append((self.name, "keep", {t.data_ptr() for t in tensors}))
+
+
+class LoggedBackend(AccountingBackend):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[tuple] = []
+        self.main = LoggedStream("main", self.log)
+
+    def create(self, partition, neighbours=()):
+        return LoggedStream(partition.module, self.log, partition, self.account)
+
+    def current(self):
+        return self.main
+
+
+def test_turns_fork_from_the_ranks_stream_and_join_it():
+    """Every turn: modules wait for what the rank's stream was given and keep what others made;
+    then that stream waits for them and keeps what they made. (A GPU's streams promise no order
+    and no memory beyond that.)"""
+    plan = sleepers(frozen=False)[0]  # one stage each, so that all encoders' work is in turns
+    backend = LoggedBackend()
+    colocation = Colocation(plan.quotas(0), backend, 30.0)
+    backend.log.clear()
+    inputs = inputs_of(plan, BOTH)
+    made: dict[str, list[int]] = {"vision.0": [], "audio.0": []}
+    parts = parts_of(plan)
+    for name, pointers in made.items():
+        run = parts[name].run
+
+        def noted(*args, run=run, pointers=pointers):
+            message = run(*args)
+            pointers.append(message.tensors[0].data_ptr())
+            return message
+
+        parts[name].run = noted
+    step(plan, BOTH, colocation, parts, inputs=inputs)
+    log = backend.log
+    forks = [i for i, entry in enumerate(log) if entry[:2] == ("main", "record")]
+    assert len(forks) == 2 * MICROBATCHES
+    for begin, after in itertools.pairwise([*forks, len(log)]):
+        turn = log[begin:after]
+        modules = {name for name, *_ in turn} - {"main"}
+        assert modules <= set(QUOTAS) and modules
+        for module in modules:
+            what = [(kind, value) for name, kind, value in turn if name == module]
+            assert what[0] == ("wait", ("main", turn[0][2]))
+            event = next(value for kind, value in what if kind == "record")
+            assert ("main", "wait", (module, event)) in turn
+    kept = {name: set() for name in ("main", *QUOTAS)}
+    for name, kind, value in log:
+        if kind == "keep":
+            kept[name] |= value
+    for module in QUOTAS:
+        assert {row["x"].data_ptr() for row in inputs[f"{module}.0"]} <= kept[module]
+    assert set(made["vision.0"]) | set(made["audio.0"]) <= kept["main"]
+    colocation.close()
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@needs_gpu
+@pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=["1f1b", "recompute"])
+def test_on_green_contexts(options):
+    """The same losses and gradients as on the whole device, on a GPU (without dropout and batch
+    norm's order of sums they are equal to rounding)."""
+    found = []
+    for quotas in (QUOTAS, {}):
+        plan = plan_of(quotas, **options)
+        parts = {name: part.cuda() for name, part in parts_of(plan).items()}
+        rows = {
+            name: [{"x": row["x"].cuda()} for row in of_stage]
+            for name, of_stage in inputs_of(plan, BOTH).items()
+        }
+        backend = CudaBackend() if quotas else None
+        colocation = Colocation(quotas, backend, 60.0) if quotas else None
+        found.append(step(plan, BOTH, colocation, parts, inputs=rows))
+    (losses, gradients, *_), (due, their_gradients, *_) = found
+    assert losses == pytest.approx(due, rel=1e-5)
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(gradient, their_gradients[key], rtol=1e-5, atol=1e-6)
 
 
 # -- what goes wrong ------------------------------------------------------------------------
