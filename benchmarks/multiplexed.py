@@ -31,11 +31,11 @@ from raymm.scheduler.multiplex.solve import solve
 SAMPLES, WIDTH = 16, 8
 
 
-def plans(problem: MappingProblem) -> dict[str, Mapping]:
-    """Ours and the baselines'."""
+def plans(shape: Shape, problem: MappingProblem) -> dict[str, Mapping]:
+    """Ours and the baselines'; Spindle's slices are whole layers."""
     return {
         "raymm": solve(problem), "megatron": megatron(problem), "distmm": distmm(problem),
-        "spindle": spindle(problem),
+        "spindle": spindle(problem, layers=shape.layers),
     }
 
 
@@ -64,7 +64,7 @@ def measure(shape: Shape, iterations: int) -> dict[str, Any]:
     problem = shape.problem()
     rows: dict[str, Any] = {}
     group = None
-    for name, mapping in plans(problem).items():
+    for name, mapping in plans(shape, problem).items():
         row: dict[str, Any] = {"predicted": mapping.seconds, "stages": len(mapping.stages)}
         for mode, lockstep in (("lockstep", True), ("free", False)):
             running = started(shape, problem, mapping, lockstep, group)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Mapping as ByName
 from collections.abc import Sequence
 
 import numpy as np
@@ -61,22 +62,38 @@ def distmm(problem: MappingProblem) -> Mapping:
     return Mapping(problem.gpus, problem.steps, tuple(stages), 0.0, "DistMM")
 
 
-def spindle(problem: MappingProblem, slices: int = SPINDLE_SLICES) -> Mapping:
+def spindle(
+    problem: MappingProblem, slices: int = SPINDLE_SLICES, layers: ByName[str, int] | None = None
+) -> Mapping:
     """Waves of slices: every module's work is cut into slices, and each wave gives whole GPUs to
     some modules for as many slices as fit into its span.
+
+    A slice is some consecutive layers of a module, so that there are no more of them than layers
+    (in Spindle, a slice is a part of a chain of like operators); a module of four layers can be cut
+    in three places.
 
     Per level: the time C in which all could end together if GPUs were divisible; each module gets
     slices at the two degrees around its share, so that they add up to C; waves are then filled
     with the longest work left, GPUs left over go to who gains most, and a wave ends with whoever
     ends first.
 
+    Args:
+        problem: what to map.
+        slices: of every module whose layers are not known.
+        layers: of modules, by name.
+
     Raises:
-        MultiplexError: slices below 1, or a module that fits no whole GPU.
+        MultiplexError: slices or layers below 1, or a module that fits no whole GPU.
     """
     whole(slices, "slices", 1)
+    parts = [slices if layers is None else layers.get(name, slices) for name in problem.names]
+    for name, count in zip(problem.names, parts, strict=True):
+        whole(count, f"layers of {name}", 1)
+    slices = math.lcm(*parts)
+    units = [slices // count for count in parts]
     stages: list[MultiplexStage] = []
     for level in problem.levels:
-        stages += _waves(problem, list(bits(level)), slices)
+        stages += _waves(problem, list(bits(level)), slices, units)
     return Mapping(problem.gpus, problem.steps, tuple(stages), 0.0, "Spindle", slices)
 
 
@@ -147,7 +164,9 @@ def _divisible(problem: MappingProblem, modules: list[int]) -> dict[int, float]:
     return {m: share(m, high) for m in modules}
 
 
-def _waves(problem: MappingProblem, modules: list[int], slices: int) -> list[MultiplexStage]:
+def _waves(
+    problem: MappingProblem, modules: list[int], slices: int, units: Sequence[int]
+) -> list[MultiplexStage]:
     seconds = _whole(problem)
     for m in modules:
         if not np.isfinite(seconds[m]).any():
@@ -164,19 +183,19 @@ def _waves(problem: MappingProblem, modules: list[int], slices: int) -> list[Mul
             part = (shares[m] - problem.degrees[lower]) / (
                 problem.degrees[upper] - problem.degrees[lower]
             )
-        above = round(slices * part)
+        above = round(slices // units[m] * part) * units[m]
         left[m, lower] = slices - above
         if above:
             left[m, upper] = left.get((m, upper), 0) + above
     left = {key: count for key, count in left.items() if count}
     stages = []
     while left:
-        stages.append(_wave(problem, left, slices))
+        stages.append(_wave(problem, left, slices, units))
     return stages
 
 
 def _wave(
-    problem: MappingProblem, left: dict[tuple[int, int], int], slices: int
+    problem: MappingProblem, left: dict[tuple[int, int], int], slices: int, units: Sequence[int]
 ) -> MultiplexStage:
     """Fill the GPUs with the longest work left and take what it does out of ``left``."""
     seconds = _whole(problem)
@@ -205,10 +224,11 @@ def _wave(
         degree[m] += 1
     slice_seconds = {m: seconds[m, j] / slices for m, j in degree.items()}
     span = min(slice_seconds[m] * left[m, chosen[m]] for m in chosen)
-    span = max(span, max(slice_seconds.values()))
+    span = max(span, max(seconds * units[m] for m, seconds in slice_seconds.items()))
     counts = []
     for m, j in chosen.items():
-        count = min(left[m, j], max(1, int(span / slice_seconds[m] * (1 + 1e-9))))
+        layers = max(1, int(span / (slice_seconds[m] * units[m]) * (1 + 1e-9)))
+        count = min(left[m, j], layers * units[m])
         counts.append(count)
         left[m, j] -= count
         if not left[m, j]:

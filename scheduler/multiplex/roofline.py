@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from raymm.scheduler.multiplex.strict_json import number, text, whole
 from raymm.scheduler.multiplex.surface import ScalingSurface
 
-# How smooth the roofline's ridge is: seconds = (compute^p + memory^p)^(1/p).
+# How smooth the roofline's ridge is by default: seconds = (compute^p + memory^p)^(1/p).
 RIDGE = 4.0
 
 
@@ -27,6 +27,10 @@ class ModuleWork:
         saturation: share of multiprocessors that reaches the full memory bandwidth.
         state_bytes: on every GPU, whatever the degree: parameters, gradients, optimizer.
         activation_bytes: of the whole batch.
+        ridge: how smooth the roofline's ridge is, p in ``(compute^p + memory^p)^(1/p)``. Large:
+            arithmetic and traffic overlap, as within one kernel. 1: they do not, as where kernels
+            that do much arithmetic (products) and kernels that move data (norms, softmax,
+            activation functions) take turns.
 
     Raises:
         MultiplexError: naming the field that does not fit.
@@ -41,11 +45,13 @@ class ModuleWork:
     saturation: float = 0.4
     state_bytes: int = 0
     activation_bytes: int = 0
+    ridge: float = RIDGE
 
     def __post_init__(self) -> None:
         text(self.name, "work.name")
         for field in ("compute_seconds", "memory_seconds", "parallel"):
             number(getattr(self, field), f"{self.name}.{field}", 0.0, above=True)
+        number(self.ridge, f"{self.name}.ridge", 1.0)
         for field in ("fixed_seconds", "reduce_seconds"):
             number(getattr(self, field), f"{self.name}.{field}", 0.0)
         number(self.saturation, f"{self.name}.saturation", 0.0, 1.0, above=True)
@@ -57,7 +63,7 @@ class ModuleWork:
         compute = self.compute_seconds / degree / min(share, self.parallel / degree, 1.0)
         memory = self.memory_seconds / degree / min(share / self.saturation, 1.0)
         return (
-            (compute**RIDGE + memory**RIDGE) ** (1 / RIDGE)
+            (compute**self.ridge + memory**self.ridge) ** (1 / self.ridge)
             + self.fixed_seconds + self.reduce_seconds * (degree - 1) / degree
         )
 

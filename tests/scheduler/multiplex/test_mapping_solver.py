@@ -243,3 +243,17 @@ def test_baselines_are_mappings_and_not_better(kind: str, modules: int, gpus: in
 def test_baselines_of_any_problem(problem) -> None:
     for baseline in (megatron, distmm, spindle):
         baseline(problem).check(problem)
+
+
+def test_spindle_slices_are_whole_layers() -> None:
+    problem = random_problem(1, "star", 7, 8)
+    layers = {name: (1, 2, 3, 4, 6, 8, 36)[m] for m, name in enumerate(problem.names)}
+    made = spindle(problem, layers=layers)
+    made.check(problem)
+    assert made.slices == 72
+    for stage in made.stages:
+        for one in stage.placements:
+            assert one.slices % (made.slices // layers[one.module]) == 0
+    with pytest.raises(MultiplexError, match="layers of m0 is 0"):
+        spindle(problem, layers={"m0": 0})
+    assert spindle(problem, 1).slices == 1
