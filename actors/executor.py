@@ -13,6 +13,12 @@ import torch
 
 from raymm.actors.channel import RecvChannel, SendChannel, reporting_lost_processes
 from raymm.actors.colocation import Colocation
+from raymm.actors.compiled_program import (
+    CompiledProgram,
+    Task,
+    between_modules,
+    compile_program,
+)
 from raymm.actors.gradient_reduction import GradientReduction
 from raymm.actors.module_state import evaluating, inputs_unchanged, statistics_kept
 from raymm.actors.quota import Work
@@ -21,10 +27,8 @@ from raymm.actors.split_backward import DeferredWeights, backward_input
 from raymm.actors.stages.message import Message, MicrobatchContext
 from raymm.actors.stages.source import derive_seed
 from raymm.actors.step_clock import StepClock, step_clock
-from raymm.scheduler.program import BACKWARDS, COMPUTE, FORWARDS, Instruction, Op, turn_end
+from raymm.scheduler.program import COMPUTE, FORWARDS, Instruction, Op
 from raymm.scheduler.stage import stage_module
-
-_SENDS_GRADIENTS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT})
 
 
 class StageModule(Protocol):
@@ -85,31 +89,10 @@ class StepResult:
     peak_bytes: int = 0
 
 
-class _Task(NamedTuple):
-    """An instruction with everything resolved that does not change from step to step."""
-
-    op: Op
-    stage: str
-    microbatch: int
-    peer: str
-    producers: tuple[tuple[str, str, bool], ...] = ()  # (stage, name in received, needs grad)
-    consumers: tuple[str, ...] = ()  # who gets what this produces
-    last: bool = False  # the stage's parameters get no more gradients in this step
-    turn: int = -1
-    quota: float = 1.0
-
-    def messages(self, step: _Step) -> list[Message]:
-        """What is there of what it hands on and gets, on all its edges."""
-        peers = (*self.consumers, *(src for src, *_ in self.producers))
-        edges = [e for peer in peers for e in ((self.stage, peer), (peer, self.stage))]
-        found = (step.mailbox.get((*edge, self.microbatch)) for edge in edges)
-        return [message for message in found if message is not None]
-
-
 class _Timed(NamedTuple):
     """A task that has run, between two marks of the step's clock."""
 
-    task: _Task
+    task: Task
     start: Any
     end: Any
 
@@ -138,19 +121,16 @@ class _Step:
     deferred: dict[tuple[str, int], DeferredWeights] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def stage_inputs(self, task: _Task) -> dict[str, Any] | None:
+    def stage_inputs(self, task: Task) -> dict[str, Any] | None:
         rows = self.inputs.get(task.stage)
         return rows[task.microbatch] if rows else None
 
-
-class CompiledProgram(NamedTuple):
-    """A rank's instructions, resolved, in turns (most are of one task, which has the device to
-    itself); per incoming edge the microbatches it carries; and, if gradients are reduced at its
-    end, the stages that have any."""
-
-    turns: tuple[tuple[_Task, ...], ...]
-    incoming: dict[tuple[str, str], tuple[int, ...]]
-    reduced: frozenset[str] | None
+    def messages(self, task: Task) -> list[Message]:
+        """What is there of what a task hands on and gets, on all its edges."""
+        peers = (*task.consumers, *(src for src, *_ in task.producers))
+        edges = [e for peer in peers for e in ((task.stage, peer), (peer, task.stage))]
+        found = (self.mailbox.get((*edge, task.microbatch)) for edge in edges)
+        return [message for message in found if message is not None]
 
 
 class Executor:
@@ -207,51 +187,7 @@ class Executor:
 
     def compile(self, instructions: Sequence[Instruction]) -> CompiledProgram:
         """Resolve a program once; it can then run any number of steps."""
-        instructions = [Instruction(Op(i[0]), *i[1:]) for i in instructions]
-        sends = {(i.stage, i.peer, i.microbatch) for i in instructions if i.op is Op.SEND}
-        recvs = {(i.peer, i.stage, i.microbatch) for i in instructions if i.op is Op.RECV}
-        forwards = {(i.stage, i.microbatch) for i in instructions if i.op in FORWARDS}
-        backwards = {(i.stage, i.microbatch) for i in instructions if i.op in _SENDS_GRADIENTS}
-        reduces = any(i.op is Op.REDUCE_TIED for i in instructions)
-        last = {i.stage: n for n, i in enumerate(instructions) if reduces and i.op in BACKWARDS}
-        tasks = []
-        incoming: dict[tuple[str, str], tuple[int, ...]] = {}
-        for number, i in enumerate(instructions):
-            producers: tuple[tuple[str, str, bool], ...] = ()
-            consumers: tuple[str, ...] = ()
-            if i.op is Op.RECV:
-                incoming[i.edge] = incoming.get(i.edge, ()) + (i.microbatch,)
-            elif i.op in COMPUTE:
-                m = i.microbatch
-                before = [
-                    src
-                    for src, dst in self._edges
-                    if dst == i.stage and ((src, dst, m) in recvs or (src, m) in forwards)
-                ]
-                producers = tuple(
-                    (src, _received_name(src, i.stage),
-                     (src, m) in backwards or (i.stage, src, m) in sends)
-                    for src in before
-                )
-                after = [
-                    dst
-                    for src, dst in self._edges
-                    if src == i.stage and ((src, dst, m) in sends or (dst, m) in forwards)
-                ]
-                consumers = tuple(after)
-            is_last = last.get(i.stage) == number
-            tasks.append(
-                _Task(
-                    i.op, i.stage, i.microbatch, i.peer, producers, consumers, is_last, i.turn,
-                    i.quota,
-                )
-            )
-        turns, index = [], 0
-        while index < len(tasks):
-            after = turn_end(tasks, index)
-            turns.append(tuple(tasks[index:after]))
-            index = after
-        return CompiledProgram(tuple(turns), incoming, frozenset(last) if reduces else None)
+        return compile_program(instructions, self._edges)
 
     def run(
         self,
@@ -303,7 +239,7 @@ class Executor:
         ]
         return result
 
-    def _run_alone(self, task: _Task, step: _Step, result: StepResult) -> None:
+    def _run_alone(self, task: Task, step: _Step, result: StepResult) -> None:
         reduction = self._reduction if task.last else None
         if reduction is not None and task.op is Op.BACKWARD:
             reduction.last_backward(task.stage)
@@ -313,14 +249,14 @@ class Executor:
                 reduction.finished(task.stage)
 
     def _run_side_by_side(
-        self, turn: Sequence[_Task], step: _Step, clock: StepClock
+        self, turn: Sequence[Task], step: _Step, clock: StepClock
     ) -> list[_Timed]:
         """A turn: every module's tasks in its thread, on its quota. What this thread issues
         afterwards (messages, sums of gradients, the optimizer's step) comes after all of it.
 
         Sums of gradients start here only: their hooks know one backward at a time.
         """
-        of_module: dict[str, list[_Task]] = {}
+        of_module: dict[str, list[Task]] = {}
         for task in turn:
             of_module.setdefault(stage_module(task.stage), []).append(task)
         works = {module: self._work(tasks, step, clock) for module, tasks in of_module.items()}
@@ -332,18 +268,18 @@ class Executor:
                     self._reduction.finished(task.stage)
         return timed
 
-    def _work(self, tasks: Sequence[_Task], step: _Step, clock: StepClock) -> Work:
+    def _work(self, tasks: Sequence[Task], step: _Step, clock: StepClock) -> Work:
         def run(*_: Any) -> tuple[list[_Timed], list[Message]]:
             timed = []
             for task in tasks:
                 start = clock.mark()
                 self._run_task(task, step, StepResult())
                 timed.append(_Timed(task, start, clock.mark()))
-            return timed, [message for task in tasks for message in task.messages(step)]
+            return timed, [message for task in tasks for message in step.messages(task)]
 
         # Named, so that they are kept for the module's stream: what other streams have made.
         consumes = [
-            (task.messages(step), step.stage_inputs(task),
+            (step.messages(task), step.stage_inputs(task),
              step.checkpoints.get((task.stage, task.microbatch)))
             for task in tasks
         ]  # fmt: skip
@@ -353,7 +289,7 @@ class Executor:
         )
         return Work(run, tuple(consumes), draws=draws)
 
-    def _run_task(self, task: _Task, step: _Step, result: StepResult) -> None:
+    def _run_task(self, task: Task, step: _Step, result: StepResult) -> None:
         m = task.microbatch
         if task.op is Op.RECV:
             edge = (task.peer, task.stage)
@@ -374,7 +310,7 @@ class Executor:
         else:
             self._collectives[task.op](result)
 
-    def _forward(self, task: _Task, step: _Step) -> None:
+    def _forward(self, task: Task, step: _Step) -> None:
         m = task.microbatch
         received = {src: step.mailbox.pop((src, task.stage, m)) for src, *_ in task.producers}
         if task.op is Op.FORWARD_CHECKPOINTED:
@@ -392,7 +328,7 @@ class Executor:
             step.mailbox[task.stage, dst, m] = handed
 
     def _run_stage(
-        self, task: _Task, step: _Step, received: dict[str, Message], with_grad: bool
+        self, task: Task, step: _Step, received: dict[str, Message], with_grad: bool
     ) -> tuple[dict[str, tuple[torch.Tensor, ...]], Message]:
         """A stage's forward. Returns the leaves that its backward computes gradients of, by
         producer, and the stage's output."""
@@ -416,7 +352,7 @@ class Executor:
             return leaves, stage.run(step.stage_inputs(task), named, context)
 
     @contextlib.contextmanager
-    def _seeded(self, task: _Task, meta: StepMeta) -> Iterator[None]:
+    def _seeded(self, task: Task, meta: StepMeta) -> Iterator[None]:
         """What a stage draws in training follows from the step, the stage and the microbatch.
         One that draws nothing leaves the generators alone: others may be using them."""
         if not self._stages[task.stage].training or self._draws[task.stage] is False:
@@ -431,7 +367,7 @@ class Executor:
         if before is not None:
             self._draws[task.stage] = generator_state() != before
 
-    def _backward(self, task: _Task, step: _Step) -> None:
+    def _backward(self, task: Task, step: _Step) -> None:
         m = task.microbatch
         leaves, output = step.saved.pop((task.stage, m))
         if self._has_consumer(task.stage):
@@ -454,7 +390,8 @@ class Executor:
         )
         for src, tensors in leaves.items():
             handed = tuple(next(ready) for _ in tensors)
-            if self._sum_gradient is not None and src in self._stages and _between(src, task.stage):
+            local = src in self._stages and between_modules(src, task.stage)
+            if self._sum_gradient is not None and local:
                 # Copies: a gradient may be what pass two of a split backward starts from.
                 handed = tuple(
                     self._sum_gradient(one.clone(memory_format=torch.contiguous_format))
@@ -474,13 +411,3 @@ class Executor:
 def _of_one_copy(stage: str) -> str:
     """``"vision.0@1"`` -> ``"vision.0"``: all copies of a stage draw the same numbers."""
     return re.sub(r"@\d+", "", stage)
-
-
-def _between(producer: str, consumer: str) -> bool:
-    """Whether two stages are of different modules."""
-    return stage_module(producer) != stage_module(consumer)
-
-
-def _received_name(producer: str, consumer: str) -> str:
-    """Messages from another module are known by the module's name."""
-    return stage_module(producer) if _between(producer, consumer) else producer

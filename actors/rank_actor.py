@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from raymm.actors.channel import Link, RecvChannel, SendChannel, reporting_lost_processes
 from raymm.actors.colocation import Colocation, default_backend
-from raymm.actors.executor import CompiledProgram, Executor, StepMeta, StepResult
+from raymm.actors.compiled_program import CompiledProgram
+from raymm.actors.executor import Executor, StepMeta, StepResult
 from raymm.actors.gradient_reduction import Family
 from raymm.actors.optimizer import Holdings, OptimizerConfig, RankOptimizer
 from raymm.actors.parameter_pieces import ChainPieces
