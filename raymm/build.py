@@ -18,7 +18,7 @@ from raymm.model import ModalityModule, MultimodalModule, module_graph
 from raymm.multimodal_graph import check_mapping
 from raymm.plan_check import check_fits, differences
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
-from raymm.scheduler.multiplex.strict_json import MultiplexError
+from raymm.scheduler.multiplex.strict_json import MultiplexError, json_value, read_file
 from raymm.scheduler.plan import Plan, PlanError
 from raymm.scheduler.planner import LAYERS
 from raymm.specs import MultimodalParallelSpec, ParallelSpec
@@ -187,7 +187,10 @@ def _plan_of_file(
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"parallel.plan is {path!r}; there is no such file")
-    text = file.read_text()
+    try:
+        text = read_file(file)
+    except MultiplexError as error:
+        raise ConfigError(f"parallel.plan: {error}") from None
     if has_placements(text):
         return _mapping_of(path, text, model)
     try:
@@ -211,9 +214,9 @@ def has_placements(text: str) -> bool:
     """Whether a file's text is of a multiplexed mapping, not of a plan. What is neither is for
     their readers to refuse."""
     try:
-        data = json.loads(text)
+        data = json_value(text, "plan")
         return "placements" in data["stages"][0]
-    except (ValueError, RecursionError, TypeError, LookupError):
+    except (ValueError, TypeError, LookupError):
         return False
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from rich.console import Console
@@ -131,9 +130,11 @@ def _options(args: argparse.Namespace, request):
 def has_surfaces(path: str) -> bool:
     """Whether a file is of scaling surfaces, not of layers. What is no such file at all is for
     its reader to refuse."""
+    from raymm.scheduler.multiplex.strict_json import MultiplexError, json_value, read_file
+
     try:
-        data = json.loads(Path(path).read_text())
-    except (OSError, ValueError, RecursionError):
+        data = json_value(read_file(path), path)
+    except MultiplexError:
         return False
     return isinstance(data, dict) and "surfaces" in data
 

@@ -32,10 +32,18 @@ from raymm.scheduler.multiplex.interference import Interference
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.multiplex.problem import MappingProblem
 from raymm.scheduler.multiplex.solve import solve
-from raymm.scheduler.multiplex.strict_json import MultiplexError, whole
+from raymm.scheduler.multiplex.strict_json import (
+    MOST_GPUS,
+    MOST_STEPS,
+    MultiplexError,
+    number,
+    read_file,
+    whole,
+)
 from raymm.scheduler.multiplex.surface import ScalingSurface, surfaces_from_json
 
 STEPS = 10
+MOST_GIB = 2**30  # bytes then fit into a word
 BASELINES = {"Megatron-LM": megatron, "DistMM": distmm, "Spindle": spindle}
 INTERFERENCES = {"bandwidth": BANDWIDTH_SHARES, "blind": Interference()}
 
@@ -224,7 +232,8 @@ def plan_shapes(
             much longer or shorter.
         notes: remarks to hand on.
     """
-    gpus, steps = whole(request.gpus, "gpus", 1), whole(request.steps, "steps", 1)
+    gpus = whole(request.gpus, "gpus", 1, MOST_GPUS)
+    steps = whole(request.steps, "steps", 1, MOST_STEPS)
     device, surfaces, dtype = request.device, request.surfaces, request.dtype
     notes = list(notes)
     if device is not None:
@@ -291,7 +300,7 @@ def read_surfaces(
         if not file.is_file():
             raise MultiplexError(f"surfaces is {str(surfaces)!r}; there is no such file")
         try:
-            surfaces = surfaces_from_json(file.read_text())
+            surfaces = surfaces_from_json(read_file(file))
         except MultiplexError as error:
             raise MultiplexError(f"{file}: {error}") from None
     named = {surface.name: surface for surface in surfaces}
@@ -327,7 +336,7 @@ def _interference(
             f"interference is {name!r}; accepted: {', '.join(INTERFERENCES)}, or a file"
         )
     try:
-        known = Interference.from_json(file.read_text())
+        known = Interference.from_json(read_file(file))
     except MultiplexError as error:
         raise MultiplexError(f"{file}: {error}") from None
     return known, f"of {file}: {_coefficients(known)}"
@@ -342,9 +351,7 @@ def _coefficients(known: Interference) -> str:
 
 def _limit(device: DeviceSpec | None, gib: float | None) -> int | None:
     if gib is not None:
-        if not gib > 0:
-            raise MultiplexError(f"memory_gib is {gib}; it must be above 0")
-        return int(gib * GIB)
+        return max(1, int(number(gib, "memory_gib", 0.0, MOST_GIB, above=True) * GIB))
     if device is None or device.name not in MULTIPROCESSORS:
         return None
     return int(MEMORY_SHARE * device.memory_bytes)

@@ -24,6 +24,7 @@ from raymm.model import (
     text_inputs,
 )
 from raymm.scheduler.costs import LayerCost, ProfileError
+from raymm.scheduler.multiplex.strict_json import MultiplexError, read_file
 from raymm.scheduler.profile_table import Measurement, ProfileTable
 from raymm.specs import MultimodalParallelSpec
 
@@ -137,8 +138,8 @@ def load_table(path: str | os.PathLike[str]) -> ProfileTable:
     if not file.is_file():
         raise ProfileError(f"profile is {str(path)!r}; there is no such file")
     try:
-        return ProfileTable.from_json(file.read_text())
-    except ProfileError as error:
+        return ProfileTable.from_json(read_file(file))
+    except (ProfileError, MultiplexError) as error:
         raise ProfileError(f"{path}: {error}") from None
 
 

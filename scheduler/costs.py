@@ -11,6 +11,7 @@ from typing import Any
 
 from raymm.scheduler.devices import DeviceError, Link, Links
 from raymm.scheduler.graph import ModuleGraph
+from raymm.scheduler.multiplex.strict_json import MultiplexError, json_value
 from raymm.scheduler.recomputation import KEEP, OPTIONS, LayerOption
 
 PROFILE_FORMAT = 1
@@ -30,9 +31,9 @@ def profile_data(text: str) -> Any:
         ProfileError: if it is none.
     """
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ProfileError(f"the profile is not JSON: {error}") from None
+        return json_value(text, "the profile")
+    except MultiplexError as error:
+        raise ProfileError(str(error)) from None
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 from raymm.scheduler.costs import CostProfile, ProfileError
 from raymm.scheduler.graph import ModuleGraph, ModuleNode
+from raymm.scheduler.multiplex.strict_json import MultiplexError, json_value
 from raymm.scheduler.plan_error import PlanError, check_number
 from raymm.scheduler.plan_json import graph_of, integers, only, policy_of, stage_of, typed
 from raymm.scheduler.policy import Policy
@@ -388,7 +389,9 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> Plan:
         try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError(f"plan is not JSON: {error}") from None
+            data = json_value(text, "plan")
+        except MultiplexError as error:
+            raise PlanError(str(error)) from None
+        if not isinstance(data, dict):
+            raise PlanError(f"plan is {data!r:.80}; it must be an object")
         return cls.from_dict(data)

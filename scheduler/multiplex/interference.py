@@ -25,6 +25,8 @@ INTERFERENCE_FORMAT = 1
 UNITS = ("relative", "seconds")
 COUPLINGS = ("product", "own")
 FORMS = ("blind", "additive", "full")
+# Nothing waits a billion times as long; beyond, sums and products leave the range of floats.
+MOST_COEFFICIENT = 1e9
 FIT_ROUNDS = 20
 FIT_CONVERGED = 1e-6
 
@@ -54,7 +56,10 @@ class Interference:
 
     def __post_init__(self) -> None:
         for name in ("constant", "additive", "product"):
-            object.__setattr__(self, name, number(getattr(self, name), f"interference.{name}"))
+            value = number(
+                getattr(self, name), f"interference.{name}", -MOST_COEFFICIENT, MOST_COEFFICIENT
+            )
+            object.__setattr__(self, name, value)
         for name, accepted in (("unit", UNITS), ("coupling", COUPLINGS)):
             if getattr(self, name) not in accepted:
                 raise MultiplexError(
@@ -124,12 +129,15 @@ class Colocation:
     def __post_init__(self) -> None:
         number(self.alone, "colocation.alone", 0.0, above=True)
         number(self.seconds, "colocation.seconds", 0.0, above=True)
-        if not self.bandwidths or not all(self.bandwidths):
+        groups = items(self.bandwidths, "colocation.bandwidths")
+        groups = [items(one, f"colocation.bandwidths[{g}]") for g, one in enumerate(groups)]
+        if not groups or not all(groups):
             raise MultiplexError(
-                f"colocation.bandwidths is {self.bandwidths}; it must have at least one GPU, and "
-                "at least the module itself on each"
+                f"colocation.bandwidths is {groups}; it must have at least one GPU, and at least "
+                "the module itself on each"
             )
-        for g, group in enumerate(self.bandwidths):
+        object.__setattr__(self, "bandwidths", tuple(map(tuple, groups)))
+        for g, group in enumerate(groups):
             for value in group:
                 number(value, f"colocation.bandwidths[{g}]", 0.0, 1.0)
 

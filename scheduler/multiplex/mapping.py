@@ -10,6 +10,8 @@ from typing import Any
 
 from raymm.scheduler.multiplex.problem import MappingProblem, bits
 from raymm.scheduler.multiplex.strict_json import (
+    MOST_GPUS,
+    MOST_STEPS,
     MultiplexError,
     items,
     members,
@@ -73,8 +75,8 @@ class Mapping:
     slices: int = 1
 
     def __post_init__(self) -> None:
-        whole(self.gpus, "gpus", 1)
-        whole(self.steps, "steps", 1)
+        whole(self.gpus, "gpus", 1, MOST_GPUS)
+        whole(self.steps, "steps", 1, MOST_STEPS)
         whole(self.slices, "slices", 1)
         number(self.bound, "bound", 0.0)
         text(self.method, "method")
@@ -85,6 +87,13 @@ class Mapping:
             if not stage.placements:
                 raise MultiplexError(f"stages[{s}].placements is empty; a stage has at least one")
             self._check_stage(s, stage)
+        # Where a baseline slices, it may be faster than all mappings of whole modules.
+        most = self.seconds * (1 + SECONDS_TOLERANCE)
+        if self.slices == 1 and 0 < self.seconds and self.bound > most:
+            raise MultiplexError(
+                f"bound is {self.bound}, above the {self.seconds} that stages[].seconds add up "
+                "to; no mapping takes less than its bound"
+            )
 
     def _check_stage(self, s: int, stage: MultiplexStage) -> None:
         used = [0] * self.gpus

@@ -9,7 +9,14 @@ from functools import cached_property
 import numpy as np
 
 from raymm.scheduler.multiplex.interference import Interference
-from raymm.scheduler.multiplex.strict_json import MultiplexError, text, whole
+from raymm.scheduler.multiplex.strict_json import (
+    MOST_GPUS,
+    MOST_STEPS,
+    MultiplexError,
+    items,
+    text,
+    whole,
+)
 from raymm.scheduler.multiplex.surface import ScalingSurface
 
 # Sets of modules are bits of an int64.
@@ -51,10 +58,11 @@ class MappingProblem:
     allowed: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "surfaces", tuple(self.surfaces))
-        object.__setattr__(self, "edges", tuple((a, b) for a, b in self.edges))
-        whole(self.gpus, "gpus", 1)
-        whole(self.steps, "steps", 1)
+        for name in ("surfaces", "edges"):
+            object.__setattr__(self, name, tuple(items(getattr(self, name), name)))
+        self._check_types()
+        whole(self.gpus, "gpus", 1, MOST_GPUS)
+        whole(self.steps, "steps", 1, MOST_STEPS)
         if self.memory_bytes is not None:
             whole(self.memory_bytes, "memory_bytes", 1)
         if self.memory_over not in MEMORY_OVER:
@@ -86,6 +94,23 @@ class MappingProblem:
                     f"memory_bytes is {self.memory_bytes}, but module {name!r} needs at least "
                     f"{least} bytes on every GPU, at any degree up to {self.gpus}"
                 )
+
+    def _check_types(self) -> None:
+        for i, surface in enumerate(self.surfaces):
+            if not isinstance(surface, ScalingSurface):
+                raise MultiplexError(
+                    f"surfaces[{i}] is {surface!r:.80}; it must be a ScalingSurface"
+                )
+        for i, edge in enumerate(self.edges):
+            if not isinstance(edge, tuple | list) or len(edge) != 2:
+                raise MultiplexError(
+                    f"edges[{i}] is {edge!r:.80}; it must be a pair, (producer, consumer)"
+                )
+        object.__setattr__(self, "edges", tuple(map(tuple, self.edges)))
+        if not isinstance(self.interference, Interference):
+            raise MultiplexError(
+                f"interference is {self.interference!r:.80}; it must be an Interference"
+            )
 
     @cached_property
     def names(self) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from raymm.scheduler.multiplex.sequences import (
     total_seconds,
 )
 from raymm.scheduler.multiplex.stage_evaluation import Interrupted, StageEvaluator
-from raymm.scheduler.multiplex.strict_json import MultiplexError, whole
+from raymm.scheduler.multiplex.strict_json import MultiplexError, number, whole
 
 STRATEGIES = ("auto", "greedy", "greedy_cp_sat", "exact", "local_search")
 
@@ -101,15 +102,15 @@ def solve(
     Raises:
         MultiplexError: an unknown strategy or a negative seed or deadline.
     """
+    if not isinstance(problem, MappingProblem):
+        raise MultiplexError(f"problem is {problem!r:.80}; it must be a MappingProblem")
     if strategy not in STRATEGIES:
         raise MultiplexError(
             f"strategy is {strategy!r:.80}; accepted: {', '.join(STRATEGIES)}"
         )
     whole(seed, "seed")
-    if deadline_seconds is not None and not deadline_seconds >= 0:
-        raise MultiplexError(
-            f"deadline_seconds is {deadline_seconds!r:.80}; it must be a number, at least 0"
-        )
+    if deadline_seconds is not None and deadline_seconds != math.inf:
+        number(deadline_seconds, "deadline_seconds", 0.0)
     until = None if deadline_seconds is None else time.monotonic() + deadline_seconds
 
     def stopped() -> bool:

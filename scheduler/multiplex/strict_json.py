@@ -5,43 +5,116 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+# Whole numbers fit into a word of 64 bits, and products of others still are numbers.
+MOST_WHOLE = 2**63 - 1
+MOST_NUMBER = 1e100
+# Objects and lists in each other; nothing that is read here has more than ten.
+MOST_DEPTH = 50
+# Tables have an entry per GPU and per step of its quota.
+MOST_GPUS = 2**16
+MOST_STEPS = 10_000
 
 
 class MultiplexError(ValueError):
     """Something that cannot be planned: names the field, its value and what is accepted."""
 
 
-def parsed(text: str, what: str, version: int, fields: Sequence[str]) -> dict[str, Any]:
-    """The object in a text that has ``format`` = ``version`` and exactly the given fields.
+def read_file(path: str | Path) -> str:
+    """The text of a file, which must be UTF-8; a byte order mark is left out.
+
+    Raises:
+        MultiplexError: it is in another encoding, or cannot be read; names the file.
+    """
+    try:
+        return Path(path).read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise MultiplexError(f"{path} is not UTF-8: {error}") from None
+    except OSError as error:
+        raise MultiplexError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def json_value(source: str, what: str) -> Any:
+    """What a JSON text says, without what readers disagree on: no object has a field twice, and
+    nothing is nested deeper than :data:`MOST_DEPTH`.
+
+    Raises:
+        MultiplexError: no such text.
+    """
+    try:
+        data = json.loads(source, object_pairs_hook=lambda pairs: _once(pairs, what))
+    except MultiplexError:
+        raise
+    except RecursionError:
+        raise MultiplexError(_too_deep(what)) from None
+    except ValueError as error:  # also a number of thousands of digits
+        raise MultiplexError(f"{what} is not JSON: {error}") from None
+    level = [data]
+    for _ in range(MOST_DEPTH + 1):
+        level = [
+            inner for one in level if isinstance(one, dict | list)
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]
+    if level:
+        raise MultiplexError(_too_deep(what))
+    return data
+
+
+def _too_deep(what: str) -> str:
+    return f"{what} has lists and objects nested deeper than {MOST_DEPTH}"
+
+
+def _once(pairs: list[tuple[str, Any]], what: str) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise MultiplexError(f"{what} has the field {twice!r:.80} more than once in an object")
+    return found
+
+
+def parsed(
+    source: str, what: str, version: int, fields: Sequence[str], optional: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The object in a text that has ``format`` = ``version``, exactly the given fields, and any
+    of the optional ones.
 
     Raises:
         MultiplexError: no JSON, another format, a field too few or too many.
     """
-    try:
-        data = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise MultiplexError(f"{what} is not JSON: {error}") from error
-    members(data, what, ("format", *fields))
+    data = members(json_value(source, what), what, ("format", *fields), optional)
     if type(data["format"]) is not int or data["format"] != version:
-        raise MultiplexError(f"{what}.format is {data['format']!r}; accepted: {version}")
+        raise MultiplexError(f"{what}.format is {shown(data['format'])}; accepted: {version}")
     return data
 
 
-def members(data: Any, where: str, fields: Sequence[str]) -> dict[str, Any]:
-    """The object itself, if it has exactly the given fields.
+def members(
+    data: Any, where: str, fields: Sequence[str], optional: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The object itself, if it has exactly the given fields, and any of the optional ones.
 
     Raises:
         MultiplexError: it is no object, or has a field too few or too many.
     """
     if not isinstance(data, dict):
-        raise MultiplexError(f"{where} is {data!r:.80}; it must be an object")
+        raise MultiplexError(f"{where} is {shown(data)}; it must be an object")
     for name in fields:
         if name not in data:
             raise MultiplexError(f"{where} has no field {name!r}; needed: {', '.join(fields)}")
-    if unknown := sorted(set(data) - set(fields)):
-        raise MultiplexError(f"{where} has unknown fields {unknown}; accepted: {', '.join(fields)}")
+    if unknown := sorted(set(data) - {*fields, *optional}):
+        accepted = ", ".join((*fields, *optional))
+        raise MultiplexError(f"{where} has unknown fields {unknown}; accepted: {accepted}")
     return data
+
+
+def shown(value: Any) -> str:
+    """A value as an error message has it."""
+    try:
+        return f"{value!r:.80}"
+    except ValueError:  # Python prints no number of thousands of digits
+        return "a number of thousands of digits"
 
 
 def items(value: Any, where: str) -> list[Any]:
@@ -51,7 +124,7 @@ def items(value: Any, where: str) -> list[Any]:
         MultiplexError: it is none.
     """
     if not isinstance(value, list | tuple):
-        raise MultiplexError(f"{where} is {value!r:.80}; it must be a list")
+        raise MultiplexError(f"{where} is {shown(value)}; it must be a list")
     return list(value)
 
 
@@ -62,7 +135,7 @@ def text(value: Any, where: str) -> str:
         MultiplexError: it is none, or empty.
     """
     if not isinstance(value, str) or not value:
-        raise MultiplexError(f"{where} is {value!r:.80}; it must be a text that is not empty")
+        raise MultiplexError(f"{where} is {shown(value)}; it must be a text that is not empty")
     return value
 
 
@@ -70,11 +143,15 @@ def whole(value: Any, where: str, least: int = 0, most: int | None = None) -> in
     """The whole number itself.
 
     Raises:
-        MultiplexError: it is none, or outside ``least`` to ``most``.
+        MultiplexError: it is none, or outside ``least`` to ``most`` (if not given,
+            :data:`MOST_WHOLE`).
     """
-    if type(value) is not int or value < least or (most is not None and value > most):
-        accepted = f"at least {least}" if most is None else f"from {least} to {most}"
-        raise MultiplexError(f"{where} is {value!r:.80}; it must be a whole number {accepted}")
+    if type(value) is not int or not least <= value <= (MOST_WHOLE if most is None else most):
+        above = type(value) is int and value > MOST_WHOLE
+        accepted = f"from {least} to {most}"
+        if most is None:
+            accepted = f"from {least} to {MOST_WHOLE}" if above else f"at least {least}"
+        raise MultiplexError(f"{where} is {shown(value)}; it must be a whole number {accepted}")
     return value
 
 
@@ -84,15 +161,17 @@ def number(
     """The number as a float.
 
     Raises:
-        MultiplexError: it is none, not finite, or outside ``least`` (exclusive if ``above``) to
-            ``most``.
+        MultiplexError: it is none, not finite, outside ``least`` (exclusive if ``above``) to
+            ``most``, or further from 0 than :data:`MOST_NUMBER`.
     """
     plain = isinstance(value, int | float) and not isinstance(value, bool)
-    if plain and math.isfinite(value) and least <= value <= most and not (above and value == least):
+    # Comparisons hold for whole numbers that are too large for a float, too.
+    finite = plain and -MOST_NUMBER <= value <= MOST_NUMBER
+    if finite and least <= value <= most and not (above and value == least):
         return float(value)
     accepted = "finite"
     if least > -math.inf:
         accepted += f", {'above' if above else 'at least'} {least:g}"
-    if most < math.inf:
-        accepted += f", at most {most:g}"
-    raise MultiplexError(f"{where} is {value!r:.80}; it must be a number, {accepted}")
+    if most < math.inf or (plain and not finite and value == value and abs(value) != math.inf):
+        accepted += f", at most {min(most, MOST_NUMBER):g}"
+    raise MultiplexError(f"{where} is {shown(value)}; it must be a number, {accepted}")

@@ -16,6 +16,7 @@ import numpy as np
 
 from raymm.scheduler.multiplex.isotonic import nearest_falling
 from raymm.scheduler.multiplex.strict_json import (
+    MOST_STEPS,
     MultiplexError,
     items,
     members,
@@ -26,6 +27,8 @@ from raymm.scheduler.multiplex.strict_json import (
 )
 
 SURFACES_FORMAT = 1
+# Of a replica; sums over all modules of a GPU then fit into a word.
+MOST_BYTES = 2**53
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class ScalingSurface:
 
     def __post_init__(self) -> None:
         name = text(self.name, "surface.name")
-        whole(self.steps, f"{name}.steps", 1)
+        whole(self.steps, f"{name}.steps", 1, MOST_STEPS)
         for field, most in (("degrees", None), ("quotas", self.steps)):
             values = items(getattr(self, field), f"{name}.{field}")
             for i, value in enumerate(values):
@@ -96,7 +99,8 @@ class ScalingSurface:
             ))
         object.__setattr__(self, "seconds", tuple(checked))
         object.__setattr__(self, "memory_bytes", tuple(
-            whole(value, f"{name}.memory_bytes[{i}]") for i, value in enumerate(memory)
+            whole(value, f"{name}.memory_bytes[{i}]", 0, MOST_BYTES)
+            for i, value in enumerate(memory)
         ))
         object.__setattr__(self, "bandwidth", tuple(
             number(value, f"{name}.bandwidth[{i}]", 0.0, 1.0) for i, value in enumerate(bandwidth)

@@ -232,6 +232,7 @@ def test_memory_holds_over_the_whole_iteration():
         ({"surfaces": "none.json"}, MultiplexError, "no such file"),
         ({"surfaces": [surface("a")]}, MultiplexError, r"surfaces are of \['a'\]"),
         ({"memory_gib": 0}, MultiplexError, "memory_gib is 0"),
+        ({"memory_gib": float("inf")}, MultiplexError, "memory_gib is inf"),
         ({"strategy": "best"}, MultiplexError, "strategy"),
     ],
 )
