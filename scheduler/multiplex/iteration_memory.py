@@ -53,7 +53,7 @@ def balanced(problem: MappingProblem, mapping: Mapping) -> Mapping:
     """
     if mapping.slices > 1 or problem.memory_bytes is None:
         return mapping
-    loads = [_stage_loads(problem, stage, mapping.gpus) for stage in mapping.stages]
+    loads = [stage_memory(problem, stage, mapping.gpus) for stage in mapping.stages]
     rng, best, place = random.Random(0), max(iteration_memory(problem, mapping)), None
     order = sorted(range(len(loads)), key=lambda s: (-max(loads[s]), s))
     for _ in range(BEGINNINGS):
@@ -120,7 +120,8 @@ def _swap(loads: Sequence[Sequence[int]], place: list[list[int]], used: list[int
         place[s][here], place[s][there] = place[s][there], place[s][here]
 
 
-def _stage_loads(problem: MappingProblem, stage: MultiplexStage, gpus: int) -> list[int]:
+def stage_memory(problem: MappingProblem, stage: MultiplexStage, gpus: int) -> list[int]:
+    """Bytes on each GPU in one stage."""
     result = [0] * gpus
     for one in stage.placements:
         for g in one.gpus:

@@ -15,7 +15,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from raymm.scheduler.multiplex.iteration_memory import balanced, fits_iteration, iteration_memory
+from raymm.scheduler.multiplex.iteration_memory import (
+    balanced,
+    fits_iteration,
+    iteration_memory,
+    stage_memory,
+)
 from raymm.scheduler.multiplex.mapping import Mapping
 from raymm.scheduler.multiplex.problem import MappingProblem
 from raymm.scheduler.multiplex.strict_json import MultiplexError
@@ -133,8 +138,9 @@ class _Branches:
         """Only degrees with which the module takes as much; None if there are none."""
         return None if allowed is None else self._only(allowed, m, lambda size: size >= bytes_)
 
-    def solved(self, allowed: Allowed) -> Mapping | None:
-        """The best of a branch, balanced; None if even the least bytes are too many."""
+    def solved(self, allowed: Allowed, most: int | None = None) -> Mapping | None:
+        """The best of a branch, balanced, with at most so many bytes on a GPU in a stage; None if
+        even the least bytes are too many."""
         least = sum(
             min(int(self.bytes[m, d.bit_length() - 1]) for d in degrees)
             for m, degrees in enumerate(allowed)
@@ -142,7 +148,10 @@ class _Branches:
         if least > self.problem.gpus * self.problem.memory_bytes:
             return None
         try:
-            restricted = replace(self.problem, allowed=allowed, memory_over="stage")
+            restricted = replace(
+                self.problem, allowed=allowed, memory_over="stage",
+                memory_bytes=most or self.problem.memory_bytes,
+            )
         except MultiplexError:
             return None
         return balanced(self.problem, self.solve(restricted))
@@ -156,8 +165,9 @@ class _Branches:
         return True
 
     def dive(self, mapping: Mapping, stop: Callable[[], bool]) -> None:
-        """To some mapping that fits: less for those modules that it costs least, until the rest of
-        the pool's bytes is enough."""
+        """To some mapping that fits: less for those modules that it costs least, until the pool's
+        bytes are enough; and where they are but one GPU has too much, less on the fullest GPU of
+        the most uneven stage."""
         allowed, limit = self.all(), self.problem.memory_bytes
         for _ in range(DIVE):
             spent = self.footprint(mapping)
@@ -169,6 +179,10 @@ class _Branches:
             full = max(range(len(used)), key=lambda g: used[g])
             some = set(range(len(spent)))
             if spent.sum() <= self.problem.gpus * limit:
+                if not stop():
+                    made = self._evened(allowed, mapping, used[full] - limit)
+                    if made is not None and self.offer(made):
+                        return
                 # Enough in all: what is on the fullest GPU must be somewhere else.
                 some = {
                     self.problem.names.index(one.module)
@@ -186,6 +200,12 @@ class _Branches:
             if made is None or self.offer(made):
                 return
             mapping = made
+
+    def _evened(self, allowed: Allowed, mapping: Mapping, excess: int) -> Mapping | None:
+        """Of the same branch, with less on the fullest GPU of the most uneven stage."""
+        loads = [stage_memory(self.problem, one, mapping.gpus) for one in mapping.stages]
+        uneven = max(loads, key=lambda load: max(load) - sum(load) / len(load))
+        return self.solved(allowed, max(1, max(uneven) - excess))
 
     def _fastest(self, allowed: Allowed, m: int) -> tuple[float, int]:
         """Seconds and bytes of the module's fastest degree."""

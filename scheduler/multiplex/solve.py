@@ -58,6 +58,8 @@ LOCAL = Effort(0, 0, nodes=130_000, searches=0, rounds=0, kicks=80, tries=60_000
 INTERRUPTED = ", interrupted"
 # Modules, squared, up to which all branches are solved for.
 FEW = 64
+# Of the partition program, when solving again with fewer degrees.
+FEW_STAGES = 2**12
 # Of the local search, before the dynamic program.
 FIRST_KICKS = 2
 EXACT = Effort(
@@ -122,7 +124,11 @@ def solve(
     found = _solve(problem, strategy, seed, effort, stopped)
     if problem.memory_bytes is None or problem.memory_over == "stage":
         return found
-    again = replace(effort, tries=effort.tries // 8, kicks=min(effort.kicks, 4), rounds=1)
+    # Many more may follow, each with the first's bound at least.
+    again = replace(
+        effort, tries=effort.tries // 8, kicks=min(effort.kicks, 4),
+        stages=min(effort.stages, FEW_STAGES),
+    )
     return fitted(
         problem, found,
         lambda restricted: _solve(
