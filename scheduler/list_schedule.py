@@ -428,6 +428,10 @@ class ListScheduler:
         order = self._order[rank]
         first = len(order)
         begun = [self._begin_one(rank, state, kind, now)]
+        if state.quota is None:  # as most have none
+            end = now + begun[0].seconds
+            self._end(begun[0], end)
+            return end
         on_quota = self._on_its_quota(state, kind, begun[0].microbatch)
         if on_quota is not False:
             while (other := self._choose(rank, now, begun)) is not None:

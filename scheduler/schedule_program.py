@@ -18,18 +18,16 @@ def to_program(plan: Plan, active: Sequence[ActiveStages], schedule: Schedule) -
         index = 0
         while index < len(tasks):
             after = turn_end(tasks, index)
-            computes, receives, sends = [], [], []
-            for task in tasks[index:after]:
-                before, behind = _messages_around(plan, active, task, schedule.early)
-                receives += before
-                computes.append(
-                    Instruction(
-                        task.op, task.stage, task.microbatch, turn=task.turn, quota=task.quota
-                    )
-                )
+            sends: list[Instruction] = []
+            computes = []
+            for stage, microbatch, op, turn, quota in tasks[index:after]:
+                receives, behind = _messages_around(plan, active, tasks[index], schedule.early)
+                instructions += receives
+                computes.append(Instruction(op, stage, microbatch, "", turn, quota))
                 sends += behind
-            instructions += [*receives, *computes, *sends]
-            index = after
+                index += 1
+            instructions += computes
+            instructions += sends
         ranks.append(tuple(instructions))
     return Program(tuple(ranks))
 

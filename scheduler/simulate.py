@@ -67,7 +67,11 @@ def simulate(
                 arrivals[instruction.edge].append(sent + transfer.latency)
                 if instruction.edge in waiting:
                     runnable.append(waiting.pop(instruction.edge))
-            elif instruction.op in COMPUTE:
+            elif instruction.turn < 0 and instruction.op in COMPUTE:
+                key = (instruction.stage, instruction.op)
+                seconds = of_microbatch.get((*key, instruction.microbatch))
+                clock[rank] += costs.get(key, 0.0) if seconds is None else seconds
+            elif instruction.turn >= 0:
                 after = turn_end(instructions, position[rank])
                 ends: dict[str, float] = {}  # by module
                 for one in instructions[position[rank] : after]:
@@ -83,7 +87,7 @@ def simulate(
                 clock[rank] = max(ends.values())
                 position[rank] = after
                 continue
-            if instruction.op is Op.RECV and clock[rank] > start:
+            if instruction.op in COMPUTE or (instruction.op is Op.RECV and clock[rank] > start):
                 spans.append(
                     Span(
                         rank, instruction.op, instruction.stage, instruction.microbatch,
