@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from raymm.actors.quota import ModuleError
 from raymm.actors.stages.message import Message
 from raymm.kernels.collectives import gather_shares, scatter_sum
 from raymm.scheduler.resharding import Resharding
@@ -46,11 +47,11 @@ _LOST = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|soc
 @contextmanager
 def reporting_lost_processes(what: str) -> Iterator[None]:
     """Turn what collectives raise when another process is gone into a :class:`ChannelError`: the
-    driver then looks for that process."""
+    driver then looks for that process. What a module raised stays what it is, whatever its text."""
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, ChannelError) or not _LOST.search(str(error)):
+        if isinstance(error, ChannelError | ModuleError) or not _LOST.search(str(error)):
             raise
         raise ChannelError(f"{what}: {error}") from error
 

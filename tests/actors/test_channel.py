@@ -13,7 +13,14 @@ sys.path[:0] = [str(Path(__file__).resolve().parent)]
 
 from same_messages import check_equal  # noqa: E402
 
-from raymm.actors.channel import ChannelError, Link, RecvChannel, SendChannel  # noqa: E402
+from raymm.actors.channel import (  # noqa: E402
+    ChannelError,
+    Link,
+    RecvChannel,
+    SendChannel,
+    reporting_lost_processes,
+)
+from raymm.actors.quota import ModuleError  # noqa: E402
 from raymm.actors.stages.message import Message  # noqa: E402
 
 TIMEOUT = timedelta(seconds=20)
@@ -96,3 +103,11 @@ def _peer_leaves(rank: int, store: str) -> None:
 def test_two_processes(work, tmp_path):
     """A failed assertion in either process fails the test."""
     mp.spawn(work, args=(str(tmp_path / "store"),), nprocs=2)
+
+
+def test_what_a_module_says_is_not_taken_for_a_lost_process():
+    with pytest.raises(ModuleError, match="socket closed"), reporting_lost_processes("a step"):
+        raise ModuleError("a", "RuntimeError: feature store: socket closed")
+    with pytest.raises(ChannelError, match="a step: Connection closed by peer"):
+        with reporting_lost_processes("a step"):
+            raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
