@@ -1,8 +1,13 @@
-"""Proves of a multiplexed program that it ends and that every sample is used exactly once."""
+"""Proves of a multiplexed program that it ends and that every sample is used exactly once.
+
+Samples that no range of the program tells apart have the same fate: of those between two bounds
+that follow each other one is looked at, so the time does not depend on the size of the batch.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from raymm.scheduler.multiplex.instructions import (
     Barrier,
@@ -10,12 +15,14 @@ from raymm.scheduler.multiplex.instructions import (
     Finish,
     Instruction,
     MultiplexProgram,
+    Part,
     Piece,
     Reduce,
     Route,
     Run,
 )
 from raymm.scheduler.multiplex.node_graph import NodeGraph
+from raymm.scheduler.multiplex.sample_ranges import Range
 from raymm.scheduler.multiplex.strict_json import MultiplexError
 
 _Samples = Counter[tuple[str, int]]  # (node, sample)
@@ -29,6 +36,15 @@ def check_program(graph: NodeGraph, program: MultiplexProgram) -> None:
             message that only one side knows of, a node that runs without a sample that it reads,
             or a sample, or the gradient of one, that is missing or there twice.
     """
+    try:
+        check_every_sample(graph, _one_of_each(program))
+    except MultiplexError:
+        check_every_sample(graph, program)  # to say it of the program's own samples
+        raise
+
+
+def check_every_sample(graph: NodeGraph, program: MultiplexProgram) -> None:
+    """:func:`check_program`, by looking at all samples: slow, and obviously right."""
     places = [_Process(graph, program, gpu) for gpu in range(program.gpus)]
     every = [one for listed in program.instructions for one in listed]
     reduces = any(isinstance(one, Finish) for one in every)
@@ -59,6 +75,39 @@ def check_program(graph: NodeGraph, program: MultiplexProgram) -> None:
                     f"GPUs {summed} sum the gradients of {node.name!r}; it must be those with a "
                     f"copy, {list(program.copies[node.name])}"
                 )
+
+
+def _one_of_each(program: MultiplexProgram) -> MultiplexProgram:
+    """The same program of as many samples as its ranges tell apart."""
+    listed = [one for instructions in program.instructions for one in instructions]
+    ranges = [one for ranges in program.needs.values() for one in ranges]
+    for one in listed:
+        if isinstance(one, Run):
+            ranges += [part.samples for part in one.parts]
+        elif isinstance(one, Route):
+            ranges += [piece.samples for piece in (*one.sends, *one.receives)]
+    bounds = sorted({0, program.batch, *(bound for one in ranges for bound in one)})
+    number = {bound: i for i, bound in enumerate(bounds)}
+
+    def short(samples: Range) -> Range:
+        return Range(number[samples.lo], number[samples.hi])
+
+    def of(one: Instruction) -> Instruction:
+        if isinstance(one, Run):
+            return replace(one, parts=tuple(Part(p.node, short(p.samples)) for p in one.parts))
+        if isinstance(one, Route):
+            sends, receives = (
+                tuple(piece._replace(samples=short(piece.samples)) for piece in pieces)
+                for pieces in (one.sends, one.receives)
+            )
+            return replace(one, sends=sends, receives=receives)
+        return one
+
+    return replace(
+        program, batch=number[program.batch],
+        needs={place: tuple(map(short, ranges)) for place, ranges in program.needs.items()},
+        instructions=tuple(tuple(map(of, one)) for one in program.instructions),
+    )
 
 
 class _Process:

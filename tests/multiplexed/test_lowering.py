@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.scheduler.multiplex.check_program import check_program
+from raymm.scheduler.multiplex.check_program import check_every_sample, check_program
 from raymm.scheduler.multiplex.instructions import Direction, Part, Reduce, Route, Run
 from raymm.scheduler.multiplex.lowering import lower
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
@@ -155,6 +155,49 @@ def test_unions_have_the_same_samples(ranges):
     found = union(ranges)
     assert [s for r in found for s in range(*r)] == sorted({s for r in ranges for s in range(*r)})
     assert all(a.hi < b.lo for a, b in zip(found, found[1:], strict=False))
+
+
+@st.composite
+def damaged(draw):
+    """A program with an instruction, or some samples of one, gone, moved or there twice."""
+    graph, mapping, batch = draw(cases())
+    program = lower(graph, mapping, batch, update=True)
+    lists = [list(listed) for listed in program.instructions]
+    chosen = draw(st.sampled_from([listed for listed in lists if listed]))
+    at = draw(st.integers(0, len(chosen) - 1))
+    other = draw(st.integers(0, len(chosen) - 1))
+    how = draw(st.sampled_from(["nothing", "gone", "twice", "swapped", "cut"]))
+    one = chosen[at]
+    if how == "gone":
+        del chosen[at]
+    elif how == "twice":
+        chosen.insert(other, one)
+    elif how == "swapped":
+        chosen[at], chosen[other] = chosen[other], chosen[at]
+    elif how == "cut" and isinstance(one, Run):
+        part = draw(st.sampled_from(one.parts))
+        lo, hi = sorted(draw(st.tuples(*[st.integers(0, batch)] * 2)))
+        cut = Part(part.node, Range(lo, hi))
+        chosen[at] = replace(one, parts=tuple(cut if p == part else p for p in one.parts))
+    return graph, replace(program, instructions=tuple(map(tuple, lists)))
+
+
+def verdict(check, graph, program):
+    try:
+        check(graph, program)
+    except MultiplexError as error:
+        return str(error)
+    return None
+
+
+@given(damaged())
+def test_one_sample_of_each_range_tells_what_all_samples_tell(case):
+    assert verdict(check_program, *case) == verdict(check_every_sample, *case)
+
+
+def test_checking_does_not_look_at_every_sample_of_a_large_batch():
+    program = lower(clip(), mapping_of(2, {"image": (0,), "text": (0, 1)}), 10**12)
+    check_program(clip(), program)
 
 
 def clip() -> NodeGraph:
