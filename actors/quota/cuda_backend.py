@@ -2,7 +2,7 @@
 
 What is limited is multiprocessors. Memory, its bandwidth, the L2 cache and the hardware's work
 queues are shared; work on disjoint multiprocessors *may* overlap. With
-``CUDA_DEVICE_MAX_CONNECTIONS=1`` it does not, which is refused.
+``CUDA_DEVICE_MAX_CONNECTIONS=1`` or ``CUDA_LAUNCH_BLOCKING=1`` it does not, which is refused.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from raymm.actors.quota.green_context import GreenContexts, QuotaUnavailableErro
 from raymm.actors.quota.partition import Partition
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+BLOCKING = "CUDA_LAUNCH_BLOCKING"
 
 
 class CudaStream:
@@ -143,4 +144,9 @@ def _check_environment() -> None:
         raise QuotaUnavailableError(
             f"{CONNECTIONS} is '1': work of different streams would run in turn; accepted: "
             "unset, or at least the number of streams that run at the same time"
+        )
+    if os.environ.get(BLOCKING, "0") not in ("", "0"):
+        raise QuotaUnavailableError(
+            f"{BLOCKING} is {os.environ[BLOCKING]!r}: every launch would wait for its kernel, and "
+            "work of different streams run in turn; accepted: unset, 0"
         )

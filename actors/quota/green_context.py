@@ -102,7 +102,7 @@ class GreenContexts:
         if key not in self._contexts:
             first, count = key
             parts = self._groups[first : first + count]
-            description = self._call("cuDevResourceGenerateDesc", parts, len(parts))
+            description = self._describe(parts, partition)
             flags = self._driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
             context = self._call("cuGreenCtxCreate", description, self._device, int(flags))
             self._contexts[key] = context
@@ -112,6 +112,20 @@ class GreenContexts:
                     f"cuGreenCtxCreate made a context of {made} multiprocessors for {partition}"
                 )
         return self._contexts[key]
+
+    def _describe(self, parts: list[Any], partition: Partition) -> Any:
+        """What a context is made from. Groups of one must be of one locality domain, of GPUs
+        that have several; bindings before 13 do not say which they are of."""
+        try:
+            return self._call("cuDevResourceGenerateDesc", parts, len(parts))
+        except DriverError as error:
+            domains = sorted({getattr(part.sm, "localityDomainId", 0) for part in parts})
+            if len(domains) == 1:
+                raise
+            raise DriverError(
+                f"{error}: {partition} is of locality domains {domains}; accepted: quotas whose "
+                "groups are of one domain each"
+            ) from error
 
     @property
     def num_contexts(self) -> int:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
 
 # Sums of quotas such as 0.1 + 0.2 + 0.7 are 1 but for their rounding, and so is a quota such as
 # 24 / 132 times 132.
@@ -32,7 +34,8 @@ class Multiprocessors:
             own clusters of SMs do not divide evenly.
 
     Raises:
-        QuotaError: if there is not a single group, or more than there are SMs for.
+        QuotaError: a number that is none or not whole; if there is not a single group, or more
+            than there are SMs for.
     """
 
     total: int = 132  # of an H100 SXM
@@ -40,6 +43,10 @@ class Multiprocessors:
     groups: int = -1
 
     def __post_init__(self) -> None:
+        for name in ("total", "granularity", "groups"):
+            value = getattr(self, name)
+            if not isinstance(value, Integral) or isinstance(value, bool):
+                raise QuotaError(f"{name} is {value!r}; accepted: a whole number")
         if self.granularity < 1:
             raise QuotaError(f"granularity is {self.granularity}; accepted: 1 or more")
         most = self.total // self.granularity
@@ -140,6 +147,10 @@ def _check(quotas: Mapping[str, float], gpu: Multiprocessors) -> None:
         raise QuotaError("quotas are empty; accepted: a share of the GPU for one module or more")
     least = gpu.smallest_quota
     for module, quota in quotas.items():
+        if not _is_number(quota):
+            raise QuotaError(
+                f"quota of {module!r} is {quota!r}; accepted: a number from {least:.4g} to 1"
+            )
         if not (math.isfinite(quota) and least - ROUNDING <= quota <= 1 + ROUNDING):
             raise QuotaError(
                 f"quota of {module!r} is {quota} ({quota * gpu.total:.1f} of {gpu.total} "
@@ -149,7 +160,7 @@ def _check(quotas: Mapping[str, float], gpu: Multiprocessors) -> None:
     total = math.fsum(quotas.values())
     if total > 1 + ROUNDING:
         raise QuotaError(
-            f"quotas {dict(quotas)} of modules that run at the same time sum to {total:.4g}; "
+            f"quotas {dict(quotas)} of modules that run at the same time sum to {total:.10g}; "
             "accepted: at most 1"
         )
     if len(quotas) > gpu.groups:
@@ -157,6 +168,17 @@ def _check(quotas: Mapping[str, float], gpu: Multiprocessors) -> None:
             f"quotas name {len(quotas)} modules and the GPU has {gpu.groups} groups of "
             f"multiprocessors; accepted: at most {gpu.groups} modules at the same time"
         )
+
+
+def _is_number(quota: Any) -> bool:
+    """Numbers that floating point holds, numpy's too; not bool, which counts as 1 by accident."""
+    if not isinstance(quota, Real) or isinstance(quota, bool):
+        return False
+    try:
+        float(quota)
+    except OverflowError:
+        return False
+    return True
 
 
 def _whole_groups(exact: list[float], available: int) -> list[int]:

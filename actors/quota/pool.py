@@ -67,6 +67,8 @@ class StreamPool:
     ) -> None:
         self.partitions: dict[str, tuple[Partition, ...]] = _layouts(backend, sets)
         known = {module for quotas in sets.values() for module in quotas}
+        if isinstance(modules, str):  # its letters would be the names
+            raise QuotaError(f"modules is {modules!r}; accepted: a collection of names, None")
         mine = known if modules is None else set(modules)
         if not mine <= known:
             raise QuotaError(

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from fake_driver import FakeDriver
+from fake_driver import CUresult, FakeDriver
 
 from raymm.actors.quota import green_context
 from raymm.actors.quota.green_context import DriverError, GreenContexts, QuotaUnavailableError
@@ -118,6 +118,32 @@ def test_a_context_of_another_size_is_refused_and_still_destroyed():
         contexts.stream(one)
     contexts.close()
     assert not driver.contexts
+
+
+def test_groups_of_several_locality_domains_are_named():
+    """One context cannot have them."""
+
+    class Domains(FakeDriver):
+        def cuDevSmResourceSplitByCount(self, wanted, whole, flags, count):
+            status, groups, made, rest = super().cuDevSmResourceSplitByCount(
+                wanted, whole, flags, count
+            )
+            for i, group in enumerate(groups):
+                group.sm.localityDomainId = i // 8
+            return status, groups, made, rest
+
+        def cuDevResourceGenerateDesc(self, resources, count):
+            if len({one.sm.localityDomainId for one in resources}) > 1:
+                return (CUresult.CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION, None)
+            return super().cuDevResourceGenerateDesc(resources, count)
+
+    contexts = GreenContexts(Domains(**HOPPER), 0, 9)
+    halves = partition({"a": 0.5, "b": 0.5}, contexts.gpu)
+    assert all(contexts.stream(one) for one in halves)
+    (most,) = partition({"a": 0.75}, contexts.gpu)
+    with pytest.raises(DriverError, match=r"'a': .* is of locality domains \[0, 1\]; accepted"):
+        contexts.stream(most)
+    contexts.close()
 
 
 def real_driver():

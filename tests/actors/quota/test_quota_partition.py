@@ -120,6 +120,13 @@ def test_fewer_groups_than_the_number_of_multiprocessors_suggests():
         ({"a": -0.5}, "quota of 'a' is -0.5"),
         ({"a": 1.5}, "quota of 'a' is 1.5"),
         ({"a": math.nan}, "quota of 'a' is nan"),
+        ({"a": math.inf}, "quota of 'a' is inf"),
+        ({"a": "0.5"}, "quota of 'a' is '0.5'; accepted: a number from 0.06061 to 1"),
+        ({"a": None}, "quota of 'a' is None; accepted: a number"),
+        ({"a": [0.5]}, r"quota of 'a' is \[0.5\]; accepted: a number"),
+        ({"a": True}, "quota of 'a' is True; accepted: a number"),
+        ({"a": 10**400}, "quota of 'a' is 10.*; accepted: a number"),
+        ({"a": 0.5, "b": 0.5 + 3e-9}, r"sum to 1\.000000003; accepted: at most 1"),
     ],
 )
 def test_what_cannot_be_granted_is_refused(quotas, message):
@@ -133,7 +140,10 @@ def test_sums_of_one_in_floating_point_are_accepted():
     assert sum(one.sms for one in partition(quotas, H100)) == 128
 
 
-@pytest.mark.parametrize("wrong", [(132, 0), (4, 8), (132, 8, 0), (132, 8, 17)])
+@pytest.mark.parametrize("wrong", [
+    (132, 0), (4, 8), (132, 8, 0), (132, 8, 17), (132.0, 8), (132, 8.5), ("132", 8), (132, True),
+    (132, 8, 2.0),
+])
 def test_impossible_gpus_are_refused(wrong):
     with pytest.raises(QuotaError, match="accepted"):
         Multiprocessors(*wrong)

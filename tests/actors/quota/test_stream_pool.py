@@ -102,6 +102,8 @@ def test_refusals_come_before_anything_is_created():
         StreamPool(backend, {"a": {"x": 0.5}, "b": {"x": 0.6, "y": 0.6}})
     with pytest.raises(QuotaError, match=r"modules are \['nobody'\]; accepted: .*'audio'"):
         StreamPool(backend, SETS, modules=["nobody"])
+    with pytest.raises(QuotaError, match="modules is 'vision'; accepted: a collection of names"):
+        StreamPool(backend, SETS, modules="vision")
     assert not backend.log
     with pytest.raises(QuotaError, match="set is 'x'; accepted: encoders, llm, decoders"):
         StreamPool(backend, SETS).select("x")
@@ -269,4 +271,12 @@ def test_one_connection_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with pytest.raises(QuotaUnavailableError, match="CUDA_DEVICE_MAX_CONNECTIONS is '1'"):
+        CudaBackend()
+
+
+def test_launches_that_wait_for_their_kernels_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    with pytest.raises(QuotaUnavailableError, match="CUDA_LAUNCH_BLOCKING is '1'"):
         CudaBackend()
