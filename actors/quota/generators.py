@@ -5,8 +5,10 @@ Neither torch's, nor numpy's, nor Python's default generator is per thread.
 
 from __future__ import annotations
 
+import random
 import threading
 
+import numpy as np
 import torch
 
 
@@ -21,24 +23,40 @@ def generator_state() -> tuple[bytes, ...]:
     return tuple(state.numpy().tobytes() for state in states)
 
 
+def seed_generators(seed: int) -> None:
+    """Seed torch's default generators, numpy's and Python's: masks of speech models are numpy's.
+
+    Args:
+        seed: any whole number; numpy takes its last 32 bits.
+    """
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
 class Turn:
     """One place in a queue for the generators: entered once the one before has been left.
 
     Args:
         before: whose turn comes first.
         timeout: seconds to wait for it.
+
+    Attributes:
+        entered: whether it has been.
     """
 
     def __init__(self, before: Turn | None, timeout: float) -> None:
         self._before = before
         self._timeout = timeout
         self._over = threading.Event()
+        self.entered = False
 
     def __enter__(self) -> None:
         before, self._before = self._before, None
         if before is not None and not before._over.wait(self._timeout):
             self._over.set()
             raise TimeoutError(f"random number generators were not free within {self._timeout:g} s")
+        self.entered = True
 
     def __exit__(self, *_: object) -> None:
         self._over.set()

@@ -15,17 +15,18 @@ and every result has an event. Numbers are those of the same works one after ano
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from raymm.actors.quota.backend import QuotaStream
-from raymm.actors.quota.generators import Turn, generator_state
+from raymm.actors.quota.generators import Turn, generator_state, seed_generators
 from raymm.actors.quota.pool import StreamSet
 from raymm.actors.quota.thread_settings import ThreadSettings
 from raymm.actors.quota.work import Output, Work, tensors_in
@@ -85,11 +86,20 @@ class SideBySide:
     Args:
         timeout: seconds that the works of one :meth:`run` may take to be issued (on a CPU, to
             be done).
+
+    Raises:
+        ValueError: a timeout that is not a positive number.
     """
 
     def __init__(self, timeout: float = STAGE_TIMEOUT_SECONDS) -> None:
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not (
+            0 < timeout < math.inf
+        ):
+            raise ValueError(f"timeout is {timeout!r}; accepted: a positive number of seconds")
         self._timeout = timeout
         self._workers: dict[str, Worker] = {}
+        # Threads of an object that nobody closed end with it.
+        weakref.finalize(self, _release, self._workers)
         self._running = threading.Lock()
         self._unusable: str | None = None
 
@@ -122,11 +132,13 @@ class SideBySide:
             turns = _Turns(self._timeout)
             tasks = {
                 module: self._worker(module).submit(
-                    partial(_perform, module, work, streams, issued, settings, turns.next(work))
+                    partial(
+                        _perform, module, work, streams, issued, settings, turns.next(module, work)
+                    )
                 )
                 for module, work in works.items()
             }
-            self._wait(tasks)
+            self._wait(tasks, turns)
         _raise_first({module: task.error for module, task in tasks.items()})
         turns.check()
         return {module: task.result for module, task in tasks.items()}
@@ -147,14 +159,14 @@ class SideBySide:
             self._workers[module] = Worker(module)
         return self._workers[module]
 
-    def _wait(self, tasks: Mapping[str, Task]) -> None:
+    def _wait(self, tasks: Mapping[str, Task], turns: _Turns) -> None:
         deadline = time.monotonic() + self._timeout
         try:
             for task in tasks.values():
                 task.done.wait(max(0.0, deadline - time.monotonic()))
         finally:
             # Also where the wait was interrupted from outside.
-            late = tuple(module for module, task in tasks.items() if not task.done.is_set())
+            late = turns.stuck([m for m, task in tasks.items() if not task.done.is_set()])
             if late:
                 self._unusable = f"modules {', '.join(map(repr, late))} did not end"
         if late:
@@ -164,7 +176,8 @@ class SideBySide:
         """End the threads. Those that are stuck are left behind; they do not keep the process
         from ending. Closing twice does nothing."""
         self._unusable = self._unusable or "they were closed"
-        workers, self._workers = self._workers, {}
+        workers = self._workers.copy()
+        self._workers.clear()
         deadline = time.monotonic() + CLOSE_TIMEOUT_SECONDS
         for worker in workers.values():
             worker.close(max(0.0, deadline - time.monotonic()))
@@ -224,21 +237,38 @@ class _Turns:
         self._timeout = timeout
         self._last: Turn | None = None
         self._before: tuple[object, ...] | None = None
+        self._turns: dict[str, Turn] = {}
+        self._without: list[str] = []
 
-    def next(self, work: Work) -> contextlib.AbstractContextManager[None]:
+    def next(self, module: str, work: Work) -> contextlib.AbstractContextManager[None]:
         if not work.draws:
+            self._without.append(module)
             if self._before is None:
                 self._before = generator_state()
             return contextlib.nullcontext()
-        self._last = Turn(self._last, self._timeout)
+        self._last = self._turns[module] = Turn(self._last, self._timeout)
         return self._last
+
+    def stuck(self, late: Sequence[str]) -> tuple[str, ...]:
+        """Of modules that have not ended, those that did not only wait for another's turn."""
+        begun = tuple(m for m in late if m not in self._turns or self._turns[m].entered)
+        return begun or tuple(late)
 
     def check(self) -> None:
         """With works that draw beside others it cannot be told who drew."""
         if self._last is None and self._before not in (None, generator_state()):
             raise UndeclaredRandomnessError(
-                "random numbers were drawn by a work with draws=False; accepted: draws=True"
+                f"random numbers were drawn by one of modules {', '.join(map(repr, self._without))}"
+                ", with draws=False; accepted: draws=True, of its Work or DagModule (which by "
+                "default says so only of modules in training)"
             )
+
+
+def _release(workers: dict[str, Worker]) -> None:
+    """Let threads end after what they do, without waiting for them."""
+    for worker in workers.values():
+        worker.release()
+    workers.clear()
 
 
 def _check(streams: StreamSet, works: Mapping[str, Work]) -> None:
@@ -281,7 +311,7 @@ def _perform(
             stream.wait(work.backward_of.event)
         arguments = [_consume(stream, one) for one in work.consumes]
         if work.seed is not None:
-            torch.manual_seed(work.seed)
+            seed_generators(work.seed)
         value = work.run(*arguments)
         return Output(module, value, stream, stream.record(), streams.backend)
 

@@ -58,7 +58,7 @@ class Work:
             are submitted in, so that numbers do not depend on how threads take turns; on a GPU
             their kernels overlap nevertheless. Where several works of one GPU talk to other
             GPUs, that order must be the same everywhere.
-        seed: torch's generators are seeded with this before the call. Implies ``draws``.
+        seed: the generators are seeded with this before the call. Implies ``draws``.
         backward_of: the module's forward, where this is its backward. Autograd runs backward
             operators on the *forward's* stream, so that both need the same partition.
     """

@@ -41,8 +41,9 @@ class Worker:
 
     def __init__(self, module: str) -> None:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        # Its target must not hold the worker, or nobody could ever see that it is not used.
         self._thread = threading.Thread(
-            target=self._run, name=f"side-by-side-{module}", daemon=True
+            target=_work, args=(self._tasks,), name=f"side-by-side-{module}", daemon=True
         )
         self._thread.start()
 
@@ -51,14 +52,19 @@ class Worker:
         self._tasks.put(task)
         return task
 
-    def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            task.run()
-            del task  # or its result would live until the next one comes
+    def release(self) -> None:
+        """Let the thread end once it has done what it was given."""
+        self._tasks.put(None)
 
     def close(self, timeout: float) -> bool:
         """End the thread once it has done what it was given; whether it ended in time
         (seconds)."""
-        self._tasks.put(None)
+        self.release()
         self._thread.join(timeout)
         return not self._thread.is_alive()
+
+
+def _work(tasks: queue.SimpleQueue[Task | None]) -> None:
+    while (task := tasks.get()) is not None:
+        task.run()
+        del task  # or its result would live until the next one comes

@@ -27,7 +27,9 @@ from raymm.actors.quota import (
     Work,
     check_no_shared_parameters,
     one_after_another,
+    side_by_side,
 )
+from raymm.actors.quota.generators import Turn
 from raymm.actors.quota.work import tensors_in
 
 MODULES = ("vision", "audio", "touch")
@@ -113,6 +115,8 @@ def plain(models, streams, steps, seeded):
         for module, work in works.items():
             if work.seed is not None:
                 torch.manual_seed(work.seed)
+                np.random.seed(work.seed)
+                random.seed(work.seed)
             args = [a.value if hasattr(a, "value") else a for a in work.consumes]
             results[module] = work.run(*args)
         return {m: Plain(v) for m, v in results.items()}
@@ -187,10 +191,27 @@ def test_drawing_beside_works_that_draw_nothing(streams, side):
 
 
 def test_undeclared_draws_are_found(streams, side):
-    with pytest.raises(UndeclaredRandomnessError, match="draws=False; accepted: draws=True"):
-        side.run(streams, {"audio": Work(lambda: torch.rand(1), draws=False)})
+    works = {"audio": Work(lambda: torch.rand(1), draws=False),
+             "vision": Work(lambda: 1, draws=False)}  # fmt: skip
+    with pytest.raises(
+        UndeclaredRandomnessError,
+        match="one of modules 'audio', 'vision', with draws=False; accepted: draws=True",
+    ):
+        side.run(streams, works)
     own = torch.Generator().manual_seed(0)
     side.run(streams, {"audio": Work(lambda: torch.rand(1, generator=own), draws=False)})
+
+
+def test_a_seed_is_that_of_numpy_and_python_too(streams, side):
+    def draw():
+        return float(torch.rand(1)), np.random.rand(), random.random()
+
+    first, second, other = (
+        side.run(streams, {"audio": Work(draw, seed=seed)})["audio"].get()
+        for seed in (2**40 + 1, 2**40 + 1, 2)
+    )
+    assert first == second
+    assert all(a != b for a, b in zip(first, other, strict=True))
 
 
 def test_a_seed_of_work_that_draws_nothing_is_refused():
@@ -341,6 +362,46 @@ def test_a_module_that_does_not_end_is_named(streams, draws):
     finally:
         release.set()
         side.close()
+
+
+def test_modules_that_wait_for_their_turn_are_not_taken_for_stuck(streams):
+    """At the end of the time the one that has the generators does not end."""
+    side, release = SideBySide(timeout=0.05), threading.Event()
+    begun = {m: Work(lambda: release.wait(MEET_SECONDS)) for m in ("audio", "vision")}
+    turns = []
+
+    class Patient(Turn):
+        def __init__(self, before, timeout):  # waits on where the others time out
+            super().__init__(before, MEET_SECONDS)
+            turns.append(self)
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(side_by_side, "Turn", Patient)
+            with pytest.raises(ModuleTimeoutError) as late:
+                side.run(streams, begun)
+        assert late.value.modules == ("audio",)
+        assert [turn.entered for turn in turns] == [True, False]
+    finally:
+        release.set()
+        side.close()
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "5", None, True])
+def test_timeouts_that_cannot_be_are_refused(timeout):
+    with pytest.raises(ValueError, match="accepted: a positive number of seconds"):
+        SideBySide(timeout=timeout)
+
+
+def test_threads_end_with_an_object_that_nobody_closed(streams):
+    side = SideBySide()
+    side.run(streams, {m: Work(lambda: 1, draws=False) for m in MODULES})
+    threads = [t for t in threading.enumerate() if t.name in names()]
+    assert len(threads) == len(MODULES)
+    del side
+    for thread in threads:
+        thread.join(MEET_SECONDS)
+    assert not names()
 
 
 def test_errors_travel_between_processes(streams, side):
