@@ -138,9 +138,11 @@ class _Branches:
         """Only degrees with which the module takes as much; None if there are none."""
         return None if allowed is None else self._only(allowed, m, lambda size: size >= bytes_)
 
-    def solved(self, allowed: Allowed, most: int | None = None) -> Mapping | None:
-        """The best of a branch, balanced, with at most so many bytes on a GPU in a stage; None if
-        even the least bytes are too many."""
+    def solved(
+        self, allowed: Allowed, heavier: Collection[str] = (), factor: float = 1.0
+    ) -> Mapping | None:
+        """The best of a branch, balanced, with some modules taken to need so many times the bytes;
+        None if even the least bytes are too many."""
         least = sum(
             min(int(self.bytes[m, d.bit_length() - 1]) for d in degrees)
             for m, degrees in enumerate(allowed)
@@ -149,8 +151,10 @@ class _Branches:
             return None
         try:
             restricted = replace(
-                self.problem, allowed=allowed, memory_over="stage",
-                memory_bytes=most or self.problem.memory_bytes,
+                self.problem, allowed=allowed, memory_over="stage", surfaces=tuple(
+                    replace(one, memory_bytes=tuple(int(factor * b) for b in one.memory_bytes))
+                    if one.name in heavier else one for one in self.problem.surfaces
+                ),
             )
         except MultiplexError:
             return None
@@ -202,10 +206,17 @@ class _Branches:
             mapping = made
 
     def _evened(self, allowed: Allowed, mapping: Mapping, excess: int) -> Mapping | None:
-        """Of the same branch, with less on the fullest GPU of the most uneven stage."""
+        """Of the same branch, with less on the fullest GPU of the most uneven stage: its modules
+        are taken to be as much heavier as makes them fill a GPU sooner."""
         loads = [stage_memory(self.problem, one, mapping.gpus) for one in mapping.stages]
-        uneven = max(loads, key=lambda load: max(load) - sum(load) / len(load))
-        return self.solved(allowed, max(1, max(uneven) - excess))
+        uneven = max(
+            range(len(loads)), key=lambda s: max(loads[s]) - sum(loads[s]) / len(loads[s])
+        )
+        room = max(loads[uneven]) - excess
+        if room < 1:
+            return None
+        names = [one.module for one in mapping.stages[uneven].placements]
+        return self.solved(allowed, names, self.problem.memory_bytes / room)
 
     def _fastest(self, allowed: Allowed, m: int) -> tuple[float, int]:
         """Seconds and bytes of the module's fastest degree."""
