@@ -10,7 +10,7 @@ Every actor is a process of its own as ever; it only finds its modules imported.
 What is not as ever: two processes may have the same hash seed, thus the same order of sets.
 Every cluster has :data:`SERVERS` servers, so that ranks of a group differ in it. Runs that tests
 start in processes of their own (``tiny_run.start``) get their workers from Ray itself, as do
-actors with a ``runtime_env``, and all with ``RAYMM_FRESH_WORKERS=1``.
+actors with a ``runtime_env`` of more than variables, and all with ``RAYMM_FRESH_WORKERS=1``.
 """
 
 import gc
@@ -57,11 +57,12 @@ def ask(arguments: list[str]) -> None:
     started; become a worker oneself where that cannot be."""
     options = dict(one.split("=", 1) for one in arguments if one.startswith("--") and "=" in one)
     context = json.loads(options.get("--serialized-runtime-env-context") or "{}")
-    plain = options.get("--language") == "PYTHON" and not any(
-        value for name, value in context.items() if name != "py_executable"
-    )
-    if plain:
-        request = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}
+    variables = context.pop("env_vars", None) or {}
+    context.pop("py_executable", None)
+    plain = not any(context.values()) and not any("$" in value for value in variables.values())
+    if plain and options.get("--language") == "PYTHON":
+        environment = {**os.environ, **variables}
+        request = {"arguments": arguments, "environment": environment, "folder": os.getcwd()}
         message = json.dumps(request).encode()
         connection = connect()
         try:
