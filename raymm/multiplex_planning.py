@@ -23,7 +23,7 @@ from raymm.multiplex_costs import (
     measured_factor,
     shapes_of,
 )
-from raymm.planning import CPU, MEMORY_SHARE
+from raymm.planning import CPU, MEMORY_SHARE, device_called
 from raymm.scheduler.costs import CostProfile
 from raymm.scheduler.devices import DeviceSpec, Links, find_device
 from raymm.scheduler.memory import GIB
@@ -40,7 +40,12 @@ from raymm.scheduler.multiplex.strict_json import (
     read_file,
     whole,
 )
-from raymm.scheduler.multiplex.surface import ScalingSurface, surfaces_from_json
+from raymm.scheduler.multiplex.surface import (
+    ScalingSurface,
+    SurfaceConditions,
+    conditions_from_json,
+    surfaces_from_json,
+)
 
 STEPS = 10
 MOST_GIB = 2**30  # bytes then fit into a word
@@ -55,7 +60,11 @@ class DoesNotFitError(MultiplexError):
 @dataclass(frozen=True)
 class MappingRequest:
     """What is asked of a mapping; fields as the arguments of :func:`plan_multiplexed`, the device
-    looked up."""
+    looked up.
+
+    Attributes:
+        precision, tokens: what surfaces must have been measured with; None: whatever it was.
+    """
 
     gpus: int
     device: DeviceSpec | None = None
@@ -69,6 +78,8 @@ class MappingRequest:
     seed: int = 0
     ranks_per_node: int = 8
     deadline_seconds: float | None = None
+    precision: str | None = None
+    tokens: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +94,7 @@ class PlannedMultiplexed:
         source: where the times come from, in words.
         estimated: whether they are estimates, not measurements.
         interference: what is known of modules disturbing each other, in words.
-        batch: samples of an iteration; None if nobody said (the surfaces know).
+        batch: samples of an iteration; None if nobody said.
         unfit: why the mapping does not fit in memory, if it does not.
         notes: remarks a person should see.
     """
@@ -185,8 +196,9 @@ def plan_multiplexed(
             modules never disturb each other.
         memory_gib: GiB a GPU may use; by default 0.9 of the device's memory, none on CPUs or if no
             device is named.
-        batch: samples of an iteration, for estimates.
+        batch: samples of an iteration, for estimates. Surfaces must have been measured with it.
         tokens: per module, tokens of a sample, for estimates; by default what its config says.
+            Surfaces must have been measured with them.
         dtype: compute dtype of estimates.
         steps: of a GPU's quota; 10: tenths.
         strategy, seed, deadline_seconds: of :func:`raymm.scheduler.multiplex.solve.solve`.
@@ -207,7 +219,7 @@ def plan_multiplexed(
         loads = batch_loads(shapes, tokens or {}, whole(batch, "batch", 1))
     request = MappingRequest(
         gpus, spec, surfaces, interference, memory_gib, batch, dtype, steps, strategy, seed,
-        ranks_per_node, deadline_seconds,
+        ranks_per_node, deadline_seconds, tokens=tokens or None,
     )
     edges = edges_of(model, [shape.name for shape in shapes])
     return plan_shapes(shapes, edges, request, loads=loads)
@@ -239,7 +251,9 @@ def plan_shapes(
     if device is not None:
         check_steps(device.name, steps)
     if surfaces is not None:
-        found = read_surfaces(surfaces, [shape.name for shape in shapes])
+        found, conditions = read_surfaces(surfaces, [shape.name for shape in shapes])
+        notes += _check_conditions(conditions, request, loads or {})
+        request = replace(request, batch=request.batch or (conditions and conditions.batch))
         source, estimated = "scaling surfaces, measured or given", False
     else:
         spec = device or find_device(CPU)
@@ -289,18 +303,21 @@ def _source(
 
 def read_surfaces(
     surfaces: Sequence[ScalingSurface] | str | Path, modules: Sequence[str]
-) -> tuple[ScalingSurface, ...]:
-    """Surfaces of these modules, in their order, given or from a file.
+) -> tuple[tuple[ScalingSurface, ...], SurfaceConditions | None]:
+    """Surfaces of these modules, in their order, given or from a file; and what they were
+    measured with, if the file says so.
 
     Raises:
         MultiplexError: no such file, something in it is wrong, or other modules.
     """
+    conditions = None
     if isinstance(surfaces, str | Path):
         file = Path(surfaces)
         if not file.is_file():
             raise MultiplexError(f"surfaces is {str(surfaces)!r}; there is no such file")
         try:
-            surfaces = surfaces_from_json(read_file(file))
+            source = read_file(file)
+            surfaces, conditions = surfaces_from_json(source), conditions_from_json(source)
         except MultiplexError as error:
             raise MultiplexError(f"{file}: {error}") from None
     named = {surface.name: surface for surface in surfaces}
@@ -308,7 +325,43 @@ def read_surfaces(
         raise MultiplexError(
             f"surfaces are of {sorted(named)}; the model's modules are {sorted(modules)}"
         )
-    return tuple(named[name] for name in modules)
+    return tuple(named[name] for name in modules), conditions
+
+
+def _check_conditions(
+    conditions: SurfaceConditions | None, request: MappingRequest, loads: Mapping[str, Load]
+) -> list[str]:
+    """Remarks on what the surfaces are of.
+
+    Raises:
+        MultiplexError: they are of something else than what is planned.
+    """
+    if conditions is None:
+        if request.tokens:
+            raise MultiplexError(
+                f"tokens are {dict(request.tokens)}, but surfaces are given, which have the "
+                "lengths that they were measured with, and do not say which; accepted: none"
+            )
+        return ["which batch, device, precision and lengths the surfaces are of is not known: "
+                "they are taken to be those planned here"]  # fmt: skip
+    conditions.check(request.batch, request.precision, request.tokens)
+    device, measured = request.device, device_called(conditions.device)
+    if device is not None and measured is not None and measured.name != device.name:
+        raise MultiplexError(
+            f"device is {device.name!r}, but the surfaces were measured on {conditions.device!r}; "
+            f"accepted: {measured.name!r}, or none"
+        )
+    notes = []
+    if device is not None and measured is None:
+        notes.append(f"the surfaces were measured on {conditions.device}; only limits are those "
+                     f"of {device.name}")  # fmt: skip
+    for name, load in loads.items():
+        if load.tokens != conditions.tokens.get(name, load.tokens):
+            notes.append(
+                f"{name} was measured with {conditions.tokens[name]} tokens per sample; this run's "
+                f"have {load.tokens}, of which the surfaces say nothing"
+            )
+    return notes
 
 
 def _interference(

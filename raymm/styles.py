@@ -134,12 +134,13 @@ def compare_styles(
     basis = _Basis.of(model, request, data, dtype)
     refused: dict[str, str] = {}
     try:
-        multiplexed = basis.multiplexed(model, request, options)
+        # Lengths are for pipelines too; whether surfaces are of them is checked below.
+        multiplexed = basis.multiplexed(model, replace(request, tokens={}), options)
         if multiplexed.unfit:
             refused[MULTIPLEXED] = multiplexed.unfit
     except DoesNotFitError as error:
         multiplexed, refused[MULTIPLEXED] = None, str(error)
-    costs = replace(basis.costs, profile=basis.profile(options.surfaces))
+    costs = replace(basis.costs, profile=basis.profile(options.surfaces, request.tokens))
     limit = costs.memory_limit(request.memory_gib)
     try:
         if given is not None:
@@ -225,7 +226,8 @@ class _Basis:
             interference=options.interference, memory_gib=request.memory_gib,
             batch=loads[LANGUAGE_MODEL].samples, dtype=self.dtype, steps=options.steps,
             strategy=options.strategy, ranks_per_node=request.ranks_per_node,
-            deadline_seconds=options.deadline_seconds,
+            deadline_seconds=options.deadline_seconds, precision=self.dtype,
+            tokens=request.tokens or None,
         )
         return plan_shapes(
             self.shapes, edges_of(model, [shape.name for shape in self.shapes]), asked,
@@ -233,14 +235,20 @@ class _Basis:
             notes=self.notes if options.surfaces is None else (),
         )
 
-    def profile(self, surfaces: Any) -> CostProfile:
-        """Layer costs that pipelines are judged by."""
+    def profile(self, surfaces: Any, tokens: Mapping[str, int]) -> CostProfile:
+        """Layer costs that pipelines are judged by.
+
+        Raises:
+            MultiplexError: surfaces are of other lengths.
+        """
         if surfaces is None:
             if self.costs.profile.source == "measured":
                 return self.costs.profile
             return filled_profile(self.costs.profile, self.shapes, self.loads, self.device)
         layers = dict(self.costs.profile.modules)
-        found = read_surfaces(surfaces, [shape.name for shape in self.shapes])
+        found, conditions = read_surfaces(surfaces, [shape.name for shape in self.shapes])
+        if conditions is not None:
+            conditions.check(tokens=tokens)
         for shape, surface in zip(self.shapes, found, strict=True):
             alone = surface.seconds_at(1, surface.steps) / self.microbatches
             factor = alone / shape.seconds(layers[shape.name])

@@ -39,8 +39,8 @@ def run_surfaces(args: argparse.Namespace, config, model, target: Path) -> None:
             ranks_per_node=config.planning.ranks_per_node,
         )
     console = Console()
-    console.print(surfaces_table(found, config.data.batch_size))
-    files = [write_text(target, surfaces_to_json(found.surfaces))]
+    console.print(surfaces_table(found))
+    files = [write_text(target, surfaces_to_json(found.surfaces, found.conditions))]
     if found.colocations:
         files.append(write_text(
             target.with_suffix(".colocations.json"), colocations_to_json(found.colocations)
@@ -60,10 +60,11 @@ def run_surfaces(args: argparse.Namespace, config, model, target: Path) -> None:
         console.print(f"wrote {file}", highlight=False, soft_wrap=True)
 
 
-def surfaces_table(found: SurfaceProfile, batch: int) -> Table:
+def surfaces_table(found: SurfaceProfile) -> Table:
     """Milliseconds of every module by degree and quota."""
     table = Table(
-        title=f"forward and backward of {batch} samples on {found.device}, ms",
+        title=f"forward and backward of {found.conditions.batch} samples on "
+        f"{found.conditions.device}, ms",
         box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), title_justify="left",
     )
     steps = found.surfaces[0].steps

@@ -26,6 +26,7 @@ from raymm.actors.group import START_TIMEOUT_S, RankResources, check_capacity
 from raymm.actors.profiler import ProfileRequest
 from raymm.builders import reloadable_modules, stage_builders
 from raymm.layer_count import Load
+from raymm.loads import loads_of_microbatch
 from raymm.model import LANGUAGE_MODEL, MultimodalModule, complete_microbatch, text_inputs
 from raymm.multiplex_costs import ModuleShape, shapes_of
 from raymm.multiplex_planning import STEPS
@@ -38,7 +39,7 @@ from raymm.scheduler.multiplex.interference import (
     InterferenceFit,
     fit_interference,
 )
-from raymm.scheduler.multiplex.surface import ScalingSurface
+from raymm.scheduler.multiplex.surface import ScalingSurface, SurfaceConditions
 from raymm.scheduler.process_costs import all_reduce_seconds
 from raymm.specs import MultimodalParallelSpec
 from raymm.surface_profiler import (
@@ -63,14 +64,14 @@ class SurfaceProfile:
         surfaces: one per module.
         colocations: of pairs and triples; none on CPUs.
         fit: of eq. 8 to them; None without enough.
-        device: what it was measured on.
+        conditions: what it was measured with.
         notes: what a person should know of the numbers.
     """
 
     surfaces: tuple[ScalingSurface, ...]
     colocations: tuple[Colocation, ...]
     fit: InterferenceFit | None
-    device: str
+    conditions: SurfaceConditions
     notes: tuple[str, ...]
 
 
@@ -190,7 +191,12 @@ class _Work:
         if cuda and len(shapes) > 1:
             colocations = self._colocations(arguments, requests, times, surfaces)
         fit = fit_interference(colocations, coupling="own") if len(colocations) >= 3 else None
-        return SurfaceProfile(surfaces, colocations, fit, name_of_device, self._notes(spec))
+        loads = loads_of_microbatch(self.model, self.microbatch).by_module
+        conditions = SurfaceConditions(
+            self.batch, name_of_device, self.precision,
+            {name: loads[name].tokens for name in shapes},
+        )
+        return SurfaceProfile(surfaces, colocations, fit, conditions, self._notes(spec))
 
     def _arguments(self) -> dict[str, tuple]:
         plan = MultimodalParallelSpec(num_microbatches=1).plan(self.model)

@@ -8,7 +8,7 @@ replicas, one per GPU, all with the same quota (eq. 6).
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -22,6 +22,7 @@ from raymm.scheduler.multiplex.strict_json import (
     members,
     number,
     parsed,
+    shown,
     text,
     whole,
 )
@@ -196,10 +197,74 @@ def _bracket(x: float, samples: np.ndarray) -> tuple[int, int, float]:
     return low, high, float((x - samples[low]) / (samples[high] - samples[low]))
 
 
-def surfaces_to_json(surfaces: Sequence[ScalingSurface]) -> str:
-    """Surfaces of all modules as a file's text."""
-    data = {"format": SURFACES_FORMAT, "surfaces": [surface.to_dict() for surface in surfaces]}
-    return json.dumps(data, indent=2)
+@dataclass(frozen=True)
+class SurfaceConditions:
+    """What surfaces were measured with. They say nothing of anything else.
+
+    Attributes:
+        batch: samples of an iteration.
+        device: as its driver calls it.
+        precision: ``"fp32"`` or ``"bf16"``.
+        tokens: per module, of a sample.
+
+    Raises:
+        MultiplexError: naming the field that does not fit.
+    """
+
+    batch: int
+    device: str
+    precision: str
+    tokens: Mapping[str, int]
+
+    def __post_init__(self) -> None:
+        whole(self.batch, "measured.batch", 1)
+        text(self.device, "measured.device")
+        text(self.precision, "measured.precision")
+        if not isinstance(self.tokens, dict):
+            raise MultiplexError(f"measured.tokens is {shown(self.tokens)}; it must be an object")
+        for name, count in self.tokens.items():
+            whole(count, f"measured.tokens.{name}", 1)
+
+    def check(
+        self, batch: int | None = None, precision: str | None = None,
+        tokens: Mapping[str, int] | None = None,
+    ) -> None:
+        """Whether the surfaces are of what is planned; None: that is not known.
+
+        Raises:
+            MultiplexError: naming what differs.
+        """
+        named = {"batch": (batch, self.batch), "precision": (precision, self.precision)}
+        for module, wanted in (tokens or {}).items():
+            named[f"tokens.{module}"] = wanted, self.tokens.get(module)
+        for field, (wanted, measured) in named.items():
+            if wanted is not None and wanted != measured:
+                raise MultiplexError(
+                    f"{field} is {wanted!r:.80}, but the surfaces were measured with {measured!r} "
+                    "and say nothing of others; accepted: the same, or surfaces measured anew"
+                )
+
+
+def surfaces_to_json(
+    surfaces: Sequence[ScalingSurface], measured: SurfaceConditions | None = None
+) -> str:
+    """Surfaces of all modules, and what they were measured with, as a file's text."""
+    about = {} if measured is None else {"measured": asdict(measured)}
+    modules = [surface.to_dict() for surface in surfaces]
+    return json.dumps({"format": SURFACES_FORMAT, **about, "surfaces": modules}, indent=2)
+
+
+def conditions_from_json(source: str) -> SurfaceConditions | None:
+    """What the surfaces of such a text were measured with; None where it does not say.
+
+    Raises:
+        MultiplexError: naming the field that does not fit.
+    """
+    data = parsed(source, "surfaces file", SURFACES_FORMAT, ("surfaces",), ("measured",))
+    if "measured" not in data:
+        return None
+    names = [field.name for field in fields(SurfaceConditions)]
+    return SurfaceConditions(**members(data["measured"], "measured", names))
 
 
 def surfaces_from_json(source: str) -> tuple[ScalingSurface, ...]:
@@ -208,7 +273,7 @@ def surfaces_from_json(source: str) -> tuple[ScalingSurface, ...]:
     Raises:
         MultiplexError: naming the field that does not fit.
     """
-    data = parsed(source, "surfaces file", SURFACES_FORMAT, ("surfaces",))
+    data = parsed(source, "surfaces file", SURFACES_FORMAT, ("surfaces",), ("measured",))
     surfaces = tuple(
         ScalingSurface.from_dict(entry, f"surfaces[{i}]")
         for i, entry in enumerate(items(data["surfaces"], "surfaces"))

@@ -30,9 +30,14 @@ from raymm.scheduler.devices import Link, Links, find_device
 from raymm.scheduler.multiplex.interference import Interference
 from raymm.scheduler.multiplex.mapping import Mapping, module_seconds
 from raymm.scheduler.multiplex.strict_json import MultiplexError
-from raymm.scheduler.multiplex.surface import ScalingSurface, surfaces_to_json
+from raymm.scheduler.multiplex.surface import (
+    ScalingSurface,
+    SurfaceConditions,
+    conditions_from_json,
+    surfaces_to_json,
+)
 from raymm.scheduler.process_costs import all_reduce_seconds
-from raymm.styles import MultiplexOptions, compare_styles
+from raymm.styles import MultiplexOptions, compare_styles, plan_multiplexed_request
 
 H100 = find_device("H100")
 
@@ -288,6 +293,54 @@ def test_with_surfaces_pipelines_are_judged_by_them_too():
     )
     assert found.seconds["pipelined"] == pytest.approx(0.8)
     assert found.seconds["multiplexed"] == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(("changes", "text"), [
+    ({"samples": 16}, "batch is 16, but the surfaces were measured with 8"),
+    ({"dtype": "bf16"}, "precision is 'bf16', but the surfaces were measured with 'fp32'"),
+    ({"tokens": {"llm": 100_000}}, "tokens.llm is 100000, but the surfaces .* with 512"),
+    ({"device": "A100-80GB"}, "device is 'A100-80GB', but .* on 'NVIDIA H100 80GB HBM3'"),
+])  # fmt: skip
+def test_surfaces_of_something_else_are_refused_by_field(tmp_path, changes, text):
+    """Their seconds would be taken for those of this batch, and a wrong style for the faster."""
+    conditions = SurfaceConditions(
+        8, "NVIDIA H100 80GB HBM3", "fp32", {"vision": 64, "llm": 512}
+    )
+    file = tmp_path / "surfaces.json"
+    file.write_text(surfaces_to_json([surface("vision"), surface("llm", 0.2)], conditions))
+    options, model = MultiplexOptions(surfaces=file), vlm()
+
+    def planned(plan, samples=8, dtype="fp32", **asked):
+        asked = {"ranks": 1, "device": "H100", "tokens": {"vision": 64, "llm": 512}, **asked}
+        request = PlanRequest(**asked, schedules=("1f1b",), degrees="none")
+        return plan(model, request, DataShape(1, samples, 512), dtype, options)
+
+    found = planned(plan_multiplexed_request)
+    assert found.batch == 8 and not any("not known" in note for note in found.notes)
+    for plan in (plan_multiplexed_request, compare_styles):
+        with pytest.raises(MultiplexError, match=text):
+            planned(plan, **changes)
+
+
+def test_lengths_and_surfaces_of_unknown_lengths_are_refused_together():
+    given = [surface("a"), surface("b")]
+    with pytest.raises(MultiplexError, match="tokens are {'a': 4}, but surfaces are given"):
+        raymm.plan_multiplexed(towers(a=64, b=64), gpus=2, surfaces=given, tokens={"a": 4})
+
+
+@pytest.mark.parametrize(("field", "value", "text"), [
+    ("batch", 0, "measured.batch is 0"), ("device", "", "measured.device is ''"),
+    ("tokens", [], r"measured.tokens is \[\]"), ("tokens", {"a": 1.5}, "measured.tokens.a is 1.5"),
+    ("extra", 1, r"measured has unknown fields \['extra'\]"),
+])  # fmt: skip
+def test_what_surfaces_were_measured_with_is_checked(field, value, text):
+    source = surfaces_to_json([surface("a")], SurfaceConditions(8, "cpu", "fp32", {"a": 4}))
+    assert conditions_from_json(source).batch == 8
+    assert conditions_from_json(surfaces_to_json([surface("a")])) is None
+    data = json.loads(source)
+    data["measured"][field] = value
+    with pytest.raises(MultiplexError, match=text):
+        conditions_from_json(json.dumps(data))
 
 
 def test_a_style_that_does_not_fit_loses():

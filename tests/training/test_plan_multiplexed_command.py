@@ -56,7 +56,7 @@ def test_a_file_of_surfaces_is_a_profile_too(raymm, make_config, tmp_path, wide,
     mapping = Mapping.from_json((tmp_path / "mapping.json").read_text())
     assert mapping.seconds == pytest.approx(0.3) and "300 ms" in text
     assert "surfaces, measured or given" in text and "(estimates)" not in text
-    assert "blind: modules side by side" in text
+    assert "blind: modules side by side" in text and "surfaces are of is not known" in text
     assert (tmp_path / "mapping.svg").read_text().startswith("<?xml")
 
 

@@ -13,7 +13,7 @@ from raymm.multiplex_costs import shapes_of
 from raymm.scheduler.costs import ProfileError
 from raymm.scheduler.devices import find_device
 from raymm.scheduler.multiplex.mapping import Mapping
-from raymm.scheduler.multiplex.surface import surfaces_from_json
+from raymm.scheduler.multiplex.surface import conditions_from_json, surfaces_from_json
 from raymm.scheduler.process_costs import all_reduce_seconds
 from raymm.surface_profile import _Work, profile_surfaces, resized_microbatch
 from raymm.surface_profiler import SurfaceRequest, SurfaceTimes
@@ -31,6 +31,9 @@ def test_it_measures_whole_devices_and_the_plan_uses_it(
     assert code == 0, text
     batch = load_config(config).data.batch_size
     surfaces = surfaces_from_json(target.read_text())
+    measured = conditions_from_json(target.read_text())
+    assert (measured.batch, measured.precision) == (batch, "fp32") and measured.device
+    assert set(measured.tokens) == {"vision", "llm"}
     assert [s.name for s in surfaces] == ["vision", "llm"]
     for surface in surfaces:
         assert surface.degrees == tuple(d for d in (1, 2, 4) if d <= batch)
@@ -56,6 +59,12 @@ def test_it_measures_whole_devices_and_the_plan_uses_it(
     mapping = Mapping.from_json((tmp_path / "plan" / "mapping.json").read_text())
     assert all(p.quota == 10 for s in mapping.stages for p in s.placements)
     assert "no quotas below a whole device" in text and "blind: the surfaces say nothing" in text
+    assert f"per iteration of {batch} samples" in text and "is not known" not in text
+    code, text = raymm(
+        "plan", "--multiplex", config, "--ranks", "2", "--profile", str(target),
+        "--out", str(tmp_path / "plan"), "--microbatches", "64",
+    )
+    assert code == 2 and f"the surfaces were measured with {batch} and say nothing" in text
 
 
 def test_what_is_refused(raymm, make_config, tmp_path, no_new_actors):
