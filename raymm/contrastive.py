@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import CLIPModel, CLIPTextModelWithProjection, CLIPVisionModelWithProjection
 
+from raymm.actors.multiplexed.node import OutputError
 from raymm.module_dag import DagLoss, DagModule, ModuleDag, every
 
 
@@ -36,7 +37,15 @@ class ContrastiveLoss(nn.Module):
 
         Returns:
             (b,), the mean of both directions per sample.
+
+        Raises:
+            OutputError: the towers have different numbers of samples.
         """
+        if len(first) != len(second):
+            raise OutputError(
+                f"first has {len(first)} samples and second {len(second)}; accepted: as many, a "
+                "pair for every sample"
+            )
         own = own or slice(0, first.shape[0])
         first, second = F.normalize(first, dim=-1), F.normalize(second, dim=-1)
         scale = self.logit_scale.exp()

@@ -18,12 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import isfinite
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from raymm.actors.multiplexed.node import ONLY, Input, NodeSpec, call
+from raymm.actors.multiplexed.node import ONLY, OWN, Input, NodeSpec, call
 from raymm.actors.quota import check_no_shared_parameters
 from raymm.actors.stages.blocks import num_blocks
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
@@ -57,8 +59,9 @@ class DagModule:
             mapping of keywords to entries.
         inputs: its keyword arguments that other modules make: a module's name, the name and one
             of its outputs as ``"name.output"``, or :func:`every` of either.
-        outputs: what it hands on of the named values that it returns; by default all of them.
-            One output is handed on as a tensor, several as a dictionary.
+        outputs: what it hands on of the named values that it returns; by default all of them, or
+            those that readers name if they all do. One output is handed on as a tensor, several
+            as a dictionary.
         frozen: as of :class:`raymm.ModalityModule`.
         postprocess: ``f(arguments, output) -> output`` after the module.
         draws: whether it draws random numbers; by default if it has something trainable, and
@@ -87,6 +90,7 @@ class DagModule:
     ) -> None:
         if isinstance(reads, str):
             reads = (reads,)
+        _check_names(reads, inputs)
         self.reads = dict(reads) if isinstance(reads, Mapping) else {name: name for name in reads}
         self.inputs = dict(inputs or {})
         self.outputs = (outputs,) if isinstance(outputs, str) else tuple(outputs)
@@ -94,6 +98,12 @@ class DagModule:
         self.draws = draws
         if both := self.reads.keys() & self.inputs.keys():
             raise ModelError(f"keywords {sorted(both)} are in both reads and inputs")
+        whole = any(isinstance(one, Every) for one in self.inputs.values())
+        if whole and OWN in self.reads.keys() | self.inputs.keys():
+            raise ModelError(
+                f"keyword {OWN!r} is in reads or inputs of a module that reads every(), which is "
+                "told its own samples by it; accepted: other keywords"
+            )
         self.chain = isinstance(module, ModalityModule)
         if self.chain:
             if frozen is not None:
@@ -148,6 +158,27 @@ class DagModule:
         return _Chain(EncoderStage(spec, 0, 2, module, one.projector))
 
 
+def _check_names(reads: Any, inputs: Any) -> None:
+    listed = reads.items() if isinstance(reads, Mapping) else reads
+    pairs = isinstance(reads, Mapping)
+    if not isinstance(reads, Mapping | Sequence) or not all(
+        isinstance(name, str) for one in listed for name in (one if pairs else (one,))
+    ):
+        raise ModelError(
+            f"reads is {reads!r}; accepted: names of entries of the batch, or a mapping of "
+            "keywords to them"
+        )
+    if inputs is not None and not isinstance(inputs, Mapping):
+        raise ModelError(f"inputs is {inputs!r}; accepted: a mapping of keywords to modules")
+    for keyword, one in (inputs or {}).items():
+        name = one.producer if isinstance(one, Every) else one
+        if not isinstance(keyword, str) or not isinstance(name, str):
+            raise ModelError(
+                f"inputs have {one!r} for keyword {keyword!r}; accepted: a module's name, "
+                "'name.output', every() of either"
+            )
+
+
 class DagLoss(DagModule):
     """A loss, or a decoder with a loss of its own: it returns (b,), the losses of its samples.
 
@@ -166,6 +197,10 @@ class DagLoss(DagModule):
         self, module: Any, *, weight: float = 1.0, divide_by: str | None = None, **options: Any
     ) -> None:
         super().__init__(module, **options)
+        if not isinstance(weight, Real) or isinstance(weight, bool) or not isfinite(weight):
+            raise ModelError(f"weight is {weight!r}; accepted: a finite number")
+        if divide_by is not None and not isinstance(divide_by, str):
+            raise ModelError(f"divide_by is {divide_by!r}; accepted: an entry of the batch, None")
         self.weight = weight
         self.divide_by = divide_by
 
@@ -192,9 +227,6 @@ class ModuleDag(nn.Module):
     def __init__(self, nodes: Mapping[str, DagModule]) -> None:
         super().__init__()
         for name, node in nodes.items():
-            if not name.isidentifier() or hasattr(nn.Module, name):
-                raise ModelError(f"a node is named {name!r}; it must be an identifier that "
-                                 "nn.Module has no attribute of")  # fmt: skip
             if not isinstance(node, DagModule):
                 raise ModelError(
                     f"node {name!r} is a {type(node).__name__}; accepted: DagModule, DagLoss"
@@ -207,19 +239,43 @@ class ModuleDag(nn.Module):
             )
             for name, node in nodes.items()
         ))
-        live = {n: node.modality.module for n, node in nodes.items()
-                if node.modality.module is not None}  # fmt: skip
+        self._handed_on = {name: self._outputs(name) for name in nodes}
+        live = {n: node.modality.module for n, node in nodes.items()}
+        live |= {f"{n} projector": node.modality.projector for n, node in nodes.items()}
         try:
-            check_no_shared_parameters(live)
+            check_no_shared_parameters({n: one for n, one in live.items() if one is not None})
         except ValueError as error:
             raise ModelError(str(error)) from error
+        for name in nodes:  # last: they must not be among the attributes that are set here
+            if not name.isidentifier() or hasattr(self, name):
+                raise ModelError(
+                    f"a node is named {name!r}; it must be an identifier, and no attribute of "
+                    "ModuleDag"
+                )
+
+    def _outputs(self, name: str) -> tuple[str, ...]:
+        """What a module hands on. What nobody reads stays where it is: it would be sent for
+        nothing, and be in a backward that one process does not have."""
+        read = [
+            (reader, one.output) for reader, other in self.nodes.items()
+            for one in other.parsed_inputs() if one.producer == name
+        ]
+        given = self.nodes[name].outputs
+        for reader, output in read:
+            if output is not None and given and output not in given:
+                raise ModelError(
+                    f"{reader!r} reads output {output!r} of {name!r}; accepted: {', '.join(given)}"
+                )
+        if not read or None in (output for _, output in read):
+            return given
+        return tuple(dict.fromkeys(output for _, output in read))
 
     def specs(self) -> dict[str, NodeSpec]:
         """Nodes as data for processes, in the graph's order."""
         return {
             name: NodeSpec(
                 name, self.nodes[name].builder(name), tuple(self.nodes[name].reads.items()),
-                self.nodes[name].parsed_inputs(), self.nodes[name].outputs,
+                self.nodes[name].parsed_inputs(), self._handed_on[name],
                 self.nodes[name].postprocess, self.nodes[name].loss, self.nodes[name].draws,
             )
             for name in self.graph.order
@@ -259,15 +315,25 @@ class ModuleDag(nn.Module):
         return next(iter(sizes.values()))
 
     def scales(self, *batches: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        """What the sum of each loss over the samples of all batches is multiplied with."""
+        """What the sum of each loss over the samples of all batches is multiplied with.
+
+        Raises:
+            ModelError: a batch that does not fit, or whose ``divide_by`` sums to 0.
+        """
         size = sum(self.batch_size(batch) for batch in batches)
-        return {
-            name: node.weight / (
-                size if node.divide_by is None
-                else sum(float(batch[node.divide_by].sum()) for batch in batches)
-            )
-            for name, node in self.nodes.items() if node.loss
-        }
+        found = {}
+        for name, node in self.nodes.items():
+            if node.loss:
+                total = float(size)
+                if node.divide_by is not None:
+                    total = sum(float(batch[node.divide_by].sum()) for batch in batches)
+                if not isfinite(total) or not total:
+                    raise ModelError(
+                        f"loss {name!r} is divided by entry {node.divide_by!r}, which sums to "
+                        f"{total:g}; accepted: any other number than 0"
+                    )
+                found[name] = node.weight / total
+        return found
 
     def forward(self, batch: Mapping[str, torch.Tensor]) -> DagOutput:
         """The loss of a batch, in this process.
@@ -293,7 +359,8 @@ class ModuleDag(nn.Module):
         """:meth:`specs` without the weights."""
         return {
             name: NodeSpec(
-                name, nn.Identity, tuple(node.reads.items()), node.parsed_inputs(), node.outputs,
+                name, nn.Identity, tuple(node.reads.items()), node.parsed_inputs(),
+                self._handed_on[name],
                 node.postprocess, node.loss, node.draws,
             )
             for name, node in ((name, self.nodes[name]) for name in self.graph.order)

@@ -42,6 +42,12 @@ def test_contrastive_losses_of_parts_are_those_of_the_whole():
     torch.testing.assert_close(torch.cat(parts), loss(first, second))
 
 
+def test_contrastive_losses_of_towers_of_different_lengths_are_refused():
+    for first, second in ((3, 2), (2, 3)):
+        with pytest.raises(OutputError, match=f"first has {first} samples and second {second}"):
+            ContrastiveLoss()(torch.randn(first, 3), torch.randn(second, 3))
+
+
 def test_modules_come_from_configurations_too():
     config = hf.CLIPVisionConfig(
         hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
@@ -78,6 +84,29 @@ def test_losses_are_weighted_and_divided():
     assert output.loss.item() == pytest.approx(16.0)
 
 
+def test_only_outputs_that_are_read_are_handed_on():
+    """And need not be tensors otherwise."""
+    def nodes(outputs=(), **inputs):
+        return {
+            "a": DagModule(Returns({"y": torch.ones(4, 2), "z": [1]}), reads={"input": "x"},
+                           outputs=outputs),
+            **{name: DagLoss(MeanSquare(), inputs={"x": one}) for name, one in inputs.items()},
+        }  # fmt: skip
+
+    dag = ModuleDag(nodes(one="a.y", other="a.y"))
+    assert dag.specs()["a"].outputs == dag.reference_specs()["a"].outputs == ("y",)
+    assert dag({"x": torch.randn(4, 2)}).loss.item() == 2.0
+    assert ModuleDag(nodes(one="a.y", other="a")).specs()["a"].outputs == ()
+    with pytest.raises(ModelError, match="'one' reads output 'y' of 'a'; accepted: z"):
+        ModuleDag(nodes("z", one="a.y"))
+
+
+def test_a_loss_is_not_divided_by_nothing():
+    dag = ModuleDag({"l": DagLoss(MeanSquare(), reads="x", divide_by="count")})
+    with pytest.raises(ModelError, match="loss 'l' is divided by entry 'count', which sums to 0"):
+        dag({"x": torch.ones(2, 2), "count": torch.zeros(2)})
+
+
 class Returns(nn.Module):
     """Hands on whatever it was made with."""
 
@@ -105,7 +134,7 @@ def chain(module: nn.Module, **options) -> ModuleDag:
         (lambda: chain(Returns({"y": [1]})), "'y' of 'a' is list; name the tensors"),
         (lambda: chain(Returns({"y": torch.zeros(4)}), outputs="z"), r"\['z'\].*outputs: y"),
         (lambda: chain(Returns((torch.zeros(4, 1), torch.zeros(4))), inputs={"x": "a.2"}),
-         "output '2' of 'a'; accepted: 0, 1"),
+         r"'a' does not return \['2'\]; accepted as outputs: 0, 1"),
         (lambda: ModuleDag({"l": DagLoss(nn.Linear(2, 1), reads={"input": "x"})}),
          "loss 'l' returns .*; accepted: one tensor"),
     ],
@@ -125,10 +154,37 @@ def shared() -> dict[str, DagModule]:
     }
 
 
+def shared_projector() -> dict[str, DagModule]:
+    projector = nn.Linear(4, 4)
+    return {
+        **{name: DagModule(ModalityModule(Tower(2, 4), projector, hidden_size=12), reads="x")
+           for name in "ab"},
+        "error": DagLoss(MeanSquare(), inputs={"x": "a", "y": "b"}),
+    }  # fmt: skip
+
+
+def loss(**options) -> dict[str, DagModule]:
+    return {"l": DagLoss(MeanSquare(), **{"reads": "x", **options})}
+
+
 @pytest.mark.parametrize(
     ("nodes", "message"),
     [
         (shared, "'weight' of module 'b' is 'weight' of module 'a'"),
+        (shared_projector, "'weight' of module 'b projector' is 'weight' of module 'a projector'"),
+        *(
+            (lambda name=name: {name: DagLoss(MeanSquare(), reads="x")}, "must be an identifier")
+            for name in ("graph", "nodes", "training", "specs", "batch_size", "scales")
+        ),
+        (lambda: loss(weight="2"), "weight is '2'; accepted: a finite number"),
+        (lambda: loss(weight=float("nan")), "weight is nan"),
+        (lambda: loss(divide_by=3), "divide_by is 3"),
+        (lambda: loss(reads=3), "reads is 3; accepted"),
+        (lambda: loss(reads=[3]), r"reads is \[3\]; accepted"),
+        (lambda: loss(inputs=["a"]), r"inputs is \['a'\]; accepted: a mapping"),
+        (lambda: loss(inputs={"y": 3}), "inputs have 3 for keyword 'y'"),
+        (lambda: loss(inputs={"y": every(every("a"))}), "for keyword 'y'; accepted"),
+        (lambda: loss(reads="own", inputs={"x": every("a")}), "keyword 'own' is in reads or"),
         (lambda: {"not a name": DagLoss(MeanSquare(), reads="x")}, "must be an identifier"),
         (lambda: {"forward": DagLoss(MeanSquare(), reads="x")}, "must be an identifier"),
         (lambda: {"l": MeanSquare()}, "'l' is a MeanSquare; accepted: DagModule"),
