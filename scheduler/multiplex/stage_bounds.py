@@ -130,7 +130,7 @@ def _first_fits(stages, tables, last, mask, bits_, pool, mixes, grid):
             if mixes[k] == 0.0:
                 best = grid[low] if low < last else np.inf
             elif low > start:
-                best = max(best, grid[low - 1] if low < last else np.inf)
+                best = max(best, grid[low - 1])  # beyond the grid caps still rise
             start = low
             if low == last:
                 break
