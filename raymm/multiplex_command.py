@@ -54,6 +54,27 @@ def check_style(args: argparse.Namespace, configured: str | None = None) -> str:
     return style
 
 
+def with_given(args: argparse.Namespace, style: str, given, request):
+    """The request as a pipelined plan that the configuration gives has it, where the styles are
+    compared.
+
+    Raises:
+        ConfigError, MultiplexError: options that contradict the plan.
+    """
+    from raymm.config import ConfigError
+    from raymm.styles import with_ranks_of
+
+    if given is None or style != "auto":
+        return request
+    refused = [name for name in _PIPELINED_ONLY if getattr(args, name) is not None]
+    if refused:
+        raise ConfigError(
+            f"--{refused[0]} is of plans that raymm makes, but the configuration gives one "
+            "(parallel); give one of them"
+        )
+    return with_ranks_of(given, request)
+
+
 def refuse_mapping(given, path: str | None) -> None:
     """What is planned already, multiplexed, is not planned again.
 
@@ -85,6 +106,7 @@ def run_style(
     from raymm.styles import compare_styles, plan_multiplexed_request
 
     request, options = _options(args, request)
+    request.check(model)
     data = DataShape.of_config(config.data, model.encoder_names)
     dtype = config.run.precision
     if not console.is_terminal:
@@ -93,6 +115,9 @@ def run_style(
     if note is not None:
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     if style == "multiplexed":
+        if given is not None:
+            console.print("note: the configuration's layouts (parallel) are of a pipelined plan: "
+                          "not used here", highlight=False, soft_wrap=True)  # fmt: skip
         multiplexed = plan_multiplexed_request(model, request, data, dtype, options)
         _show(multiplexed, console)
         if multiplexed.unfit:

@@ -18,6 +18,7 @@ from raymm.multiplex_command import (
     check_style,
     refuse_mapping,
     run_style,
+    with_given,
 )
 
 FILE_WIDTH = 120
@@ -82,7 +83,8 @@ def run_plan(args: argparse.Namespace) -> None:
     folder = Path(args.out or config.run.storage_path)
     suffix = ".svg" if args.svg else ".png"
     if style != "pipelined":
-        request, note = _known_ranks(_request(args, config), config)
+        request = with_given(args, style, given, _request(args, config))
+        request, note = _known_ranks(request, config)
         run_style(style, args, config, model, given, request, note, folder, suffix, console)
         return
     with _cluster_if(args.measure is not None):

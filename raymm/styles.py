@@ -41,6 +41,10 @@ PIPELINED, MULTIPLEXED, AUTO = "pipelined", "multiplexed", "auto"
 STYLES = (PIPELINED, MULTIPLEXED, AUTO)
 
 
+class NoWholeDeviceError(MultiplexError):
+    """Surfaces do not say what a module takes on one whole device, alone."""
+
+
 @dataclass(frozen=True)
 class MultiplexOptions:
     """What only multiplexed planning is asked; fields as of :func:`raymm.plan_multiplexed`."""
@@ -124,15 +128,23 @@ def compare_styles(
         dtype: compute dtype.
         options: of multiplexing. Where surfaces are given, the costs of layers are scaled to what
             a module takes by its surface on one whole device.
-        given: a pipelined plan to compare with, instead of searching one.
+        given: a pipelined plan to compare with, instead of searching one; of as many ranks and
+            microbatches as asked for.
 
     Raises:
         PlanError, DeviceError, ProfileError, LoadError, MultiplexError: naming what is wrong, but
             not if one style does not fit.
     """
     options = options or MultiplexOptions()
+    if given is not None:
+        request = with_ranks_of(given, request)
+        if given.num_microbatches != data.microbatches:
+            raise MultiplexError(
+                f"microbatches is {data.microbatches}; the given plan has {given.num_microbatches}"
+            )
     basis = _Basis.of(model, request, data, dtype)
     refused: dict[str, str] = {}
+    batch = data.samples * data.microbatches
     try:
         # Lengths are for pipelines too; whether surfaces are of them is checked below.
         multiplexed = basis.multiplexed(model, replace(request, tokens={}), options)
@@ -140,7 +152,11 @@ def compare_styles(
             refused[MULTIPLEXED] = multiplexed.unfit
     except DoesNotFitError as error:
         multiplexed, refused[MULTIPLEXED] = None, str(error)
-    costs = replace(basis.costs, profile=basis.profile(options.surfaces, request.tokens))
+    try:
+        costs = replace(basis.costs, profile=basis.profile(options.surfaces, request.tokens))
+    except NoWholeDeviceError as error:
+        refused[PIPELINED] = str(error)
+        return StyleComparison(None, multiplexed, refused, batch, data.microbatches)
     limit = costs.memory_limit(request.memory_gib)
     try:
         if given is not None:
@@ -156,9 +172,21 @@ def compare_styles(
             refused[PIPELINED] = pipelined.unfit
     except StageSearchError as error:
         pipelined, refused[PIPELINED] = None, str(error)
-    return StyleComparison(
-        pipelined, multiplexed, refused, data.samples * data.microbatches, data.microbatches
-    )
+    return StyleComparison(pipelined, multiplexed, refused, batch, data.microbatches)
+
+
+def with_ranks_of(given: Plan, request: PlanRequest) -> PlanRequest:
+    """The request for as many ranks as a plan has, so that both styles have the same devices.
+
+    Raises:
+        MultiplexError: it is for another number.
+    """
+    if request.ranks not in (None, given.num_ranks):
+        raise MultiplexError(
+            f"ranks is {request.ranks}, but the given plan (parallel) is for {given.num_ranks}; "
+            f"accepted: {given.num_ranks}, or none"
+        )
+    return replace(request, ranks=given.num_ranks)
 
 
 def plan_multiplexed_request(
@@ -239,6 +267,7 @@ class _Basis:
         """Layer costs that pipelines are judged by.
 
         Raises:
+            NoWholeDeviceError: surfaces do not say them.
             MultiplexError: surfaces are of other lengths.
         """
         if surfaces is None:
@@ -250,6 +279,12 @@ class _Basis:
         if conditions is not None:
             conditions.check(tokens=tokens)
         for shape, surface in zip(self.shapes, found, strict=True):
+            if surface.degrees[0] > 1 or surface.quotas[-1] < surface.steps:
+                raise NoWholeDeviceError(
+                    f"surfaces say nothing of {shape.name!r} on one whole device (degrees are "
+                    f"{list(surface.degrees)}, quotas {list(surface.quotas)} of {surface.steps}), "
+                    "by which layers of pipelines are judged"
+                )
             alone = surface.seconds_at(1, surface.steps) / self.microbatches
             factor = alone / shape.seconds(layers[shape.name])
             layers[shape.name] = slowed_layers(layers[shape.name], factor)

@@ -37,6 +37,7 @@ from raymm.scheduler.multiplex.surface import (
     surfaces_to_json,
 )
 from raymm.scheduler.process_costs import all_reduce_seconds
+from raymm.specs import MultimodalParallelSpec
 from raymm.styles import MultiplexOptions, compare_styles, plan_multiplexed_request
 
 H100 = find_device("H100")
@@ -341,6 +342,31 @@ def test_what_surfaces_were_measured_with_is_checked(field, value, text):
     data["measured"][field] = value
     with pytest.raises(MultiplexError, match=text):
         conditions_from_json(json.dumps(data))
+
+
+def test_surfaces_without_one_whole_device_refuse_pipelines_only():
+    """A language model that needs two devices."""
+    alone = surface("llm", 0.2)
+    two = replace(alone, degrees=(2,), seconds=alone.seconds[1:], memory_bytes=(10**9,))
+    request = PlanRequest(ranks=2, tokens={"vision": 64, "llm": 512}, schedules=("1f1b",))
+    options = MultiplexOptions(surfaces=(surface("vision"), two))
+    found = compare_styles(vlm(), request, DataShape(1, 8), "fp32", options)
+    assert found.style == "multiplexed" and found.pipelined is None
+    assert "pipelined does not run: surfaces say nothing of 'llm' on one" in found.explain()
+
+
+def test_a_given_plan_is_compared_on_its_devices_with_its_microbatches():
+    model, options = vlm(), {"device": "H100", "tokens": {"vision": 64, "llm": 512}}
+    given = MultimodalParallelSpec(num_microbatches=2).plan(model)
+    ranks = given.num_ranks
+    found = compare_styles(model, PlanRequest(**options), DataShape(2, 4), "bf16", given=given)
+    assert found.multiplexed.mapping.gpus == ranks == 2
+    for asked, data, text in (
+        (PlanRequest(ranks=8, **options), DataShape(2, 4), "ranks is 8, but the given plan"),
+        (PlanRequest(**options), DataShape(4, 4), "microbatches is 4; the given plan has 2"),
+    ):
+        with pytest.raises(MultiplexError, match=text):
+            compare_styles(model, asked, data, "bf16", given=given)
 
 
 def test_a_style_that_does_not_fit_loses():

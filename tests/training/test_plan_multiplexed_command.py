@@ -74,6 +74,24 @@ def test_auto_compares_and_says_which_is_faster(raymm, make_config, tmp_path, wi
     assert (tmp_path / "out" / "plan_schedule.png").is_file()
 
 
+@pytest.mark.parametrize(("options", "words"), [
+    ((), "on 2 GPUs, multiplexed"),  # as many as the layouts have, though nobody says so
+    (("--ranks", "8"), "ranks is 8, but the given plan (parallel) is for 2"),
+    (("--layouts", "colocated"), "--layouts is of plans that raymm makes"),
+    (("--style", "multiplexed", "--ranks", "2"), "layouts (parallel) are of a pipelined plan"),
+])  # fmt: skip
+def test_styles_are_compared_on_the_devices_of_the_layouts(
+    raymm, make_config, tmp_path, wide, no_ray, options, words
+):
+    config = make_config({"parallel": {"encoders": {"vision": {"pp": 1}},
+                                       "language_model": {"pp": 1}}})  # fmt: skip
+    code, text = raymm(
+        "plan", "--style", "auto", config, "--device", "H100", "--out", str(tmp_path), *options
+    )
+    assert words in text
+    assert code == (2 if words.startswith(("ranks", "--layouts")) else 0)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
