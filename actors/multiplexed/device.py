@@ -11,7 +11,7 @@ from torch import nn
 
 from raymm.actors.multiplexed.messages import Messages
 from raymm.actors.multiplexed.node import NodeSpec
-from raymm.actors.multiplexed.samples import Layout
+from raymm.actors.multiplexed.samples import KnownLayout
 from raymm.actors.optimizer import RankOptimizer
 from raymm.actors.quota import SideBySide, StreamPool
 from raymm.scheduler.multiplex.node_graph import NodeGraph
@@ -54,4 +54,4 @@ class Device:
     messages: Messages | None
     optimizer: RankOptimizer
     autocast: torch.dtype | None = None
-    layouts: dict[tuple[str, str], Layout] = field(default_factory=dict)
+    layouts: dict[tuple[str, str], KnownLayout] = field(default_factory=dict)

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raymm.actors.channel import reporting_lost_processes
+from raymm.actors.channel import ChannelError, reporting_lost_processes
 from raymm.actors.gradient_reduction import Holder, SharedParameter
 from raymm.actors.multiplexed.checkpoint import load_shards, save_shards
 from raymm.actors.multiplexed.device import Device, Mode
@@ -66,6 +67,9 @@ class GpuSpec:
         device: ``"cpu"`` or ``"cuda"``.
         threads: intra-op threads.
         timeout_s: seconds that any wait for modules or other GPUs may take.
+
+    Raises:
+        ValueError: threads or a timeout that cannot be.
     """
 
     gpu: int
@@ -82,6 +86,14 @@ class GpuSpec:
     device: str = "cpu"
     threads: int = 1
     timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.threads, bool) or not isinstance(self.threads, int) or self.threads < 1:
+            raise ValueError(f"threads is {self.threads!r}; accepted: a whole number from 1")
+        if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, int | float) or not (
+            0 < self.timeout_s < inf
+        ):
+            raise ValueError(f"timeout_s is {self.timeout_s!r}; accepted: a positive number")
 
 
 class GpuActor:
@@ -113,8 +125,11 @@ class GpuActor:
         return address, self._store.port
 
     def connect(self, address: str, port: int) -> None:
-        """Join the process groups: of all, for messages, and of every set of copies."""
+        """Join the process groups: of all, for messages, and of every set of copies; and connect
+        them, so that what cannot connect fails here, within the timeout."""
         spec = self._spec
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device.index or 0)  # where groups connect
         store = self._store or dist.TCPStore(
             address, port, spec.gpus, is_master=False, timeout=self._timeout
         )
@@ -122,9 +137,15 @@ class GpuActor:
             "nccl" if self._device.type == "cuda" else "gloo", store=store, rank=spec.gpu,
             world_size=spec.gpus, timeout=self._timeout,
         )
-        self._messages = Messages(self._new_group(range(spec.gpus))) if spec.gpus > 1 else None
+        self._meet(dist.group.WORLD)
+        self._messages = None
+        if spec.gpus > 1:
+            everyone = range(spec.gpus)
+            self._messages = Messages(
+                self._new_group(everyone),
+                dist.new_group(list(everyone), timeout=self._timeout, backend="gloo"),
+            )
         self._connect_copies()
-        dist.all_reduce(torch.zeros(1, device=self._device))  # connects all pairs now, not later
 
     def _connect_copies(self) -> None:
         """One group for every node, so that sums of different nodes need no common order."""
@@ -149,7 +170,18 @@ class GpuActor:
         self._connect_copies()
 
     def _new_group(self, gpus: Sequence[int]) -> dist.ProcessGroup:
-        return dist.new_group(list(gpus), timeout=self._timeout)
+        group = dist.new_group(list(gpus), timeout=self._timeout)
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            self._meet(group)
+        return group
+
+    def _meet(self, group: dist.ProcessGroup) -> None:
+        """The group's first operation. All members must take part in that of an NCCL group; a
+        route's messages are between some of them only."""
+        members = torch.ones(1, device=self._device)
+        dist.all_reduce(members, group=group)
+        if (met := int(members)) != group.size():  # read: waits until it is done
+            raise ChannelError(f"{met} of {group.size()} processes of a group have met")
 
     def build(self) -> dict[str, int]:
         """Build the modules and the streams. Returns the number of parameters, per module."""

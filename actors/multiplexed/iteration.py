@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -13,9 +15,16 @@ import torch.distributed as dist
 
 from raymm.actors.multiplexed.clock import RunClock
 from raymm.actors.multiplexed.device import Device
+from raymm.actors.multiplexed.incoming import Incoming, flagged
 from raymm.actors.multiplexed.iteration_meta import GpuProgram, IterationMeta, IterationResult
-from raymm.actors.multiplexed.node import ONLY, Given, OutputError, Tensors
-from raymm.actors.multiplexed.samples import LAYOUT_BYTES, Layout, Samples, empty
+from raymm.actors.multiplexed.node import ONLY, Given, Tensors
+from raymm.actors.multiplexed.samples import (
+    LAYOUT_BYTES,
+    KnownLayout,
+    Layout,
+    Samples,
+    empty,
+)
 from raymm.actors.quota import Output, Work
 from raymm.actors.stages.source import derive_seed
 from raymm.scheduler.multiplex.instructions import (
@@ -40,14 +49,6 @@ class _Made(NamedTuple):
     output: Output
 
 
-class _Incoming(NamedTuple):
-    """A part of the gradient of a part's output."""
-
-    rows: Range
-    gradients: Tensors
-    works: list[dist.Work]
-
-
 class Iteration:
     """Carries out one GPU's instructions.
 
@@ -68,7 +69,7 @@ class Iteration:
         self._here, self._program, self._meta, self._entries = here, program, meta, entries
         self._samples: dict[str, Samples] = {}
         self._made: dict[Part, _Made] = {}
-        self._incoming: dict[Part, list[tuple[int, _Incoming]]] = {}
+        self._incoming: dict[Part, list[tuple[int, Incoming]]] = {}
         self._losses: dict[str, list[torch.Tensor]] = {}
         self._clock = RunClock(here.device)
         self.result = IterationResult()
@@ -222,15 +223,13 @@ class Iteration:
         return self._meta.training and self._here.graph.by_name[node].trainable
 
     def _gradient(self, part: Part, values: Tensors) -> Tensors:
-        """The sum of what readers have of a part's gradient, in the order of their GPUs."""
-        total = {name: torch.zeros_like(t) for name, t in values.items() if t.requires_grad}
+        """The sum of what readers have of a part's gradient, in the order of their GPUs. Outputs
+        that none has a gradient for are left out, as in one process: the optimizer leaves what
+        only they depend on alone."""
+        total: Tensors = {}
         for _, one in sorted(self._incoming.pop(part, []), key=lambda pair: pair[0]):
-            for work in one.works:
-                work.wait()
-            lo = one.rows.lo - self._rows(part).lo
-            for name, gradient in one.gradients.items():
-                total[name][lo : lo + one.rows.size].add_(gradient)
-        return total
+            one.add_to(total, values, self._rows(part).lo)
+        return {name: total[name] for name in values if name in total}
 
     # Routes
 
@@ -264,20 +263,23 @@ class Iteration:
             held.await_writes(one)
 
     def _layouts(self, route: Route) -> dict[str, Layout]:
-        """Layouts of what is received. The first time, others tell."""
+        """Layouts of what is received. The first time, others tell.
+
+        Raises:
+            OutputError: GPUs, or this one at different times, say different things of a node.
+        """
         key, cache, me = self._meta.layout, self._here.layouts, self._program.gpu
+
+        def note(node: str, layout: Layout, gpu: int) -> None:
+            known = cache.setdefault((key, node), KnownLayout(layout, gpu))
+            known.check(node, layout, gpu)
+
         for node, samples in {(p.node, p.samples) for p in self._own_pieces(route)}:
-            layout = Layout.of(self._part_with(node, samples)[1].values)
-            known = cache.setdefault((key, node), layout)
-            if known != layout:
-                raise OutputError(
-                    f"outputs of {node!r} are {layout.fields}, and were {known.fields} for inputs "
-                    "of the same shapes; accepted: shapes that follow from those of the batch"
-                )
+            note(node, Layout.of(self._part_with(node, samples)[1].values), me)
         if self._meta.new_layout:
             device = self._here.device
             pairs = dict.fromkeys((p.node, p.peer) for p in self._filled(route.sends))
-            sends = [(peer, cache[key, node].encode().to(device)) for node, peer in pairs]
+            sends = [(peer, cache[key, node].layout.encode().to(device)) for node, peer in pairs]
             wanted = dict.fromkeys(
                 (p.node, p.peer) for p in self._filled(route.receives) if p.peer != me
             )
@@ -286,11 +288,11 @@ class Iteration:
                 for _, peer in wanted
             ]
             works = self._start(sends, receives)
-            for (node, _), (_, data), waits in zip(wanted, receives, works, strict=True):
+            for (node, peer), (_, data), waits in zip(wanted, receives, works, strict=True):
                 for work in waits:
                     work.wait()
-                cache[key, node] = Layout.decode(data)
-        return {p.node: cache[key, p.node] for p in self._filled(route.receives)}
+                note(node, Layout.decode(data), peer)
+        return {p.node: cache[key, p.node].layout for p in self._filled(route.receives)}
 
     def _own_pieces(self, route: Route) -> list[Piece]:
         kept = [piece for piece in route.receives if piece.peer == self._program.gpu]
@@ -314,15 +316,19 @@ class Iteration:
 
     def _route_gradients(self, route: Route) -> None:
         me = self._program.gpu
-        sends = []
+        sends: list[tuple[int, torch.Tensor]] = []
+        flags: dict[int, list[bool]] = {}
         for piece in self._filled(route.sends):
-            gradients = self._samples[piece.node].gradient(self._rows(piece))
-            sends += [(piece.peer, gradient) for gradient in gradients.values()]
+            held = self._samples[piece.node]
+            for name, gradient in held.gradient(self._rows(piece)).items():
+                sends.append((piece.peer, gradient))
+                flags.setdefault(piece.peer, []).append(name in held.present)
         coming: list[tuple[Piece, Tensors]] = []
         for piece in self._filled(route.receives):
             if piece.peer == me:
-                gradients = self._samples[piece.node].gradient(self._rows(piece))
-                self._expect(piece, gradients, [])
+                held = self._samples[piece.node]
+                gradients, present = held.gradient(self._rows(piece)), frozenset(held.present)
+                self._expect(piece, gradients, [], lambda present=present: present)
             else:
                 layout = Layout.of(self._part_with(piece.node, piece.samples)[1].values)
                 buffers = empty(layout.gradients, self._rows(piece).size, self._here.device)
@@ -330,12 +336,22 @@ class Iteration:
         works = iter(self._start(
             sends, [(piece.peer, t) for piece, buffers in coming for t in buffers.values()]
         ))
+        counts: Counter[int] = Counter()
         for piece, buffers in coming:
-            self._expect(piece, buffers, [work for _ in buffers for work in next(works)])
+            counts[piece.peer] += len(buffers)
+        told = self._here.messages.start_flags(flags, +counts) if flags or +counts else {}
+        first: Counter[int] = Counter()
+        for piece, buffers in coming:
+            present = partial(flagged, told.get(piece.peer), first[piece.peer], tuple(buffers))
+            first[piece.peer] += len(buffers)
+            self._expect(piece, buffers, [w for _ in buffers for w in next(works)], present)
 
-    def _expect(self, piece: Piece, gradients: Tensors, works: list[dist.Work]) -> None:
+    def _expect(
+        self, piece: Piece, gradients: Tensors, works: list[dist.Work],
+        present: Callable[[], frozenset[str]],
+    ) -> None:  # fmt: skip
         part, _ = self._part_with(piece.node, piece.samples)
-        one = _Incoming(self._rows(piece), gradients, works)
+        one = Incoming(self._rows(piece), gradients, works, present)
         self._incoming.setdefault(part, []).append((piece.peer, one))
 
     def _start(
@@ -369,4 +385,6 @@ class Iteration:
 def _leaves(tensors: Tensors, layout: Layout, backward: bool) -> Tensors:
     """The same values, apart from whatever made them; with gradients of their own."""
     grads = {field.name for field in layout.gradients} if backward else set()
-    return {name: t.detach().requires_grad_(name in grads) for name, t in tensors.items()}
+    # Not detach(): with data, a change in place counts in the reader's own tensor only, so that
+    # it is known whose it was while others read the same values.
+    return {name: t.data.requires_grad_(name in grads) for name, t in tensors.items()}

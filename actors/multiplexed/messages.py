@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -25,13 +25,17 @@ class Messages:
 
     Args:
         group: of all GPUs' processes; used for nothing else, so that messages keep their order.
+        host_group: of the same processes, for tensors in the hosts' memory; by default ``group``.
 
     Attributes:
         sent_bytes: since it was made.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, host_group: dist.ProcessGroup | None = None
+    ) -> None:
         self._group = group
+        self._host_group = host_group or group
         self._under_way: list[tuple[Waits, torch.Tensor]] = []
         self.sent_bytes = 0
 
@@ -86,11 +90,49 @@ class Messages:
                 found[i].append(waits)
         return found
 
+    def start_flags(
+        self, sends: Mapping[int, Sequence[bool]], receives: Mapping[int, int]
+    ) -> dict[int, Flags]:
+        """Start to exchange flags, one message between two GPUs; returns at once. They go through
+        the hosts' memory: to read them is to wait for another host, not for a device.
+
+        Args:
+            sends: flags by the GPU that gets them.
+            receives: how many a GPU sends.
+
+        Returns:
+            Flags by the GPU that they come from.
+        """
+        for peer, flags in sends.items():
+            data = torch.tensor(flags, dtype=torch.uint8)
+            work = dist.isend(data, group=self._host_group, group_dst=peer)
+            self._under_way.append((work, data))
+        found = {}
+        for peer, count in receives.items():
+            data = torch.empty(count, dtype=torch.uint8)
+            found[peer] = Flags(dist.irecv(data, group=self._host_group, group_src=peer), data)
+        return found
+
     def wait_sent(self) -> None:
         """Until everything has been sent."""
         for work, _ in self._under_way:
             work.wait()
         self._under_way.clear()
+
+
+class Flags:
+    """Flags that come from another GPU's host."""
+
+    def __init__(self, work: Waits, data: torch.Tensor) -> None:
+        self._work, self._data = work, data
+        self._read: list[bool] | None = None
+
+    def read(self) -> list[bool]:
+        """All of them; waits until they are there."""
+        if self._read is None:
+            self._work.wait()
+            self._read = [bool(flag) for flag in self._data.tolist()]
+        return self._read
 
 
 class _Unpacks:

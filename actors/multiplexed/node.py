@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from raymm.actors.quota.work import tensors_in
 from raymm.actors.stages.message import MicrobatchContext
 from raymm.scheduler.multiplex.sample_ranges import Range
 
@@ -127,17 +128,27 @@ def call(
         What it hands on, by name; losses (b,) under :data:`ONLY`.
 
     Raises:
-        OutputError: an output that is not there, is no tensor, or has not ``own.size`` samples.
+        OutputError: an output that is not there, is no tensor, or has not ``own.size`` samples; an
+            input that was changed in place.
     """
     arguments: dict[str, Any] = {keyword: entries[entry] for keyword, entry in spec.entries}
     for one in spec.inputs:
         tensors = (every if one.every else inputs)[one.producer]
         arguments[one.keyword] = _chosen(spec.name, one, tensors)
+    read = [(o.keyword, t) for o in spec.inputs for t in tensors_in(arguments[o.keyword])]
     if any(one.every for one in spec.inputs):
         arguments[OWN] = slice(own.lo, own.hi)
+    before = [_version(tensor) for _, tensor in read]
     output = module(**arguments)
     if spec.postprocess is not None:
         output = spec.postprocess(arguments, output)
+    for (keyword, tensor), version in zip(read, before, strict=True):
+        # Others read the same memory: what they see would depend on who is first.
+        if _version(tensor) != version:
+            raise OutputError(
+                f"{spec.name!r} changes its input {keyword!r} in place; accepted: modules that "
+                "leave what they read as it is (inplace=False)"
+            )
     found = _named(spec, output)
     for name, tensor in found.items():
         if not tensor.dim() or tensor.shape[0] != own.size:
@@ -152,6 +163,11 @@ def call(
             f"({own.size},), the losses of its samples"
         )
     return found
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often it was changed in place; tensors of inference mode do not count that."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _chosen(node: str, one: Input, tensors: Tensors) -> Any:

@@ -74,6 +74,37 @@ def empty(fields: Iterable[Field], size: int, device: torch.device) -> Tensors:
     }
 
 
+class KnownLayout(NamedTuple):
+    """A layout, and the GPU that first said so."""
+
+    layout: Layout
+    gpu: int
+
+    def check(self, node: str, layout: Layout, gpu: int) -> None:
+        """Whether a GPU has the same.
+
+        Args:
+            node: whose outputs these are.
+            layout: that the GPU has.
+            gpu: its number.
+
+        Raises:
+            OutputError: it is another one.
+        """
+        if layout == self.layout:
+            return
+        if gpu == self.gpu:
+            raise OutputError(
+                f"outputs of {node!r} are {layout.fields}, and were {self.layout.fields} for "
+                "inputs of the same shapes; accepted: shapes that follow from those of the batch"
+            )
+        raise OutputError(
+            f"outputs of {node!r} are {layout.fields} on GPU {gpu} and {self.layout.fields} on GPU "
+            f"{self.gpu}; accepted: shapes that follow from those of the batch, not from the "
+            "samples that a GPU has"
+        )
+
+
 class Samples:
     """What a GPU has of one producer's output.
 
@@ -82,6 +113,10 @@ class Samples:
         ranges: its rows (:func:`raymm.scheduler.multiplex.sample_ranges.rows_of`); ascending and
             apart.
         device: where they are.
+
+    Attributes:
+        present: outputs that a reader here had a gradient for; of others it is zero, and in one
+            process there would be none.
     """
 
     def __init__(self, layout: Layout, ranges: Sequence[Range], device: torch.device) -> None:
@@ -90,6 +125,7 @@ class Samples:
         self._values = [empty(layout.fields, one.size, device) for one in ranges]
         self._gradients: list[Tensors | None] = [None] * len(ranges)
         self._works: list[dist.Work] = []
+        self.present: set[str] = set()
 
     def await_writes(self, works: Iterable[dist.Work]) -> None:
         """Messages that write values; :meth:`wait` waits for them."""
@@ -117,6 +153,7 @@ class Samples:
 
     def add_gradient(self, rows: Range, gradients: Tensors) -> None:
         """Add a reader's part of the gradient."""
+        self.present |= gradients.keys()
         for name, view in self.gradient(rows).items():
             if name in gradients:
                 view.add_(gradients[name])

@@ -267,3 +267,53 @@ class Failing(nn.Module):
         if (code == 1).any():
             raise ArithmeticError("told to fail")
         return x * self.weight
+
+
+class Pooled(nn.Module):
+    """States (b, WIDTH), and what a pooler makes of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states, self.pool = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        states = self.states(x)
+        return {"states": states, "pooled": self.pool(states).tanh()}
+
+
+class PooledError(nn.Module):
+    """Looks at what was pooled only where a sample has it used."""
+
+    def forward(self, x: dict[str, torch.Tensor], used: torch.Tensor) -> torch.Tensor:
+        error = x["states"].square().mean(1)
+        return error + used * x["pooled"].mean(1) if used.any() else error
+
+
+def pooled_dag(seed: int = 0) -> ModuleDag:
+    """One tower whose reader may ignore what it has pooled, and one whose reader names another
+    output."""
+    torch.manual_seed(seed)
+    return ModuleDag({
+        "tower": DagModule(Pooled(), reads="x"),
+        "other": DagModule(Pooled(), reads="x"),
+        "error": DagLoss(PooledError(), reads="used", inputs={"x": "tower"}),
+        "mean": DagLoss(MeanSquare(), inputs={"x": "other.states"}),
+    })
+
+
+class OwnLength(nn.Module):
+    """Pads to the longest of the samples that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)[:, None].expand(-1, int(length.max()), -1)
+
+
+class Doubling(nn.Module):
+    """Doubles what it reads, in place."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(2).mean(1)

@@ -6,23 +6,28 @@ import os
 import signal
 
 import pytest
+import ray
 import torch
 from multiplex_models import (
+    Doubling,
     Failing,
     ImageBind,
     MeanSquare,
+    OwnLength,
     Unified,
     clip_batch,
     clip_model,
     gradient_problems,
     imagebind_batch,
     mapping_of,
+    pooled_dag,
     unified_batch,
 )
 from torch import nn
 
 import raymm
 from raymm.actors.group import RankFailedError
+from raymm.actors.multiplexed.node import OutputError
 from raymm.actors.optimizer import OptimizerConfig
 from raymm.checkpoint import CheckpointStore, restore
 from raymm.contrastive import clip_dag
@@ -263,6 +268,63 @@ def test_dropout_repeats_and_is_off_in_evaluation(four_gpus):
     assert evaluated == pytest.approx(dag(batch).loss.item(), rel=1e-6) != losses[2]
 
 
+def test_parameters_that_no_loss_depends_on_have_no_gradient(four_gpus):
+    """So that AdamW leaves them alone, whatever momentum they have."""
+    dag = pooled_dag().materialize()
+    mapping = mapping_of(
+        4, {"tower": ((0, 1), 5), "other": ((2,), 5)}, {"error": ((1, 3), 5), "mean": ((2,), 5)}
+    )
+    running = four_gpus(dag, mapping, optimizer=OPTIMIZER)
+    optimizer = torch.optim.AdamW(
+        dag.parameters(), lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps,
+        weight_decay=OPTIMIZER.weight_decay,
+    )
+    for step, used in enumerate(([0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 0, 1])):
+        torch.manual_seed(step)
+        batch = {"x": torch.randn(4, 3), "used": torch.tensor(used)}
+        optimizer.zero_grad()
+        dag(batch).loss.backward()
+        due = {name: p.grad for name, p in dag.named_parameters()}
+        assert (due["tower.pool.weight"] is None) == (not any(used))
+        assert due["other.pool.weight"] is None
+        running.execute(batch)
+        assert gradient_problems(running.gradients(), due) == []
+        torch.nn.utils.clip_grad_norm_(dag.parameters(), OPTIMIZER.max_grad_norm)
+        before = {name: p.detach().clone() for name, p in dag.named_parameters()}
+        held = running.parameters()
+        optimizer.step()
+        running.train_step(batch)
+        after = running.parameters()
+        for name, parameter in dag.named_parameters():
+            if due[name] is None:
+                assert torch.equal(after[name], held[name]), name
+            moved = float((parameter.detach() - before[name]).norm())
+            error = float((after[name] - held[name] - parameter.detach() + before[name]).norm())
+            assert error <= PARAMETER_TOLERANCE * moved + 1e-7, (step, name, error, moved)
+
+
+def test_all_members_of_every_group_meet_before_its_first_messages(four_gpus):
+    """NCCL groups that begin with messages of some of their members hang."""
+
+    def met(actor):
+        groups = {"messages": actor._messages._group, **actor._copies}
+        return {
+            name: one._get_sequence_number_for_group() for name, one in groups.items()
+            if one is not torch.distributed.GroupMember.NON_GROUP_MEMBER
+        }
+
+    dag, _ = failing()
+    mapping = mapping_of(4, {"fine": ((0, 1), 10)}, {"broken": ((1, 2), 5)}, {"mean": ((3,), 5)})
+    for _ in range(2):  # processes that another model had have new groups
+        running = four_gpus(dag, mapping)
+        found = ray.get([one.__ray_call__.remote(met) for one in running.group._actors])
+        assert [set(one) for one in found] == [
+            {"messages", "fine"}, {"messages", "fine", "broken"}, {"messages", "broken"},
+            {"messages"},
+        ]
+        assert all(count >= 1 for one in found for count in one.values()), found
+
+
 def test_a_model_whose_processes_run_another_says_so(four_gpus):
     dag, batch = failing()
     first = four_gpus(dag, mapping_of(4, {"fine": ((0,), 10)}, {"broken": ((1, 2), 5)},
@@ -304,3 +366,34 @@ def test_a_killed_process_is_named():
         os.kill(running.group.pids()[1]["pid"], signal.SIGKILL)
         with pytest.raises(RankFailedError, match=r"GPU 1 \(modules broken, mean, error"):
             running.execute(batch)
+
+
+def test_shapes_that_differ_between_gpus_are_named():
+    dag = ModuleDag({
+        "speech": DagModule(OwnLength(), reads=("x", "length")),
+        "flat": DagModule(nn.Flatten(), inputs={"input": "speech"}),
+        "error": DagLoss(MeanSquare(), inputs={"x": "flat"}),
+    })
+    mapping = mapping_of(3, {"speech": ((0, 1), 10)}, {"flat": ((2,), 10)})
+    batch = {"x": torch.randn(4, 3), "length": torch.tensor([2, 1, 1, 4])}
+    with (
+        MultiplexedModule(dag, mapping) as running,
+        pytest.raises(RankFailedError, match=r"'speech' are .*\(4, 3\).* on GPU 1 and .*\(2, 3\).* "
+                                             "on GPU 0; accepted: shapes that follow"),
+    ):  # fmt: skip
+        running.execute(batch)
+
+
+def test_a_module_that_changes_what_others_read_is_named():
+    """Which of the two is first would decide what the other reads."""
+    dag = ModuleDag({
+        "tower": DagModule(nn.Linear(3, 3), reads={"input": "x"}),
+        "doubling": DagLoss(Doubling(), inputs={"x": "tower"}),
+        "error": DagLoss(MeanSquare(), inputs={"x": "tower"}),
+    })
+    batch = {"x": torch.randn(4, 3)}
+    with MultiplexedModule(dag, mapping_of(1, {"tower": ((0,), 10)})) as running:
+        with pytest.raises(RankFailedError, match="'doubling' changes its input 'x' in place"):
+            running.evaluate(batch)
+    with torch.no_grad(), pytest.raises(OutputError, match="'doubling' changes its input 'x'"):
+        dag(batch)
