@@ -125,6 +125,7 @@ class RankGroup:
         self._labels = list(labels)
         self._places: list[str] = [""] * len(specs)
         self._programs: OrderedDict[str, None] = OrderedDict()
+        self._ended: str | None = None  # why nothing runs any more
         self._placement = placement_group([resources.bundle()] * len(specs), strategy="PACK")
         self._actors: list[Any] = []
         try:
@@ -168,13 +169,28 @@ class RankGroup:
         """Host, process id and device of every rank."""
         return self.call("describe")
 
+    def check_running(self) -> None:
+        """
+        Raises:
+            RuntimeError: the processes have ended; says why.
+        """
+        if self._ended is not None:
+            raise RuntimeError(f"the processes have ended: {self._ended}; nothing can run any more")
+
     def call(self, method: str, *args: Any, timeout: float = START_TIMEOUT_S) -> list[Any]:
-        """Call a method on every rank with the same arguments; results by rank."""
+        """Call a method on every rank with the same arguments; results by rank.
+
+        Raises:
+            RankFailedError: if a rank died, raised, or did not answer in time.
+            RuntimeError: the processes have ended.
+        """
+        self.check_running()
         refs = [getattr(actor, method).remote(*args) for actor in self._actors]
         return self.wait(refs, timeout=timeout)
 
     def rebuild(self, builders: Sequence[Mapping[str, Any]]) -> None:
         """Replace every rank's stages (same names, other modules); programs are forgotten."""
+        self.check_running()
         self._programs.clear()
         self.wait(
             [actor.build.remote(dict(b)) for actor, b in zip(self._actors, builders, strict=True)]
@@ -186,6 +202,7 @@ class RankGroup:
         Does not wait: a rank runs its calls in order. Driver and ranks forget the least
         recently used program at the same point of that order.
         """
+        self.check_running()
         key = hashlib.sha256(repr(program.ranks).encode()).hexdigest()[:16]
         if key not in self._programs:
             for actor, instructions in zip(self._actors, program.ranks, strict=True):
@@ -209,7 +226,11 @@ class RankGroup:
             key: from :meth:`load_program`.
             meta: the step's metadata.
             inputs: per rank, (stage, microbatch, dict or ObjectRef of a dict).
+
+        Raises:
+            RuntimeError: the processes have ended.
         """
+        self.check_running()
         refs = []
         for actor, rows in zip(self._actors, inputs, strict=True):
             layout = [(stage, microbatch) for stage, microbatch, _ in rows]
@@ -238,8 +259,9 @@ class RankGroup:
             ready, _ = ray.wait(list(pending), num_returns=1, timeout=timeout)
             if not ready:
                 waiting = ", ".join(self._name(rank) for rank in pending.values())
+                self._ended = f"no answer within {timeout:g} s from {waiting}"
                 self.shutdown()
-                raise RankFailedError(f"no answer within {timeout:g} s from {waiting}")
+                raise RankFailedError(self._ended)
             rank = pending.pop(ready[0])
             try:
                 results[rank] = ray.get(ready[0])
@@ -285,6 +307,7 @@ class RankGroup:
         return rank, error
 
     def _fail(self, message: str, error: BaseException) -> None:
+        self._ended = message.partition("\n")[0]
         self.shutdown()
         raise RankFailedError(message) from error
 
@@ -293,6 +316,7 @@ class RankGroup:
 
     def shutdown(self) -> None:
         """End all ranks and give their resources back."""
+        self._ended = self._ended or "they were shut down"
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
         self._actors = []

@@ -105,9 +105,11 @@ class MultiplexedModule:
         backend: makes the streams' backend in every process; by default green contexts on CUDA,
             and books of who ran when on a CPU.
         group: processes of another model that is no longer used, to run this one in: as many,
-            of the same device. Starting processes takes longer than anything else here.
+            of the same device, threads and timeout. Starting processes takes longer than anything
+            else here.
 
     Raises:
+        ValueError: a device, threads or a timeout that cannot be, or that ``group`` has not.
         MultiplexError: a mapping that is not of this graph.
         ClusterError: the cluster is too small.
         RankFailedError: a process cannot start.
@@ -169,7 +171,8 @@ class MultiplexedModule:
         """The processes.
 
         Raises:
-            RuntimeError: they were handed to another model.
+            RuntimeError: they were handed to another model. That they have ended is said by what
+                is called.
         """
         if self._group.generation != self._generation:
             raise RuntimeError("the processes run another model by now; this one has none")
@@ -237,8 +240,8 @@ class MultiplexedModule:
                 for part in forward_parts(program, gpu):
                     if reads := self.dag.nodes[part.node].reads:
                         here[number, part] = cut_entries(one, reads.values(), part)
-        self._step += update
         results = self.group.submit(iterations, inputs)
+        self._step += update
         return PendingIteration(results, [n for n, node in self.dag.nodes.items() if node.loss])
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
@@ -263,8 +266,10 @@ class MultiplexedModule:
         return self.group.call("quotas")
 
     def close(self) -> None:
-        """End all processes. Closing twice does nothing."""
-        self.group.shutdown()
+        """End all processes, unless another model has taken them over. Closing twice does
+        nothing."""
+        if self._group.generation == self._generation:
+            self._group.shutdown()
 
     def __enter__(self) -> MultiplexedModule:
         return self

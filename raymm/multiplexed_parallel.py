@@ -125,6 +125,7 @@ class MultiplexedParallelModule:
             threads=threads, timeout_s=timeout_s,
         )
         self.group = GpuGroup.of(specs, resources, group)
+        self._generation = self.group.generation
 
     @property
     def plan(self) -> StageMapping:
@@ -257,8 +258,9 @@ class MultiplexedParallelModule:
         return self.group.call("quotas")
 
     def shutdown(self) -> None:
-        """End all processes."""
-        self.group.shutdown()
+        """End all processes, unless another model has taken them over."""
+        if self.group.generation == self._generation:
+            self.group.shutdown()
 
     def __enter__(self) -> MultiplexedParallelModule:
         return self

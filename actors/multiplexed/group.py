@@ -42,6 +42,7 @@ class GpuGroup(RankGroup):
     def __init__(self, specs: Sequence[GpuSpec], resources: RankResources) -> None:
         super().__init__(specs, _labels(specs), resources)
         self.generation = 0
+        self._spec, self._resources = specs[0], resources
         self._loaded: OrderedDict[str, None] = OrderedDict()
         self._layouts: OrderedDict[str, None] = OrderedDict()
 
@@ -57,15 +58,30 @@ class GpuGroup(RankGroup):
             group: to take over; None for new ones.
 
         Raises:
-            ValueError: the group has another number of processes.
+            ValueError: the group has another number of processes, or they are of another device,
+                with other resources, threads or another timeout.
+            RuntimeError: the group's processes have ended.
             ClusterError, RankFailedError: as of the class.
         """
         if group is None:
             default = RankResources(gpus=float(specs[0].device == "cuda"))
             return cls(specs, resources or default)
+        group.check_running()
         if group.num_ranks != len(specs):
             raise ValueError(
                 f"group has {group.num_ranks} processes; accepted: {len(specs)}, the mapping's"
+            )
+        for name in ("device", "threads", "timeout_s"):
+            has, asked = getattr(group._spec, name), getattr(specs[0], name)
+            if has != asked:
+                raise ValueError(
+                    f"{name} is {asked!r}, and the group's processes have {has!r}; accepted: the "
+                    "same"
+                )
+        if resources not in (None, group._resources):
+            raise ValueError(
+                f"resources is {resources}, and the group's processes have {group._resources}; "
+                "accepted: the same, None"
             )
         group.replace(specs)
         return group
@@ -79,6 +95,7 @@ class GpuGroup(RankGroup):
         Args:
             specs: as many as there are processes, of the same device and timeout.
         """
+        self.check_running()
         refs = [a.replace.remote(spec) for a, spec in zip(self._actors, specs, strict=True)]
         self.generation += 1
         self._labels = _labels(specs)
@@ -116,7 +133,11 @@ class GpuGroup(RankGroup):
             iterations: of the step, one after another: key of a loaded program, and what GPUs are
                 to know.
             inputs: per GPU, what the parts of its iterations (by number) read of the batch.
+
+        Raises:
+            RuntimeError: the processes have ended.
         """
+        self.check_running()
         refs = [
             actor.run_step.remote(list(iterations), list(one), *one.values())
             for actor, one in zip(self._actors, inputs, strict=True)

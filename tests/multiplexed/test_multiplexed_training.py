@@ -329,9 +329,22 @@ def test_a_model_whose_processes_run_another_says_so(four_gpus):
     dag, batch = failing()
     first = four_gpus(dag, mapping_of(4, {"fine": ((0,), 10)}, {"broken": ((1, 2), 5)},
                                       {"mean": ((3,), 5)}))  # fmt: skip
-    four_gpus(dag, first.mapping)
+    for options, text in (
+        ({"threads": 0}, "threads is 0; accepted: a whole number from 1"),
+        ({"threads": 7}, "threads is 7, and the group's processes have 1"),
+        ({"device": "cuda"}, "device is 'cuda', and the group's processes have 'cpu'"),
+        ({"resources": raymm.RankResources(cpus=2.0)}, "resources is RankResources"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            four_gpus(dag, first.mapping, **options)
+    for timeout in (0, float("nan"), "5"):
+        with pytest.raises(ValueError, match=f"timeout_s is {timeout!r}; accepted: a positive"):
+            MultiplexedModule(dag, first.mapping, timeout_s=timeout)
+    with first:
+        second = four_gpus(dag, first.mapping)
     with pytest.raises(RuntimeError, match="processes run another model"):
         first.execute(batch)
+    assert second.execute(batch).loss == pytest.approx(dag(batch).loss.item(), rel=1e-6)
 
 
 def failing() -> tuple[ModuleDag, dict[str, torch.Tensor]]:
@@ -366,6 +379,9 @@ def test_a_killed_process_is_named():
         os.kill(running.group.pids()[1]["pid"], signal.SIGKILL)
         with pytest.raises(RankFailedError, match=r"GPU 1 \(modules broken, mean, error"):
             running.execute(batch)
+        for call in (lambda: running.execute(batch), running.gradients, running.quotas):
+            with pytest.raises(RuntimeError, match=r"have ended: GPU 1 \(.*died"):
+                call()
 
 
 def test_shapes_that_differ_between_gpus_are_named():
