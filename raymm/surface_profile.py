@@ -282,7 +282,7 @@ class _Work:
         """With the fewest samples per GPU, so that the modules fit into memory together."""
         degree = self.degrees[-1]
         by_name = {surface.name: surface for surface in surfaces}
-        groups, alone = [], []
+        groups, expected = [], []
         for size, shares in ((2, PAIRS), (3, TRIPLES)):
             for names in itertools.combinations(by_name, size):
                 for tenths in shares:
@@ -293,16 +293,19 @@ class _Work:
                     if known and sum(steps) <= self.steps:
                         group = dict(zip(names, (q / self.steps for q in steps), strict=True))
                         groups.append(group)
-                        alone.append({n: times[n, degree].seconds[q] for n, q in group.items()})
+                        expected.append(
+                            {n: times[n, degree].seconds[q] for n, q in group.items()}
+                        )
         with _actor(ColocationProfiler, self.resources, (arguments,), "colocations") as ask:
             wanted = {name: requests[name, degree] for name in by_name}
-            measured = ask("beside", wanted, groups, alone)
+            measured = ask("beside", wanted, groups, expected)
         found = []
-        for group, before, beside in zip(groups, alone, measured, strict=True):
+        for group, seconds in zip(groups, measured, strict=True):
             use = {n: by_name[n].bandwidth_at(round(q * self.steps)) for n, q in group.items()}
             for name in group:
                 others = [use[other] for other in group if other != name]
-                found.append(Colocation(before[name], ((use[name], *others),), beside[name]))
+                one = seconds[name]
+                found.append(Colocation(one.alone, ((use[name], *others),), one.beside))
         return tuple(found)
 
     def _notes(self, spec: DeviceSpec | None) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from raymm.actors.profiler import WARM_UP_RUNS, ModuleProfiler, ProfileRequest
-from raymm.actors.quota import CudaBackend, SideBySide, StreamPool, Work
+from raymm.actors.quota import Backend, CudaBackend, SideBySide, StreamPool, StreamSet, Work
 from raymm.actors.stages.message import Message, MicrobatchContext
 from raymm.actors.to_device import to_device
 
@@ -162,6 +162,15 @@ class SurfaceProfiler(ModuleProfiler):
             message.tensors[0].grad = None
 
 
+@dataclass(frozen=True)
+class BesideTimes:
+    """Seconds of an iteration of a module, alone and beside others, on the same
+    multiprocessors."""
+
+    alone: float
+    beside: float
+
+
 class ColocationProfiler:
     """Several modules of one GPU, side by side on quotas. Not yet run on a GPU.
 
@@ -176,9 +185,14 @@ class ColocationProfiler:
         self,
         requests: Mapping[str, SurfaceRequest],
         groups: Sequence[Mapping[str, float]],
-        alone: Sequence[Mapping[str, float]],
-    ) -> list[dict[str, float]]:
-        """Seconds of an iteration of every module of every group.
+        expected: Sequence[Mapping[str, float]],
+        backend: Backend | None = None,
+    ) -> list[dict[str, BesideTimes]]:
+        """Seconds of an iteration of every module of every group, alone and beside the others.
+
+        Both on the same multiprocessors: quotas are granted in whole groups of these, and how
+        they are rounded depends on who else has some. What a module loses beside the others is
+        then interference alone.
 
         Modules of a group run as many iterations as make them about as long as the slowest, so
         that all of them have all others beside them nearly all the time.
@@ -186,29 +200,41 @@ class ColocationProfiler:
         Args:
             requests: by module.
             groups: quotas by module.
-            alone: seconds by module at these quotas, of each group.
+            expected: about the seconds by module at these quotas, of each group.
+            backend: of the device, if not :class:`CudaBackend`.
         """
-        backend = CudaBackend()
+        backend = backend or CudaBackend()
         for name, request in requests.items():
             self._modules[name].prepare(request)
-        torch.cuda.synchronize()
         found = []
         with SideBySide() as threads, StreamPool(
             backend, {str(index): group for index, group in enumerate(groups)}
         ) as pool:
-            for index, (group, seconds) in enumerate(zip(groups, alone, strict=True)):
+            for index, (group, seconds) in enumerate(zip(groups, expected, strict=True)):
                 longest = max(seconds[name] for name in group) * 3
                 counts = {name: math.ceil(longest / seconds[name]) for name in group}
-                outputs = threads.run(pool.select(str(index)), {
-                    name: Work(partial(self._modules[name].iterations, counts[name]), draws=False)
-                    for name in group
-                })
-                torch.cuda.synchronize()
-                found.append({
-                    name: start.elapsed_time(end) / 1e3 / counts[name]
-                    for name, (start, end) in ((n, out.value) for n, out in outputs.items())
-                })
-                del outputs
+                streams = pool.select(str(index))
+                alone: dict[str, float] = {}
+                for name in group:
+                    alone |= self._timed(threads, streams, {name: counts[name]})
+                beside = self._timed(threads, streams, counts)
+                found.append({name: BesideTimes(alone[name], beside[name]) for name in group})
             for one in self._modules.values():
                 one.forget()
         return found
+
+    def _timed(
+        self, threads: SideBySide, streams: StreamSet, counts: Mapping[str, int]
+    ) -> dict[str, float]:
+        """Seconds of an iteration of modules that run so many at the same time."""
+        outputs = threads.run(streams, {
+            name: Work(partial(self._modules[name].iterations, count), draws=False)
+            for name, count in counts.items()
+        })
+        events = {name: output.value for name, output in outputs.items()}
+        for _, end in events.values():
+            end.synchronize()
+        return {
+            name: start.elapsed_time(end) / 1e3 / counts[name]
+            for name, (start, end) in events.items()
+        }

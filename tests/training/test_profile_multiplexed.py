@@ -1,12 +1,14 @@
 """``raymm profile --multiplex`` on a CPU: real modules in a real actor, and what it refuses."""
 
 import re
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from raymm.actors.group import RankResources
 from raymm.actors.profiler import ProfileRequest
+from raymm.actors.quota import AccountingBackend, Multiprocessors
 from raymm.build import build_model
 from raymm.config import load_config
 from raymm.multiplex_costs import shapes_of
@@ -16,7 +18,12 @@ from raymm.scheduler.multiplex.mapping import Mapping
 from raymm.scheduler.multiplex.surface import conditions_from_json, surfaces_from_json
 from raymm.scheduler.process_costs import all_reduce_seconds
 from raymm.surface_profile import _Work, profile_surfaces, resized_microbatch
-from raymm.surface_profiler import SurfaceRequest, SurfaceTimes
+from raymm.surface_profiler import (
+    BesideTimes,
+    ColocationProfiler,
+    SurfaceRequest,
+    SurfaceTimes,
+)
 
 
 def test_it_measures_whole_devices_and_the_plan_uses_it(
@@ -122,9 +129,10 @@ def made_up(model, monkeypatch):
             pass
 
         def __enter__(self):
-            return lambda _, wanted, groups, alone: [
-                {name: 1.5 * before[name] for name in group}
-                for group, before in zip(groups, alone, strict=True)
+            # On the multiprocessors of a group a module is 1.1 times as slow as by its surface.
+            return lambda _, wanted, groups, expected: [
+                {name: BesideTimes(1.1 * about[name], 1.65 * about[name]) for name in group}
+                for group, about in zip(groups, expected, strict=True)
             ]
 
         def __exit__(self, *_):
@@ -160,10 +168,51 @@ def test_what_becomes_of_colocations(make_config, monkeypatch):
     found = work._colocations({}, requests, times, surfaces)
     assert len(found) == 2 * 3  # two modules at three divisions
     assert all(one.seconds == pytest.approx(1.5 * one.alone) for one in found)
-    assert {round(1e-3 / one.alone / 2) for one in found} == {3, 5, 7}
+    assert {round(1.1e-3 / one.alone / 2) for one in found} == {3, 5, 7}
     for one in found:
         ((own, other),) = one.bandwidths
         assert own > 0 and other > 0
+
+
+def test_alone_and_beside_are_measured_on_the_same_multiprocessors():
+    """An H100 has 16 groups: 0.7 of it alone would be 12, and is 11 beside 0.3."""
+    backend = AccountingBackend(Multiprocessors())
+    runs = []
+
+    class Event(NamedTuple):
+        seconds: float
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, end):
+            return 1e3 * end.seconds
+
+    class Module:
+        def __init__(self, name):
+            self.name = name
+
+        def prepare(self, request):
+            pass
+
+        def iterations(self, count):
+            runs.append((self.name, count))
+            # The second time it is beside the other.
+            return Event(0), Event(count * [2.0, 3.0][runs.count((self.name, count)) - 1])
+
+        def forget(self):
+            pass
+
+    profiler = ColocationProfiler({})
+    profiler._modules = {name: Module(name) for name in "ab"}
+    found = profiler.beside(
+        {"a": None, "b": None}, [{"a": 0.7, "b": 0.3}], [{"a": 1.0, "b": 0.5}], backend
+    )
+    assert found == [{"a": BesideTimes(2.0, 3.0), "b": BesideTimes(2.0, 3.0)}]
+    assert runs[:2] == [("a", 3), ("b", 6)] and sorted(runs[2:]) == runs[:2]
+    sms = {name: {s.partition.sms for s in backend.account.spans if s.partition.module == name}
+           for name in "ab"}  # fmt: skip
+    assert sms == {"a": {88}, "b": {40}}
 
 
 def test_a_profile_of_layers_serves_both_styles(
