@@ -32,6 +32,7 @@ from raymm.scheduler.multiplex.interference import Interference
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.multiplex.problem import MappingProblem
 from raymm.scheduler.multiplex.solve import solve
+from raymm.scheduler.multiplex.spare_quota import with_spare_quota
 from raymm.scheduler.multiplex.strict_json import (
     MOST_GPUS,
     MOST_STEPS,
@@ -285,6 +286,7 @@ def plan_shapes(
     mapping, unfit, why = _fitting(problem, mapping, baselines)
     if why:
         notes.append(why)
+    mapping = with_spare_quota(problem, mapping)
     return PlannedMultiplexed(
         problem, mapping, baselines, source, estimated, about, request.batch, unfit, tuple(notes)
     )
@@ -386,7 +388,8 @@ def _interference(
     file = Path(name)
     if not file.is_file():
         raise MultiplexError(
-            f"interference is {name!r}; accepted: {', '.join(INTERFERENCES)}, or a file"
+            f"interference is {name!r}, and there is no such file; accepted: "
+            f"{', '.join(INTERFERENCES)}, or a file"
         )
     try:
         known = Interference.from_json(read_file(file))
@@ -449,8 +452,10 @@ def _fitting(
     if not others:
         return mapping, too_much, ""
     best = min(others, key=lambda one: one.seconds)
+    # The bound is of whole modules: with slices, less is possible.
+    bound = mapping.bound if best.slices == 1 else 0.0
     return (
-        replace(best, bound=mapping.bound, method=f"{best.method}, as it fits"), None,
+        replace(best, bound=bound, method=f"{best.method}, as it fits"), None,
         f"the fastest mapping does not fit ({too_much}); taken is the fastest of the baselines "
         "that does",
     )

@@ -14,6 +14,8 @@ from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.multiplex.mapping import module_seconds
 
 _LEFT = ("module", "GPUs")
+# Less than the digits that are printed.
+SAME = 5e-4
 
 
 def mapping_rows(planned: PlannedMultiplexed) -> list[dict[str, str]]:
@@ -126,6 +128,8 @@ def _baseline_line(name: str, other: StageMapping | str, seconds: float) -> str:
         return f"{name} has no mapping: {other}"
     slower = other.seconds / seconds - 1
     text = f"{name} would take {time_text(other.seconds)}"
+    if abs(slower) < SAME:
+        return f"{text}, the same"
     if slower < 0:  # only slices can: what is proven is of whole modules
         return f"{text}, {-slower:.1%} less: it cuts the batch into slices, which this does not"
     return f"{text}, {slower:.1%} longer"

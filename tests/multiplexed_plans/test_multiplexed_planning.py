@@ -22,13 +22,20 @@ from raymm.multiplex_costs import (
     filled_profile,
     shapes_of,
 )
-from raymm.multiplex_planning import DoesNotFitError, gpu_memory
-from raymm.multiplex_view import gpus_text, mapping_rows
+from raymm.multiplex_planning import DoesNotFitError, _fitting, gpu_memory
+from raymm.multiplex_view import explanation, gpus_text, mapping_rows
 from raymm.plan_request import DataShape, PlanRequest
 from raymm.scheduler.costs import CostProfile, LayerCost, layer_work
 from raymm.scheduler.devices import Link, Links, find_device
 from raymm.scheduler.multiplex.interference import Interference
-from raymm.scheduler.multiplex.mapping import Mapping, module_seconds
+from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
+from raymm.scheduler.multiplex.mapping import (
+    Mapping,
+    MultiplexStage,
+    Placement,
+    module_seconds,
+    predicted_stage,
+)
 from raymm.scheduler.multiplex.strict_json import MultiplexError
 from raymm.scheduler.multiplex.surface import (
     ScalingSurface,
@@ -246,6 +253,34 @@ def test_refusals(arguments, error, text):
     defaults = dict(gpus=2, device="H100", batch=4, tokens={"a": 4, "b": 4})
     with pytest.raises(error, match=text):
         raymm.plan_multiplexed(towers(a=64, b=64), **{**defaults, **arguments})
+
+
+def test_baselines_that_are_taken_instead():
+    """Of slices nothing is proven, and what differs by rounding is the same."""
+    planned = raymm.plan_multiplexed(towers(a=64, b=64), gpus=2,
+                                     surfaces=[surface("a"), surface("b")])  # fmt: skip
+    best, problem = planned.mapping, replace(planned.problem, memory_bytes=3 * 10**9)
+    assert best.optimal
+    sliced = StageMapping(2, 10, (
+        MultiplexStage((Placement("a", (0,), 10), Placement("b", (1,), 10)), 0.05),
+    ) * 2, 0.0, "Spindle", 2)  # fmt: skip
+    tight = replace(best, stages=tuple(
+        replace(stage, placements=tuple(replace(p, gpus=(0, 1)) for p in stage.placements))
+        for stage in alone_in_turn_stages(problem)
+    ))
+    short = replace(problem, memory_bytes=10**9)
+    taken, unfit, why = _fitting(short, tight, {"Spindle": sliced})
+    assert unfit is None and why and taken.slices == 2
+    assert taken.bound == 0 and "nothing is proven" in explanation(replace(planned, mapping=taken))
+    nearly = replace(planned, baselines={"Spindle": replace(
+        sliced, stages=tuple(replace(s, seconds=best.seconds / 2 * (1 - 1e-12))
+                             for s in sliced.stages))})  # fmt: skip
+    assert re.search("Spindle would take .*, the same$", explanation(nearly), re.M)
+
+
+def alone_in_turn_stages(problem):
+    """A stage per module, on all GPUs."""
+    return [predicted_stage(problem, (Placement(name, (0, 1), 10),)) for name in problem.names]
 
 
 def test_rows_table_and_html():

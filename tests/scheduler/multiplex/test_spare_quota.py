@@ -1,0 +1,57 @@
+"""Spare quota goes to the modules of a stage where nothing gets slower."""
+
+from __future__ import annotations
+
+import pytest
+
+from raymm.scheduler.multiplex.interference import Interference
+from raymm.scheduler.multiplex.mapping import Mapping, Placement, predicted_stage
+from raymm.scheduler.multiplex.problem import MappingProblem
+from raymm.scheduler.multiplex.spare_quota import with_spare_quota
+from raymm.scheduler.multiplex.surface import ScalingSurface
+
+
+def surface(name: str, *seconds: float, bandwidth: float = 0.0) -> ScalingSurface:
+    """On one GPU or two, twice as fast, in quarters."""
+    return ScalingSurface(
+        name, (1, 2), (1, 2, 3, 4), 4, (seconds, tuple(s / 2 for s in seconds)), (1, 1),
+        tuple(bandwidth * q for q in (1, 2, 3, 4)),
+    )
+
+
+SATURATED, FALLING, RISING = (4.0, 2.0, 2.0, 2.0), (4.0, 2.0, 1.5, 1.0), (4.0, 2.0, 2.5, 3.0)
+
+
+def quotas(*placements: Placement, interference=0.0, **modules: ScalingSurface) -> list[int]:
+    problem = MappingProblem(
+        tuple(modules.values()), (), 2, 4, None, Interference(additive=interference)
+    )
+    stage = predicted_stage(problem, placements)
+    mapping = Mapping(2, 4, (stage,), stage.seconds)
+    found = with_spare_quota(problem, mapping)
+    found.check(problem)
+    assert found.seconds <= mapping.seconds and found.bound <= found.seconds
+    assert [p.gpus for p in found.stages[0].placements] == [p.gpus for p in placements]
+    return [p.quota for p in found.stages[0].placements]
+
+
+@pytest.mark.parametrize(("seconds", "quota"), [
+    (SATURATED, 4), (FALLING, 4), (RISING, 2), ((4.0, 2.0, 2.0, 3.0), 3),
+])  # fmt: skip
+def test_a_module_alone_gets_the_whole_gpu_unless_that_is_slower(seconds, quota) -> None:
+    assert quotas(Placement("a", (0, 1), 2), a=surface("a", *seconds)) == [quota]
+
+
+def test_modules_side_by_side() -> None:
+    a, b = surface("a", *SATURATED), surface("b", 1.0, 1.0, 1.0, 1.0)
+    together = Placement("a", (0, 1), 2), Placement("b", (1,), 1)
+    # The slower one first; what it has on GPU 0 alone it cannot use: one quota on both.
+    assert quotas(*together, a=a, b=b) == [3, 1]
+    # On GPUs of their own both get all.
+    assert quotas(Placement("a", (0,), 2), Placement("b", (1,), 1), a=a, b=b) == [4, 4]
+    # More bandwidth in use would delay the slower one: nothing is given.
+    busy = surface("b", 1.0, 1.0, 1.0, 1.0, bandwidth=0.25)
+    slow = surface("a", 4.0, 2.0, 9.0, 9.0)
+    apart = Placement("a", (0,), 2), Placement("b", (0,), 1)
+    assert quotas(*apart, a=slow, b=busy, interference=0.5) == [2, 1]
+    assert quotas(*apart, a=slow, b=busy) == [2, 2]
