@@ -191,7 +191,9 @@ class RankOptimizer:
             return
         states: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
         for (stage, name, key), value in tensors.items():
-            states.setdefault((stage, name), {})[key] = value
+            # Moments live with their parameter; AdamW's count of steps stays on the CPU.
+            held = value.to(self.updated[stage, name].device) if value.dim() else value
+            states.setdefault((stage, name), {})[key] = held
         for place, state in states.items():
             self.optimizer.state[self.updated[place]] = state
         self.scheduler.last_epoch = step

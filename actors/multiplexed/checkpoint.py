@@ -74,13 +74,11 @@ def load_shards(folder: Path, index: Mapping[str, str], here: Device, step: int)
     copy_tensors(read, own)
     keys = stored.optimizer_keys()
     state: dict[tuple[str, str, str], torch.Tensor] = {}
-    for (node, name), parameter in here.optimizer.updated.items():
+    for node, name in here.optimizer.updated:
         base = f"optimizer/{node}/{name}"
         wanted = dict.fromkeys(f"{base}/{key}" for key in keys.get(base, ()))
         for full, value in stored.read(wanted).items():
-            # AdamW's count of steps stays on the CPU, as it has it.
-            held = value.to(parameter.device) if value.dim() else value
-            state[node, name, full.rpartition("/")[2]] = held
+            state[node, name, full.rpartition("/")[2]] = value
     here.optimizer.load_state_tensors(state, step)
     return [
         f"{node}/{name}" for node, name in here.optimizer.parameters
