@@ -50,7 +50,8 @@ def every(producer: str) -> Every:
 
 
 class DagModule:
-    """A module of the graph.
+    """A module of the graph. It must leave what it reads of others as it is: not change it in
+    place, as others may read the same memory at the same time.
 
     Args:
         module: whatever :class:`raymm.ModalityModule` accepts, or one of those (with a live
@@ -66,7 +67,7 @@ class DagModule:
         postprocess: ``f(arguments, output) -> output`` after the module.
         draws: whether it draws random numbers; by default if it has something trainable, and
             so is in training mode. Modules that do are issued one after another, not at the
-            same time.
+            same time. One that draws in evaluation too (as of a variational encoder) must say so.
         model_class, seed: as of :class:`raymm.ModalityModule`.
 
     Raises:

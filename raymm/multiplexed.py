@@ -97,8 +97,9 @@ class MultiplexedModule:
         device: ``"cpu"`` or ``"cuda"`` (one GPU per process).
         resources: what each process reserves in Ray; by default one CPU, and a GPU on CUDA.
         threads: intra-op threads per process.
-        seed: of dropout. What a module draws depends on the seed, the step, its name and its
-            first sample: repeatable, but other numbers with another degree.
+        seed: of what modules draw from torch, numpy or Python (dropout, masks). It depends on the
+            seed, the step, the module's name and its first sample: repeatable, but other numbers
+            with another degree.
         timeout_s: seconds that any wait for modules or other GPUs may take.
         lockstep: every stage begins on all GPUs at once, as the performance model has it;
             otherwise a GPU goes on as soon as it has what it needs.
