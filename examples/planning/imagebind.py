@@ -1,6 +1,6 @@
 """Where and when the towers of a model shaped like ImageBind run on 8 H100, sharing them.
 
-    python examples/planning/imagebind.py --out mapping.png
+    python examples/planning/imagebind.py
     python examples/planning/imagebind.py --gpus 4 --device A100-80GB --batch 128 --out mapping.svg
 
 Six towers as wide and deep as those of ImageBind-Huge (Girdhar et al. 2023), bound to the image by
@@ -58,7 +58,8 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--device", default="H100")
     parser.add_argument("--batch", type=int, default=64, help="samples of an iteration")
-    parser.add_argument("--out", type=Path, default=Path("mapping.png"), help=".png or .svg")
+    parser.add_argument("--out", type=Path, default=Path("runs/imagebind/mapping.png"),
+                        help=".png or .svg (default: runs/imagebind/mapping.png)")  # fmt: skip
     args = parser.parse_args()
     planned = raymm.plan_multiplexed(
         imagebind_like(), gpus=args.gpus, device=args.device, batch=args.batch, tokens=TOKENS
@@ -66,6 +67,7 @@ def main() -> None:
     console = Console()
     console.print(planned.table())
     console.print(planned.explain(), highlight=False, markup=False, soft_wrap=True)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     print(f"wrote {planned.draw(args.out, f'ImageBind-like towers on {args.gpus} {args.device}')}")
 
 

@@ -10,11 +10,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_it_maps_six_towers_and_draws_them(tmp_path):
-    picture = tmp_path / "mapping.png"
+    picture = tmp_path / "runs" / "imagebind" / "mapping.png"
     done = subprocess.run(
-        [sys.executable, "examples/planning/imagebind.py", "--gpus", "2", "--batch", "8", "--out",
-         str(picture)],
-        cwd=ROOT, capture_output=True, text=True, timeout=280,
+        [sys.executable, ROOT / "examples/planning/imagebind.py", "--gpus", "2", "--batch", "8"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for tower in ("image", "text", "audio", "depth", "thermal", "imu"):
