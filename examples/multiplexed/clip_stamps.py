@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -120,15 +120,28 @@ def build_model(vocabulary: int, seed: int) -> CLIPModel:
     ))  # fmt: skip
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """What reads a whole number of the command line that must not be smaller."""
+
+    def read(given: str) -> int:
+        if not given.isdecimal() or int(given) < least:
+            raise argparse.ArgumentTypeError(
+                f"is {given!r}; accepted: a whole number, at least {least}"
+            )
+        return int(given)
+
+    return read
+
+
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     """Command line."""
     found = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     cache = default_root()
     found.add_argument("--data", type=Path, default=cache / "data" / "stamps")
     found.add_argument("--tokenizer", type=Path, default=cache / "models" / "smollm2-135m")
-    found.add_argument("--steps", type=int, default=60)
-    found.add_argument("--batch-size", type=int, default=48)
-    found.add_argument("--samples", type=int, default=480, help="training pairs to read")
+    found.add_argument("--steps", type=at_least(1), default=60)
+    found.add_argument("--batch-size", type=at_least(2), default=48)
+    found.add_argument("--samples", type=at_least(2), default=480, help="training pairs to read")
     found.add_argument("--lr", type=float, default=1e-3)
     found.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     return found.parse_args(given)
@@ -138,6 +151,11 @@ def main(given: Sequence[str] | None = None) -> dict[str, list[float]]:
     """Train; returns the losses of all steps, and of held-out pairs before and after."""
     options, console = arguments(given), Console()
     train = read_pairs(options.data / "train.jsonl", options.samples)
+    if len(train) < options.batch_size:
+        raise SystemExit(
+            f"--batch-size is {options.batch_size}, but {len(train)} pairs were read; accepted: 2 "
+            f"to {len(train)}, or more --samples if the data have them"
+        )
     heldout = read_pairs(options.data / "heldout.jsonl", options.batch_size)
     captions = Captions(options.tokenizer, train)
     console.print(f"{len(train)} pairs, {captions.size} tokens; held out: {len(heldout)} pairs")
