@@ -12,7 +12,14 @@ import transformers
 
 from raymm.actors.stages.merge import MergePolicy, Prepend, ReplaceTokens
 from raymm.actors.stages.source import FactorySource, SourceError, import_object
-from raymm.config import ConfigError, EncoderSection, LayoutSection, SourceSection, TrainConfig
+from raymm.config import (
+    ConfigError,
+    EncoderSection,
+    LayoutSection,
+    ParallelSection,
+    SourceSection,
+    TrainConfig,
+)
 from raymm.data.text import load_tokenizer
 from raymm.model import ModalityModule, MultimodalModule, module_graph
 from raymm.multimodal_graph import check_mapping
@@ -157,6 +164,8 @@ def build_plan(config: TrainConfig, model: MultimodalModule) -> Plan | StageMapp
             f"parallel.style is {section.style!r}, but {given} given, which have their style; it "
             "is for plans that raymm makes"
         )
+    if section.style == "multiplexed":
+        _refuse_pipelined_only(section, "parallel.style is 'multiplexed', which has none")
     if section.plan is not None:
         return _plan_of_file(section.plan, config, model)
     if section.has_layouts and section.recompute == LAYERS:
@@ -177,13 +186,7 @@ def build_plan(config: TrainConfig, model: MultimodalModule) -> Plan | StageMapp
 def _plan_of_file(
     path: str, config: TrainConfig, model: MultimodalModule
 ) -> Plan | StageMapping:
-    section = config.parallel
-    for name in ("schedule", "recompute"):
-        if getattr(section, name) is not None:
-            raise ConfigError(
-                f"parallel.{name} is {getattr(section, name)!r}, but parallel.plan is given, which "
-                "has its own; give one of them"
-            )
+    _refuse_pipelined_only(config.parallel, "parallel.plan is given, which has its own")
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"parallel.plan is {path!r}; there is no such file")
@@ -191,6 +194,11 @@ def _plan_of_file(
         text = read_file(file)
     except MultiplexError as error:
         raise ConfigError(f"parallel.plan: {error}") from None
+    if has_placements(text) and config.parallel.has_layouts:
+        raise ConfigError(
+            f"parallel.plan is {path!r}, a mapping, which says what runs where, but layouts "
+            "(parallel.language_model, parallel.encoders) are given too; give one of them"
+        )
     if has_placements(text):
         return _mapping_of(path, text, model)
     try:
@@ -208,6 +216,14 @@ def _plan_of_file(
             f"data.microbatches is {config.data.microbatches}; they must be equal"
         )
     return plan
+
+
+def _refuse_pipelined_only(section: ParallelSection, why: str) -> None:
+    for name in ("schedule", "recompute"):
+        if getattr(section, name) is not None:
+            raise ConfigError(
+                f"parallel.{name} is {getattr(section, name)!r}, but {why}; give one of them"
+            )
 
 
 def has_placements(text: str) -> bool:

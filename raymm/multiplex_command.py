@@ -39,7 +39,8 @@ def check_style(args: argparse.Namespace, configured: str | None = None) -> str:
         raise ConfigError(f"--multiplex is --style multiplexed, but --style is {args.style}")
     style = "multiplexed" if args.multiplex else args.style or configured or "pipelined"
     if style == "pipelined":
-        given = [n for n in ("quota_steps", "interference", "solver") if getattr(args, n)]
+        options = ("quota_steps", "interference", "solver")
+        given = [name for name in options if getattr(args, name) is not None]
         if given:
             raise ConfigError(
                 f"--{given[0].replace('_', '-')} is of multiplexed plans; accepted with --style "
@@ -114,6 +115,13 @@ def run_style(
                       "...")  # fmt: skip
     if note is not None:
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+    if data.microbatches > 1:
+        console.print(
+            f"note: data.microbatches is {data.microbatches}: the mapping is planned for a step's "
+            f"{data.samples * data.microbatches} samples at once, so train it with "
+            f"data.microbatches: 1; as it is, it would run {data.microbatches} times per step",
+            highlight=False, markup=False, soft_wrap=True,
+        )
     if style == "multiplexed":
         if given is not None:
             console.print("note: the configuration's layouts (parallel) are of a pipelined plan: "
@@ -144,7 +152,8 @@ def _options(args: argparse.Namespace, request):
     from raymm.scheduler.multiplex.strict_json import whole
     from raymm.styles import MultiplexOptions
 
-    options = MultiplexOptions(interference=args.interference, strategy=args.solver or "auto")
+    solver = "auto" if args.solver is None else args.solver
+    options = MultiplexOptions(interference=args.interference, strategy=solver)
     if args.quota_steps is not None:
         options = replace(options, steps=whole(args.quota_steps, "--quota-steps", 1))
     if request.profile is not None and has_surfaces(request.profile):

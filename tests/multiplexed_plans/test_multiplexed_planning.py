@@ -28,7 +28,6 @@ from raymm.plan_request import DataShape, PlanRequest
 from raymm.scheduler.costs import CostProfile, LayerCost, layer_work
 from raymm.scheduler.devices import Link, Links, find_device
 from raymm.scheduler.multiplex.interference import Interference
-from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.multiplex.mapping import (
     Mapping,
     MultiplexStage,
@@ -36,6 +35,7 @@ from raymm.scheduler.multiplex.mapping import (
     module_seconds,
     predicted_stage,
 )
+from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.multiplex.strict_json import MultiplexError
 from raymm.scheduler.multiplex.surface import (
     ScalingSurface,

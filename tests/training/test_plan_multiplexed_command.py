@@ -1,8 +1,13 @@
 """``raymm plan --style``: mappings and comparisons from the command line."""
 
+import shlex
+from pathlib import Path
+
 import pytest
 from PIL import Image
 
+from raymm.build import build_model, build_plan
+from raymm.config import ConfigError, load_config
 from raymm.scheduler.multiplex.mapping import Mapping
 from raymm.scheduler.multiplex.surface import ScalingSurface, surfaces_to_json
 from raymm.scheduler.plan import Plan
@@ -35,6 +40,8 @@ def test_multiplex_prints_draws_and_saves(raymm, make_config, tmp_path, wide, no
     assert mapping.gpus == 4
     modules = [p.module for s in mapping.stages for p in s.placements]
     assert sorted(modules) == ["llm", "vision"] and modules[0] == "vision"
+    # The standard run has two microbatches; what `raymm train` says of that, this says before.
+    assert "train it with data.microbatches: 1" in text
     for part in ("multiplexed (estimates)", "stage ms", "quota", "Megatron-LM would take",
                  "DistMM would take", "Spindle would take", "found by auto", "not measured",
                  "interference: estimated from shares of the memory bandwidth"):  # fmt: skip
@@ -43,6 +50,32 @@ def test_multiplex_prints_draws_and_saves(raymm, make_config, tmp_path, wide, no
     with Image.open(out / "mapping.png") as picture:
         assert picture.width > 800 and len(picture.convert("RGB").getcolors(2**20)) > 20
     assert sorted(p.name for p in out.iterdir()) == ["mapping.json", "mapping.png"]
+
+
+def test_what_the_readme_plans_is_what_it_trains(
+    raymm, make_config, tmp_path, monkeypatch, no_ray
+):
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    section = readme.split("### Sharing GPUs")[1].split("## Parallel")[0]
+    plan, train = (
+        shlex.split(line, comments=True)[1:] for line in section.splitlines()
+        if line.startswith("raymm") and ("laptop" in line or "raymm train" in line)
+    )
+    config = make_config({"parallel": {}})
+    monkeypatch.chdir(tmp_path)
+    code, text = raymm(*(config if word == "CONFIG.yaml" else word for word in plan))
+    assert code == 0, text
+    chosen = train[train.index("--set") + 1]
+    settings = load_config(config, [chosen])
+    assert build_plan(settings, build_model(settings)).gpus == 8
+    # What a mapping has no use for is not left unread.
+    for overrides, words in (
+        ([chosen, "parallel.language_model={pp: 2}"], "a mapping, which .* but layouts"),
+        (["parallel.style=multiplexed", "parallel.schedule=gpipe"],
+         "parallel.schedule is 'gpipe', but parallel.style is 'multiplexed'"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=words):
+            build_plan(load_config(config, overrides), build_model(settings))
 
 
 def test_a_file_of_surfaces_is_a_profile_too(raymm, make_config, tmp_path, wide, no_ray):
@@ -63,7 +96,7 @@ def test_a_file_of_surfaces_is_a_profile_too(raymm, make_config, tmp_path, wide,
 def test_auto_compares_and_says_which_is_faster(raymm, make_config, tmp_path, wide, no_ray):
     code, text = raymm(
         "plan", "--style", "auto", make_config({"data.microbatches": 2}), "--ranks", "2",
-        "--device", "H100", "--degrees", "none", "--out", str(tmp_path / "out"),
+        "--device", "H100", "--out", str(tmp_path / "out"),
     )
     assert code == 0, text
     assert "times as fast" in text and "the same for both: batch" in text
@@ -101,7 +134,11 @@ def test_styles_are_compared_on_the_devices_of_the_layouts(
         (("--multiplex", "--measure", "2"), "--measure is of pipelined plans"),
         (("--multiplex", "--layouts", "colocated"), "--layouts is of pipelined plans"),
         (("--interference", "blind"), "--interference is of multiplexed plans"),
-        (("--multiplex", "--interference", "no.json"), "accepted: bandwidth, blind, or a file"),
+        (("--quota-steps", "0"), "--quota-steps is of multiplexed plans"),
+        (("--solver", ""), "--solver is of multiplexed plans"),
+        (("--multiplex", "--solver", ""), "strategy is ''"),
+        (("--multiplex", "--interference", "no.json"),
+         "'no.json', and there is no such file; accepted: bandwidth, blind, or a file"),
         (("--multiplex", "--solver", "best"), "strategy is 'best'"),
         (("--multiplex", "--memory-gib", "0.0001"), "fits nowhere"),
     ],
