@@ -28,7 +28,7 @@ _PUBLIC = {
     "ParallelSpec": "raymm.specs",
     "MultimodalParallelSpec": "raymm.specs",
     "MultimodalParallelModule": "raymm.parallel",
-    "StepOutput": "raymm.parallel",
+    "StepOutput": "raymm.parallel_module",
     "OptimizerConfig": "raymm.actors.optimizer",
     "RankResources": "raymm.actors.group",
     "RankFailedError": "raymm.actors.group",
@@ -71,7 +71,8 @@ if TYPE_CHECKING:
     from raymm.multiplex_planning import PlannedMultiplexed, plan_multiplexed
     from raymm.multiplexed import MultiplexedModule
     from raymm.multiplexed_parallel import MultiplexedParallelModule
-    from raymm.parallel import MultimodalParallelModule, StepOutput
+    from raymm.parallel import MultimodalParallelModule
+    from raymm.parallel_module import StepOutput
     from raymm.plan_request import PlanRequest
     from raymm.planning import Planned, plan
     from raymm.scheduler.plan import Plan, PlanError

@@ -17,8 +17,9 @@ from typing import Any
 
 from raymm.actors.group import RankFailedError
 from raymm.actors.shards import ShardError, StoredTensors, copy_tensors
-from raymm.execution import ParallelModule, execution_of
+from raymm.execution import execution_of
 from raymm.model import LANGUAGE_MODEL, MultimodalModule
+from raymm.parallel_module import ParallelModule
 
 CHECKPOINT_FORMAT = 1
 MANIFEST = "manifest.json"

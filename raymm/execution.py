@@ -6,59 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from raymm.data import MicrobatchMeta
 from raymm.model import MultimodalModule
 from raymm.multiplexed_execution import MultiplexedExecution
-from raymm.parallel import StepOutput
+from raymm.parallel_module import ParallelModule
 from raymm.pipelined_execution import PipelinedExecution
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.plan import Plan
 from raymm.watched_run import WatchedRun, WatchedStep
-
-
-class PendingOutput(Protocol):
-    """A step under way."""
-
-    def result(self) -> StepOutput:
-        """Wait for it.
-
-        Raises:
-            RankFailedError: a process died or raised.
-        """
-
-
-class ParallelModule(Protocol):
-    """A model that runs: :class:`raymm.MultimodalParallelModule`,
-    :class:`raymm.multiplexed_parallel.MultiplexedParallelModule`."""
-
-    group: Any  # its processes; for checkpoints they have `save` and `load`
-
-    @property
-    def plan(self) -> Plan | StageMapping: ...
-
-    @property
-    def steps_taken(self) -> int: ...
-
-    def restore_step(self, step: int) -> None: ...
-
-    def reloadable(self) -> frozenset[str]:
-        """Modules whose frozen weights no checkpoint need hold."""
-
-    def prepare(self, batch: Any) -> tuple[Sequence[Mapping[str, Any]], Sequence[MicrobatchMeta]]:
-        """Parts and metadata of a batch in memory."""
-
-    def submit(
-        self,
-        prepared: tuple[Sequence[Mapping[str, Any]], Sequence[MicrobatchMeta]],
-        update: bool = False,
-        forward_only: bool = False,
-        keep: Any = None,
-    ) -> PendingOutput:
-        """Start a step."""
-
-    def __enter__(self) -> ParallelModule: ...
-
-    def __exit__(self, *exception: object) -> None: ...
 
 
 class StepWatch(Protocol):

@@ -8,7 +8,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import nn
 
 from raymm.actors.group import RankResources, StepHandle
 from raymm.actors.multiplexed.group import GpuGroup
@@ -19,16 +18,10 @@ from raymm.builders import reloadable_modules
 from raymm.cluster import connect
 from raymm.data import MicrobatchMeta
 from raymm.mapped_graph import MappedGraph, ProgramKind, forward_parts, losses_of, timeline_of
-from raymm.model import LANGUAGE_MODEL, MultimodalModule, complete_microbatch
+from raymm.microbatches import BatchError
+from raymm.model import LANGUAGE_MODEL, MultimodalModule
 from raymm.multimodal_graph import check_mapping, multimodal_graph, multimodal_nodes
-from raymm.parallel import (
-    BatchError,
-    ParallelOptimizer,
-    StepOutput,
-    describe_microbatches,
-    parameter_name,
-    split_batch,
-)
+from raymm.parallel_module import ParallelModule, StepOutput, parameter_name
 from raymm.scheduler.multiplex.instructions import Direction, MultiplexProgram, Part, Route
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.multiplex.sample_ranges import rows_of
@@ -61,7 +54,7 @@ class PendingMultiplexedStep:
         )
 
 
-class MultiplexedParallelModule:
+class MultiplexedParallelModule(ParallelModule):
     """A :class:`MultimodalModule` on one Ray actor per GPU, whose modules share GPUs as a mapping
     says. The methods are those of :class:`raymm.MultimodalParallelModule`.
 
@@ -107,20 +100,14 @@ class MultiplexedParallelModule:
         backend: Callable[[], Backend] | None = None,
         group: GpuGroup | None = None,
     ) -> None:
-        if precision not in ("fp32", "bf16"):
-            raise ValueError(f"precision is {precision!r}; accepted: fp32, bf16")
-        if device not in ("cpu", "cuda"):
-            raise ValueError(f"device is {device!r}; accepted: cpu, cuda")
+        super().__init__(model, optimizer, precision, device, seed)
         check_mapping(model, mapping)
-        self.model, self.mapping = model, mapping
-        self.optimizer_config = optimizer or OptimizerConfig()
-        self._encoders = model.encoder_names
-        self._microbatches, self._seed, self._step = microbatches, seed, 0
+        self.mapping, self.microbatches = mapping, microbatches
         self._mapped = MappedGraph(multimodal_graph(model), mapping, lockstep)
         connect()
         specs = self._mapped.gpu_specs(
             multimodal_nodes(model), optimizer=self.optimizer_config,
-            autocast="bfloat16" if precision == "bf16" else None,
+            autocast=self._autocast,
             reloadable=reloadable_modules(model), backend=backend, device=device,
             threads=threads, timeout_s=timeout_s,
         )
@@ -132,52 +119,8 @@ class MultiplexedParallelModule:
         """The mapping."""
         return self.mapping
 
-    @property
-    def optimizer(self) -> ParallelOptimizer:
-        """For step loops: ``optimizer.step()`` and ``optimizer.zero_grad()``."""
-        return ParallelOptimizer(self)
-
-    @property
-    def steps_taken(self) -> int:
-        """Optimizer steps so far."""
-        return self._step
-
-    def reloadable(self) -> frozenset[str]:
-        """Modules whose frozen weights no checkpoint need hold."""
-        return reloadable_modules(self.model)
-
-    def restore_step(self, step: int) -> None:
-        """Say how many optimizer steps the loaded state has taken."""
-        self._step = step
-
-    def execute(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepOutput:
-        """Forward and backward of one step; gradients accumulate until ``optimizer.step()``.
-
-        Args:
-            batch: one batch, or a list of microbatches. See :meth:`MultimodalModule.forward` for
-                the keys.
-
-        Raises:
-            BatchError: tensors that cannot be dealt out by samples.
-        """
-        return self.submit(self.prepare(batch)).result()
-
-    def train_step(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepOutput:
-        """:meth:`execute` and the optimizer's step in one call per GPU."""
-        return self.submit(self.prepare(batch), update=True).result()
-
-    def evaluate(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepOutput:
-        """Loss only: no gradients."""
-        return self.submit(self.prepare(batch), forward_only=True).result()
-
-    def prepare(
-        self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]
-    ) -> tuple[list[dict[str, Any]], list[MicrobatchMeta]]:
-        """Microbatches as parts per reader, with their metadata."""
-        if isinstance(batch, Mapping):
-            batch = split_batch(batch, self._microbatches)
-        whole = [_items_by_row(complete_microbatch(one, self._encoders)) for one in batch]
-        return describe_microbatches(whole, self._encoders)
+    def _complete(self, microbatch: Mapping[str, Any]) -> dict[str, Any]:
+        return _items_by_row(super()._complete(microbatch))
 
     def submit(
         self,
@@ -186,12 +129,6 @@ class MultiplexedParallelModule:
         forward_only: bool = False,
         keep: Any = None,
     ) -> PendingMultiplexedStep:
-        """Start a step and return at once; steps run in the order they were submitted.
-
-        Args:
-            prepared, update, forward_only, keep: as of
-                :meth:`raymm.MultimodalParallelModule.submit`.
-        """
         parts, meta = prepared
         label_tokens = sum(one.label_tokens for one in meta)
         iterations: list[tuple[str, IterationMeta]] = []
@@ -220,7 +157,6 @@ class MultiplexedParallelModule:
         return PendingMultiplexedStep(handle, label_tokens, keep)
 
     def update(self) -> float | None:
-        """Clip, update and zero accumulated gradients; returns the global gradient norm."""
         results = self.group.run_epilogue()
         self._step += 1
         return results[0].grad_norm
@@ -246,13 +182,6 @@ class MultiplexedParallelModule:
             if self._mapped.copies[node][0] == gpu
         }
 
-    def load_into(self, model: nn.Module) -> None:
-        """Copy trained parameters back into a live model."""
-        with torch.no_grad():
-            own = dict(model.named_parameters())
-            for name, tensor in self.parameters().items():
-                own[name].copy_(tensor)
-
     def quotas(self) -> list[str]:
         """Per GPU, what every module was granted in every turn."""
         return self.group.call("quotas")
@@ -260,13 +189,7 @@ class MultiplexedParallelModule:
     def shutdown(self) -> None:
         """End all processes, unless another model has taken them over."""
         if self.group.generation == self._generation:
-            self.group.shutdown()
-
-    def __enter__(self) -> MultiplexedParallelModule:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
+            super().shutdown()
 
 
 def _items_by_row(microbatch: Mapping[str, Any]) -> dict[str, Any]:

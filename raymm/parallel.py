@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import nn
 
 from raymm.actors.executor import StepMeta
 from raymm.actors.group import RankGroup, RankResources, StepHandle, measured_timeline
@@ -18,15 +16,11 @@ from raymm.actors.quota import Backend, Multiprocessors
 from raymm.actors.rank_actor import Neighbours, RankSpec, remember
 from raymm.builders import reloadable_modules, stage_builders
 from raymm.cluster import connect
-from raymm.data import MicrobatchMeta, describe
+from raymm.data import MicrobatchMeta
 from raymm.holdings import families, holdings, place_of
-from raymm.model import (
-    LANGUAGE_MODEL,
-    MultimodalModule,
-    complete_microbatch,
-    text_inputs,
-)
+from raymm.model import LANGUAGE_MODEL, MultimodalModule
 from raymm.multiplex_costs import MULTIPROCESSORS
+from raymm.parallel_module import ParallelModule, StepOutput, parameter_name
 from raymm.plan_check import check_fits, check_grants
 from raymm.plan_request import cluster_device
 from raymm.scheduler.lower import lower
@@ -34,32 +28,6 @@ from raymm.scheduler.plan import Plan, PlanError, Stage
 from raymm.scheduler.program import EPILOGUE, Op, Program, check_program
 from raymm.scheduler.shards import Process, Processes
 from raymm.scheduler.stage import stage_module
-from raymm.scheduler.timeline import Timeline
-
-
-class BatchError(ValueError):
-    """A batch that does not fit the plan."""
-
-
-@dataclass(frozen=True)
-class StepOutput:
-    """Outcome of a step.
-
-    Attributes:
-        loss: sum of token cross entropies / label tokens, over the whole step.
-        label_tokens: label tokens of the step.
-        timeline: what every rank did and when.
-        grad_norm: global gradient norm before clipping, if the step clipped.
-        learning_rate: the rate used, if the step updated parameters.
-        peak_bytes: per rank, the most memory that one of its processes held.
-    """
-
-    loss: float
-    label_tokens: int
-    timeline: Timeline
-    grad_norm: float | None = None
-    learning_rate: float | None = None
-    peak_bytes: tuple[int, ...] = ()
 
 
 class PendingStep:
@@ -102,7 +70,7 @@ class PendingStep:
         )
 
 
-class MultimodalParallelModule:
+class MultimodalParallelModule(ParallelModule):
     """A :class:`MultimodalModule` on Ray actors (made by ``MultimodalParallelSpec.apply``).
 
     Joins the Ray cluster at hand, or starts one on this machine.
@@ -149,20 +117,12 @@ class MultimodalParallelModule:
         timeout_s: float = 300.0,
         quota_backend: Callable[[], Backend] | None = None,
     ) -> None:
-        if precision not in ("fp32", "bf16"):
-            raise ValueError(f"precision is {precision!r}; accepted: fp32, bf16")
-        if device not in ("cpu", "cuda"):
-            raise ValueError(f"device is {device!r}; accepted: cpu, cuda")
+        super().__init__(model, optimizer, precision, device, seed)
         check_fits(plan)
         connect()
         if any(stage.quota is not None for stage in plan.stages):
             check_grants(plan, _multiprocessors(device))
         self.plan = plan
-        self.model = model
-        self.optimizer_config = optimizer or OptimizerConfig()
-        self._encoders = model.encoder_names
-        self._seed = seed
-        self._step = 0
         self._programs: OrderedDict[tuple, str] = OrderedDict()
         made = stage_builders(model, plan)
         self._pieces = made.pieces
@@ -183,7 +143,7 @@ class MultimodalParallelModule:
                 families=families(held),
                 holdings=held[number],
                 optimizer=self.optimizer_config,
-                autocast="bfloat16" if precision == "bf16" else None,
+                autocast=self._autocast,
                 reloadable=reloadable_modules(model),
                 device=device,
                 threads=threads,
@@ -196,22 +156,9 @@ class MultimodalParallelModule:
         self.group = RankGroup(specs, process_labels(processes), resources)
 
     @property
-    def optimizer(self) -> ParallelOptimizer:
-        """For step loops: ``optimizer.step()`` and ``optimizer.zero_grad()``."""
-        return ParallelOptimizer(self)
-
-    @property
-    def steps_taken(self) -> int:
-        """Optimizer steps so far."""
-        return self._step
-
-    def reloadable(self) -> frozenset[str]:
-        """Modules whose frozen weights no checkpoint need hold."""
-        return reloadable_modules(self.model)
-
-    def restore_step(self, step: int) -> None:
-        """Say how many optimizer steps the loaded state has taken."""
-        self._step = step
+    def microbatches(self) -> int:
+        """That a batch in memory is split into: the plan's."""
+        return self.plan.num_microbatches
 
     def reschedule(self, plan: Plan) -> None:
         """Go on under a plan with another schedule or recomputation; nothing is restarted.
@@ -232,36 +179,6 @@ class MultimodalParallelModule:
         self._processes = Processes(plan)
         self._programs.clear()
 
-    def execute(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepOutput:
-        """Forward and backward of one step; gradients accumulate until ``optimizer.step()``.
-
-        Args:
-            batch: one batch, which is split into the plan's microbatches by rows, or a list
-                of microbatches. See :meth:`MultimodalModule.forward` for the keys.
-
-        Raises:
-            BatchError: if rows do not divide into microbatches.
-        """
-        return self.submit(self.prepare(batch)).result()
-
-    def train_step(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepOutput:
-        """:meth:`execute` and the optimizer's step in one call per rank."""
-        return self.submit(self.prepare(batch), update=True).result()
-
-    def evaluate(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepOutput:
-        """Loss only: no gradients."""
-        return self.submit(self.prepare(batch), forward_only=True).result()
-
-    def prepare(
-        self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]
-    ) -> tuple[list[dict[str, Any]], list[MicrobatchMeta]]:
-        """Microbatches as parts per reader, with their metadata."""
-        if isinstance(batch, Mapping):
-            batch = split_batch(batch, self.plan.num_microbatches)
-        return describe_microbatches(
-            [complete_microbatch(one, self._encoders) for one in batch], self._encoders
-        )
-
     def submit(
         self,
         prepared: tuple[Sequence[Mapping[str, Any]], Sequence[MicrobatchMeta]],
@@ -269,15 +186,6 @@ class MultimodalParallelModule:
         forward_only: bool = False,
         keep: Any = None,
     ) -> PendingStep:
-        """Start a step and return at once; steps run in the order they were submitted.
-
-        Args:
-            prepared: per microbatch, ``{"text": ..., modality: ...}`` where each value is a
-                dict of tensors or a Ray reference to one; and its metadata.
-            update: clip gradients and step the optimizer afterwards.
-            forward_only: compute the loss without gradients.
-            keep: held until the step's result was read.
-        """
         parts, meta = prepared
         ops = self._epilogue() if update else ()
         key = self._program(tuple(tuple(sorted(m.items)) for m in meta), ops, forward_only)
@@ -314,7 +222,6 @@ class MultimodalParallelModule:
         return program.with_epilogue(self._epilogue() if update else ())
 
     def update(self) -> float | None:
-        """Clip, update and zero accumulated gradients; returns the global gradient norm."""
         results = self.group.run_epilogue(self._epilogue())
         self._step += 1
         norms = [r.grad_norm for r in results if r.grad_norm is not None]
@@ -338,11 +245,6 @@ class MultimodalParallelModule:
         return key
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
-        """Accumulated gradients of all trainable parameters, by the model's names.
-
-        Holders of a shared parameter (tied embeddings, copies of a module) have each their
-        part, until the optimizer's step sums them; here they are summed.
-        """
         named: dict[str, torch.Tensor | None] = {}
         for number, part in enumerate(self.group.call("gradients")):
             for (stage, name), tensor in part.items():
@@ -358,7 +260,6 @@ class MultimodalParallelModule:
         return named
 
     def parameters(self, trainable_only: bool = True) -> dict[str, torch.Tensor]:
-        """Parameters by the model's names."""
         named: dict[str, torch.Tensor] = {}
         of_copies: dict[str, str] = {}
         for number, part in enumerate(self.group.call("parameters", trainable_only)):
@@ -381,51 +282,9 @@ class MultimodalParallelModule:
         count = max(pieces.shards, self.plan.by_name[stage].tp)
         return pieces.add(known, name, place, count, tensor)
 
-    def load_into(self, model: nn.Module) -> None:
-        """Copy trained parameters back into a live model."""
-        with torch.no_grad():
-            own = dict(model.named_parameters())
-            for name, tensor in self.parameters().items():
-                own[name].copy_(tensor)
-
-    def shutdown(self) -> None:
-        """End all ranks."""
-        self.group.shutdown()
-
-    def __enter__(self) -> MultimodalParallelModule:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.shutdown()
-
-
-class ParallelOptimizer:
-    """``step()`` and ``zero_grad()`` of all ranks at once, like a torch optimizer.
-
-    Args:
-        parallel: whose; in either style.
-    """
-
-    def __init__(self, parallel: Any) -> None:
-        self._parallel = parallel
-
-    def step(self) -> float | None:
-        """Clip, update and zero gradients; returns the global gradient norm."""
-        return self._parallel.update()
-
-    def zero_grad(self) -> None:
-        """Forget accumulated gradients (``step`` does so too)."""
-        self._parallel.group.call("zero_grad")
-
-
 def model_name(stage: str, name: str) -> str:
     """``("vision.0", "module.x")`` -> ``"vision_encoder.module.x"``."""
     return parameter_name(stage_module(stage), name)
-
-
-def parameter_name(module: str, name: str) -> str:
-    """``("vision", "module.x")`` -> ``"vision_encoder.module.x"``."""
-    return f"{'language_model' if module == LANGUAGE_MODEL else module + '_encoder'}.{name}"
 
 
 def _multiprocessors(device: str) -> Multiprocessors:
@@ -454,54 +313,6 @@ def _neighbours(processes: Processes, process: Process) -> Neighbours:
         processes.tensor_group(process),
     )
     return Neighbours(*(group if len(group) > 1 else () for group in groups))
-
-
-def describe_microbatches(
-    microbatches: Sequence[Mapping[str, Any]], encoders: Sequence[str]
-) -> tuple[list[dict[str, Any]], list[MicrobatchMeta]]:
-    """Complete microbatches (:func:`raymm.model.complete_microbatch`) as parts per reader, with
-    their metadata."""
-    meta = [
-        describe(one, [str(row) for row in range(one["input_ids"].shape[0])])
-        for one in microbatches
-    ]
-    parts = []
-    for one in microbatches:
-        part = {name: one[name] for name in encoders if name in one}
-        parts.append({**part, "text": text_inputs(one)})
-    return parts, meta
-
-
-def split_batch(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """Split a batch by rows into ``count`` microbatches of equal size.
-
-    Raises:
-        BatchError: if rows do not divide.
-    """
-    rows = batch["input_ids"].shape[0]
-    if rows % count:
-        raise BatchError(
-            f"the batch has {rows} rows, which do not divide into num_microbatches={count}"
-        )
-    size = rows // count
-    microbatches = []
-    for start in range(0, rows, size):
-        part: dict[str, Any] = {}
-        for name, value in batch.items():
-            if value is None:
-                continue
-            if not isinstance(value, Mapping):
-                part[name] = value[start : start + size]
-                continue
-            tensors = {k: v for k, v in value.items() if k != "sample_index"}
-            items = next(iter(tensors.values())).shape[0]
-            index = torch.as_tensor(value.get("sample_index", torch.arange(items)))
-            chosen = (index >= start) & (index < start + size)
-            if chosen.any():
-                part[name] = {k: v[chosen] for k, v in tensors.items()}
-                part[name]["sample_index"] = index[chosen] - start
-        microbatches.append(part)
-    return microbatches
 
 
 def _layout_key(meta: MicrobatchMeta) -> int:

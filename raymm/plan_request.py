@@ -143,7 +143,7 @@ class DataShape:
         if not isinstance(first, Mapping):
             largest = max(first, key=lambda one: (len(one), one["input_ids"].numel()))
             return cls(len(first), microbatch=lambda: largest)
-        from raymm.parallel import split_batch
+        from raymm.microbatches import split_batch
 
         rows = first["input_ids"].shape[0]
         count = max(n for n in range(1, min(rows, 2 * ranks) + 1) if rows % n == 0)

@@ -16,9 +16,10 @@ from raymm.checkpoint import CheckpointStore, read_manifest, restore
 from raymm.cluster import connected, pick_device
 from raymm.config import ConfigError, RunConfig
 from raymm.data import DataConfig, check_data
-from raymm.execution import Execution, ParallelModule, execution_of
+from raymm.execution import Execution, execution_of
 from raymm.metrics import MetricsLog, SampleLog
 from raymm.model import MultimodalModule
+from raymm.parallel_module import ParallelModule
 from raymm.plan_request import PlanRequest
 from raymm.planned_run import plan_for_cluster
 from raymm.progress import RunProgress

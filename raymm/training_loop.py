@@ -11,9 +11,9 @@ from typing import Any
 from raymm.checkpoint import CheckpointStore
 from raymm.config import RunConfig
 from raymm.data import DataConfig, MicrobatchMeta, Skipped, StepLoader
-from raymm.execution import ParallelModule, PendingOutput, StepWatch
+from raymm.execution import StepWatch
 from raymm.metrics import MetricsLog, SampleLog
-from raymm.parallel import StepOutput
+from raymm.parallel_module import ParallelModule, PendingOutput, StepOutput
 from raymm.progress import RunProgress, heldout_line, skipped_line, step_line
 from raymm.training_data import TrainingData
 from raymm.watched_run import WatchedStep

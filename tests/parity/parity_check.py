@@ -18,7 +18,8 @@ from parity_oracle import (
 
 from raymm.actors.optimizer import OptimizerConfig
 from raymm.model import MultimodalModule
-from raymm.parallel import MultimodalParallelModule, StepOutput
+from raymm.parallel import MultimodalParallelModule
+from raymm.parallel_module import StepOutput
 
 # eps keeps elements whose gradient is nothing but rounding from moving at the full rate;
 # the norm makes clipping bite in every step.

@@ -18,9 +18,10 @@ from parity_models import (
 from parity_oracle import replace
 
 from raymm.actors.stages.merge import ReplaceTokens
+from raymm.microbatches import BatchError
 from raymm.model import ModalityModule, MultimodalModule
 from raymm.multiplexed_parallel import MultiplexedParallelModule
-from raymm.parallel import BatchError, MultimodalParallelModule
+from raymm.parallel import MultimodalParallelModule
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
 from raymm.specs import MultimodalParallelSpec, ParallelSpec
 

@@ -11,7 +11,8 @@ from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
 
 from raymm.checkpoint import CheckpointStore, restore
 from raymm.model import LANGUAGE_MODEL, ModalityModule, MultimodalModule
-from raymm.parallel import MultimodalParallelModule, StepOutput
+from raymm.parallel import MultimodalParallelModule
+from raymm.parallel_module import StepOutput
 from raymm.scheduler.plan import Plan, PlanError, Stage
 from raymm.scheduler.program import Op
 from raymm.specs import MultimodalParallelSpec, ParallelSpec

@@ -12,8 +12,8 @@ from parity_check import (
 from parity_oracle import replace
 
 from raymm.actors.stages.merge import ReplaceTokens
+from raymm.microbatches import split_batch
 from raymm.model import ModalityModule, MultimodalModule
-from raymm.parallel import split_batch
 from raymm.specs import MultimodalParallelSpec, ParallelSpec
 
 

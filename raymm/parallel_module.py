@@ -1,0 +1,217 @@
+"""What models that run on Ray actors have in common, in whichever style: steps, and what a user
+reads back of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from raymm.actors.optimizer import OptimizerConfig
+from raymm.builders import reloadable_modules
+from raymm.data import MicrobatchMeta
+from raymm.microbatches import describe_microbatches, split_batch
+from raymm.model import LANGUAGE_MODEL, MultimodalModule, complete_microbatch
+from raymm.scheduler.timeline import Timeline
+
+Itself = TypeVar("Itself", bound="ParallelModule")
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """Outcome of a step.
+
+    Attributes:
+        loss: sum of token cross entropies / label tokens, over the whole step.
+        label_tokens: label tokens of the step.
+        timeline: what every rank did and when.
+        grad_norm: global gradient norm before clipping, if the step clipped.
+        learning_rate: the rate used, if the step updated parameters.
+        peak_bytes: per rank, the most memory that one of its processes held.
+    """
+
+    loss: float
+    label_tokens: int
+    timeline: Timeline
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    peak_bytes: tuple[int, ...] = ()
+
+
+class PendingOutput(Protocol):
+    """A step under way."""
+
+    def result(self) -> StepOutput:
+        """Wait for it.
+
+        Raises:
+            RankFailedError: a process died or raised.
+        """
+
+
+class ParallelModule(ABC):
+    """A :class:`MultimodalModule` on Ray actors.
+
+    Args:
+        model: the description.
+        optimizer: AdamW, its schedule, and clipping.
+        precision: ``"fp32"``, or ``"bf16"`` for autocast with fp32 parameters.
+        device: ``"cpu"`` or ``"cuda"``.
+        seed: of dropout.
+
+    Attributes:
+        plan: what runs where.
+        group: its processes; for checkpoints they have ``save`` and ``load``.
+        microbatches: that a batch in memory is split into.
+
+    Raises:
+        ValueError: another precision or device.
+    """
+
+    plan: Any
+    group: Any
+    microbatches: int
+
+    def __init__(
+        self,
+        model: MultimodalModule,
+        optimizer: OptimizerConfig | None,
+        precision: str,
+        device: str,
+        seed: int,
+    ) -> None:
+        if precision not in ("fp32", "bf16"):
+            raise ValueError(f"precision is {precision!r}; accepted: fp32, bf16")
+        if device not in ("cpu", "cuda"):
+            raise ValueError(f"device is {device!r}; accepted: cpu, cuda")
+        self.model = model
+        self.optimizer_config = optimizer or OptimizerConfig()
+        self._autocast = "bfloat16" if precision == "bf16" else None
+        self._encoders = model.encoder_names
+        self._seed, self._step = seed, 0
+
+    @property
+    def optimizer(self) -> ParallelOptimizer:
+        """For step loops: ``optimizer.step()`` and ``optimizer.zero_grad()``."""
+        return ParallelOptimizer(self)
+
+    @property
+    def steps_taken(self) -> int:
+        """Optimizer steps so far."""
+        return self._step
+
+    def reloadable(self) -> frozenset[str]:
+        """Modules whose frozen weights no checkpoint need hold."""
+        return reloadable_modules(self.model)
+
+    def restore_step(self, step: int) -> None:
+        """Say how many optimizer steps the loaded state has taken."""
+        self._step = step
+
+    def execute(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepOutput:
+        """Forward and backward of one step; gradients accumulate until ``optimizer.step()``.
+
+        Args:
+            batch: one batch, which is split into microbatches by rows, or a list of
+                microbatches. See :meth:`MultimodalModule.forward` for the keys.
+
+        Raises:
+            BatchError: if rows do not divide into microbatches, or tensors cannot be dealt out
+                by samples.
+        """
+        return self.submit(self.prepare(batch)).result()
+
+    def train_step(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepOutput:
+        """:meth:`execute` and the optimizer's step in one call per process."""
+        return self.submit(self.prepare(batch), update=True).result()
+
+    def evaluate(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepOutput:
+        """Loss only: no gradients."""
+        return self.submit(self.prepare(batch), forward_only=True).result()
+
+    def prepare(
+        self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]
+    ) -> tuple[list[dict[str, Any]], list[MicrobatchMeta]]:
+        """Microbatches as parts per reader, with their metadata."""
+        if isinstance(batch, Mapping):
+            batch = split_batch(batch, self.microbatches)
+        whole = [self._complete(one) for one in batch]
+        return describe_microbatches(whole, self._encoders)
+
+    def _complete(self, microbatch: Mapping[str, Any]) -> dict[str, Any]:
+        return complete_microbatch(microbatch, self._encoders)
+
+    @abstractmethod
+    def submit(
+        self,
+        prepared: tuple[Sequence[Mapping[str, Any]], Sequence[MicrobatchMeta]],
+        update: bool = False,
+        forward_only: bool = False,
+        keep: Any = None,
+    ) -> PendingOutput:
+        """Start a step and return at once; steps run in the order they were submitted.
+
+        Args:
+            prepared: per microbatch, ``{"text": ..., modality: ...}`` where each value is a
+                dict of tensors or a Ray reference to one; and its metadata.
+            update: clip gradients and step the optimizer afterwards.
+            forward_only: compute the loss without gradients.
+            keep: held until the step's result was read.
+        """
+
+    @abstractmethod
+    def update(self) -> float | None:
+        """Clip, update and zero accumulated gradients; returns the global gradient norm."""
+
+    @abstractmethod
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """Accumulated gradients of all trainable parameters, by the model's names.
+
+        Holders of a shared parameter (tied embeddings, copies of a module) have each their
+        part, until the optimizer's step sums them; here they are summed.
+        """
+
+    @abstractmethod
+    def parameters(self, trainable_only: bool = True) -> dict[str, torch.Tensor]:
+        """Parameters by the model's names."""
+
+    def load_into(self, model: nn.Module) -> None:
+        """Copy trained parameters back into a live model."""
+        with torch.no_grad():
+            own = dict(model.named_parameters())
+            for name, tensor in self.parameters().items():
+                own[name].copy_(tensor)
+
+    def shutdown(self) -> None:
+        """End all processes."""
+        self.group.shutdown()
+
+    def __enter__(self: Itself) -> Itself:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+
+class ParallelOptimizer:
+    """``step()`` and ``zero_grad()`` of all processes at once, like a torch optimizer."""
+
+    def __init__(self, parallel: ParallelModule) -> None:
+        self._parallel = parallel
+
+    def step(self) -> float | None:
+        """Clip, update and zero gradients; returns the global gradient norm."""
+        return self._parallel.update()
+
+    def zero_grad(self) -> None:
+        """Forget accumulated gradients (``step`` does so too)."""
+        self._parallel.group.call("zero_grad")
+
+
+def parameter_name(module: str, name: str) -> str:
+    """``("vision", "module.x")`` -> ``"vision_encoder.module.x"``."""
+    return f"{'language_model' if module == LANGUAGE_MODEL else module + '_encoder'}.{name}"
