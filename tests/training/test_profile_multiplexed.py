@@ -221,7 +221,7 @@ def test_a_profile_of_layers_serves_both_styles(
     """Surfaces are then estimates, scaled to the layers; on one device with one microbatch both
     styles take what the layers take."""
     monkeypatch.setenv("COLUMNS", "200")
-    config = make_config({"data.microbatches": 1})
+    config = make_config({"data.microbatches": 1, "parallel": {}})
     profile = tmp_path / "profile.json"
     assert raymm("profile", config, "--out", str(profile), "--repeats", "1")[0] == 0
     code, text = raymm(
