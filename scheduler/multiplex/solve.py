@@ -53,7 +53,7 @@ class Effort:
     branches: int = 24
 
 
-AUTO = Effort(500_000, 2**20, nodes=130_000, searches=2_500, rounds=2, kicks=40, tries=4_000)
+AUTO = Effort(500_000, 2**20, nodes=130_000, searches=2_300, rounds=1, kicks=80, tries=8_000)
 LOCAL = Effort(0, 0, nodes=130_000, searches=0, rounds=0, kicks=80, tries=60_000)
 INTERRUPTED = ", interrupted"
 # Modules, squared, up to which all branches are solved for.
@@ -83,7 +83,7 @@ def solve(
     - ``"exact"``: dynamic programming over stage sequences, or, with many independent modules, a
       set partitioning program, until it is proven that nothing is better. May take very long; give
       a deadline.
-    - ``"auto"``: exact where the states are few, otherwise local search and a few rounds of the
+    - ``"auto"``: exact where the states are few, otherwise local search and one round of the
       partition program, whose bound remains as the gap.
 
     If that does not fit in memory over the iteration, stages' GPUs are renumbered, and if need be
@@ -126,7 +126,7 @@ def solve(
         return found
     # Many more may follow, each with the first's bound at least.
     again = replace(
-        effort, tries=effort.tries // 8, kicks=min(effort.kicks, 4),
+        effort, tries=effort.tries // 16, kicks=min(effort.kicks, 4),
         stages=min(effort.stages, FEW_STAGES),
     )
     return fitted(
