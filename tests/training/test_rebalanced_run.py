@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from test_balanced_run import samples_of
+from test_balanced_run import assert_epoch
 from test_failure import PATIENCE_S, Interrupted
 from tiny_run import curve, save_rows
 
@@ -78,12 +78,7 @@ def test_a_slow_copy_gets_less_and_a_kill_changes_nothing(
     assert curve(run.run)[: len(before)] == curve_before
     after = [json.loads(line) for line in (run.run / "rebalancing.jsonl").read_text().splitlines()]
     assert after[: len(log)] == log and len(after) > len(log)
-    seen = []
-    for row in rows:
-        seen += samples_of([row])
-        if len(seen) >= ROWS:
-            break
-    assert sorted(seen) == sorted(f"train-{number}" for number in range(ROWS))
+    assert_epoch(rows, ROWS)
 
     costs = [
         row["balance"]["costs"] for row in read_metrics(run.run / "metrics.jsonl")
@@ -94,6 +89,3 @@ def test_a_slow_copy_gets_less_and_a_kill_changes_nothing(
         and one["step_s"][how] > 0
         for one in costs if "efficiency" in one for how in ("predicted", "measured")
     )
-    print("copies", one, other, "gain", log[0]["gain"], "error", log[0]["error"])
-    for row in read_metrics(run.run / "metrics.jsonl"):
-        print(row["step"], row["balance"]["copies"], row["balance"].get("costs"))
