@@ -197,7 +197,8 @@ def _plan_of_file(
     if has_placements(text) and config.parallel.has_layouts:
         raise ConfigError(
             f"parallel.plan is {path!r}, a mapping, which says what runs where, but layouts "
-            "(parallel.language_model, parallel.encoders) are given too; give one of them"
+            "(parallel.language_model, parallel.encoders) are given too; give one of them, as with "
+            f"--set 'parallel={{plan: {path}}}'"
         )
     if has_placements(text):
         return _mapping_of(path, text, model)
