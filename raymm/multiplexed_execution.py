@@ -147,7 +147,7 @@ class MultiplexedWatch:
             files["schedule"] = folder / "schedule.png"
             draw_timelines(
                 [("measured", lanes)], files["schedule"], rank_names=names,
-                title=f"step {self._last.number}",
+                title=f"step {self._last.number}", bubble=self._last.timeline.mean_bubble,
             )
             files["trace"] = folder / "trace.json"
             write_json(files["trace"], chrome_trace([("measured", lanes)], names))

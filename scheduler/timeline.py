@@ -67,6 +67,11 @@ class Timeline:
         """Fraction of the step in which a rank computes nothing."""
         return 1.0 - self.busy(rank) / self.makespan if self.makespan else 0.0
 
+    @property
+    def mean_bubble(self) -> float:
+        """Over all ranks."""
+        return sum(map(self.bubble, range(self.num_ranks))) / max(1, self.num_ranks)
+
     def stage_busy(self) -> dict[str, float]:
         """Seconds of compute per stage."""
         busy: dict[str, float] = {}

@@ -77,6 +77,7 @@ def draw_timelines(
     *,
     rank_names: Mapping[int, str] | None = None,
     title: str | None = None,
+    bubble: float | None = None,
 ) -> Path:
     """Draw timelines of one step on one time axis, a panel each, a row per rank.
 
@@ -95,6 +96,7 @@ def draw_timelines(
             ``[("1f1b", a), ("zero_bubble", b)]``.
         path: file to write, ``.png`` or ``.svg``.
         rank_names: row labels; by default each rank with the stages it ran.
+        bubble: the mean to write above, where rows are not ranks; by default that of the rows.
         title: heading of the picture.
 
     Returns:
@@ -120,7 +122,9 @@ def draw_timelines(
     ruler = new_figure(1, 1)
     left = 0.25 + max([text_width(ruler, name, label_size) for name in names.values()] or [0.0])
     captions = [
-        _caption(label, timeline, timelines[0] if index else None, _scale(timelines, 1.0))
+        _caption(
+            label, timeline, timelines[0] if index else None, _scale(timelines, 1.0), bubble
+        )
         for index, (label, timeline) in enumerate(timelines)
     ]
     body = max(_body(timelines), *(text_width(ruler, c, CAPTION_SIZE) + 0.2 for c in captions))
@@ -243,10 +247,10 @@ def _body(timelines: Sequence[tuple[str, Timeline]]) -> float:
 
 
 def _caption(
-    label: str, timeline: Timeline, first: tuple[str, Timeline] | None, scale: _Scale
+    label: str, timeline: Timeline, first: tuple[str, Timeline] | None, scale: _Scale,
+    bubble: float | None,
 ) -> str:
-    bubbles = [timeline.bubble(rank) for rank in range(timeline.num_ranks)]
-    mean = sum(bubbles) / len(bubbles) if bubbles else 0.0
+    mean = timeline.mean_bubble if bubble is None else bubble
     caption = f"{label}: iteration {scale.text(timeline.makespan)}, mean bubble {mean:.0%}"
     if first is not None and first[1].makespan:
         change = timeline.makespan / first[1].makespan - 1

@@ -232,7 +232,7 @@ def test_sleeping_modules_overlap(frozen):
         due = expected[1][key]
         assert (gradient is None) == (due is None)
         if due is not None:
-            torch.testing.assert_close(gradient, due, rtol=1e-5, atol=1e-7)
+            assert due.norm() > 0 and (gradient - due).norm() <= 1e-5 * due.norm(), key
     colocation.close()
 
 
@@ -363,7 +363,8 @@ def test_on_green_contexts(options):
     (losses, gradients, *_), (due, their_gradients, *_) = found
     assert losses == pytest.approx(due, rel=1e-5)
     for key, gradient in gradients.items():
-        torch.testing.assert_close(gradient, their_gradients[key], rtol=1e-5, atol=1e-6)
+        other = their_gradients[key]
+        assert other.norm() > 0 and (gradient - other).norm() <= 1e-5 * other.norm(), key
 
 
 # -- what goes wrong ------------------------------------------------------------------------
