@@ -13,9 +13,10 @@ from raymm.actors.stages.encoder import EncoderStage
 from raymm.actors.stages.merge import IGNORE_INDEX, Prepend
 from raymm.actors.stages.message import MicrobatchContext
 from raymm.actors.stages.source import on_meta
+from raymm.batch_rules import complete_microbatch
 from raymm.data.batching import ItemTokens
 from raymm.layer_count import Load, LoadError, default_tokens
-from raymm.model import LANGUAGE_MODEL, MultimodalModule, complete_microbatch
+from raymm.model import LANGUAGE_MODEL, MultimodalModule
 
 # Tokens of an item of an encoder that does not say and cannot be asked.
 ASSUMED_TOKENS = 256

@@ -1,25 +1,58 @@
-"""Batches in memory, cut into microbatches as the actors read them."""
+"""Microbatches in memory: cut from batches, and as the actors read them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
+from raymm.batch_rules import IDS, INDEX, BatchError, said
 from raymm.data import MicrobatchMeta, describe
-from raymm.model import text_inputs
 
 
-class BatchError(ValueError):
-    """A batch that does not fit the plan."""
+def split_batch(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """Split a batch by rows into ``count`` microbatches of equal size.
+
+    Args:
+        batch: a complete one (:func:`raymm.batch_rules.complete_microbatch`).
+        count: of microbatches.
+
+    Raises:
+        BatchError: rows do not divide, or tensors have not the items along their first dimension.
+    """
+    rows = len(batch[IDS])
+    if rows % count:
+        raise BatchError(
+            f"the batch has {rows} rows, which do not divide into num_microbatches={count}"
+        )
+    size = rows // count
+    return [_rows_of(batch, start, start + size) for start in range(0, rows, size)]
+
+
+def _rows_of(batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in batch.items():
+        if not isinstance(value, Mapping):
+            found[name] = value[start:stop]
+            continue
+        index = value[INDEX]
+        chosen = (index >= start) & (index < stop)
+        for key, one in value.items():
+            if len(one) != len(index):
+                raise BatchError(
+                    f"{key!r} of {name!r} is {said(one)} for {len(index)} items; accepted: items "
+                    "along the first dimension of every tensor, or a list of microbatches"
+                )
+        if chosen.any():
+            found[name] = {key: one[chosen] for key, one in value.items()}
+            found[name][INDEX] = index[chosen] - start
+    return found
 
 
 def describe_microbatches(
     microbatches: Sequence[Mapping[str, Any]], encoders: Sequence[str]
 ) -> tuple[list[dict[str, Any]], list[MicrobatchMeta]]:
-    """Complete microbatches (:func:`raymm.model.complete_microbatch`) as parts per reader, with
-    their metadata."""
+    """Complete microbatches (:func:`raymm.batch_rules.complete_microbatch`) as parts per
+    reader, with their metadata."""
     meta = [
         describe(one, [str(row) for row in range(one["input_ids"].shape[0])])
         for one in microbatches
@@ -31,33 +64,8 @@ def describe_microbatches(
     return parts, meta
 
 
-def split_batch(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """Split a batch by rows into ``count`` microbatches of equal size.
-
-    Raises:
-        BatchError: if rows do not divide.
-    """
-    rows = batch["input_ids"].shape[0]
-    if rows % count:
-        raise BatchError(
-            f"the batch has {rows} rows, which do not divide into num_microbatches={count}"
-        )
-    size = rows // count
-    microbatches = []
-    for start in range(0, rows, size):
-        part: dict[str, Any] = {}
-        for name, value in batch.items():
-            if value is None:
-                continue
-            if not isinstance(value, Mapping):
-                part[name] = value[start : start + size]
-                continue
-            tensors = {k: v for k, v in value.items() if k != "sample_index"}
-            items = next(iter(tensors.values())).shape[0]
-            index = torch.as_tensor(value.get("sample_index", torch.arange(items)))
-            chosen = (index >= start) & (index < start + size)
-            if chosen.any():
-                part[name] = {k: v[chosen] for k, v in tensors.items()}
-                part[name]["sample_index"] = index[chosen] - start
-        microbatches.append(part)
-    return microbatches
+def text_inputs(microbatch: Mapping[str, Any]) -> dict[str, Any]:
+    """What the first language stage reads: text tensors and every modality's rows."""
+    text = {k: v for k, v in microbatch.items() if not isinstance(v, Mapping)}
+    index = {k: v["sample_index"] for k, v in microbatch.items() if isinstance(v, Mapping)}
+    return {**text, "sample_index": index}

@@ -31,7 +31,9 @@ from raymm.actors.stages.source import (
     set_mode,
 )
 from raymm.actors.stages.token_layout import MASKS, MaskPolicy
+from raymm.batch_rules import Vocabulary, complete_microbatch
 from raymm.kernels.mask_patterns import MAX_KIND
+from raymm.microbatches import text_inputs
 from raymm.scheduler.graph import ModuleGraph, ModuleNode
 
 LANGUAGE_MODEL = "llm"
@@ -351,23 +353,29 @@ class MultimodalModule(nn.Module):
         """Loss of a microbatch, in this process.
 
         Args:
-            input_ids: (B, T) int64.
-            labels: (B, T) int64, -100 where there is none; the first of a row never counts.
-            attention_mask: (B, T), 1 for real tokens; None for all.
+            input_ids: (B, T) int64, at least one of each; ids of the vocabulary, padding too.
+            labels: (B, T) int64, -100 where there is none, as for padding; the first of a row
+                never counts.
+            attention_mask: (B, T) bools or integers, 1 for real tokens, of which every row has
+                one; None for all. Padding is before or after a row's tokens.
             label_tokens: what to divide by; the microbatch's own label count by default.
-            **modalities: per encoder, its keyword arguments and optionally ``sample_index``
-                (n_items,): the row each item belongs to (default: item i to row i).
+            **modalities: per encoder, a dict of its keyword arguments, tensors with at least one
+                item, and ``sample_index`` (n_items,) int64: the row each item belongs to
+                (default: item i to row i, where there are as many items as rows). None for none.
 
         Returns:
             Scalar: sum of token cross entropies over label tokens / ``label_tokens``.
+
+        Raises:
+            BatchError: a key, dtype, shape or value that is not accepted.
         """
         self.materialize()
         microbatch = complete_microbatch(
             {"input_ids": input_ids, "labels": labels, "attention_mask": attention_mask,
-             **modalities}, self.encoder_names,
+             **modalities}, self.encoder_names, Vocabulary.of(self.language_model.module),
         )
         if label_tokens is None:
-            label_tokens = int(label_mask(labels).sum())
+            label_tokens = int(label_mask(microbatch["labels"]).sum())
         context = MicrobatchContext(label_tokens)
         received: dict[str, Message] = {}
         for name in self.encoder_names:
@@ -408,51 +416,6 @@ def _mask_policy(mask: str | MaskPolicy | None) -> MaskPolicy | None:
     if not isinstance(mask, str) or mask not in MASKS:
         raise ModelError(f"mask is {mask!r}; expected a function or one of {', '.join(MASKS)}")
     return MASKS[mask]
-
-
-def complete_microbatch(
-    microbatch: Mapping[str, Any], encoders: tuple[str, ...]
-) -> dict[str, Any]:
-    """Fill in an absent attention mask and absent sample indices; drop absent modalities.
-
-    Raises:
-        ModelError: on a modality without encoder, or rows that do not exist.
-    """
-    rows = microbatch["input_ids"].shape[0]
-    result: dict[str, Any] = {}
-    for name, value in microbatch.items():
-        if name in ("input_ids", "labels", "attention_mask"):
-            continue
-        if name not in encoders:
-            raise ModelError(
-                f"the batch has {name!r}, but encoders are {', '.join(encoders) or 'none'}"
-            )
-        if not value:
-            continue
-        tensors = {k: v for k, v in value.items() if k != "sample_index"}
-        items = next(iter(tensors.values())).shape[0]
-        index = value.get("sample_index")
-        index = torch.arange(items) if index is None else torch.as_tensor(index)
-        if len(index) != items or (items and int(index.max()) >= rows):
-            raise ModelError(
-                f"{name!r} has {items} items and sample_index {index.tolist()}; it needs one "
-                f"row number below {rows} per item"
-            )
-        result[name] = {**tensors, "sample_index": index}
-    mask = microbatch.get("attention_mask")
-    result["input_ids"] = microbatch["input_ids"]
-    result["labels"] = microbatch["labels"]
-    result["attention_mask"] = (
-        torch.ones_like(microbatch["input_ids"]) if mask is None else mask
-    )
-    return result
-
-
-def text_inputs(microbatch: Mapping[str, Any]) -> dict[str, Any]:
-    """What the first language stage reads: text tensors and every modality's rows."""
-    text = {k: v for k, v in microbatch.items() if not isinstance(v, Mapping)}
-    index = {k: v["sample_index"] for k, v in microbatch.items() if isinstance(v, Mapping)}
-    return {**text, "sample_index": index}
 
 
 def module_graph(model: MultimodalModule) -> ModuleGraph:

@@ -14,11 +14,11 @@ from raymm.actors.multiplexed.group import GpuGroup
 from raymm.actors.multiplexed.iteration_meta import GpuStepResult, IterationMeta
 from raymm.actors.optimizer import OptimizerConfig
 from raymm.actors.quota import Backend
+from raymm.batch_rules import BatchError
 from raymm.builders import reloadable_modules
 from raymm.cluster import connect
 from raymm.data import MicrobatchMeta
 from raymm.mapped_graph import MappedGraph, ProgramKind, forward_parts, losses_of, timeline_of
-from raymm.microbatches import BatchError
 from raymm.model import LANGUAGE_MODEL, MultimodalModule
 from raymm.multimodal_graph import check_mapping, multimodal_graph, multimodal_nodes
 from raymm.parallel_module import ParallelModule, StepOutput, parameter_name
@@ -119,8 +119,8 @@ class MultiplexedParallelModule(ParallelModule):
         """The mapping."""
         return self.mapping
 
-    def _complete(self, microbatch: Mapping[str, Any]) -> dict[str, Any]:
-        return _items_by_row(super()._complete(microbatch))
+    def _arranged(self, microbatch: dict[str, Any]) -> dict[str, Any]:
+        return _items_by_row(microbatch)
 
     def submit(
         self,

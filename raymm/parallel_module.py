@@ -12,10 +12,12 @@ import torch
 from torch import nn
 
 from raymm.actors.optimizer import OptimizerConfig
+from raymm.batch_check import BatchCheck
+from raymm.batch_rules import Vocabulary
 from raymm.builders import reloadable_modules
 from raymm.data import MicrobatchMeta
-from raymm.microbatches import describe_microbatches, split_batch
-from raymm.model import LANGUAGE_MODEL, MultimodalModule, complete_microbatch
+from raymm.microbatches import describe_microbatches
+from raymm.model import LANGUAGE_MODEL, MultimodalModule
 from raymm.scheduler.timeline import Timeline
 
 Itself = TypeVar("Itself", bound="ParallelModule")
@@ -92,6 +94,9 @@ class ParallelModule(ABC):
         self.optimizer_config = optimizer or OptimizerConfig()
         self._autocast = "bfloat16" if precision == "bf16" else None
         self._encoders = model.encoder_names
+        self._check = BatchCheck(
+            self._encoders, Vocabulary.of(model.language_model.source(True).skeleton())
+        )
         self._seed, self._step = seed, 0
 
     @property
@@ -120,8 +125,10 @@ class ParallelModule(ABC):
                 microbatches. See :meth:`MultimodalModule.forward` for the keys.
 
         Raises:
-            BatchError: if rows do not divide into microbatches, or tensors cannot be dealt out
-                by samples.
+            BatchError: it does not fit the model, or does not divide into microbatches. Nothing
+                was sent to a process: the model goes on with the next batch, and gradients that
+                have accumulated are as they were.
+            RankFailedError: a process died or raised. All have ended.
         """
         return self.submit(self.prepare(batch)).result()
 
@@ -136,14 +143,17 @@ class ParallelModule(ABC):
     def prepare(
         self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]
     ) -> tuple[list[dict[str, Any]], list[MicrobatchMeta]]:
-        """Microbatches as parts per reader, with their metadata."""
-        if isinstance(batch, Mapping):
-            batch = split_batch(batch, self.microbatches)
-        whole = [self._complete(one) for one in batch]
-        return describe_microbatches(whole, self._encoders)
+        """Microbatches as parts per reader, with their metadata.
 
-    def _complete(self, microbatch: Mapping[str, Any]) -> dict[str, Any]:
-        return complete_microbatch(microbatch, self._encoders)
+        Raises:
+            BatchError: see :meth:`execute`.
+        """
+        found = self._check.microbatches(batch, self.microbatches)
+        return describe_microbatches([self._arranged(one) for one in found], self._encoders)
+
+    def _arranged(self, microbatch: dict[str, Any]) -> dict[str, Any]:
+        """A complete microbatch in the order that the style wants."""
+        return microbatch
 
     @abstractmethod
     def submit(

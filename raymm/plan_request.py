@@ -10,10 +10,12 @@ import ray
 import torch
 
 from raymm.actors.group import RankResources
+from raymm.batch_rules import complete_microbatch
 from raymm.config import TrainConfig
 from raymm.data import DataConfig, is_there, local_steps
 from raymm.degrees import DegreeRequest
 from raymm.loads import check_tokens
+from raymm.microbatches import split_batch
 from raymm.model import LANGUAGE_MODEL, MultimodalModule, module_graph
 from raymm.planning import Costs, Planned, device_called, model_costs, plan_model
 from raymm.profile import full_microbatch, load_table
@@ -136,16 +138,21 @@ class DataShape:
         )
 
     @classmethod
-    def of_batches(cls, batches: Sequence[Any], ranks: int) -> DataShape:
+    def of_batches(
+        cls, batches: Sequence[Any], modalities: Sequence[str], ranks: int
+    ) -> DataShape:
         """Of batches in memory: as many microbatches as they are split into already, else a
-        number that divides the rows and keeps the ranks busy."""
+        number that divides the rows and keeps the ranks busy.
+
+        Raises:
+            BatchError: the first batch cannot be.
+        """
         first = batches[0]
         if not isinstance(first, Mapping):
             largest = max(first, key=lambda one: (len(one), one["input_ids"].numel()))
             return cls(len(first), microbatch=lambda: largest)
-        from raymm.microbatches import split_batch
-
-        rows = first["input_ids"].shape[0]
+        first = complete_microbatch(first, modalities)
+        rows = len(first["input_ids"])
         count = max(n for n in range(1, min(rows, 2 * ranks) + 1) if rows % n == 0)
         parts = split_batch(first, count)
         largest = max(parts, key=len)
@@ -221,5 +228,5 @@ def request_for_cluster(
     if isinstance(data, DataConfig):
         shape = DataShape.of_config(data, model.encoder_names)
     else:
-        shape = DataShape.of_batches(data, request.ranks)
+        shape = DataShape.of_batches(data, model.encoder_names, request.ranks)
     return request, shape, note

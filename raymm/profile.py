@@ -14,15 +14,11 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from raymm.actors.group import START_TIMEOUT_S, RankResources, check_capacity
 from raymm.actors.profiler import ModuleProfiler, ModuleTimes, ProfileRequest
+from raymm.batch_rules import complete_microbatch
 from raymm.builders import reloadable_modules, stage_builders
 from raymm.data import DataConfig, local_steps
 from raymm.layer_count import LayerCount, Load, count_layers
-from raymm.model import (
-    LANGUAGE_MODEL,
-    MultimodalModule,
-    complete_microbatch,
-    text_inputs,
-)
+from raymm.model import LANGUAGE_MODEL, MultimodalModule, text_inputs
 from raymm.scheduler.costs import LayerCost, ProfileError
 from raymm.scheduler.multiplex.strict_json import MultiplexError, read_file
 from raymm.scheduler.profile_table import Measurement, ProfileTable

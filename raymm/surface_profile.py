@@ -24,10 +24,11 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from raymm.actors.group import START_TIMEOUT_S, RankResources, check_capacity
 from raymm.actors.profiler import ProfileRequest
+from raymm.batch_rules import complete_microbatch
 from raymm.builders import reloadable_modules, stage_builders
 from raymm.layer_count import Load
 from raymm.loads import loads_of_microbatch
-from raymm.model import LANGUAGE_MODEL, MultimodalModule, complete_microbatch, text_inputs
+from raymm.model import LANGUAGE_MODEL, MultimodalModule, text_inputs
 from raymm.multiplex_costs import ModuleShape, shapes_of
 from raymm.multiplex_planning import STEPS
 from raymm.planning import CPU, device_called
@@ -125,7 +126,7 @@ def resized_microbatch(microbatch: Mapping[str, Any], samples: int) -> dict[str,
     """A microbatch of so many samples: its own, again and again, the last time not all.
 
     Args:
-        microbatch: a complete one (:func:`raymm.model.complete_microbatch`).
+        microbatch: a complete one (:func:`raymm.batch_rules.complete_microbatch`).
         samples: rows.
     """
     rows = microbatch["input_ids"].shape[0]
