@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +13,16 @@ from torch import nn
 
 from raymm.actors.gradient_reduction import Family, GradientReduction, SharedParameter
 from raymm.actors.stages.fully_sharded import local_part
+
+# Hyperparameters above have overflowed before the first step is over.
+_MOST = 1e30
+_RANGES = (
+    ("lr", f"a number from 0 to {_MOST:g}", lambda x: x >= 0),
+    ("eps", f"a number above 0, at most {_MOST:g}", lambda x: x > 0),
+    ("weight_decay", f"a number from 0 to {_MOST:g}", lambda x: x >= 0),
+    ("max_grad_norm", f"none, or a number above 0, at most {_MOST:g}", lambda x: x > 0),
+    ("min_lr_ratio", "a number from 0 to 1", lambda x: 0 <= x <= 1),
+)
 
 
 @dataclass(frozen=True)
@@ -25,6 +35,9 @@ class OptimizerConfig:
         max_grad_norm: clip gradients to this global norm over all ranks; None for no clipping.
         schedule: ``"constant"``, ``"linear"`` or ``"cosine"`` decay to ``min_lr_ratio * lr``
             at ``total_steps``, after ``warmup_steps`` of linear warm-up.
+
+    Raises:
+        ValueError: naming the field, its value and what is accepted.
     """
 
     lr: float = 1e-3
@@ -40,10 +53,31 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if self.schedule not in ("constant", "linear", "cosine"):
             raise ValueError(f"schedule is {self.schedule!r}; accepted: constant, linear, cosine")
-        if self.schedule != "constant" and not self.total_steps:
+        if not isinstance(self.betas, tuple | list) or len(self.betas) != 2:
+            raise ValueError(f"betas is {self.betas!r}; accepted: two numbers, from 0 to below 1")
+        for beta in self.betas:
+            _check_number("betas", beta, "two numbers, from 0 to below 1", lambda x: 0 <= x < 1)
+        for name, accepted, fits in _RANGES:
+            if name != "max_grad_norm" or self.max_grad_norm is not None:
+                _check_number(name, getattr(self, name), accepted, fits)
+        self._check_steps()
+
+    def _check_steps(self) -> None:
+        for name, least in (("warmup_steps", 0), ("total_steps", 1)):
+            value = getattr(self, name)
+            if name == "total_steps" and value is None:
+                continue
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name} is {value!r}; accepted: a whole number from {least}")
+        if self.schedule == "constant":
+            return
+        if self.total_steps is None:
             raise ValueError(f"schedule {self.schedule!r} needs total_steps")
-        if self.lr < 0:
-            raise ValueError(f"lr is {self.lr}; it must not be negative")
+        if self.total_steps < self.warmup_steps:
+            raise ValueError(
+                f"total_steps is {self.total_steps} and warmup_steps {self.warmup_steps}; the "
+                "second must not be larger"
+            )
 
     def factor(self, step: int) -> float:
         """Learning rate of a step (from 0) as a fraction of ``lr``."""
@@ -64,6 +98,14 @@ class OptimizerConfig:
             parameters, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay
         )
         return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, self.factor)
+
+
+def _check_number(
+    name: str, value: object, accepted: str, fits: Callable[[float], bool]
+) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not -_MOST <= value <= _MOST or not fits(value):  # NaN fails too
+        raise ValueError(f"{name} is {value!r}; accepted: {accepted}")
 
 
 @dataclass(frozen=True)

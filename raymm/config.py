@@ -3,36 +3,23 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    StrictFloat,
-    StrictInt,
-    ValidationError,
-    model_validator,
-)
+from pydantic import Field, ValidationError, model_validator
 
 from raymm.actors.group import RankResources
 from raymm.actors.optimizer import OptimizerConfig
+from raymm.config_error import ConfigError, explain
+from raymm.config_file import expand_variables, read_sections
 from raymm.data import DataConfig
+from raymm.section import MOST_COUNT, Count, NonNegative, Seconds, Section, Seed, Text, Tuple
+
+# Threads of one process; torch aborts where the system cannot start as many.
+MOST_THREADS = 1024
 
 
-class ConfigError(ValueError):
-    """A configuration that cannot run. Names the field, its value and what is accepted."""
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class SourceSection(_Section):
+class SourceSection(Section):
     """Where a module comes from: exactly one of ``path``, ``config``, ``factory``.
 
     Attributes:
@@ -45,12 +32,12 @@ class SourceSection(_Section):
         frozen: whether the module's weights stay as they are.
     """
 
-    path: str | None = None
+    path: Text | None = None
     config: dict[str, Any] | None = None
-    factory: str | None = None
+    factory: Text | None = None
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    weights: str | None = None
-    model_class: str | None = None
+    weights: Text | None = None
+    model_class: Text | None = None
     frozen: bool = False
 
     @model_validator(mode="after")
@@ -58,6 +45,10 @@ class SourceSection(_Section):
         given = [name for name in ("path", "config", "factory") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"give exactly one of path, config, factory; got {given or 'none'}")
+        of_others = ("model_class",) if self.factory is not None else ("kwargs", "weights")
+        for name in of_others:
+            if getattr(self, name):
+                raise ValueError(f"{name} is given, but a {given[0]} has none; leave it out")
         return self
 
 
@@ -66,13 +57,13 @@ class EncoderSection(SourceSection):
 
     projector: Literal["linear", "mlp"] | None = "mlp"
     projector_frozen: bool = False
-    hidden_size: int | None = Field(default=None, gt=0)
-    preprocess: str | None = None
-    postprocess_module: str | None = None
-    postprocess_projector: str | None = None
+    hidden_size: Count | None = None
+    preprocess: Text | None = None
+    postprocess_module: Text | None = None
+    postprocess_projector: Text | None = None
 
 
-class ModelSection(_Section):
+class ModelSection(Section):
     """The model.
 
     Attributes:
@@ -91,29 +82,28 @@ class ModelSection(_Section):
 
     language_model: SourceSection
     encoders: dict[str, EncoderSection] = Field(default_factory=dict)
-    merge: str | dict[str, str] = "prepend"
-    mask: str | None = None
+    merge: Text | dict[str, Text] = "prepend"
+    mask: Text | None = None
     packing: bool = False
 
 
-class LayoutSection(_Section):
-    """Layout of one module: see :class:`raymm.specs.ParallelSpec`, which checks the numbers.
-    Strict ones: others take true for 1."""
+class LayoutSection(Section):
+    """Layout of one module: see :class:`raymm.specs.ParallelSpec`, which checks the numbers."""
 
-    pp: StrictInt = 1
-    chunks: StrictInt = 1
-    replicas: StrictInt | None = None
-    tp: StrictInt = 1
-    cp: StrictInt = 1
-    dp: StrictInt = 1
+    pp: int = 1
+    chunks: int = 1
+    replicas: int | None = None
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
     sharding: Literal["none", "zero1", "fsdp"] = "none"
-    recompute_layers: str | tuple[str, ...] = "keep"
-    layers: tuple[StrictInt, ...] | None = None
-    ranks: tuple[StrictInt, ...] | None = None
-    quota: StrictFloat | None = None
+    recompute_layers: Text | Tuple[Text] = "keep"
+    layers: Tuple[int] | None = None
+    ranks: Tuple[int] | None = None
+    quota: float | None = None
 
 
-class ParallelSection(_Section):
+class ParallelSection(Section):
     """What runs where. Without ``language_model``, ``encoders`` and ``plan``, raymm plans.
 
     Attributes:
@@ -132,9 +122,9 @@ class ParallelSection(_Section):
 
     language_model: LayoutSection = Field(default_factory=LayoutSection)
     encoders: dict[str, LayoutSection] = Field(default_factory=dict)
-    plan: str | None = None
+    plan: Text | None = None
     style: Literal["pipelined", "multiplexed", "auto"] | None = None
-    schedule: str | None = None
+    schedule: Text | None = None
     recompute: bool | Literal["layers"] | None = None
 
     @property
@@ -143,7 +133,7 @@ class ParallelSection(_Section):
         return bool(self.model_fields_set & {"language_model", "encoders"})
 
 
-class PlanningSection(_Section):
+class PlanningSection(Section):
     """What raymm plans for, where it plans. Options of ``raymm plan`` go before it.
 
     Attributes:
@@ -161,49 +151,55 @@ class PlanningSection(_Section):
             ``llm.tp=4`` with this one.
     """
 
-    ranks: int | None = Field(default=None, gt=0)
-    device: str | None = None
-    profile: str | None = None
+    ranks: Count | None = None
+    device: Text | None = None
+    profile: Text | None = None
     tokens: dict[str, int] = Field(default_factory=dict)
-    memory_gib: float | None = Field(default=None, gt=0)
-    ranks_per_node: int = Field(default=8, gt=0)
-    degrees: str | list[str] = "auto"
+    memory_gib: float | None = Field(default=None, gt=0, le=MOST_COUNT)
+    ranks_per_node: Count = 8
+    degrees: Text | list[Text] = "auto"
 
 
-class ResourcesSection(_Section):
+class ResourcesSection(Section):
     """What one rank reserves in Ray, and how many threads it computes with."""
 
-    cpus: float = Field(default=1.0, ge=0)
-    gpus: float | None = Field(default=None, ge=0)
-    custom: dict[str, float] = Field(default_factory=dict)
-    threads: int = Field(default=1, ge=1)
+    cpus: float = Field(default=1.0, ge=0, le=MOST_COUNT)
+    gpus: float | None = Field(default=None, ge=0, le=MOST_COUNT)
+    custom: dict[Text, float] = Field(default_factory=dict)
+    threads: int = Field(default=1, ge=1, le=MOST_THREADS)
 
     def for_device(self, device: str) -> RankResources:
         gpus = self.gpus if self.gpus is not None else float(device == "cuda")
         return RankResources(self.cpus, gpus, self.custom)
 
 
-class OptimizerSection(_Section):
+class OptimizerSection(Section):
     """AdamW: see :class:`raymm.actors.optimizer.OptimizerConfig`. ``total_steps`` is the run's
     ``steps`` unless given."""
 
-    lr: float = Field(default=1e-3, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    lr: float = 1e-3
+    betas: Tuple[float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
-    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    max_grad_norm: float | None = 1.0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = Field(default=0, ge=0)
-    total_steps: int | None = Field(default=None, gt=0)
-    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    warmup_steps: NonNegative = 0
+    total_steps: Count | None = None
+    min_lr_ratio: float = 0.0
+
+    @model_validator(mode="after")
+    def _numbers_make_sense(self) -> OptimizerSection:
+        self.build(steps=1)
+        return self
 
     def build(self, steps: int) -> OptimizerConfig:
         values = self.model_dump()
-        values["total_steps"] = self.total_steps or steps
+        # A run that ends within its warm-up is a short try of a longer one.
+        values["total_steps"] = self.total_steps or max(steps, self.warmup_steps)
         return OptimizerConfig(**values)
 
 
-class RunConfig(_Section):
+class RunConfig(Section):
     """How long to run, and what to write where.
 
     Attributes:
@@ -226,23 +222,23 @@ class RunConfig(_Section):
         log_samples: write ``samples.jsonl``: which samples every step had, by microbatch.
     """
 
-    storage_path: str
-    steps: int = Field(gt=0)
-    checkpoint_every: int = Field(default=100, gt=0)
-    keep_checkpoints: int = Field(default=2, gt=0)
-    eval_every: int | None = Field(default=None, gt=0)
-    eval_steps: int | None = Field(default=None, gt=0)
+    storage_path: Text
+    steps: Count
+    checkpoint_every: Count = 100
+    keep_checkpoints: Count = 2
+    eval_every: Count | None = None
+    eval_steps: Count | None = None
     eval_shuffled: bool = True
-    log_every: int = Field(default=10, gt=0)
-    seed: int = 0
+    log_every: Count = 10
+    seed: Seed = 0
     precision: Literal["fp32", "bf16"] = "fp32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    timeout_s: float = Field(default=300.0, gt=0)
+    timeout_s: Seconds = 300.0
     steps_in_flight: int = Field(default=2, ge=1, le=8)
     log_samples: bool = False
 
 
-class TrainConfig(_Section):
+class TrainConfig(Section):
     """A whole configuration file."""
 
     run: RunConfig
@@ -264,6 +260,15 @@ class TrainConfig(_Section):
         return self
 
     @model_validator(mode="after")
+    def _something_to_evaluate(self) -> TrainConfig:
+        if self.run.eval_every is not None and self.data.heldout is None:
+            raise ValueError(
+                f"run.eval_every is {self.run.eval_every}, but data.heldout is not given; give it, "
+                "or leave out the first"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _placeholders_of_the_merge(self) -> TrainConfig:
         """Data workers need to know them, to compare them with the items of a sample."""
         merge = self.model.merge if isinstance(self.model.merge, dict) else {}
@@ -280,55 +285,6 @@ class TrainConfig(_Section):
         return self
 
 
-_VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
-
-
-def expand_variables(value: Any, where: str = "") -> Any:
-    """Replace ``${NAME}`` and ``${NAME:-default}`` in strings by environment variables, and a
-    leading ``~`` by the home folder.
-
-    Raises:
-        ConfigError: if a variable without default is not set.
-    """
-    if isinstance(value, dict):
-        prefix = f"{where}." if where else ""
-        return {k: expand_variables(v, f"{prefix}{k}") for k, v in value.items()}
-    if isinstance(value, list):
-        return [expand_variables(item, f"{where}[{i}]") for i, item in enumerate(value)]
-    if not isinstance(value, str):
-        return value
-
-    def replace(match: re.Match[str]) -> str:
-        name, default = match.groups()
-        if name not in os.environ and default is None:
-            raise ConfigError(f"{where}: the environment variable {name} is not set")
-        return os.environ.get(name) or default or ""
-
-    expanded = _VARIABLE.sub(replace, value)
-    return os.path.expanduser(expanded) if expanded.startswith("~") else expanded
-
-
-def apply_override(data: dict[str, Any], override: str) -> None:
-    """Apply one ``a.b.c=value`` in place; the value is read as YAML.
-
-    Raises:
-        ConfigError: if it has no ``=`` or goes through something that is no section.
-    """
-    path, equals, text = override.partition("=")
-    if not equals or not path:
-        raise ConfigError(f"--set takes key.path=value, got {override!r}")
-    *parents, last = path.split(".")
-    target = data
-    for name in parents:
-        target = target.setdefault(name, {})
-        if not isinstance(target, dict):
-            raise ConfigError(f"--set {override}: {name!r} is a value, not a section")
-    try:
-        target[last] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--set {override}: {error}") from None
-
-
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> TrainConfig:
     """Read a configuration file.
 
@@ -337,20 +293,13 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         overrides: ``key.path=value`` strings, applied in order.
 
     Raises:
-        ConfigError: naming every wrong field.
+        ConfigError: naming the file, or every wrong field.
     """
-    file = Path(path)
-    if not file.is_file():
-        raise ConfigError(f"config is {str(path)!r}; there is no such file")
+    data = read_sections(path, overrides)
     try:
-        data = yaml.safe_load(file.read_text())
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} holds a {type(data).__name__}, not sections")
-    for override in overrides:
-        apply_override(data, override)
-    return parse_config(data)
+        return parse_config(data)
+    except ConfigError as error:
+        raise ConfigError(f"{path}:\n{error}") from None
 
 
 def parse_config(data: dict[str, Any]) -> TrainConfig:
@@ -362,40 +311,4 @@ def parse_config(data: dict[str, Any]) -> TrainConfig:
     try:
         return TrainConfig.model_validate(expand_variables(data))
     except ValidationError as error:
-        raise ConfigError(_explain(error)) from None
-
-
-def _explain(error: ValidationError) -> str:
-    lines = []
-    for item in error.errors():
-        where = ".".join(str(part) for part in item["loc"]) or "config"
-        if item["type"] == "extra_forbidden":
-            accepted = ", ".join(_fields_at(item["loc"][:-1]))
-            lines.append(f"{where}: unknown key; accepted: {accepted}")
-        elif item["type"] == "missing":
-            lines.append(f"{where}: required, but not given")
-        else:
-            message = item["msg"].removeprefix("Value error, ")
-            value = item["input"]
-            given = "" if isinstance(value, dict) else f" (got {value!r})"
-            lines.append(f"{where}: {message}{given}")
-    return "\n".join(lines)
-
-
-def _fields_at(path: Sequence[Any]) -> list[str]:
-    """Names of the fields of the section that a location leads to."""
-    section: Any = TrainConfig
-    for part in path:
-        field = section.model_fields.get(part) if isinstance(section, type) else None
-        annotation = field.annotation if field is not None else None
-        models = _models_in(annotation)
-        if field is not None and models:
-            section = models[0]
-        # a dict key (an encoder's name) stays at the section its values have
-    return sorted(section.model_fields)
-
-
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [m for argument in getattr(annotation, "__args__", ()) for m in _models_in(argument)]
+        raise ConfigError(explain(error, TrainConfig)) from None

@@ -4,19 +4,25 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from raymm.data.limits import Limits
 from raymm.data.rows import TEXT_ROLES
+from raymm.section import MOST_COUNT, Count, Seconds, Section, Seed, Text
 
 # A microbatch keeps its text tensors under these names, beside the modalities.
 TEXT_KEYS = ("input_ids", "attention_mask", "labels")
 RESERVED_NAMES = (*TEXT_ROLES, *TEXT_KEYS)
 
-NonEmpty = Annotated[str, Field(min_length=1)]
+# How often a source's samples may come per epoch, whose order is kept in memory.
+MOST_REPEAT = 10_000
+# Actors of Ray; far above what a cluster has.
+MOST_WORKERS = 10_000
+# Bytes, pixels and sound samples of an item.
+Size = Annotated[int, Field(ge=1, le=2**60)]
 
 
-class ModalityDataConfig(BaseModel):
+class ModalityDataConfig(Section):
     """Where a modality's files are named and what turns one item into tensors.
 
     Attributes:
@@ -39,18 +45,16 @@ class ModalityDataConfig(BaseModel):
             gives.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
-    column: NonEmpty
-    processor: NonEmpty
+    column: Text
+    processor: Text
     input: Literal["file", "bytes", "image"] = "file"
     frames: bool = False
-    part: NonEmpty | None = None
-    placeholder: NonEmpty | None = None
-    placeholder_tokens: int | None = Field(default=None, ge=1)
+    part: Text | None = None
+    placeholder: Text | None = None
+    placeholder_tokens: Count | None = None
 
 
-class SourceConfig(BaseModel):
+class SourceConfig(Section):
     """One source of samples.
 
     Attributes:
@@ -66,13 +70,11 @@ class SourceConfig(BaseModel):
             every epoch.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
-    path: NonEmpty
+    path: Text
     format: Literal["json", "parquet", "tar", "datasets"] | None = None
-    name: NonEmpty | None = None
-    columns: dict[str, NonEmpty | None] = Field(default_factory=dict)
-    repeat: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    name: Text | None = None
+    columns: dict[str, Text | None] = Field(default_factory=dict)
+    repeat: float = Field(default=1.0, gt=0, le=MOST_REPEAT)
 
     @field_validator("columns")
     @classmethod
@@ -83,7 +85,7 @@ class SourceConfig(BaseModel):
         return columns
 
 
-class RebalanceConfig(BaseModel):
+class RebalanceConfig(Section):
     """When steps are planned anew with the costs that were measured while training.
 
     Attributes:
@@ -92,13 +94,11 @@ class RebalanceConfig(BaseModel):
             be planned anew: 0.02 for 2 percent.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
-    every: int = Field(default=50, ge=1)
-    gain: float = Field(default=0.02, ge=0)
+    every: Count = 50
+    gain: float = Field(default=0.02, ge=0, lt=1)
 
 
-class BatchingConfig(BaseModel):
+class BatchingConfig(Section):
     """Which samples share a step and a microbatch.
 
     Attributes:
@@ -123,14 +123,12 @@ class BatchingConfig(BaseModel):
             or True for its defaults.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
     method: Literal["random", "balanced", "length_grouped"] = "random"
-    budgets: dict[str, Annotated[int, Field(gt=0)]] = Field(default_factory=dict)
-    units: dict[str, NonEmpty] = Field(default_factory=dict)
+    budgets: dict[str, Count] = Field(default_factory=dict)
+    units: dict[str, Text] = Field(default_factory=dict)
     alike: float | None = Field(default=None, ge=0, le=1)
-    source_weight: float | None = Field(default=None, ge=0)
-    cache: NonEmpty | None = None
+    source_weight: float | None = Field(default=None, ge=0, le=MOST_COUNT)
+    cache: Text | None = None
     rebalance: RebalanceConfig | None = None
 
     @field_validator("rebalance", mode="before")
@@ -138,7 +136,7 @@ class BatchingConfig(BaseModel):
     def _every_alone(cls, value):
         if isinstance(value, bool):
             return {} if value else None
-        return {"every": value} if isinstance(value, int) else value
+        return {"every": value} if type(value) is int else value
 
     @model_validator(mode="after")
     def _options_are_of_the_method(self):
@@ -183,7 +181,7 @@ def as_sources(value: Any) -> list[Any]:
     return sources
 
 
-class DataConfig(BaseModel):
+class DataConfig(Section):
     """Data of a run. Paths are read by the driver and by every data worker's node.
 
     Attributes:
@@ -210,27 +208,25 @@ class DataConfig(BaseModel):
         worker_timeout: seconds to wait for a step before the run ends with an error.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
     train: list[SourceConfig] = Field(min_length=1)
     heldout: list[SourceConfig] | None = Field(default=None, min_length=1)
-    tokenizer: NonEmpty
+    tokenizer: Text
     modalities: dict[str, ModalityDataConfig] = Field(default_factory=dict)
-    batch_size: int = Field(gt=0)
-    microbatches: int = Field(gt=0)
-    max_length: int = Field(default=512, ge=2)
+    batch_size: Count
+    microbatches: Count
+    max_length: int = Field(default=512, ge=2, le=MOST_COUNT)
     shuffle: bool = True
     batching: BatchingConfig = Field(default_factory=BatchingConfig)
-    seed: int = Field(default=0, ge=0)
-    num_workers: int = Field(default=1, ge=1)
-    prefetch_steps: int = Field(default=2, ge=1)
+    seed: Seed = 0
+    num_workers: int = Field(default=1, ge=1, le=MOST_WORKERS)
+    prefetch_steps: Count = 2
     on_error: Literal["raise", "skip"] = "raise"
-    max_image_pixels: int = Field(default=Limits.max_image_pixels, gt=0)
-    max_audio_samples: int = Field(default=Limits.max_audio_samples, gt=0)
-    max_item_bytes: int = Field(default=Limits.max_item_bytes, gt=0)
-    max_row_group_bytes: int = Field(default=Limits.max_row_group_bytes, gt=0)
-    worker_cpus: float = Field(default=0.1, ge=0)
-    worker_timeout: float = Field(default=300.0, gt=0)
+    max_image_pixels: Size = Limits.max_image_pixels
+    max_audio_samples: Size = Limits.max_audio_samples
+    max_item_bytes: Size = Limits.max_item_bytes
+    max_row_group_bytes: Size = Limits.max_row_group_bytes
+    worker_cpus: float = Field(default=0.1, ge=0, le=MOST_COUNT)
+    worker_timeout: Seconds = 300.0
 
     @field_validator("train", "heldout", mode="before")
     @classmethod

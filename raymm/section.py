@@ -1,0 +1,45 @@
+"""What all sections of a configuration have in common: strict types and senseful ranges."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+# Whole numbers of things; far above what any run has, far below where sums overflow.
+MOST_COUNT = 10**9
+# A year. Timeouts of process groups are kept as nanoseconds of 64 bits.
+MOST_SECONDS = 365 * 86400.0
+# numpy and torch take seeds of 64 bits.
+MOST_SEED = 2**63 - 1
+
+Item = TypeVar("Item")
+
+
+class Section(BaseModel):
+    """A section: no unknown keys, no true for 1 or ``"3"`` for 3, no number that is not finite."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def _text(value: str) -> str:
+    if not value.strip() or "\0" in value:
+        raise ValueError("must be a text that is not blank and has no null character")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError("must be a text of whole Unicode characters, without surrogates") from None
+    return value
+
+
+def _tuple(value: Any) -> Any:
+    """YAML has lists only."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+Text = Annotated[str, AfterValidator(_text)]
+Count = Annotated[int, Field(gt=0, le=MOST_COUNT)]
+NonNegative = Annotated[int, Field(ge=0, le=MOST_COUNT)]
+Seconds = Annotated[float, Field(gt=0, le=MOST_SECONDS)]
+Seed = Annotated[int, Field(ge=0, le=MOST_SEED)]
+Tuple = Annotated[tuple[Item, ...], BeforeValidator(_tuple)]
