@@ -8,6 +8,7 @@ gradients that reach parameters outside the blocks say which pieces need them.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from raymm.actors.stages.blocks import config_depth_names, find_blocks
 from raymm.actors.stages.cut import CutInfo, CutReached, inject, prune
+from raymm.actors.stages.example_inputs import ExampleError, brief, example_inputs, in_words
 from raymm.actors.stages.source import ModuleSource, on_meta
 
 PROBE_DEPTH = 3
@@ -57,13 +59,13 @@ def shrink_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _layers_of_every_kind(per_layer: dict[str, list[Any]], depth: int) -> list[int]:
-    """:data:`PROBE_DEPTH` layers, the first ones, but with some layer of every kind that a list
-    of names (``layer_types``) tells apart; more where there are more kinds."""
+    """:data:`PROBE_DEPTH` layers, or all of fewer: the first ones, but with some layer of every
+    kind that a list of names (``layer_types``) tells apart; more where there are more kinds."""
     kinds = [v for v in per_layer.values() if all(isinstance(kind, str) for kind in v)]
     needed = {tuple(v[layer] for v in kinds): layer for layer in reversed(range(depth))}
     kept = sorted(needed.values()) if kinds else []
     kept += [layer for layer in range(depth) if layer not in kept][: PROBE_DEPTH - len(kept)]
-    return sorted(kept) + [depth - 1] * (PROBE_DEPTH - len(kept))
+    return sorted(kept)
 
 
 def small_model(source: ModuleSource) -> nn.Module:
@@ -86,29 +88,26 @@ def _copy_buffers(source: nn.Module, target: nn.Module) -> None:
         target.get_buffer(name).copy_(buffer)
 
 
-def example_inputs(config: PretrainedConfig | None, main_input: str) -> dict[str, torch.Tensor]:
-    """Random inputs of the shapes an encoder's config implies.
+def encoder_inputs(model: nn.Module, inputs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Inputs that a small copy of an encoder was tried with: these, or guessed ones.
 
     Raises:
-        ProbeError: if the config does not say; the user then passes ``example_inputs``.
+        ProbeError: if its forward does not take them, or they cannot be guessed.
     """
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
-
-    if main_input == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
-        size, channels = config.image_size, getattr(config, "num_channels", 3)
-        return {"pixel_values": random(1, channels, size, size)}
-    if main_input == "input_features" and hasattr(config, "num_mel_bins"):
-        frames = 2 * getattr(config, "max_source_positions", 100)
-        return {"input_features": random(1, config.num_mel_bins, frames)}
-    if main_input == "input_values":
-        return {"input_values": random(1, 16000)}
-    raise ProbeError(
-        f"cannot guess inputs named {main_input!r} for this encoder; "
-        "pass example_inputs={...} to ModalityModule"
-    )
+    if inputs is None:
+        try:
+            return example_inputs(model)
+        except ExampleError as error:
+            raise ProbeError(str(error)) from error
+    try:
+        with torch.no_grad():
+            copy.deepcopy(model)(**copy.deepcopy(dict(inputs)))
+    except Exception as error:  # whatever a model may raise
+        raise ProbeError(
+            f"{type(model).__name__} does not take {in_words(inputs)}, which example_inputs give: "
+            f"{brief(error)}; give what a batch has for the encoder"
+        ) from error
+    return dict(inputs)
 
 
 def probe_language_model(source: ModuleSource) -> CutInfo:
@@ -142,9 +141,7 @@ def probe_encoder(
         ProbeError: as :func:`probe_language_model`.
     """
     model = small_model(source)
-    if inputs is None:
-        config = getattr(model, "config", None)
-        inputs = example_inputs(config, getattr(model, "main_input_name", "input"))
+    inputs = encoder_inputs(model, inputs)
 
     def run(stage: nn.Module, first: bool) -> torch.Tensor:
         return first_tensor(stage(**(inputs if first else ghost_inputs(inputs))))

@@ -15,7 +15,7 @@ from torch import nn
 
 from raymm.actors.stages.blocks import find_blocks
 from raymm.actors.stages.context_method import Attend
-from raymm.actors.stages.probe import ProbeError, example_inputs, first_tensor, small_model
+from raymm.actors.stages.probe import ProbeError, encoder_inputs, first_tensor, small_model
 from raymm.actors.stages.shared_items import Peers, SharedItems, SharedItemsError
 from raymm.actors.stages.source import ModuleSource
 from raymm.kernels import hf_attention
@@ -55,9 +55,7 @@ def probe_shared_items(
         _check_structure(skeleton)
         hf_attention.register()
         model = small_model(source)
-        if inputs is None:
-            given = getattr(model, "main_input_name", "input")
-            inputs = example_inputs(getattr(model, "config", None), given)
+        inputs = encoder_inputs(model, inputs)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
             for parameter in model.parameters():

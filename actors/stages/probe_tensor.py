@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from raymm.actors.stages.probe import ProbeError, example_inputs, first_tensor, small_model
+from raymm.actors.stages.probe import ProbeError, encoder_inputs, first_tensor, small_model
 from raymm.actors.stages.projector import Projector
 from raymm.actors.stages.source import ModuleSource
 from raymm.actors.stages.tensor_plan import Choices, TensorPlan, plan_module, tensor_plan
@@ -125,9 +125,7 @@ def example_run(model: nn.Module, inputs: Tensors | None) -> tuple[Run, Tensors]
     if inputs is None and isinstance(model, Projector):
         features = torch.randn(2, _TOKENS, model.config.in_features, generator=generator)
         inputs = {"features": features}
-    if inputs is None:
-        config = getattr(model, "config", None)
-        inputs = example_inputs(config, getattr(model, "main_input_name", "input"))
+    inputs = encoder_inputs(model, inputs)
     return lambda stage, given: first_tensor(stage(**given)), inputs
 
 
