@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,10 +21,9 @@ from raymm.actors.compiled_program import (
 from raymm.actors.gradient_reduction import GradientReduction
 from raymm.actors.module_state import evaluating, inputs_unchanged, statistics_kept
 from raymm.actors.quota import Work
-from raymm.actors.quota.generators import generator_state
 from raymm.actors.split_backward import DeferredWeights, backward_input
+from raymm.actors.stages.draws import Draws, module_draws
 from raymm.actors.stages.message import Message, MicrobatchContext
-from raymm.actors.stages.source import derive_seed
 from raymm.actors.step_clock import StepClock, step_clock
 from raymm.scheduler.program import COMPUTE, FORWARDS, Instruction, Op
 from raymm.scheduler.stage import stage_module
@@ -37,7 +35,7 @@ class StageModule(Protocol):
     ``run(inputs, received, context)`` returns a :class:`Message`; the sink stage's first
     tensor is the loss. ``received`` maps producers (stage names, or module names where the
     producer is another module) to messages. A stage without an attribute ``may_draw`` may draw
-    random numbers in training.
+    random numbers, at the places that it says to ``context.enter``.
     """
 
     training: bool
@@ -179,9 +177,9 @@ class Executor:
         self._sum_gradient = sum_gradient
         self._reduction = reduction
         self._colocation = colocation
-        # Whether a stage in training draws random numbers; None: its first forward will tell.
+        # Whether a stage draws random numbers; None: its first forward will tell.
         self._draws: dict[str, bool | None] = {
-            name: True if getattr(stage, "may_draw", True) else None
+            name: stage.training and (getattr(stage, "may_draw", True) or None)
             for name, stage in stages.items()
         }
 
@@ -284,8 +282,7 @@ class Executor:
             for task in tasks
         ]  # fmt: skip
         draws = any(
-            self._stages[task.stage].training and self._draws[task.stage] is not False
-            for task in tasks
+            self._draws[task.stage] is not False for task in tasks
         )
         return Work(run, tuple(consumes), draws=draws)
 
@@ -343,29 +340,33 @@ class Executor:
                 leaves[src] = tuple(t.detach().requires_grad_() for t in message.tensors)
                 message = Message(leaves[src], message.side)
             named[name] = message
-        context = MicrobatchContext(
-            label_tokens=meta.label_tokens,
-            microbatch=m,
-            sample_ids=meta.sample_ids[m] if meta.sample_ids else (),
-        )
-        with self._seeded(task, meta), torch.set_grad_enabled(with_grad), self._precision():
-            return leaves, stage.run(step.stage_inputs(task), named, context)
+        with self._drawing(task, meta) as draws:
+            context = MicrobatchContext(
+                label_tokens=meta.label_tokens,
+                microbatch=m,
+                sample_ids=meta.sample_ids[m] if meta.sample_ids else (),
+                draws=draws,
+            )
+            with torch.set_grad_enabled(with_grad), self._precision():
+                return leaves, stage.run(step.stage_inputs(task), named, context)
 
     @contextlib.contextmanager
-    def _seeded(self, task: Task, meta: StepMeta) -> Iterator[None]:
-        """What a stage draws in training follows from the step, the stage and the microbatch.
-        One that draws nothing leaves the generators alone: others may be using them."""
-        if not self._stages[task.stage].training or self._draws[task.stage] is False:
-            yield
+    def _drawing(self, task: Task, meta: StepMeta) -> Iterator[Draws | None]:
+        """What a stage draws follows from the step, its module and the microbatch. One that draws
+        nothing leaves the generators alone: others may be using them."""
+        drawn = self._draws[task.stage]
+        if drawn is False:
+            yield None
             return
-        drawer = _of_one_copy(task.stage)
-        if share := self._random_shares.get(task.stage):
-            drawer += f"#{share}"
-        torch.manual_seed(derive_seed(meta.seed, meta.step, drawer, task.microbatch))
-        before = generator_state() if self._draws[task.stage] is None else None
-        yield
-        if before is not None:
-            self._draws[task.stage] = generator_state() != before
+        draws = module_draws(
+            meta.seed, meta.step, stage_module(task.stage), task.microbatch,
+            self._random_shares.get(task.stage, 0), watched=drawn is None,
+        )  # fmt: skip
+        draws.enter("stage")
+        yield draws
+        if drawn is None:
+            draws.end()
+            self._draws[task.stage] = draws.drawn
 
     def _backward(self, task: Task, step: _Step) -> None:
         m = task.microbatch
@@ -406,8 +407,3 @@ class Executor:
         if self._autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, dtype=self._autocast)
-
-
-def _of_one_copy(stage: str) -> str:
-    """``"vision.0@1"`` -> ``"vision.0"``: all copies of a stage draw the same numbers."""
-    return re.sub(r"@\d+", "", stage)

@@ -5,6 +5,7 @@ Names follow Cornstarch v1, Listings 1 and 2.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +16,9 @@ import transformers
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from raymm.actors.quota.generators import generators_kept
 from raymm.actors.stages.blocks import find_blocks, num_blocks
+from raymm.actors.stages.draws import module_draws
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.language import LanguageSpec, LanguageStage, label_mask
 from raymm.actors.stages.merge import MergePolicy, Prepend
@@ -280,6 +283,7 @@ class MultimodalModule(nn.Module):
         self.merge: MergePolicy = preprocess_callback or Prepend()
         self.mask = _mask_policy(mask)
         self.packing = packing
+        self._drawn: tuple[int, int, int] | None = None
         self.encoder_names = tuple(encoders or {})
         llm_source = language_model.source(language_model=True)
         if self.mask is not None:
@@ -376,7 +380,6 @@ class MultimodalModule(nn.Module):
         )
         if label_tokens is None:
             label_tokens = int(label_mask(microbatch["labels"]).sum())
-        context = MicrobatchContext(label_tokens)
         received: dict[str, Message] = {}
         for name in self.encoder_names:
             if name in microbatch:
@@ -384,7 +387,12 @@ class MultimodalModule(nn.Module):
                 stage = EncoderStage(
                     self._light_encoder_spec(name), 0, 2, encoder.module, encoder.projector
                 )
-                received[name] = stage.run(microbatch[name], {}, context)
+                try:
+                    received[name] = stage.run(
+                        microbatch[name], {}, self._context(name, label_tokens)
+                    )
+                finally:
+                    stage.detach()
         stage = LanguageStage(
             LanguageSpec(
                 LANGUAGE_MODEL, None, 1, self.merge, mask=self.mask, encoders=self.encoder_names,
@@ -393,10 +401,37 @@ class MultimodalModule(nn.Module):
             0, 1, self.language_model.module,
         )
         try:
-            message = stage.run(text_inputs(microbatch), received, context)
+            message = stage.run(
+                text_inputs(microbatch), received, self._context(LANGUAGE_MODEL, label_tokens)
+            )
         finally:
             stage.detach()
         return message.tensors[0]
+
+    @contextlib.contextmanager
+    def drawing(self, seed: int, step: int, microbatch: int) -> Iterator[None]:
+        """Within it, :meth:`forward` draws the random numbers (dropout, blocks to skip) that ranks
+        draw in this microbatch of this step of a run, however the modules are cut; the generators
+        are left as they were.
+
+        Args:
+            seed: of the run, as of :class:`raymm.parallel.MultimodalParallelModule`.
+            step: its steps are counted from 0.
+            microbatch: its number within the step, from 0.
+        """
+        self._drawn = seed, step, microbatch
+        try:
+            with generators_kept():
+                yield
+        finally:
+            self._drawn = None
+
+    def _context(self, module: str, label_tokens: int) -> MicrobatchContext:
+        if self._drawn is None:
+            return MicrobatchContext(label_tokens)
+        seed, step, microbatch = self._drawn
+        draws = module_draws(seed, step, module, microbatch)
+        return MicrobatchContext(label_tokens, microbatch, draws=draws)
 
     def _light_encoder_spec(self, name: str) -> EncoderSpec:
         encoder = self.encoders[name]

@@ -1,16 +1,22 @@
 """Cut and inject: run any part of a model through its own, unmodified forward.
 
 The list of blocks keeps its indices, so parameter names stay checkpoint names. Blocks
-outside a stage hold no parameters: those before it pass the hidden state through, the one
-right after it ends the forward by raising :class:`CutReached` with what it was called
-with. The stage's first block is handed the hidden state that came from the previous
-stage. Parameters outside the blocks that the stage does not own become zero-stride
+outside a stage hold no parameters: those before it return the hidden state that came from the
+previous stage, those after it end the forward by raising :class:`CutReached` with what they
+were called with. Parameters outside the blocks that the stage does not own become zero-stride
 ghosts, which take no memory.
+
+A forward may skip any blocks, as long as all stages skip the same
+(:mod:`raymm.actors.stages.draws`). What came from the previous stage is the input of whatever
+block is called first from the stage's first one on; the forward is cut at the next one called
+after the stage. Where none is, what the last one returned goes on, for which its stand-in in
+the next stage returns it: code between blocks runs once, on one side of the cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,8 +51,13 @@ class CutInfo:
         return names
 
 
+class NoBlockCalledError(RuntimeError):
+    """A forward that skipped every block: there is nothing that one stage could hand to the next.
+    Names the module, the microbatch and the cure."""
+
+
 class CutReached(Exception):  # noqa: N818  not an error: the normal end of a cut forward
-    """Carries the hidden state that the first block after the stage was called with."""
+    """Carries the hidden state that the next stage goes on with."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         super().__init__("cut reached")
@@ -75,14 +86,15 @@ class _Placeholder(nn.Module):
 
 
 class PassThrough(_Placeholder):
-    """Returns the hidden state it was given, in the shape a block returns."""
+    """Returns what the stage received, in the shape a block returns."""
 
     def __init__(self, block: nn.Module, tuple_length: int) -> None:
         super().__init__(block)
         self._tuple_length = tuple_length
+        self.passage: Passage | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = _hidden(args, kwargs)
+        hidden = self.passage.passed(_hidden(args, kwargs))
         if self._tuple_length:
             return (hidden,) + (None,) * (self._tuple_length - 1)
         return hidden
@@ -91,8 +103,12 @@ class PassThrough(_Placeholder):
 class CutPoint(_Placeholder):
     """Ends the forward."""
 
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__(block)
+        self.passage: Passage | None = None
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise CutReached(_hidden(args, kwargs))
+        raise CutReached(self.passage.arriving(_hidden(args, kwargs)))
 
 
 def _in_blocks(name: str, blocks: str) -> int | None:
@@ -148,9 +164,9 @@ def prune(module: nn.Module, info: CutInfo, lo: int, hi: int) -> nn.Module:
     blocks = module.get_submodule(info.blocks)
     owned = set(stage_parameters(module, info, lo, hi))
     for index in range(len(blocks)):
-        if index < lo or index > hi:
+        if index < lo:
             blocks[index] = PassThrough(blocks[index], info.tuple_length)
-        elif index == hi:
+        elif index >= hi:
             blocks[index] = CutPoint(blocks[index])
     kept = {id(p) for n, p in module.named_parameters() if n in owned}
     # remove_duplicate=False: a tied parameter is ghosted, or kept, under all its names.
@@ -160,27 +176,105 @@ def prune(module: nn.Module, info: CutInfo, lo: int, hi: int) -> nn.Module:
     return module
 
 
-def inject(module: nn.Module, info: CutInfo, lo: int) -> Callable[[torch.Tensor], None]:
-    """Make block ``lo`` take its hidden state from the returned setter.
+class Passage:
+    """The way of a microbatch's hidden state through blocks [lo, hi) of a pruned module.
 
-    The setter holds one hidden state for the next forward, which clears it.
+    Args:
+        module: what :func:`prune` has left of it, with these blocks.
+
+    Attributes:
+        skips: whether the forward may skip blocks. If not, blocks of earlier stages return what
+            they are called with, as their results are never used.
     """
-    slot: list[torch.Tensor] = []
 
-    def replace(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        hidden = slot.pop()
+    def __init__(self, module: nn.Module, info: CutInfo, lo: int, hi: int) -> None:
+        blocks: Sequence[Any] = module.get_submodule(info.blocks)
+        self._is_last = hi == len(blocks)
+        self.skips = True
+        self._received: torch.Tensor | None = None
+        self._arrived = True
+        self._copy: torch.Tensor | None = None
+        self._left: torch.Tensor | None = None
+        self._version = 0
+        self._running = False
+        for index, block in enumerate(blocks):
+            if lo <= index < hi:
+                block.register_forward_pre_hook(self._enter, with_kwargs=True)
+                block.register_forward_hook(self._leave)
+            else:
+                block.passage = self
+
+    @contextmanager
+    def open(self, received: torch.Tensor | None, what: str) -> Iterator[None]:
+        """For one forward of the module.
+
+        Args:
+            received: what the previous stage handed on; None in the first one.
+            what: module and microbatch, for errors.
+
+        Raises:
+            CutReached: the forward is over, of any stage but the last.
+            NoBlockCalledError: it skipped every block of the module.
+        """
+        self._received, self._arrived, self._left = received, received is None, None
+        self._running = True
+        try:
+            yield
+            self._end(what)
+        finally:
+            self._running = False
+            self._received = self._copy = self._left = None
+
+    def _end(self, what: str) -> None:
+        """The forward has come to its end."""
+        if self._left is None:
+            raise NoBlockCalledError(
+                f"{what}: its forward skipped every block, and stages have only what blocks return "
+                "to hand on; give the module one stage (pp 1), or a smaller probability of "
+                "skipping a block in its config (layerdrop)"
+            )
+        if self._is_last:
+            return
+        if self._left._version != self._version:
+            raise RuntimeError(
+                f"{what}: its forward skipped the last blocks, and changes in place what the one "
+                "before them returned; give the module one stage (pp 1)"
+            )
+        raise CutReached(self._left)
+
+    def arriving(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What a block is really called with, where it would be with ``hidden``."""
+        if self._arrived:
+            return hidden
+        self._arrived = True
+        return self._received
+
+    def passed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What a block of an earlier stage returned: a copy, as models may change it in place."""
+        if not self.skips:
+            return hidden
+        if self._copy is None or self._copy._version:
+            self._copy = self._received.clone()
+        self._leaving(self._received)
+        return self._copy
+
+    # While gradients are computed, checkpointing may call a block again, with what it was called
+    # with the first time.
+
+    def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._running:
+            return None
+        hidden = self.arriving(_hidden(args, kwargs))
         if args:
             return (hidden, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": hidden}
 
-    block = module.get_submodule(info.blocks)[lo]
-    block.register_forward_pre_hook(replace, with_kwargs=True)
+    def _leave(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._running:
+            self._leaving(output[0] if isinstance(output, tuple) else output)
 
-    def set_hidden(hidden: torch.Tensor) -> None:
-        slot.clear()
-        slot.append(hidden)
-
-    return set_hidden
+    def _leaving(self, hidden: torch.Tensor) -> None:
+        self._left, self._version = hidden, hidden._version
 
 
 def frozen_names(module: nn.Module) -> Collection[str]:

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 from raymm.actors.module_state import may_draw
-from raymm.actors.stages.blocks import find_blocks
-from raymm.actors.stages.cut import CutInfo, CutReached, inject, stage_parameters
+from raymm.actors.stages.cut import CutInfo, CutReached, stage_parameters
 from raymm.actors.stages.dealt_samples import DealtSamplesError, count_items, shares, take_items
 from raymm.actors.stages.fully_sharded import FullyShardedPlan, shard_parameters
 from raymm.actors.stages.message import Message, MicrobatchContext
+from raymm.actors.stages.part_forward import PartForward
 from raymm.actors.stages.probe import first_tensor
 from raymm.actors.stages.projector import Projector
 from raymm.actors.stages.shared_items import ProcessPeers, SharedItems, SharedItemsError
@@ -83,9 +83,17 @@ class EncoderStage(nn.Module):
         self._exchange: Exchange | None = None
         self._samples: Exchange | None = None
         self._sharing: SharedItems | None = None
-        self._inject = None
-        if self.module is not None and lo > 0:
-            self._inject = inject(self.module, spec.cut, lo)
+        self._forward: PartForward | None = None
+        if self.module is not None:
+            whole = self._blocks == (0, spec.num_blocks)
+            self._forward = PartForward(
+                spec.name, self.module, None if whole else spec.cut, *self._blocks
+            )
+
+    def detach(self) -> None:
+        """Leave the module as it was: the reference builds a stage per forward."""
+        if self._forward is not None:
+            self._forward.detach()
 
     @classmethod
     def build(cls, spec: EncoderSpec, lo: int, hi: int) -> EncoderStage:
@@ -122,10 +130,10 @@ class EncoderStage(nn.Module):
         self._exchange = exchange
         if self.module is None:
             return
-        blocks = self.spec.cut.blocks if self.spec.cut else find_blocks(self.module)
+        self._forward.share_tokens(exchange.rank)
         trains = any(p.requires_grad for p in self.module.parameters())
         peers = ProcessPeers(exchange, backward=trains)
-        self._sharing = SharedItems(self.module, blocks, *self._blocks, peers)
+        self._sharing = SharedItems(self.module, self._forward.blocks, *self._blocks, peers)
 
     def share_samples(self, exchange: Exchange) -> None:
         """Work on a part of every microbatch's items, together with the processes of a group.
@@ -138,8 +146,8 @@ class EncoderStage(nn.Module):
 
     @property
     def random_share(self) -> int:
-        """Processes that differ in it draw other random numbers in training. Those that share
-        items' tokens do not: what they compute alike must be the same."""
+        """Processes that differ in it draw other random numbers. Those that share items' tokens
+        do so within blocks only: what they compute alike must be the same."""
         return 0 if self._samples is None else self._samples.rank
 
     @property
@@ -174,6 +182,7 @@ class EncoderStage(nn.Module):
         if self.first:
             inputs = {k: v for k, v in (inputs or {}).items() if k != "sample_index"}
             if self.spec.preprocess is not None:
+                context.enter("preprocess")
                 inputs = self.spec.preprocess(inputs)
             if self._samples is not None:
                 inputs, count = self._own_items(inputs)
@@ -186,11 +195,9 @@ class EncoderStage(nn.Module):
             inputs = _from_side(side)
         items = None if self._samples is None else int(side[_ITEMS])
         if self.module is not None:
-            if self._inject is not None:
-                self._inject(hidden)
             try:
                 with self._sharing or nullcontext():
-                    output = self.module(**inputs)
+                    output = self._forward(hidden, context, **inputs)
             except CutReached as cut:
                 return Message((cut.hidden,), side)
             if self._sharing is not None and getattr(output, "hidden_states", None) is not None:
@@ -199,11 +206,14 @@ class EncoderStage(nn.Module):
                     "every process has a part; with cp above 1 its last one can be used"
                 )
             if self.spec.postprocess_module is not None:
+                context.enter("postprocess_module")
                 output = self.spec.postprocess_module(inputs, output)
             hidden = token_features(output)
         if self.projector is not None:
+            context.enter("projector")
             hidden = self.projector(hidden)
             if self.spec.postprocess_projector is not None:
+                context.enter("postprocess_projector")
                 hidden = first_tensor(self.spec.postprocess_projector(inputs, hidden))
         if self._exchange is not None:
             hidden = contribute_once(hidden, self._exchange)

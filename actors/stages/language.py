@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from raymm.actors.stages.context_method import attend_over
-from raymm.actors.stages.cut import CutInfo, CutReached, inject, stage_parameters
+from raymm.actors.stages.cut import CutInfo, CutReached, stage_parameters
 from raymm.actors.stages.dealt_samples import take_rows
 from raymm.actors.stages.dealt_tokens import deal_tokens, pad_layout, take_tokens
 from raymm.actors.stages.fully_sharded import FullyShardedPlan, shard_parameters
 from raymm.actors.stages.merge import IGNORE_INDEX, MergeError, MergePolicy
 from raymm.actors.stages.message import Message, MicrobatchContext
 from raymm.actors.stages.packed_rows import pack_rows
+from raymm.actors.stages.part_forward import PartForward
 from raymm.actors.stages.source import ModuleSource, Part
 from raymm.actors.stages.tensor_plan import TensorPlan
 from raymm.actors.stages.tensor_shard import shard_module
@@ -88,7 +89,8 @@ class LanguageStage(nn.Module):
         self.module = module
         self.first = lo == 0
         self.last = hi == spec.num_blocks
-        self._inject = None if self.first else inject(module, spec.cut, lo)
+        whole = self.first and self.last
+        self._forward = PartForward(spec.name, module, None if whole else spec.cut, lo, hi)
         self._rows: torch.Tensor | None = None
         if self.last:
             head = module.get_output_embeddings()
@@ -124,7 +126,7 @@ class LanguageStage(nn.Module):
 
     @property
     def random_share(self) -> int:
-        """Processes that differ in it draw other random numbers in training."""
+        """Processes that differ in it draw other random numbers."""
         tokens, samples = self._exchange, self._samples
         share = 0 if samples is None else samples.rank
         return share if tokens is None else share * tokens.size + tokens.rank
@@ -154,6 +156,7 @@ class LanguageStage(nn.Module):
 
     def detach(self) -> None:
         """Leave the module as it was: the reference builds a stage per forward."""
+        self._forward.detach()
         if self.last:
             self._hook.remove()
         if self._own_attention is not None:
@@ -186,7 +189,9 @@ class LanguageStage(nn.Module):
             layout, and per token the label that it is to predict), or, from the last stage,
             the loss.
         """
+        hidden: torch.Tensor | None = None
         if self.first:
+            context.enter("merge")
             side = self._merge(inputs, received, context)
             if self._samples is not None:
                 side = take_rows(side, self._samples.rank, self._samples.size)
@@ -201,7 +206,6 @@ class LanguageStage(nn.Module):
             attention, side, embeds = self._attention(side, embeds if self.first else None)
         targets = side["targets"]
         if not self.first:
-            self._inject(hidden)
             # As wide as the embeddings, which may be narrower than the hidden state (OPT-350m).
             width = self.module.get_input_embeddings().weight.shape[1]
             # Real zeros, not zero-stride ones: some models scale them in place (CTRL, GIT).
@@ -209,8 +213,8 @@ class LanguageStage(nn.Module):
         kwargs = {name: value for name, value in side.items() if name not in _NOT_FOR_MODEL}
         try:
             self._rows = targets != IGNORE_INDEX
-            logits = self.module(
-                inputs_embeds=embeds, **kwargs, **attention, use_cache=False
+            logits = self._forward(
+                hidden, context, inputs_embeds=embeds, **kwargs, **attention, use_cache=False
             ).logits
         except CutReached as cut:
             return Message((cut.hidden,), side)

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from raymm.actors.stages.draws import Draws
+
 
 class Message(NamedTuple):
     """One microbatch's data on one edge.
@@ -30,8 +32,15 @@ class MicrobatchContext:
             label tokens divided by this, whatever the microbatching.
         microbatch: number of the microbatch within the step.
         sample_ids: names of the microbatch's samples, for error messages.
+        draws: where random numbers come from; None: from wherever the generators are.
     """
 
     label_tokens: int
     microbatch: int = 0
     sample_ids: tuple[str, ...] = field(default=())
+    draws: Draws | None = None
+
+    def enter(self, place: str) -> None:
+        """What is drawn from now on belongs to this place of the module."""
+        if self.draws is not None:
+            self.draws.enter(place)

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from raymm.actors.stages.blocks import config_depth_names, find_blocks
-from raymm.actors.stages.cut import CutInfo, CutReached, inject, prune
+from raymm.actors.stages.cut import CutInfo, CutReached, Passage, prune
 from raymm.actors.stages.example_inputs import ExampleError, brief, example_inputs, in_words
 from raymm.actors.stages.source import ModuleSource, on_meta
 
@@ -203,10 +203,11 @@ def _probe(model: nn.Module, run: Any) -> CutInfo:
     try:
         for lo, hi in zip(bounds, bounds[1:], strict=False):
             stage = prune(copy.deepcopy(model), everywhere, lo, hi)
-            if lo:
-                inject(stage, everywhere, lo)(hidden.detach().requires_grad_())
+            received = hidden.detach().requires_grad_() if lo else None
+            passage = Passage(stage, everywhere, lo, hi)
             try:
-                hidden = run(stage, lo == 0)
+                with passage.open(received, name):
+                    hidden = run(stage, lo == 0)
             except CutReached as cut:
                 hidden = cut.hidden
             # Random weights: a plain sum has zero gradient through a normalisation.

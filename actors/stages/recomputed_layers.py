@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from raymm.actors.quota.generators import seed_beside_torch
 from raymm.actors.stages.offloaded_activations import OffloadedBlocks
 from raymm.kernels.attention_operator import ATTENTION as ATTENTION_OPERATOR
 from raymm.scheduler.recomputation import ATTENTION, KEEP, MATMULS, OFFLOAD, OPTIONS
@@ -82,7 +84,21 @@ def _run(forward: Callable[..., Any], option: str, *args: Any, **kwargs: Any) ->
         return forward(*args, **kwargs)
     kept = _KEPT.get(option)
     selective = {} if kept is None else {"context_fn": partial(_contexts, kept)}
-    return checkpoint(forward, *args, use_reentrant=False, **selective, **kwargs)
+    return checkpoint(_drawing_alike(forward), *args, use_reentrant=False, **selective, **kwargs)
+
+
+def _drawing_alike(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that draws the same whenever it is called again. Checkpointing puts torch's
+    generators back; numpy's and Python's, which it does not know, were seeded like them
+    (:mod:`raymm.actors.stages.draws`)."""
+    calls = count()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if next(calls):
+            seed_beside_torch(torch.initial_seed())
+        return forward(*args, **kwargs)
+
+    return run
 
 
 def _contexts(kept: frozenset[Any]) -> Any:

@@ -28,7 +28,6 @@ import torch
 from torch import nn
 
 from raymm.actors.stages.context_method import Attend, attend_over
-from raymm.actors.stages.source import derive_seed
 from raymm.kernels import hf_attention
 from raymm.kernels.context_call import ContextGroup
 from raymm.kernels.context_layout import ContextLayout
@@ -97,11 +96,10 @@ class SharedItems:
     ) -> None:
         hf_attention.register()
         module.set_attn_implementation(hf_attention.NAME)
-        self._module, self._peers, self._first = module, peers, lo
+        self._peers, self._first = peers, lo
         self._attention = hf_attention.SharedTokens()
         self._layout: ContextLayout | None = None
         self._length = 0
-        self._seed: int | None = None
         every = module.get_submodule(blocks)
         for number in range(lo, hi):
             block = every[number]
@@ -140,11 +138,6 @@ class SharedItems:
         if length > self._length:
             attend = _among_copies(attend, length)
         self._attention.start(attend, self._length)
-        if self._module.training:
-            # Dropout draws something else for every process's tokens, but afterwards, on
-            # complete tensors, the same.
-            self._seed = int(torch.randint(2**62, ()))
-            torch.manual_seed(derive_seed(self._seed, self._peers.rank))
         return self._cut(args, kwargs, hidden_too=self._first == 0)
 
     def _before(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -158,8 +151,6 @@ class SharedItems:
             raise SharedItemsError("it has a last block that returns no (items, tokens, width)")
         whole = self._peers.gather(local, self._layout)[:, : self._length]
         self._attention.stop()
-        if self._seed is not None:
-            torch.manual_seed(self._seed)
         return (whole, *output[1:]) if isinstance(output, tuple) else whole
 
     def _cut(self, args: tuple, kwargs: dict[str, Any], hidden_too: bool) -> Any:

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from raymm.actors.executor import Executor, StepMeta
+from raymm.actors.stages.draws import module_draws
 from raymm.actors.stages.message import Message
-from raymm.actors.stages.source import derive_seed
 from raymm.scheduler.program import Instruction, Op, Program, check_program
+from raymm.scheduler.stage import stage_module
 
 SEED, STEP = 3, 11
 
@@ -121,7 +122,7 @@ def expected(parts: dict[str, Part]) -> dict[int, float]:
         message = None
         for name in chain(m):
             name = name.partition("@")[0]
-            torch.manual_seed(derive_seed(SEED, STEP, name, m))
+            module_draws(SEED, STEP, stage_module(name), m).enter("stage")
             rows = inputs.get(name)
             received = {} if message is None else {"before": message}
             message = parts[name].run(rows and rows[m], received, _Context(m))

@@ -21,6 +21,7 @@ from rank_processes import rank_processes  # noqa: E402
 
 from raymm.actors.split_backward import backward_input  # noqa: E402
 from raymm.actors.stages.context_method import attend_over, choose  # noqa: E402
+from raymm.actors.stages.draws import Draws
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage  # noqa: E402
 from raymm.actors.stages.message import Message, MicrobatchContext  # noqa: E402
 from raymm.actors.stages.probe import ProbeError, probe_encoder  # noqa: E402
@@ -108,7 +109,7 @@ def run_case(
     case: Case, exchange: Exchange | None
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[int]]:
     """Output, gradients by name, and the number of tokens of what stages hand on."""
-    spec, context = case.spec(), MicrobatchContext(1)
+    spec, context = case.spec(), MicrobatchContext(1, draws=Draws(3))
     edges = [0, *case.cuts, spec.num_layers]
     stages = [EncoderStage.build(spec, lo, hi) for lo, hi in zip(edges, edges[1:], strict=False)]
     torch.manual_seed(3)

@@ -1,0 +1,83 @@
+"""The forward of a stage's part of a module: cut where the stage is, with random numbers that do
+not depend on where that is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from raymm.actors.stages.blocks import find_blocks
+from raymm.actors.stages.cut import CutInfo, Passage
+from raymm.actors.stages.draws import BlockDraws
+from raymm.actors.stages.message import MicrobatchContext
+
+
+class PartForward:
+    """Runs blocks [lo, hi) of a module, and what of the rest is around them.
+
+    Args:
+        name: of the module, for errors.
+        module: pruned to these blocks, or whole.
+        cut: how it was pruned; None if it is whole.
+    """
+
+    def __init__(
+        self, name: str, module: nn.Module, cut: CutInfo | None, lo: int, hi: int
+    ) -> None:
+        self._name = name
+        self._module = module
+        self._blocks = cut.blocks if cut else find_blocks(module)
+        self._passage = None if cut is None else Passage(module, cut, lo, hi)
+        self._draws: BlockDraws | None = None
+        self._share = 0
+
+    def share_tokens(self, share: int) -> None:
+        """Work on a part of the tokens, of which this process draws its own numbers in blocks. The
+        forward skips no blocks, as there processes meet; and what code around other stages'
+        blocks works on are all tokens."""
+        self._share = share
+        if self._passage is not None:
+            self._passage.skips = False
+
+    @property
+    def blocks(self) -> str | None:
+        """Dotted name of the list of blocks, if there is one."""
+        return self._blocks
+
+    def __call__(
+        self, received: torch.Tensor | None, context: MicrobatchContext, **inputs: Any
+    ) -> Any:
+        """One microbatch.
+
+        Args:
+            received: the hidden state from the previous stage; None in the first one.
+            **inputs: of the module.
+
+        Returns:
+            What the module returns, if the part has its last block.
+
+        Raises:
+            CutReached: from other parts.
+            NoBlockCalledError: of a part, if the forward skipped all blocks of the module.
+        """
+        self._draw_as(context)
+        if self._passage is None:
+            return self._module(**inputs)
+        with self._passage.open(received, f"{self._name!r}, microbatch {context.microbatch}"):
+            return self._module(**inputs)
+
+    def _draw_as(self, context: MicrobatchContext) -> None:
+        if self._draws is None and context.draws is not None and self._blocks is not None:
+            self._draws = BlockDraws(self._module.get_submodule(self._blocks))
+            self._draws.share = self._share
+        if self._draws is not None:
+            self._draws.draws = context.draws
+        context.enter("module")
+
+    def detach(self) -> None:
+        """Leave a module that is whole as it was."""
+        if self._draws is not None:
+            self._draws.remove()
+            self._draws = None

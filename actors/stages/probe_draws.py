@@ -1,0 +1,65 @@
+"""Random decisions of a forward, forced for a probe: a block that is skipped once in a hundred
+forwards is skipped in every second one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_aten = torch.ops.aten
+
+
+@contextmanager
+def extreme_draws() -> Iterator[None]:
+    """Numbers that torch, numpy and Python draw from an interval are one of its ends, each in half
+    of the cases: which one follows from the generators' states. So whatever probability they are
+    compared with, both can happen."""
+    ends = {
+        np.random: {
+            "random": _fraction(np.random.random), "random_sample": _fraction(np.random.random),
+            "rand": lambda *shape: np.round(np.random.mtrand.rand(*shape)),
+            "uniform": _uniform(np.random.random),
+        },
+        random: {"random": _fraction(random.random), "uniform": _uniform(random.random)},
+    }
+    with ExitStack() as stack:
+        for module, functions in ends.items():
+            stack.enter_context(mock.patch.multiple(module, **functions))
+        stack.enter_context(_TorchExtremes())
+        yield
+
+
+def _fraction(draw: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *size, **options: np.round(draw(*size, **options))
+
+
+def _uniform(draw: Callable[..., Any]) -> Callable[..., Any]:
+    def uniform(low: Any = 0.0, high: Any = 1.0, *size: Any, **options: Any) -> Any:
+        return low + np.round(draw(*size, **options)) * (high - low)
+
+    return uniform
+
+
+class _TorchExtremes(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        options = kwargs or {}
+        drawn = operator(*args, **options)
+        packet = operator.overloadpacket
+        if packet in (_aten.rand, _aten.rand_like):
+            return drawn.round_()
+        if packet is _aten.uniform_:
+            low, high = (*args[1:3], *(0.0, 1.0)[len(args) - 1 :])
+            low, high = options.get("from", low), options.get("to", high)
+            return drawn.sub_(low).div_(high - low or 1.0).round_().mul_(high - low).add_(low)
+        if packet in (_aten.bernoulli, _aten.bernoulli_) and drawn.numel() == 1:
+            return drawn.fill_(float(torch.rand(()).round()))
+        return drawn
