@@ -21,7 +21,7 @@ from rank_processes import rank_processes  # noqa: E402
 
 from raymm.actors.split_backward import backward_input  # noqa: E402
 from raymm.actors.stages.context_method import attend_over, choose  # noqa: E402
-from raymm.actors.stages.draws import Draws
+from raymm.actors.stages.draws import Draws  # noqa: E402
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage  # noqa: E402
 from raymm.actors.stages.message import Message, MicrobatchContext  # noqa: E402
 from raymm.actors.stages.probe import ProbeError, probe_encoder  # noqa: E402
