@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from raymm import __version__
 from raymm.plan_command import add_plan_arguments, run_plan
 from raymm.profile_command import add_profile_arguments, run_profile
+from raymm.trace_command import add_trace_arguments, run_trace
 
 # What a user can set right; anything else is a defect and keeps its traceback.
 EXIT_USER_ERROR = 2
@@ -29,15 +27,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # import paths in configs, as `python -m` has it
-    from raymm.actors.group import ClusterError, RankFailedError
-    from raymm.checkpoint import CheckpointError
-    from raymm.data import DataError
-    from raymm.export import ExportError
+    from raymm.actors.group import RankFailedError
+    from raymm.user_errors import USER_ERRORS
 
     console = Console(stderr=True)
     try:
         args.run(args)
-    except (ValueError, DataError, ClusterError, CheckpointError, ExportError) as error:
+    except USER_ERRORS as error:
         console.print(f"[bold red]error:[/] {type(error).__name__}:", highlight=False)
         for text in (str(error), *getattr(error, "__notes__", ())):
             console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -90,8 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     add_profile_arguments(profile)
     profile.set_defaults(run=run_profile)
     trace = commands.add_parser("trace", help="summarise a run's last timeline")
-    trace.add_argument("run_folder", help="folder of a run (run.storage_path)")
-    trace.set_defaults(run=_trace)
+    add_trace_arguments(trace)
+    trace.set_defaults(run=run_trace)
     return parser
 
 
@@ -123,34 +119,6 @@ def _export(args: argparse.Namespace) -> None:
     )
     for folder in folders:
         print(f"wrote {folder}")
-
-
-def _trace(args: argparse.Namespace) -> None:
-    from raymm.config import ConfigError
-
-    file = Path(args.run_folder) / "trace.json"
-    if not file.is_file():
-        raise ConfigError(f"run_folder is {args.run_folder!r}; it has no trace.json")
-    events = json.loads(file.read_text())["traceEvents"]
-    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    threads = {
-        (e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"
-    }
-    table = Table(title=str(file))
-    for name in ("timeline", "rank", "busy ms", "waiting ms", "step ms", "bubble"):
-        table.add_column(name, justify="left" if name in ("timeline", "rank") else "right")
-    for (pid, tid), name in sorted(threads.items()):
-        spans = [e for e in events if e["ph"] == "X" and e["pid"] == pid]
-        end = max(e["ts"] + e["dur"] for e in spans) - min(e["ts"] for e in spans)
-        mine = [e for e in spans if e["tid"] == tid]
-        busy = sum(e["dur"] for e in mine if e["cat"].startswith(("forward", "backward")))
-        wait = sum(e["dur"] for e in mine if e["cat"] == "recv")
-        table.add_row(
-            processes[pid], name, f"{busy / 1e3:.1f}", f"{wait / 1e3:.1f}", f"{end / 1e3:.1f}",
-            f"{1 - busy / end:.0%}",
-        )
-    Console().print(table)
-    print(f"open {file} in Perfetto or chrome://tracing")
 
 
 if __name__ == "__main__":

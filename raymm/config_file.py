@@ -115,11 +115,12 @@ def _check_size(value: Any, what: str) -> None:
         )
 
 
-def read_text(path: str | os.PathLike[str], what: str) -> str:
+def read_text(path: str | os.PathLike[str], what: str, most: int = MOST_BYTES) -> str:
     """The text of a file in UTF-8, a byte order mark left out.
 
     Raises:
-        ConfigError: there is no such file, or it cannot be read; names ``what`` and the file.
+        ConfigError: there is no such file, it cannot be read, or it has more than ``most`` bytes;
+            names ``what`` and the file.
     """
     file = Path(path)
     where = f"{what} is {str(path)!r}"
@@ -129,9 +130,9 @@ def read_text(path: str | os.PathLike[str], what: str) -> str:
         if not file.exists():
             raise ConfigError(f"{where}; there is no such file")
         with open(file, "rb") as stream:
-            data = stream.read(MOST_BYTES + 1)
-        if len(data) > MOST_BYTES:
-            raise ConfigError(f"{where}, which has more than {MOST_BYTES:,} bytes")
+            data = stream.read(most + 1)
+        if len(data) > most:
+            raise ConfigError(f"{where}, which has more than {most:,} bytes")
         return data.decode("utf-8-sig")
     except ConfigError:
         raise

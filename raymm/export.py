@@ -7,10 +7,12 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from raymm.checkpoint import CheckpointStore, load_into_model
+from raymm.data.text import load_tokenizer
 from raymm.model import MultimodalModule
+from raymm.output import OutputFolder
 
 
 class ExportError(RuntimeError):
@@ -35,8 +37,11 @@ def export_model(
 
     Raises:
         ExportError: if there is no checkpoint, or ``output`` exists.
+        ConfigError: if ``output`` cannot be written.
     """
     target = Path(output)
+    parent = OutputFolder("output", str(target.parent))
+    parent.check()
     if target.exists():
         raise ExportError(f"output is {output!r}, which exists; give a new folder")
     checkpoint = CheckpointStore(storage).latest()
@@ -45,20 +50,25 @@ def export_model(
     load_into_model(model, checkpoint)
     temporary = target.with_name(target.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
+    with parent.writing():
+        names = _save_modules(model, temporary)
+        if tokenizer is not None:
+            load_tokenizer(tokenizer).save_pretrained(temporary / "language_model")
+        temporary.rename(target)
+    return [target / name for name in names]
+
+
+def _save_modules(model: MultimodalModule, folder: Path) -> list[str]:
+    """Writes every module; returns the names of their folders."""
     names = ["language_model"]
-    _save(model.language_model.module, temporary / "language_model")
-    if tokenizer is not None:
-        AutoTokenizer.from_pretrained(tokenizer, local_files_only=True).save_pretrained(
-            temporary / "language_model"
-        )
+    _save(model.language_model.module, folder / "language_model")
     for name, encoder in model.encoders.items():
-        _save(encoder.module, temporary / f"{name}_encoder")
+        _save(encoder.module, folder / f"{name}_encoder")
         names.append(f"{name}_encoder")
         if encoder.projector is not None:
-            _save(encoder.projector, temporary / f"{name}_projector")
+            _save(encoder.projector, folder / f"{name}_projector")
             names.append(f"{name}_projector")
-    temporary.rename(target)
-    return [target / name for name in names]
+    return names
 
 
 def _save(module: nn.Module, folder: Path) -> None:

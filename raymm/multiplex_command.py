@@ -7,6 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from raymm.output import OutputFolder
+
 # Options that only a search for pipelines has.
 _PIPELINED_ONLY = ("layouts", "schedules", "degrees", "strategy", "radius", "measure")
 
@@ -94,7 +96,7 @@ def refuse_mapping(given, path: str | None) -> None:
 
 def run_style(
     style: str, args: argparse.Namespace, config, model, given, request, note: str | None,
-    folder: Path, suffix: str, console: Console,
+    output: OutputFolder, suffix: str, console: Console,
 ) -> None:
     """Plan multiplexed, or both ways; print, draw and save.
 
@@ -130,7 +132,7 @@ def run_style(
         _show(multiplexed, console)
         if multiplexed.unfit:
             raise MultiplexError(multiplexed.unfit)
-        _save(multiplexed, folder, suffix, console)
+        _save(multiplexed, output, suffix, console)
         return
     found = compare_styles(model, request, data, dtype, options, given)
     for one in (found.pipelined, found.multiplexed):
@@ -140,9 +142,9 @@ def run_style(
     if found.style is None:
         raise PlanError("neither style fits: " + "; ".join(found.refused.values()))
     if "multiplexed" in found.seconds:
-        _save(found.multiplexed, folder, suffix, console)
+        _save(found.multiplexed, output, suffix, console)
     if "pipelined" in found.seconds:
-        _save_pipelined(found.pipelined, folder, suffix, console)
+        save_pipelined(found.pipelined, output, suffix, console)
 
 
 def _options(args: argparse.Namespace, request):
@@ -178,23 +180,28 @@ def _show(planned, console: Console) -> None:
     console.print(planned.explain(), highlight=False, markup=False, soft_wrap=True)
 
 
-def _save(planned, folder: Path, suffix: str, console: Console) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    file = write_text(folder / "mapping.json", planned.mapping.to_json())
-    picture = planned.draw(folder / f"mapping{suffix}")
+def _save(planned, output: OutputFolder, suffix: str, console: Console) -> None:
+    with output.writing() as folder:
+        file = write_text(folder / "mapping.json", planned.mapping.to_json())
+        picture = planned.draw(folder / f"mapping{suffix}")
     for one in (file, picture):
         console.print(f"wrote {one}", highlight=False, soft_wrap=True)
 
 
-def _save_pipelined(planned, folder: Path, suffix: str, console: Console) -> None:
+def save_pipelined(planned, output: OutputFolder, suffix: str, console: Console) -> None:
+    """A pipelined plan and its pictures.
+
+    Raises:
+        ConfigError: they cannot be written.
+    """
     from raymm.build import write_json
     from raymm.draw import draw_plan
 
-    files = [folder / "plan.json", folder / f"plan{suffix}", folder / f"plan_schedule{suffix}"]
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(files[0], planned.plan.to_dict())
-    draw_plan(planned.plan, files[1])
-    planned.draw(files[2])
+    with output.writing() as folder:
+        files = [folder / "plan.json", folder / f"plan{suffix}", folder / f"plan_schedule{suffix}"]
+        write_json(files[0], planned.plan.to_dict())
+        draw_plan(planned.plan, files[1])
+        planned.draw(files[2])
     for one in files:
         console.print(f"wrote {one}", highlight=False, soft_wrap=True)
 

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 from rich import box
 from rich.console import Console
@@ -18,8 +17,10 @@ from raymm.multiplex_command import (
     check_style,
     refuse_mapping,
     run_style,
+    save_pipelined,
     with_given,
 )
+from raymm.output import OutputFolder
 
 FILE_WIDTH = 120
 
@@ -58,15 +59,18 @@ def run_plan(args: argparse.Namespace) -> None:
         ConfigError, PlanError, DeviceError, ProfileError, LoadError, StageSearchError,
         ClusterError: naming what is wrong.
     """
-    from raymm.build import build_model, build_plan, write_json
+    from raymm.build import build_model, build_plan
     from raymm.config import ConfigError, load_config
-    from raymm.draw import draw_plan
 
     for name in ("microbatches", "measure"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 1")
     config = load_config(args.config, args.overrides)
     style = check_style(args, config.parallel.style)
+    output = OutputFolder("run.storage_path", config.run.storage_path)
+    if args.out is not None:
+        output = OutputFolder("--out", args.out)
+    output.check()
     if args.microbatches is not None:
         data = config.data.model_copy(update={
             "microbatches": args.microbatches,
@@ -80,12 +84,11 @@ def run_plan(args: argparse.Namespace) -> None:
     console = Console()
     if not console.is_terminal:  # a file has room for every column
         console = Console(width=max(console.width, FILE_WIDTH))
-    folder = Path(args.out or config.run.storage_path)
     suffix = ".svg" if args.svg else ".png"
     if style != "pipelined":
         request = with_given(args, style, given, _request(args, config))
         request, note = _known_ranks(request, config)
-        run_style(style, args, config, model, given, request, note, folder, suffix, console)
+        run_style(style, args, config, model, given, request, note, output, suffix, console)
         return
     with _cluster_if(args.measure is not None):
         planned = _planned(args, config, model, given, console)
@@ -97,13 +100,7 @@ def run_plan(args: argparse.Namespace) -> None:
             raise PlanError(planned.unfit)
         if args.measure is not None:
             planned = _measured(args, config, model, planned, console)
-    folder.mkdir(parents=True, exist_ok=True)
-    files = [folder / "plan.json", folder / f"plan{suffix}", folder / f"plan_schedule{suffix}"]
-    write_json(files[0], planned.plan.to_dict())
-    draw_plan(planned.plan, files[1])
-    planned.draw(files[2])
-    for file in files:
-        console.print(f"wrote {file}", highlight=False, soft_wrap=True)
+    save_pipelined(planned, output, suffix, console)
 
 
 def parse_tokens(entries: list[str]) -> dict[str, int]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from raymm.output import OutputFolder
 from raymm.scheduler.costs import LayerCost, ProfileError
 from raymm.scheduler.graph import ModuleGraph
 from raymm.scheduler.profile_table import ProfileTable
@@ -67,12 +68,16 @@ def run_profile(args: argparse.Namespace) -> None:
         raise ProfileError("--gpus is of surfaces; accepted with --multiplex")
     if args.lengths and args.multiplex:
         raise ProfileError("--lengths is of layers; surfaces are of the data's lengths")
+    output = OutputFolder("--out", str(target.parent))
+    output.check()
+    if target.is_dir():
+        raise ProfileError(f"--out is {args.out!r}, which is a folder; give a file")
     config = load_config(args.config, args.overrides)
     model = build_model(config)
     if args.multiplex:
         from raymm.surface_command import run_surfaces
 
-        run_surfaces(args, config, model, target)
+        run_surfaces(args, config, model, target, output)
         return
     microbatch = full_microbatch(config.data, model.encoder_names)
     with connected():
@@ -85,11 +90,12 @@ def run_profile(args: argparse.Namespace) -> None:
     graph = module_graph(model)
     profile = table.at()
     profile.check(graph)
-    save_table(table, target)
-    picture = draw_profile(
-        profile, target.with_suffix(".png"),
-        projectors=[node.name for node in graph.nodes if node.projector],
-    )
+    with output.writing():
+        save_table(table, target)
+        picture = draw_profile(
+            profile, target.with_suffix(".png"),
+            projectors=[node.name for node in graph.nodes if node.projector],
+        )
     console = Console()
     console.print(profile_rows(table, graph))
     for name, rows in table.modules.items():

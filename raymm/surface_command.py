@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from raymm.multiplex_command import write_text
+from raymm.output import OutputFolder
 from raymm.scheduler.memory import GIB
 from raymm.scheduler.multiplex.interference import colocations_to_json
 from raymm.scheduler.multiplex.surface import surfaces_to_json
@@ -18,7 +19,9 @@ from raymm.surface_profile import SurfaceProfile, profile_surfaces
 DEFAULT_GPUS = 8
 
 
-def run_surfaces(args: argparse.Namespace, config, model, target: Path) -> None:
+def run_surfaces(
+    args: argparse.Namespace, config, model, target: Path, output: OutputFolder
+) -> None:
     """Measure, print and save: ``target``, and where modules were measured side by side also
     ``*.colocations.json`` and the fitted ``*.interference.json``.
 
@@ -40,15 +43,17 @@ def run_surfaces(args: argparse.Namespace, config, model, target: Path) -> None:
         )
     console = Console()
     console.print(surfaces_table(found))
-    files = [write_text(target, surfaces_to_json(found.surfaces, found.conditions))]
-    if found.colocations:
-        files.append(write_text(
-            target.with_suffix(".colocations.json"), colocations_to_json(found.colocations)
-        ))
+    with output.writing():
+        files = [write_text(target, surfaces_to_json(found.surfaces, found.conditions))]
+        if found.colocations:
+            files.append(write_text(
+                target.with_suffix(".colocations.json"), colocations_to_json(found.colocations)
+            ))
+        if found.fit is not None:
+            files.append(write_text(
+                target.with_suffix(".interference.json"), found.fit.model.to_json()
+            ))
     if found.fit is not None:
-        files.append(write_text(
-            target.with_suffix(".interference.json"), found.fit.model.to_json()
-        ))
         console.print(
             f"interference fitted to {found.fit.samples} colocations: R2 {found.fit.r2:.2f}, error "
             f"{found.fit.error:.1%} on average, {found.fit.worst_error:.1%} at worst",

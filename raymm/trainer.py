@@ -19,6 +19,7 @@ from raymm.data import DataConfig, check_data
 from raymm.execution import Execution, execution_of
 from raymm.metrics import MetricsLog, SampleLog
 from raymm.model import MultimodalModule
+from raymm.output import OutputFolder
 from raymm.parallel_module import ParallelModule
 from raymm.plan_request import PlanRequest
 from raymm.planned_run import plan_for_cluster
@@ -179,13 +180,8 @@ class Trainer:
         return None
 
     def _make_folder(self) -> None:
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"run.storage_path is {self.run.storage_path!r}; expected a folder that can be "
-                f"written: {error}"
-            ) from None
+        with OutputFolder("run.storage_path", self.run.storage_path).writing():
+            pass
 
     def _resources(self, device: str) -> RankResources:
         if self.resources is None:
