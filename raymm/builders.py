@@ -24,7 +24,12 @@ from raymm.actors.stages.language import (
     LanguageStage,
     language_stage_parameters,
 )
-from raymm.actors.stages.probe import ProbeError, probe_encoder, probe_language_model
+from raymm.actors.stages.probe import (
+    ProbeError,
+    probe_encoder,
+    probe_language_model,
+    trains_without_blocks,
+)
 from raymm.actors.stages.probe_attention import probe_shared_tokens
 from raymm.actors.stages.probe_items import probe_shared_items
 from raymm.actors.stages.probe_tensor import probe_tensor
@@ -33,9 +38,6 @@ from raymm.actors.stages.source import LiveSource, set_mode
 from raymm.actors.stages.tensor_plan import tensor_plan
 from raymm.model import LANGUAGE_MODEL, MultimodalModule
 from raymm.scheduler.plan import Plan, PlanError, Stage
-
-# Names in a config of the probability with which a layer is left out in training.
-_LAYER_DROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
 
 def reloadable_modules(model: MultimodalModule) -> frozenset[str]:
@@ -84,7 +86,7 @@ def stage_builders(model: MultimodalModule, plan: Plan) -> StageBuilders:
                 spec = replace(spec, cut=probe_encoder(spec.source, example))
             names, build = encoder_stage_parameters, _build_encoder
         if first.cp > 1 or first.fsdp > 1:
-            _check_layer_drop(node.name, spec)
+            _check_layer_drop(node.name, spec, example)
         if first.cp > 1:
             _check_tokens(node.name, spec, example, first.cp)
         if first.fsdp > 1:
@@ -118,19 +120,19 @@ def parameter_sizes(spec: EncoderSpec | LanguageSpec) -> dict[str, int]:
     }
 
 
-def _check_layer_drop(module: str, spec: EncoderSpec | LanguageSpec) -> None:
+def _check_layer_drop(
+    module: str, spec: EncoderSpec | LanguageSpec, example: dict[str, Any] | None
+) -> None:
     """
     Raises:
         PlanError: if training draws which layers to leave out: each process would draw for itself,
             and one that leaves a layer out does not come to what the others do together in it.
     """
-    skeleton = set_mode(spec.source.skeleton())
-    for name in _LAYER_DROP if skeleton.training else ():
-        if probability := getattr(getattr(skeleton, "config", None), name, 0.0):
-            raise PlanError(
-                f"{name} of {module!r} is {probability}, which leaves out layers in training; with "
-                "cp above 1 or sharding 'fsdp' it must be 0 (in the model's config)"
-            )
+    if trains_without_blocks(spec.source, isinstance(spec, LanguageSpec), example):
+        raise PlanError(
+            f"{module!r} leaves out layers at random in training; with cp above 1 or sharding "
+            "'fsdp' it must not: set the probability in its config to 0 (layerdrop)"
+        )
 
 
 def _check_tokens(

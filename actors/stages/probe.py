@@ -1,8 +1,9 @@
 """The probe: learn, on a shrunk copy, how a model class can be cut; refuse what cannot be.
 
 Nothing here knows a model by name. A copy with few layers and a small vocabulary runs
-whole and in pieces on the CPU; the pieces must give the same bits as the whole, and the
-gradients that reach parameters outside the blocks say which pieces need them.
+whole and in pieces on the CPU (:mod:`raymm.actors.stages.probe_pieces`); the pieces must give the
+same bits as the whole, and the gradients that reach parameters outside the blocks say which pieces
+need them.
 """
 
 from __future__ import annotations
@@ -16,19 +17,17 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from raymm.actors.stages.blocks import config_depth_names, find_blocks
-from raymm.actors.stages.cut import CutInfo, CutReached, Passage, prune
+from raymm.actors.stages.cut import CutInfo
 from raymm.actors.stages.example_inputs import ExampleError, brief, example_inputs, in_words
-from raymm.actors.stages.source import ModuleSource, on_meta
+from raymm.actors.stages.probe_error import ProbeError
+from raymm.actors.stages.probe_pieces import Run, compare_pieces, skips_blocks
+from raymm.actors.stages.source import ModuleSource, on_meta, set_mode
 
 PROBE_DEPTH = 3
 _PROBE_VOCABULARY = 256
 _PROBE_INTERMEDIATE = 128
 _INTERMEDIATE_NAMES = ("intermediate_size", "n_inner", "ffn_dim", "encoder_ffn_dim", "d_ff")
 _TOKEN_NAMES = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
-
-
-class ProbeError(ValueError):
-    """A model that cannot be cut into stages, with the reason."""
 
 
 def shrink_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -117,6 +116,10 @@ def probe_language_model(source: ModuleSource) -> CutInfo:
         ProbeError: if it has no list of blocks, or its pieces differ from the whole.
     """
     model = small_model(source)
+    return _probe(source, model, _language_run(model))
+
+
+def _language_run(model: nn.Module) -> Run:
     ids = torch.arange(8)[None] % model.get_input_embeddings().weight.shape[0]
 
     def run(stage: nn.Module, first: bool) -> torch.Tensor:
@@ -125,7 +128,7 @@ def probe_language_model(source: ModuleSource) -> CutInfo:
             embeds = torch.zeros(embeds.shape)
         return stage(inputs_embeds=embeds, use_cache=False).logits
 
-    return _probe(model, run)
+    return run
 
 
 def probe_encoder(
@@ -141,12 +144,39 @@ def probe_encoder(
         ProbeError: as :func:`probe_language_model`.
     """
     model = small_model(source)
-    inputs = encoder_inputs(model, inputs)
+    return _probe(source, model, _encoder_run(model, inputs))
+
+
+def _encoder_run(model: nn.Module, inputs: Mapping[str, Any] | None) -> Run:
+    given = encoder_inputs(model, inputs)
 
     def run(stage: nn.Module, first: bool) -> torch.Tensor:
-        return first_tensor(stage(**(inputs if first else ghost_inputs(inputs))))
+        return first_tensor(stage(**(given if first else ghost_inputs(given))))
 
-    return _probe(model, run)
+    return run
+
+
+def trains_without_blocks(
+    source: ModuleSource, language_model: bool, inputs: Mapping[str, Any] | None = None
+) -> bool:
+    """Whether a training forward may leave out blocks.
+
+    Args:
+        source: the module.
+        language_model: whether it is a causal language model.
+        inputs: example keyword arguments of an encoder.
+
+    Raises:
+        ProbeError: no inputs to try it with.
+    """
+    if not set_mode(source.skeleton()).training:
+        return False
+    model = small_model(source)
+    blocks = find_blocks(model)
+    if blocks is None:
+        return False
+    run = _language_run(model) if language_model else _encoder_run(model, inputs)
+    return skips_blocks(model.train(), blocks, run)
 
 
 def ghost_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -174,52 +204,11 @@ def first_tensor(output: Any) -> torch.Tensor:
     raise TypeError(f"no tensor in an encoder output of type {type(output).__name__}")
 
 
-def _probe(model: nn.Module, run: Any) -> CutInfo:
+def _probe(source: ModuleSource, model: nn.Module, run: Run) -> CutInfo:
     name = type(model).__name__
     blocks = find_blocks(model)
     if blocks is None:
         raise ProbeError(f"{name} has no list of blocks to cut between; give it one stage")
-    total = len(model.get_submodule(blocks))
-    if total < 2:
+    if len(model.get_submodule(blocks)) < 2:
         raise ProbeError(f"{name} has a single block; give it one stage")
-    returned: list[Any] = []
-    whole = copy.deepcopy(model)  # some models keep tensors of their last forward
-    whole.get_submodule(blocks)[0].register_forward_hook(
-        lambda module, args, output: returned.append(output)
-    )
-    expected = run(whole, True)
-    del whole
-    if len(returned) != 1:
-        raise ProbeError(f"{name} runs its first block {len(returned)} times per forward, not once")
-    tuple_length = len(returned[0]) if isinstance(returned[0], tuple) else 0
-    outer = frozenset(
-        n for n, _ in model.named_parameters() if not n.startswith(blocks + ".")
-    )
-    everywhere = CutInfo(blocks, tuple_length, outer, outer, outer)
-
-    bounds = [0, 1, total - 1, total] if total > 2 else [0, 1, 2]
-    used: list[frozenset[str]] = []
-    hidden: torch.Tensor | None = None
-    try:
-        for lo, hi in zip(bounds, bounds[1:], strict=False):
-            stage = prune(copy.deepcopy(model), everywhere, lo, hi)
-            received = hidden.detach().requires_grad_() if lo else None
-            passage = Passage(stage, everywhere, lo, hi)
-            try:
-                with passage.open(received, name):
-                    hidden = run(stage, lo == 0)
-            except CutReached as cut:
-                hidden = cut.hidden
-            # Random weights: a plain sum has zero gradient through a normalisation.
-            (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
-            reached = {n for n, p in stage.named_parameters() if p.grad is not None}
-            used.append(outer & reached)
-    except (RuntimeError, TypeError, AttributeError, KeyError, IndexError) as error:
-        raise ProbeError(f"{name} cannot be cut between its blocks: {error}") from error
-    if not torch.equal(hidden, expected):
-        raise ProbeError(
-            f"{name} cannot be cut between its blocks: something besides the hidden state "
-            "flows from block to block, and its pieces differ from the whole"
-        )
-    middle = used[1] if len(used) > 2 else frozenset()
-    return CutInfo(blocks, tuple_length, used[0], middle, used[-1])
+    return compare_pieces(model, blocks, run, set_mode(source.skeleton()).training)

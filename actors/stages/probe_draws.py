@@ -4,13 +4,14 @@ forwards is skipped in every second one."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _aten = torch.ops.aten
@@ -63,3 +64,55 @@ class _TorchExtremes(TorchDispatchMode):
         if packet in (_aten.bernoulli, _aten.bernoulli_) and drawn.numel() == 1:
             return drawn.fill_(float(torch.rand(()).round()))
         return drawn
+
+
+class DrawnShapes:
+    """Use as a context manager around a forward.
+
+    Args:
+        blocks: of a model.
+
+    Attributes:
+        shapes: of what the blocks draw from torch.
+    """
+
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+        self._blocks = tuple(blocks)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> DrawnShapes:
+        noting: list[_Noting] = []
+
+        def begin(*_: Any) -> None:
+            noting.append(_Noting(self.shapes))
+            noting[-1].__enter__()
+
+        def end(*_: Any) -> None:
+            noting.pop().__exit__(None, None, None)
+
+        for block in self._blocks:
+            for hook in (
+                block.register_forward_pre_hook(begin),
+                block.register_forward_hook(end, always_call=True),
+            ):
+                self._stack.callback(hook.remove)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._stack.close()
+
+
+class _Noting(TorchDispatchMode):
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+        super().__init__()
+        self._shapes = shapes
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        made = operator(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in operator.tags:
+            first = made[0] if isinstance(made, tuple) else made
+            self._shapes.append(tuple(first.shape))
+        return made

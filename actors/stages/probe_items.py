@@ -16,6 +16,8 @@ from torch import nn
 from raymm.actors.stages.blocks import find_blocks
 from raymm.actors.stages.context_method import Attend
 from raymm.actors.stages.probe import ProbeError, encoder_inputs, first_tensor, small_model
+from raymm.actors.stages.probe_draws import DrawnShapes
+from raymm.actors.stages.probe_pieces import skips_blocks
 from raymm.actors.stages.shared_items import Peers, SharedItems, SharedItemsError
 from raymm.actors.stages.source import ModuleSource
 from raymm.kernels import hf_attention
@@ -29,9 +31,6 @@ _NOISE = 1e-5
 # Added to random weights: what starts as zero (gates, biases) would hide what it multiplies.
 _PERTURBATION = 0.02
 _FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError)
-# Names in a config of what a training encoder draws for whole layers or items: processes that
-# share tokens draw differently, and a dropped layer exchanges nothing.
-_DRAWS = ("layerdrop", "encoder_layerdrop", "drop_path_rate", "drop_path_prob")
 
 
 def probe_shared_items(
@@ -76,20 +75,14 @@ def _check_structure(skeleton: nn.Module) -> None:
     for module in skeleton.get_submodule(blocks).modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise ProbeError(f"a {type(module).__name__} in its blocks mixes tokens in training")
-    for draw in _DRAWS:
-        if probability := getattr(skeleton.config, draw, 0.0):
-            raise ProbeError(
-                f"{draw} is {probability}: in training it would drop layers of some processes "
-                f"only; set it to 0 in the model's config"
-            )
 
 
 def _check_shares(model: nn.Module, inputs: dict[str, Any], training: bool) -> None:
     torch.manual_seed(0)  # before every run: encoders may draw which patches they leave out
     expected = first_tensor(copy.deepcopy(model)(**inputs))
     whole = _Whole()
-    if training:  # what is refused in training only, such as attention dropout
-        _run(copy.deepcopy(model).train(), inputs, _Whole())
+    if training:
+        _check_training(copy.deepcopy(model).train(), inputs)
     _compare(
         _run(copy.deepcopy(model), inputs, whole), expected,
         f"its attention is not what {hf_attention.NAME} attention makes of it",
@@ -111,6 +104,29 @@ def _check_shares(model: nn.Module, inputs: dict[str, Any], training: bool) -> N
             raise ProbeError("a process attends another number of times than the whole does")
         why = "something besides attention mixes tokens in its blocks, or counts them"
         _compare(output, expected, f"parts of its tokens give another result than the whole: {why}")
+
+
+def _check_training(model: nn.Module, inputs: dict[str, Any]) -> None:
+    """What is refused in training only, such as attention dropout."""
+
+    def run(stage: nn.Module, _: bool) -> torch.Tensor:
+        return first_tensor(stage(**inputs))
+
+    if skips_blocks(model, find_blocks(model), run):
+        raise ProbeError(
+            "it leaves out layers at random in training, in which processes have to meet; set the "
+            "probability in its config to 0 (layerdrop)"
+        )
+    whole = _Whole()
+    with DrawnShapes(model.get_submodule(find_blocks(model))) as drawn:
+        _run(model, inputs, whole)
+    tokens = whole.hidden.shape[1]
+    if without := [shape for shape in drawn.shapes if tokens not in shape]:
+        raise ProbeError(
+            f"its blocks draw random numbers of shape {without[0]} in training, for whole items: "
+            "processes would draw differently for one item; set the probability in its config "
+            "to 0 (drop_path_rate)"
+        )
 
 
 def _compare(output: torch.Tensor, expected: torch.Tensor, why: str) -> None:

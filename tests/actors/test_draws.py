@@ -22,7 +22,7 @@ def speech(config_class, layers, **options):
     return config_class(
         **SMALL, num_hidden_layers=layers, conv_dim=(8, 8), conv_kernel=(10, 3), conv_stride=(5, 2),
         num_conv_pos_embedding_groups=2, num_conv_pos_embeddings=8, mask_time_length=2,
-        num_feat_extract_layers=2, mask_time_prob=0.0, **options,
+        num_feat_extract_layers=2, **options,
     )
 
 
