@@ -89,7 +89,8 @@ class DrawnShapes:
             noting[-1].__enter__()
 
         def end(*_: Any) -> None:
-            noting.pop().__exit__(None, None, None)
+            if noting:
+                noting.pop().__exit__(None, None, None)
 
         for block in self._blocks:
             for hook in (
