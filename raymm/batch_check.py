@@ -3,25 +3,40 @@ cannot use a batch ends, and all others with it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from raymm.actors.stages.language import label_mask
-from raymm.actors.stages.merge import IGNORE_INDEX
+from raymm.actors.stages.merge import IGNORE_INDEX, MergeError
 from raymm.batch_rules import LABELS, BatchError, Vocabulary, complete_microbatch, said
-from raymm.microbatches import split_batch
+from raymm.encoder_trial import EncoderTrial
+from raymm.length_trial import LengthTrial
+from raymm.microbatches import split_batch, text_inputs
+
+if TYPE_CHECKING:
+    from raymm.model import MultimodalModule
 
 
 class BatchCheck:
     """What the batches of a model that runs on actors must be.
 
     Args:
-        encoders: the model's.
-        vocabulary: of its language model.
+        model: the description.
+        autocast: dtype that ranks run in under autocast; None without.
     """
 
-    def __init__(self, encoders: Sequence[str], vocabulary: Vocabulary) -> None:
-        self._encoders, self._vocabulary = tuple(encoders), vocabulary
+    def __init__(self, model: MultimodalModule, autocast: str | None = None) -> None:
+        source = model.language_model.source(language_model=True)
+        skeleton = source.skeleton()
+        width = skeleton.get_input_embeddings().weight.shape[1]
+        self._merge, self._encoders = model.merge, model.encoder_names
+        self._vocabulary = Vocabulary.of(skeleton)
+        self._length = LengthTrial(source)
+        self._trials = {
+            name: EncoderTrial(model.encoder_spec(name), width, autocast, encoder.example_inputs)
+            for name, encoder in model.encoders.items()
+        }
 
     def microbatches(self, batch: Any, count: int) -> list[dict[str, Any]]:
         """Complete microbatches of a step.
@@ -36,7 +51,10 @@ class BatchCheck:
         if isinstance(batch, Mapping):
             found = split_batch(self._complete(batch), count)
         elif isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch):
-            found = [self._complete(one, f"microbatch {n}: ") for n, one in enumerate(batch)]
+            found = []
+            for number, one in enumerate(batch):
+                with _of_microbatch(number):
+                    found.append(self._complete(one))
         else:
             raise BatchError(
                 f"the batch is {said(batch)}; accepted: a dict, or a list of at least one "
@@ -48,10 +66,34 @@ class BatchCheck:
                 "each row, which nothing predicts; accepted: at least one label, as the loss is a "
                 "mean over labels"
             )
+        for number, one in enumerate(found):
+            with _of_microbatch(number):
+                self._try(one)
         return found
 
-    def _complete(self, microbatch: Any, where: str = "") -> dict[str, Any]:
-        try:
-            return complete_microbatch(microbatch, self._encoders, self._vocabulary, to_send=True)
-        except BatchError as error:
-            raise BatchError(f"{where}{error}") from None
+    def _complete(self, microbatch: Any) -> dict[str, Any]:
+        return complete_microbatch(microbatch, self._encoders, self._vocabulary, to_send=True)
+
+    def _try(self, microbatch: Mapping[str, Any]) -> None:
+        """Refuse what encoders, the merge policy or the language model would refuse."""
+        tokens = {
+            name: self._trials[name].taken(items).tokens
+            for name, items in microbatch.items() if name in self._trials
+        }
+        length = microbatch[LABELS].shape[1]
+        check = getattr(self._merge, "check", None)
+        if check is not None and None not in tokens.values():
+            try:
+                length = check(text_inputs(microbatch), tokens)
+            except MergeError as error:
+                raise BatchError(str(error)) from None
+        self._length.check(length)
+
+
+@contextmanager
+def _of_microbatch(number: int) -> Iterator[None]:
+    """Errors of one microbatch of several say which."""
+    try:
+        yield
+    except BatchError as error:
+        raise BatchError(f"microbatch {number}: {error}") from error.__cause__

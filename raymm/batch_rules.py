@@ -131,10 +131,10 @@ def _text(
     if mask.dtype not in _INTEGERS or mask.shape != ids.shape:
         raise BatchError(f"{MASK} is {said(mask)}; accepted: {accepted}")
     mask = mask.to(ids.dtype)
-    _check_range(MASK, mask, 2, "1 for a token, 0 for padding")
+    check_range(MASK, mask, 2, "1 for a token, 0 for padding")
     if vocabulary is not None:
-        _check_range(IDS, ids, vocabulary.ids, f"0 to {vocabulary.ids - 1}, the model's vocabulary")
-        _check_range(
+        check_range(IDS, ids, vocabulary.ids, f"0 to {vocabulary.ids - 1}, the model's vocabulary")
+        check_range(
             LABELS, labels, vocabulary.labels,
             f"0 to {vocabulary.labels - 1}, what the model predicts, and {IGNORE_INDEX}",
             IGNORE_INDEX,
@@ -142,7 +142,7 @@ def _text(
     return _padded_right(ids, labels, mask)
 
 
-def _check_range(
+def check_range(
     name: str, values: torch.Tensor, stop: int, accepted: str, also: int | None = None
 ) -> None:
     low, high = (int(value) for value in values.aminmax())
@@ -225,7 +225,7 @@ def _sample_index(
     index = check_tensor(field, index, accepted, to_send)
     if index.dtype != torch.int64 or index.dim() != 1 or len(index) not in sizes.values():
         raise BatchError(f"{field} is {said(index)}; accepted: {accepted}")
-    _check_range(field, index, rows, accepted)
+    check_range(field, index, rows, accepted)
     return index
 
 

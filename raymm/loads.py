@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from raymm.actors.stages.blocks import find_blocks
-from raymm.actors.stages.encoder import EncoderStage
 from raymm.actors.stages.merge import IGNORE_INDEX, Prepend
 from raymm.actors.stages.message import MicrobatchContext
-from raymm.actors.stages.source import on_meta
 from raymm.batch_rules import complete_microbatch
 from raymm.data.batching import ItemTokens
+from raymm.encoder_trial import skeleton_chain
 from raymm.layer_count import Load, LoadError, default_tokens
 from raymm.model import LANGUAGE_MODEL, MultimodalModule
 
@@ -151,15 +150,12 @@ def _encoder_tokens(
     model: MultimodalModule, name: str, items: Mapping[str, Any] | None
 ) -> tuple[int, int] | None:
     """Tokens of an item in an encoder's blocks, and of what it hands on."""
-    spec = model.encoder_spec(name)
-    module = on_meta(spec.source.skeleton()).to("meta")
+    stage = skeleton_chain(model.encoder_spec(name))
     if items:
         one = {k: v[:1].to("meta") for k, v in items.items() if k != "sample_index"}
-        seen = _Entering(module)
+        seen = _Entering(stage.module)
         try:
-            projector = spec.projector and on_meta(spec.projector.skeleton()).to("meta")
             with torch.no_grad():
-                stage = EncoderStage(spec, 0, spec.num_layers, module, projector)
                 handed_on = stage.run(one, {}, MicrobatchContext(1)).tensors[0].shape[1]
             return seen.tokens or handed_on, handed_on
         except Exception:  # not every forward runs without data; then the config is asked
@@ -167,7 +163,7 @@ def _encoder_tokens(
         finally:
             seen.close()
     try:
-        tokens = default_tokens(module)
+        tokens = default_tokens(stage.module)
     except LoadError:
         return None
     return tokens, tokens

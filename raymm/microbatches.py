@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raymm.batch_rules import IDS, INDEX, BatchError, said
+import torch
+
+from raymm.batch_rules import IDS, INDEX, BatchError
 from raymm.data import MicrobatchMeta, describe
 
 
@@ -34,18 +36,32 @@ def _rows_of(batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
         if not isinstance(value, Mapping):
             found[name] = value[start:stop]
             continue
+        check_dealt(name, value, "to split a batch")
         index = value[INDEX]
         chosen = (index >= start) & (index < stop)
-        for key, one in value.items():
-            if len(one) != len(index):
-                raise BatchError(
-                    f"{key!r} of {name!r} is {said(one)} for {len(index)} items; accepted: items "
-                    "along the first dimension of every tensor, or a list of microbatches"
-                )
         if chosen.any():
             found[name] = {key: one[chosen] for key, one in value.items()}
             found[name][INDEX] = index[chosen] - start
     return found
+
+
+def check_dealt(name: str, items: Mapping[str, torch.Tensor], purpose: str) -> None:
+    """
+    Args:
+        name: of the modality.
+        items: its tensors and ``sample_index``.
+        purpose: why items are to be dealt out.
+
+    Raises:
+        BatchError: a tensor has not its items along the first dimension.
+    """
+    count = len(items[INDEX])
+    for key, one in items.items():
+        if len(one) != count:
+            raise BatchError(
+                f"{key!r} of {name!r} has shape {tuple(one.shape)} for {count} items; accepted "
+                f"{purpose}: items along the first dimension of every tensor"
+            )
 
 
 def describe_microbatches(

@@ -19,6 +19,7 @@ from raymm.builders import reloadable_modules
 from raymm.cluster import connect
 from raymm.data import MicrobatchMeta
 from raymm.mapped_graph import MappedGraph, ProgramKind, forward_parts, losses_of, timeline_of
+from raymm.microbatches import check_dealt
 from raymm.model import LANGUAGE_MODEL, MultimodalModule
 from raymm.multimodal_graph import check_mapping, multimodal_graph, multimodal_nodes
 from raymm.parallel_module import ParallelModule, StepOutput, parameter_name
@@ -120,6 +121,9 @@ class MultiplexedParallelModule(ParallelModule):
         return self.mapping
 
     def _arranged(self, microbatch: dict[str, Any]) -> dict[str, Any]:
+        for name in self._encoders:
+            if name in microbatch:
+                check_dealt(name, microbatch[name], "to deal them out over GPUs")
         return _items_by_row(microbatch)
 
     def submit(
@@ -203,9 +207,7 @@ def _items_by_row(microbatch: Mapping[str, Any]) -> dict[str, Any]:
         index = value["sample_index"]
         order = torch.argsort(index, stable=True)
         in_order = torch.equal(order, torch.arange(len(order)))
-        found[name] = value if in_order else {
-            key: one[order] if len(one) == len(index) else one for key, one in value.items()
-        }
+        found[name] = value if in_order else {key: one[order] for key, one in value.items()}
     return found
 
 
@@ -213,17 +215,11 @@ def _offsets(name: str, meta: MicrobatchMeta) -> tuple[int, ...]:
     """Of every sample the first of its items of a modality, then how many there are.
 
     Raises:
-        BatchError: items cannot be dealt out by samples.
+        BatchError: items are not in the order of their samples.
     """
     rows = list(meta.items.get(name, ()))
     if rows != sorted(rows):
         raise BatchError(f"sample_index of {name!r} is {rows}; accepted: ascending row numbers")
-    for key, shape in meta.shapes.get(name, {}).items():
-        if not shape or shape[0] != len(rows):
-            raise BatchError(
-                f"{key!r} of {name!r} has shape {tuple(shape)} for {len(rows)} items; multiplexed, "
-                "items are dealt out along the first dimension of every tensor"
-            )
     counts = [0] * meta.num_samples
     for row in rows:
         counts[row] += 1

@@ -18,6 +18,7 @@ from raymm.builders import reloadable_modules, stage_builders
 from raymm.cluster import connect
 from raymm.data import MicrobatchMeta
 from raymm.holdings import families, holdings, place_of
+from raymm.microbatches import check_dealt
 from raymm.model import LANGUAGE_MODEL, MultimodalModule
 from raymm.multiplex_costs import MULTIPROCESSORS
 from raymm.parallel_module import ParallelModule, StepOutput, parameter_name
@@ -159,6 +160,14 @@ class MultimodalParallelModule(ParallelModule):
     def microbatches(self) -> int:
         """That a batch in memory is split into: the plan's."""
         return self.plan.num_microbatches
+
+    def _arranged(self, microbatch: dict[str, Any]) -> dict[str, Any]:
+        encoders = self.model.encoders
+        for name in {stage.module for stage in self.plan.stages if stage.sharding == "fsdp"}:
+            # What a callback makes of its inputs, only the rank sees.
+            if name in encoders and name in microbatch and not encoders[name].preprocess_callback:
+                check_dealt(name, microbatch[name], "with sharding 'fsdp'")
+        return microbatch
 
     def reschedule(self, plan: Plan) -> None:
         """Go on under a plan with another schedule or recomputation; nothing is restarted.

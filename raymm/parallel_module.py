@@ -13,7 +13,6 @@ from torch import nn
 
 from raymm.actors.optimizer import OptimizerConfig
 from raymm.batch_check import BatchCheck
-from raymm.batch_rules import Vocabulary
 from raymm.builders import reloadable_modules
 from raymm.data import MicrobatchMeta
 from raymm.microbatches import describe_microbatches
@@ -94,9 +93,7 @@ class ParallelModule(ABC):
         self.optimizer_config = optimizer or OptimizerConfig()
         self._autocast = "bfloat16" if precision == "bf16" else None
         self._encoders = model.encoder_names
-        self._check = BatchCheck(
-            self._encoders, Vocabulary.of(model.language_model.source(True).skeleton())
-        )
+        self._check = BatchCheck(model, self._autocast)
         self._seed, self._step = seed, 0
 
     @property

@@ -11,6 +11,12 @@ but never add or drop label tokens.
 If the model has a mask policy, ``inputs`` also holds ``encoder_kinds``, a number from 1 per
 encoder, and what is returned must hold ``token_layout``
 (:mod:`raymm.actors.stages.token_layout`).
+
+A policy may have a method ``check(inputs, tokens)``, which is asked about every batch in memory
+before anything of it is sent to a rank, where an error would end the model: ``inputs`` holds
+``input_ids``, ``attention_mask``, ``labels`` and ``sample_index``, ``tokens[name]`` is how many an
+item of each encoder that has items becomes. It raises :class:`MergeError` where the policy would,
+and returns the merged length.
 """
 
 from __future__ import annotations
@@ -42,6 +48,16 @@ class Prepend:
 
     Padding in the text is dropped and the merged rows are padded on the right.
     """
+
+    def check(self, inputs: Mapping[str, Any], tokens: Mapping[str, int]) -> int:
+        """The merged length."""
+        if not tokens:
+            return inputs["labels"].shape[1]
+        lengths = inputs["attention_mask"].sum(dim=1)
+        for name, count in tokens.items():
+            items = torch.bincount(inputs["sample_index"][name], minlength=len(lengths))
+            lengths = lengths + items * count
+        return int(lengths.max())
 
     def __call__(
         self, encoder_outputs: dict[str, torch.Tensor], inputs: dict[str, Any]
@@ -105,15 +121,53 @@ class ReplaceTokens:
         self, encoder_outputs: dict[str, torch.Tensor], inputs: dict[str, Any]
     ) -> dict[str, Any]:
         embeds, labels = inputs["inputs_embeds"], inputs["labels"]
+        self._check_counts(inputs, {n: f.shape[1] for n, f in encoder_outputs.items()})
         extra = _text_only(inputs)
         for name, token_id in self.token_ids.items():
             places = inputs["input_ids"] == token_id
-            wanted = places.sum(dim=1)
-            given = torch.zeros_like(wanted)
+            labels = labels.masked_fill(places, IGNORE_INDEX)
             if name in encoder_outputs:
                 features = encoder_outputs[name]
+                order = torch.argsort(inputs["sample_index"][name], stable=True)
+                flat = features[order].flatten(0, 1).to(embeds.dtype)
+                embeds = embeds.masked_scatter(places[..., None].expand_as(embeds), flat)
+                if extra:
+                    kind = inputs["encoder_kinds"][name]
+                    place_items(extra["token_layout"], places, kind, features.shape[1])
+        return {**inputs, "inputs_embeds": embeds, "labels": labels, **extra}
+
+    def check(self, inputs: Mapping[str, Any], tokens: Mapping[str, int]) -> int:
+        """The merged length: that of the text.
+
+        Raises:
+            MergeError: placeholders that are not as many as the items' tokens, or are labels.
+        """
+        self._check_counts(inputs, tokens)
+        labels = inputs["labels"]
+        for name, token_id in self.token_ids.items():
+            wrong = (inputs["input_ids"] == token_id) & (labels != IGNORE_INDEX)
+            wrong[:, 0] = False  # never a label
+            if wrong.any():
+                row, place = wrong.nonzero()[0].tolist()
+                raise MergeError(
+                    f"labels[{row}, {place}] is {int(labels[row, place])} at a placeholder token "
+                    f"(id {token_id}) for encoder {name!r}; accepted: {IGNORE_INDEX}, as nothing "
+                    "is to predict what an encoder says"
+                )
+        return labels.shape[1]
+
+    def _check_counts(self, inputs: Mapping[str, Any], tokens: Mapping[str, int]) -> None:
+        if unknown := sorted(set(tokens) - set(self.token_ids)):
+            raise MergeError(
+                f"there are items for encoder {unknown[0]!r}, which has no placeholder token; "
+                f"token_ids has {', '.join(self.token_ids)}"
+            )
+        for name, token_id in self.token_ids.items():
+            wanted = (inputs["input_ids"] == token_id).sum(dim=1)
+            given = torch.zeros_like(wanted)
+            if name in tokens:
                 index = inputs["sample_index"][name]
-                given.index_add_(0, index, torch.full_like(index, features.shape[1]))
+                given.index_add_(0, index, torch.full_like(index, tokens[name]))
             if not torch.equal(wanted, given):
                 row = int((wanted != given).nonzero()[0])
                 error = MergeError(
@@ -123,12 +177,3 @@ class ReplaceTokens:
                 )
                 error.row = row
                 raise error
-            labels = labels.masked_fill(places, IGNORE_INDEX)
-            if name in encoder_outputs:
-                order = torch.argsort(index, stable=True)
-                flat = features[order].flatten(0, 1).to(embeds.dtype)
-                embeds = embeds.masked_scatter(places[..., None].expand_as(embeds), flat)
-                if extra:
-                    kind = inputs["encoder_kinds"][name]
-                    place_items(extra["token_layout"], places, kind, features.shape[1])
-        return {**inputs, "inputs_embeds": embeds, "labels": labels, **extra}

@@ -167,8 +167,14 @@ def test_items_in_any_order(gpus):
     check_gradients(gpus(model, SIDE_BY_SIDE), oracle, [shuffled])
 
 
+def reading_grid(inputs):
+    inputs["pixel_values"] = inputs["pixel_values"] * inputs.pop("grid").mean()
+    return inputs
+
+
 def test_tensors_that_are_not_of_items_are_refused(gpus):
     model = model_of(llama())
+    model.encoders["vision"].preprocess_callback = reading_grid
     one = batch([5, 6], 7, vision=[0, 1])
     one["vision"]["grid"] = torch.ones(5, 2)
     with pytest.raises(BatchError, match=r"'grid' of 'vision' has shape \(5, 2\) for 2 items"):

@@ -1,0 +1,172 @@
+"""What the driver refuses of batches in memory, without a process; what it accepts runs."""
+
+from functools import cache
+
+import parity_models as pm
+import pytest
+import torch
+import wrong_batches as wb
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from raymm.actors.stages.merge import ReplaceTokens
+from raymm.batch_check import BatchCheck
+from raymm.batch_rules import BatchError
+from raymm.model import ModalityModule, MultimodalModule
+
+
+@cache
+def checked(merge: str = "prepend") -> tuple[MultimodalModule, BatchCheck]:
+    model = wb.small_model(wb.replacing() if merge == "replace" else None)
+    return model, BatchCheck(model)
+
+
+def assert_refused(batch, expected: list[str], merge: str) -> None:
+    with pytest.raises(BatchError) as caught:
+        checked(merge)[1].microbatches(batch, 2)
+    missing = [part for part in expected if part not in str(caught.value)]
+    assert not missing, f"{missing} not in: {caught.value}"
+
+
+@pytest.mark.parametrize("name", wb.WRONG)
+def test_wrong_batches_are_refused_by_key_value_and_what_is_accepted(name):
+    assert_refused(*wb.WRONG[name], "prepend")
+
+
+@pytest.mark.parametrize("name", wb.WRONG_PLACES)
+def test_placeholders_that_do_not_match_are_refused(name):
+    assert_refused(*wb.WRONG_PLACES[name], "replace")
+
+
+def losses(microbatches, merge: str) -> list[float]:
+    model = checked(merge)[0]
+    with torch.no_grad():
+        return [float(model(**one)) for one in microbatches]
+
+
+@pytest.mark.parametrize("merge", ["prepend", "replace"])
+def test_what_means_the_same_gives_the_same(merge):
+    check = checked(merge)[1]
+    expected = losses(check.microbatches(wb.good_batch(), 2), merge)
+    for name, batch in wb.equal_numbers().items():
+        assert losses(check.microbatches(batch, 2), merge) == expected, name
+        assert losses(check.microbatches([batch], 2), merge) == pytest.approx(
+            losses([batch], merge)
+        ), name
+
+
+def test_the_reference_in_one_process_refuses_too():
+    model = checked()[0]
+    for name, (batch, _) in wb.WRONG.items():
+        if isinstance(batch, dict) and {"input_ids", "labels"} <= set(batch) and name not in (
+            "nothing to predict", "only first tokens to predict", "rows that do not divide",
+            "a text that is too long", "pixels that want a gradient",
+            # What the encoder says itself, in this process.
+            "an argument that nothing reads", "an argument that a callback cannot use",
+            "another argument", "images of another size", "images of one channel",
+            "images of no channel", "a short sound",
+        ):
+            with pytest.raises(BatchError):
+                model(**batch)
+
+
+def test_encoders_are_tried_once_per_signature():
+    """Another number of items is nothing new, another dtype is."""
+    calls = []
+    cnn = pm.make_cnn()
+    cnn.stem.register_forward_pre_hook(lambda *_: calls.append(1))
+    model = MultimodalModule(
+        {"vision": ModalityModule(cnn, "linear", hidden_size=12)}, ModalityModule(pm.llama())
+    )
+    check = BatchCheck(model)
+    for rows in ([0, 1], [0], [1, 1, 1]):
+        check.microbatches([pm.batch([5, 5], 3, vision=rows)], 1)
+    assert len(calls) == 1
+    wrong = pm.batch([5, 5], 3, vision=[0, 1])
+    wrong["vision"]["pixel_values"] = wrong["vision"]["pixel_values"].double()
+    for _ in range(2):
+        with pytest.raises(BatchError, match=r"does not take pixel_values float64 .*double"):
+            check.microbatches([wrong], 1)
+
+
+class LooksAtValues(torch.nn.Module):
+    """An encoder that the meta device has no use for, with a table of ids."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(10, 8)
+
+    def forward(self, codes):
+        if int(codes.sum()) < 0:
+            raise ValueError("codes are below 0")
+        return self.table(codes)
+
+
+def test_encoders_that_look_at_values_and_ids_of_encoders():
+    model = MultimodalModule(
+        {"sound": ModalityModule(LooksAtValues(), "linear", hidden_size=8)},
+        ModalityModule(pm.llama()),
+    )
+    check = BatchCheck(model)
+    batch = pm.batch([5, 5], 3)
+
+    def codes(value):
+        return [{**batch, "sound": {"codes": value}}]
+
+    check.microbatches(codes(torch.full((2, 3), 9)), 1)
+    with pytest.raises(BatchError, match=r"'codes' of 'sound'\[1, 0\] is 10; accepted: 0 to 9"):
+        check.microbatches(codes(torch.tensor([[1, 1, 1], [10, 1, 1]])), 1)
+    with pytest.raises(BatchError, match="does not take codes float32"):
+        check.microbatches(codes(torch.ones(2, 3)), 1)
+    with pytest.raises(BatchError, match="codes are below 0"):
+        check.microbatches(codes(torch.full((2, 4), -1)), 1)
+
+
+def test_features_that_are_no_items_are_refused():
+    def pooled(inputs, output):
+        return output.last_hidden_state.flatten(0, 1)[None]
+
+    def wide(inputs, features):
+        return torch.cat([features, features], -1)
+
+    for callbacks, said in (
+        ({"postprocess_module_callback": pooled}, r"features of shape \(1, 8, 32\) .* for 2 items"),
+        ({"postprocess_projector_callback": wide}, r"features of shape \(2, 4, 64\)"),
+    ):
+        vision = ModalityModule(pm.build(pm.siglip()), "linear", **callbacks)
+        check = BatchCheck(MultimodalModule({"vision": vision}, ModalityModule(pm.llama())))
+        with pytest.raises(BatchError, match=said):
+            check.microbatches([pm.batch([5, 5], 3, vision=[0, 1])], 1)
+
+
+def test_items_that_the_merge_policy_would_drop_are_refused():
+    check = BatchCheck(wb.small_model(ReplaceTokens({"vision": pm.IMAGE_TOKEN})))
+    with pytest.raises(BatchError, match="'audio', which has no placeholder token"):
+        check.microbatches([wb.good_batch()], 1)
+
+
+def test_rotary_positions_have_no_end():
+    """Llama goes on beyond what its config states; a microbatch may have no label."""
+    config = pm.llama()
+    config.max_position_embeddings = 8
+    check = BatchCheck(MultimodalModule(None, ModalityModule(config)))
+    unlabelled = pm.batch([5, 4], 3)
+    unlabelled["labels"].fill_(-100)
+    assert len(check.microbatches([pm.batch([20, 5], 3), unlabelled], 1)) == 2
+
+
+@pytest.mark.parametrize("merge", ["prepend", "replace"])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@given(steps=st.lists(wb.changes(), max_size=4), split=st.booleans())
+def test_any_batch_is_refused_by_name_or_runs(merge, steps, split):
+    """Nothing but raymm's own error comes out; what is accepted, encoders, merge and language
+    model run on."""
+    batch = wb.good_batch()
+    for change in steps:
+        batch = wb.changed(batch, change)
+    try:
+        found = checked(merge)[1].microbatches(batch if split else [batch], 2)
+    except BatchError as error:
+        assert any(word in str(error) for word in ("accepted", "must be equal", "do not divide"))
+        return
+    assert len(losses(found, merge)) == (2 if split else 1)

@@ -1,0 +1,88 @@
+"""A refused batch leaves a model that runs as it was, in both styles: gradients that have
+accumulated, the next loss, the processes."""
+
+import pytest
+import torch
+import wrong_batches as wb
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from raymm.batch_rules import BatchError
+from raymm.multiplexed_parallel import MultiplexedParallelModule
+from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
+from raymm.specs import MultimodalParallelSpec, ParallelSpec
+
+PIPELINED = MultimodalParallelSpec(
+    {"vision": ParallelSpec(pp=2, ranks=(0, 1)), "audio": ParallelSpec(ranks=(1,))},
+    ParallelSpec(pp=2, ranks=(0, 1)), 2,
+)  # fmt: skip
+SHARED = Mapping(2, 10, (
+    MultiplexStage((Placement("vision", (0, 1), 6), Placement("audio", (1,), 4)), 1.0),
+    MultiplexStage((Placement("llm", (0, 1), 10),), 1.0),
+))
+
+
+@pytest.fixture(scope="module", params=["pipelined", "multiplexed"])
+def running(request, ray_cluster):
+    """A model, the same that runs, and its loss of the good batch."""
+    model = wb.small_model()
+    if request.param == "pipelined":
+        parallel = PIPELINED.apply(model)
+    else:
+        parallel = MultiplexedParallelModule(model, SHARED, timeout_s=120, microbatches=2)
+    with parallel:
+        yield model, parallel, parallel.evaluate(wb.good_batch()).loss
+
+
+def test_refused_batches_change_nothing(running):
+    _, parallel, loss = running
+    for _ in range(2):
+        parallel.execute(wb.good_batch())
+    twice = parallel.gradients()
+    parallel.optimizer.zero_grad()
+    assert parallel.execute(wb.good_batch()).loss == loss
+    before = parallel.gradients()
+    for name, (batch, _) in wb.WRONG.items():
+        for run in (parallel.execute, parallel.train_step, parallel.evaluate):
+            with pytest.raises(BatchError):
+                run(batch)
+                pytest.fail(name)
+    assert parallel.steps_taken == 0
+    after = parallel.gradients()
+    assert all(torch.equal(after[n], g) for n, g in before.items() if g is not None)
+    assert parallel.execute(wb.good_batch()).loss == loss
+    after = parallel.gradients()
+    assert all(torch.equal(after[n], g) for n, g in twice.items() if g is not None)
+    parallel.optimizer.zero_grad()
+
+
+def reference(model, microbatches) -> float:
+    tokens = sum(int((one["labels"][:, 1:] != -100).sum()) for one in microbatches)
+    with torch.no_grad():
+        return sum(float(model(**one, label_tokens=tokens)) for one in microbatches)
+
+
+def test_what_means_the_same_gives_the_same(running):
+    model, parallel, loss = running
+    for name, batch in wb.equal_numbers().items():
+        assert parallel.evaluate(batch).loss == pytest.approx(loss, rel=1e-6), name
+    unlabelled = wb.good_batch(5)
+    unlabelled["labels"].fill_(-100)
+    step = [wb.good_batch(), unlabelled]
+    assert parallel.evaluate(step).loss == pytest.approx(reference(model, step), rel=1e-6)
+
+
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
+@given(steps=st.lists(wb.changes(), min_size=1, max_size=2), split=st.booleans())
+def test_any_batch_is_refused_or_gives_the_references_loss(running, steps, split):
+    model, parallel, loss = running
+    batch = wb.good_batch()
+    for change in steps:
+        batch = wb.changed(batch, change)
+    try:
+        found = parallel.evaluate(batch if split else [batch]).loss
+    except BatchError:
+        assert parallel.evaluate(wb.good_batch()).loss == loss
+    else:
+        expected = reference(model, [batch])
+        assert found == pytest.approx(expected, rel=1e-5, nan_ok=True)
