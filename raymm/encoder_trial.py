@@ -24,8 +24,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
+from raymm.actors.stages.example_inputs import ExampleError, brief, example_inputs, in_words
 from raymm.actors.stages.message import MicrobatchContext
-from raymm.actors.stages.probe import ProbeError, example_inputs, shrink_config, small_model
+from raymm.actors.stages.probe import shrink_config, small_model
 from raymm.actors.stages.source import on_meta
 from raymm.batch_rules import INDEX, BatchError, check_range, said
 
@@ -124,7 +125,7 @@ class EncoderTrial:
         shape = tuple(features.shape)
         if len(shape) != 3 or shape[0] != count or self._width not in (None, shape[2]):
             raise BatchError(
-                f"{self._spec.name!r} makes features of shape {shape} of {_shapes(tensors)} for "
+                f"{self._spec.name!r} makes features of shape {shape} of {in_words(tensors)} for "
                 f"{count} items; accepted: items of which it makes {wanted}".replace("'", "")
             )
         return Taken(shape[1], ids)
@@ -139,23 +140,16 @@ class EncoderTrial:
         return message.tensors[0], reads.unread, reads.ids
 
     def _refusal(self, tensors: Items, error: Exception) -> str:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        return (
-            f"encoder {self._spec.name!r} does not take {_shapes(tensors)}: {reason}"
-            + self._accepted()
-        )
-
-    def _accepted(self) -> str:
         example = self._example
         if example is None:
-            module = self._small and self._small.module
             try:
-                example = example_inputs(
-                    getattr(module, "config", None), getattr(module, "main_input_name", "input")
-                )
-            except ProbeError:
-                return ""
-        return f"; accepted: for example {_shapes(example)}"
+                example = example_inputs(self._small.module)
+            except ExampleError:
+                pass
+        accepted = "" if example is None else f"; accepted: for example {in_words(example)}"
+        return f"encoder {self._spec.name!r} does not take {in_words(tensors)}: {brief(error)}" + (
+            accepted
+        )
 
 
 def signature(tensors: Items, count: int) -> tuple:
@@ -265,10 +259,3 @@ class _Reads(TorchFunctionMode):
 def _storage(tensor: torch.Tensor) -> int:
     """What views of a tensor have in common with it, on the meta device too."""
     return tensor.untyped_storage()._cdata
-
-
-def _shapes(tensors: Items) -> str:
-    return ", ".join(
-        f"{key} {str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-        for key, value in tensors.items()
-    )

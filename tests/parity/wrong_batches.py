@@ -171,15 +171,15 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
         _vision(sizes=torch.ones(4)), ["'sizes' of 'vision'", "read by nothing"]
     ),
     "an argument that a callback cannot use": (
-        _vision(scale=torch.ones(4, 3)), ["encoder 'vision' does not take", "scale float32 (3, 3)"]
+        _vision(scale=torch.ones(4, 3)), ["encoder 'vision' does not take", "scale (3, 3) float32"]
     ),
     "another argument": (
         _with(vision=pm.sounds(4)), ["encoder 'vision' does not take input_features"]
     ),
     "images of another size": (
         _vision(pixel_values=torch.zeros(4, 3, 32, 32)),
-        ["encoder 'vision' does not take", "pixel_values float32 (3, 3, 32, 32)",
-         "accepted: for example pixel_values float32 (1, 3, 16, 16)"],
+        ["encoder 'vision' does not take", "pixel_values (3, 3, 32, 32) float32",
+         "accepted: for example pixel_values (1, 3, 16, 16) float32"],
     ),
     "images of one channel": (
         _vision(pixel_values=lambda v: v[:, :1]), ["'vision'", "(3, 1, 16, 16)", "3 channels"]
@@ -187,7 +187,7 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
     "images of no channel": (_vision(pixel_values=lambda v: v[:, 0]), ["'vision'", "(3, 16, 16)"]),
     "a short sound": (
         _with(audio=lambda v: {**v, "input_features": v["input_features"][..., :10]}),
-        ["microbatch 1", "'audio'", "input_features float32 (1, 8, 10)", "24"],
+        ["microbatch 1", "'audio'", "input_features (1, 8, 10) float32", "24"],
     ),
     "more images than rows": (
         _with(vision=pm.images(6)), ["'vision'", "'pixel_values': 6", "4 rows", "'sample_index'"]
