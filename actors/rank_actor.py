@@ -23,7 +23,14 @@ from raymm.actors.optimizer import Holdings, OptimizerConfig, RankOptimizer
 from raymm.actors.parameter_pieces import ChainPieces
 from raymm.actors.peak_memory import PeakMemory
 from raymm.actors.quota import Backend
-from raymm.actors.shards import StoredTensors, copy_tensors, stored_pieces, write_shard
+from raymm.actors.shards import (
+    ShardFile,
+    StoredTensors,
+    WrittenShard,
+    copy_tensors,
+    stored_pieces,
+    write_shard,
+)
 from raymm.actors.stages.cut import own_buffers
 from raymm.actors.stages.fully_sharded import local_part
 from raymm.actors.stages.precision import cast_frozen
@@ -350,9 +357,9 @@ class RankActor:
         for name, tensor in module.state_dict(keep_vars=True).items():
             yield name, first.get(tensor, ""), tensor
 
-    def save(self, folder: str, skip_frozen: frozenset[str]) -> dict[str, list[str]]:
-        """Write this process's shards; returns stored names per file. Of what several processes
-        have, one writes.
+    def save(self, folder: str, skip_frozen: frozenset[str]) -> dict[str, WrittenShard]:
+        """Write this process's shards; returns what is in them, per file. Of what several
+        processes have, one writes.
 
         Args:
             folder: an existing folder that is not committed yet.
@@ -380,14 +387,15 @@ class RankActor:
         for kind, found in (("model", tensors), ("optimizer", state)):
             if found:
                 file = f"{kind}-rank{rank}.safetensors"
-                write_shard(Path(folder) / file, _untie(found))
-                written[file] = sorted(found)
+                written[file] = write_shard(Path(folder) / file, _untie(found))
         return written
 
-    def load(self, folder: str, index: dict[str, str], step: int) -> list[str]:
-        """Read parameters, buffers and optimizer state; returns trainable parameters that
-        the checkpoint lacks."""
-        stored = StoredTensors(Path(folder), index)
+    def load(
+        self, folder: str, index: dict[str, str], files: dict[str, ShardFile], step: int
+    ) -> list[str]:
+        """Read parameters, buffers and optimizer state from files that are what ``files`` says;
+        returns trainable parameters that the checkpoint lacks."""
+        stored = StoredTensors(Path(folder), index, files)
         own = [
             (f"{stage_module(stage)}/{name}", local_part(tensor.detach()),
              self._piece(stage, parameter) if parameter else None)

@@ -1,7 +1,8 @@
 """Checkpoint shards: what one rank writes and reads, as safetensors.
 
 Tensors are stored under their name, or, by processes that have only a piece of each, under
-the name and a range. Readers ask for any piece, whatever the pieces are that were written.
+the name and a range. Readers ask for any piece, whatever the pieces are that were written. A file
+is read only after its bytes were compared with the checksum that its writer took.
 """
 
 from __future__ import annotations
@@ -9,28 +10,147 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+import xxhash
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 if TYPE_CHECKING:
     from raymm.actors.stages.tensor_plan import Piece
 
 
+# Bytes that are read at once to compute a checksum.
+CHECKSUM_BLOCK = 4 * 2**20
+# Files that an error names.
+PROBLEMS_SHOWN = 5
+# Files whose checksums a process computes at the same time; hashing and reading leave the GIL.
+CHECKSUM_THREADS = 8
+
+
 class ShardError(RuntimeError):
-    """A checkpoint shard that is missing, torn, or does not fit the plan."""
+    """A checkpoint shard that is missing, torn, changed, or does not fit the plan; or that cannot
+    be written. Names the file."""
 
 
-def write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+class ShardFile(NamedTuple):
+    """What a file must be.
+
+    Attributes:
+        size: in bytes.
+        checksum: XXH3 of 128 bits of all its bytes, as 32 hexadecimal digits.
+    """
+
+    size: int
+    checksum: str
+
+
+class WrittenShard(NamedTuple):
+    """A shard that is on disk: the names of its tensors, and what the file must be."""
+
+    names: list[str]
+    file: ShardFile
+
+
+def write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> WrittenShard:
     """Write tensors to ``path`` and force them to disk. Not atomic by itself: a checkpoint
-    counts only once its manifest is committed."""
-    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path)
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
+    counts only once its manifest is committed.
+
+    Raises:
+        ShardError: the disk is full, read-only, ...; says the path and the cause.
+    """
+    try:
+        save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path)
+        with open(path, "rb") as file, ThreadPoolExecutor(1) as disk:
+            synced = disk.submit(os.fsync, file.fileno())
+            written = checksum(path)  # of pages in memory, while the disk writes them
+            synced.result()
+    except (OSError, SafetensorError) as error:
+        raise ShardError(f"cannot write {path}: {error}") from None
+    return WrittenShard(sorted(tensors), written)
+
+
+def checksum(path: Path) -> ShardFile:
+    """What a file is.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    digest, size = xxhash.xxh3_128(), 0
+    block = memoryview(bytearray(CHECKSUM_BLOCK))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(block):
+            digest.update(block[:count])
+            size += count
+    return ShardFile(size, digest.hexdigest())
+
+
+def verify_shard(path: Path, expected: ShardFile, names: Collection[str]) -> None:
+    """Compare a file with what was written.
+
+    Args:
+        path: the file.
+        expected: what it must be.
+        names: of tensors that it must have.
+
+    Raises:
+        ShardError: it is another one; says in what.
+    """
+    try:
+        if not path.is_file():
+            raise ShardError(f"{path} is missing, or no file")
+        if (size := path.stat().st_size) != expected.size:
+            raise ShardError(f"{path} has {size} bytes; {expected.size} were written")
+        if (found := checksum(path)) != expected:
+            raise ShardError(
+                f"{path} has checksum {found.checksum}; {expected.checksum} was written: its "
+                "bytes have changed since"
+            )
+        with safe_open(path, framework="pt") as file:
+            if lacking := sorted(set(names) - set(file.keys())):
+                raise ShardError(f"{path} lacks {lacking[0]}, which the manifest says it has")
+    except (OSError, SafetensorError) as error:
+        raise ShardError(f"cannot read {path}: {error}") from None
+
+
+def verify_shards(
+    folder: Path, files: Mapping[str, ShardFile], index: Mapping[str, str],
+    chosen: Collection[str] | None = None,
+) -> None:
+    """:func:`verify_shard` of several files at the same time.
+
+    Args:
+        folder: the checkpoint.
+        files: what its files must be, by name.
+        index: file name per stored name.
+        chosen: the files to look at; None for all.
+
+    Raises:
+        ShardError: naming the files that are others.
+    """
+    names: dict[str, list[str]] = {file: [] for file in files}
+    for name, file in index.items():
+        names[file].append(name)
+    looked_at = sorted(files if chosen is None else chosen)
+
+    def problem(file: str) -> str | None:
+        try:
+            verify_shard(folder / file, files[file], names[file])
+        except ShardError as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(max(1, min(CHECKSUM_THREADS, len(looked_at)))) as pool:
+        problems = [found for found in pool.map(problem, looked_at) if found is not None]
+    if problems:
+        more = len(problems) - PROBLEMS_SHOWN
+        raise ShardError(
+            "; ".join(problems[:PROBLEMS_SHOWN]) + (f"; and {more} more files" * (more > 0))
+        )
 
 
 def stored_pieces(
@@ -67,10 +187,15 @@ class StoredTensors:
     Args:
         folder: the checkpoint.
         index: file name per stored name (:func:`stored_pieces`).
+        files: what the files must be. One is verified before the first read of it.
     """
 
-    def __init__(self, folder: Path, index: Mapping[str, str]) -> None:
+    def __init__(
+        self, folder: Path, index: Mapping[str, str], files: Mapping[str, ShardFile]
+    ) -> None:
         self._folder = folder
+        self._index, self._files = index, files
+        self._verified: set[str] = set()
         self._stored: dict[str, list[_Stored]] = {}
         for name, file in index.items():
             match = _RANGE.fullmatch(name)
@@ -100,8 +225,15 @@ class StoredTensors:
                 the scalar.
 
         Raises:
-            ShardError: if a file is missing, torn, or lacks a range.
+            ShardError: if a file is missing, torn, changed, or lacks a range.
         """
+        needed = {
+            file for name, piece in wanted.items() if name in self._stored
+            for file in self._files_of(name, piece)
+        }
+        if new := needed - self._verified:
+            verify_shards(self._folder, self._files, self._index, new)
+            self._verified |= new
         with contextlib.ExitStack() as stack:
             files: dict[str, Any] = {}
 
@@ -116,6 +248,17 @@ class StoredTensors:
                 for name, piece in wanted.items()
                 if name in self._stored
             }
+
+    def _files_of(self, name: str, piece: Piece | None) -> set[str]:
+        """Files that have something of a piece of a tensor."""
+        parts = self._stored[name]
+        if piece is None or parts[0].stop is None or piece.dim != parts[0].dim:
+            return {part.file for part in parts}
+        found = {
+            part.file for part in parts for start, stop in piece.ranges
+            if max(start, part.start) < min(stop, part.stop)
+        }
+        return found or {parts[0].file}
 
     def _read(
         self, name: str, piece: Piece | None, opened: Callable[[str], Any]

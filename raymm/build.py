@@ -24,6 +24,7 @@ from raymm.data.text import load_tokenizer
 from raymm.model import ModalityModule, MultimodalModule, module_graph
 from raymm.multimodal_graph import check_mapping
 from raymm.plan_check import check_fits, differences
+from raymm.run_files import write_whole
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.multiplex.strict_json import MultiplexError, json_value, read_file
 from raymm.scheduler.plan import Plan, PlanError
@@ -254,7 +255,9 @@ def _spec(where: str, layout: LayoutSection) -> ParallelSpec:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON atomically."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(value, indent=2))
-    temporary.replace(path)
+    """Write JSON atomically.
+
+    Raises:
+        RunFileError: it cannot be written.
+    """
+    write_whole(path, json.dumps(value, indent=2))

@@ -2,50 +2,60 @@
 
 ``{storage}/checkpoints/step-00000100/`` holds safetensors and ``manifest.json``. Shards
 are written first; the manifest is renamed into place last, so a folder without one is a
-torn checkpoint and is never read. Tensors are named by module and parameter, not by
+torn checkpoint and is never read. It has a checksum of every shard and of itself, which every
+reader compares first. Tensors are named by module and parameter, not by
 stage, and pieces by their ranges: a checkpoint can be read under another layout.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from raymm.actors.group import RankFailedError
 from raymm.actors.shards import ShardError, StoredTensors, copy_tensors
 from raymm.execution import execution_of
+from raymm.manifest import (
+    MANIFEST,
+    CheckpointError,
+    FileEntry,
+    Manifest,
+    read_manifest,
+    verify_checkpoint,
+    write_manifest,
+)
 from raymm.model import LANGUAGE_MODEL, MultimodalModule
 from raymm.parallel_module import ParallelModule
+from raymm.run_files import RunFileError, remove_partial, sync_folder, writing
 
-CHECKPOINT_FORMAT = 1
-MANIFEST = "manifest.json"
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be read. Says which file and why."""
+_FOLDER = re.compile(r"step-(\d{8,})")
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint consists of.
+class Checkpoint:
+    """A checkpoint whose every byte is what was written.
 
     Attributes:
-        step: optimizer steps taken.
-        index: file of every tensor.
-        sizes: bytes of every file.
-        plan: what it was written under, as of :func:`raymm.execution.execution_of`.
-        trainer: the trainer's own state (position in the data).
+        folder: where it is.
+        manifest: what it consists of.
+        corrupt: what is wrong with the newer ones, newest first.
     """
 
-    step: int
-    index: dict[str, str]
-    sizes: dict[str, int]
-    plan: dict[str, Any]
-    trainer: dict[str, Any]
+    folder: Path
+    manifest: Manifest
+    corrupt: tuple[str, ...] = ()
+
+    def warnings(self) -> list[str]:
+        """What to say aloud of the newer ones."""
+        return [
+            *(f"corrupt checkpoint, left where it is: {reason}" for reason in self.corrupt),
+            *([f"the newest whole one before it is {self.folder}"] if self.corrupt else ()),
+        ]
 
 
 class CheckpointStore:
@@ -54,80 +64,184 @@ class CheckpointStore:
     Args:
         storage: the run's folder.
         keep: how many checkpoints to keep.
+        before_commit: called before a checkpoint is made valid; raises if it must not be.
+
+    Attributes:
+        run: what checkpoints say of the run (:class:`Manifest`).
+        current: the checkpoint that was saved or found last.
     """
 
-    def __init__(self, storage: str | os.PathLike[str], keep: int = 2) -> None:
+    def __init__(
+        self,
+        storage: str | os.PathLike[str],
+        keep: int = 2,
+        before_commit: Callable[[], None] = lambda: None,
+    ) -> None:
         self._root = Path(storage).absolute() / "checkpoints"
         self._keep = keep
+        self._before_commit = before_commit
+        self._corrupt: set[Path] = set()
+        self.run: dict[str, Any] = {}
+        self.current: Path | None = None
 
     def committed(self) -> list[Path]:
-        """Folders of valid checkpoints, oldest first."""
-        if not self._root.is_dir():
-            return []
-        return sorted(p.parent for p in self._root.glob(f"step-*/{MANIFEST}"))
+        """Folders of checkpoints with a manifest, oldest first. Nothing in them is verified."""
+        return [folder for folder in self._folders() if (folder / MANIFEST).exists()]
+
+    def _folders(self) -> list[Path]:
+        try:
+            found = list(self._root.iterdir()) if self._root.is_dir() else []
+        except OSError as error:
+            raise CheckpointError(f"cannot read {self._root}: {error.strerror}") from None
+        steps = {one: int(m[1]) for one in found if (m := _FOLDER.fullmatch(one.name))}
+        return sorted(steps, key=steps.__getitem__)
 
     def latest(self) -> Path | None:
-        """The newest valid checkpoint."""
+        """The newest of :meth:`committed`: to look at, not to load (:meth:`newest`)."""
         return next(reversed(self.committed()), None)
 
+    def newest(self) -> Checkpoint | None:
+        """The newest checkpoint that is whole: every byte was compared with its checksum. None if
+        there is no checkpoint. Corrupt ones stay where they are.
+
+        Raises:
+            CheckpointError: there are checkpoints, and all are corrupt; says what is wrong with
+                each.
+        """
+        corrupt = []
+        for folder in reversed(self.committed()):
+            try:
+                manifest = read_manifest(folder)
+                if folder.name != _folder_name(manifest.step):
+                    raise CheckpointError(
+                        f"{folder} is of step {manifest.step}, as its {MANIFEST} says: it was "
+                        "renamed or copied"
+                    )
+                verify_checkpoint(folder, manifest)
+            except CheckpointError as error:
+                corrupt.append(str(error))
+                self._corrupt.add(folder)
+                continue
+            self.current = folder
+            return Checkpoint(folder, manifest, tuple(corrupt))
+        if corrupt:
+            raise CheckpointError(
+                "no checkpoint is whole:\n" + "\n".join(corrupt) + "\nPut back what was changed; "
+                f"or, to begin from the beginning, remove {self._root} or give another storage_path"
+            )
+        return None
+
+    def remove_leftovers(self) -> list[str]:
+        """Remove what saves that were never committed have left; returns what it was. Only for
+        the run that owns the folder.
+
+        Raises:
+            RunFileError: it cannot be removed.
+        """
+        removed = []
+        for folder in self._folders():
+            with writing(folder):
+                if not (folder / MANIFEST).exists():
+                    shutil.rmtree(folder)
+                    removed.append(f"{folder}, which was never committed")
+                else:
+                    removed += map(str, remove_partial(folder))
+        return removed
+
     def save(self, parallel: ParallelModule, trainer: dict[str, Any]) -> Path:
-        """Write a checkpoint of the current state and drop old ones."""
+        """Write a checkpoint of the current state and drop old ones. A state that was saved or
+        loaded here already is not written again.
+
+        Raises:
+            RunFileError: it cannot be written; says the path and the cause. Earlier checkpoints
+                are as they were.
+        """
         step = parallel.steps_taken
-        folder = self._root / f"step-{step:08d}"
-        if folder.exists():
-            shutil.rmtree(folder)  # torn, or of the same step
-        folder.mkdir(parents=True)
-        written = parallel.group.call("save", str(folder), parallel.reloadable())
-        index = {name: file for part in written for file, names in part.items() for name in names}
-        sizes = {file: (folder / file).stat().st_size for part in written for file in part}
-        plan = execution_of(parallel.plan).to_dict()
-        manifest = Manifest(step, index, sizes, plan, trainer)
-        _commit(folder / MANIFEST, {"format": CHECKPOINT_FORMAT, **asdict(manifest)})
-        for old in self.committed()[: -self._keep]:
-            (old / MANIFEST).unlink()  # first: a half-deleted checkpoint must not look valid
-            shutil.rmtree(old)
+        folder = self._root / _folder_name(step)
+        if folder == self.current and (folder / MANIFEST).exists():
+            return folder
+        try:
+            self._make_room(folder)
+            with writing(folder):
+                folder.mkdir(parents=True)
+                for parent in (self._root, self._root.parent):
+                    sync_folder(parent)
+            self._write(parallel, folder, trainer)
+        except (RunFileError, ShardError) as error:
+            shutil.rmtree(folder, ignore_errors=True)  # it may be what fills the disk
+            kept = self.latest()
+            stays = "there is none before it" if kept is None else f"{kept} stays"
+            raise RunFileError(
+                f"the checkpoint of step {step} could not be saved: {error}; {stays}"
+            ) from None
+        self.current = folder
+        self._remove_old(step)
         return folder
 
+    def _make_room(self, folder: Path) -> None:
+        """Remove a torn checkpoint that is in the way; set one with a manifest aside."""
+        with writing(folder):
+            if not folder.exists():
+                return
+            if not (folder / MANIFEST).exists():
+                shutil.rmtree(folder)
+                return
+            number, aside = 1, folder.with_name(f"set-aside-{folder.name}")
+            while aside.exists():
+                number += 1
+                aside = folder.with_name(f"set-aside-{folder.name}-{number}")
+            folder.rename(aside)
+            self._corrupt.discard(folder)
 
-def _commit(path: Path, value: Any) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w") as file:
-        json.dump(value, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    def _write(self, parallel: ParallelModule, folder: Path, trainer: dict[str, Any]) -> None:
+        try:
+            shards = parallel.group.call("save", str(folder), parallel.reloadable())
+        except RankFailedError as error:
+            if (reason := _shard_error(error)) is not None:
+                raise reason from None
+            raise
+        written = {file: shard for part in shards for file, shard in part.items()}
+        manifest = Manifest(
+            step=parallel.steps_taken,
+            index={name: file for file, shard in written.items() for name in shard.names},
+            files={
+                file: FileEntry(size=shard.file.size, xxh3_128=shard.file.checksum)
+                for file, shard in written.items()
+            },
+            plan=execution_of(parallel.plan).to_dict(),
+            run=self.run,
+            trainer=trainer,
+        )
+        self._before_commit()
+        write_manifest(folder, manifest)
+
+    def _remove_old(self, step: int) -> None:
+        """Of the checkpoints up to the one that was just saved, keep the newest. Later ones are
+        corrupt: they neither count nor go."""
+        upto = self._folders().index(self._root / _folder_name(step)) + 1
+        counted = [
+            folder for folder in self._folders()[:upto]
+            if folder not in self._corrupt and (folder / MANIFEST).exists()
+        ]
+        for old in counted[: -self._keep]:
+            with writing(old):
+                (old / MANIFEST).unlink()  # first: a half-deleted checkpoint must not look valid
+            shutil.rmtree(old, ignore_errors=True)  # what stays is removed at the next start
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Read and check a checkpoint's manifest.
+def _folder_name(step: int) -> str:
+    return f"step-{step:08d}"
 
-    Raises:
-        CheckpointError: if it is missing, of another format, or a file is missing or torn.
-    """
-    path = folder / MANIFEST
-    if not path.is_file():
-        raise CheckpointError(f"{folder} has no {MANIFEST}: not a checkpoint, or a torn one")
-    try:
-        data = json.loads(path.read_text())
-        if data.pop("format") != CHECKPOINT_FORMAT:
-            raise CheckpointError(f"{path}: format is not {CHECKPOINT_FORMAT}")
-        manifest = Manifest(**data)
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise _damaged(folder, f"{path} is damaged: {error}") from None
-    for name, size in manifest.sizes.items():
-        file = folder / name
-        if "/" in name or not file.is_file() or file.stat().st_size != size:
-            raise _damaged(folder, f"{file} is missing or not {size} bytes long")
-    return manifest
+
+def _shard_error(error: RankFailedError) -> ShardError | None:
+    """What a rank said of a shard, if that is why it failed."""
+    reason = getattr(error.__cause__, "cause", None)
+    return reason if isinstance(reason, ShardError) else None
 
 
 def restore(parallel: ParallelModule, folder: Path) -> Manifest:
-    """Load a checkpoint into running processes, of either style.
+    """Load a checkpoint into running processes, of either style. Each process verifies the files
+    that it reads from.
 
     Raises:
         CheckpointError: if it is damaged, lacks trainable parameters of the model, or has them
@@ -135,10 +249,11 @@ def restore(parallel: ParallelModule, folder: Path) -> Manifest:
     """
     manifest = read_manifest(folder)
     try:
-        missing = parallel.group.call("load", str(folder), manifest.index, manifest.step)
+        missing = parallel.group.call(
+            "load", str(folder), manifest.index, manifest.shards, manifest.step
+        )
     except RankFailedError as error:
-        reason = getattr(error.__cause__, "cause", None)
-        if isinstance(reason, ShardError):
+        if (reason := _shard_error(error)) is not None:
             raise CheckpointError(f"{folder}: {reason}") from None
         raise
     _check_complete(folder, {name for part in missing for name in part})
@@ -156,15 +271,16 @@ def load_into_model(model: MultimodalModule, folder: Path) -> Manifest:
     model.materialize()
     parts = {name: model.encoders[name] for name in model.encoder_names}
     parts[LANGUAGE_MODEL] = model.language_model
+    stored = StoredTensors(folder, manifest.index, manifest.shards)
     for name, part in parts.items():
         own = {f"{name}/{key}": t for key, t in part.state_dict(keep_vars=True).items()}
         try:
-            stored = StoredTensors(folder, manifest.index).read(dict.fromkeys(own))
-            copy_tensors(stored, own.items())
+            found = stored.read(dict.fromkeys(own))
+            copy_tensors(found, own.items())
         except ShardError as error:
             raise CheckpointError(f"{folder}: {error}") from None
         trainable = {f"{name}/{key}" for key, p in part.named_parameters() if p.requires_grad}
-        _check_complete(folder, trainable - set(stored))
+        _check_complete(folder, trainable - set(found))
     return manifest
 
 
@@ -174,9 +290,3 @@ def _check_complete(folder: Path, lacking: set[str]) -> None:
             f"{folder} lacks {len(lacking)} trainable parameter(s) of this model: "
             f"{', '.join(sorted(lacking)[:5])}"
         )
-
-
-def _damaged(folder: Path, reason: str) -> CheckpointError:
-    return CheckpointError(
-        f"{reason}. Remove {folder} to go on from the checkpoint before it, or from the beginning"
-    )

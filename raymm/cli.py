@@ -28,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # import paths in configs, as `python -m` has it
     from raymm.actors.group import RankFailedError
+    from raymm.run_files import RunFileError
     from raymm.user_errors import USER_ERRORS
 
     console = Console(stderr=True)
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("RAYMM_TRACEBACK"):
             raise
         return EXIT_USER_ERROR
-    except RankFailedError as error:
+    except (RankFailedError, RunFileError) as error:
         console.print("[bold red]the run failed:[/]", highlight=False)
         console.print(str(error), markup=False, highlight=False, soft_wrap=True)
         console.print("Start the same command again to go on from the last checkpoint.")

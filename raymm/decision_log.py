@@ -7,12 +7,12 @@ on from there reads it here, so that it repeats the steps that were lost with th
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from raymm.data import Decision
 from raymm.metrics import read_metrics
+from raymm.run_files import append, write_whole
 
 
 class DecisionLog:
@@ -30,10 +30,7 @@ class DecisionLog:
         self._path, self._digest = path, digest
         rows = read_metrics(path) if path.is_file() else []
         self.rows = [row for row in rows if row.get("sizes") == digest]
-        temporary = path.with_name(path.name + ".tmp")
-        with open(temporary, "w") as file:
-            _write(file, self.rows)
-        os.replace(temporary, path)
+        write_whole(path, _lines(self.rows))
 
     @property
     def last_step(self) -> int:
@@ -50,11 +47,8 @@ class DecisionLog:
         """Append a look; on disk when this returns."""
         row = {**row, "sizes": self._digest, "decision": decision and decision._asdict()}
         self.rows.append(row)
-        with open(self._path, "a") as file:
-            _write(file, [row])
+        append(self._path, _lines([row]), durable=True)
 
 
-def _write(file: Any, rows: list[dict[str, Any]]) -> None:
-    file.write("".join(json.dumps(row) + "\n" for row in rows))
-    file.flush()
-    os.fsync(file.fileno())
+def _lines(rows: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)

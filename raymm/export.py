@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -12,7 +13,11 @@ from transformers import PreTrainedModel
 from raymm.checkpoint import CheckpointStore, load_into_model
 from raymm.data.text import load_tokenizer
 from raymm.model import MultimodalModule
+<<<<<<< HEAD
 from raymm.output import OutputFolder
+=======
+from raymm.run_files import PARTIAL
+>>>>>>> 19f19ed (Every shard's checksum is in the manifest and verified before use; a corrupt checkpoint is named and the newest whole one before it is used)
 
 
 class ExportError(RuntimeError):
@@ -20,9 +25,10 @@ class ExportError(RuntimeError):
 
 
 def export_model(
-    model: MultimodalModule, storage: str, output: str, tokenizer: str | None = None
+    model: MultimodalModule, storage: str, output: str, tokenizer: str | None = None,
+    say: Callable[[str], None] = print,
 ) -> list[Path]:
-    """Write the newest checkpoint's modules.
+    """Write the modules of the newest checkpoint that is whole.
 
     Args:
         model: the run's model description; it is materialized in this process.
@@ -30,6 +36,7 @@ def export_model(
         output: a folder that does not exist yet; it gets ``language_model/``,
             ``{encoder}_encoder/`` and ``{encoder}_projector/``.
         tokenizer: folder of a tokenizer to put with the language model.
+        say: is told of newer checkpoints that are corrupt.
 
     Returns:
         The folders written. Modules that Hugging Face has no class for are written as
@@ -37,18 +44,24 @@ def export_model(
 
     Raises:
         ExportError: if there is no checkpoint, or ``output`` exists.
+<<<<<<< HEAD
         ConfigError: if ``output`` cannot be written.
+=======
+        CheckpointError: if no checkpoint is whole, or it is of another model.
+>>>>>>> 19f19ed (Every shard's checksum is in the manifest and verified before use; a corrupt checkpoint is named and the newest whole one before it is used)
     """
     target = Path(output)
     parent = OutputFolder("output", str(target.parent))
     parent.check()
     if target.exists():
         raise ExportError(f"output is {output!r}, which exists; give a new folder")
-    checkpoint = CheckpointStore(storage).latest()
+    checkpoint = CheckpointStore(storage).newest()
     if checkpoint is None:
         raise ExportError(f"{storage!r} has no checkpoint")
-    load_into_model(model, checkpoint)
-    temporary = target.with_name(target.name + ".tmp")
+    for line in checkpoint.warnings():
+        say(line)
+    load_into_model(model, checkpoint.folder)
+    temporary = target.with_name(f".{target.name}{PARTIAL}")
     shutil.rmtree(temporary, ignore_errors=True)
     with parent.writing():
         names = _save_modules(model, temporary)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from raymm.run_files import append, write_whole
 
 
 class MetricsLog:
@@ -26,15 +27,12 @@ class MetricsLog:
             self.rows = [row for row in read_metrics(path) if row["step"] <= resume_step]
         if resume_step == 0:
             self.rows = []
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
-        os.replace(temporary, path)
+        write_whole(path, "".join(json.dumps(row) + "\n" for row in self.rows))
 
     def add(self, row: dict[str, Any]) -> None:
         """Append a row; ``step`` counts steps taken, from 1 (0: before the first)."""
         self.rows.append(row)
-        with open(self._path, "a") as file:
-            file.write(json.dumps(row) + "\n")
+        append(self._path, json.dumps(row) + "\n")
 
 
 class SampleLog:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from rich.console import Console
 
 from raymm.actors.group import ClusterError, RankResources, check_capacity
 from raymm.actors.optimizer import OptimizerConfig
-from raymm.checkpoint import CheckpointStore, read_manifest, restore
+from raymm.checkpoint import Checkpoint, CheckpointError, CheckpointStore, restore
 from raymm.cluster import connected, pick_device
 from raymm.config import ConfigError, RunConfig
 from raymm.data import DataConfig, check_data
@@ -40,6 +39,7 @@ class Result:
         metrics: the last step's row.
         history: all rows of ``metrics.jsonl``.
         checkpoint: folder of the last checkpoint.
+        corrupt: what is wrong with checkpoints that the run could not go on from, newest first.
         path: the run's folder.
         files: what to look at, by what it is (loss curve, schedule, trace).
     """
@@ -49,6 +49,7 @@ class Result:
     checkpoint: Path | None
     path: Path
     files: dict[str, Path] = field(default_factory=dict)
+    corrupt: tuple[str, ...] = ()
 
 
 class Trainer:
@@ -123,10 +124,14 @@ class Trainer:
             check_data(self.data)
         self._make_folder()
         store = CheckpointStore(self.path, self.run.keep_checkpoints)
-        if (checkpoint := store.latest()) is not None:
-            taken = read_manifest(checkpoint).step
-            if taken >= self.run.steps:
-                return self._nothing_to_do(checkpoint, taken)
+        for removed in store.remove_leftovers():
+            self._say(f"removed {removed}")
+        checkpoint = store.newest()
+        if checkpoint is not None:
+            for line in checkpoint.warnings():
+                self._say(line)
+            if checkpoint.manifest.step >= self.run.steps:
+                return self._nothing_to_do(checkpoint)
         self.training = training_data(
             self.data, self.model, _data_position(checkpoint), self.console
         )
@@ -145,29 +150,28 @@ class Trainer:
                 device=device, resources=resources, threads=self.threads, seed=self.run.seed,
                 timeout_s=self.run.timeout_s,
             ) as parallel:
-                return self._run(parallel, execution, store)
+                return self._run(parallel, execution, store, checkpoint)
 
     def _make_plan(
-        self, device: str, resources: RankResources, checkpoint: Path | None
+        self, device: str, resources: RankResources, checkpoint: Checkpoint | None
     ) -> None:
         """Plan; a run that goes on keeps the plan of its checkpoint while it can, so that its
         numbers are those of a run without interruption."""
-        say = partial(self.console.print, highlight=False, soft_wrap=True, markup=False)
         if checkpoint is not None:
-            execution = execution_of(read_manifest(checkpoint).plan)
+            execution = execution_of(checkpoint.manifest.plan)
             reason = self._cannot_keep(execution, resources)
             if reason is None:
-                say("going on under the plan of the checkpoint")
+                self._say("going on under the plan of the checkpoint")
                 self.plan = execution.plan
                 return
-            say(f"planning anew: {reason}")
+            self._say(f"planning anew: {reason}")
         with self.console.status("planning"):
             planned = plan_for_cluster(
                 self.request, self.model, self.data, device=device, resources=resources,
                 worker_cpus=self._worker_cpus(), dtype=self.run.precision,
             )
         for line in planned.lines:
-            say(line)
+            self._say(line)
         self.plan = planned.plan
 
     def _cannot_keep(self, execution: Execution, resources: RankResources) -> str | None:
@@ -195,14 +199,19 @@ class Trainer:
         evaluates = self.run.eval_every is not None and self.data.heldout is not None
         return self.data.num_workers * self.data.worker_cpus * (1 + evaluates)
 
-    def _nothing_to_do(self, checkpoint: Path, taken: int) -> Result:
-        self.console.print(
-            f"nothing to do: {checkpoint} has taken {taken} steps, run.steps is "
-            f"{self.run.steps}",
-            highlight=False, soft_wrap=True,
+    def _say(self, line: str) -> None:
+        self.console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+    def _nothing_to_do(self, checkpoint: Checkpoint) -> Result:
+        taken = checkpoint.manifest.step
+        self._say(
+            f"nothing to do: {checkpoint.folder} has taken {taken} steps, run.steps is "
+            f"{self.run.steps}"
         )
         rows = MetricsLog(self.path / "metrics.jsonl", taken).rows
-        return Result(last_step(rows), rows, checkpoint, self.path)
+        return Result(
+            last_step(rows), rows, checkpoint.folder, self.path, corrupt=checkpoint.corrupt
+        )
 
     def _say_what_runs(self, execution: Execution, device: str) -> None:
         first, *notes = execution.describe(device, self.data)
@@ -210,14 +219,17 @@ class Trainer:
             self.console.print(line, highlight=False, soft_wrap=True)
 
     def _run(
-        self, parallel: ParallelModule, execution: Execution, store: CheckpointStore
+        self, parallel: ParallelModule, execution: Execution, store: CheckpointStore,
+        checkpoint: Checkpoint | None,
     ) -> Result:
-        state: Any = None
-        if (checkpoint := store.latest()) is not None:
-            restore(parallel, checkpoint)
-            state = _data_position(checkpoint)
-            self.console.print(f"going on from {checkpoint}", highlight=False, soft_wrap=True)
+        corrupt: tuple[str, ...] = ()
+        if checkpoint is not None:
+            restore(parallel, checkpoint.folder)
+            self._say(f"going on from {checkpoint.folder}")
+            corrupt = checkpoint.corrupt
         metrics = MetricsLog(self.path / "metrics.jsonl", parallel.steps_taken)
+        if corrupt:
+            metrics.add({"step": parallel.steps_taken, "corrupt_checkpoints": list(corrupt)})
         samples = None
         if self.run.log_samples:
             samples = SampleLog(self.path / "samples.jsonl", parallel.steps_taken)
@@ -229,7 +241,7 @@ class Trainer:
                 self.run, Batches(self.data, self.training), parallel, store, metrics, samples,
                 watch, progress,
             )
-            loop.run(state)
+            loop.run(_data_position(checkpoint))
         files = watch.write(metrics.rows)
         for what, file in files.items():
             self.console.print(f"{what:<14} {file}", highlight=False, soft_wrap=True)
@@ -237,10 +249,20 @@ class Trainer:
             self.console.print(f"skipped samples in all: {skipped}", highlight=False)
         return Result(
             metrics=last_step(metrics.rows), history=metrics.rows,
-            checkpoint=store.latest(), path=self.path, files=files,
+            checkpoint=store.current, path=self.path, files=files, corrupt=corrupt,
         )
 
 
-def _data_position(checkpoint: Path | None) -> Any:
-    """Where the data go on after a checkpoint; None is the beginning."""
-    return None if checkpoint is None else read_manifest(checkpoint).trainer["data"]
+def _data_position(checkpoint: Checkpoint | None) -> Any:
+    """Where the data go on after a checkpoint; None is the beginning.
+
+    Raises:
+        CheckpointError: it was not saved by a trainer.
+    """
+    if checkpoint is None:
+        return None
+    if "data" not in checkpoint.manifest.trainer:
+        raise CheckpointError(
+            f"{checkpoint.folder} does not say where its data go on: no trainer has saved it"
+        )
+    return checkpoint.manifest.trainer["data"]

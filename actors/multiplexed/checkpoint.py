@@ -9,12 +9,18 @@ from pathlib import Path
 import torch
 
 from raymm.actors.multiplexed.device import Device
-from raymm.actors.shards import StoredTensors, copy_tensors, write_shard
+from raymm.actors.shards import (
+    ShardFile,
+    StoredTensors,
+    WrittenShard,
+    copy_tensors,
+    write_shard,
+)
 
 
 def save_shards(
     folder: Path, gpu: int, here: Device, written: Collection[str], skip_frozen: Collection[str]
-) -> dict[str, list[str]]:
+) -> dict[str, WrittenShard]:
     """Write the modules that this GPU, of all with a copy, writes, and their optimizer state.
 
     Args:
@@ -25,7 +31,7 @@ def save_shards(
         skip_frozen: modules whose frozen weights are elsewhere and need no copy.
 
     Returns:
-        Stored names per file.
+        What is in the shards, per file.
     """
     tensors: dict[str, torch.Tensor] = {}
     for node in sorted(written):
@@ -44,17 +50,19 @@ def save_shards(
     for kind, found in (("model", tensors), ("optimizer", state)):
         if found:
             file = f"{kind}-rank{gpu}.safetensors"
-            write_shard(folder / file, found)
-            files[file] = sorted(found)
+            files[file] = write_shard(folder / file, found)
     return files
 
 
-def load_shards(folder: Path, index: Mapping[str, str], here: Device, step: int) -> list[str]:
+def load_shards(
+    folder: Path, index: Mapping[str, str], files: Mapping[str, ShardFile], here: Device, step: int
+) -> list[str]:
     """Read parameters, buffers and optimizer state.
 
     Args:
         folder: of the checkpoint.
         index: file of every stored name.
+        files: what the files must be.
         here: the GPU.
         step: optimizer steps taken.
 
@@ -62,9 +70,9 @@ def load_shards(folder: Path, index: Mapping[str, str], here: Device, step: int)
         Trainable parameters that the checkpoint lacks.
 
     Raises:
-        ShardError: a file is missing or torn, or shapes differ.
+        ShardError: a file is missing, torn or changed, or shapes differ.
     """
-    stored = StoredTensors(folder, index)
+    stored = StoredTensors(folder, index, files)
     own = [
         (f"{node}/{name}", tensor.detach())
         for node, module in here.modules.items()

@@ -42,6 +42,7 @@ from raymm.actors.quota import (
     check_no_shared_parameters,
 )
 from raymm.actors.rank_actor import remember
+from raymm.actors.shards import ShardFile, WrittenShard
 from raymm.actors.stages.precision import cast_frozen
 from raymm.actors.to_device import to_device
 from raymm.scheduler.multiplex.instructions import Part, Turn
@@ -298,15 +299,17 @@ class GpuActor:
         """Forget accumulated gradients."""
         self._here.optimizer.zero_grad()
 
-    def save(self, folder: str, skip_frozen: frozenset[str]) -> dict[str, list[str]]:
+    def save(self, folder: str, skip_frozen: frozenset[str]) -> dict[str, WrittenShard]:
         """As :meth:`raymm.actors.rank_actor.RankActor.save`."""
         spec = self._spec
         first = {name for name in self._here.modules if spec.copies[name][0] == spec.gpu}
         return save_shards(Path(folder), spec.gpu, self._here, first, skip_frozen)
 
-    def load(self, folder: str, index: dict[str, str], step: int) -> list[str]:
+    def load(
+        self, folder: str, index: dict[str, str], files: dict[str, ShardFile], step: int
+    ) -> list[str]:
         """As :meth:`raymm.actors.rank_actor.RankActor.load`."""
-        return load_shards(Path(folder), index, self._here, step)
+        return load_shards(Path(folder), index, files, self._here, step)
 
     def gradients(self) -> dict[tuple[str, str], torch.Tensor | None]:
         """Gradients by (node, name); None where a trainable parameter has none."""

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from raymm.checkpoint import CheckpointStore, read_manifest
+from raymm.checkpoint import CheckpointStore
 from raymm.metrics import read_metrics
 
 PICTURES = ("loss.png", "schedule.png", "plan.png", "trace.json", "plan.json")
@@ -30,11 +30,12 @@ def problems(folder: Path, steps: int, gap: float | None) -> list[str]:
     if [step for step, _ in losses] != list(range(1, steps + 1)):
         found.append(f"steps logged are {[step for step, _ in losses]}, expected 1..{steps}")
     found += [f"loss of step {step} is {loss}" for step, loss in losses if not math.isfinite(loss)]
-    checkpoint = CheckpointStore(folder).latest()
+    checkpoint = CheckpointStore(folder).newest()
     if checkpoint is None:
         found.append("there is no checkpoint")
-    elif read_manifest(checkpoint).step != steps:
-        found.append(f"the last checkpoint is {checkpoint.name}, not of step {steps}")
+    elif checkpoint.manifest.step != steps:
+        found.append(f"the last checkpoint is {checkpoint.folder.name}, not of step {steps}")
+    found += checkpoint.warnings() if checkpoint is not None else []
     found += [f"{name} is missing" for name in PICTURES if not (folder / name).is_file()]
     if gap is not None:
         found += _gap_problems([row for row in rows if "heldout_loss" in row], gap)

@@ -1,5 +1,7 @@
 """Pieces of tensors: whatever pieces were written, any others can be read."""
 
+import resource
+import signal
 from typing import NamedTuple
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymm.actors.shards import ShardError, StoredTensors, stored_pieces, write_shard
+from raymm.actors.shards import ShardError, StoredTensors, checksum, stored_pieces, write_shard
 
 
 class Piece(NamedTuple):
@@ -47,14 +49,17 @@ def cut(piece: Piece | None) -> torch.Tensor:
 @given(layouts(), layouts())
 def test_any_pieces_from_any_others(tmp_path_factory, written, wanted):
     folder = tmp_path_factory.mktemp("shards")
-    index = {}
+    index, files = {}, {}
     writers = written if written[0] is not None else written[:1]
     for process, piece in enumerate(writers):
         tensors = dict(stored_pieces("llm/weight", cut(piece), piece))
-        tensors |= dict(stored_pieces("optimizer/llm/weight/step", torch.tensor(3.0), None))
-        write_shard(folder / f"{process}", {n: t.clone() for n, t in tensors.items()})
+        if process == 0:  # of what several have, one writes
+            tensors |= dict(stored_pieces("optimizer/llm/weight/step", torch.tensor(3.0), None))
+        shard = write_shard(folder / f"{process}", {n: t.clone() for n, t in tensors.items()})
+        assert shard.names == sorted(tensors)
+        files[str(process)] = shard.file
         index |= dict.fromkeys(tensors, str(process))
-    stored = StoredTensors(folder, index)
+    stored = StoredTensors(folder, index, files)
     assert stored.optimizer_keys() == {"optimizer/llm/weight": ["step"]}
     for piece in wanted:
         asked = {"llm/weight": piece, "optimizer/llm/weight/step": piece, "none": piece}
@@ -66,11 +71,77 @@ def test_any_pieces_from_any_others(tmp_path_factory, written, wanted):
 
 def test_a_range_that_nobody_wrote(tmp_path):
     piece = Piece(0, ((0, 4),))
-    write_shard(tmp_path / "a", dict(stored_pieces("x", WHOLE[:4].clone(), piece)))
-    stored = StoredTensors(tmp_path, {"x[0:0:4]": "a"})
+    shard = write_shard(tmp_path / "a", dict(stored_pieces("x", WHOLE[:4].clone(), piece)))
+    stored = StoredTensors(tmp_path, {"x[0:0:4]": "a"}, {"a": shard.file})
     assert torch.equal(stored.read({"x": Piece(0, ((1, 3),))})["x"], WHOLE[1:3])
     with pytest.raises(ShardError, match=r"lacks \[4, 8\) of x"):
         stored.read({"x": Piece(0, ((2, 8),))})
-    (tmp_path / "a").write_bytes(b"torn")
-    with pytest.raises(ShardError, match="cannot read .*/a"):
-        stored.read({"x": None})
+
+
+def two_shards(folder):
+    """A tensor in two files; index and files of it."""
+    index, files = {}, {}
+    for name, rows in (("a", (0, 5)), ("b", (5, 11))):
+        part = dict(stored_pieces("x", WHOLE[slice(*rows)].clone(), Piece(0, (rows,))))
+        files[name] = write_shard(folder / name, part).file
+        index |= dict.fromkeys(part, name)
+    return index, files
+
+
+def test_only_files_that_are_read_from_are_verified_each_before_its_first_read(tmp_path):
+    index, files = two_shards(tmp_path)
+    flip(tmp_path / "b", -1)
+    stored = StoredTensors(tmp_path, index, files)
+    assert torch.equal(stored.read({"x": Piece(0, ((1, 5),))})["x"], WHOLE[1:5])
+    for wanted in (Piece(0, ((4, 6),)), Piece(1, ((0, 1),)), None):
+        with pytest.raises(ShardError, match="/b has checksum .* bytes have changed"):
+            stored.read({"x": wanted})
+
+
+def flip(path, place):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_file_that_is_another_one_is_named_with_what_is_wrong(tmp_path):
+    index, files = two_shards(tmp_path)
+    path = tmp_path / "a"
+
+    def problem(index=index, files=files):
+        with pytest.raises(ShardError) as error:
+            StoredTensors(tmp_path, index, files).read({"x": None})
+        return str(error.value)
+
+    good = path.read_bytes()
+    path.write_bytes(good[:-1])
+    assert f"{path} has {len(good) - 1} bytes; {len(good)} were written" in problem()
+    path.unlink()
+    assert f"{path} is missing" in problem()
+    path.mkdir()
+    assert f"{path} is missing, or no file" in problem()
+    path.rmdir()
+    path.write_bytes(good)
+    assert f"{path} lacks y, which the manifest says it has" in problem({**index, "y": "a"})
+    # Forgers can write any checksum: what comes after it must hold out too.
+    for header in (2**40, 99_999_999, len(good), 2**63):
+        path.write_bytes(header.to_bytes(8, "little") + good[8:])
+        assert f"cannot read {path}: " in problem(files={**files, "a": checksum(path)})
+
+
+@pytest.fixture
+def small_files():
+    """Files may have 10 kB, as on a disk with so much left."""
+    heard = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    signal.signal(signal.SIGXFSZ, heard)
+
+
+def test_what_cannot_be_written_is_named_with_the_cause(tmp_path, small_files):
+    with pytest.raises(ShardError, match="cannot write .*/a: .*File too large"):
+        write_shard(tmp_path / "a", {"x": torch.zeros(100_000)})
+    with pytest.raises(ShardError, match="cannot write .*/none/a: .*No such file"):
+        write_shard(tmp_path / "none" / "a", {"x": torch.zeros(1)})

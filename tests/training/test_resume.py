@@ -63,12 +63,13 @@ def test_a_checkpoint_of_pieces_is_as_good_as_one_of_whole_parameters(
     code, _ = raymm("train", make_config({"parallel": pieces}), "--set", "run.steps=5")
     assert code == 0
     folder = CheckpointStore(run).latest()
-    names = read_manifest(folder).index
+    manifest = read_manifest(folder)
+    names = manifest.index
     assert any(name.startswith("optimizer/") and name.endswith("]") for name in names)
     code, _ = raymm("export", make_config(), "--out", str(tmp_path / "export"))
     assert code == 0
     exported = load_file(tmp_path / "export/language_model/model.safetensors")
-    stored = StoredTensors(folder, names)
+    stored = StoredTensors(folder, names, manifest.shards)
     for name, tensor in exported.items():
         found = stored.read({f"llm/module.{name}": None})
         assert torch.equal(found[f"llm/module.{name}"], tensor)

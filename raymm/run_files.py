@@ -1,0 +1,77 @@
+"""Files of a run: written whole or not at all, and errors that say which file and why."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+# What a file is called until it is whole: ``.{name}`` and this.
+PARTIAL = ".raymm-partial"
+
+
+class RunFileError(OSError):
+    """A file of a run that cannot be written: the disk is full, read-only, ... Says the path and
+    the cause."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Name the file in what goes wrong while it is written.
+
+    Raises:
+        RunFileError: instead of any other ``OSError``.
+    """
+    try:
+        yield
+    except RunFileError:
+        raise
+    except OSError as error:
+        raise RunFileError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file by another one, atomically; on disk when this returns.
+
+    Raises:
+        RunFileError: it cannot be written; what was there is still there.
+    """
+    temporary = path.with_name(f".{path.name}{PARTIAL}")
+    with writing(path):
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+
+
+def append(path: Path, text: str, durable: bool = False) -> None:
+    """Add to the end of a file; ``durable``: on disk when this returns.
+
+    Raises:
+        RunFileError: it cannot be written.
+    """
+    with writing(path), open(path, "a", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        if durable:
+            os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Force a folder's entries to disk: files are there after a crash only with their names."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_partial(folder: Path) -> list[Path]:
+    """Remove files that were never whole; returns them. For the folder's only writer."""
+    found = sorted(folder.glob(f".*{PARTIAL}"))
+    for file in found:
+        file.unlink(missing_ok=True)
+    return found
