@@ -1,10 +1,11 @@
 """Checkpoints: shards of all ranks, made valid by one atomic rename of a manifest.
 
-``{storage}/checkpoints/step-00000100/`` holds safetensors and ``manifest.json``. Shards
-are written first; the manifest is renamed into place last, so a folder without one is a
-torn checkpoint and is never read. It has a checksum of every shard and of itself, which every
-reader compares first. Tensors are named by module and parameter, not by
-stage, and pieces by their ranges: a checkpoint can be read under another layout.
+``{storage}/checkpoints/step-00000100/`` holds safetensors and ``manifest.json``. Shards are
+written first, beside a mark that says so; the manifest is renamed into place last. A folder with
+the mark and without a manifest is a torn checkpoint: it is never read, and removed at the next
+start. A manifest has a checksum of every shard and of itself, which every reader compares first.
+Tensors are named by module and parameter, not by stage, and pieces by their ranges: a checkpoint
+can be read under another layout.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ from raymm.manifest import (
 )
 from raymm.model import LANGUAGE_MODEL, MultimodalModule
 from raymm.parallel_module import ParallelModule
-from raymm.run_files import RunFileError, remove_partial, sync_folder, writing
+from raymm.run_files import PARTIAL, RunFileError, remove_partial, sync_folder, writing
 
 _FOLDER = re.compile(r"step-(\d{8,})")
+# In folders that are no checkpoint yet, or no more.
+_TORN = f".not-committed{PARTIAL}"
 
 
 @dataclass(frozen=True)
@@ -85,8 +88,8 @@ class CheckpointStore:
         self.current: Path | None = None
 
     def committed(self) -> list[Path]:
-        """Folders of checkpoints with a manifest, oldest first. Nothing in them is verified."""
-        return [folder for folder in self._folders() if (folder / MANIFEST).exists()]
+        """Folders of checkpoints that are not torn, oldest first. Nothing in them is verified."""
+        return [folder for folder in self._folders() if not _is_torn(folder)]
 
     def _folders(self) -> list[Path]:
         try:
@@ -141,7 +144,7 @@ class CheckpointStore:
         removed = []
         for folder in self._folders():
             with writing(folder):
-                if not (folder / MANIFEST).exists():
+                if _is_torn(folder):
                     shutil.rmtree(folder)
                     removed.append(f"{folder}, which was never committed")
                 else:
@@ -158,19 +161,21 @@ class CheckpointStore:
         """
         step = parallel.steps_taken
         folder = self._root / _folder_name(step)
-        if folder == self.current and (folder / MANIFEST).exists():
+        if folder == self.current and (folder / MANIFEST).is_file():
             return folder
         try:
             self._make_room(folder)
             with writing(folder):
                 folder.mkdir(parents=True)
-                for parent in (self._root, self._root.parent):
-                    sync_folder(parent)
+                (folder / _TORN).touch()
+                for one in (folder, self._root, self._root.parent):
+                    sync_folder(one)
             self._write(parallel, folder, trainer)
+            (folder / _TORN).unlink()
         except (RunFileError, ShardError) as error:
             shutil.rmtree(folder, ignore_errors=True)  # it may be what fills the disk
-            kept = self.latest()
-            stays = "there is none before it" if kept is None else f"{kept} stays"
+            before = [one for one in self.committed() if one not in self._corrupt]
+            stays = f"{before[-1]} stays" if before else "there is none before it"
             raise RunFileError(
                 f"the checkpoint of step {step} could not be saved: {error}; {stays}"
             ) from None
@@ -179,11 +184,11 @@ class CheckpointStore:
         return folder
 
     def _make_room(self, folder: Path) -> None:
-        """Remove a torn checkpoint that is in the way; set one with a manifest aside."""
+        """Remove a torn checkpoint that is in the way; set another one aside."""
         with writing(folder):
             if not folder.exists():
                 return
-            if not (folder / MANIFEST).exists():
+            if _is_torn(folder):
                 shutil.rmtree(folder)
                 return
             number, aside = 1, folder.with_name(f"set-aside-{folder.name}")
@@ -218,15 +223,21 @@ class CheckpointStore:
     def _remove_old(self, step: int) -> None:
         """Of the checkpoints up to the one that was just saved, keep the newest. Later ones are
         corrupt: they neither count nor go."""
-        upto = self._folders().index(self._root / _folder_name(step)) + 1
-        counted = [
-            folder for folder in self._folders()[:upto]
-            if folder not in self._corrupt and (folder / MANIFEST).exists()
-        ]
-        for old in counted[: -self._keep]:
-            with writing(old):
-                (old / MANIFEST).unlink()  # first: a half-deleted checkpoint must not look valid
+        counted = [one for one in self.committed() if one not in self._corrupt]
+        upto = counted.index(self._root / _folder_name(step)) + 1
+        for old in counted[:upto][: -self._keep]:
+            with writing(old):  # a half-deleted checkpoint must not look valid, nor damaged
+                (old / _TORN).touch()
+                (old / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(old, ignore_errors=True)  # what stays is removed at the next start
+
+
+def _is_torn(folder: Path) -> bool:
+    """Whether a folder is what a save that was never committed has left. One that has lost its
+    manifest otherwise is a damaged checkpoint."""
+    if not folder.is_dir() or (folder / MANIFEST).exists():
+        return False
+    return (folder / _TORN).exists() or not any(folder.iterdir())
 
 
 def _folder_name(step: int) -> str:

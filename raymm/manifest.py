@@ -99,7 +99,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     if not path.is_file():
-        raise CheckpointError(f"{folder} has no {MANIFEST}: not a checkpoint, or a torn one")
+        raise CheckpointError(f"{folder} has no {MANIFEST}: not a checkpoint, or a damaged one")
     try:
         values = json.loads(path.read_bytes().decode(), object_pairs_hook=_once)
     except OSError as error:
@@ -113,8 +113,8 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path}: format is {found!r:.80}; this raymm reads {CHECKPOINT_FORMAT}, which has "
             "checksums. Export it with the raymm that wrote it, or begin in another storage_path"
         )
-    stated = values.pop("checksum", None)
-    if stated != (due := _checksum(values)):
+    stated, due = values.pop("checksum", None), _checksum(values)
+    if stated != due:
         raise CheckpointError(
             f"{path} was changed after it was written: its checksum is {stated!r:.80}, what it "
             f"says has {due!r}. If you have edited it on purpose, put that in"

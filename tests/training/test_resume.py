@@ -86,8 +86,9 @@ def test_rows_after_the_checkpoint_happen_again_once(finished, raymm, make_confi
     torn = run / "checkpoints" / "step-00000012"
     torn.mkdir()
     (torn / "model-rank0.safetensors").write_bytes(b"half of a sha")
-    code, _ = raymm("train", make_config())
-    assert code == 0
+    (torn / ".not-committed.raymm-partial").touch()
+    code, text = raymm("train", make_config())
+    assert code == 0 and f"removed {torn}, which was never committed" in text
     assert curve(run) == curve(finished.path)
     assert [row["step"] for row in heldout_rows(run)] == [0]  # that of step 12 was dropped
     assert_same_state(run, finished.path)
@@ -112,8 +113,8 @@ def test_a_damaged_manifest_is_named(finished, raymm, make_config, tmp_path, no_
     assert code == 2 and "CheckpointError" in text and str(manifest) in text
 
 
-def test_a_corrupt_shard_is_named_by_the_rank_that_reads_it(
-    finished, raymm, make_config, tmp_path
+def test_a_corrupt_shard_is_named_before_anything_starts(
+    finished, raymm, make_config, tmp_path, no_new_actors
 ):
     run = finished.copy_until(tmp_path / "run", 10)
     shard = run / "checkpoints" / "step-00000010" / "model-rank1.safetensors"
