@@ -67,7 +67,8 @@ class CheckpointStore:
     Args:
         storage: the run's folder.
         keep: how many checkpoints to keep.
-        before_commit: called before a checkpoint is made valid; raises if it must not be.
+        check_owner: called before anything is changed and before a checkpoint is made valid;
+            raises if the folder is not this run's.
 
     Attributes:
         run: what checkpoints say of the run (:class:`Manifest`).
@@ -78,11 +79,11 @@ class CheckpointStore:
         self,
         storage: str | os.PathLike[str],
         keep: int = 2,
-        before_commit: Callable[[], None] = lambda: None,
+        check_owner: Callable[[], None] = lambda: None,
     ) -> None:
         self._root = Path(storage).absolute() / "checkpoints"
         self._keep = keep
-        self._before_commit = before_commit
+        self._check_owner = check_owner
         self._corrupt: set[Path] = set()
         self.run: dict[str, Any] = {}
         self.current: Path | None = None
@@ -163,6 +164,7 @@ class CheckpointStore:
         folder = self._root / _folder_name(step)
         if folder == self.current and (folder / MANIFEST).is_file():
             return folder
+        self._check_owner()
         try:
             self._make_room(folder)
             with writing(folder):
@@ -217,7 +219,7 @@ class CheckpointStore:
             run=self.run,
             trainer=trainer,
         )
-        self._before_commit()
+        self._check_owner()
         write_manifest(folder, manifest)
 
     def _remove_old(self, step: int) -> None:

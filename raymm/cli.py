@@ -29,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.path.insert(0, os.getcwd())  # import paths in configs, as `python -m` has it
     from raymm.actors.group import RankFailedError
     from raymm.run_files import RunFileError
+    from raymm.run_owner import OwnerLostError
     from raymm.user_errors import USER_ERRORS
 
     console = Console(stderr=True)
@@ -41,10 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("RAYMM_TRACEBACK"):
             raise
         return EXIT_USER_ERROR
-    except (RankFailedError, RunFileError) as error:
+    except (RankFailedError, RunFileError, OwnerLostError) as error:
         console.print("[bold red]the run failed:[/]", highlight=False)
         console.print(str(error), markup=False, highlight=False, soft_wrap=True)
-        console.print("Start the same command again to go on from the last checkpoint.")
+        if isinstance(error, RankFailedError):
+            console.print("Start the same command again to go on from the last checkpoint.")
         return EXIT_RUN_FAILED
     except KeyboardInterrupt:
         return _stopped(console, signal.SIGINT)

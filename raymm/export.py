@@ -13,11 +13,8 @@ from transformers import PreTrainedModel
 from raymm.checkpoint import CheckpointStore, load_into_model
 from raymm.data.text import load_tokenizer
 from raymm.model import MultimodalModule
-<<<<<<< HEAD
 from raymm.output import OutputFolder
-=======
 from raymm.run_files import PARTIAL
->>>>>>> 19f19ed (Every shard's checksum is in the manifest and verified before use; a corrupt checkpoint is named and the newest whole one before it is used)
 
 
 class ExportError(RuntimeError):
@@ -44,11 +41,8 @@ def export_model(
 
     Raises:
         ExportError: if there is no checkpoint, or ``output`` exists.
-<<<<<<< HEAD
         ConfigError: if ``output`` cannot be written.
-=======
         CheckpointError: if no checkpoint is whole, or it is of another model.
->>>>>>> 19f19ed (Every shard's checksum is in the manifest and verified before use; a corrupt checkpoint is named and the newest whole one before it is used)
     """
     target = Path(output)
     parent = OutputFolder("output", str(target.parent))

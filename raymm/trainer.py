@@ -23,6 +23,8 @@ from raymm.parallel_module import ParallelModule
 from raymm.plan_request import PlanRequest
 from raymm.planned_run import plan_for_cluster
 from raymm.progress import RunProgress
+from raymm.run_files import remove_partial
+from raymm.run_owner import RunOwner
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.plan import Plan
 from raymm.specs import MultimodalParallelSpec
@@ -118,13 +120,18 @@ class Trainer:
             ConfigError, DataError, CheckpointError, ClusterError, ProbeError: before any rank
                 starts.
             DataError: later, for a sample that cannot be used.
+            RunOwnedError: another run owns the folder and lives.
             RankFailedError: if a rank dies; the last checkpoint is whole.
+            RunFileError, OwnerLostError: the folder cannot be written, or is another run's by now.
         """
         if isinstance(self.data, DataConfig):
             check_data(self.data)
         self._make_folder()
-        store = CheckpointStore(self.path, self.run.keep_checkpoints)
-        for removed in store.remove_leftovers():
+        with RunOwner(self.path, self._say) as owner:
+            return self._fit(CheckpointStore(self.path, self.run.keep_checkpoints, owner.check))
+
+    def _fit(self, store: CheckpointStore) -> Result:
+        for removed in (*remove_partial(self.path), *store.remove_leftovers()):
             self._say(f"removed {removed}")
         checkpoint = store.newest()
         if checkpoint is not None:

@@ -9,8 +9,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # Not for a user to set right: a run that failed, a defect, or caught and told by another.
 OTHERS = {
     "ChannelError", "CutReached", "DriverError", "ExampleError", "Interrupted", "ModuleError",
-    "ModuleTimeoutError", "NoRoomError", "OversubscribedError", "ProgramError", "RankFailedError",
-    "RowError", "ShardError", "TooManyStages", "TooManyTransitions", "UndeclaredRandomnessError",
+    "ModuleTimeoutError", "NoRoomError", "OversubscribedError", "OwnerLostError", "ProgramError",
+    "RankFailedError", "RowError", "RunFileError", "ShardError", "TooManyStages", "TooManyTransitions", "UndeclaredRandomnessError",
     "_Projected",
 }
 

@@ -1,0 +1,225 @@
+"""One run at a time in a folder."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from processes import wait_until
+from tiny_run import child_environment
+
+from raymm import run_owner
+from raymm.config_error import ConfigError
+from raymm.run_owner import OWNER, Owner, OwnerLostError, RunOwnedError, RunOwner
+
+RACERS, ROUNDS = 8, 25
+PATIENCE_S = 120.0
+
+# Owns a folder until its standard input ends.
+HOLDER = """
+import sys
+from pathlib import Path
+from raymm.run_owner import RunOwner
+with RunOwner(Path(sys.argv[1]), print):
+    print("owner", flush=True)
+    sys.stdin.read()
+"""
+
+# In every round many processes take the folder of one that was killed. Who gets it holds it until
+# all others were refused, and is killed then.
+RACE = """
+import json, os, signal, sys
+from pathlib import Path
+from raymm.run_owner import RunOwnedError, RunOwner
+
+folder, racers, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+
+def race(go, outcome, held):
+    os.read(go, 1)
+    try:
+        with RunOwner(folder):
+            os.write(outcome, b"w")
+            os.read(held, 1)
+            os.kill(os.getpid(), signal.SIGKILL)
+    except RunOwnedError:
+        os.write(outcome, b"r")
+    os._exit(0)
+
+found = []
+for _ in range(rounds):
+    go, outcome, held = os.pipe(), os.pipe(), os.pipe()
+    pids = []
+    for _ in range(racers):
+        if not (pid := os.fork()):
+            race(go[0], outcome[1], held[0])
+        pids.append(pid)
+    os.write(go[1], b"g" * racers)
+    said = b""
+    while len(said) < racers:
+        said += os.read(outcome[0], racers)
+    os.write(held[1], b"h" * racers)
+    for pid in pids:
+        os.waitpid(pid, 0)
+    for end in (*go, *outcome, *held):
+        os.close(end)
+    found.append(said.count(b"w"))
+print(json.dumps(found))
+"""
+
+
+def elsewhere(**changes):
+    """An owner on another machine."""
+    values = {"host": "far", "boot": "another", "since": "2026-01-01T00:00:00+00:00", **changes}
+    return replace(Owner.this_process(), **values)
+
+
+def owned_by(folder, owner):
+    (folder / OWNER).write_text(json.dumps(asdict(owner)))
+
+
+def python(script, *arguments, **options):
+    return subprocess.Popen(
+        [sys.executable, "-c", script, *map(str, arguments)], text=True, env=child_environment(),
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options,
+    )
+
+
+def test_the_owner_is_named_and_the_folder_is_free_after_it(tmp_path):
+    with RunOwner(tmp_path) as owner:
+        owner.check()
+        with pytest.raises(RunOwnedError) as error, RunOwner(tmp_path):
+            pass
+        host = os.uname().nodename
+        since = json.loads((tmp_path / OWNER).read_text())["since"]
+        assert f"storage_path is {str(tmp_path)!r}" in str(error.value)
+        assert f"process {os.getpid()} on {host}, since {since}" in str(error.value)
+        assert "end it, or give another storage_path" in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ZeroDivisionError), RunOwner(tmp_path):
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_owner_is_followed_at_once(tmp_path, monkeypatch):
+    """Nothing is waited for: a process that is gone is seen."""
+    monkeypatch.setattr(run_owner.time, "sleep", lambda seconds: pytest.fail("it waits"))
+    with python(HOLDER, tmp_path) as process:
+        assert process.stdout.readline() == "owner\n"
+        with pytest.raises(RunOwnedError, match=f"process {process.pid} on "):
+            RunOwner(tmp_path).__enter__()
+        process.send_signal(signal.SIGKILL)
+        # Not waited for: whoever has ended and was not fetched yet is gone, too.
+        wait_until(
+            lambda: Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2][1] == "Z",
+            PATIENCE_S, "its end",
+        )
+        said = []
+        with RunOwner(tmp_path, said.append):
+            assert f"belonged to process {process.pid} on " in said[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_of_many_that_take_over_at_once_one_gets_it(tmp_path):
+    with python(RACE, tmp_path, RACERS, ROUNDS) as process:
+        winners = json.loads(process.communicate(timeout=PATIENCE_S)[0])
+    assert winners == [1] * ROUNDS
+    with RunOwner(tmp_path):
+        assert [file.name for file in tmp_path.iterdir()] == [OWNER]
+
+
+def test_a_process_number_that_was_given_again_is_another_process(tmp_path):
+    me = Owner.this_process()
+    owned_by(tmp_path, replace(me, started=me.started + 1))
+    with RunOwner(tmp_path) as owner:
+        owner.check()
+
+
+def test_an_owner_elsewhere_is_judged_by_its_signs_of_life(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_owner, "LOOK_S", 0.01)
+    owned_by(tmp_path, elsewhere())
+    beats = threading.Event()
+
+    def beat():
+        while not beats.wait(0.02):
+            os.utime(tmp_path / OWNER)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    said = []
+    try:
+        with pytest.raises(RunOwnedError, match="process .* on far, since 2026-01-01"):
+            RunOwner(tmp_path, said.append).__enter__()
+        assert "looking for a sign of life for at most" in said[0]
+    finally:
+        beats.set()
+        thread.join()
+    monkeypatch.setattr(run_owner, "GONE_AFTER_S", 0.1)
+    with RunOwner(tmp_path, said.append):
+        assert "belonged to" in said[-1] and "on far" in said[-1]
+    # Silent for long already: nothing is waited for.
+    monkeypatch.setattr(run_owner, "GONE_AFTER_S", 60.0)
+    monkeypatch.setattr(run_owner.time, "sleep", lambda seconds: pytest.fail("it waits"))
+    owned_by(tmp_path, elsewhere(namespace=None))
+    os.utime(tmp_path / OWNER, times=(0, time.time() - 61))
+    with RunOwner(tmp_path):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", [b"", b"{}", b"[1]", b'{"pid": "x"}', b"\xff\xff"])
+def test_a_file_that_names_nobody_has_an_owner_that_can_be_silent(tmp_path, monkeypatch, text):
+    (tmp_path / OWNER).write_bytes(text)
+    monkeypatch.setattr(run_owner, "LOOK_S", 0.01)
+    monkeypatch.setattr(run_owner, "GONE_AFTER_S", 0.05)
+    with RunOwner(tmp_path) as owner:
+        owner.check()
+
+
+def test_a_claimant_that_was_killed_before_it_was_done_is_followed(tmp_path):
+    """It had linked its claim, but not put itself in the owner's place."""
+    gone = [replace(Owner.this_process(), started=number) for number in (1, 2)]
+    owned_by(tmp_path, gone[0])
+    (tmp_path / f".owner-after-{gone[0].token}").write_text(json.dumps(asdict(gone[1])))
+    with RunOwner(tmp_path) as owner:
+        owner.check()
+        assert [file.name for file in tmp_path.iterdir()] == [OWNER]
+
+
+def test_an_owner_is_renewed_and_one_that_was_replaced_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_owner, "HEARTBEAT_S", 0.01)
+    with RunOwner(tmp_path) as owner:
+        os.utime(tmp_path / OWNER, times=(0, 0))
+        wait_until(lambda: (tmp_path / OWNER).stat().st_mtime > 1, PATIENCE_S, "a sign of life")
+        (tmp_path / OWNER).unlink()
+        with pytest.raises(OwnerLostError, match="is this run's no more; .*owner.json is gone"):
+            owner.check()
+        owned_by(tmp_path, other := elsewhere())
+        os.utime(tmp_path / OWNER, times=(0, 0))
+        with pytest.raises(OwnerLostError, match=f"belongs to process {other.pid} on far"):
+            owner.check()
+        time.sleep(0.05)  # it renews what is its own only
+    assert (tmp_path / OWNER).stat().st_mtime == 0
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="run.storage_path is .*none'; .* folder that can be"):
+        RunOwner(tmp_path / "none").__enter__()
+
+
+def test_a_second_run_touches_nothing(finished, raymm, make_config, tmp_path, no_new_actors):
+    """Nor does it delete the metrics of the first, or what it is saving."""
+    run = finished.copy_until(tmp_path / "run", 10)
+    torn = run / "checkpoints" / "step-00000012"
+    torn.mkdir()
+    (torn / ".not-committed.raymm-partial").touch()
+    with RunOwner(run):
+        before = {file: file.stat().st_mtime_ns for file in run.rglob("*")}
+        code, text = raymm("train", make_config())
+        assert code == 2 and "RunOwnedError" in text and f"process {os.getpid()} on" in text
+        assert {file: file.stat().st_mtime_ns for file in run.rglob("*")} == before
