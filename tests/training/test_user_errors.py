@@ -10,8 +10,8 @@ ROOT = Path(__file__).resolve().parents[2]
 OTHERS = {
     "ChannelError", "CutReached", "DriverError", "ExampleError", "Interrupted", "ModuleError",
     "ModuleTimeoutError", "NoRoomError", "OversubscribedError", "OwnerLostError", "ProgramError",
-    "RankFailedError", "RowError", "RunFileError", "ShardError", "TooManyStages", "TooManyTransitions", "UndeclaredRandomnessError",
-    "_Projected",
+    "RankFailedError", "RowError", "RunFileError", "ShardError", "TooManyStages",
+    "TooManyTransitions", "UndeclaredRandomnessError", "_Projected",
 }
 
 
