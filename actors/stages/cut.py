@@ -210,7 +210,7 @@ class Passage:
 
         Args:
             received: what the previous stage handed on; None in the first one.
-            what: module and microbatch, for errors.
+            what: which forward it is, for errors.
 
         Raises:
             CutReached: the forward is over, of any stage but the last.
@@ -229,16 +229,16 @@ class Passage:
         """The forward has come to its end."""
         if self._left is None:
             raise NoBlockCalledError(
-                f"{what}: its forward skipped every block, and stages have only what blocks return "
-                "to hand on; give the module one stage (pp 1), or a smaller probability of "
-                "skipping a block in its config (layerdrop)"
+                f"{what} skipped every block, and stages have only what blocks return to hand on; "
+                "give the module one stage (pp 1), or a smaller probability of skipping a block in "
+                "its config (layerdrop)"
             )
         if self._is_last:
             return
         if self._left._version != self._version:
             raise RuntimeError(
-                f"{what}: its forward skipped the last blocks, and changes in place what the one "
-                "before them returned; give the module one stage (pp 1)"
+                f"{what} skipped the last blocks, and changes in place what the one before them "
+                "returned; give the module one stage (pp 1)"
             )
         raise CutReached(self._left)
 

@@ -65,7 +65,8 @@ class PartForward:
         self._draw_as(context)
         if self._passage is None:
             return self._module(**inputs)
-        with self._passage.open(received, f"{self._name!r}, microbatch {context.microbatch}"):
+        what = f"the forward of {self._name!r} in microbatch {context.microbatch}"
+        with self._passage.open(received, what):
             return self._module(**inputs)
 
     def _draw_as(self, context: MicrobatchContext) -> None:

@@ -1,33 +1,53 @@
-"""Random numbers do not depend on where a module is cut, nor do blocks that a forward skips."""
+"""Random numbers do not depend on where a module is cut; nor do blocks that a forward skips."""
 
+import random
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 import transformers as hf
 from stages_in_process import StagesInProcess, reference
+from torch import nn
 
+from raymm.actors.stages.cut import NoBlockCalledError
+from raymm.actors.stages.probe import ProbeError
 from raymm.model import ModalityModule, MultimodalModule
 from raymm.specs import MultimodalParallelSpec, ParallelSpec
 
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+SAMPLES = 400
+SIZE = 16
 
 
-def llm(**options):
-    config = hf.LlamaConfig(
-        **SMALL, num_hidden_layers=2, num_key_value_heads=2, vocab_size=32, **options
+def llm(config_class=hf.LlamaConfig, **options):
+    config = config_class(
+        **SMALL, num_hidden_layers=4, num_key_value_heads=2, vocab_size=32, **options
     )
-    return hf.LlamaForCausalLM(config)
+    torch.manual_seed(1)
+    return hf.AutoModelForCausalLM.from_config(config)
 
 
-def speech(config_class, layers, **options):
-    return config_class(
+def speech(config_class=hf.Wav2Vec2Config, layers=4, **options):
+    torch.manual_seed(0)
+    return hf.AutoModel.from_config(config_class(
         **SMALL, num_hidden_layers=layers, conv_dim=(8, 8), conv_kernel=(10, 3), conv_stride=(5, 2),
         num_conv_pos_embedding_groups=2, num_conv_pos_embeddings=8, mask_time_length=2,
         num_feat_extract_layers=2, **options,
-    )
+    ))
 
 
-def steps(key, shape, microbatches, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+def tower(module, example, **options):
+    return ModalityModule(module, "mlp", frozen=False, example_inputs=example, **options)
+
+
+def hearing(**options):
+    example = {"input_values": torch.randn(1, SAMPLES, generator=torch.Generator().manual_seed(2))}
+    return MultimodalModule({"tower": tower(speech(**options), example)}, llm())
+
+
+def steps(microbatches, key="input_values", shape=(SAMPLES,)):
+    generator = torch.Generator().manual_seed(0)
 
     def batch():
         ids = torch.randint(1, 32, (2, 6), generator=generator)
@@ -37,8 +57,8 @@ def steps(key, shape, microbatches, seed=0):
     return [batch() for _ in range(microbatches)]
 
 
-def bit_errors(mine, due):
-    """What differs in any bit."""
+def wrong_bits(mine, due):
+    """Names of gradients that differ in any bit."""
     assert mine.keys() == due.keys()
     return [
         name for name, gradient in due.items()
@@ -47,21 +67,165 @@ def bit_errors(mine, due):
     ]
 
 
-def compare(model, step, pp, **spec):
-    loss, gradients = reference(model, step)
+def in_stages(model, step, pp, llm_pp=2, **spec):
     layout = MultimodalParallelSpec(
-        {"tower": ParallelSpec(pp=pp)}, ParallelSpec(pp=2), len(step), **spec
+        {name: ParallelSpec(pp=pp) for name in model.encoder_names}, ParallelSpec(pp=llm_pp),
+        len(step), **spec,
     )
-    stages = StagesInProcess(model, layout.plan(model))
+    return StagesInProcess(model, layout.plan(model))
+
+
+def compare(stages, step, due):
+    loss, gradients = due
     assert stages.run(step) == loss
-    assert bit_errors(stages.gradients(), gradients) == []
-    return stages
+    assert wrong_bits(stages.gradients(), gradients) == []
 
 
-@pytest.mark.parametrize("pp", [1, 2, 3])
-@pytest.mark.parametrize("config", [hf.Wav2Vec2Config, hf.HubertConfig])
-def test_layer_drop(config, pp):
+class Calls:
+    """Which blocks of the reference's tower are called, by forward."""
+
+    def __init__(self, model, blocks):
+        self.of_forwards: list[set[int]] = []
+        module = model.materialize().encoders["tower"].module
+        module.register_forward_pre_hook(lambda *_: self.of_forwards.append(set()))
+        for index, block in enumerate(module.get_submodule(blocks)):
+            block.register_forward_hook(lambda *_, index=index: self.of_forwards[-1].add(index))
+
+
+@pytest.mark.parametrize("config_class", [hf.Wav2Vec2Config, hf.HubertConfig])
+def test_blocks_that_a_forward_skips(config_class):
+    """Among them first ones of a stage, those that a stage ends before, and whole stages."""
+    model, step = hearing(config_class=config_class, layerdrop=0.45), steps(20)
+    calls = Calls(model, "encoder.layers")
+    due = reference(model, step)
+    skipped = [set(range(4)) - called for called in calls.of_forwards]
+    assert all(any(index in one for one in skipped) for index in range(4))
+    assert any({0, 1} <= one for one in skipped) and any({2, 3} <= one for one in skipped)
+    for pp in (1, 2, 3):
+        compare(in_stages(model, step, pp), step, due)
+    assert all(gradient is not None for gradient in due[1].values())
+
+
+def test_a_block_that_every_microbatch_skips_has_no_gradient():
+    model, step = hearing(layerdrop=0.6), steps(2)
+    due = reference(model, step)
+    without = {name.split(".")[4] for name, g in due[1].items() if "layers" in name and g is None}
+    assert 0 < len(without) < 4
+    for schedule in ("1f1b", "zero_bubble"):
+        compare(in_stages(model, step, 3, schedule=schedule), step, due)
+
+
+def test_a_forward_without_any_block_is_an_error_that_names_the_cure():
+    model, step = hearing(layerdrop=0.95), steps(2)
+    stages = in_stages(model, step, 2)
+    with pytest.raises(NoBlockCalledError, match="'tower' in microbatch 0 .*pp 1.*layerdrop"):
+        stages.run(step)
+    in_stages(model, step, 1).run(step)
+
+
+def test_draws_outside_the_blocks_are_those_of_all_stages():
+    """The scale of DINOv3's rotary tables."""
+    config = hf.DINOv3ViTConfig(
+        **SMALL, num_hidden_layers=4, image_size=SIZE, patch_size=8, pos_embed_rescale=2.0,
+        drop_path_rate=0.3,
+    )
     torch.manual_seed(0)
-    tower = hf.AutoModel.from_config(speech(config, 4, layerdrop=0.4))
-    model = MultimodalModule({"tower": ModalityModule(tower, "mlp", frozen=False)}, llm())
-    compare(model, steps("input_values", (400,), 12), pp)
+    model = MultimodalModule({"tower": tower(hf.DINOv3ViTModel(config), None)}, llm())
+    step = steps(4, "pixel_values", (3, SIZE, SIZE))
+    due = reference(model, step)
+    for pp in (1, 2, 3):
+        compare(in_stages(model, step, pp), step, due)
+
+
+class NoisyBlock(nn.Module):
+    """Draws from all generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, hidden):
+        scale = 1 + np.random.rand() + random.random()
+        return nn.functional.dropout(self.layer(hidden).sin() * scale, 0.3, self.training) + hidden
+
+
+class NoisyEncoder(nn.Module):
+    """Draws from all of them outside its blocks, too, and, if ``hasty``, leaves out blocks."""
+
+    hidden_size = 4
+
+    def __init__(self, hasty: float = 0.0, in_place: bool = False) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.hasty, self.in_place = hasty, in_place
+        self.blocks = nn.ModuleList(NoisyBlock() for _ in range(4))
+
+    def forward(self, x):
+        hidden = self.stem(x) * (1 + torch.rand(()) + np.random.rand() + random.random())
+        for block in self.blocks:
+            if random.random() >= self.hasty:
+                hidden = block(hidden)
+                noise = 0.1 * np.random.rand()
+                hidden = hidden.add_(noise) if self.in_place else hidden + noise
+        return self.head(hidden)
+
+
+def drop_some(inputs, output):
+    return nn.functional.dropout(output, 0.2)
+
+
+def noisy(**options):
+    torch.manual_seed(0)
+    example = {"x": torch.linspace(-1, 1, 8).view(1, 2, 4)}
+    callbacks = {
+        "preprocess_callback": lambda inputs: {"x": inputs["x"] + torch.rand(())},
+        "postprocess_module_callback": drop_some, "postprocess_projector_callback": drop_some,
+    }
+    encoder = tower(NoisyEncoder(**options), example, **callbacks)
+    dropout = {"attention_dropout": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
+    return MultimodalModule({"tower": encoder}, llm(hf.Phi3Config, pad_token_id=0, **dropout))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"recompute": True}, {"schedule": "zero_bubble"}, {"layers": "all"},
+     {"layers": "matmuls"}, {"copies": 2}],
+    ids=str,
+)  # fmt: skip
+def test_dropout_everywhere(options):
+    """In blocks, around them, in callbacks, from every generator; also where forwards are run
+    again, and in copies."""
+    model, step = noisy(in_place=True), steps(4, "x", (2, 4))
+    due = reference(model, step)
+    spec = {k: v for k, v in options.items() if k in ("recompute", "schedule")}
+    copies = options.get("copies", 1)
+    plan = MultimodalParallelSpec(
+        {"tower": ParallelSpec(pp=2, dp=copies)}, ParallelSpec(pp=2), len(step), **spec
+    ).plan(model)
+    if option := options.get("layers"):
+        plan = replace(plan, stages=tuple(
+            replace(s, layer_options=(option,) * (min(s.layers[1], 4) - s.layers[0]))
+            for s in plan.stages
+        ))
+    stages = StagesInProcess(model, plan)
+    if copies == 1:
+        compare(stages, step, due)
+        return
+    assert stages.run(step) == due[0]
+    for name, gradient in stages.gradients().items():  # summed in another order
+        assert float((gradient - due[1][name]).norm()) <= 1e-6 * float(due[1][name].norm()), name
+
+
+def test_blocks_are_skipped_by_any_generator_and_code_between_runs_once():
+    model, step = noisy(hasty=0.5), steps(12, "x", (2, 4))
+    due = reference(model, step)
+    for pp in (1, 2, 3):
+        compare(in_stages(model, step, pp), step, due)
+
+
+def test_what_cannot_be_right_with_skipped_blocks_is_refused():
+    model = noisy(hasty=0.01, in_place=True)
+    why = "NoisyEncoder cannot be cut between its blocks in training: .*changes in place"
+    with pytest.raises(ProbeError, match=why):
+        in_stages(model, steps(1, "x", (2, 4)), 2)
+    in_stages(model, steps(1, "x", (2, 4)), 1)
