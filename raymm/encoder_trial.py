@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.example_inputs import ExampleError, brief, example_inputs, in_words
 from raymm.actors.stages.message import MicrobatchContext
-from raymm.actors.stages.probe import shrink_config, small_model
+from raymm.actors.stages.small_model import shrink_config, small_model
 from raymm.actors.stages.source import on_meta
 from raymm.batch_rules import INDEX, BatchError, check_range, said
 

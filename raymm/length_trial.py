@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from raymm.actors.stages.probe import small_model
+from raymm.actors.stages.small_model import small_model
 from raymm.actors.stages.source import ModuleSource
 from raymm.batch_rules import BatchError
 

@@ -6,7 +6,7 @@ from torch import nn
 
 _DEPTH_NAMES = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers",
-    "depth",
+    "depth", "num_encoder_layers", "num_decoder_layers", "num_blocks",
 )
 
 
@@ -23,20 +23,33 @@ def find_blocks(module: nn.Module) -> str | None:
     """Dotted name of the list of blocks, or None if the module has none.
 
     It is the ``ModuleList`` (or ``Sequential``) whose length is the config's layer count,
-    or, without a config, any of at least two entries; the largest by parameters.
+    or, without a config, any of at least two entries; the largest by parameters. Of a language
+    model with towers it is one of its decoder.
     """
-    config = getattr(module, "config", None)
+    searched = _decoder(module)
+    config = getattr(searched, "config", None)
     depths = {getattr(config, name) for name in config_depth_names(config)}
+    inside = {id(child) for child in searched.modules()}
     lists = [
         (name, child)
         for name, child in module.named_modules()
-        if name and isinstance(child, nn.ModuleList | nn.Sequential) and len(child) > 0
+        if name and isinstance(child, nn.ModuleList | nn.Sequential)
+        and len(child) > 0 and id(child) in inside
     ]
     matching = [(n, c) for n, c in lists if len(c) in depths]
     candidates = matching or [(n, c) for n, c in lists if len(c) > 1]
     if not candidates:
         return None
     return max(candidates, key=lambda item: _numel(item[1]))[0]
+
+
+def _decoder(module: nn.Module) -> nn.Module:
+    """The part of a language model that its head reads; any other module itself."""
+    head = getattr(module, "get_output_embeddings", lambda: None)
+    if head() is None:
+        return module
+    decoder = getattr(module, "get_decoder", lambda: None)()
+    return decoder if isinstance(decoder, nn.Module) else module
 
 
 def num_blocks(module: nn.Module) -> int:

@@ -30,7 +30,7 @@ class CutInfo:
 
     Attributes:
         blocks: dotted name of the list of blocks.
-        tuple_length: 0 if a block returns a tensor, else the length of its tuple.
+        tuple_length: 0 if a block returns a tensor, else the length of its tuple or list.
         first, middle, last: names of the parameters outside the blocks that the first,
             any middle, and the last stage use.
     """
@@ -84,6 +84,12 @@ class _Placeholder(nn.Module):
             if name not in internal and not isinstance(value, nn.Module | torch.Tensor):
                 self.__dict__[name] = value
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"the forward reads {name!r} of a block that another stage has; of those, a stage has "
+            "plain attributes only"
+        )
+
 
 class PassThrough(_Placeholder):
     """Returns what the stage received, in the shape a block returns."""
@@ -119,6 +125,7 @@ def _in_blocks(name: str, blocks: str) -> int | None:
 
 def stage_parameters(module: nn.Module, info: CutInfo, lo: int, hi: int) -> list[str]:
     """Names of the parameters that blocks [lo, hi) and their surroundings own."""
+    _check_shared(module, info.blocks, lo, hi)
     total = len(module.get_submodule(info.blocks))
     outer = info.outer(lo == 0, hi == total)
     known = info.first | info.middle | info.last
@@ -133,6 +140,30 @@ def stage_parameters(module: nn.Module, info: CutInfo, lo: int, hi: int) -> list
         if owned:
             names.append(name)
     return names
+
+
+class SharedBlocksError(ValueError):
+    """A cut between blocks that have parameters in common."""
+
+
+def _check_shared(module: nn.Module, blocks: str, lo: int, hi: int) -> None:
+    """
+    Raises:
+        SharedBlocksError: if blocks [lo, hi) share parameters with others, or with what is around
+            the blocks: a stage would have none of them, or one of its own.
+    """
+    places: dict[int, dict[int | None, str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        places.setdefault(id(parameter), {})[_in_blocks(name, blocks)] = name
+    for found in places.values():
+        inside = [i for i in found if i is not None and lo <= i < hi]
+        outside = [i for i in found if i not in inside]
+        if inside and outside:
+            raise SharedBlocksError(
+                f"{type(module).__name__} cannot be cut into blocks {lo} to {hi - 1} and others: "
+                f"{found[inside[0]]!r} and {found[outside[0]]!r} are one parameter; cut it "
+                "elsewhere (layers of its ParallelSpec), or give it one stage (pp 1)"
+            )
 
 
 def ghost_parameter(module: nn.Module, name: str) -> None:
@@ -271,7 +302,7 @@ class Passage:
 
     def _leave(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._running:
-            self._leaving(output[0] if isinstance(output, tuple) else output)
+            self._leaving(output[0] if isinstance(output, tuple | list) else output)
 
     def _leaving(self, hidden: torch.Tensor) -> None:
         self._left, self._version = hidden, hidden._version

@@ -169,7 +169,9 @@ class LanguageStage(nn.Module):
         return cls(spec, lo, hi, spec.source.build(None if whole else Part(spec.cut, lo, hi)))
 
     def _keep_labelled_rows(self, head: nn.Module, args: tuple[torch.Tensor]) -> Any:
-        return None if self._rows is None else (args[0][self._rows][None],)
+        if self._rows is None or args[0].shape[:2] != self._rows.shape:
+            return None  # ProphetNet's head has several predictions of each row
+        return (args[0][self._rows][None],)
 
     def run(
         self,
@@ -220,7 +222,8 @@ class LanguageStage(nn.Module):
             return Message((cut.hidden,), side)
         finally:
             rows, self._rows = self._rows, None
-        total = self._cross_entropy_sum(logits[0], targets[rows])
+        labelled = logits[rows] if logits.shape[:2] == rows.shape else logits[0]
+        total = self._cross_entropy_sum(labelled, targets[rows])
         return Message((total / max(context.label_tokens, 1),), {})
 
     def _cross_entropy_sum(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -9,82 +9,19 @@ need them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
 
-from raymm.actors.stages.blocks import config_depth_names, find_blocks
+from raymm.actors.stages.blocks import find_blocks
 from raymm.actors.stages.cut import CutInfo
 from raymm.actors.stages.example_inputs import ExampleError, brief, example_inputs, in_words
-from raymm.actors.stages.probe_error import ProbeError
+from raymm.actors.stages.probe_error import NotRunError, ProbeError
 from raymm.actors.stages.probe_pieces import Run, compare_pieces, skips_blocks
-from raymm.actors.stages.source import ModuleSource, on_meta, set_mode
-
-PROBE_DEPTH = 3
-_PROBE_VOCABULARY = 256
-_PROBE_INTERMEDIATE = 128
-_INTERMEDIATE_NAMES = ("intermediate_size", "n_inner", "ffn_dim", "encoder_ffn_dim", "d_ff")
-_TOKEN_NAMES = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
-
-
-def shrink_config(config: PretrainedConfig) -> PretrainedConfig:
-    """A copy with few layers, one of every kind among them, narrow feed-forwards and a small
-    vocabulary."""
-    small = copy.deepcopy(config)
-    names = config_depth_names(small)
-    depth = getattr(small, names[0]) if names else None
-    per_layer = {
-        name: list(value)
-        for name, value in vars(small).items()
-        if isinstance(value, list | tuple) and depth and len(value) == depth
-    }
-    kept = _layers_of_every_kind(per_layer, depth or PROBE_DEPTH)
-    for name in names:
-        setattr(small, name, len(kept))
-    for name, value in per_layer.items():
-        setattr(small, name, [value[layer] for layer in kept])
-    for name in _INTERMEDIATE_NAMES:
-        if isinstance(getattr(small, name, None), int):
-            setattr(small, name, min(getattr(small, name), _PROBE_INTERMEDIATE))
-    if isinstance(getattr(small, "vocab_size", None), int):
-        small.vocab_size = min(small.vocab_size, _PROBE_VOCABULARY)
-        for name in _TOKEN_NAMES:
-            if isinstance(getattr(small, name, None), int | list):
-                setattr(small, name, 0)
-    return small
-
-
-def _layers_of_every_kind(per_layer: dict[str, list[Any]], depth: int) -> list[int]:
-    """:data:`PROBE_DEPTH` layers, or all of fewer: the first ones, but with some layer of every
-    kind that a list of names (``layer_types``) tells apart; more where there are more kinds."""
-    kinds = [v for v in per_layer.values() if all(isinstance(kind, str) for kind in v)]
-    needed = {tuple(v[layer] for v in kinds): layer for layer in reversed(range(depth))}
-    kept = sorted(needed.values()) if kinds else []
-    kept += [layer for layer in range(depth) if layer not in kept][: PROBE_DEPTH - len(kept)]
-    return sorted(kept)
-
-
-def small_model(source: ModuleSource) -> nn.Module:
-    """A shrunk copy with random weights, on the CPU, in eval mode."""
-    skeleton = source.skeleton()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        if isinstance(skeleton, PreTrainedModel):
-            model = type(skeleton)._from_config(shrink_config(skeleton.config), dtype=torch.float32)
-        else:
-            model = copy.deepcopy(on_meta(skeleton)).to_empty(device="cpu")
-            for parameter in model.parameters():
-                nn.init.normal_(parameter.data, std=0.05)
-            _copy_buffers(skeleton, model)
-    return model.requires_grad_(True).eval()
-
-
-def _copy_buffers(source: nn.Module, target: nn.Module) -> None:
-    for name, buffer in source.named_buffers():
-        target.get_buffer(name).copy_(buffer)
+from raymm.actors.stages.small_model import small_models
+from raymm.actors.stages.source import ModuleSource, set_mode
 
 
 def encoder_inputs(model: nn.Module, inputs: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -97,12 +34,12 @@ def encoder_inputs(model: nn.Module, inputs: Mapping[str, Any] | None) -> dict[s
         try:
             return example_inputs(model)
         except ExampleError as error:
-            raise ProbeError(str(error)) from error
+            raise NotRunError(str(error)) from error
     try:
         with torch.no_grad():
             copy.deepcopy(model)(**copy.deepcopy(dict(inputs)))
     except Exception as error:  # whatever a model may raise
-        raise ProbeError(
+        raise NotRunError(
             f"{type(model).__name__} does not take {in_words(inputs)}, which example_inputs give: "
             f"{brief(error)}; give what a batch has for the encoder"
         ) from error
@@ -115,12 +52,12 @@ def probe_language_model(source: ModuleSource) -> CutInfo:
     Raises:
         ProbeError: if it has no list of blocks, or its pieces differ from the whole.
     """
-    model = small_model(source)
-    return _probe(source, model, _language_run(model))
+    return _probe(source, _language_run)
 
 
 def _language_run(model: nn.Module) -> Run:
-    ids = torch.arange(8)[None] % model.get_input_embeddings().weight.shape[0]
+    ids = torch.arange(8)[None] % _vocabulary(model)
+    _check_embeds(model, ids)
 
     def run(stage: nn.Module, first: bool) -> torch.Tensor:
         embeds = stage.get_input_embeddings()(ids)
@@ -129,6 +66,43 @@ def _language_run(model: nn.Module) -> Run:
         return stage(inputs_embeds=embeds, use_cache=False).logits
 
     return run
+
+
+def _vocabulary(model: nn.Module) -> int:
+    try:
+        return model.get_input_embeddings().weight.shape[0]
+    except (AttributeError, NotImplementedError, TypeError) as error:
+        raise ProbeError(
+            f"{type(model).__name__} has no table of token embeddings (get_input_embeddings), "
+            "which text is embedded with; it cannot be the language model"
+        ) from error
+
+
+def _check_embeds(model: nn.Module, ids: torch.Tensor) -> None:
+    """
+    Raises:
+        ProbeError: if the model cannot be fed embeddings.
+    """
+    name, whole = type(model).__name__, copy.deepcopy(model)
+    failed: list[Exception] = []
+    with torch.no_grad():
+        for inputs in ({"inputs_embeds": whole.get_input_embeddings()(ids)}, {"input_ids": ids}):
+            try:
+                whole(**inputs, use_cache=False).logits  # noqa: B018
+            except Exception as error:  # whatever a model may raise
+                failed.append(error)
+            else:
+                break
+    if len(failed) == 1:
+        raise NotRunError(
+            f"{name} runs on input_ids only, not on inputs_embeds ({brief(failed[0])}); tokens "
+            "that are merged with those of encoders have no ids; take another model"
+        )
+    if failed:
+        raise NotRunError(
+            f"{name} does not run on inputs_embeds and give logits, as a language model must: "
+            f"{brief(failed[0])}"
+        )
 
 
 def probe_encoder(
@@ -143,8 +117,7 @@ def probe_encoder(
     Raises:
         ProbeError: as :func:`probe_language_model`.
     """
-    model = small_model(source)
-    return _probe(source, model, _encoder_run(model, inputs))
+    return _probe(source, lambda model: _encoder_run(model, inputs))
 
 
 def _encoder_run(model: nn.Module, inputs: Mapping[str, Any] | None) -> Run:
@@ -171,12 +144,15 @@ def trains_without_blocks(
     """
     if not set_mode(source.skeleton()).training:
         return False
-    model = small_model(source)
-    blocks = find_blocks(model)
-    if blocks is None:
-        return False
-    run = _language_run(model) if language_model else _encoder_run(model, inputs)
-    return skips_blocks(model.train(), blocks, run)
+
+    def probe(model: nn.Module) -> bool:
+        blocks = find_blocks(model)
+        if blocks is None:
+            return False
+        run = _language_run(model) if language_model else _encoder_run(model, inputs)
+        return skips_blocks(model.train(), blocks, run)
+
+    return _of_one_that_runs(source, probe)
 
 
 def ghost_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -190,7 +166,8 @@ def ghost_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def first_tensor(output: Any) -> torch.Tensor:
-    """The tensor itself, ``last_hidden_state`` of a model output, or a tuple's first entry.
+    """The tensor itself, ``last_hidden_state`` or the only feature map of a model output, or a
+    tuple's first entry.
 
     Raises:
         TypeError: if there is none.
@@ -199,16 +176,48 @@ def first_tensor(output: Any) -> torch.Tensor:
         return output
     if getattr(output, "last_hidden_state", None) is not None:
         return output.last_hidden_state
+    maps = getattr(output, "feature_maps", None)  # a backbone's
+    if maps is not None and len(maps) == 1:
+        return maps[0]
     if isinstance(output, tuple | list) and isinstance(output[0], torch.Tensor):
         return output[0]
-    raise TypeError(f"no tensor in an encoder output of type {type(output).__name__}")
+    several = "" if maps is None else f", with {len(maps)} feature maps"
+    raise TypeError(
+        f"no tensor of features in an encoder output of type {type(output).__name__}{several}; a "
+        "postprocess_module_callback can pick one"
+    )
 
 
-def _probe(source: ModuleSource, model: nn.Module, run: Run) -> CutInfo:
-    name = type(model).__name__
-    blocks = find_blocks(model)
-    if blocks is None:
-        raise ProbeError(f"{name} has no list of blocks to cut between; give it one stage")
-    if len(model.get_submodule(blocks)) < 2:
-        raise ProbeError(f"{name} has a single block; give it one stage")
-    return compare_pieces(model, blocks, run, set_mode(source.skeleton()).training)
+Learned = TypeVar("Learned")
+
+
+def _of_one_that_runs(
+    source: ModuleSource, probe: Callable[[nn.Module], Learned]
+) -> Learned:
+    """What a probe says of the smallest copy that runs at all.
+
+    Raises:
+        ProbeError: as the probe.
+    """
+    failed: list[NotRunError] = []
+    for model in small_models(source):
+        try:
+            return probe(model)
+        except NotRunError as error:
+            failed.append(error)
+    raise failed[0]
+
+
+def _probe(source: ModuleSource, run_of: Callable[[nn.Module], Run]) -> CutInfo:
+    def probe(model: nn.Module) -> CutInfo:
+        name = type(model).__name__
+        blocks = find_blocks(model)
+        if blocks is None:
+            raise ProbeError(
+                f"{name} has no list of blocks to cut between; give it one stage (pp 1)"
+            )
+        if len(model.get_submodule(blocks)) < 2:
+            raise ProbeError(f"{name} has a single block; give it one stage (pp 1)")
+        return compare_pieces(model, blocks, run_of(model), set_mode(source.skeleton()).training)
+
+    return _of_one_that_runs(source, probe)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from raymm.actors.stages.probe import ProbeError, small_model
+from raymm.actors.stages.probe import ProbeError
+from raymm.actors.stages.small_model import small_model
 from raymm.actors.stages.source import ModuleSource
 from raymm.kernels import hf_attention
 from raymm.kernels.attention import attention

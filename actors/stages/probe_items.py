@@ -15,10 +15,11 @@ from torch import nn
 
 from raymm.actors.stages.blocks import find_blocks
 from raymm.actors.stages.context_method import Attend
-from raymm.actors.stages.probe import ProbeError, encoder_inputs, first_tensor, small_model
+from raymm.actors.stages.probe import ProbeError, encoder_inputs, first_tensor
 from raymm.actors.stages.probe_draws import DrawnShapes
 from raymm.actors.stages.probe_pieces import skips_blocks
 from raymm.actors.stages.shared_items import Peers, SharedItems, SharedItemsError
+from raymm.actors.stages.small_model import small_model
 from raymm.actors.stages.source import ModuleSource
 from raymm.kernels import hf_attention
 from raymm.kernels.attention import attention

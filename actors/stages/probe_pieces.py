@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -17,10 +17,11 @@ import torch
 from torch import nn
 
 from raymm.actors.quota.generators import generator_state, generators_kept, seed_generators
-from raymm.actors.stages.cut import CutInfo, CutReached, Passage, prune
+from raymm.actors.stages.cut import CutInfo, CutReached, Passage, ghost_parameter, prune
 from raymm.actors.stages.draws import BlockDraws, Draws
+from raymm.actors.stages.example_inputs import brief
 from raymm.actors.stages.probe_draws import extreme_draws
-from raymm.actors.stages.probe_error import ProbeError
+from raymm.actors.stages.probe_error import NotRunError, ProbeError
 
 # Of forced random decisions. To see what can happen (that it does not in any of them, with three
 # blocks of which each is skipped in every second forward, is a chance of one in 2**24):
@@ -28,8 +29,9 @@ _SEEDS_TO_SEE = range(8)
 # And to compare; of the later ones only those that skip blocks.
 _SEEDS_TO_COMPARE = range(5)
 _SEEDS_IN_ANY_CASE = range(2)
-_FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError)
+_CURE = "give it one stage (pp 1)"
 
+Names = Collection[str]
 Run = Callable[[nn.Module, bool], torch.Tensor]
 """``run(model, first)``: a forward; its output, or, of a piece, whatever is there at its end.
 ``first``: with the real inputs, not with what later stages are given."""
@@ -54,7 +56,7 @@ def whole_forward(model: nn.Module, blocks: str, run: Run, seed: int) -> Forward
 
     def note(index: int, output: object) -> None:
         called.append(index)
-        lengths.append(len(output) if isinstance(output, tuple) else 0)
+        lengths.append(len(output) if isinstance(output, tuple | list) else 0)
 
     whole = copy.deepcopy(model)  # some models keep tensors of their last forward
     listed = whole.get_submodule(blocks)
@@ -154,8 +156,12 @@ class _Pieces:
         """
         try:
             whole = whole_forward(self._model, self._blocks, self._run, seed)
-        except _FAILURES as error:
-            raise self._error(f"its forward fails: {error}") from error
+        except Exception as error:  # whatever a model may raise
+            mode = " in training" if self._model.training else ""
+            raise NotRunError(
+                f"{self._name} does not run as stages run it{mode}: {brief(error)}; a "
+                "language model must take inputs_embeds and give logits, an encoder features"
+            ) from error
         self._check_calls(whole.called)
         total = self._bounds[-1]
         if not whole.called or only_skips and len(whole.called) == total:
@@ -180,7 +186,7 @@ class _Pieces:
 
     def _error(self, why: str) -> ProbeError:
         mode = " in training" if self._model.training else ""
-        return ProbeError(f"{self._name} cannot be cut between its blocks{mode}: {why}")
+        return ProbeError(f"{self._name} cannot be cut between its blocks{mode}: {why}; {_CURE}")
 
     def _check_calls(self, called: tuple[int, ...]) -> None:
         times = [called.count(index) for index in range(self._bounds[-1])]
@@ -188,7 +194,7 @@ class _Pieces:
             wrong = max(range(len(times)), key=times.__getitem__) if max(times) > 1 else 0
             which = f"block {wrong}" if wrong else "its first block"
             raise ProbeError(
-                f"{self._name} runs {which} {times[wrong]} times per forward, not once"
+                f"{self._name} runs {which} {times[wrong]} times per forward, not once; {_CURE}"
             )
 
     def _piece(self, lo: int, hi: int) -> tuple[nn.Module, Passage]:
@@ -208,8 +214,10 @@ class _Pieces:
                 except CutReached as cut:
                     hidden = cut.hidden
                 self._used[number] |= self._reached(stage, hidden)
-        except _FAILURES as error:
-            raise self._error(str(error)) from error
+        except ProbeError:
+            raise
+        except Exception as error:  # whatever a model may raise
+            raise self._error(f"a part of it ends in {brief(error)}") from error
         return hidden
 
     def _reached(self, stage: nn.Module, hidden: torch.Tensor) -> frozenset[str]:
@@ -221,6 +229,62 @@ class _Pieces:
         return self._outer & {n for n, p in stage.named_parameters() if p.grad is not None}
 
     def info(self) -> CutInfo:
-        """What was learned."""
-        middle = self._used[1] if len(self._used) > 2 else frozenset()
-        return CutInfo(self._blocks, self._length or 0, self._used[0], middle, self._used[-1])
+        """What was learned, of what gradients come to and of what pieces cannot do without.
+
+        Raises:
+            ProbeError: pieces with only what they own do not give the same bits as the whole.
+        """
+        self._model.eval()
+        whole = whole_forward(self._model, self._blocks, self._run, 0).output
+        everywhere = CutInfo(self._blocks, self._length or 0, *[self._outer] * 3)
+        unreached = self._outer.difference(*self._used)
+        received: torch.Tensor | None = None
+        owned = []
+        for number, reached in enumerate(self._used):
+            handed = self._alone(everywhere, number, received)
+            owned.append(reached | self._read(everywhere, number, received, handed, unreached))
+            received = handed
+        middle = owned[1] if len(owned) > 2 else frozenset()
+        info = CutInfo(self._blocks, self._length or 0, owned[0], middle, owned[-1])
+        received = None
+        for number in range(len(owned)):
+            received = self._alone(info, number, received)
+        if not torch.allclose(received, whole, rtol=0, atol=0, equal_nan=True):
+            raise self._error("with only the parameters that they use, its pieces differ from it")
+        return info
+
+    def _alone(
+        self, info: CutInfo, number: int, received: torch.Tensor | None, without: Names = ()
+    ) -> torch.Tensor:
+        """What a piece hands on that owns what ``info`` says, but for some parameters."""
+        lo, hi = self._between[number]
+        stage = prune(copy.deepcopy(self._model), info, lo, hi)
+        tied = {id(p) for n, p in stage.named_parameters() if n in without}
+        for name, parameter in list(stage.named_parameters(remove_duplicate=False)):
+            if id(parameter) in tied:
+                ghost_parameter(stage, name)
+        passage, listed = Passage(stage, info, lo, hi), stage.get_submodule(self._blocks)
+        with torch.no_grad(), generators_kept():
+            try:
+                with passage.open(received, self._name):
+                    return _drawing(stage, listed, self._run, not number, 0)
+            except CutReached as cut:
+                return cut.hidden
+
+    def _read(
+        self, everywhere: CutInfo, number: int, received: torch.Tensor | None,
+        handed: torch.Tensor, candidates: Names,
+    ) -> Names:  # fmt: skip
+        """Which of some parameters a piece reads: without them it differs. No gradient comes to
+        frozen tables of positions, which are read without autograd."""
+
+        def differs(names: Names) -> bool:
+            try:
+                without = self._alone(everywhere, number, received, names)
+            except Exception:  # it does not run without them
+                return True
+            return not torch.equal(without, handed)
+
+        if not candidates or not differs(candidates):
+            return frozenset()
+        return frozenset(n for n in candidates if differs({n})) or frozenset(candidates)

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from raymm.actors.stages.probe import ProbeError, encoder_inputs, first_tensor, small_model
+from raymm.actors.stages.probe import ProbeError, encoder_inputs, first_tensor
 from raymm.actors.stages.projector import Projector
+from raymm.actors.stages.small_model import small_model
 from raymm.actors.stages.source import ModuleSource
 from raymm.actors.stages.tensor_plan import Choices, TensorPlan, plan_module, tensor_plan
 from raymm.actors.stages.tensor_rules import generic

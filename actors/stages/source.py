@@ -24,6 +24,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
+from raymm.actors.stages.constructed_values import constructed_values
 from raymm.actors.stages.cut import CutInfo, prune, stage_parameters
 
 
@@ -178,17 +179,45 @@ class ConfigSource(ModuleSource):
         model = self.skeleton()
         owned = _owned(model, part)
         initialize_by_name(model, owned, self.seed)
+        self._complete(model, owned)
         if part is not None:
             prune(model, part.info, part.lo, part.hi)
         return self._finish(model)
 
 
-def initialize_by_name(model: PreTrainedModel, owned: list[str], seed: int) -> None:
-    """Give a meta model real buffers and real, freshly initialised ``owned`` parameters.
+    def _complete(self, model: PreTrainedModel, owned: list[str]) -> None:
+        """Values for what ``_init_weights`` leaves as it is, from the class's constructor.
 
-    Raises:
-        SourceError: if the model class leaves an owned parameter uninitialised.
-    """
+        Raises:
+            SourceError: if that leaves a parameter without values, too.
+        """
+        left = [name for name in owned if torch.isnan(model.get_parameter(name)).any()]
+        if not left:
+            return
+        values = constructed_values(
+            self.model_class, self.model_config, _left_by_init_weights(self.skeleton()),
+            derive_seed(self.seed, "constructor"),
+        )  # fmt: skip
+        for name in left:
+            if name not in values or torch.isnan(values[name]).any():
+                raise SourceError(
+                    f"{type(model).__name__} does not initialise {name!r} from its config; "
+                    "pass a live module or a checkpoint folder instead"
+                )
+            set_tensor(model, name, values[name])
+
+
+def _left_by_init_weights(skeleton: PreTrainedModel) -> set[tuple[int, ...]]:
+    """Shapes of the parameters of a meta model that ``_init_weights`` does not write to. The same
+    on every rank, whatever it owns: what a constructor draws depends on what it makes."""
+    before = {name: p._version for name, p in skeleton.named_parameters()}
+    _init_by_name(skeleton, 0)
+    return {tuple(p.shape) for n, p in skeleton.named_parameters() if p._version == before[n]}
+
+
+def initialize_by_name(model: PreTrainedModel, owned: list[str], seed: int) -> None:
+    """Give a meta model real buffers and real, freshly initialised ``owned`` parameters. What its
+    class's ``_init_weights`` leaves as it is becomes NaN."""
     for name in owned:
         meta = model.get_parameter(name)
         set_tensor(model, name, torch.full(meta.shape, float("nan"), dtype=meta.dtype))
@@ -196,16 +225,14 @@ def initialize_by_name(model: PreTrainedModel, owned: list[str], seed: int) -> N
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[key] = torch.zeros_like(buffer, device="cpu")
+    _init_by_name(model, seed)
+
+
+def _init_by_name(model: PreTrainedModel, seed: int) -> None:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for name, module in reversed(list(model.named_modules())):
             torch.manual_seed(derive_seed(seed, name))
             _enclosing_model(model, name)._init_weights(module)
-    for name in owned:
-        if torch.isnan(model.get_parameter(name)).any():
-            raise SourceError(
-                f"{type(model).__name__} does not initialise {name!r} from its config; "
-                "pass a live module or a checkpoint folder instead"
-            )
 
 
 def _enclosing_model(model: PreTrainedModel, name: str) -> PreTrainedModel:
