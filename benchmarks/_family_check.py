@@ -1,0 +1,275 @@
+"""One class, cut in two, against itself uncut: loss and every gradient, in training mode."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from benchmarks._family_classes import ENCODER, LANGUAGE, Family
+from benchmarks._family_configs import UnmakeableError, tiny_configs
+from benchmarks._family_inputs import item_candidates, text_microbatches
+from raymm.actors.executor import Executor, StepMeta
+from raymm.actors.stages.blocks import num_blocks
+from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
+from raymm.actors.stages.language import LanguageSpec, LanguageStage
+from raymm.actors.stages.merge import Prepend
+from raymm.actors.stages.message import Message
+from raymm.actors.stages.probe import probe_encoder, probe_language_model
+from raymm.actors.stages.source import ConfigSource, derive_seed
+from raymm.scheduler.program import Instruction, Op
+
+EXACT, REFUSED, UNCLEAR, WRONG = "exact", "refused", "unclear", "wrong"
+NOT_APPLICABLE = "not_applicable"
+TOLERANCE = 1e-5  # of a gradient's own norm
+# Gradients of what a softmax or a normalisation takes away again are zero but for rounding.
+ROUNDING = 1e-7  # of the largest gradient's norm
+_NOISE = 0.02  # added to all parameters, since many begin as zeros or ones
+_MICROBATCHES = 2
+# A class that may be an encoder of text or a language model is to be the latter.
+_FLAGS = {LANGUAGE: {"is_decoder": True}, ENCODER: {}}
+_MOST_PARAMETERS = 80_000_000
+_STEP, _SEED = 3, 5
+
+# Errors of transformers itself that say that a class cannot be run here, or on these inputs alone.
+_NOT_ALONE = re.compile(
+    r"[^|]*(requires the \w+ library|missing \d+ required (positional|keyword-only) argument)[^|]*"
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a class: one of the five results, and a sentence unless it is exact."""
+
+    result: str
+    sentence: str = ""
+
+
+class Objective(nn.Module):
+    """A scalar that every feature has a part in; it stands for the language model."""
+
+    training = True
+    may_draw = False
+
+    def run(self, inputs: Any, received: dict[str, Message], context: Any) -> Message:
+        (message,) = received.values()
+        (features,) = message.tensors
+        generator = torch.Generator().manual_seed(features.numel())
+        weights = torch.randn(features.shape, generator=generator)
+        return Message(((features.float() * weights).sum() / weights.numel() ** 0.5,), {})
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A module as stages of the executor.
+
+    Attributes:
+        build: makes blocks [lo, hi) of it.
+        blocks: how many there are.
+        inputs: of its first stage, per microbatch.
+        label_tokens: of the step.
+        objective: whether features come out, not a loss.
+    """
+
+    build: Callable[[int, int], nn.Module]
+    blocks: int
+    inputs: list[dict[str, Any]]
+    label_tokens: int
+    objective: bool
+
+
+def check(family: Family, training: bool = True) -> Outcome:
+    """Cut a class in two and compare."""
+    try:
+        config, inputs = runnable(family, training)
+    except UnmakeableError as error:
+        alone = _NOT_ALONE.search(str(error))
+        return Outcome(NOT_APPLICABLE, alone[0]) if alone else Outcome(UNCLEAR, str(error))
+    try:
+        chain = _chain(family, config, inputs)
+        cut = _step(chain, [chain.blocks // 2], training)
+        whole = _step(chain, [], training)
+    except Exception as error:  # noqa: BLE001  whatever it is, it is the outcome
+        if type(error).__module__.startswith("raymm."):
+            return Outcome(REFUSED, str(error))
+        return Outcome(UNCLEAR, _last_lines(error))
+    problems = differences(cut, whole)
+    return Outcome(WRONG, "; ".join(problems)) if problems else Outcome(EXACT)
+
+
+def _last_lines(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    where = " < ".join(f"{f.filename.rpartition('/')[2]}:{f.lineno}" for f in frames[:-4:-1])
+    text = " ".join(str(error).split())[:300]
+    return f"{type(error).__name__}: {text} ({where})"
+
+
+def runnable(family: Family, training: bool) -> tuple[PretrainedConfig, list[dict[str, Any]]]:
+    """A tiny configuration, and microbatches, with which the class runs as transformers has it.
+
+    Raises:
+        UnmakeableError: if there is none.
+    """
+    errors: list[str] = []
+    try:
+        for config in tiny_configs(family.config_class, _FLAGS[family.kind]):
+            for microbatches in _tries(family, config, errors):
+                return config, microbatches
+    except UnmakeableError as error:
+        errors.append(str(error))
+    raise UnmakeableError(f"no tiny configuration runs: {' | '.join(dict.fromkeys(errors))[:600]}")
+
+
+def _tries(
+    family: Family, config: PretrainedConfig, errors: list[str]
+) -> Iterator[list[dict[str, Any]]]:
+    torch.manual_seed(0)
+    _complete(config)
+    try:
+        with torch.device("meta"):
+            size = sum(p.numel() for p in family.model_class._from_config(config).parameters())
+        if size > _MOST_PARAMETERS:
+            raise ValueError(f"{size:,} parameters are more than tiny")
+        model = family.model_class._from_config(config).train(True)
+    except Exception as error:  # noqa: BLE001
+        errors.append(_last_lines(error))
+        return
+    if family.kind == LANGUAGE:
+        candidates = iter([text_microbatches(_vocabulary(model), _MICROBATCHES)])
+    else:
+        streams = [item_candidates(model, config, seed) for seed in range(_MICROBATCHES)]
+        candidates = (list(several) for several in zip(*streams, strict=False))
+    for microbatches in candidates:
+        try:
+            shown = microbatches[0]
+            if family.kind == LANGUAGE:
+                output = model(input_ids=shown["input_ids"], use_cache=False).logits
+            else:
+                output = _float_tensors(model(**shown))
+            if not all(bool(torch.isfinite(t).all()) for t in output):
+                raise ValueError("the output is not finite")
+            sum(t.float().sum() for t in output if t.requires_grad).backward()
+        except Exception as error:  # noqa: BLE001
+            errors.append(_last_lines(error))
+            continue
+        yield microbatches
+
+
+def _vocabulary(model: nn.Module) -> int:
+    table = model.get_input_embeddings()
+    tables = list(table) if isinstance(table, nn.ModuleList) else [table]  # Musicgen's
+    return tables[0].weight.shape[0]
+
+
+def _complete(config: PretrainedConfig) -> None:
+    """What the configuration of an attention part forgets to have, though its model reads it."""
+    for part in vars(config).values():
+        if isinstance(part, PretrainedConfig) and "Attention" in type(part).__name__:
+            part.rope_theta = getattr(part, "rope_theta", 10000.0)
+            if vars(part).get("clip_qkv", 0) is None:
+                part.clip_qkv = 8.0
+
+
+def _float_tensors(output: Any) -> list[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        return [output] if output.is_floating_point() else []
+    if isinstance(output, Mapping):
+        output = list(output.values())
+    return (
+        [t for one in output for t in _float_tensors(one)]
+        if isinstance(output, list | tuple)
+        else []
+    )
+
+
+def _chain(family: Family, config: PretrainedConfig, inputs: list[dict[str, Any]]) -> Chain:
+    source = ConfigSource(family.model_class, config, seed=1)
+    blocks = num_blocks(source.skeleton())
+    if family.kind == LANGUAGE:
+        spec: Any = LanguageSpec("llm", source, blocks, Prepend())
+        spec = dataclasses.replace(spec, cut=probe_language_model(source))
+        labels = sum(int((one["labels"][:, 1:] != -100).sum()) for one in inputs)
+        return Chain(_Builder(LanguageStage, spec), blocks, inputs, labels, False)
+    spec = EncoderSpec("enc", source, blocks)
+    spec = dataclasses.replace(spec, cut=probe_encoder(source, inputs[0]))
+    return Chain(_Builder(EncoderStage, spec), blocks, inputs, 1, True)
+
+
+@dataclass(frozen=True)
+class _Builder:
+    stage: Any
+    spec: Any
+
+    def __call__(self, lo: int, hi: int) -> nn.Module:
+        built = self.stage.build(self.spec, lo, hi)
+        with torch.no_grad():
+            for name, parameter in built.named_parameters():
+                generator = torch.Generator().manual_seed(derive_seed("noise", name))
+                parameter += _NOISE * torch.randn(parameter.shape, generator=generator)
+        return built
+
+
+Result = tuple[float, dict[str, torch.Tensor | None]]
+
+
+def _step(chain: Chain, cuts: list[int], training: bool) -> Result:
+    """A step's loss and gradients, with stages that end at ``cuts``."""
+    bounds = [0, *cuts, chain.blocks]
+    stages: dict[str, Any] = {
+        f"part.{n}": chain.build(lo, hi) for n, (lo, hi) in enumerate(itertools.pairwise(bounds))
+    }
+    if chain.objective:
+        stages["llm.0"] = Objective()
+    names = list(stages)
+    edges = list(itertools.pairwise(names))
+    executor = Executor(stages, edges, {}, {}, {})
+    program = []
+    for m in range(len(chain.inputs)):
+        program += [Instruction(Op.FORWARD, name, m) for name in names]
+        program += [Instruction(Op.BACKWARD, name, m) for name in reversed(names)]
+    meta = StepMeta(
+        _STEP, chain.label_tokens, tuple(range(len(chain.inputs))), _SEED, training=training
+    )
+    result = executor.run(executor.compile(program), {names[0]: chain.inputs}, meta)
+    gradients: dict[str, torch.Tensor | None] = {}
+    for stage in stages.values():
+        for name, parameter in stage.named_parameters():
+            known, new = gradients.get(name), parameter.grad
+            gradients[name] = new if known is None else known if new is None else known + new
+    return sum(result.losses.values()), gradients
+
+
+def differences(cut: Result, whole: Result) -> list[str]:
+    """What differs by more than rounding, the worst first."""
+    (loss, mine), (expected, due) = cut, whole
+    problems = []
+    if not math.isfinite(loss) or abs(loss - expected) > TOLERANCE * abs(expected):
+        problems.append(f"loss {loss:.7g}, not {expected:.7g}")
+    problems += [f"{name}: missing" for name in due if name not in mine]
+    problems += [f"{name}: not expected" for name in mine if name not in due]
+    floor = ROUNDING * max((float(g.norm()) for g in due.values() if g is not None), default=0.0)
+    errors = []
+    for name in mine.keys() & due.keys():
+        ours, theirs = mine[name], due[name]
+        if ours is None and theirs is None:
+            continue
+        # No gradient is a gradient of zero: a parameter that one cut does not come to.
+        ours = torch.zeros_like(theirs) if ours is None else ours
+        theirs = torch.zeros_like(ours) if theirs is None else theirs
+        error, norm = float((ours - theirs).double().norm()), float(theirs.double().norm())
+        if not error <= max(TOLERANCE * norm, floor):
+            errors.append((error / max(norm, 1e-30), name))
+    errors.sort(reverse=True)
+    problems += [f"{name}: relative error {error:.1e}" for error, name in errors[:3]]
+    if len(errors) > 3:
+        problems.append(f"and {len(errors) - 3} of {len(due)} gradients more")
+    return problems

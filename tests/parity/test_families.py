@@ -1,0 +1,37 @@
+"""Awkward families of transformers, cut in two against themselves uncut, in training mode."""
+
+import pytest
+import torch
+
+from benchmarks._family_check import EXACT, REFUSED, check
+from benchmarks._family_classes import ENCODER, LANGUAGE, named
+from benchmarks.families import QUICK
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind, name", [(k, n) for k in (LANGUAGE, ENCODER) for n in QUICK[k]])
+def test_a_family_is_exact(kind, name):
+    outcome = check(named(kind, name))
+    assert (outcome.result, outcome.sentence) == (EXACT, "")
+
+
+@pytest.mark.parametrize(
+    "kind, name, why",
+    [
+        (LANGUAGE, "Gemma3nForCausalLM", "cannot be cut between its blocks"),
+        (LANGUAGE, "ZambaForCausalLM", "are one parameter"),
+        (LANGUAGE, "CpmAntForCausalLM", "input_ids only"),
+        (LANGUAGE, "HrmTextForCausalLM", "runs its first block"),
+    ],
+)
+def test_a_family_that_cannot_be_cut_is_refused_by_name(kind, name, why):
+    outcome = check(named(kind, name))
+    assert outcome.result == REFUSED, outcome.sentence
+    assert name in outcome.sentence and why in outcome.sentence
