@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from raymm.actors.quota.generators import generators_kept
-from raymm.actors.stages.blocks import find_blocks, num_blocks
+from raymm.actors.stages.blocks import checkpoints_itself, find_blocks, num_blocks
 from raymm.actors.stages.draws import module_draws
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.language import LanguageSpec, LanguageStage, label_mask
@@ -418,7 +418,14 @@ class MultimodalModule(nn.Module):
             seed: of the run, as of :class:`raymm.parallel.MultimodalParallelModule`.
             step: its steps are counted from 0.
             microbatch: its number within the step, from 0.
+
+        Raises:
+            ModelError: a module with gradient checkpointing of its own, whose backward would draw
+                other numbers.
         """
+        for name, part in self.materialize().named_children():
+            if part.module is not None and checkpoints_itself(part.module):
+                raise ModelError(f"{name} has gradient checkpointing of its own; disable it")
         self._drawn = seed, step, microbatch
         try:
             with generators_kept():

@@ -52,6 +52,11 @@ def _decoder(module: nn.Module) -> nn.Module:
     return decoder if isinstance(decoder, nn.Module) else module
 
 
+def checkpoints_itself(module: nn.Module) -> bool:
+    """Whether a transformers model runs layers again in its backward by its own means."""
+    return any(getattr(one, "gradient_checkpointing", False) for one in module.modules())
+
+
 def num_blocks(module: nn.Module) -> int:
     """How many blocks the module has; 1 if it cannot be cut."""
     name = find_blocks(module)

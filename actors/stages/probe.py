@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from raymm.actors.stages.blocks import find_blocks
+from raymm.actors.stages.blocks import checkpoints_itself, find_blocks
 from raymm.actors.stages.cut import CutInfo
 from raymm.actors.stages.example_inputs import ExampleError, brief, example_inputs, in_words
 from raymm.actors.stages.probe_error import NotRunError, ProbeError
@@ -209,6 +209,14 @@ def _of_one_that_runs(
 
 
 def _probe(source: ModuleSource, run_of: Callable[[nn.Module], Run]) -> CutInfo:
+    skeleton = source.skeleton()
+    if checkpoints_itself(skeleton):
+        raise ProbeError(
+            f"{type(skeleton).__name__} has gradient checkpointing of its own, which runs blocks "
+            "again without what another stage handed them; call gradient_checkpointing_disable() "
+            "and plan it with recompute, or give it one stage (pp 1)"
+        )
+
     def probe(model: nn.Module) -> CutInfo:
         name = type(model).__name__
         blocks = find_blocks(model)

@@ -103,8 +103,18 @@ def _drawing_alike(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _contexts(kept: frozenset[Any]) -> Any:
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if operator in kept:
+        if operator in kept and not _drops_out(operator, args, kwargs):
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
+
+
+def _drops_out(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an attention draws a dropout mask. If its output were kept, the draw would not be
+    made again, and all later ones in the block would be others."""
+    for place, argument in enumerate(operator._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[place] if place < len(args) else kwargs.get(argument.name, 0.0)
+            return given > 0.0
+    return False

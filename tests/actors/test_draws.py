@@ -9,10 +9,12 @@ import torch
 import transformers as hf
 from stages_in_process import StagesInProcess, reference
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 from raymm.actors.stages.cut import NoBlockCalledError
 from raymm.actors.stages.probe import ProbeError
-from raymm.model import ModalityModule, MultimodalModule
+from raymm.actors.stages.recomputed_layers import _ATTENTION, _contexts
+from raymm.model import ModalityModule, ModelError, MultimodalModule
 from raymm.specs import MultimodalParallelSpec, ParallelSpec
 
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
@@ -149,6 +151,11 @@ class NoisyBlock(nn.Module):
         return nn.functional.dropout(self.layer(hidden).sin() * scale, 0.3, self.training) + hidden
 
 
+def add_noise(block, inputs, output):
+    """A user's hook."""
+    return output + torch.rand(())
+
+
 class NoisyEncoder(nn.Module):
     """Draws from all of them outside its blocks, too, and, if ``hasty``, leaves out blocks."""
 
@@ -159,6 +166,7 @@ class NoisyEncoder(nn.Module):
         self.stem, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
         self.hasty, self.in_place = hasty, in_place
         self.blocks = nn.ModuleList(NoisyBlock() for _ in range(4))
+        self.blocks[1].register_forward_hook(add_noise)
 
     def forward(self, x):
         hidden = self.stem(x) * (1 + torch.rand(()) + np.random.rand() + random.random())
@@ -229,3 +237,36 @@ def test_what_cannot_be_right_with_skipped_blocks_is_refused():
     with pytest.raises(ProbeError, match=why):
         in_stages(model, steps(1, "x", (2, 4)), 2)
     in_stages(model, steps(1, "x", (2, 4)), 1)
+
+
+def test_draws_in_evaluation():
+    """Some modules draw whatever their mode: masked autoencoders, say. Here a frozen one."""
+    step = steps(3, "x", (2, 4))
+    losses = []
+    for pp in (1, 2, 3):
+        model = noisy()
+        model.freeze()
+        stages = in_stages(model, step, pp)
+        losses += [stages.run(step, training=False) for _ in range(2)]
+    assert len(set(losses)) == 1
+
+
+def test_gradient_checkpointing_of_a_models_own():
+    """It draws what its forward drew; cut, it would not know what other stages handed over."""
+    model, step = hearing(hidden_dropout=0.3, layerdrop=0.4), steps(4)
+    due = reference(model, step)
+    model.encoders["tower"].module.gradient_checkpointing_enable()
+    compare(in_stages(model, step, 1), step, due)
+    with pytest.raises(ProbeError, match="gradient_checkpointing_disable.*recompute"):
+        in_stages(model, step, 2)
+    with pytest.raises(ModelError, match="tower_encoder has gradient checkpointing"):
+        reference(model, step)
+
+
+def test_attention_that_drops_out_is_not_kept():
+    """Otherwise what is drawn after it would be drawn anew."""
+    policy = _contexts(frozenset(_ATTENTION))[0].policy_fn
+    query = torch.zeros(1, 1, 2, 4)
+    for operator in _ATTENTION[1:3]:
+        kept = [policy(None, operator, query, query, query, dropout_p=p) for p in (0.0, 0.1)]
+        assert kept == [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE]

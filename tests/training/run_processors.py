@@ -18,6 +18,11 @@ def image(path: str) -> dict[str, torch.Tensor]:
     return {"pixel_values": torch.from_numpy(pixels).permute(2, 0, 1) / 255}
 
 
+def sound(path: str) -> dict[str, torch.Tensor]:
+    """(576,) samples: an image's pixels, three times."""
+    return {"input_values": image(path)["pixel_values"].flatten().repeat(3) - 0.5}
+
+
 def slow_image(path: str) -> dict[str, torch.Tensor]:
     """``image`` that takes its time, so that a test can interfere in the middle of a run."""
     time.sleep(0.25)
