@@ -108,6 +108,19 @@ def test_blocks_that_a_forward_skips(config_class):
     assert all(gradient is not None for gradient in due[1].values())
 
 
+def test_a_language_model_that_skips_blocks():
+    torch.manual_seed(1)
+    model = MultimodalModule({}, hf.OPTForCausalLM(hf.OPTConfig(
+        hidden_size=16, ffn_dim=16, num_hidden_layers=4, num_attention_heads=2, vocab_size=32,
+        word_embed_proj_dim=8, layerdrop=0.45, max_position_embeddings=64, pad_token_id=0,
+        tie_word_embeddings=False,
+    )))
+    step = [{k: v for k, v in one.items() if k != "tower"} for one in steps(8)]
+    due = reference(model, step)
+    for pp in (2, 4):
+        compare(in_stages(model, step, 1, llm_pp=pp), step, due)
+
+
 def test_a_block_that_every_microbatch_skips_has_no_gradient():
     model, step = hearing(layerdrop=0.6), steps(2)
     due = reference(model, step)

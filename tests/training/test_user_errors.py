@@ -9,9 +9,10 @@ ROOT = Path(__file__).resolve().parents[2]
 # Not for a user to set right: a run that failed, a defect, or caught and told by another.
 OTHERS = {
     "ChannelError", "CutReached", "DriverError", "ExampleError", "Interrupted", "ModuleError",
-    "ModuleTimeoutError", "NoRoomError", "OversubscribedError", "OwnerLostError", "ProgramError",
-    "RankFailedError", "RowError", "RunFileError", "ShardError", "TooManyStages",
-    "TooManyTransitions", "UndeclaredRandomnessError", "_Projected",
+    "ModuleTimeoutError", "NoBlockCalledError", "NoRoomError", "OversubscribedError",
+    "OwnerLostError", "ProgramError", "RankFailedError", "RowError", "RunFileError",
+    "ShardError", "TooManyStages", "TooManyTransitions", "UndeclaredRandomnessError",
+    "_Projected",
 }
 
 
