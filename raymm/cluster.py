@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import ray
 
 from raymm.actors.group import ClusterError
+from raymm.embedded_ray import start_embedded_ray
 
 
 def connect(quiet: bool = True) -> bool:
@@ -25,19 +26,25 @@ def connect(quiet: bool = True) -> bool:
         Whether an embedded Ray was started (and should be shut down in the end).
 
     Raises:
-        ClusterError: if there is no cluster at ``RAY_ADDRESS``.
+        ClusterError: if there is no cluster at ``RAY_ADDRESS``, or an embedded one does not
+            come up.
     """
     if ray.is_initialized():
         return False
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # import paths in configs; ranks inherit sys.path
+    # What one rank raises is said once; others that lost it would each add a traceback.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     address = os.environ.get("RAY_ADDRESS")
     embedded = address in (None, "", "local")
-    options = {"include_dashboard": False} if embedded else {}
-    try:
-        ray.init(log_to_driver=not quiet, logging_level="ERROR", **options)
-    except ConnectionError as error:
-        raise ClusterError(f"RAY_ADDRESS is {address!r}; cannot connect: {error}") from None
+    options = {"log_to_driver": not quiet, "logging_level": "ERROR"}
+    if embedded:
+        start_embedded_ray(**options)
+    else:
+        try:
+            ray.init(**options)
+        except (ConnectionError, TimeoutError) as error:
+            raise ClusterError(f"RAY_ADDRESS is {address!r}; cannot connect: {error}") from None
     if threading.current_thread() is threading.main_thread():
         # ray.init() makes SIGTERM raise SystemExit, and then lays a handler of its C++ side over
         # that one, which aborts the process three seconds later, in the middle of an orderly end.

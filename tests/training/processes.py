@@ -4,7 +4,11 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from ipaddress import ip_address
 from pathlib import Path
+
+# The state of a TCP socket in /proc/net/tcp.
+LISTEN = 10
 
 
 def parents() -> dict[int, int]:
@@ -46,6 +50,26 @@ def ranks_of(driver: int) -> list[int]:
     return sorted(
         pid for pid, title in titles(descendants(driver)).items() if "ray::RankActor" in title
     )
+
+
+def listening(pids: set[int]) -> set[str]:
+    """Addresses of TCP sockets that processes listen at."""
+    found, inodes = set(), set()
+    for pid in pids:
+        for file in (Path(f"/proc/{pid}/fd").iterdir() if Path(f"/proc/{pid}").is_dir() else ()):
+            try:
+                inodes.add(os.readlink(file))
+            except OSError:
+                continue
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *more = line.split()
+            if int(state, 16) == LISTEN and f"socket:[{more[5]}]" in inodes:
+                words = bytes.fromhex(local.partition(":")[0])
+                turned = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
+                address = ip_address(turned)
+                found.add(str(getattr(address, "ipv4_mapped", None) or address))
+    return found
 
 
 def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:

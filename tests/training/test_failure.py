@@ -4,9 +4,18 @@ import os
 import re
 import signal
 from contextlib import contextmanager
+from ipaddress import ip_address
 
 import pytest
-from processes import all_gone, descendants, end_group, ranks_of, wait_until
+from processes import (
+    all_gone,
+    descendants,
+    end_group,
+    listening,
+    ranks_of,
+    titles,
+    wait_until,
+)
 from tiny_run import curve, heldout_rows, start
 
 from raymm.checkpoint import CheckpointStore, read_manifest
@@ -88,10 +97,17 @@ def test_interrupted_again_and_again_equals_the_whole(finished, make_config, tmp
     assert second >= first
 
     with run.running(more_steps=1) as driver:
-        ranks = set(ranks_of(driver.pid))
+        started = descendants(driver.pid)
+        assert any("raylet" in title for title in titles(started).values())
+        # Nobody else can reach them, and nobody else's processes go before them.
+        addresses = listening(started | {driver.pid})
+        assert addresses and all(ip_address(one).is_loopback for one in addresses), addresses
+        assert {os.getpriority(os.PRIO_PROCESS, rank) for rank in ranks_of(driver.pid)} == {
+            os.getpriority(os.PRIO_PROCESS, driver.pid)
+        }
         driver.kill()
         driver.wait(PATIENCE_S)
-        wait_until(lambda: all_gone(ranks), 30, "the end of the ranks")
+        wait_until(lambda: all_gone(started), 30, "the end of all processes of the run")
     assert run.last_step() >= second and len(curve(run.run)) < 12
 
     code, text = raymm("train", make_config())
