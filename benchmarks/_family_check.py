@@ -37,7 +37,7 @@ _NOISE = 0.02  # added to all parameters, since many begin as zeros or ones
 _MICROBATCHES = 2
 # A class that may be an encoder of text or a language model is to be the latter.
 _FLAGS = {LANGUAGE: {"is_decoder": True}, ENCODER: {}}
-_MOST_PARAMETERS = 80_000_000
+_MOST_PARAMETERS = 200_000_000
 _STEP, _SEED = 3, 5
 
 # Errors of transformers itself that say that a class cannot be run here, or on these inputs alone.
@@ -93,7 +93,7 @@ def check(family: Family, training: bool = True) -> Outcome:
         config, inputs = runnable(family, training)
     except UnmakeableError as error:
         alone = _NOT_ALONE.search(str(error))
-        return Outcome(NOT_APPLICABLE, alone[0]) if alone else Outcome(UNCLEAR, str(error))
+        return Outcome(NOT_APPLICABLE, alone[0].strip()) if alone else Outcome(UNCLEAR, str(error))
     try:
         chain = _chain(family, config, inputs)
         cut = _step(chain, [chain.blocks // 2], training)

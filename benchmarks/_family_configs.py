@@ -62,6 +62,8 @@ _INDEXER = {
     "indexer_compress_ratio": 2,
 }  # fmt: skip
 
+_LISTS = ("depths", "hidden_sizes", "stage_names")
+
 
 class UnmakeableError(ValueError):
     """No configuration of a class could be made."""
@@ -178,6 +180,7 @@ def _remade(
         )
     }
     kept.update(smaller)
+    kept = {n: list(v) if isinstance(v, tuple) and n in _LISTS else v for n, v in kept.items()}
     kept.update({name: value for name, value in shrink.flags.items() if name in kept})
 
     return type(config)(**kept)
@@ -288,6 +291,8 @@ def _smaller(
             smaller[name] = values["languages"][0]
         if value is None and name in _INDEXER:
             smaller[name] = _INDEXER[name]
+        if name.endswith("_coefficient") and shrink.widths:
+            smaller[name] = min(value, 0.5)  # what EfficientNet has for sizes
         if name == "axial_pos_shape":
             smaller[name] = [3, 4]  # what there are of tokens
         if value is None and name == "num_key_value_heads":

@@ -48,19 +48,16 @@ RESULTS = (EXACT, REFUSED, UNCLEAR, WRONG, NOT_APPLICABLE)
 QUICK = {
     LANGUAGE: (
         "GPT2LMHeadModel",  # dropout, tied embeddings
-        "OPTForCausalLM",  # embeddings narrower than blocks; layer drop
+        "OPTForCausalLM",  # embeddings narrower than blocks
         "Qwen3MoeForCausalLM",  # experts
         "Gemma3ForCausalLM",  # layers of two kinds
-        "MarianForCausalLM",  # a frozen table of positions
-        "RoFormerForCausalLM",  # the same, read by every block
+        "RoFormerForCausalLM",  # a frozen table of positions, read by every block
         "OpenAIGPTLMHeadModel",  # blocks return lists; weights from the constructor only
     ),
     ENCODER: (
-        "SiglipVisionModel",
         "BeitModel",  # drop path
         "DINOv3ViTModel",  # rescaled rotary tables
         "Wav2Vec2Model",  # layer drop, weight norm, masked spans
-        "Data2VecAudioModel",
         "ConvNextModel",  # stages, feature maps
     ),
 }

@@ -5,8 +5,11 @@ import torch
 import transformers as hf
 from torch import nn
 
+from raymm.actors.stages.blocks import find_blocks
+from raymm.actors.stages.cut import SharedBlocksError, stage_parameters
 from raymm.actors.stages.probe import ProbeError, probe_encoder, probe_language_model
-from raymm.actors.stages.source import ConfigSource, LiveSource
+from raymm.actors.stages.small_model import small_model
+from raymm.actors.stages.source import ConfigSource, LiveSource, Part
 from raymm.builders import stage_builders
 from raymm.model import ModalityModule, MultimodalModule
 from raymm.scheduler.plan import PlanError
@@ -189,3 +192,85 @@ def test_outer_parameters_of_a_language_model_go_where_they_are_used():
     assert info.middle == frozenset()
     norm = {"transformer.ln_f.weight", "transformer.ln_f.bias"}
     assert info.last == norm | {"transformer.wte.weight"}  # tied to the head
+
+
+class TableEncoder(Encoder):
+    """Every block reads a table without autograd: no gradient says which stages need it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2, 4)
+        self.unread = nn.Linear(4, 4)
+
+    def forward(self, x):
+        with torch.no_grad():
+            places = self.table(torch.arange(2))
+        hidden = self.stem(x)
+        for block in self.blocks:
+            hidden = block(hidden * places)
+        return self.head(hidden)
+
+
+def test_what_no_gradient_reaches_goes_to_the_stages_that_read_it():
+    info = probe_encoder(LiveSource.of(TableEncoder()), INPUTS)
+    assert "table.weight" in info.first & info.middle
+    assert "table.weight" not in info.last  # is cut after the code before its first block
+    assert not any(name.startswith("unread") for name in info.first | info.middle | info.last)
+
+
+class ListEncoder(Encoder):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_forward_hook(lambda module, args, output: [output])
+
+    def forward(self, x):
+        hidden = self.stem(x)
+        for block in self.blocks:
+            hidden = block(hidden)[0]
+        return self.head(hidden)
+
+
+def test_blocks_may_return_lists():
+    assert probe_encoder(LiveSource.of(ListEncoder()), INPUTS).tuple_length == 1
+
+
+def test_blocks_that_share_parameters_are_not_cut_apart():
+    encoder = Encoder(4)
+    encoder.blocks[2].layer.weight = encoder.blocks[1].layer.weight
+    info = probe_encoder(LiveSource.of(encoder), INPUTS)
+    assert stage_parameters(encoder, info, 0, 1) and stage_parameters(encoder, info, 1, 4)
+    for lo, hi in ((0, 2), (2, 4)):
+        with pytest.raises(SharedBlocksError, match="Encoder .*blocks.[12].layer.weight.* one"):
+            stage_parameters(encoder, info, lo, hi)
+
+
+def test_a_language_model_that_cannot_be_fed_embeddings_is_refused():
+    config = hf.CpmAntConfig(
+        hidden_size=16, num_attention_heads=2, dim_head=8, dim_ff=16, num_hidden_layers=2,
+        vocab_size=32, prompt_types=2, prompt_length=2, segment_types=2,
+    )
+    with pytest.raises(ProbeError, match="CpmAntForCausalLM .* inputs_embeds"):
+        probe_language_model(ConfigSource(hf.CpmAntForCausalLM, config))
+
+
+def test_small_copies_of_configs_whose_depth_has_a_name_of_its_own():
+    config = hf.ProphetNetConfig(
+        hidden_size=16, num_encoder_layers=1, num_decoder_layers=6, vocab_size=32,
+        num_decoder_attention_heads=2, num_encoder_attention_heads=2, decoder_ffn_dim=16,
+        encoder_ffn_dim=16, max_position_embeddings=16,
+    )
+    small = small_model(ConfigSource(hf.ProphetNetForCausalLM, config))
+    assert len(small.get_submodule(find_blocks(small))) < 6
+
+
+def test_values_that_only_a_constructor_gives_do_not_depend_on_the_part():
+    config = hf.OpenAIGPTConfig(n_embd=8, n_layer=4, n_head=2, vocab_size=32, n_positions=16)
+    source = ConfigSource(hf.OpenAIGPTLMHeadModel, config, seed=3)
+    whole = dict(source.build().named_parameters())
+    info = probe_language_model(source)
+    for lo, hi in ((0, 1), (1, 4)):
+        part = dict(source.build(Part(info, lo, hi)).named_parameters())
+        assert part and all(torch.equal(value, whole[name]) for name, value in part.items())
+    weight = whole["transformer.h.2.attn.c_attn.weight"]
+    assert 0.01 < float(weight.detach().std()) < 0.03
