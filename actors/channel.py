@@ -15,21 +15,21 @@ share that it sends.
 from __future__ import annotations
 
 import json
-import re
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
+from traceback import walk_tb
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from raymm.actors.quota import ModuleError
 from raymm.actors.stages.message import Message
 from raymm.kernels.collectives import gather_shares, scatter_sum
+from raymm.kernels.waiting import CommunicationError, is_communication, wait
 from raymm.scheduler.resharding import Resharding
 
 # Receives posted ahead of need on each edge.
@@ -40,20 +40,25 @@ class ChannelError(RuntimeError):
     """A message that does not look as its metadata said, or never came."""
 
 
-# How gloo and NCCL say, in bare RuntimeErrors, that another process is gone or does not answer.
-_LOST = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|socket", re.IGNORECASE)
-
-
 @contextmanager
-def reporting_lost_processes(what: str) -> Iterator[None]:
-    """Turn what collectives raise when another process is gone into a :class:`ChannelError`: the
-    driver then looks for that process. What a module raised stays what it is, whatever its text."""
+def reporting_lost_processes(what: Callable[[], str]) -> Iterator[None]:
+    """Turn what operations between processes raise, when another one is gone or does not come, into
+    a :class:`ChannelError`: the driver then looks for that process. It goes by where the error was
+    raised; what a module raised stays what it is, whatever its text."""
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, ChannelError | ModuleError) or not _LOST.search(str(error)):
+        if not _of_communication(error):
             raise
-        raise ChannelError(f"{what}: {error}") from error
+        raise ChannelError(f"{what()}: {error}") from error
+
+
+def _of_communication(error: RuntimeError) -> bool:
+    """Backends raise bare RuntimeErrors; their own classes come from where there is no Python."""
+    if isinstance(error, CommunicationError | dist.DistError):
+        return True
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return bool(frames) and is_communication(frames[-1].f_code)
 
 
 class Layout(NamedTuple):
@@ -216,7 +221,7 @@ class SendChannel:
         """
         try:
             for work, _ in self._sent_before:
-                work.wait(timeout)
+                wait(work, timeout)
         except RuntimeError as error:
             raise ChannelError(f"a message to {_ranks(self._links)} was lost: {error}") from error
         self._sent_before, self._sent = self._sent, []
@@ -310,7 +315,7 @@ class RecvChannel:
                 self._post()
             posted = self._posted.popleft()
             for work in posted.works:
-                work.wait(self._timeout)
+                wait(work, self._timeout)
             flat = [
                 share if self._gathered is None else gather_shares(share, self._gathered)[:length]
                 for share, (length, _) in zip(posted.shares, posted.layout.buffers, strict=True)
@@ -328,7 +333,7 @@ class RecvChannel:
     def _recv_layout(self) -> Layout:
         guide = self._links[self._resharding.guide(self._index)]
         length = torch.zeros(1, dtype=torch.int64, device=self._device)
-        guide.irecv(length).wait(self._timeout)
+        wait(guide.irecv(length), self._timeout)
         header = torch.empty(int(length), dtype=torch.uint8, device=self._device)
-        guide.irecv(header).wait(self._timeout)
+        wait(guide.irecv(header), self._timeout)
         return Layout.decode(header.cpu().numpy().tobytes())

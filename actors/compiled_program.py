@@ -24,6 +24,14 @@ class Task(NamedTuple):
     turn: int = -1
     quota: float = 1.0
 
+    def __str__(self) -> str:
+        words = [self.op.value, self.stage]
+        if self.microbatch >= 0:
+            words.append(f"of microbatch {self.microbatch}")
+        if self.peer:
+            words.append(f"{'to' if self.op is Op.SEND else 'from'} {self.peer}")
+        return " ".join(word for word in words if word)
+
 
 class CompiledProgram(NamedTuple):
     """A rank's instructions, resolved, in turns (most are of one task, which has the device to

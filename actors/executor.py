@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from raymm.actors.channel import RecvChannel, SendChannel, reporting_lost_processes
+from raymm.actors.channel import RecvChannel, SendChannel
 from raymm.actors.colocation import Colocation
 from raymm.actors.compiled_program import (
     CompiledProgram,
@@ -25,6 +25,7 @@ from raymm.actors.split_backward import DeferredWeights, backward_input
 from raymm.actors.stages.draws import Draws, module_draws
 from raymm.actors.stages.message import Message, MicrobatchContext
 from raymm.actors.step_clock import StepClock, step_clock
+from raymm.actors.whereabouts import Whereabouts
 from raymm.scheduler.program import COMPUTE, FORWARDS, Instruction, Op
 from raymm.scheduler.stage import stage_module
 
@@ -148,6 +149,7 @@ class Executor:
         sum_gradient: makes a gradient that each of them has a part of the whole one, in place if
             it likes; for gradients that stages of other modules on the same rank are handed.
         colocation: runs the tasks of one turn side by side; None if no module has a quota.
+        whereabouts: is told every instruction.
     """
 
     def __init__(
@@ -164,6 +166,7 @@ class Executor:
         sum_gradient: Callable[[torch.Tensor], torch.Tensor] | None = None,
         reduction: GradientReduction | None = None,
         colocation: Colocation | None = None,
+        whereabouts: Whereabouts | None = None,
     ) -> None:
         self._stages = stages
         self._edges = tuple(edges)
@@ -177,6 +180,7 @@ class Executor:
         self._sum_gradient = sum_gradient
         self._reduction = reduction
         self._colocation = colocation
+        self._whereabouts = whereabouts or Whereabouts()
         # Whether a stage draws random numbers; None: its first forward will tell.
         self._draws: dict[str, bool | None] = {
             name: stage.training and (getattr(stage, "may_draw", True) or None)
@@ -219,6 +223,7 @@ class Executor:
         now = clock.mark()
         timed: list[_Timed] = []
         for turn in program.turns:
+            self._whereabouts.enter(turn[0])
             if turn[0].turn < 0:
                 (task,) = turn
                 self._run_alone(task, step, result)
@@ -227,6 +232,7 @@ class Executor:
             else:
                 timed += self._run_side_by_side(turn, step, clock)
                 now = clock.mark()
+        self._whereabouts.enter("the end of a step")
         for sender in self._senders.values():
             sender.end_step(self._timeout)
         result.losses = {m: float(loss) for m, loss in step.losses.items()}
@@ -241,10 +247,9 @@ class Executor:
         reduction = self._reduction if task.last else None
         if reduction is not None and task.op is Op.BACKWARD:
             reduction.last_backward(task.stage)
-        with reporting_lost_processes(f"{task.op.value} {task.stage}"):
-            self._run_task(task, step, result)
-            if reduction is not None:
-                reduction.finished(task.stage)
+        self._run_task(task, step, result)
+        if reduction is not None:
+            reduction.finished(task.stage)
 
     def _run_side_by_side(
         self, turn: Sequence[Task], step: _Step, clock: StepClock
@@ -262,8 +267,7 @@ class Executor:
         timed = [one for output in outputs.values() for one in output.get()[0]]
         for task in turn:
             if task.last and self._reduction is not None:
-                with reporting_lost_processes(f"{task.op.value} {task.stage}"):
-                    self._reduction.finished(task.stage)
+                self._reduction.finished(task.stage)
         return timed
 
     def _work(self, tasks: Sequence[Task], step: _Step, clock: StepClock) -> Work:

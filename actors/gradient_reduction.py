@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from raymm.kernels.waiting import wait
+
 # Gradients are summed, and updated parameters sent, this many bytes at a time.
 BUCKET_BYTES = 64 * 2**20
 
@@ -103,7 +105,7 @@ class _Bucket:
         """Wait for the sum and hand it out. A holder without a gradient counts as zero; where
         none has one, all stay without, so that AdamW leaves the parameter alone."""
         if self.work is not None:
-            self.work.wait()
+            wait(self.work)
         if self.owner in (None, process):
             firsts = [member.parameters[0] for member in self.members]
             *parts, counts = self.flat.split([*(p.numel() for p in firsts), len(firsts)])
@@ -250,7 +252,7 @@ class GradientReduction:
                     work = dist.broadcast(flat, bucket.owner, group=family.group, async_op=True)
                     under_way.append((bucket, flat, work))
             for bucket, flat, work in under_way:
-                work.wait()
+                wait(work)
                 firsts = [member.parameters[0] for member in bucket.members]
                 for member, part in zip(
                     bucket.members, flat.split([p.numel() for p in firsts]), strict=True

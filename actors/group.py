@@ -7,21 +7,23 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import ray
-from ray.exceptions import (
-    OutOfMemoryError,
-    RayActorError,
-    RayError,
-    RayTaskError,
-)
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raymm.actors.channel import ChannelError
+from raymm.actors.cluster_watch import ClusterWatch
+from raymm.actors.errors import ClusterLostError, RankFailedError, RunFailedError
 from raymm.actors.executor import StepMeta, StepResult
+from raymm.actors.failure import accusation, first_line
+from raymm.actors.fault_folder import keep
+from raymm.actors.inquiry import Inquiry, inquire, kill_from_outside, look_from_outside
 from raymm.actors.rank_actor import RankActor, RankSpec, remember
+from raymm.actors.stacks import Address
+from raymm.actors.watched_actor import CONCURRENCY_GROUPS
 from raymm.scheduler.program import Op, Program
 from raymm.scheduler.timeline import Span, Timeline
 
@@ -29,10 +31,8 @@ from raymm.scheduler.timeline import Span, Timeline
 PLACEMENT_TIMEOUT_S = 120.0
 # Seconds ranks may take to start, meet and build their stages.
 START_TIMEOUT_S = 600.0
-# A rank whose neighbour dies may report a broken connection first: seconds to wait for Ray
-# to say who died.
-DEATH_GRACE_S = 10.0
-
+# Seconds between two looks at anything but results, while there are none.
+LISTEN_S = 1.0
 
 # What a rank reports of a step.
 Result = TypeVar("Result")
@@ -40,10 +40,6 @@ Result = TypeVar("Result")
 
 class ClusterError(RuntimeError):
     """The cluster lacks what the plan needs; says what it has."""
-
-
-class RankFailedError(RuntimeError):
-    """A rank died or raised. Names the module, stage and rank."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +120,9 @@ class RankGroup:
         check_capacity(len(specs), resources)
         self._labels = list(labels)
         self._places: list[str] = [""] * len(specs)
+        self._addresses: dict[int, Address] = {}
+        self._patience = specs[0].timeout_s
+        self._watch: ClusterWatch | None = None
         self._programs: OrderedDict[str, None] = OrderedDict()
         self._ended: str | None = None  # why nothing runs any more
         self._placement = placement_group([resources.bundle()] * len(specs), strategy="PACK")
@@ -139,8 +138,11 @@ class RankGroup:
                         f"{PLACEMENT_TIMEOUT_S:g} s; free in the cluster now: {free}"
                     )
             self._actors = [self._create(spec, i, resources) for i, spec in enumerate(specs)]
+            found = self.pids()
+            self._places = [f", process {p['pid']} on {p['host']}" for p in found]
+            self._addresses = {rank: p["address"] for rank, p in enumerate(found)}
+            self._watch = ClusterWatch({one.node for one in self._addresses.values()})
             address, port = self.wait([self._actors[0].rendezvous.remote()], ranks=[0])[0]
-            self._places = [f", process {p['pid']} on {p['host']}" for p in self.pids()]
             self.call("connect", address, port)
             self.num_parameters = self.call("build")
         except BaseException:
@@ -150,7 +152,8 @@ class RankGroup:
     def _create(self, spec: RankSpec, index: int, resources: RankResources) -> Any:
         # No runtime_env: a rank then takes one of Ray's prestarted workers. Its threads are set
         # by the actor itself.
-        remote = ray.remote(self.actor_class).options(
+        actor = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(self.actor_class)
+        remote = actor.options(
             num_cpus=resources.cpus,
             num_gpus=resources.gpus,
             resources=dict(resources.custom) or None,
@@ -249,67 +252,114 @@ class RankGroup:
     ) -> list[Any]:
         """Results of one call per rank; notices a dead rank while others still wait for it.
 
+        Args:
+            timeout: seconds without a result. None: until no rank has begun another instruction
+                for as long as a rank may wait for another (``timeout_s``).
+
         Raises:
-            RankFailedError: if a rank died, raised, or ``timeout`` seconds passed.
+            RankFailedError: if a rank died, raised, or nothing came in time.
+            ClusterLostError: a node with ranks is gone, or the server that knows the cluster.
         """
         ranks = list(range(len(refs))) if ranks is None else list(ranks)
         pending = dict(zip(refs, ranks, strict=True))
         results: dict[int, Any] = {}
+        patience = self._patience if timeout is None else timeout
+        due = time.monotonic() + patience
         while pending:
-            ready, _ = ray.wait(list(pending), num_returns=1, timeout=timeout)
+            self._check_cluster()
+            ready, _ = ray.wait(list(pending), num_returns=1, timeout=LISTEN_S)
             if not ready:
-                waiting = ", ".join(self._name(rank) for rank in pending.values())
-                self._ended = f"no answer within {timeout:g} s from {waiting}"
-                self.shutdown()
-                raise RankFailedError(self._ended)
+                if time.monotonic() >= due:
+                    due = time.monotonic() + self._check_progress(pending, timeout)
+                continue
+            due = time.monotonic() + patience
             rank = pending.pop(ready[0])
             try:
                 results[rank] = ray.get(ready[0])
             except RayActorError as error:
-                self._fail(f"{self._name(rank)} died: {_first_line(error)}", error)
+                self._died(rank, error)
             except RayTaskError as error:
                 self._raised(rank, error, pending)
             except RayError as error:  # its input was lost with the data worker that held it
-                self._fail(f"{self._name(rank)} failed: {_first_line(error)}", error)
+                self._fail(f"{self._name(rank)} failed: {first_line(error)}", error)
         return [results[rank] for rank in ranks]
 
-    def _raised(self, rank: int, error: RayTaskError, pending: dict[ray.ObjectRef, int]) -> None:
+    def _check_cluster(self) -> None:
+        """
+        Raises:
+            ClusterLostError: a node with ranks is gone, or the server that knows the cluster.
+        """
+        if self._watch is None or self._watch.lost is None:
+            return
+        there = [n for n, one in self._addresses.items() if one.node in self._watch.lost_nodes]
+        had = f". It had {', '.join(self._name(rank) for rank in there)}" if there else ""
+        self._fail(f"{self._watch.lost}{had}", None, kind=ClusterLostError)
+
+    def _check_progress(self, pending: Mapping[Any, int], timeout: float | None) -> float:
+        """Seconds to wait on before this is to be asked again.
+
+        Raises:
+            RankFailedError: nothing goes on.
+        """
+        found = self._inquire()
+        if timeout is None and not found.dead and found.still() < self._patience:
+            return self._patience - found.still()
+        waiting = ", ".join(self._name(rank) for rank in pending.values())
+        reason = f"no answer within {timeout:g} s from {waiting}" if timeout is not None else (
+            f"no rank has begun another instruction for {self._patience:g} s (timeout_s; if one "
+            "may take longer, raise it)"
+        )
+        self._blame(found, reason)
+
+    def _inquire(self) -> Inquiry:
+        return inquire(dict(enumerate(self._actors)))
+
+    def _died(self, rank: int, error: RayActorError) -> None:
+        text = str(error)
+        self._fail(f"{self._name(rank)} died: {first_line(error)}", error, {_file(rank): text})
+
+    def _raised(self, rank: int, error: RayTaskError, pending: Mapping[Any, int]) -> None:
         if isinstance(error.cause, ChannelError):
-            rank, error = self._first_failure(rank, error, pending)
+            found = self._inquire()
+            rank, error = self._own_failure(pending) or (rank, error)
         cause = error.cause if error.cause is not None else error
         reason = f"{type(cause).__name__}: {cause}"
-        if not isinstance(cause, ChannelError | ValueError):
+        if isinstance(cause, ChannelError):
+            self._blame(found, f"{self._name(rank)} failed: {reason}", error)
+        if not isinstance(cause, ValueError):
             reason += f"\n{error}"  # nobody expected it: show where it came from
-        self._fail(f"{self._name(rank)} failed: {reason}", error)
+        self._fail(f"{self._name(rank)} failed: {reason}", error, {_file(rank): str(error)})
 
-    def _first_failure(
-        self, rank: int, error: RayTaskError, pending: dict[ray.ObjectRef, int]
-    ) -> tuple[int, RayTaskError]:
-        """Who broke the connection that ``rank`` reports, if it was not ``rank`` itself.
+    def _own_failure(self, pending: Mapping[Any, int]) -> tuple[int, RayTaskError] | None:
+        """A rank that has raised what is its own, not that a connection was lost."""
+        ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0)
+        for ref in ready:
+            try:
+                ray.get(ref)
+            except RayTaskError as error:
+                if not isinstance(error.cause, ChannelError):
+                    return pending[ref], error
+            except RayError:
+                continue
+        return None
 
-        A rank that has answered already is asked once more: it may have died since.
-        """
-        asked = dict(pending)
-        for other in set(range(len(self._actors))) - {rank, *pending.values()}:
-            asked[self._actors[other].describe.remote()] = other
-        deadline = time.monotonic() + DEATH_GRACE_S
-        while asked and (left := deadline - time.monotonic()) > 0:
-            ready, _ = ray.wait(list(asked), num_returns=1, timeout=left)
-            for ref in ready:
-                other = asked.pop(ref)
-                try:
-                    ray.get(ref)
-                except RayActorError as death:
-                    self._fail(f"{self._name(other)} died: {_first_line(death)}", death)
-                except RayTaskError as raised:
-                    if not isinstance(raised.cause, ChannelError):
-                        return other, raised
-        return rank, error
+    def _blame(self, found: Inquiry, reason: str, error: BaseException | None = None) -> NoReturn:
+        """End with the one that the others wait for, and with what each was doing."""
+        looks = look_from_outside({n: a for n, a in self._addresses.items() if n not in found.dead})
+        kill_from_outside({n: self._addresses[n] for n in found.silent if n in self._addresses})
+        names = [self._name(rank) for rank in range(len(self._labels))]
+        message, texts = accusation(names, found, looks, reason, self._patience / 2)
+        self._fail(message, error, texts)
 
-    def _fail(self, message: str, error: BaseException) -> None:
+    def _fail(
+        self, message: str, error: BaseException | None, texts: Mapping[str, str] | None = None,
+        kind: type[RunFailedError] = RankFailedError,
+    ) -> NoReturn:  # fmt: skip
         self._ended = message.partition("\n")[0]
+        if texts:
+            message += f"\ntracebacks and stacks: {keep({'error.txt': message, **texts})}"
         self.shutdown()
-        raise RankFailedError(message) from error
+        raise kind(message) from error
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} (stages {self._labels[rank]}{self._places[rank]})"
@@ -317,23 +367,19 @@ class RankGroup:
     def shutdown(self) -> None:
         """End all ranks and give their resources back."""
         self._ended = self._ended or "they were shut down"
+        if self._watch is not None:
+            self._watch.stop()
+            if self._watch.gcs_is_lost:  # Ray's own calls would never return
+                kill_from_outside(self._addresses, everywhere=False)
+                return
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
         self._actors = []
         remove_placement_group(self._placement)
 
 
-def _first_line(error: BaseException) -> str:
-    """What a Ray error says, without its many lines of context."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if isinstance(error, OutOfMemoryError):  # Ray's memory monitor chose this process
-        return " ".join(lines[:2]).partition(" Ray killed")[0]
-    if "creation task" in str(error):
-        return f"it could not start: {lines[-1]}"
-    for line in lines:
-        if "died because" in line or "cause" in line.lower() or "Worker" in line:
-            return line.partition(" Some common causes")[0]
-    return lines[0] if lines else type(error).__name__
+def _file(rank: int) -> str:
+    return f"rank-{rank}.txt"
 
 
 def measured_timeline(results: Sequence[StepResult]) -> Timeline:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,11 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from raymm.actors.channel import Link, RecvChannel, SendChannel, reporting_lost_processes
+from raymm.actors.channel import Link, RecvChannel, SendChannel
 from raymm.actors.colocation import Colocation, default_backend
 from raymm.actors.compiled_program import CompiledProgram
 from raymm.actors.executor import Executor, StepMeta, StepResult
 from raymm.actors.gradient_reduction import Family
+from raymm.actors.meeting import open_store, stay_on
 from raymm.actors.optimizer import Holdings, OptimizerConfig, RankOptimizer
 from raymm.actors.parameter_pieces import ChainPieces
 from raymm.actors.peak_memory import PeakMemory
@@ -35,6 +34,8 @@ from raymm.actors.stages.cut import own_buffers
 from raymm.actors.stages.fully_sharded import local_part
 from raymm.actors.stages.precision import cast_frozen
 from raymm.actors.to_device import to_device
+from raymm.actors.watched_actor import WatchedActor
+from raymm.actors.whereabouts import task
 from raymm.kernels.exchange import Exchange
 from raymm.kernels.tensor_group import TensorGroup
 from raymm.scheduler.program import Instruction, Op
@@ -113,10 +114,11 @@ class RankSpec:
     timeout_s: float = 300.0
 
 
-class RankActor:
+class RankActor(WatchedActor):
     """One rank. Wrapped by ``ray.remote`` in :mod:`raymm.actors.group`."""
 
     def __init__(self, spec: RankSpec) -> None:
+        super().__init__(spec.device)
         torch.set_num_threads(spec.threads)
         self._spec = spec
         self._device = torch.device(spec.device)
@@ -128,24 +130,16 @@ class RankActor:
         self._optimizer: RankOptimizer | None = None
         self._colocation: Colocation | None = None
 
-    def describe(self) -> dict[str, Any]:
-        """Where this rank lives."""
-        return {"host": platform.node(), "pid": os.getpid(), "device": str(self._device)}
-
     def rendezvous(self) -> tuple[str, int]:
         """An address other ranks can reach this one at, for the first meeting."""
-        import ray
-
-        # Listens from here on: another process could take a port that was only found free.
-        self._store = dist.TCPStore(
-            address := ray.util.get_node_ip_address(), 0, self._spec.world_size, is_master=True,
-            timeout=self._timeout, wait_for_workers=False,
-        )
+        address, self._store = open_store(self._spec.world_size, self._timeout)
         return address, self._store.port
 
+    @task("meeting the other ranks")
     def connect(self, address: str, port: int) -> None:
         """Join the process groups: one of all ranks, one per directed remote edge."""
         spec = self._spec
+        stay_on(address)
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         store = self._store or dist.TCPStore(
             address, port, spec.world_size, is_master=False, timeout=self._timeout
@@ -200,6 +194,7 @@ class RankActor:
                 self._groups.get(lane.receivers),
             )
 
+    @task("building stages")
     def build(
         self, builders: dict[str, Callable[[], torch.nn.Module]] | None = None
     ) -> dict[str, int]:
@@ -250,6 +245,7 @@ class RankActor:
             sum_gradient=None if self._data is None else self._sum_over_data,
             reduction=self._optimizer.reduction,
             colocation=self._colocation,
+            whereabouts=self.whereabouts,
         )
         return {
             stage: sum(local_part(p).numel() for p in module.parameters())
@@ -282,6 +278,7 @@ class RankActor:
         """Keep a program under a key, for :meth:`run_step`."""
         remember(self._programs, key, self._executor.compile(instructions))
 
+    @task("a step")
     def run_step(
         self,
         key: str,
@@ -310,6 +307,7 @@ class RankActor:
         result.peak_bytes = self._memory.bytes()
         return result
 
+    @task("the optimizer's step")
     def run_epilogue(self, ops: Sequence[Op]) -> StepResult:
         """Run collective ops on their own, after steps that only accumulated gradients."""
         result = StepResult()
@@ -317,14 +315,15 @@ class RankActor:
             Op.REDUCE_TIED: self._reduce_tied, Op.CLIP_GRADS: self._clip, Op.STEP: self._step,
         }
         for op in ops:
-            with reporting_lost_processes(Op(op).value):
-                actions[Op(op)](result)
+            self.whereabouts.enter(Op(op).value)
+            actions[Op(op)](result)
         return result
 
     def zero_grad(self) -> None:
         """Forget accumulated gradients."""
         self._optimizer.zero_grad()
 
+    @task("reading gradients")
     def gradients(self) -> dict[tuple[str, str], torch.Tensor | None]:
         """Gradients by (stage, name); None where a trainable parameter has none."""
         return {
@@ -332,6 +331,7 @@ class RankActor:
             for key, p in self._optimizer.parameters.items()
         }
 
+    @task("reading parameters")
     def parameters(self, trainable_only: bool = False) -> dict[tuple[str, str], torch.Tensor]:
         """Parameters by (stage, name)."""
         return {
@@ -357,6 +357,7 @@ class RankActor:
         for name, tensor in module.state_dict(keep_vars=True).items():
             yield name, first.get(tensor, ""), tensor
 
+    @task("saving a checkpoint")
     def save(self, folder: str, skip_frozen: frozenset[str]) -> dict[str, WrittenShard]:
         """Write this process's shards; returns what is in them, per file. Of what several
         processes have, one writes.
@@ -390,6 +391,7 @@ class RankActor:
                 written[file] = write_shard(Path(folder) / file, _untie(found))
         return written
 
+    @task("loading a checkpoint")
     def load(
         self, folder: str, index: dict[str, str], files: dict[str, ShardFile], step: int
     ) -> list[str]:

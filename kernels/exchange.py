@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from raymm.kernels.waiting import wait
+
 Shape = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -24,7 +26,7 @@ class Pending(NamedTuple):
     def wait(self) -> tuple[torch.Tensor, ...]:
         """What was received, in the order asked for."""
         for work in self.works:
-            work.wait()
+            wait(work)
         return self.received
 
 

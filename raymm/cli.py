@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # import paths in configs, as `python -m` has it
-    from raymm.actors.group import RankFailedError
+    from raymm.actors.errors import RunFailedError
     from raymm.run_files import RunFileError
     from raymm.run_owner import OwnerLostError
     from raymm.user_errors import USER_ERRORS
@@ -42,10 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("RAYMM_TRACEBACK"):
             raise
         return EXIT_USER_ERROR
-    except (RankFailedError, RunFileError, OwnerLostError) as error:
+    except (RunFailedError, RunFileError, OwnerLostError) as error:
         console.print("[bold red]the run failed:[/]", highlight=False)
-        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
-        if isinstance(error, RankFailedError):
+        for text in (str(error), *getattr(error, "__notes__", ())):
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+        if isinstance(error, RunFailedError):
             console.print("Start the same command again to go on from the last checkpoint.")
         return EXIT_RUN_FAILED
     except KeyboardInterrupt:

@@ -217,7 +217,8 @@ class RunConfig(Section):
         seed: of random weights and dropout.
         precision: ``"fp32"``, or ``"bf16"`` autocast with fp32 parameters.
         device: ``"cpu"``, ``"cuda"``, or ``"auto"``: CUDA if the cluster has GPUs.
-        timeout_s: seconds a rank may wait for another.
+        timeout_s: seconds a rank may wait for another, and one instruction (a stage's forward of a
+            microbatch, say) may take.
         steps_in_flight: steps submitted ahead, so that ranks never wait for the driver.
         log_samples: write ``samples.jsonl``: which samples every step had, by microbatch.
     """

@@ -90,7 +90,7 @@ class MultimodalParallelModule(ParallelModule):
         resources: what each rank reserves in Ray; by default one CPU, and a GPU on CUDA.
         threads: intra-op threads per rank.
         seed: of dropout.
-        timeout_s: seconds a rank may wait for another.
+        timeout_s: seconds a rank may wait for another, and one instruction may take.
         quota_backend: makes, in every process, the backend of the streams of modules with
             quotas; by default green contexts on CUDA, and books of who ran when on a CPU.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from raymm.actors.fault_folder import faults_kept_in
 from raymm.actors.group import ClusterError, RankResources, check_capacity
 from raymm.actors.optimizer import OptimizerConfig
 from raymm.checkpoint import Checkpoint, CheckpointError, CheckpointStore, restore
@@ -121,7 +122,8 @@ class Trainer:
                 starts.
             DataError: later, for a sample that cannot be used.
             RunOwnedError: another run owns the folder and lives.
-            RankFailedError: if a rank dies; the last checkpoint is whole.
+            RunFailedError: if a rank, a data worker or the cluster dies; the last checkpoint is
+                whole.
             RunFileError, OwnerLostError: the folder cannot be written, or is another run's by now.
         """
         if isinstance(self.data, DataConfig):
@@ -142,7 +144,7 @@ class Trainer:
         self.training = training_data(
             self.data, self.model, _data_position(checkpoint), self.console
         )
-        with connected():
+        with faults_kept_in(self.path), connected():
             device = pick_device(self.run.device)
             resources = self._resources(device)
             if self.plan is None:

@@ -1,5 +1,5 @@
 """Errors that say what a user can set right. Any other error is a defect and keeps its traceback,
-but those of a run that failed (:class:`raymm.actors.group.RankFailedError`)."""
+but those of a run that failed (:class:`raymm.actors.errors.RunFailedError`)."""
 
 from raymm.actors.group import ClusterError
 from raymm.actors.multiplexed.node import OutputError

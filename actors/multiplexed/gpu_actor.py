@@ -3,8 +3,6 @@ step."""
 
 from __future__ import annotations
 
-import os
-import platform
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raymm.actors.channel import ChannelError, reporting_lost_processes
+from raymm.actors.channel import ChannelError
 from raymm.actors.gradient_reduction import Holder, SharedParameter
+from raymm.actors.meeting import open_store, stay_on
 from raymm.actors.multiplexed.checkpoint import load_shards, save_shards
 from raymm.actors.multiplexed.device import Device, Mode
 from raymm.actors.multiplexed.iteration import Iteration
@@ -45,7 +44,9 @@ from raymm.actors.rank_actor import remember
 from raymm.actors.shards import ShardFile, WrittenShard
 from raymm.actors.stages.precision import cast_frozen
 from raymm.actors.to_device import to_device
-from raymm.scheduler.multiplex.instructions import Part, Turn
+from raymm.actors.watched_actor import WatchedActor
+from raymm.actors.whereabouts import task
+from raymm.scheduler.multiplex.instructions import Part, Turn, said
 from raymm.scheduler.multiplex.node_graph import NodeGraph
 
 
@@ -97,10 +98,11 @@ class GpuSpec:
             raise ValueError(f"timeout_s is {self.timeout_s!r}; accepted: a positive number")
 
 
-class GpuActor:
+class GpuActor(WatchedActor):
     """One GPU. Wrapped by ``ray.remote`` in :mod:`raymm.actors.multiplexed.group`."""
 
     def __init__(self, spec: GpuSpec) -> None:
+        super().__init__(spec.device, said)
         torch.set_num_threads(spec.threads)
         self._spec = spec
         self._device = torch.device(spec.device)
@@ -110,25 +112,17 @@ class GpuActor:
         self._here: Device | None = None
         self._store: dist.TCPStore | None = None  # where GPUs meet; the first one's listens
 
-    def describe(self) -> dict[str, Any]:
-        """Where this process lives."""
-        return {"host": platform.node(), "pid": os.getpid(), "device": str(self._device)}
-
     def rendezvous(self) -> tuple[str, int]:
         """An address the others can reach this one at, for the first meeting."""
-        import ray
-
-        # Listens from here on: another process could take a port that was only found free.
-        self._store = dist.TCPStore(
-            address := ray.util.get_node_ip_address(), 0, self._spec.gpus, is_master=True,
-            timeout=self._timeout, wait_for_workers=False,
-        )
+        address, self._store = open_store(self._spec.gpus, self._timeout)
         return address, self._store.port
 
+    @task("meeting the other GPUs")
     def connect(self, address: str, port: int) -> None:
         """Join the process groups: of all, for messages, and of every set of copies; and connect
         them, so that what cannot connect fails here, within the timeout."""
         spec = self._spec
+        stay_on(address)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device.index or 0)  # where groups connect
         store = self._store or dist.TCPStore(
@@ -156,6 +150,7 @@ class GpuActor:
             if len(gpus) > 1 and self._spec.graph.by_name[name].trainable
         }
 
+    @task("becoming another model's process")
     def replace(self, spec: GpuSpec) -> None:
         """Become another model's process; the old one's modules and streams are gone. The
         processes stay the same ones, and stay connected."""
@@ -184,6 +179,7 @@ class GpuActor:
         if (met := int(members)) != group.size():  # read: waits until it is done
             raise ChannelError(f"{met} of {group.size()} processes of a group have met")
 
+    @task("building modules")
     def build(self) -> dict[str, int]:
         """Build the modules and the streams. Returns the number of parameters, per module."""
         spec = self._spec
@@ -242,6 +238,7 @@ class GpuActor:
         """Keep a program under a key, for :meth:`run_step`."""
         remember(self._programs, key, program)
 
+    @task("a step")
     def run_step(
         self,
         iterations: Sequence[tuple[str, IterationMeta]],
@@ -284,33 +281,35 @@ class GpuActor:
             if place[0] in self._layout_keys and not (meta.new_layout and place[0] == meta.layout)
         }
         moved = {part: to_device(dict(one), self._device) for part, one in entries.items()}
-        with reporting_lost_processes("an exchange with another GPU"):
-            return Iteration(self._here, program, meta, moved).run()
+        return Iteration(self._here, program, meta, moved, self.whereabouts).run()
 
+    @task("the optimizer's step")
     def run_epilogue(self) -> IterationResult:
         """Sum gradients over copies, clip, and step the optimizer, after iterations that only
         accumulated gradients."""
         optimizer = self._here.optimizer
-        with reporting_lost_processes("the optimizer's step"):
-            optimizer.reduction.wait()
-            return IterationResult(grad_norm=optimizer.clip(), learning_rate=optimizer.step())
+        optimizer.reduction.wait()
+        return IterationResult(grad_norm=optimizer.clip(), learning_rate=optimizer.step())
 
     def zero_grad(self) -> None:
         """Forget accumulated gradients."""
         self._here.optimizer.zero_grad()
 
+    @task("saving a checkpoint")
     def save(self, folder: str, skip_frozen: frozenset[str]) -> dict[str, WrittenShard]:
         """As :meth:`raymm.actors.rank_actor.RankActor.save`."""
         spec = self._spec
         first = {name for name in self._here.modules if spec.copies[name][0] == spec.gpu}
         return save_shards(Path(folder), spec.gpu, self._here, first, skip_frozen)
 
+    @task("loading a checkpoint")
     def load(
         self, folder: str, index: dict[str, str], files: dict[str, ShardFile], step: int
     ) -> list[str]:
         """As :meth:`raymm.actors.rank_actor.RankActor.load`."""
         return load_shards(Path(folder), index, files, self._here, step)
 
+    @task("reading gradients")
     def gradients(self) -> dict[tuple[str, str], torch.Tensor | None]:
         """Gradients by (node, name); None where a trainable parameter has none."""
         return {
@@ -318,6 +317,7 @@ class GpuActor:
             for key, p in self._here.optimizer.parameters.items()
         }
 
+    @task("reading parameters")
     def parameters(self, trainable_only: bool = False) -> dict[tuple[str, str], torch.Tensor]:
         """Parameters by (node, name)."""
         return {

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from raymm.actors.multiplexed.messages import Flags
 from raymm.actors.multiplexed.node import Tensors
+from raymm.kernels.waiting import wait
 from raymm.scheduler.multiplex.sample_ranges import Range
 
 
@@ -37,7 +38,7 @@ class Incoming(NamedTuple):
             lo: the row of the whole output that is their first.
         """
         for work in self.works:
-            work.wait()
+            wait(work)
         present, lo = self.present(), self.rows.lo - lo
         for name, gradient in self.gradients.items():
             if name in present:

@@ -27,6 +27,8 @@ from raymm.actors.multiplexed.samples import (
 )
 from raymm.actors.quota import Output, Work
 from raymm.actors.stages.source import derive_seed
+from raymm.actors.whereabouts import Whereabouts
+from raymm.kernels.waiting import wait
 from raymm.scheduler.multiplex.instructions import (
     Barrier,
     Direction,
@@ -57,6 +59,7 @@ class Iteration:
         program: its instructions.
         meta: of the iteration.
         entries: per part, what its node reads of the batch.
+        whereabouts: is told every instruction.
     """
 
     def __init__(
@@ -65,7 +68,9 @@ class Iteration:
         program: GpuProgram,
         meta: IterationMeta,
         entries: Mapping[Part, Mapping[str, torch.Tensor]],
+        whereabouts: Whereabouts,
     ) -> None:
+        self._whereabouts = whereabouts
         self._here, self._program, self._meta, self._entries = here, program, meta, entries
         self._samples: dict[str, Samples] = {}
         self._made: dict[Part, _Made] = {}
@@ -94,6 +99,7 @@ class Iteration:
             Finish: self._finish, Update: self._update,
         }
         for one in self._program.instructions:
+            self._whereabouts.enter(one)
             actions[type(one)](one)
         if here.messages:
             here.messages.wait_sent()
@@ -290,7 +296,7 @@ class Iteration:
             works = self._start(sends, receives)
             for (node, peer), (_, data), waits in zip(wanted, receives, works, strict=True):
                 for work in waits:
-                    work.wait()
+                    wait(work)
                 note(node, Layout.decode(data), peer)
         return {p.node: cache[key, p.node].layout for p in self._filled(route.receives)}
 

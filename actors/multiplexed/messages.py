@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from raymm.kernels.waiting import wait
+
 # Tensors for the same GPU travel as one message if together they have at most so many bytes:
 # below, a message costs more than copying.
 PACKED_BYTES = 2**20
@@ -116,7 +118,7 @@ class Messages:
     def wait_sent(self) -> None:
         """Until everything has been sent."""
         for work, _ in self._under_way:
-            work.wait()
+            wait(work)
         self._under_way.clear()
 
 
@@ -130,7 +132,7 @@ class Flags:
     def read(self) -> list[bool]:
         """All of them; waits until they are there."""
         if self._read is None:
-            self._work.wait()
+            wait(self._work)
             self._read = [bool(flag) for flag in self._data.tolist()]
         return self._read
 
@@ -144,7 +146,7 @@ class _Unpacks:
     def wait(self) -> None:
         if self._work is None:
             return
-        self._work.wait()
+        wait(self._work)
         parts = self._flat.split([target.numel() for target in self._targets])
         for target, part in zip(self._targets, parts, strict=True):
             target.copy_(part.view(target.shape))

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from raymm.actors.multiplexed.node import OutputError, Tensors
+from raymm.kernels.waiting import wait
 from raymm.scheduler.multiplex.sample_ranges import Range
 
 # A layout travels as JSON in a message of this many bytes.
@@ -134,7 +135,7 @@ class Samples:
     def wait(self) -> None:
         """Until all values are there."""
         for work in self._works:
-            work.wait()
+            wait(work)
         self._works.clear()
 
     def values(self, rows: Range) -> Tensors:

@@ -22,7 +22,7 @@ from raymm.data.config import (
     RebalanceConfig,
     SourceConfig,
 )
-from raymm.data.errors import DataError, SampleError
+from raymm.data.errors import DataError, DataWorkerError, SampleError
 from raymm.data.group_sampler import GroupSampler
 from raymm.data.loader import Step, StepLoader, local_steps
 from raymm.data.readers import JsonDataset, Mixture, Reader, open_source
@@ -44,6 +44,7 @@ __all__ = [
     "BuiltStep",
     "DataConfig",
     "DataError",
+    "DataWorkerError",
     "Decision",
     "EncodedSample",
     "EpochSampler",

@@ -1,8 +1,14 @@
-"""Errors of the data pipeline; both survive pickling between Ray processes."""
+"""Errors of the data pipeline; those of data survive pickling between Ray processes."""
+
+from raymm.actors.errors import RunFailedError
 
 
 class DataError(Exception):
     """Bad data, or data that cannot be read; the message names the file, field or sample."""
+
+
+class DataWorkerError(RunFailedError):
+    """A data worker died, or does not go on. Names it and what it was loading."""
 
 
 class SampleError(DataError):

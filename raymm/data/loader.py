@@ -8,11 +8,19 @@ from itertools import islice
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
+from raymm.actors.fault_folder import keep
+from raymm.actors.inquiry import (
+    ANSWER_TIMEOUT_S,
+    inquire,
+    kill_from_outside,
+    look_from_outside,
+)
+from raymm.actors.stacks import Look
 from raymm.data.batching import Sampler, training_sampler
 from raymm.data.builder import Skipped, StepBuilder, check_tools, most_groups
 from raymm.data.collate import MicrobatchMeta
 from raymm.data.config import DataConfig
-from raymm.data.errors import DataError
+from raymm.data.errors import DataError, DataWorkerError
 from raymm.data.readers import Dataset
 from raymm.data.sampler import EpochSampler, State, flat
 from raymm.data.sources import open_split
@@ -83,7 +91,8 @@ class StepLoader:
     Raises:
         DataError: here, before any actor starts, for a missing file, malformed row, unknown
             processor or a state that does not fit; from ``next()`` for an unusable sample
-            (``SampleError``), a dead worker or one that exceeds ``worker_timeout``.
+            (``SampleError``), or a worker that is not started within ``worker_timeout``.
+        DataWorkerError: from ``next()``: a worker died, or did not load a step in that time.
     """
 
     def __init__(
@@ -106,6 +115,8 @@ class StepLoader:
         stored = ray.put(dataset)
         self._names = part_names(config)
         self._workers = [start_worker(config, stored, shuffled) for _ in range(config.num_workers)]
+        # Of those that have started, for when one does not answer any more.
+        self._places: dict[int, dict] = {}
         self._pending: deque = deque()
 
     def __iter__(self) -> "StepLoader":
@@ -166,27 +177,53 @@ class StepLoader:
         ]
 
     def _wait(self, index: int, indices: Sequence, ref: ray.ObjectRef) -> StoredStep:
-        who = f"data worker {index % self.config.num_workers} of {self.config.num_workers}"
+        number = index % self.config.num_workers
+        who = f"data worker {number} of {self.config.num_workers}"
+        what = f"step {index}, samples {flat(indices)} (counted from 0) of {self.path}"
         try:
             result = ray.get(ref, timeout=self.config.worker_timeout)
         except GetTimeoutError:
             ray.cancel(ref)
-            raise DataError(
-                f"{who} did not load step {index} within worker_timeout "
-                f"({self.config.worker_timeout} s): is it stuck, or are there no "
-                f"{self.config.worker_cpus} CPUs (worker_cpus) free to start it?"
-            ) from None
+            raise self._late(number, who, what) from None
         except RayError as error:
             verb = "died while loading" if isinstance(error, RayActorError) else "failed to load"
-            failure = DataError(
-                f"{who} {verb} step {index}, samples {flat(indices)} (counted from 0) of "
-                f"{self.path}"
-            )
+            failure = DataWorkerError(f"{who} {verb} {what}")
             failure.add_note(str(error))  # Ray's account: process, node, likely causes
             raise failure from None
         if isinstance(result, DataError):
             raise result
+        if number not in self._places:
+            self._places[number] = self._place(number)
         return result
+
+    def _place(self, number: int) -> dict | None:
+        """Where a worker lives that has started; None if it does not answer."""
+        try:
+            return ray.get(self._workers[number].describe.remote(), timeout=ANSWER_TIMEOUT_S)
+        except (GetTimeoutError, RayError):
+            return None
+
+    def _late(self, number: int, who: str, what: str) -> Exception:
+        """What to say of a worker that takes too long: is it stuck, or was it never started?"""
+        late = f"did not load {what} within worker_timeout ({self.config.worker_timeout:g} s)"
+        state = ray._private.state.actors(self._workers[number]._actor_id.hex())["State"]
+        if state not in ("ALIVE", "DEAD"):
+            return DataError(
+                f"{who} {late}: it has not started yet; are there no "
+                f"{self.config.worker_cpus} CPUs (worker_cpus) free to start it?"
+            )
+        place = self._places.get(number) or self._place(number)
+        if place is None:
+            return DataWorkerError(f"{who} {late}: it has never answered")
+        found = inquire({number: self._workers[number]})
+        looks = look_from_outside({number: place["address"]})
+        kill_from_outside({number: place["address"]})  # it would not obey Ray
+        look = looks.get(number, Look("out of reach", ""))
+        said = found.reports.get(number) or f"does not answer; it is {look.state}"
+        return DataWorkerError(
+            f"{who} (process {place['pid']} on {place['host']}) {late}: it {said}\n"
+            f"stacks: {keep({f'data-worker-{number}.txt': look.stacks})}"
+        )
 
 
 def _plan(

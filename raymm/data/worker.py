@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import ray
 import torch
 
+from raymm.actors.watched_actor import CONCURRENCY_GROUPS, WatchedActor
+from raymm.actors.whereabouts import task
 from raymm.data.builder import Skipped, StepBuilder
 from raymm.data.collate import MicrobatchMeta, split_parts
 from raymm.data.config import DataConfig
@@ -35,7 +37,7 @@ def part_names(config: DataConfig) -> list[str]:
     return ["text", *config.modalities]
 
 
-class DataWorker:
+class DataWorker(WatchedActor):
     """Builds steps.
 
     Args:
@@ -53,6 +55,7 @@ class DataWorker:
         import_path: Sequence[str],
         shuffled: Sequence[str],
     ):
+        super().__init__("cpu")
         sys.path.extend(path for path in import_path if path and path not in sys.path)
         torch.set_num_threads(1)
         self._builder = StepBuilder(config, dataset)
@@ -62,6 +65,7 @@ class DataWorker:
         """Process id, for messages and tests."""
         return os.getpid()
 
+    @task("loading samples")
     def load(
         self, indices: Sequence[int] | Sequence[Sequence[int]], groups: int
     ) -> tuple[StoredStep | DataError | StoredTensors | None, ...]:
@@ -97,7 +101,7 @@ def start_worker(
 ) -> ray.actor.ActorHandle:
     """Start one ``DataWorker``; ``dataset`` refers to a ``raymm.data.readers.Dataset``."""
     return (
-        ray.remote(DataWorker)
+        ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(DataWorker)
         .options(
             num_cpus=config.worker_cpus,
             max_restarts=0,

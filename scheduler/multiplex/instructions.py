@@ -134,11 +134,12 @@ class MultiplexProgram:
         """A line per instruction and GPU, to read."""
         lines = []
         for gpu, listed in enumerate(self.instructions):
-            lines += [f"gpu {gpu}: {_said(one)}" for one in listed]
+            lines += [f"gpu {gpu}: {said(one)}" for one in listed]
         return "\n".join(lines)
 
 
-def _said(one: Instruction) -> str:
+def said(one: Instruction) -> str:
+    """An instruction in a line, to read."""
     kind = type(one).__name__.upper()
     if isinstance(one, Run):
         parts = ", ".join(f"{p.node}[{p.samples.lo}:{p.samples.hi}]" for p in one.parts)

@@ -22,6 +22,7 @@ from raymm.actors.channel import (  # noqa: E402
 )
 from raymm.actors.quota import ModuleError  # noqa: E402
 from raymm.actors.stages.message import Message  # noqa: E402
+from raymm.kernels.waiting import wait  # noqa: E402
 
 TIMEOUT = timedelta(seconds=20)
 CPU = torch.device("cpu")
@@ -105,9 +106,27 @@ def test_two_processes(work, tmp_path):
     mp.spawn(work, args=(str(tmp_path / "store"),), nprocs=2)
 
 
-def test_what_a_module_says_is_not_taken_for_a_lost_process():
-    with pytest.raises(ModuleError, match="socket closed"), reporting_lost_processes("a step"):
-        raise ModuleError("a", "RuntimeError: feature store: socket closed")
+class Lost:
+    """An operation whose other end is gone."""
+
+    def wait(self):
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
+
+
+@pytest.mark.parametrize("raised", [
+    ModuleError("a", "RuntimeError: feature store: socket closed"),
+    RuntimeError("gloo: socket closed, connection reset by peer: NCCL"),
+])  # fmt: skip
+def test_what_a_module_says_is_not_taken_for_a_lost_process(raised):
+    with pytest.raises(type(raised)) as caught, reporting_lost_processes(lambda: "a step"):
+        raise raised
+    assert caught.value is raised
+
+
+def test_what_an_operation_raises_is_a_lost_process():
     with pytest.raises(ChannelError, match="a step: Connection closed by peer"):
-        with reporting_lost_processes("a step"):
-            raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
+        with reporting_lost_processes(lambda: "a step"):
+            wait(Lost())
+    with pytest.raises(ChannelError, match="a step: nobody there"):
+        with reporting_lost_processes(lambda: "a step"):
+            raise dist.DistNetworkError("nobody there")

@@ -1,22 +1,31 @@
 """Ranks as Ray actors: capacity, what the executed timeline holds, a killed rank."""
 
+import ctypes
 import os
+import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import transformers as hf
 from torch import nn
 
-from raymm.actors.group import ClusterError, RankFailedError
+from raymm.actors.fault_folder import faults_kept_in
+from raymm.actors.group import ClusterError, RankFailedError, RankGroup, RankResources
+from raymm.actors.rank_actor import RankSpec
 from raymm.model import ModalityModule, MultimodalModule
 from raymm.scheduler.program import Op
 from raymm.specs import MultimodalParallelSpec, ParallelSpec
 
+# In place of seconds.
+ERROR = 12345
+
 
 class Encoder(nn.Module):
-    """(n, 3) -> (n, 2, 4). Sleeps as many seconds as its input says."""
+    """(n, 3) -> (n, 2, 4). Sleeps as many seconds as its input says; if they are negative, so that
+    no other thread can run; or raises."""
 
     hidden_size = 4
 
@@ -26,8 +35,12 @@ class Encoder(nn.Module):
         self.stem = nn.Linear(3, 8)
 
     def forward(self, x, sleep=None):
-        if sleep is not None:
-            time.sleep(float(sleep.max()))
+        seconds = 0 if sleep is None else int(sleep.max())
+        if seconds == ERROR:
+            raise RuntimeError("gloo: socket of the feature store: connection closed by peer")
+        if seconds < 0:  # with the interpreter's lock
+            ctypes.PyDLL(None).sleep(-seconds)
+        time.sleep(max(seconds, 0))
         hidden = self.stem(x).view(-1, 2, 4)
         for block in self.blocks:
             hidden = block(hidden)
@@ -155,3 +168,106 @@ def test_a_killed_process_of_a_rank_is_named(ray_cluster):
     ):
         for pending in under_way:
             pending.result()
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_killed_between_steps_is_named(ray_cluster):
+    """The others post receives from it at once, outside of any instruction."""
+    parallel = MultimodalParallelSpec({}, ParallelSpec(pp=2), 2).apply(model_of())
+    prepared = parallel.prepare([microbatch(2), microbatch(2)])
+    parallel.submit(prepared).result()
+    victim = parallel.group.pids()[1]["pid"]
+    os.kill(victim, signal.SIGKILL)
+    with pytest.raises(RankFailedError, match=r"^rank 1 \(stages llm\.0, process \d+ .*\) died"):
+        for _ in range(100):
+            parallel.submit(prepared).result()
+
+
+HUNG = {
+    "stopped": r"does not answer; it is stopped by a signal",
+    "sleeps": r"is in forward vision\.0 of microbatch 0 since \d+\.\d s",
+    "holds the lock": r"does not answer; it is \w+",
+}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("how", HUNG)
+def test_a_rank_that_hangs_is_named_and_its_stacks_are_kept(ray_cluster, tmp_path, how):
+    """The last one stands in C code with the interpreter's lock."""
+    spec = MultimodalParallelSpec({}, ParallelSpec(pp=2), 1)
+    with faults_kept_in(tmp_path):
+        parallel = spec.apply(model_of(), timeout_s=4)
+        parallel.execute([microbatch(1)])
+        seconds = {"stopped": 0, "sleeps": 600, "holds the lock": -600}[how]
+        hung = parallel.group.pids()[0]["pid"]
+        if how == "stopped":
+            os.kill(hung, signal.SIGSTOP)
+        first = rf"^rank 0 \(stages vision\.0.*\) {HUNG[how]}"
+        with pytest.raises(RankFailedError, match=first) as caught:
+            parallel.execute([microbatch(1, sleep=seconds)])
+    message = str(caught.value)
+    other = r"\nrank 1 .* (waits for others|gave up) in recv llm\.0 of microbatch 0 from vision"
+    assert re.search(other, message), message
+    folder = Path(message.rpartition("stacks: ")[2])
+    assert folder.is_relative_to(tmp_path / "faults")
+    stacks = [(folder / f"rank-{rank}.txt").read_text() for rank in range(3)]
+    assert ("in forward" in stacks[0]) == (how != "stopped"), stacks[0]
+    assert "most recent call first" in stacks[1] and "most recent call first" in stacks[2]
+    # One that is stopped does not obey Ray.
+    wait_for_end(hung)
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_that_nobody_waits_for_does_not_hang_for_ever(ray_cluster):
+    spec = MultimodalParallelSpec({"vision": ParallelSpec(ranks=(0,))}, ParallelSpec(ranks=(0,)))
+    parallel = spec.apply(model_of(), timeout_s=3)
+    first = r"^rank 0 .* is in forward vision\.0.*\nno rank has begun another instruction for 3 s"
+    with pytest.raises(RankFailedError, match=first):
+        parallel.execute([microbatch(1, sleep=600)])
+
+
+def wait_for_end(pid: int) -> None:
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{pid}").exists():
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        assert time.monotonic() < deadline, f"process {pid} is still there"
+        time.sleep(0.1)
+
+
+@pytest.mark.timeout(120)
+def test_an_error_that_speaks_of_sockets_keeps_its_traceback(ray_cluster, tmp_path):
+    spec = MultimodalParallelSpec({}, ParallelSpec(pp=2), 1)
+    with faults_kept_in(tmp_path):
+        parallel = spec.apply(model_of())
+        first = r"^rank 0 .* failed: RuntimeError: gloo: socket"
+        with pytest.raises(RankFailedError, match=first) as caught:
+            parallel.execute([microbatch(1, sleep=ERROR)])
+    text = str(caught.value)
+    assert "in forward" in text and "connection closed" in text
+    assert "in forward" in (Path(text.rpartition("stacks: ")[2]) / "rank-0.txt").read_text()
+
+
+def no_such_file() -> nn.Module:
+    return nn.Linear(*Path("/nowhere/sizes.txt").read_text())
+
+
+class Unreadable:
+    """Cannot be read by the process that it is sent to."""
+
+    def __reduce__(self):
+        return no_such_file, ()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("builder", [no_such_file, Unreadable()])
+def test_a_rank_that_cannot_start_says_why_and_keeps_its_traceback(ray_cluster, tmp_path, builder):
+    """It cannot build a stage; it cannot even read what it is to be."""
+    spec = RankSpec(rank=0, world_size=1, builders={"llm.0": builder}, edges=(), lanes=())
+    with faults_kept_in(tmp_path), pytest.raises(RankFailedError) as caught:
+        RankGroup([spec], ["llm.0"], RankResources())
+    first = str(caught.value).partition("\n")[0]
+    assert "FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/sizes.txt'" in first
+    kept = (Path(str(caught.value).rpartition("stacks: ")[2]) / "rank-0.txt").read_text()
+    assert "in no_such_file" in kept and kept.count("File ") > 2
+    assert str(tmp_path) in str(caught.value)

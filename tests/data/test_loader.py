@@ -1,6 +1,8 @@
 """The Ray path, against the local one."""
 
 import gc
+import os
+import signal
 import time
 from itertools import islice
 
@@ -8,7 +10,15 @@ import pytest
 import ray
 import torch
 
-from raymm.data import DataError, SampleError, StepLoader, join_parts, local_steps
+from raymm.actors.fault_folder import faults_kept_in
+from raymm.data import (
+    DataError,
+    DataWorkerError,
+    SampleError,
+    StepLoader,
+    join_parts,
+    local_steps,
+)
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -125,9 +135,26 @@ def test_skipping_is_the_same_with_workers(make_config, tmp_path):
 def test_a_dead_worker_is_named(make_config):
     config = make_config(image="fatal", num_workers=2, shuffle=False)
     message = r"data worker 0 of 2 died while loading step 0, samples \[0, 1, 2, 3, 4, 5\]"
-    with StepLoader(config) as loader, pytest.raises(DataError, match=message) as caught:
+    with StepLoader(config) as loader, pytest.raises(DataWorkerError, match=message) as caught:
         next(loader)
     assert "\n" not in str(caught.value) and caught.value.__notes__
+    assert not isinstance(caught.value, DataError)  # nothing is wrong with the data
+
+
+def test_a_worker_that_is_stopped_is_named(make_config, tmp_path):
+    with faults_kept_in(tmp_path), StepLoader(make_config(num_workers=1)) as loader:
+        step = next(loader)
+        loader.config = loader.config.model_copy(update={"worker_timeout": 2.0})
+        pid = ray.get(step.owner.pid.remote())
+        os.kill(pid, signal.SIGSTOP)
+        message = (
+            rf"data worker 0 of 1 \(process {pid} on .*\) did not load step \d+, samples .* of .* "
+            r"within worker_timeout \(2 s\): it does not answer; it is stopped by a signal"
+        )
+        with pytest.raises(DataWorkerError, match=message) as caught:
+            for _ in loader:
+                pass
+    assert str(tmp_path) in str(caught.value)
 
 
 def test_a_worker_that_cannot_start_in_time_is_named(make_config, ended_actors):

@@ -1,0 +1,125 @@
+"""Whether the cluster under a run is still there.
+
+Ray tells late, or not at all: that a node's server (the raylet) is gone after some 15 s, in which
+its processes go on; that the server which knows the cluster (the GCS) is gone not before a minute,
+when it ends the process. A run needs neither for its steps, so it would not notice, and fail at its
+end. Both listen at TCP ports: where a host refuses the connection, the server is gone.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+import time
+from collections.abc import Collection
+from typing import NamedTuple
+
+import ray
+from ray.exceptions import RayError
+
+# Seconds between two looks.
+INTERVAL_S = 1.0
+# Seconds that a connection, or the GCS's answer, may take.
+ANSWER_TIMEOUT_S = 5.0
+# Looks in a row at which a server refuses, until it counts as gone: one may be starting anew.
+REFUSALS = 2
+# Seconds without the GCS after which a run ends. Where it is gone from its port, too: clusters
+# can be set up to start it anew. After 60 s Ray would end this process without a word.
+GCS_TIMEOUT_S = 20.0
+
+
+class Server(NamedTuple):
+    """Where a server listens, and what it is called."""
+
+    host: str
+    port: int
+    name: str
+
+
+class ClusterWatch:
+    """Looks at the servers that some processes need, in a thread that does not keep this process
+    from ending.
+
+    Args:
+        nodes: Ray's ids of the nodes.
+
+    Attributes:
+        lost: what is gone, in a sentence; None as long as nothing is.
+        lost_nodes: ids of nodes that are.
+        gcs_is_lost: whether calls that change the cluster would never return.
+    """
+
+    def __init__(self, nodes: Collection[str]) -> None:
+        self.lost: str | None = None
+        self.lost_nodes: frozenset[str] = frozenset()
+        self.gcs_is_lost = False
+        self._servers = {
+            one["NodeID"]: Server(
+                one["NodeManagerAddress"], one["NodeManagerPort"], one["NodeManagerHostname"]
+            )
+            for one in ray.nodes() if one["NodeID"] in nodes
+        }
+        host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+        self._gcs = Server(host.strip("[]"), int(port), "the Ray cluster's server (GCS)")
+        self._refused = dict.fromkeys(self._servers, 0)
+        self._gcs_seen = time.monotonic()
+        self._ended = threading.Event()
+        threading.Thread(target=self._watch, name="cluster-watch", daemon=True).start()
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._ended.set()
+
+    def _watch(self) -> None:
+        while self.lost is None and not self._ended.wait(INTERVAL_S):
+            self._look_at_nodes()
+            self._look_at_gcs()
+
+    def _look_at_nodes(self) -> None:
+        for node, server in self._servers.items():
+            self._refused[node] = self._refused[node] + 1 if refuses(server) else 0
+        gone = [node for node, count in self._refused.items() if count >= REFUSALS]
+        if gone and not self._ended.is_set():
+            self.lost_nodes = frozenset(gone)
+            names = ", ".join(
+                f"{one.name} ({one.host}, Ray node {node[:12]})"
+                for node, one in self._servers.items() if node in gone
+            )
+            self.lost = (
+                f"node {names} is gone: its Ray server (raylet) does not listen any more; it was "
+                "killed, or the machine ended"
+            )
+
+    def _look_at_gcs(self) -> None:
+        if answers(self._gcs):
+            self._gcs_seen = time.monotonic()
+            return
+        silent = time.monotonic() - self._gcs_seen
+        if silent >= GCS_TIMEOUT_S and not self._ended.is_set():
+            self.gcs_is_lost = True
+            self.lost = (
+                f"{self._gcs.name} at {self._gcs.host}:{self._gcs.port} has not answered for "
+                f"{silent:.0f} s: it is gone, or stopped. Its logs are in the folder of Ray's "
+                "logs on that machine (gcs_server.out)"
+            )
+
+
+def refuses(server: Server) -> bool:
+    """Whether the host says that nobody listens there. A host that says nothing may be busy."""
+    try:
+        socket.create_connection(server[:2], ANSWER_TIMEOUT_S).close()
+    except OSError as error:
+        return error.errno == errno.ECONNREFUSED
+    return False
+
+
+def answers(server: Server) -> bool:
+    """Whether a GCS listens and answers: one that is stopped still accepts connections."""
+    try:
+        socket.create_connection(server[:2], ANSWER_TIMEOUT_S).close()
+        client = ray._private.worker.global_worker.gcs_client
+        client.internal_kv_exists(b"raymm", None, timeout=ANSWER_TIMEOUT_S)
+    except (OSError, RayError, RuntimeError, AttributeError):
+        return False
+    return True

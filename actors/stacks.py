@@ -1,0 +1,89 @@
+"""Stacks of a process, also of one that holds the interpreter's lock or waits in C code: a signal
+has them written by C code, into a file that only the process's descriptor leads to."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+# What a process of raymm answers with its stacks.
+STACKS_SIGNAL = signal.SIGUSR2
+# Seconds for them to come. Nothing else hangs on it: a process that is stopped is not asked.
+STACKS_TIMEOUT_S = 2.0
+
+_STATES = {
+    "R": "computing", "S": "sleeping", "D": "waiting for a disk", "T": "stopped by a signal",
+    "t": "stopped by a debugger", "Z": "dead", "X": "dead",
+}  # fmt: skip
+
+
+class Address(NamedTuple):
+    """Where the stacks of a process are had.
+
+    Attributes:
+        node: Ray's id of the node.
+        pid: of the process.
+        descriptor: its descriptor of the file.
+    """
+
+    node: str
+    pid: int
+    descriptor: int
+
+
+class Look(NamedTuple):
+    """A process from outside: what the system says of it, and the stacks of its threads."""
+
+    state: str
+    stacks: str
+
+
+class StackFile:
+    """Has this process answer :data:`STACKS_SIGNAL`, for as long as it lives."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()
+        faulthandler.register(STACKS_SIGNAL, self._file, all_threads=True)
+
+    @property
+    def descriptor(self) -> int:
+        return self._file.fileno()
+
+
+def look_at(one: Address) -> Look:
+    """A process of this node, from outside. Never raises: what cannot be had is said."""
+    try:
+        letter = Path(f"/proc/{one.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        state = _STATES.get(letter, letter)
+        return Look(state, "" if letter in "TtZX" else _stacks(one))
+    except OSError as error:
+        gone = not Path(f"/proc/{one.pid}").exists() and Path("/proc").is_dir()
+        return Look("dead" if gone else f"unknown ({error})", "")
+
+
+def _stacks(one: Address) -> str:
+    file = Path(f"/proc/{one.pid}/fd/{one.descriptor}")
+    before = size = file.stat().st_size
+    os.kill(one.pid, STACKS_SIGNAL)
+    deadline = time.monotonic() + STACKS_TIMEOUT_S
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        size, known = file.stat().st_size, size
+        if size == known > before:
+            break
+    with file.open("rb") as found:
+        found.seek(before)
+        return found.read().decode(errors="replace")
+
+
+def end_process(pid: int) -> None:
+    """Kill a process of this node; also one that is stopped, and so does not obey Ray."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except OSError:
+        pass

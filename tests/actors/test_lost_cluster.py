@@ -1,0 +1,26 @@
+"""A run whose cluster is lost under it ends at once, with a true sentence."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.timeout(280)
+def test_a_lost_node_and_a_lost_server_of_the_cluster_end_the_run(tmp_path):
+    """The node's server is killed: its processes, and so the steps, would go on for a quarter of
+    a minute. The cluster's server is stopped: steps would go on to the end."""
+    script = Path(__file__).with_name("lost_cluster.py")
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=270, check=False
+    )
+    said = done.stdout
+    assert done.returncode == 0, said + done.stderr
+    ranks = re.search(r"ranks there: (.*)", said)[1].strip("[]").split(", ")
+    node, server = re.findall(r"lost: (.*)", said)
+    assert "is gone: its Ray server (raylet) does not listen any more" in node
+    assert set(re.findall(r"rank (\d) ", node)) == set(ranks) != set()
+    assert "the Ray cluster's server (GCS) at " in server and "has not answered for" in server
+    assert "rank is there: False" in said
