@@ -85,12 +85,12 @@ def stage_builders(model: MultimodalModule, plan: Plan) -> StageBuilders:
             if is_cut:
                 spec = replace(spec, cut=probe_encoder(spec.source, example))
             names, build = encoder_stage_parameters, _build_encoder
-        if first.cp > 1 or first.fsdp > 1:
-            _check_layer_drop(node.name, spec, example)
         if first.cp > 1:
             _check_tokens(node.name, spec, example, first.cp)
         if first.fsdp > 1:
             _check_samples(node.name, spec, example)
+        if first.cp > 1 or first.fsdp > 1:
+            _check_layer_drop(node.name, spec, example)
         made.pieces[node.name] = _pieces(node.name, spec, first, example)
         sizes = parameter_sizes(spec)
         parts: dict[tuple, tuple[dict[str, int], Callable[[], nn.Module]]] = {}

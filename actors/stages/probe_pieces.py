@@ -68,13 +68,20 @@ def whole_forward(model: nn.Module, blocks: str, run: Run, seed: int) -> Forward
 
 
 def skips_blocks(model: nn.Module, blocks: str, run: Run) -> bool:
-    """Whether a model's forward, in the mode it is in, may leave out blocks."""
+    """Whether a model's forward, in the mode it is in, may leave out blocks.
+
+    Raises:
+        NotRunError: it does not run.
+    """
     total = len(model.get_submodule(blocks))
-    if not _draws(model, run):
-        return False
-    with extreme_draws():
-        forwards = (whole_forward(model, blocks, run, seed) for seed in _SEEDS_TO_SEE)
-        return any(len(forward.called) < total for forward in forwards)
+    try:
+        if not _draws(model, run):
+            return False
+        with extreme_draws():
+            forwards = (whole_forward(model, blocks, run, seed) for seed in _SEEDS_TO_SEE)
+            return any(len(forward.called) < total for forward in forwards)
+    except Exception as error:  # whatever a model may raise
+        raise _not_run(model, error) from error
 
 
 def compare_pieces(model: nn.Module, blocks: str, run: Run, trains: bool) -> CutInfo:
@@ -127,6 +134,14 @@ def _drawing(
         blocks.remove()
 
 
+def _not_run(model: nn.Module, error: Exception) -> NotRunError:
+    mode = " in training" if model.training else ""
+    return NotRunError(
+        f"{type(model).__name__} does not run as stages run it{mode}: {brief(error)}; a "
+        "language model must take inputs_embeds and give logits, an encoder features"
+    )
+
+
 class _Pieces:
     """A model, and pieces of it that are not whole."""
 
@@ -157,11 +172,7 @@ class _Pieces:
         try:
             whole = whole_forward(self._model, self._blocks, self._run, seed)
         except Exception as error:  # whatever a model may raise
-            mode = " in training" if self._model.training else ""
-            raise NotRunError(
-                f"{self._name} does not run as stages run it{mode}: {brief(error)}; a "
-                "language model must take inputs_embeds and give logits, an encoder features"
-            ) from error
+            raise _not_run(self._model, error) from error
         self._check_calls(whole.called)
         total = self._bounds[-1]
         if not whole.called or only_skips and len(whole.called) == total:
