@@ -42,7 +42,7 @@ _STEP, _SEED = 3, 5
 
 # Errors of transformers itself that say that a class cannot be run here, or on these inputs alone.
 _NOT_ALONE = re.compile(
-    r"[^|]*(requires the \w+ library|missing \d+ required (positional|keyword-only) argument)[^|]*"
+    r"requires the \w+ library|missing \d+ required (positional|keyword-only) argument"
 )
 
 
@@ -87,13 +87,18 @@ class Chain:
     objective: bool
 
 
+class NotAloneError(UnmakeableError):
+    """A class that transformers itself cannot run here, or not on these inputs alone."""
+
+
 def check(family: Family, training: bool = True) -> Outcome:
     """Cut a class in two and compare."""
     try:
         config, inputs = runnable(family, training)
+    except NotAloneError as error:
+        return Outcome(NOT_APPLICABLE, str(error))
     except UnmakeableError as error:
-        alone = _NOT_ALONE.search(str(error))
-        return Outcome(NOT_APPLICABLE, alone[0].strip()) if alone else Outcome(UNCLEAR, str(error))
+        return Outcome(UNCLEAR, str(error))
     try:
         chain = _chain(family, config, inputs)
         cut = _step(chain, [chain.blocks // 2], training)
@@ -126,7 +131,10 @@ def runnable(family: Family, training: bool) -> tuple[PretrainedConfig, list[dic
                 return config, microbatches
     except UnmakeableError as error:
         errors.append(str(error))
-    raise UnmakeableError(f"no tiny configuration runs: {' | '.join(dict.fromkeys(errors))[:600]}")
+    unlike = list(dict.fromkeys(errors))
+    if all(_NOT_ALONE.search(error) for error in unlike):
+        raise NotAloneError(unlike[0])
+    raise UnmakeableError(f"no tiny configuration runs: {' | '.join(unlike)[:600]}")
 
 
 def _tries(

@@ -71,11 +71,11 @@ def encoders() -> list[Family]:
     pairs = [pair for registry in registries for pair in _pairs(registry)]
     for config, model in pairs:
         if _encodes(model, config in parts):
-            found.setdefault(model, Family(ENCODER, model, config))
+            found.setdefault(model, Family(ENCODER, model, model.config_class or config))
         elif _parameters(model)[:1] and _parameters(model)[0] in ITEMS:
             inner = _encoder_class(model, config)
             if inner is not None and _encodes(inner, False):
-                found.setdefault(inner, Family(ENCODER, inner, config))
+                found.setdefault(inner, Family(ENCODER, inner, inner.config_class or config))
     registered = {family.config_class for family in found.values()}
     for model in _all_models():
         if model.config_class in parts - registered and _encodes(model, True):
