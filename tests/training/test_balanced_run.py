@@ -1,11 +1,11 @@
 """Runs with planned microbatches: interrupted, under another layout, refused."""
 
-import json
-
 import pytest
 from test_failure import PATIENCE_S, Interrupted
 from tiny_run import curve, save_rows
 
+from raymm.checkpoint import CheckpointStore
+from raymm.manifest import read_manifest, write_manifest
 from raymm.metrics import SampleLog, read_metrics
 
 ROWS = 41
@@ -105,10 +105,9 @@ def test_another_batching_is_refused_before_anything_starts(
     run = finished.copy_until(tmp_path / "run", 8)
     code, text = raymm("train", make_config({"data.batching": "balanced"}))
     assert code == 2 and "DataError" in text and "data.batching is 'balanced'" in text
-    manifest = next(run.glob("checkpoints/*/manifest.json"))
-    values = json.loads(manifest.read_text())
-    values["trainer"]["data"] = {"epoch": 1, "sizes": "0", "taken": []}
-    manifest.write_text(json.dumps(values))
+    folder = CheckpointStore(run).latest()
+    position = {"data": {"epoch": 1, "sizes": "0", "taken": []}}
+    write_manifest(folder, read_manifest(folder).model_copy(update={"trainer": position}))
     code, text = raymm("train", make_config())
     assert code == 2 and "DataError" in text and "data.batching is 'random'" in text
     assert "Traceback" not in text
