@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import transformers
-
 from raymm.actors.stages.merge import MergePolicy, Prepend, ReplaceTokens
 from raymm.actors.stages.source import FactorySource, SourceError, import_object
 from raymm.config import (
@@ -22,6 +20,7 @@ from raymm.config import (
 )
 from raymm.data.text import load_tokenizer
 from raymm.model import ModalityModule, MultimodalModule, module_graph
+from raymm.model_config import model_config
 from raymm.multimodal_graph import check_mapping
 from raymm.plan_check import check_fits, differences
 from raymm.run_files import write_whole
@@ -38,7 +37,7 @@ def build_model(config: TrainConfig) -> MultimodalModule:
     Raises:
         ModelError, ConfigError, DataError: naming what does not exist or fit.
     """
-    seed = config.run.seed
+    seed, trust = config.run.seed, config.model.trust_remote_code
     encoders = {}
     for name, section in config.model.encoders.items():
         with _errors_name(f"model.encoders.{name}"):
@@ -57,13 +56,14 @@ def build_model(config: TrainConfig) -> MultimodalModule:
                     "postprocess_projector", section.postprocess_projector
                 ),
                 seed=seed,
+                trust_remote_code=trust,
             )
             encoders[name].output_size(encoders[name].source())
     section = config.model.language_model
     with _errors_name("model.language_model"):
         language_model = ModalityModule(
             _given(section, seed), frozen=section.frozen, model_class=section.model_class,
-            seed=seed,
+            seed=seed, trust_remote_code=trust,
         )
         language_model.source(language_model=True)
     mask = config.model.mask
@@ -89,17 +89,7 @@ def _given(section: SourceSection | EncoderSection, seed: int) -> Any:
         _callback("factory", section.factory)
         return FactorySource(section.factory, section.kwargs, section.weights, seed=seed)
     if section.config is not None:
-        values = dict(section.config)
-        kind = values.pop("model_type", None)
-        if kind not in transformers.CONFIG_MAPPING:
-            raise ConfigError(
-                f"config.model_type is {kind!r}; expected one that transformers knows, such as "
-                "llama or siglip_vision_model"
-            )
-        try:
-            return transformers.CONFIG_MAPPING[kind](**values)
-        except Exception as error:  # each config class has its own checks and error types
-            raise ConfigError(f"config of a {kind!r} model: {error}") from None
+        return model_config(section.config)
     return section.path
 
 
@@ -128,7 +118,7 @@ def build_merge(config: TrainConfig) -> MergePolicy:
         return Prepend()
     if isinstance(merge, str):
         return _callback("model.merge", merge)
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.trust_remote_code)
     if missing := sorted(set(config.model.encoders) - set(merge)):
         raise ConfigError(f"model.merge gives no placeholder token for {missing}")
     ids = {}

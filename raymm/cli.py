@@ -119,7 +119,8 @@ def _export(args: argparse.Namespace) -> None:
 
     config = load_config(args.config, args.overrides)
     folders = export_model(
-        build_model(config), config.run.storage_path, args.out, config.data.tokenizer
+        build_model(config), config.run.storage_path, args.out, config.data.tokenizer,
+        trust_remote_code=config.data.trust_remote_code,
     )
     for folder in folders:
         print(f"wrote {folder}")

@@ -78,6 +78,8 @@ class ModelSection(Section):
             language model's own mask.
         packing: run a microbatch's samples as one sequence without padding, each a document by
             itself.
+        trust_remote_code: run Python files that folders of models, tokenizers and processors
+            bring (``auto_map``), in every process; otherwise a folder that needs them is refused.
     """
 
     language_model: SourceSection
@@ -85,6 +87,7 @@ class ModelSection(Section):
     merge: Text | dict[str, Text] = "prepend"
     mask: Text | None = None
     packing: bool = False
+    trust_remote_code: bool = False
 
 
 class LayoutSection(Section):
@@ -258,6 +261,12 @@ class TrainConfig(Section):
                 f"data.modalities has {sorted(unknown)}, but model.encoders are "
                 f"{sorted(self.model.encoders) or 'none'}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _trust_is_for_all_folders(self) -> TrainConfig:
+        if self.model.trust_remote_code:
+            self.data.trust_remote_code = True
         return self
 
     @model_validator(mode="after")

@@ -24,6 +24,7 @@ class ExportError(RuntimeError):
 def export_model(
     model: MultimodalModule, storage: str, output: str, tokenizer: str | None = None,
     say: Callable[[str], None] = print,
+    trust_remote_code: bool = False,
 ) -> list[Path]:
     """Write the modules of the newest checkpoint that is whole.
 
@@ -34,6 +35,7 @@ def export_model(
             ``{encoder}_encoder/`` and ``{encoder}_projector/``.
         tokenizer: folder of a tokenizer to put with the language model.
         say: is told of newer checkpoints that are corrupt.
+        trust_remote_code: run Python files that the tokenizer's folder brings.
 
     Returns:
         The folders written. Modules that Hugging Face has no class for are written as
@@ -60,7 +62,8 @@ def export_model(
     with parent.writing():
         names = _save_modules(model, temporary)
         if tokenizer is not None:
-            load_tokenizer(tokenizer).save_pretrained(temporary / "language_model")
+            loaded = load_tokenizer(tokenizer, trust_remote_code)
+            loaded.save_pretrained(temporary / "language_model")
         temporary.rename(target)
     return [target / name for name in names]
 

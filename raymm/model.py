@@ -69,6 +69,8 @@ class ModalityModule(nn.Module):
         example_inputs: keyword arguments the encoder can be tried with, where they cannot be
             guessed from its config (needed only to cut it into several stages).
         seed: of random weights.
+        trust_remote_code: run Python files that a checkpoint folder brings, here and on every
+            rank; otherwise such a folder is refused where transformers does not know its classes.
 
     Raises:
         ModelError, SourceError: naming the argument and what is accepted.
@@ -88,6 +90,7 @@ class ModalityModule(nn.Module):
         postprocess_projector_callback: Callable[[dict[str, Any], Any], Any] | None = None,
         example_inputs: dict[str, torch.Tensor] | None = None,
         seed: int = 0,
+        trust_remote_code: bool = False,
     ) -> None:
         super().__init__()
         if isinstance(projector, str) and projector not in KINDS:
@@ -103,6 +106,7 @@ class ModalityModule(nn.Module):
         self._projector_kind = projector if isinstance(projector, str) else None
         self._seed = seed
         self._hidden_size = hidden_size
+        self._trust_remote_code = trust_remote_code
         self.preprocess_callback = preprocess_callback
         self.postprocess_module_callback = postprocess_module_callback
         self.postprocess_projector_callback = postprocess_projector_callback
@@ -130,7 +134,9 @@ class ModalityModule(nn.Module):
         if isinstance(given, str | os.PathLike):
             name = self._model_class
             name = name.__name__ if isinstance(name, type) else name
-            return PretrainedSource(os.fspath(given), name, language_model, frozen=frozen)
+            return PretrainedSource(
+                os.fspath(given), name, language_model, frozen, self._trust_remote_code
+            )
         raise ModelError(
             f"module is a {type(given).__name__}; accepted: an nn.Module, a Hugging Face config, "
             "the path of a checkpoint folder, a ModuleSource"

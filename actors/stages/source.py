@@ -12,7 +12,7 @@ import hashlib
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from raymm.actors.stages.constructed_values import constructed_values
+from raymm.actors.stages.custom_code import custom_code, own_class, why_not_loaded
 from raymm.actors.stages.cut import CutInfo, prune, stage_parameters
 
 
@@ -58,8 +59,11 @@ def import_object(target: str) -> Any:
         raise SourceError(f"import path is {target!r}; expected 'package.module:name'")
     try:
         return getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise SourceError(f"import path {target!r} does not lead anywhere: {error}") from error
+    except Exception as error:  # the module is a program: it may raise anything
+        reason = str(error)
+        if not isinstance(error, ImportError | AttributeError):
+            reason = f"{type(error).__name__}: {error}"
+        raise SourceError(f"import path {target!r} does not lead anywhere: {reason}") from error
 
 
 class ModuleSource(ABC):
@@ -253,12 +257,16 @@ class PretrainedSource(ModuleSource):
         path: the folder; it must hold ``config.json`` and safetensors weights.
         model_class: a transformers class name; by default the one in the config.
         language_model: resolve the default through ``AutoModelForCausalLM``'s mapping.
+        trust_remote_code: run Python files that the folder brings (``auto_map``), here and on
+            every rank. Otherwise nothing of them runs, and what transformers cannot load without
+            them is refused.
     """
 
     path: str
     model_class: str | None = None
     language_model: bool = False
     frozen: bool | None = None
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         folder = Path(self.path)
@@ -269,16 +277,35 @@ class PretrainedSource(ModuleSource):
         if not any(folder.glob("*.safetensors")):
             raise SourceError(f"path is {self.path!r}; the folder has no *.safetensors file")
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is cached: classes of the folder's own code are imported by every rank."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @cached_property
+    def _auto_config(self) -> PretrainedConfig:
+        try:
+            return transformers.AutoConfig.from_pretrained(
+                self.path, local_files_only=True, trust_remote_code=self.trust_remote_code
+            )
+        except Exception as error:  # a folder may hold anything, and so may its code
+            why = f"{self.path!r}; {type(error).__name__}: {error}"
+            if not self.trust_remote_code:
+                why = why_not_loaded(self.path, "AutoConfig", error)
+            raise SourceError(f"path is {why}") from error
+
     @cached_property
     def resolved_class(self) -> type[PreTrainedModel]:
-        config = transformers.AutoConfig.from_pretrained(self.path, local_files_only=True)
-        name = self.model_class
-        if name is None and self.language_model:
+        config, name = self._auto_config, self.model_class
+        architecture = (config.architectures or [None])[0]
+        own = self._own_class(name, architecture)
+        if own is not None and self.trust_remote_code:
+            return own_class(self.path, own)
+        if name is None and self.language_model and not own:
             mapping = transformers.AutoModelForCausalLM._model_mapping
             if type(config) in mapping:
                 return mapping[type(config)]
         if name is None:
-            name = (config.architectures or [None])[0]
+            name = architecture
         if name is None:
             raise SourceError(f"{self.path}: config.json names no architecture; give model_class")
         if hasattr(transformers, name):
@@ -287,14 +314,36 @@ class PretrainedSource(ModuleSource):
         try:
             module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
             return getattr(module, name)
-        except (ImportError, AttributeError):
+        except (ImportError, AttributeError) as error:
+            if own is not None:
+                why = why_not_loaded(self.path, self._auto_class, error)
+                raise SourceError(f"path is {why}") from None
             raise SourceError(
                 f"model_class is {name!r}; transformers has no such class for {kind!r}"
             ) from None
 
+    @property
+    def _auto_class(self) -> str:
+        return "AutoModelForCausalLM" if self.language_model else "AutoModel"
+
+    def _own_class(self, wanted: str | None, architecture: str | None) -> str | None:
+        """The class of the folder's own code that would be used: the one asked for, else its
+        architecture, else the one for what the module is; None if transformers has it."""
+        found = custom_code(self.path)
+        by_name = {target.rpartition(".")[2]: target for target in found.values()}
+        if wanted is not None:
+            return by_name.get(wanted)
+        native = architecture is None or hasattr(transformers, architecture)
+        if native and not self.trust_remote_code:
+            return None
+        return by_name.get(architecture or "") or found.get(self._auto_class)
+
     @cached_property
     def _config(self) -> PretrainedConfig:
-        return self.resolved_class.config_class.from_pretrained(self.path, local_files_only=True)
+        config_class = self.resolved_class.config_class
+        if config_class is None or isinstance(self._auto_config, config_class):
+            return self._auto_config
+        return config_class.from_pretrained(self.path, local_files_only=True)
 
     @property
     def config(self) -> PretrainedConfig:
@@ -327,7 +376,8 @@ class PretrainedSource(ModuleSource):
         hf_logging.set_verbosity_error()  # pruned weights would be reported as unexpected
         try:
             model = model_class.from_pretrained(
-                self.path, local_files_only=True, use_safetensors=True, dtype=torch.float32
+                self.path, local_files_only=True, use_safetensors=True, dtype=torch.float32,
+                trust_remote_code=self.trust_remote_code,
             )
         finally:
             hf_logging.set_verbosity(level)

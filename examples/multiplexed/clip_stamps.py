@@ -62,7 +62,9 @@ class Captions:
     """Captions as token ids of a small vocabulary: that of the training captions."""
 
     def __init__(self, tokenizer_folder: Path, pairs: Sequence[Pair]) -> None:
-        self._tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, local_files_only=True)
+        self._tokenizer = AutoTokenizer.from_pretrained(
+            tokenizer_folder, local_files_only=True, trust_remote_code=False
+        )
         known = {token for pair in pairs for token in self._tokens(pair.caption)}
         self._ids = {token: FIRST + i for i, token in enumerate(sorted(known))}
 

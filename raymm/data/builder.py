@@ -71,9 +71,11 @@ def check_tools(config: DataConfig) -> None:
     if not Path(config.tokenizer).is_dir():
         raise DataError(f"data.tokenizer: {config.tokenizer!r} is not a local folder")
     for name, modality in config.modalities.items():
-        load_processor(modality.processor, f"data.modalities.{name}.processor")
+        field = f"data.modalities.{name}.processor"
+        load_processor(modality.processor, field, config.trust_remote_code)
     if any(m.placeholder or m.placeholder_tokens for m in config.modalities.values()):
-        TextEncoder(load_tokenizer(config.tokenizer), config.max_length, config.modalities)
+        tokenizer = load_tokenizer(config.tokenizer, config.trust_remote_code)
+        TextEncoder(tokenizer, config.max_length, config.modalities)
 
 
 def most_groups(config: DataConfig, indices: Sequence[int] | Sequence[Sequence[int]]) -> int:
@@ -98,7 +100,7 @@ class StepBuilder:
 
     @cached_property
     def tokenizer(self):
-        return load_tokenizer(self.config.tokenizer)
+        return load_tokenizer(self.config.tokenizer, self.config.trust_remote_code)
 
     @cached_property
     def text(self) -> TextEncoder:
@@ -107,7 +109,10 @@ class StepBuilder:
     @cached_property
     def processors(self) -> dict[str, Processor]:
         return {
-            name: load_processor(modality.processor, f"data.modalities.{name}.processor")
+            name: load_processor(
+                modality.processor, f"data.modalities.{name}.processor",
+                self.config.trust_remote_code,
+            )
             for name, modality in self.config.modalities.items()
         }
 

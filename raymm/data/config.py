@@ -206,6 +206,8 @@ class DataConfig(Section):
             :class:`raymm.data.limits.Limits`.
         worker_cpus: CPUs that each data worker reserves in Ray (a fraction is fine).
         worker_timeout: seconds to wait for a step before the run ends with an error.
+        trust_remote_code: run Python files that folders of the tokenizer and of processors bring
+            (``auto_map``); in a configuration, ``model.trust_remote_code`` says it for all.
     """
 
     train: list[SourceConfig] = Field(min_length=1)
@@ -227,6 +229,7 @@ class DataConfig(Section):
     max_row_group_bytes: Size = Limits.max_row_group_bytes
     worker_cpus: float = Field(default=0.1, ge=0, le=MOST_COUNT)
     worker_timeout: Seconds = 300.0
+    trust_remote_code: bool = False
 
     @field_validator("train", "heldout", mode="before")
     @classmethod

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
+from raymm.actors.stages.custom_code import custom_code, why_not_loaded
 from raymm.data.errors import DataError
 from raymm.data.headers import AUDIO, IMAGE, kind_of
 from raymm.data.media import MediaBytes, MediaRange, open_media, read_media
@@ -30,7 +31,9 @@ def processor_input(media: str | MediaBytes | MediaRange, kind: str) -> Any:
         return read_image(file)
 
 
-def load_processor(name: str, field: str = "processor") -> Processor:
+def load_processor(
+    name: str, field: str = "processor", trust_remote_code: bool = False
+) -> Processor:
     """The function behind ``ModalityDataConfig.processor``.
 
     Args:
@@ -39,12 +42,13 @@ def load_processor(name: str, field: str = "processor") -> Processor:
             images (transparency over white, EXIF rotation applied; lists of them where items
             are made of frames) or mono sound resampled to the extractor's rate.
         field: name of the configuration field, for errors.
+        trust_remote_code: run Python files that a folder brings, if it names some.
 
     Raises:
         DataError: it cannot be imported or is not such a folder.
     """
     if Path(name).is_dir():
-        return _folder_processor(Path(name), field)
+        return _folder_processor(Path(name), field, trust_remote_code)
     module, separator, function = name.partition(":")
     if not separator or not module or not function:
         raise DataError(
@@ -52,8 +56,9 @@ def load_processor(name: str, field: str = "processor") -> Processor:
         )
     try:
         loaded = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise DataError(f"{field}: cannot import {name!r}: {error}") from error
+    except Exception as error:  # the module is a program: it may raise anything
+        reason = f"{type(error).__name__}: {error}"
+        raise DataError(f"{field}: cannot import {name!r}: {reason}") from error
     if not callable(loaded):
         raise DataError(f"{field}: {name!r} is not a function")
     return loaded
@@ -97,18 +102,22 @@ def read_audio(path: File, rate: int) -> np.ndarray:
     return resample_poly(mono, rate // common, source_rate // common).astype(np.float32)
 
 
-def _folder_processor(folder: Path, field: str) -> Processor:
+def _folder_processor(folder: Path, field: str, trust_remote_code: bool) -> Processor:
     from transformers import AutoFeatureExtractor, AutoImageProcessor
 
     kinds = _kinds_in(folder, field)
     try:
         images = IMAGE in kinds and AutoImageProcessor.from_pretrained(
-            folder, local_files_only=True
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
         sounds = AUDIO in kinds and AutoFeatureExtractor.from_pretrained(
-            folder, local_files_only=True
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a folder may hold anything
+        kinds_of_code = set(custom_code(folder)) & {"AutoImageProcessor", "AutoFeatureExtractor"}
+        if kinds_of_code and not trust_remote_code:
+            why = why_not_loaded(folder, sorted(kinds_of_code)[0], error)
+            raise DataError(f"{field}: {why}") from None
         raise DataError(f"{field}: cannot load {str(folder)!r}: {error}") from error
 
     def process(item: File | list) -> dict[str, torch.Tensor]:

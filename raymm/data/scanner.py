@@ -82,7 +82,7 @@ class _Scanner:
 
     def __init__(self, dataset: Dataset, config: DataConfig):
         self.dataset, self.config = dataset, config
-        tokenizer = load_tokenizer(config.tokenizer)
+        tokenizer = load_tokenizer(config.tokenizer, config.trust_remote_code)
         self.text = TextEncoder(tokenizer, config.max_length, config.modalities)
 
     def scan(self, start: int, stop: int) -> _Part:

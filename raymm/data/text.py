@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from raymm.actors.stages.custom_code import custom_code, why_not_loaded
 from raymm.data.config import ModalityDataConfig
 from raymm.data.errors import DataError
 from raymm.data.placeholders import (
@@ -20,20 +21,31 @@ from raymm.data.sample import Sample
 IGNORE_INDEX = -100  # torch's cross_entropy ignores it; so does every Hugging Face model
 
 
-def load_tokenizer(folder: str):
+def load_tokenizer(folder: str, trust_remote_code: bool = False):
     """Tokenizer of a local folder.
 
+    Args:
+        folder: the folder.
+        trust_remote_code: run Python files that it brings, if it names some.
+
     Raises:
-        DataError: the folder does not exist or holds no tokenizer.
+        DataError: the folder does not exist, holds no tokenizer, or one that needs its own code.
     """
     if not Path(folder).is_dir():
         raise DataError(f"data.tokenizer: {folder!r} is not a local folder")
     from transformers import AutoTokenizer  # seconds to import; the driver may not need it
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise DataError(f"data.tokenizer: no tokenizer in {folder!r}: {error}") from error
+        return AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:  # a folder may hold anything
+        if not trust_remote_code and "AutoTokenizer" in custom_code(folder):
+            why = why_not_loaded(folder, "AutoTokenizer", error)
+            raise DataError(f"data.tokenizer: {why}") from None
+        raise DataError(
+            f"data.tokenizer: no tokenizer in {folder!r}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def encode_text(tokenizer, sample: Sample, max_length: int) -> tuple[list[int], list[int]]:
