@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -44,11 +45,32 @@ class ClusterError(RuntimeError):
 
 @dataclass(frozen=True)
 class RankResources:
-    """What one rank reserves in Ray: logical CPUs, GPUs, custom resources."""
+    """What one rank reserves in Ray: logical CPUs, GPUs, custom resources.
+
+    Raises:
+        ClusterError: an amount that is none, or nothing at all.
+    """
 
     cpus: float = 1.0
     gpus: float = 0.0
     custom: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("CPU", "GPU"):
+            if name in self.custom:
+                raise ClusterError(f"resources.custom has {name!r}; give cpus or gpus instead")
+        amounts = {"cpus": self.cpus, "gpus": self.gpus, **self.custom}
+        for name, amount in amounts.items():
+            number = isinstance(amount, int | float) and not isinstance(amount, bool)
+            if not number or not 0 <= amount < math.inf:
+                raise ClusterError(
+                    f"resources: {name} is {amount!r}; it must be a finite number, at least 0"
+                )
+        if not any(amounts.values()):
+            raise ClusterError(
+                f"resources are {amounts}: a rank would reserve nothing; give cpus, gpus or a "
+                "custom resource above 0 (a small share is fine)"
+            )
 
     def bundle(self) -> dict[str, float]:
         bundle = {"CPU": self.cpus, "GPU": self.gpus, **self.custom}

@@ -36,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         args.run(args)
     except USER_ERRORS as error:
+        if hasattr(args, "config") and args.config not in str(error):
+            error.add_note(f"(in the configuration {args.config})")
         console.print(f"[bold red]error:[/] {type(error).__name__}:", highlight=False)
         for text in (str(error), *getattr(error, "__notes__", ())):
             console.print(text, markup=False, highlight=False, soft_wrap=True)

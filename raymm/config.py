@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from raymm.actors.group import RankResources
 from raymm.actors.optimizer import OptimizerConfig
@@ -90,15 +90,19 @@ class ModelSection(Section):
     trust_remote_code: bool = False
 
 
+# The least is for the class that says which: ParallelSpec.
+Degree = Annotated[int, Field(le=MOST_COUNT)]
+
+
 class LayoutSection(Section):
     """Layout of one module: see :class:`raymm.specs.ParallelSpec`, which checks the numbers."""
 
-    pp: int = 1
-    chunks: int = 1
-    replicas: int | None = None
-    tp: int = 1
-    cp: int = 1
-    dp: int = 1
+    pp: Degree = 1
+    chunks: Degree = 1
+    replicas: Degree | None = None
+    tp: Degree = 1
+    cp: Degree = 1
+    dp: Degree = 1
     sharding: Literal["none", "zero1", "fsdp"] = "none"
     recompute_layers: Text | Tuple[Text] = "keep"
     layers: Tuple[int] | None = None
@@ -168,8 +172,15 @@ class ResourcesSection(Section):
 
     cpus: float = Field(default=1.0, ge=0, le=MOST_COUNT)
     gpus: float | None = Field(default=None, ge=0, le=MOST_COUNT)
-    custom: dict[Text, float] = Field(default_factory=dict)
+    custom: dict[Text, Annotated[float, Field(ge=0, le=MOST_COUNT)]] = Field(default_factory=dict)
     threads: int = Field(default=1, ge=1, le=MOST_THREADS)
+
+    @field_validator("custom")
+    @classmethod
+    def _not_ours(cls, custom: dict[str, float]) -> dict[str, float]:
+        if taken := sorted({"CPU", "GPU"} & set(custom)):
+            raise ValueError(f"{taken[0]} has a field of its own: give cpus or gpus")
+        return custom
 
     def for_device(self, device: str) -> RankResources:
         gpus = self.gpus if self.gpus is not None else float(device == "cuda")

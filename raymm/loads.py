@@ -19,6 +19,8 @@ from raymm.model import LANGUAGE_MODEL, MultimodalModule
 
 # Tokens of an item of an encoder that does not say and cannot be asked.
 ASSUMED_TOKENS = 256
+# Of one sample; more is a mistake.
+MOST_TOKENS = 10**9
 
 
 @dataclass(frozen=True)
@@ -142,8 +144,11 @@ def check_tokens(model: MultimodalModule, tokens: Mapping[str, int]) -> None:
     for name, number in tokens.items():
         if name not in names:
             raise LoadError(f"tokens name {name!r}; the model's modules are {', '.join(names)}")
-        if type(number) is not int or number < 1:
-            raise LoadError(f"tokens of {name!r} is {number!r}; it must be a whole number >= 1")
+        if type(number) is not int or not 1 <= number <= MOST_TOKENS:
+            raise LoadError(
+                f"tokens of {name!r} is {number!r}; it must be a whole number >= 1, at most "
+                f"{MOST_TOKENS}"
+            )
 
 
 def _encoder_tokens(

@@ -33,8 +33,8 @@ class OutputFolder:
         Raises:
             ConfigError: naming the field, the folder and what is in the way.
         """
-        if not self.name.strip():
-            raise self._refused("it is empty")
+        if not self.name.strip() or "\0" in self.name:
+            raise self._refused("it is empty, or has a null character")
         path = self.path.absolute()
         try:
             while not path.exists() and path != path.parent:
@@ -54,6 +54,7 @@ class OutputFolder:
         Raises:
             ConfigError: naming the field, the folder and what is in the way.
         """
+        self.check()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             yield self.path

@@ -22,11 +22,15 @@ from raymm.profile import full_microbatch, load_table
 from raymm.scheduler.costs import ProfileError
 from raymm.scheduler.devices import find_device
 from raymm.scheduler.plan import PlanError
+from raymm.scheduler.plan_error import check_number
 from raymm.scheduler.planner import LAYOUTS, SEARCHED_SCHEDULES
 from raymm.strategies import OMNIBAL_RADIUS, Search
 
 # Ranks that raymm takes by itself where they are CPU processes.
 MAX_CPU_RANKS = 8
+# Devices and memory of each beyond these are mistakes.
+MOST_RANKS = 2**16
+MOST_GIB = 2**20
 # What a GPU that raymm has no data of is taken for.
 DEFAULT_GPU = "A100-80GB"
 
@@ -76,6 +80,13 @@ class PlanRequest:
                 f"style is {self.style!r}; accepted: pipelined, multiplexed, auto"
             )
         self._search(1)
+        check_number("ranks_per_node", self.ranks_per_node)
+        if self.ranks is not None and self.ranks > MOST_RANKS:
+            raise PlanError(f"ranks is {self.ranks}; accepted: at most {MOST_RANKS}")
+        if self.memory_gib is not None and not 0 < self.memory_gib <= MOST_GIB:  # NaN fails too
+            raise PlanError(
+                f"memory_gib is {self.memory_gib}; accepted: a number above 0, at most {MOST_GIB}"
+            )
         DegreeRequest.of(self.degrees).check((*model.encoder_names, LANGUAGE_MODEL))
         if self.device is not None:
             find_device(self.device)

@@ -66,6 +66,8 @@ def run_profile(args: argparse.Namespace) -> None:
         raise ProfileError(f"--repeats is {args.repeats}; it must be at least 1")
     if args.gpus is not None and not args.multiplex:
         raise ProfileError("--gpus is of surfaces; accepted with --multiplex")
+    if args.gpus is not None and args.gpus < 1:
+        raise ProfileError(f"--gpus is {args.gpus}; it must be at least 1")
     if args.lengths and args.multiplex:
         raise ProfileError("--lengths is of layers; surfaces are of the data's lengths")
     output = OutputFolder("--out", str(target.parent))
@@ -115,6 +117,8 @@ def parse_lengths(text: str) -> tuple[int, ...]:
     for part in parts:
         if not part.isdecimal():
             raise ProfileError(f"--lengths has {part!r}; give whole numbers, such as 512,1024")
+        if len(part) > 9 or int(part) < 2:
+            raise ProfileError(f"--lengths has {part}; each must be above 1, below 10^9")
     return tuple(int(part) for part in parts)
 
 

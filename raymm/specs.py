@@ -92,6 +92,8 @@ class ParallelSpec:
             ("layers", self.stages, "stage"), ("ranks", self.pp * self.copies, "rank"),
         ):
             value = getattr(self, name)
+            for number in value or ():
+                check_number(name, number, 1 if name == "layers" else 0)
             if value is not None and len(value) != wanted:
                 factors = f"pp={self.pp}"
                 other = ("chunks", self.chunks) if name == "layers" else ("dp", self.copies)
@@ -141,6 +143,7 @@ class MultimodalParallelSpec:
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
             raise PlanError(f"schedule is {self.schedule!r}; accepted: {', '.join(SCHEDULES)}")
+        check_number("num_microbatches", self.num_microbatches)
         for name, spec in (*self.encoder_specs.items(), (LANGUAGE_MODEL, self.language_model_spec)):
             if self.num_microbatches % spec.copies:
                 raise PlanError(

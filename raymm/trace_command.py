@@ -38,6 +38,7 @@ class _Trace(BaseModel):
 
 
 def add_trace_arguments(command: argparse.ArgumentParser) -> None:
+    """Arguments of ``raymm trace``."""
     command.add_argument("run_folder", help="folder of a run (run.storage_path)")
 
 

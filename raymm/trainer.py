@@ -12,6 +12,7 @@ from rich.console import Console
 from raymm.actors.fault_folder import faults_kept_in
 from raymm.actors.group import ClusterError, RankResources, check_capacity
 from raymm.actors.optimizer import OptimizerConfig
+from raymm.batch_rules import Vocabulary
 from raymm.checkpoint import Checkpoint, CheckpointError, CheckpointStore, restore
 from raymm.cluster import connected, pick_device
 from raymm.config import ConfigError, RunConfig
@@ -104,7 +105,7 @@ class Trainer:
             self.plan = parallel
         elif isinstance(parallel, MultimodalParallelSpec):
             self.plan = parallel.plan(model)
-        self.data = data
+        self.data = _with_vocabulary(data, model)
         self.run = run_config
         self.optimizer = optimizer or OptimizerConfig()
         self.resources = resources
@@ -260,6 +261,14 @@ class Trainer:
             metrics=last_step(metrics.rows), history=metrics.rows,
             checkpoint=store.current, path=self.path, files=files, corrupt=corrupt,
         )
+
+
+def _with_vocabulary(data: Any, model: MultimodalModule) -> Any:
+    """The data configuration, told which token ids the model has embeddings for."""
+    if not isinstance(data, DataConfig) or data.vocabulary is not None:
+        return data
+    vocabulary = Vocabulary.of(model.language_model.source(language_model=True).skeleton())
+    return data.model_copy(update={"vocabulary": vocabulary.ids})
 
 
 def _data_position(checkpoint: Checkpoint | None) -> Any:

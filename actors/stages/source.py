@@ -169,10 +169,17 @@ class ConfigSource(ModuleSource):
     frozen: bool | None = None
 
     def skeleton(self) -> nn.Module:
-        with torch.device("meta"):
-            model = self.model_class._from_config(
-                copy.deepcopy(self.model_config), dtype=torch.float32
-            )
+        try:
+            with torch.device("meta"):
+                model = self.model_class._from_config(
+                    copy.deepcopy(self.model_config), dtype=torch.float32
+                )
+        except Exception as error:  # sizes that do not fit may fail anywhere in it
+            reason = next(iter(str(error).splitlines()), "")
+            raise SourceError(
+                f"a {self.model_class.__name__} cannot be made of these config values: "
+                f"{type(error).__name__}: {reason}"
+            ) from error
         return self._finish(model)
 
     @property

@@ -26,7 +26,7 @@ from raymm.data.sample import Sample
 from raymm.data.sampler import flat, group_by_modality, is_grouped, split_evenly
 from raymm.data.shuffle import shuffle_modality
 from raymm.data.sources import open_split
-from raymm.data.text import TextEncoder, load_tokenizer
+from raymm.data.text import TextEncoder, check_vocabulary, load_tokenizer
 
 _REASONS_SHOWN = 3
 
@@ -73,9 +73,12 @@ def check_tools(config: DataConfig) -> None:
     for name, modality in config.modalities.items():
         field = f"data.modalities.{name}.processor"
         load_processor(modality.processor, field, config.trust_remote_code)
-    if any(m.placeholder or m.placeholder_tokens for m in config.modalities.values()):
+    placeholders = any(m.placeholder or m.placeholder_tokens for m in config.modalities.values())
+    if placeholders or config.vocabulary is not None:
         tokenizer = load_tokenizer(config.tokenizer, config.trust_remote_code)
         TextEncoder(tokenizer, config.max_length, config.modalities)
+        if config.vocabulary is not None:
+            check_vocabulary(tokenizer, config.tokenizer, config.vocabulary)
 
 
 def most_groups(config: DataConfig, indices: Sequence[int] | Sequence[Sequence[int]]) -> int:
@@ -104,7 +107,9 @@ class StepBuilder:
 
     @cached_property
     def text(self) -> TextEncoder:
-        return TextEncoder(self.tokenizer, self.config.max_length, self.config.modalities)
+        return TextEncoder(
+            self.tokenizer, self.config.max_length, self.config.modalities, self.config.vocabulary
+        )
 
     @cached_property
     def processors(self) -> dict[str, Processor]:

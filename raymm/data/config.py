@@ -208,6 +208,8 @@ class DataConfig(Section):
         worker_timeout: seconds to wait for a step before the run ends with an error.
         trust_remote_code: run Python files that folders of the tokenizer and of processors bring
             (``auto_map``); in a configuration, ``model.trust_remote_code`` says it for all.
+        vocabulary: token ids that the language model has embeddings for; by default those of the
+            model that is trained.
     """
 
     train: list[SourceConfig] = Field(min_length=1)
@@ -230,6 +232,7 @@ class DataConfig(Section):
     worker_cpus: float = Field(default=0.1, ge=0, le=MOST_COUNT)
     worker_timeout: Seconds = 300.0
     trust_remote_code: bool = False
+    vocabulary: Count | None = None
 
     @field_validator("train", "heldout", mode="before")
     @classmethod

@@ -1,5 +1,6 @@
 """Checks a row of any format and makes a sample's parts of its values."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -8,6 +9,11 @@ from raymm.data.media import Media, MediaBytes, MediaRange
 
 TEXT, MESSAGES, ID = "text", "messages", "id"
 TEXT_ROLES = (TEXT, MESSAGES, ID)
+# The role whose messages are labels.
+LEARNED_ROLE = "assistant"
+# Linux takes no longer one.
+LONGEST_PATH = 4096
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 
 
 def text_of(row: object, columns: Mapping[str, str]) -> tuple[list[dict] | None, str | None]:
@@ -26,7 +32,9 @@ def text_of(row: object, columns: Mapping[str, str]) -> tuple[list[dict] | None,
     messages, text = row.get(messages_column), row.get(text_column)
     if messages is None and text is None:
         raise RowError(
-            f"a sample needs {messages_column!r} or {text_column!r}; it has {sorted(row)}"
+            f"a sample needs {messages_column!r} or {text_column!r}; it has "
+            f"{sorted(map(str, row))}. A source's columns may say other names: "
+            "columns: {messages: conversations}"
         )
     if messages is not None and text is not None:
         raise RowError(f"a sample has {messages_column!r} or {text_column!r}, not both")
@@ -51,7 +59,7 @@ def _messages(messages: object, column: str) -> list[dict]:
     for number, message in enumerate(messages):
         where = f"{column}[{number}]"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise RowError(f"{where} needs a string 'role'", column)
+            raise RowError(f"{where} needs a string 'role'{_sharegpt(message)}", column)
         content = message.get("content")
         if isinstance(content, list):
             for place, part in enumerate(content):
@@ -59,6 +67,16 @@ def _messages(messages: object, column: str) -> list[dict]:
         elif not isinstance(content, str):
             raise RowError(f"{where} needs a string 'content', or a list of parts", column)
     return messages
+
+
+def _sharegpt(message: object) -> str:
+    """What to do with messages that call their fields otherwise."""
+    if isinstance(message, dict) and {"from", "value"} <= set(message):
+        return (
+            "; it has 'from' and 'value'. Write {'role': {'human': 'user', 'gpt': 'assistant', "
+            "'system': 'system'}[m['from']], 'content': m['value']} for every message m"
+        )
+    return f"; it has {sorted(map(str, message))}" if isinstance(message, dict) else ""
 
 
 def _is_list(value: object) -> bool:
@@ -113,6 +131,7 @@ def count_items(value: object, column: str, frames: bool = False) -> int:
 
 def _item(value: object, column: str, folder: Path, name: str) -> Media:
     if isinstance(value, str) and value:
+        _check_path(value, column)
         return str(folder / value)
     if isinstance(value, bytes):
         return MediaBytes(name, value)
@@ -123,6 +142,7 @@ def _item(value: object, column: str, folder: Path, name: str) -> Media:
         if isinstance(data, bytes):
             return MediaBytes(f"{name} {path!r}" if path else name, data)
         if data is None and isinstance(path, str) and path:
+            _check_path(path, column)
             return str(folder / path)
         if data is None:
             raise RowError(f"column {column!r} has an item with neither 'bytes' nor 'path'", column)
@@ -131,6 +151,25 @@ def _item(value: object, column: str, folder: Path, name: str) -> Media:
         f"got {_short(value)}",
         column,
     )
+
+
+def _check_path(value: str, column: str) -> None:
+    """
+    Raises:
+        RowError: something that stands for a file, but is no path of one.
+    """
+    if value.startswith("data:"):
+        what, cure = "a data: URI", "store its bytes ({'bytes': ...}), or a file and its path"
+    elif (found := _URL.match(value)) is not None:
+        what, cure = f"a {found[1]} URL", "nothing is fetched: download it, and give its path"
+    elif len(value) > LONGEST_PATH:
+        what = f"a text of {len(value):,} characters, which is no path"
+        cure = "base64 is not decoded: store bytes ({'bytes': ...}), or a file and its path"
+    elif "\0" in value:
+        what, cure = "a path with a null character", "give the path of a file"
+    else:
+        return
+    raise RowError(f"column {column!r} has {what} ({value[:60]!r}); {cure}", column)
 
 
 def _short(value: object) -> str:

@@ -83,7 +83,9 @@ class _Scanner:
     def __init__(self, dataset: Dataset, config: DataConfig):
         self.dataset, self.config = dataset, config
         tokenizer = load_tokenizer(config.tokenizer, config.trust_remote_code)
-        self.text = TextEncoder(tokenizer, config.max_length, config.modalities)
+        self.text = TextEncoder(
+            tokenizer, config.max_length, config.modalities, config.vocabulary
+        )
 
     def scan(self, start: int, stop: int) -> _Part:
         names = list(self.config.modalities)

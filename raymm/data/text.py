@@ -16,6 +16,7 @@ from raymm.data.placeholders import (
     template_takes_parts,
     text_error,
 )
+from raymm.data.rows import LEARNED_ROLE
 from raymm.data.sample import Sample
 
 IGNORE_INDEX = -100  # torch's cross_entropy ignores it; so does every Hugging Face model
@@ -48,6 +49,22 @@ def load_tokenizer(folder: str, trust_remote_code: bool = False):
         ) from error
 
 
+def check_vocabulary(tokenizer, folder: str, vocabulary: int) -> None:
+    """Compare a tokenizer with the embeddings of a model. Tokens that were added to it may lie
+    beyond, as those of some text models do: samples with them are refused.
+
+    Raises:
+        DataError: tokens of its own vocabulary have no embeddings.
+    """
+    added = set(tokenizer.added_tokens_decoder)
+    largest = max((i for i in tokenizer.get_vocab().values() if i not in added), default=-1)
+    if largest >= vocabulary:
+        raise DataError(
+            f"data.tokenizer: {folder!r} has token ids up to {largest}, but the language model has "
+            f"embeddings for {vocabulary} ids only (vocab_size); they do not belong together"
+        )
+
+
 def encode_text(tokenizer, sample: Sample, max_length: int) -> tuple[list[int], list[int]]:
     """``TextEncoder.encode`` without modalities: no placeholder is known."""
     return TextEncoder(tokenizer, max_length).encode(sample)
@@ -60,6 +77,7 @@ class TextEncoder:
         tokenizer: a Hugging Face tokenizer.
         max_length: tokens kept.
         modalities: what the media parts of list-form messages mean, and placeholders.
+        vocabulary: token ids that the model has embeddings for; None if that is not known.
 
     Raises:
         DataError: a placeholder is not one token of the tokenizer.
@@ -70,8 +88,10 @@ class TextEncoder:
         tokenizer,
         max_length: int,
         modalities: Mapping[str, ModalityDataConfig] | None = None,
+        vocabulary: int | None = None,
     ):
         modalities = modalities or {}
+        self._vocabulary = vocabulary
         self.tokenizer, self.max_length = tokenizer, max_length
         self._placeholders = find_placeholders(tokenizer, modalities)
         self._types = part_types(modalities)
@@ -111,6 +131,7 @@ class TextEncoder:
         length = len(input_ids)
         check_counts(sample, input_ids, self.max_length, self._placeholders)
         input_ids, labels = input_ids[: self.max_length], labels[: self.max_length]
+        self._check_vocabulary(sample, input_ids)
         if labels:
             labels[0] = IGNORE_INDEX  # nothing predicts the first token
         if all(label == IGNORE_INDEX for label in labels):
@@ -118,9 +139,20 @@ class TextEncoder:
             raise text_error(
                 sample,
                 f"no label token among its first {len(labels)} of {length} tokens "
-                f"(max_length is {self.max_length})" + (": the text is empty" if empty else ""),
+                f"(max_length is {self.max_length})" + (": the text is empty" if empty else "")
+                + _roles_without_labels(sample),
             )
         return input_ids, labels
+
+    def _check_vocabulary(self, sample: Sample, input_ids: Sequence[int]) -> None:
+        largest = max(input_ids, default=-1)
+        if self._vocabulary is not None and largest >= self._vocabulary:
+            token = self.tokenizer.convert_ids_to_tokens(largest)
+            raise text_error(
+                sample,
+                f"the token {token!r} has the id {largest}, but the language model has embeddings "
+                f"for {self._vocabulary} ids only",
+            )
 
     def _expand(self, input_ids: Sequence[int]) -> list[int]:
         return repeat_placeholders(input_ids, self._placeholders)
@@ -135,7 +167,7 @@ class TextEncoder:
         input_ids = self._render(sample, messages)
         labels = [IGNORE_INDEX] * len(input_ids)
         for number, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message["role"] != LEARNED_ROLE:
                 continue
             # An assistant turn is what it adds to the prompt that a model would be given.
             prompt = self._render(sample, messages[:number], add_generation_prompt=True)
@@ -177,10 +209,28 @@ class TextEncoder:
                 return_dict=False,
             )
         except Exception as error:  # a template is a program: it may raise anything
+            if not messages:
+                raise text_error(
+                    sample,
+                    "messages[0] is the assistant's, and the chat template writes no assistant's "
+                    "turn without a message before it; begin with one of the user or the system "
+                    f"({error})",
+                ) from error
             raise text_error(
                 sample, f"the chat template failed on its first {len(messages)} messages: {error}"
             ) from error
         return self._expand(input_ids)
+
+
+def _roles_without_labels(sample: Sample) -> str:
+    roles = {message["role"] for message in sample.messages or ()}
+    if not roles or LEARNED_ROLE in roles:
+        return ""
+    return (
+        f": no message has the role {LEARNED_ROLE!r}, whose tokens are what is learned; the roles "
+        f"are {sorted(roles)}. Rename the one that answers (gpt, model, bot) to {LEARNED_ROLE!r} "
+        "and the one that asks (human) to 'user'"
+    )
 
 
 def _special_ids(tokenizer) -> frozenset[int]:

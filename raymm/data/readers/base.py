@@ -187,7 +187,8 @@ class Reader(ABC):
             if column not in present:
                 raise DataError(
                     f"column {column!r} (modality {modality!r}) is in no row of {self.path}; "
-                    f"its columns are {sorted(present)}"
+                    f"its columns are {sorted(present)}. For a source of text alone say so: "
+                    f"data.train: [{{path: {self.path.name}, columns: {{{modality}: null}}}}]"
                 )
         for role in TEXT_ROLES:
             column = self.options.text_columns.get(role)

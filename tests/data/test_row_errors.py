@@ -1,0 +1,82 @@
+"""Rows of other formats: errors that say what to write instead."""
+
+import json
+from pathlib import Path
+
+import pytest
+from sample_files import build_tokenizer
+
+from raymm.data import DataError, JsonDataset, Sample, SampleError
+from raymm.data.errors import RowError
+from raymm.data.rows import items_of, text_of
+from raymm.data.text import TextEncoder, check_vocabulary
+
+
+@pytest.mark.parametrize(("row", "parts"), [
+    ({"conversations": []}, ["'conversations'", "columns: {messages: conversations}"]),
+    (
+        {"messages": [{"from": "human", "value": "x"}]},
+        ["messages[0]", "'human': 'user'", "'gpt': 'assistant'", "m['value']"],
+    ),
+    ({"messages": [{"speaker": "x"}]}, ["messages[0]", "'role'", "'speaker'"]),
+])
+def test_messages_of_other_formats(row, parts):
+    with pytest.raises(RowError) as caught:
+        text_of(row, {})
+    assert not [part for part in parts if part not in str(caught.value)], str(caught.value)
+
+
+@pytest.mark.parametrize("item", [str, lambda value: {"path": value}, lambda value: [value]])
+@pytest.mark.parametrize(("value", "parts"), [
+    ("https://a.b/c.png", ["https URL", "nothing is fetched", "download it"]),
+    ("s3://bucket/key.png", ["s3 URL", "nothing is fetched"]),
+    ("data:image/png;base64,iVBORw0KGgo=", ["data: URI", "bytes"]),
+    ("iVBORw0KGgo" * 500, ["no path", "base64 is not decoded", "bytes"]),
+    ("a\0b.png", ["null character"]),
+])
+def test_images_that_are_no_files(item, value, parts):
+    with pytest.raises(RowError) as caught:
+        items_of(item(value), "images", Path("/data"), "row 1")
+    text = str(caught.value)
+    assert "'images'" in text and not [part for part in parts if part not in text], text
+    assert len(text) < 400
+
+
+def test_a_text_only_file_beside_a_modality(tmp_path):
+    file = tmp_path / "text.jsonl"
+    file.write_text(json.dumps({"text": "a"}) + "\n")
+    with pytest.raises(DataError, match=r"text.jsonl, columns: \{vision: null\}"):
+        JsonDataset(file, {"vision": "images"})
+
+
+def messages(*roles: str) -> Sample:
+    return Sample(0, "s", [{"role": role, "content": "a dog"} for role in roles], None, {})
+
+
+def test_roles_that_are_no_assistant_and_chats_that_begin_with_one():
+    tokenizer = build_tokenizer()
+    with pytest.raises(SampleError, match=r"\['gpt', 'human'\]\. Rename .*gpt.* to 'assistant'"):
+        TextEncoder(tokenizer, 64).encode(messages("human", "gpt"))
+    tokenizer.chat_template = "{{ messages[0]['role'] + 1 }}"
+    with pytest.raises(SampleError, match="chat template failed"):
+        TextEncoder(tokenizer, 64).encode(messages("user", "assistant"))
+    tokenizer.chat_template = (
+        "{% if not messages %}{{ raise_exception('no messages') }}{% endif %}"
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    )
+    with pytest.raises(SampleError, match=r"messages\[0\] is the assistant's.*begin with one of"):
+        TextEncoder(tokenizer, 64).encode(messages("assistant", "user"))
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers():
+    tokenizer = build_tokenizer()
+    size = len(tokenizer)
+    check_vocabulary(tokenizer, "folder", size)
+    with pytest.raises(DataError, match=rf"'folder' has token ids up to .*for {size // 2} ids"):
+        check_vocabulary(tokenizer, "folder", size // 2)
+    tokenizer.add_tokens(["<extra>"])  # tokens that were added may lie beyond, until one is used
+    check_vocabulary(tokenizer, "folder", size)
+    encoder = TextEncoder(tokenizer, 64, vocabulary=size)
+    encoder.encode(Sample(0, "s", None, "a dog", {}))
+    with pytest.raises(SampleError, match=f"'<extra>' has the id {size}, .* {size} ids only"):
+        encoder.encode(Sample(0, "s", None, "a <extra> dog", {}))
