@@ -39,7 +39,7 @@ def scan_key(dataset: Dataset, config: DataConfig) -> str:
         | ({"rows": reader.digest} if isinstance(reader, Repeated) else {})
         for reader in readers
     ]
-    fields = {"modalities", "max_length", "on_error"} | set(vars(config.limits))
+    fields = {"modalities", "max_length", "on_error", "vocabulary"} | set(vars(config.limits))
     known = {
         "version": _VERSION,
         "sources": sources,
