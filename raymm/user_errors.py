@@ -5,6 +5,7 @@ from raymm.actors.group import ClusterError
 from raymm.actors.multiplexed.node import OutputError
 from raymm.actors.quota.green_context import QuotaUnavailableError
 from raymm.actors.quota.partition import QuotaError
+from raymm.actors.stages.cut import SharedBlocksError
 from raymm.actors.stages.dealt_samples import DealtSamplesError
 from raymm.actors.stages.merge import MergeError
 from raymm.actors.stages.probe import ProbeError
@@ -37,6 +38,6 @@ USER_ERRORS = (
     CrossAttentionError, DataError, DealtSamplesError, DeviceError, ExportError, LoadError,
     MaskError, MergeError, MiniBatchError, ModelError, MultiplexError, OutputError, PartitionError,
     PlanError, ProbeError, ProfileError, QuotaError, QuotaUnavailableError, RecomputationError,
-    SharedItemsError, SourceError, StageSearchError, StyleError, TokenDistributionError,
+    SharedBlocksError, SharedItemsError, SourceError, StageSearchError, StyleError, TokenDistributionError,
     TokenWorkloadError,
 )
