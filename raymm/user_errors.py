@@ -38,6 +38,6 @@ USER_ERRORS = (
     CrossAttentionError, DataError, DealtSamplesError, DeviceError, ExportError, LoadError,
     MaskError, MergeError, MiniBatchError, ModelError, MultiplexError, OutputError, PartitionError,
     PlanError, ProbeError, ProfileError, QuotaError, QuotaUnavailableError, RecomputationError,
-    SharedBlocksError, SharedItemsError, SourceError, StageSearchError, StyleError, TokenDistributionError,
-    TokenWorkloadError,
+    SharedBlocksError, SharedItemsError, SourceError, StageSearchError, StyleError,
+    TokenDistributionError, TokenWorkloadError,
 )
