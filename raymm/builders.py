@@ -24,19 +24,16 @@ from raymm.actors.stages.language import (
     LanguageStage,
     language_stage_parameters,
 )
-from raymm.actors.stages.probe import (
-    ProbeError,
-    probe_encoder,
-    probe_language_model,
-    trains_without_blocks,
-)
+from raymm.actors.stages.probe import ProbeError, probe_language_model, trains_without_blocks
 from raymm.actors.stages.probe_attention import probe_shared_tokens
+from raymm.actors.stages.probe_callbacks import Cuts, module_inputs, probe_chain
 from raymm.actors.stages.probe_items import probe_shared_items
 from raymm.actors.stages.probe_tensor import probe_tensor
 from raymm.actors.stages.recomputed_layers import recompute_layers
 from raymm.actors.stages.source import LiveSource, set_mode
 from raymm.actors.stages.tensor_plan import tensor_plan
 from raymm.model import LANGUAGE_MODEL, MultimodalModule
+from raymm.scheduler.graph import ModuleNode
 from raymm.scheduler.plan import Plan, PlanError, Stage
 
 
@@ -82,8 +79,9 @@ def stage_builders(model: MultimodalModule, plan: Plan) -> StageBuilders:
         else:
             spec = model.encoder_spec(node.name)
             example = model.encoders[node.name].example_inputs
-            if is_cut:
-                spec = replace(spec, cut=probe_encoder(spec.source, example))
+            spec = probe_chain(spec, _cuts(plan, node), example)
+            if example is not None and max(first.tp, first.cp, first.fsdp) > 1:
+                example = module_inputs(spec, example)
             names, build = encoder_stage_parameters, _build_encoder
         if first.cp > 1:
             _check_tokens(node.name, spec, example, first.cp)
@@ -101,6 +99,12 @@ def stage_builders(model: MultimodalModule, plan: Plan) -> StageBuilders:
                 parts[part] = own, partial(build, _slim(spec, own, lo, hi), lo, hi, options)
             made.owned[stage.name], made.build[stage.name] = parts[part]
     return made
+
+
+def _cuts(plan: Plan, node: ModuleNode) -> Cuts:
+    """Where a plan cuts an encoder's chain."""
+    starts = {stage.layers[0] for stage in plan.module_stages(node.name)}
+    return Cuts(any(0 < lo < node.num_blocks for lo in starts), node.num_blocks in starts)
 
 
 def _skeletons(spec: EncoderSpec | LanguageSpec) -> dict[str, nn.Module]:
@@ -169,7 +173,7 @@ def _check_samples(
         )
     if isinstance(spec, EncoderSpec) and example is not None:
         try:
-            count_items(example if spec.preprocess is None else spec.preprocess(example), module)
+            count_items(example, module)
         except DealtSamplesError as error:
             raise PlanError(f"sharding of {module!r}: {error}") from None
 

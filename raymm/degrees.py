@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from raymm.actors.stages.probe import ProbeError
 from raymm.actors.stages.probe_attention import probe_shared_tokens
+from raymm.actors.stages.probe_callbacks import module_inputs
 from raymm.actors.stages.probe_items import probe_shared_items
 from raymm.actors.stages.probe_tensor import probe_tensor
 from raymm.actors.stages.tensor_plan import TensorPlan, tensor_plan
@@ -166,6 +167,8 @@ def refused_degrees(model: MultimodalModule, plan: Plan) -> dict[Refused, str]:
         causal = name == LANGUAGE_MODEL
         spec = model.language_spec() if causal else model.encoder_spec(name)
         example = None if causal else model.encoders[name].example_inputs
+        if example is not None and max(degrees.tp, degrees.cp) > 1:
+            example = module_inputs(spec, example)
         if degrees.cp > 1:
             try:
                 if causal:

@@ -11,7 +11,8 @@ from typing import Any
 
 from rich.table import Table
 
-from raymm.actors.stages.probe import ProbeError, probe_encoder, probe_language_model
+from raymm.actors.stages.probe import ProbeError, probe_language_model
+from raymm.actors.stages.probe_callbacks import Cuts, probe_chain
 from raymm.analytic import analytic_profile
 from raymm.degrees import DegreeRequest, Refused, refused_degrees
 from raymm.loads import Loads, changed_tokens, check_tokens, loads_of_microbatch, loads_of_tokens
@@ -311,8 +312,9 @@ def refused_cuts(model: MultimodalModule, modules: Sequence[str]) -> dict[str, s
             if name == LANGUAGE_MODEL:
                 probe_language_model(model.language_spec().source)
             else:
-                example = model.encoders[name].example_inputs
-                probe_encoder(model.encoder_spec(name).source, example)
+                encoder = model.encoders[name]
+                cuts = Cuts(True, encoder.projector is not None)
+                probe_chain(model.encoder_spec(name), cuts, encoder.example_inputs)
         except ProbeError as error:
             refused[name] = str(error)
     return refused

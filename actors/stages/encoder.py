@@ -21,6 +21,14 @@ from raymm.actors.stages.probe import first_tensor
 from raymm.actors.stages.projector import Projector
 from raymm.actors.stages.shared_items import ProcessPeers, SharedItems, SharedItemsError
 from raymm.actors.stages.source import ModuleSource, Part
+from raymm.actors.stages.stage_inputs import (
+    Reads,
+    from_side,
+    ghosts,
+    shown_inputs,
+    shown_output,
+    to_side,
+)
 from raymm.actors.stages.tensor_plan import TensorPlan
 from raymm.actors.stages.tensor_shard import shard_module
 from raymm.kernels.exchange import Exchange
@@ -28,7 +36,6 @@ from raymm.kernels.gather_items import gather_items
 from raymm.kernels.gather_tokens import contribute_once
 from raymm.kernels.tensor_group import TensorGroup
 
-_GHOST = "shape/"  # side tensors with this prefix hold the shape of a floating-point input
 _ITEMS = "items/of_all"  # the side tensor with the number of items that processes share
 
 
@@ -39,6 +46,13 @@ class EncoderSpec:
     Callbacks follow Cornstarch v1, Listing 2: ``preprocess(inputs) -> inputs`` before the
     encoder, ``postprocess_module(inputs, output) -> output`` after it,
     ``postprocess_projector(inputs, output) -> output`` after the projector.
+
+    Where the chain is cut, a probe (:mod:`raymm.actors.stages.probe_callbacks`) has found out:
+
+    Attributes:
+        cut: how the module is cut.
+        travels: floating-point inputs whose values stages after the first need.
+        lost: fields of the module's output that its last stage alone does not have.
     """
 
     name: str
@@ -49,6 +63,8 @@ class EncoderSpec:
     postprocess_module: Callable[[dict[str, Any], Any], Any] | None = None
     postprocess_projector: Callable[[dict[str, Any], Any], Any] | None = None
     cut: CutInfo | None = None
+    travels: frozenset[str] = frozenset()
+    lost: frozenset[str] = frozenset()
 
     @property
     def num_layers(self) -> int:
@@ -186,13 +202,13 @@ class EncoderStage(nn.Module):
                 inputs = self.spec.preprocess(inputs)
             if self._samples is not None:
                 inputs, count = self._own_items(inputs)
-            side = _side(inputs)
+            side = to_side(inputs, self.spec.travels, self.spec.name) if self._cut else {}
             if self._samples is not None:
                 side[_ITEMS] = torch.tensor(count)
         else:
             (message,) = received.values()
             hidden, side = message.tensors[0], message.side
-            inputs = _from_side(side)
+            inputs = from_side({name: one for name, one in side.items() if name != _ITEMS})
         items = None if self._samples is None else int(side[_ITEMS])
         if self.module is not None:
             try:
@@ -205,21 +221,39 @@ class EncoderStage(nn.Module):
                     f"{self.spec.name} returns the hidden states of all its blocks, of which "
                     "every process has a part; with cp above 1 its last one can be used"
                 )
-            if self.spec.postprocess_module is not None:
-                context.enter("postprocess_module")
-                output = self.spec.postprocess_module(inputs, output)
-            hidden = token_features(output)
+            hidden = token_features(self._after_module(inputs, side, output, context))
         if self.projector is not None:
             context.enter("projector")
             hidden = self.projector(hidden)
             if self.spec.postprocess_projector is not None:
                 context.enter("postprocess_projector")
-                hidden = first_tensor(self.spec.postprocess_projector(inputs, hidden))
+                with Reads("postprocess_projector", self.spec.name).watched() as reads:
+                    shown = self._shown(inputs, side, reads)
+                    hidden = first_tensor(self.spec.postprocess_projector(shown, hidden))
         if self._exchange is not None:
             hidden = contribute_once(hidden, self._exchange)
         if self._unfinished:
             return Message((hidden,), side)
         return Message((hidden if items is None else self._all_items(hidden, items),), {})
+
+    def _after_module(
+        self, inputs: dict[str, Any], side: dict[str, torch.Tensor], output: Any,
+        context: MicrobatchContext,
+    ) -> Any:  # fmt: skip
+        callback = self.spec.postprocess_module
+        if callback is None:
+            return output
+        context.enter("postprocess_module")
+        with Reads("postprocess_module", self.spec.name).watched() as reads:
+            if self._blocks[0] > 0:
+                output = shown_output(output, self.spec.lost, reads)
+            return callback(self._shown(inputs, side, reads), output)
+
+    def _shown(
+        self, inputs: dict[str, Any], side: dict[str, torch.Tensor], reads: Reads
+    ) -> dict[str, Any]:
+        """Inputs as callbacks get them: what is not there says so when it is read."""
+        return inputs if self.first else shown_inputs(inputs, ghosts(side), reads)
 
     def _own_items(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], int]:
         """The process's items, and how many there are in all."""
@@ -240,6 +274,11 @@ class EncoderStage(nn.Module):
     def _unfinished(self) -> bool:
         return self.projector is None and self.spec.projector is not None
 
+    @property
+    def _cut(self) -> bool:
+        """Whether stages of the module come after this one."""
+        return self._blocks[1] < self.spec.num_blocks or self._unfinished
+
 
 def encoder_stage_parameters(spec: EncoderSpec, lo: int, hi: int) -> list[str]:
     """Names, relative to the chain, of the parameters that layers [lo, hi) own."""
@@ -254,31 +293,3 @@ def encoder_stage_parameters(spec: EncoderSpec, lo: int, hi: int) -> list[str]:
     if hi > spec.num_blocks:
         names += [f"projector.{n}" for n, _ in spec.projector.skeleton().named_parameters()]
     return names
-
-
-def _side(inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """What later stages of the chain need of the inputs: integers, and shapes of floats."""
-    side = {}
-    for name, value in inputs.items():
-        if isinstance(value, torch.Tensor):
-            if value.is_floating_point():
-                side[_GHOST + name] = torch.tensor(value.shape)
-            else:
-                side[name] = value
-    return side
-
-
-def _from_side(side: dict[str, torch.Tensor]) -> dict[str, Any]:
-    inputs = {}
-    for name, value in side.items():
-        if name == _ITEMS:
-            continue
-        if name.startswith(_GHOST):
-            inputs[name.removeprefix(_GHOST)] = torch.zeros((), device=value.device).expand(
-                value.tolist()
-            )
-        else:
-            inputs[name] = value
-    return inputs
-
-

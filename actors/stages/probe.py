@@ -9,7 +9,7 @@ need them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -106,25 +106,30 @@ def _check_embeds(model: nn.Module, ids: torch.Tensor) -> None:
 
 
 def probe_encoder(
-    source: ModuleSource, inputs: dict[str, torch.Tensor] | None = None
+    source: ModuleSource,
+    inputs: Mapping[str, Any] | None = None,
+    travels: Collection[str] = (),
 ) -> CutInfo:
     """:class:`CutInfo` of an encoder.
 
     Args:
         source: the encoder.
         inputs: example keyword arguments; guessed from the config when not given.
+        travels: floating-point inputs whose values all stages have.
 
     Raises:
-        ProbeError: as :func:`probe_language_model`.
+        ProbeError: as :func:`probe_language_model`; or it cannot be tried.
     """
-    return _probe(source, lambda model: _encoder_run(model, inputs))
+    return _probe(source, lambda model: _encoder_run(model, inputs, travels))
 
 
-def _encoder_run(model: nn.Module, inputs: Mapping[str, Any] | None) -> Run:
+def _encoder_run(
+    model: nn.Module, inputs: Mapping[str, Any] | None, travels: Collection[str] = ()
+) -> Run:
     given = encoder_inputs(model, inputs)
 
     def run(stage: nn.Module, first: bool) -> torch.Tensor:
-        return first_tensor(stage(**(given if first else ghost_inputs(given))))
+        return first_tensor(stage(**(given if first else ghost_inputs(given, travels))))
 
     return run
 
@@ -155,11 +160,11 @@ def trains_without_blocks(
     return _of_one_that_runs(source, probe)
 
 
-def ghost_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Inputs whose floating-point tensors keep only their shapes."""
+def ghost_inputs(inputs: Mapping[str, Any], travels: Collection[str] = ()) -> dict[str, Any]:
+    """Inputs whose floating-point tensors keep only their shapes, but for those that travel."""
     return {
         name: torch.zeros((), dtype=value.dtype).expand(value.shape)
-        if isinstance(value, torch.Tensor) and value.is_floating_point()
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and name not in travels
         else value
         for name, value in inputs.items()
     }

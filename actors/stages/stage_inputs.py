@@ -1,0 +1,238 @@
+"""What stages of an encoder have of its inputs and outputs, where it is cut.
+
+Only the first stage reads data. Integers, and floats that are read later (``travels``), go on to
+the later stages as they are; other floats as their shapes, since a later stage runs the module's
+own forward, which needs something of that shape to run on until its first block takes over. Values
+are read by nobody then: callbacks are shown tensors that have a shape and raise on anything else.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_GHOST = "shape/"  # side tensors "shape/float32/name" hold the shape of a floating-point input
+_PLAIN = "plain/"  # side tensors that hold what is no tensor, as JSON
+
+
+class AbsentError(RuntimeError):
+    """A callback read what its stage does not have. ``name`` is ``inputs['x']`` or ``output.x``;
+    ``key`` is the input's name, None for an output."""
+
+    def __init__(self, message: str, name: str, key: str | None) -> None:
+        super().__init__(message)
+        self.name, self.key = name, key
+
+
+class CrossingError(TypeError):
+    """Inputs that later stages cannot be sent."""
+
+
+def to_side(
+    inputs: Mapping[str, Any], travels: Collection[str], module: str
+) -> dict[str, torch.Tensor]:
+    """What later stages of a module are sent of its inputs.
+
+    Args:
+        inputs: of the module, after its preprocess callback.
+        travels: floating-point inputs whose values are read later.
+        module: name, for errors.
+
+    Raises:
+        CrossingError: an input that is neither a tensor nor plain data.
+    """
+    side = {}
+    for name, value in inputs.items():
+        if not isinstance(value, torch.Tensor):
+            side[_PLAIN + name] = _plain(name, value, module)
+        elif value.is_floating_point() and name not in travels:
+            dtype = str(value.dtype).removeprefix("torch.")
+            side[f"{_GHOST}{dtype}/{name}"] = torch.tensor(value.shape)
+        else:
+            side[name] = value.detach()
+    return side
+
+
+def _plain(name: str, value: Any, module: str) -> torch.Tensor:
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        text = None
+    if text is None or json.loads(text) != value:
+        raise CrossingError(
+            f"input {name!r} of {module!r} is a {type(value).__name__}, which later stages cannot "
+            "be sent; accepted: tensors, numbers, texts, lists of them, None; or one stage (pp 1)"
+        )
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def from_side(side: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Inputs that the module's forward runs with in a later stage: floats that did not travel are
+    zeros of no memory."""
+    inputs: dict[str, Any] = {}
+    for name, value in side.items():
+        if name.startswith(_GHOST):
+            dtype, _, name = name.removeprefix(_GHOST).partition("/")
+            zero = torch.zeros((), dtype=getattr(torch, dtype), device=value.device)
+            inputs[name] = zero.expand(value.tolist())
+        elif name.startswith(_PLAIN):
+            inputs[name.removeprefix(_PLAIN)] = json.loads(bytes(value.tolist()))
+        else:
+            inputs[name] = value
+    return inputs
+
+
+def ghosts(side: Mapping[str, torch.Tensor]) -> frozenset[str]:
+    """Inputs of which a stage has the shape only."""
+    return frozenset(
+        name.removeprefix(_GHOST).partition("/")[2] for name in side if name.startswith(_GHOST)
+    )
+
+
+class Reads:
+    """What a callback has read that is not there: an error that it swallowed is raised when it
+    has returned."""
+
+    def __init__(self, callback: str, module: str) -> None:
+        self._callback, self._module = callback, module
+        self._error: AbsentError | None = None
+
+    def refuse(self, name: str, key: str | None) -> AbsentError:
+        self._error = self._error or AbsentError(
+            f"{self._callback} of {self._module!r} reads {name}, which the stage does not have: it "
+            "is of a stage before. "
+            + ("Give example_inputs with which the callback reads it when it is tried"
+               if key else "Use last_hidden_state, or what the callback is given as output")
+            + ", or give the module one stage (pp 1)", name, key,
+        )
+        return self._error
+
+    @contextmanager
+    def watched(self) -> Iterator[Reads]:
+        yield self
+        if self._error is not None:
+            raise self._error
+
+
+def shown_inputs(inputs: Mapping[str, Any], absent: Collection[str], reads: Reads) -> dict:
+    """Inputs for a callback, of which some have a shape only."""
+    return {
+        name: _absent_tensor(value, f"inputs[{name!r}]", name, reads) if name in absent else value
+        for name, value in inputs.items()
+    }
+
+
+def shown_output(output: Any, lost: Collection[str], reads: Reads) -> Any:
+    """A module's output for a callback, without the fields that are not the whole module's."""
+    if not lost:
+        return output
+    if isinstance(output, Mapping):
+        output = copy.copy(output)
+        for name in lost & set(output):
+            output[name] = _absent(output[name], f"output.{name}", reads)
+        return output
+    if isinstance(output, tuple | list):
+        shown = [
+            _absent(value, f"output[{n}]", reads) if str(n) in lost else value
+            for n, value in enumerate(output)
+        ]
+        return type(output)(*shown) if hasattr(output, "_fields") else type(output)(shown)
+    return output
+
+
+def fields(output: Any) -> dict[str, Any]:
+    """Fields of a module's output by name, entries of a tuple by number."""
+    if isinstance(output, Mapping):
+        return {str(name): value for name, value in output.items()}
+    if isinstance(output, tuple | list):
+        return {str(n): value for n, value in enumerate(output)}
+    return {"": output}
+
+
+def _absent(value: Any, name: str, reads: Reads) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _absent_tensor(value, name, None, reads)
+    return AbsentValue(name, reads)
+
+
+def _absent_tensor(
+    value: torch.Tensor, name: str, key: str | None, reads: Reads
+) -> AbsentTensor:
+    # Not a number: what reads around the subclass (torch.tensor) must not look like data.
+    fill = float("nan") if value.is_floating_point() or value.is_complex() else 0
+    filled = torch.full((), fill, dtype=value.dtype, device=value.device).expand(value.shape)
+    found = filled.as_subclass(AbsentTensor)
+    found._refuse = lambda: reads.refuse(name, key)
+    return found
+
+
+class AbsentValue:
+    """In place of a list or mapping that a stage does not have: raises on any use."""
+
+    def __init__(self, name: str, reads: Reads) -> None:
+        self.__dict__["_refuse"] = lambda: reads.refuse(name, None)
+
+    def _raise(self, *_: Any, **__: Any) -> Any:
+        raise self.__dict__["_refuse"]()
+
+    def __getattr__(self, _: str) -> Any:
+        raise self.__dict__["_refuse"]()
+
+    __getitem__ = __iter__ = __len__ = __bool__ = __contains__ = __reversed__ = __add__ = _raise
+    __radd__ = __eq__ = _raise
+    __hash__ = None
+
+
+_T = torch.Tensor
+_SHAPE_ONLY: frozenset[Callable[..., Any]] = frozenset({
+    _T.shape.__get__, _T.dtype.__get__, _T.device.__get__, _T.ndim.__get__, _T.layout.__get__,
+    _T.requires_grad.__get__, _T.is_leaf.__get__, _T.is_cuda.__get__, _T.grad_fn.__get__,
+    _T.size, _T.dim, _T.numel, _T.nelement, _T.__len__, _T.is_floating_point, _T.is_complex,
+    _T.get_device, torch.is_floating_point, torch.is_complex, torch.numel, _T.new_zeros,
+    _T.new_ones, _T.new_empty, _T.new_full, _T.new_tensor, torch.zeros_like, torch.ones_like,
+    torch.empty_like, torch.full_like, torch.rand_like, torch.randn_like,
+})  # fmt: skip
+
+
+class AbsentTensor(torch.Tensor):
+    """In place of a tensor of which a stage has the shape only: raises when its values are read."""
+
+    _refuse: Callable[[], AbsentError]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _SHAPE_ONLY:
+                return func(*args, **kwargs)
+        raise next(_absent_among((args, kwargs)))._refuse()
+
+    def __repr__(self, **_: Any) -> str:
+        return f"<values of another stage, shape {tuple(self.shape)}>"
+
+    def __format__(self, _: str) -> str:
+        return repr(self)
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise self._refuse()
+
+    def __deepcopy__(self, _: Any) -> Any:
+        raise self._refuse()
+
+
+def _absent_among(value: Any) -> Iterator[AbsentTensor]:
+    if isinstance(value, AbsentTensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _absent_among(one)
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from _absent_among(one)
