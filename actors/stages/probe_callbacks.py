@@ -137,7 +137,7 @@ def module_inputs(spec: EncoderSpec, example: Inputs) -> dict[str, Any]:
         return given
     try:
         with torch.random.fork_rng(devices=[]):
-            given = _own_callbacks(spec).preprocess(given)
+            given = own_callbacks(spec).preprocess(given)
     except Exception as error:  # whatever a callback may raise
         raise ProbeError(
             f"preprocess_callback of {spec.name!r} fails on {in_words(example)}: {brief(error)}"
@@ -308,7 +308,7 @@ class _Chain:
             return stage.run(copy.deepcopy(inputs), received, context)
 
     def _stage(self, lo: int, hi: int) -> EncoderStage:
-        spec = _own_callbacks(self.spec)
+        spec = own_callbacks(self.spec)
         module = copy.deepcopy(self._model)
         if (lo or hi < spec.num_blocks) and lo < spec.num_blocks:
             module = prune(module, spec.cut, lo, min(hi, spec.num_blocks))
@@ -328,7 +328,7 @@ class _Chain:
             return
 
 
-def _own_callbacks(spec: EncoderSpec) -> EncoderSpec:
+def own_callbacks(spec: EncoderSpec) -> EncoderSpec:
     """The spec with copies of its callbacks, as a rank gets them."""
     given = tuple(getattr(spec, name) for name in _CALLBACKS)
     if not any(given):
