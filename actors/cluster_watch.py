@@ -62,8 +62,8 @@ class ClusterWatch:
         }
         host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
         self._gcs = Server(host.strip("[]"), int(port), "the Ray cluster's server (GCS)")
-        self._refused = dict.fromkeys(self._servers, 0)
-        self._gcs_seen = time.monotonic()
+        self._refused: dict[str, int] = {}  # looks in a row, of nodes that have been reached
+        self._gcs_seen: float | None = None
         self._ended = threading.Event()
         threading.Thread(target=self._watch, name="cluster-watch", daemon=True).start()
 
@@ -72,13 +72,17 @@ class ClusterWatch:
         self._ended.set()
 
     def _watch(self) -> None:
-        while self.lost is None and not self._ended.wait(INTERVAL_S):
+        while self.lost is None and not self._ended.is_set():
             self._look_at_nodes()
             self._look_at_gcs()
+            self._ended.wait(INTERVAL_S)
 
     def _look_at_nodes(self) -> None:
         for node, server in self._servers.items():
-            self._refused[node] = self._refused[node] + 1 if refuses(server) else 0
+            if not refuses(server):
+                self._refused[node] = 0
+            elif node in self._refused:  # a firewall may refuse from the beginning
+                self._refused[node] += 1
         gone = [node for node, count in self._refused.items() if count >= REFUSALS]
         if gone and not self._ended.is_set():
             self.lost_nodes = frozenset(gone)
@@ -94,6 +98,8 @@ class ClusterWatch:
     def _look_at_gcs(self) -> None:
         if answers(self._gcs):
             self._gcs_seen = time.monotonic()
+            return
+        if self._gcs_seen is None:
             return
         silent = time.monotonic() - self._gcs_seen
         if silent >= GCS_TIMEOUT_S and not self._ended.is_set():
