@@ -275,12 +275,14 @@ class _Pieces:
             if id(parameter) in tied:
                 ghost_parameter(stage, name)
         passage, listed = Passage(stage, info, lo, hi), stage.get_submodule(self._blocks)
-        with torch.no_grad(), generators_kept():
+        # With autograd, as the whole: some attention gives other bits without.
+        leaf = None if received is None else received.requires_grad_()
+        with generators_kept():
             try:
-                with passage.open(received, self._name):
-                    return _drawing(stage, listed, self._run, not number, 0)
+                with passage.open(leaf, self._name):
+                    return _drawing(stage, listed, self._run, not number, 0).detach()
             except CutReached as cut:
-                return cut.hidden
+                return cut.hidden.detach()
 
     def _read(
         self, everywhere: CutInfo, number: int, received: torch.Tensor | None,
