@@ -71,7 +71,8 @@ def build_model(config: TrainConfig) -> MultimodalModule:
         mask = _callback("model.mask", mask)
     with _errors_name("model"):
         return MultimodalModule(
-            encoders, language_model, build_merge(config), mask, config.model.packing
+            encoders, language_model, build_merge(config), mask, config.model.packing,
+            config.model.router_loss,
         )
 
 

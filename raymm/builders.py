@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from raymm.actors.stages.language import (
 )
 from raymm.actors.stages.probe import ProbeError, probe_language_model, trains_without_blocks
 from raymm.actors.stages.probe_attention import probe_shared_tokens
-from raymm.actors.stages.probe_callbacks import Cuts, module_inputs, probe_chain
+from raymm.actors.stages.probe_callbacks import Cuts, check_chain, module_inputs, probe_chain
 from raymm.actors.stages.probe_items import probe_shared_items
 from raymm.actors.stages.probe_tensor import probe_tensor
 from raymm.actors.stages.recomputed_layers import recompute_layers
@@ -35,6 +35,8 @@ from raymm.actors.stages.tensor_plan import tensor_plan
 from raymm.model import LANGUAGE_MODEL, MultimodalModule
 from raymm.scheduler.graph import ModuleNode
 from raymm.scheduler.plan import Plan, PlanError, Stage
+
+Retry = Callable[[Mapping[str, Any]], None]
 
 
 def reloadable_modules(model: MultimodalModule) -> frozenset[str]:
@@ -53,11 +55,14 @@ class StageBuilders:
         build: per stage, a picklable function that builds it whole: shared by nobody.
         owned: per stage, elements of the parameters that it owns, by name; 0 for frozen ones.
         pieces: per module, which piece of each parameter a process holds.
+        retries: per encoder that is cut or shared out, whether that also does for other inputs:
+            raises a ``ProbeError`` if not.
     """
 
     build: dict[str, Callable[[], nn.Module]]
     owned: dict[str, dict[str, int]]
     pieces: dict[str, ChainPieces]
+    retries: dict[str, Retry] = field(default_factory=dict)
 
 
 def stage_builders(model: MultimodalModule, plan: Plan) -> StageBuilders:
@@ -89,7 +94,10 @@ def stage_builders(model: MultimodalModule, plan: Plan) -> StageBuilders:
             _check_samples(node.name, spec, example)
         if first.cp > 1 or first.fsdp > 1:
             _check_layer_drop(node.name, spec, example)
-        made.pieces[node.name] = _pieces(node.name, spec, first, example)
+        made.pieces[node.name] = pieces = _pieces(node.name, spec, first, example)
+        cuts = _cuts(plan, node)
+        if node.name != LANGUAGE_MODEL and (cuts or max(first.tp, first.cp) > 1):
+            made.retries[node.name] = partial(_try_inputs, spec, cuts, first, pieces)
         sizes = parameter_sizes(spec)
         parts: dict[tuple, tuple[dict[str, int], Callable[[], nn.Module]]] = {}
         for stage in plan.module_stages(node.name):
@@ -99,6 +107,23 @@ def stage_builders(model: MultimodalModule, plan: Plan) -> StageBuilders:
                 parts[part] = own, partial(build, _slim(spec, own, lo, hi), lo, hi, options)
             made.owned[stage.name], made.build[stage.name] = parts[part]
     return made
+
+
+def _try_inputs(
+    spec: EncoderSpec, cuts: Cuts, stage: Stage, pieces: ChainPieces, example: Mapping[str, Any]
+) -> None:
+    """
+    Raises:
+        ProbeError: if stages and shards that were made for other inputs do not do for these.
+    """
+    check_chain(spec, cuts, example)
+    given = module_inputs(spec, example) if max(stage.tp, stage.cp) > 1 else None
+    if stage.cp > 1:
+        _check_tokens(spec.name, spec, given, stage.cp)
+    if stage.tp > 1 and probe_tensor(spec.source, stage.tp, spec.name, given) != (
+        pieces.plans["module"]
+    ):
+        raise ProbeError(f"tp of {spec.name!r} is {stage.tp}, and they need other shards of it")
 
 
 def _cuts(plan: Plan, node: ModuleNode) -> Cuts:

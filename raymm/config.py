@@ -80,6 +80,8 @@ class ModelSection(Section):
             itself.
         trust_remote_code: run Python files that folders of models, tokenizers and processors
             bring (``auto_map``), in every process; otherwise a folder that needs them is refused.
+        router_loss: ``"ignore"`` leaves out what a mixture of experts adds to its loss for its
+            routers; without it, such a model is refused.
     """
 
     language_model: SourceSection
@@ -88,6 +90,7 @@ class ModelSection(Section):
     mask: Text | None = None
     packing: bool = False
     trust_remote_code: bool = False
+    router_loss: Literal["ignore"] | None = None
 
 
 # The least is for the class that says which: ParallelSpec.

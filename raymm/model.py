@@ -269,6 +269,9 @@ class MultimodalModule(nn.Module):
             the language model's own mask.
         packing: run a microbatch's rows as one sequence without padding, each row a document by
             itself; the loss is the same. The language model must obey masks and position ids.
+        router_loss: what becomes of a loss that the language model adds to its cross entropy, as
+            mixtures of experts do for their routers if their config says so: None to refuse such a
+            model, ``"ignore"`` to leave it out.
 
     Raises:
         ModelError: if names are reserved or widths do not match.
@@ -281,8 +284,12 @@ class MultimodalModule(nn.Module):
         preprocess_callback: MergePolicy | None = None,
         mask: str | MaskPolicy | None = None,
         packing: bool = False,
+        router_loss: str | None = None,
     ) -> None:
         super().__init__()
+        if router_loss not in (None, "ignore"):
+            raise ModelError(f"router_loss is {router_loss!r}; accepted: 'ignore', None")
+        self.router_loss = router_loss
         if not isinstance(language_model, ModalityModule):
             language_model = ModalityModule(language_model)
         self.language_model = language_model

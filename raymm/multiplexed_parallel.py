@@ -134,6 +134,7 @@ class MultiplexedParallelModule(ParallelModule):
         keep: Any = None,
     ) -> PendingMultiplexedStep:
         parts, meta = prepared
+        self._tried.check(parts, meta)
         label_tokens = sum(one.label_tokens for one in meta)
         iterations: list[tuple[str, IterationMeta]] = []
         inputs: list[dict[tuple[int, Part], Any]] = [{} for _ in range(self.mapping.gpus)]

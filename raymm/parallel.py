@@ -126,6 +126,7 @@ class MultimodalParallelModule(ParallelModule):
         self.plan = plan
         self._programs: OrderedDict[tuple, str] = OrderedDict()
         made = stage_builders(model, plan)
+        self._tried.retries.update(made.retries)
         self._pieces = made.pieces
         self._processes = processes = Processes(plan)
         self.holdings = held = holdings(processes, made.owned, made.pieces)
@@ -196,6 +197,7 @@ class MultimodalParallelModule(ParallelModule):
         keep: Any = None,
     ) -> PendingStep:
         parts, meta = prepared
+        self._tried.check(parts, meta)
         ops = self._epilogue() if update else ()
         key = self._program(tuple(tuple(sorted(m.items)) for m in meta), ops, forward_only)
         inputs: list[list[tuple[str, int, Any]]] = [[] for _ in self._processes.all]

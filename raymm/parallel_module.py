@@ -18,6 +18,7 @@ from raymm.data import MicrobatchMeta
 from raymm.microbatches import describe_microbatches
 from raymm.model import LANGUAGE_MODEL, MultimodalModule
 from raymm.scheduler.timeline import Timeline
+from raymm.tried_inputs import TriedInputs, check_loss
 
 Itself = TypeVar("Itself", bound="ParallelModule")
 
@@ -71,6 +72,7 @@ class ParallelModule(ABC):
 
     Raises:
         ValueError: another precision or device.
+        ProbeError: a module that returns what training would drop.
     """
 
     plan: Any
@@ -94,6 +96,8 @@ class ParallelModule(ABC):
         self._autocast = "bfloat16" if precision == "bf16" else None
         self._encoders = model.encoder_names
         self._check = BatchCheck(model, self._autocast)
+        self._tried = TriedInputs(model)
+        check_loss(model)
         self._seed, self._step = seed, 0
 
     @property
@@ -168,6 +172,10 @@ class ParallelModule(ABC):
             update: clip gradients and step the optimizer afterwards.
             forward_only: compute the loss without gradients.
             keep: held until the step's result was read.
+
+        Raises:
+            BatchError: inputs of an encoder of other names or dtypes than it was tried with, which
+                it cannot take.
         """
 
     @abstractmethod

@@ -28,14 +28,18 @@ from raymm.actors.stages.stage_inputs import fields
 
 _SHOWN = 3
 _TOKENS = 12
-_TOLERANCE = 1e-4  # relative: other kernels, sums in another order
+# Of a loss, relative: of sums in another order, and of ones that are computed in another way. The
+# second where the model returns nothing that it could have added.
+_ROUNDING, _TOLERANCE = 2e-6, 1e-4
 
 
 class UntriedError(ProbeError):
     """Inputs that an encoder could not be tried with; they say nothing of what it returns."""
 
 
-def check_outputs(spec: EncoderSpec, example: Mapping[str, Any] | None = None) -> None:
+def check_outputs(
+    spec: EncoderSpec, example: Mapping[str, Any] | None = None
+) -> Mapping[str, Any]:
     """Whether what is taken of an encoder's output is all that it is for.
 
     A postprocess callback that returns a tensor has picked, and is not asked.
@@ -43,13 +47,17 @@ def check_outputs(spec: EncoderSpec, example: Mapping[str, Any] | None = None) -
     Args:
         example: what a batch has for the encoder; guessed if None.
 
+    Returns:
+        What it was tried with.
+
     Raises:
         ProbeError: it returns no tensor that could be taken, or more than one.
         UntriedError: it could not be tried.
     """
     model = small_model(spec.source)
     try:
-        given = module_inputs(spec, chain_example(spec, model, example))
+        example = chain_example(spec, model, example)
+        given = module_inputs(spec, example)
         with torch.random.fork_rng(devices=[]):
             output = model(**copy.deepcopy(given))
             if spec.postprocess_module is not None:
@@ -57,7 +65,7 @@ def check_outputs(spec: EncoderSpec, example: Mapping[str, Any] | None = None) -
     except Exception as error:  # whatever a module or callback may raise
         raise UntriedError(str(error)) from error
     if isinstance(output, torch.Tensor):
-        return
+        return example
     name = type(model).__name__
     try:
         picked = first_tensor(output)
@@ -75,6 +83,7 @@ def check_outputs(spec: EncoderSpec, example: Mapping[str, Any] | None = None) -
             "which would have no effect; give a postprocess_module_callback that returns the "
             "tensor to use, such as lambda inputs, output: output.last_hidden_state"
         )
+    return example
 
 
 def _dropped(model: nn.Module, output: Any, picked: torch.Tensor) -> Iterator[str]:
@@ -129,14 +138,19 @@ def added_loss(source: ModuleSource) -> str | None:
             output = model(input_ids=ids, labels=ids, use_cache=False)
         loss, logits = output.loss, output.logits
         own = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+        # Some classes take labels that are shifted already; they add nothing.
+        unshifted = F.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
     except Exception:  # a model that takes no labels has no loss of its own
         return None
-    if loss is None or abs(float(loss) - float(own)) <= _TOLERANCE * abs(float(own)):
+    if loss is None:
         return None
     parts = [
         f"{name} {float(value):.4g}" for name, value in fields(output).items()
         if isinstance(value, torch.Tensor) and value.numel() == 1 and name not in ("loss", "logits")
     ]  # fmt: skip
+    limit = _ROUNDING if parts else _TOLERANCE
+    if any(abs(float(loss - one)) <= limit * float(one) for one in (own, unshifted)):
+        return None
     return (
         f"{type(model).__name__} adds {', '.join(parts) or 'something'} to its loss (in a trial "
         f"{float(loss):.4g}, where the cross entropy of its logits is {float(own):.4g})"

@@ -41,6 +41,7 @@ class MicrobatchMeta:
         items: modality -> for each item, the row it belongs to (ascending).
         shapes: {"text" or modality: {tensor name: shape}}.
         sample_ids: ids of the B rows.
+        dtypes: {"text" or modality: {tensor name: dtype, as torch writes it}}.
     """
 
     num_samples: int
@@ -51,6 +52,7 @@ class MicrobatchMeta:
     items: dict[str, list[int]]
     shapes: dict[str, dict[str, tuple[int, ...]]]
     sample_ids: tuple[str, ...]
+    dtypes: dict[str, dict[str, str]]
 
 
 def collate(
@@ -142,4 +144,8 @@ def describe(microbatch: Microbatch, sample_ids: Sequence[str]) -> MicrobatchMet
             for part, tensors in parts.items()
         },
         sample_ids=tuple(sample_ids),
+        dtypes={
+            part: {key: str(value.dtype) for key, value in tensors.items()}
+            for part, tensors in parts.items()
+        },
     )

@@ -1,0 +1,79 @@
+"""Finding a transformers class by its name. Nothing outside of transformers is ever imported."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import re
+from functools import cache
+from pathlib import Path
+
+import transformers
+from transformers import PretrainedConfig, PreTrainedModel
+
+_PATH = re.compile(r"transformers(\.models\.\w+\.modeling_\w+)?\.(\w+)")
+_CLASS = re.compile(r"^class (\w+)\(", re.MULTILINE)
+
+
+class ModelClassError(ValueError):
+    """A model class that transformers does not have, or has more than one of."""
+
+
+def find_model_class(
+    name: str, config: PretrainedConfig | None = None
+) -> type[PreTrainedModel]:
+    """A model class of transformers, exported or not.
+
+    Args:
+        name: ``"SiglipVisionModel"``, or, where several files have one of this name, a path such
+            as ``"transformers.models.siglip.modeling_siglip.SiglipVisionModel"``.
+        config: of the model; its own file goes before others.
+
+    Raises:
+        ModelClassError: there is no such model class, or more than one.
+    """
+    if "." in name:
+        if not _PATH.fullmatch(name):
+            raise ModelClassError(
+                f"model_class is {name!r}; accepted: a class name, or a path within transformers "
+                "such as transformers.models.siglip.modeling_siglip.SiglipVisionModel"
+            )
+        module, _, leaf = name.rpartition(".")
+        return _model_class(name, module, leaf)
+    if hasattr(transformers, name):
+        return _model_class(name, "transformers", name)
+    modules = _modules().get(name, ())
+    own = f".{getattr(config, 'model_type', None) or ' '}."
+    places = [module for module in modules if own in module] or list(modules)
+    if not places:
+        close = difflib.get_close_matches(name, _modules(), n=3)
+        hint = f"; there is {', '.join(close)}" if close else ""
+        raise ModelClassError(f"model_class is {name!r}; transformers has no such class{hint}")
+    if len(places) > 1:
+        found = ", ".join(f"{module}.{name}" for module in places)
+        raise ModelClassError(f"model_class is {name!r}, which transformers has several of: {found}")
+    return _model_class(name, places[0], name)
+
+
+@cache
+def _modules() -> dict[str, tuple[str, ...]]:
+    """The modules that define a class, by its name; from their text, as importing all of them
+    takes minutes."""
+    found: dict[str, tuple[str, ...]] = {}
+    for file in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
+        module = f"transformers.models.{file.parent.name}.{file.stem}"
+        for name in set(_CLASS.findall(file.read_text(encoding="utf-8"))):
+            found[name] = (*found.get(name, ()), module)
+    return found
+
+
+def _model_class(given: str, module: str, name: str) -> type[PreTrainedModel]:
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ModelClassError(
+            f"model_class is {given!r}, which cannot be imported: {error}"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
+        raise ModelClassError(f"model_class is {given!r}, which is no PreTrainedModel")
+    return found

@@ -1,0 +1,114 @@
+"""What a module returns and training would drop is refused by name; what nobody needs is not."""
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+from raymm.actors.stages.encoder import EncoderSpec
+from raymm.actors.stages.probe import ProbeError
+from raymm.actors.stages.probe_outputs import UntriedError, added_loss, check_outputs
+from raymm.actors.stages.source import ConfigSource, LiveSource
+
+SMALL = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
+VIT = dict(**SMALL, image_size=32, patch_size=16)
+
+
+def encoder(module, config=None, **callbacks) -> EncoderSpec:
+    source = LiveSource.of(module) if config is None else ConfigSource(module, config)
+    return EncoderSpec("vision", source, 2, **callbacks)
+
+
+@pytest.mark.parametrize("module, config", [
+    (hf.SiglipVisionModel, hf.SiglipVisionConfig(**VIT, output_hidden_states=True)),
+    (hf.CLIPVisionModel, hf.CLIPVisionConfig(**VIT)),
+    (hf.CLIPVisionModelWithProjection, hf.CLIPVisionConfig(**VIT)),
+    (hf.ViTModel, hf.ViTConfig(**VIT)),
+    (hf.Dinov2Model, hf.Dinov2Config(**VIT)),
+    (hf.Wav2Vec2Model,
+     hf.Wav2Vec2Config(**SMALL, conv_dim=(8,) * 7, num_conv_pos_embedding_groups=2)),
+    (hf.ConvNextModel, hf.ConvNextConfig(hidden_sizes=[4, 8], depths=[1, 1], num_stages=2)),
+])  # fmt: skip
+def test_poolers_and_hidden_states_are_not_missed(module, config):
+    assert check_outputs(encoder(module, config))
+
+
+def test_features_with_parameters_of_their_own_are_refused_unless_a_callback_picks():
+    config = Qwen3VLVisionModel.config_class(
+        depth=3, hidden_size=16, out_hidden_size=24, num_heads=2, intermediate_size=16,
+        deepstack_visual_indexes=[0, 1],
+    )
+    with pytest.raises(ProbeError, match=r"Qwen3VLVisionModel, the encoder of 'vision', returns "
+                       r"pooler_output \(16, 24\) \(of merger.*deepstack_features\[0\].*callback"):
+        check_outputs(encoder(Qwen3VLVisionModel, config))
+    check_outputs(encoder(Qwen3VLVisionModel, config, postprocess_module=_pooled))
+    with pytest.raises(ProbeError, match="pooler_output"):  # hands on what it was given
+        check_outputs(encoder(Qwen3VLVisionModel, config, postprocess_module=_same))
+
+
+def _pooled(inputs, output):
+    return output.pooler_output
+
+
+def _same(inputs, output):
+    return output
+
+
+class Features(nn.Module):
+    def __init__(self, **more: nn.Module) -> None:
+        super().__init__()
+        self.body, self.more = nn.Linear(4, 4), nn.ModuleDict(more)
+
+    def forward(self, x):
+        hidden = self.body(x)
+        return hidden, *(part(hidden) for part in self.more.values())
+
+
+class Total(nn.Linear):
+    def forward(self, hidden):
+        return super().forward(hidden).square().sum()
+
+
+class Mean(nn.Linear):
+    def forward(self, hidden):
+        return super().forward(hidden).mean(dim=1)
+
+
+def test_tuples_of_plain_modules_count_too():
+    x = {"x": torch.randn(2, 3, 4)}
+    check_outputs(encoder(Features()), x)
+    check_outputs(encoder(Features(pool=Mean(4, 4))), x)
+    with pytest.raises(ProbeError, match=r"returns 1 \(2, 3, 8\) \(of more.merger"):
+        check_outputs(encoder(Features(merger=nn.Linear(4, 8))), x)
+    with pytest.raises(ProbeError, match=r"returns 1 \(\) \(of more.codebook"):
+        check_outputs(encoder(Features(codebook=Total(4, 4))), x)
+
+
+def test_no_tensor_to_take_is_said_and_inputs_that_do_not_do_are_another_matter():
+    with pytest.raises(ProbeError, match="BackboneOutput .* without last_hidden_state"):
+        check_outputs(encoder(hf.Dinov2Backbone, hf.Dinov2Config(**VIT)))
+    with pytest.raises(UntriedError):
+        check_outputs(encoder(Features()), {"x": torch.randn(2, 3, 5)})
+
+
+@pytest.mark.parametrize("coefficient", [0.5, 1e-3])
+def test_a_router_loss_is_seen_by_what_it_adds(coefficient):
+    def model(**more):
+        return ConfigSource(hf.Qwen3MoeForCausalLM, hf.Qwen3MoeConfig(
+            **SMALL, num_key_value_heads=2, head_dim=8, vocab_size=32, num_experts=4,
+            num_experts_per_tok=2, moe_intermediate_size=8, router_aux_loss_coef=coefficient,
+            **more,
+        ))  # fmt: skip
+
+    assert added_loss(model()) is None
+    assert "Qwen3MoeForCausalLM adds aux_loss" in added_loss(model(output_router_logits=True))
+
+
+def test_models_that_shift_their_labels_or_not_add_nothing():
+    bart = hf.BartConfig(
+        d_model=16, decoder_layers=2, decoder_attention_heads=2, decoder_ffn_dim=16, vocab_size=32,
+    )
+    assert added_loss(ConfigSource(hf.BartForCausalLM, bart)) is None
+    llama = hf.LlamaConfig(**SMALL, vocab_size=32)
+    assert added_loss(ConfigSource(hf.LlamaForCausalLM, llama)) is None
