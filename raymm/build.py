@@ -19,6 +19,7 @@ from raymm.config import (
     TrainConfig,
 )
 from raymm.data.text import load_tokenizer
+from raymm.example_section import example_tensors
 from raymm.model import ModalityModule, MultimodalModule, module_graph
 from raymm.model_config import model_config
 from raymm.multimodal_graph import check_mapping
@@ -55,6 +56,7 @@ def build_model(config: TrainConfig) -> MultimodalModule:
                 postprocess_projector_callback=_callback(
                     "postprocess_projector", section.postprocess_projector
                 ),
+                example_inputs=example_tensors(section.example_inputs),
                 seed=seed,
                 trust_remote_code=trust,
             )

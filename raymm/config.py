@@ -13,6 +13,7 @@ from raymm.actors.optimizer import OptimizerConfig
 from raymm.config_error import ConfigError, explain
 from raymm.config_file import expand_variables, read_sections
 from raymm.data import DataConfig
+from raymm.example_section import ExampleSection
 from raymm.section import MOST_COUNT, Count, NonNegative, Seconds, Section, Seed, Text, Tuple
 
 # Threads of one process; torch aborts where the system cannot start as many.
@@ -28,7 +29,8 @@ class SourceSection(Section):
         factory: ``"package.module:function"`` that returns a plain ``nn.Module``.
         kwargs: the factory's arguments.
         weights: safetensors file with the factory module's state dict.
-        model_class: transformers class name, where config or folder do not say which.
+        model_class: transformers class name, or its path within transformers, where config or
+            folder do not say which.
         frozen: whether the module's weights stay as they are.
     """
 
@@ -53,7 +55,12 @@ class SourceSection(Section):
 
 
 class EncoderSection(SourceSection):
-    """An encoder and its projector. Callbacks are import paths (Cornstarch v1, Listing 2)."""
+    """An encoder and its projector. Callbacks are import paths (Cornstarch v1, Listing 2).
+
+    Attributes:
+        example_inputs: what a batch has for the encoder, by name, where it cannot be guessed from
+            the encoder's config: ``{pixel_values: {shape: [1, 3, 224, 224], dtype: float32}}``.
+    """
 
     projector: Literal["linear", "mlp"] | None = "mlp"
     projector_frozen: bool = False
@@ -61,6 +68,7 @@ class EncoderSection(SourceSection):
     preprocess: Text | None = None
     postprocess_module: Text | None = None
     postprocess_projector: Text | None = None
+    example_inputs: dict[Text, ExampleSection] | None = None
 
 
 class ModelSection(Section):

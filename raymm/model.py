@@ -23,6 +23,7 @@ from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.language import LanguageSpec, LanguageStage, label_mask
 from raymm.actors.stages.merge import MergePolicy, Prepend
 from raymm.actors.stages.message import Message, MicrobatchContext
+from raymm.actors.stages.model_classes import find_model_class
 from raymm.actors.stages.probe_attention import probe_mask, probe_shared_tokens
 from raymm.actors.stages.projector import KINDS, Projector, ProjectorConfig
 from raymm.actors.stages.source import (
@@ -62,12 +63,13 @@ class ModalityModule(nn.Module):
             runs in eval mode.
         projector_frozen: the same for the projector.
         hidden_size: width of the encoder's output features, where the config does not say.
-        model_class: transformers class name, where config or folder do not say which.
+        model_class: transformers class name, or its path within transformers, where config or
+            folder do not say which.
         preprocess_callback: ``f(inputs) -> inputs`` before the encoder.
         postprocess_module_callback: ``f(inputs, output) -> output`` after the encoder.
         postprocess_projector_callback: ``f(inputs, output) -> output`` after the projector.
-        example_inputs: keyword arguments the encoder can be tried with, where they cannot be
-            guessed from its config (needed only to cut it into several stages).
+        example_inputs: what a batch has for the encoder, before its preprocess callback, where
+            that cannot be guessed from its config: what it is tried with before it is cut.
         seed: of random weights.
         trust_remote_code: run Python files that a checkpoint folder brings, here and on every
             rank; otherwise such a folder is refused where transformers does not know its classes.
@@ -146,9 +148,7 @@ class ModalityModule(nn.Module):
         if isinstance(self._model_class, type):
             return self._model_class
         if isinstance(self._model_class, str):
-            if not hasattr(transformers, self._model_class):
-                raise ModelError(f"model_class is {self._model_class!r}; not in transformers")
-            return getattr(transformers, self._model_class)
+            return find_model_class(self._model_class, config)
         auto = transformers.AutoModelForCausalLM if language_model else transformers.AutoModel
         if type(config) not in auto._model_mapping:
             raise ModelError(

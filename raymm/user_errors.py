@@ -8,6 +8,7 @@ from raymm.actors.quota.partition import QuotaError
 from raymm.actors.stages.cut import SharedBlocksError
 from raymm.actors.stages.dealt_samples import DealtSamplesError
 from raymm.actors.stages.merge import MergeError
+from raymm.actors.stages.model_classes import ModelClassError
 from raymm.actors.stages.probe import ProbeError
 from raymm.actors.stages.shared_items import SharedItemsError
 from raymm.actors.stages.source import SourceError
@@ -36,8 +37,8 @@ from raymm.scheduler.token_workload import TokenWorkloadError
 USER_ERRORS = (
     AttentionTrafficError, BatchError, CheckpointError, ClusterError, ConfigError,
     CrossAttentionError, DataError, DealtSamplesError, DeviceError, ExportError, LoadError,
-    MaskError, MergeError, MiniBatchError, ModelError, MultiplexError, OutputError, PartitionError,
-    PlanError, ProbeError, ProfileError, QuotaError, QuotaUnavailableError, RecomputationError,
-    SharedBlocksError, SharedItemsError, SourceError, StageSearchError, StyleError,
-    TokenDistributionError, TokenWorkloadError,
+    MaskError, MergeError, MiniBatchError, ModelClassError, ModelError, MultiplexError,
+    OutputError, PartitionError, PlanError, ProbeError, ProfileError, QuotaError,
+    QuotaUnavailableError, RecomputationError, SharedBlocksError, SharedItemsError, SourceError,
+    StageSearchError, StyleError, TokenDistributionError, TokenWorkloadError,
 )

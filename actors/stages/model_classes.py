@@ -51,7 +51,7 @@ def find_model_class(
         raise ModelClassError(f"model_class is {name!r}; transformers has no such class{hint}")
     if len(places) > 1:
         found = ", ".join(f"{module}.{name}" for module in places)
-        raise ModelClassError(f"model_class is {name!r}, which transformers has several of: {found}")
+        raise ModelClassError(f"model_class is {name!r}, of which transformers has {found}")
     return _model_class(name, places[0], name)
 
 

@@ -27,6 +27,7 @@ from transformers.utils import logging as hf_logging
 from raymm.actors.stages.constructed_values import constructed_values
 from raymm.actors.stages.custom_code import custom_code, own_class, why_not_loaded
 from raymm.actors.stages.cut import CutInfo, prune, stage_parameters
+from raymm.actors.stages.model_classes import ModelClassError, find_model_class
 
 
 class SourceError(ValueError):
@@ -315,19 +316,13 @@ class PretrainedSource(ModuleSource):
             name = architecture
         if name is None:
             raise SourceError(f"{self.path}: config.json names no architecture; give model_class")
-        if hasattr(transformers, name):
-            return getattr(transformers, name)
-        kind = config.model_type
         try:
-            module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
-            return getattr(module, name)
-        except (ImportError, AttributeError) as error:
+            return find_model_class(name, config)
+        except ModelClassError as error:
             if own is not None:
                 why = why_not_loaded(self.path, self._auto_class, error)
                 raise SourceError(f"path is {why}") from None
-            raise SourceError(
-                f"model_class is {name!r}; transformers has no such class for {kind!r}"
-            ) from None
+            raise
 
     @property
     def _auto_class(self) -> str:
