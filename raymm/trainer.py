@@ -30,7 +30,7 @@ from raymm.run_owner import RunOwner
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.plan import Plan
 from raymm.specs import MultimodalParallelSpec
-from raymm.training_data import TrainingData, training_data
+from raymm.training_data import TrainingData, give_examples, training_data
 from raymm.training_loop import Batches, TrainingLoop, last_step
 from raymm.watched_run import WatchedRun
 
@@ -145,6 +145,8 @@ class Trainer:
         self.training = training_data(
             self.data, self.model, _data_position(checkpoint), self.console
         )
+        if self.training.dataset is not None:
+            give_examples(self.model, self.data, self.training.dataset)
         with faults_kept_in(self.path), connected():
             device = pick_device(self.run.device)
             resources = self._resources(device)

@@ -63,7 +63,7 @@ def training_data(
         sampler = training_sampler(data, dataset)
         sampler.check(state)
         return TrainingData(dataset, sampler)
-    tokens = item_tokens(model, _one_item_each(data, dataset))
+    tokens = item_tokens(model, one_item_each(data, dataset))
     console = console or Console(quiet=True)
     with ScanProgress(console) as progress:
         sampler = training_sampler(data, dataset, tokens, progress)
@@ -72,7 +72,17 @@ def training_data(
     return TrainingData(dataset, sampler, tokens)
 
 
-def _one_item_each(data: DataConfig, dataset: Dataset) -> dict[str, dict[str, Any]]:
+def give_examples(model: MultimodalModule, data: DataConfig, dataset: Dataset) -> None:
+    """Let encoders that were given no ``example_inputs`` be tried with the data's first items."""
+    for name, item in one_item_each(data, dataset).items():
+        if model.encoders[name].example_inputs is None:
+            model.encoders[name].example_inputs = {
+                key: value.float() if value.is_floating_point() else value
+                for key, value in item.items()
+            }
+
+
+def one_item_each(data: DataConfig, dataset: Dataset) -> dict[str, dict[str, Any]]:
     """Inputs of one item per modality, of the first samples that have one."""
     builder = StepBuilder(data, dataset)
     found: dict[str, dict[str, Any]] = {}

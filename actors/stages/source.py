@@ -28,6 +28,14 @@ from raymm.actors.stages.constructed_values import constructed_values
 from raymm.actors.stages.custom_code import custom_code, own_class, why_not_loaded
 from raymm.actors.stages.cut import CutInfo, prune, stage_parameters
 from raymm.actors.stages.model_classes import ModelClassError, find_model_class
+from raymm.actors.stages.parametrized import (
+    ComputedTensorError,
+    computed_tensors,
+    has_parametrizations,
+    initialize_parametrized,
+    packed,
+    unpacked,
+)
 
 
 class SourceError(ValueError):
@@ -104,12 +112,19 @@ def set_mode(module: nn.Module) -> nn.Module:
 
 
 def on_meta(module: nn.Module) -> nn.Module:
-    """A deep copy whose parameters are on the meta device; buffers are copied."""
+    """A deep copy whose parameters are on the meta device; buffers are copied.
+
+    Raises:
+        SourceError: an attribute that was computed from parameters once.
+    """
     memo: dict[int, Any] = {
         id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
         for p in module.parameters()
     }
-    return copy.deepcopy(module, memo)
+    try:
+        return copy.deepcopy(module, memo | computed_tensors(module))
+    except ComputedTensorError as error:
+        raise SourceError(str(error)) from None
 
 
 def set_tensor(module: nn.Module, name: str, value: torch.Tensor) -> None:
@@ -130,6 +145,17 @@ class LiveSource(ModuleSource):
     structure: nn.Module
     state: dict[str, torch.Tensor]
     frozen: bool | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not has_parametrizations(self.structure):
+            return dict(vars(self))
+        return {**vars(self), "structure": packed(self.structure)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        structure = state["structure"]
+        if isinstance(structure, bytes):
+            structure = unpacked(structure)
+        vars(self).update(state, structure=structure)
 
     @classmethod
     def of(cls, module: nn.Module) -> LiveSource:
@@ -244,6 +270,7 @@ def _init_by_name(model: PreTrainedModel, seed: int) -> None:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for name, module in reversed(list(model.named_modules())):
             torch.manual_seed(derive_seed(seed, name))
+            initialize_parametrized(module)
             _enclosing_model(model, name)._init_weights(module)
 
 
