@@ -288,7 +288,7 @@ class _Chain:
         """Output and gradients of the chain in these stages."""
         message, gradients, stages = None, {}, []
         for lo, hi in pairwise(bounds):
-            if lo:
+            if lo and hi >= self.spec.num_blocks:  # callbacks come
                 self._disturb()
             stage = self._stage(lo, hi)
             stages.append(stage)

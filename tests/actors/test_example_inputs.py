@@ -85,7 +85,7 @@ def configuration(**example):
             "language_model": {"path": "llm"},
             "encoders": {"vision": {"path": "x", "example_inputs": {"pixels": example}}},
         },
-        "data": {"train": "x.jsonl", "tokenizer": "llm", "batch_size": 1},
+        "data": {"train": "x.jsonl", "tokenizer": "llm", "batch_size": 1, "microbatches": 1},
     }
 
 

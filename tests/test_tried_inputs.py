@@ -1,0 +1,93 @@
+"""Inputs of encoders that a model was not tried with are tried once, or refused by name."""
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+from raymm.actors.stages.probe import ProbeError
+from raymm.batch_rules import BatchError
+from raymm.builders import stage_builders
+from raymm.microbatches import describe_microbatches
+from raymm.model import ModalityModule, ModelError, MultimodalModule, complete_microbatch
+from raymm.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.tried_inputs import TriedInputs
+
+SMALL = dict(
+    hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, vocab_size=16,
+    num_key_value_heads=2,
+)
+
+
+class Masked(nn.Module):
+    """Its blocks read a float mask; its stem reads a scale."""
+
+    hidden_size = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x, mask=None, scale=None):
+        hidden = self.stem(x if scale is None else x * scale[:, None, None])
+        for block in self.blocks:
+            hidden = block(hidden) if mask is None else block(hidden) * mask[..., None]
+        return hidden
+
+
+def model(**options) -> MultimodalModule:
+    vision = ModalityModule(Masked(), "linear", **options)
+    return MultimodalModule({"vision": vision}, hf.LlamaConfig(**SMALL))
+
+
+def tried(described: MultimodalModule, pp: int) -> TriedInputs:
+    found = TriedInputs(described)
+    plan = MultimodalParallelSpec({"vision": ParallelSpec(pp=pp)}).plan(described)
+    found.retries.update(stage_builders(described, plan).retries)
+    return found
+
+
+def step(**vision):
+    ids = torch.ones(2, 3, dtype=torch.int64)
+    batch = {"input_ids": ids, "labels": ids, "vision": vision}
+    return describe_microbatches([complete_microbatch(batch, ("vision",))], ("vision",))
+
+
+X = torch.randn(2, 3, 4)
+
+
+def test_what_was_not_tried_is_named_with_what_was():
+    inputs = tried(model(example_inputs={"x": X}), pp=2)
+    inputs.check(*step(x=X))
+    inputs.check(*step(x=torch.randn(2, 7, 4)))
+    named = (
+        r"'vision' has mask \(float32, 2 dimensions\), x \(float32, 3 dimensions\), which its "
+        r"encoder was not tried with \(x \(float32, 3 dimensions\)\), .*Masked cannot be cut"
+    )
+    with pytest.raises(BatchError, match=named):
+        inputs.check(*step(x=X, mask=torch.rand(2, 3)))
+    inputs.check(*step(x=X))  # it goes on
+    tried(model(example_inputs={"x": X, "mask": X[..., 0]}), 2).check(*step(x=X, mask=X[..., 1]))
+    tried(model(example_inputs={"x": X}), 1).check(*step(x=X, mask=X[..., 1]))
+
+
+def test_what_does_is_tried_once():
+    inputs = tried(model(example_inputs={"x": X}), pp=2)
+    retry, calls = inputs.retries["vision"], []
+    inputs.retries["vision"] = lambda example: (calls.append(sorted(example)), retry(example))
+    for _ in range(3):
+        inputs.check(*step(x=X, scale=torch.ones(2)))
+        inputs.check(*step(x=X))
+    assert calls == [["scale", "x"]]
+
+
+def test_a_loss_that_would_be_dropped_is_refused_before_anything_starts():
+    config = hf.Qwen3MoeConfig(
+        **SMALL, head_dim=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
+        output_router_logits=True, router_aux_loss_coef=0.5,
+    )
+    with pytest.raises(ProbeError, match="Qwen3MoeForCausalLM adds aux_loss .*router_loss: ignore"):
+        MultimodalParallelSpec({}).apply(MultimodalModule({}, config))
+    with pytest.raises(ModelError, match="router_loss is 'sum'; accepted: 'ignore', None"):
+        MultimodalModule({}, config, router_loss="sum")
