@@ -236,7 +236,10 @@ def _layout_key(
     """What the shapes of everything that modules hand on follow from, but for the number of
     items; and which messages there are, as the first of each says what it looks like."""
     shapes = [
-        (name, sorted((key, tuple(shape[1:])) for key, shape in meta.shapes[name].items()))
+        (name, sorted(
+            (key, tuple(shape[1:]), meta.dtypes[name][key])
+            for key, shape in meta.shapes[name].items()
+        ))
         for name in sorted(offsets) if name in meta.shapes
     ]
     filled = [

@@ -327,10 +327,10 @@ def _neighbours(processes: Processes, process: Process) -> Neighbours:
 
 
 def _layout_key(meta: MicrobatchMeta) -> int:
-    """What decides the layout of every message of a microbatch: its shapes, which rows its
-    items belong to, and how long its rows are (without padding, no mask travels)."""
+    """What decides the layout of every message of a microbatch: its shapes and dtypes, which rows
+    its items belong to, and how long its rows are (without padding, no mask travels)."""
     shapes = tuple(
-        (part, tuple(sorted((k, tuple(v)) for k, v in tensors.items())))
+        (part, tuple(sorted((k, tuple(v), meta.dtypes[part][k]) for k, v in tensors.items())))
         for part, tensors in sorted(meta.shapes.items())
     )
     items = tuple((name, tuple(rows)) for name, rows in sorted(meta.items.items()))
