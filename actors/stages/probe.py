@@ -157,7 +157,7 @@ def trains_without_blocks(
         run = _language_run(model) if language_model else _encoder_run(model, inputs)
         return skips_blocks(model.train(), blocks, run)
 
-    return _of_one_that_runs(source, probe)
+    return of_one_that_runs(source, probe)
 
 
 def ghost_inputs(inputs: Mapping[str, Any], travels: Collection[str] = ()) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def first_tensor(output: Any) -> torch.Tensor:
 Learned = TypeVar("Learned")
 
 
-def _of_one_that_runs(
+def of_one_that_runs(
     source: ModuleSource, probe: Callable[[nn.Module], Learned]
 ) -> Learned:
     """What a probe says of the smallest copy that runs at all.
@@ -233,4 +233,4 @@ def _probe(source: ModuleSource, run_of: Callable[[nn.Module], Run]) -> CutInfo:
             raise ProbeError(f"{name} has a single block; give it one stage (pp 1)")
         return compare_pieces(model, blocks, run_of(model), set_mode(source.skeleton()).training)
 
-    return _of_one_that_runs(source, probe)
+    return of_one_that_runs(source, probe)

@@ -33,8 +33,8 @@ from raymm.actors.stages.probe import (
     ProbeError,
     encoder_inputs,
     ghost_inputs,
+    of_one_that_runs,
     probe_encoder,
-    small_model,
 )
 from raymm.actors.stages.stage_inputs import AbsentError, CrossingError, fields
 
@@ -71,9 +71,14 @@ def probe_chain(spec: EncoderSpec, cuts: Cuts, example: Inputs | None = None) ->
     """
     if not cuts:
         return spec
-    model = small_model(spec.source)
+    return of_one_that_runs(spec.source, lambda model: _probe(spec, model, cuts, example))
+
+
+def _probe(
+    spec: EncoderSpec, model: nn.Module, cuts: Cuts, example: Inputs | None
+) -> EncoderSpec:
     example = chain_example(spec, model, example)
-    given = module_inputs(spec, example)
+    given = encoder_inputs(model, module_inputs(spec, example))
     if cuts.blocks:
         cut, travels = _cut(spec, given)
         spec = replace(spec, cut=cut, travels=travels)
@@ -90,12 +95,14 @@ def check_chain(spec: EncoderSpec, cuts: Cuts, example: Inputs) -> None:
     Raises:
         ProbeError: it is not.
     """
-    if not cuts:
-        return
-    model = small_model(spec.source)
-    given = module_inputs(spec, example)
+    if cuts:
+        of_one_that_runs(spec.source, lambda model: _check(spec, model, cuts, example))
+
+
+def _check(spec: EncoderSpec, model: nn.Module, cuts: Cuts, example: Inputs) -> None:
+    given = encoder_inputs(model, module_inputs(spec, example))
     if cuts.blocks:
-        probe_encoder(spec.source, encoder_inputs(model, given), spec.travels)
+        probe_encoder(spec.source, given, spec.travels)
         if more := _lost(spec, model, given) - spec.lost:
             spec = replace(spec, lost=spec.lost | more)
     fitted = _fitted(spec, model, cuts, example)

@@ -21,8 +21,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from raymm.actors.stages.encoder import EncoderSpec
-from raymm.actors.stages.probe import ProbeError, first_tensor, small_model
+from raymm.actors.stages.probe import first_tensor, of_one_that_runs
 from raymm.actors.stages.probe_callbacks import chain_example, module_inputs, own_callbacks
+from raymm.actors.stages.probe_error import NotRunError, ProbeError
+from raymm.actors.stages.small_model import small_model
 from raymm.actors.stages.source import ModuleSource
 from raymm.actors.stages.stage_inputs import fields
 
@@ -33,7 +35,7 @@ _TOKENS = 12
 _ROUNDING, _TOLERANCE = 2e-6, 1e-4
 
 
-class UntriedError(ProbeError):
+class UntriedError(NotRunError):
     """Inputs that an encoder could not be tried with; they say nothing of what it returns."""
 
 
@@ -54,7 +56,12 @@ def check_outputs(
         ProbeError: it returns no tensor that could be taken, or more than one.
         UntriedError: it could not be tried.
     """
-    model = small_model(spec.source)
+    return of_one_that_runs(spec.source, lambda model: _check(spec, model, example))
+
+
+def _check(
+    spec: EncoderSpec, model: nn.Module, example: Mapping[str, Any] | None
+) -> Mapping[str, Any]:
     try:
         example = chain_example(spec, model, example)
         given = module_inputs(spec, example)

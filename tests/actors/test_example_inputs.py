@@ -13,7 +13,8 @@ from transformers.models.siglip2.modeling_siglip2 import Siglip2VisionModel
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from raymm.actors.stages.model_classes import ModelClassError, find_model_class
-from raymm.actors.stages.probe import ProbeError, encoder_inputs, small_model
+from raymm.actors.stages.probe import ProbeError, encoder_inputs
+from raymm.actors.stages.small_model import small_model
 from raymm.actors.stages.source import ConfigSource, LiveSource
 from raymm.config import ConfigError, parse_config
 from raymm.example_section import example_tensors

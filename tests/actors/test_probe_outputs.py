@@ -65,6 +65,11 @@ class Features(nn.Module):
         return hidden, *(part(hidden) for part in self.more.values())
 
 
+class Maps(Features):
+    def forward(self, x):
+        return {"maps": [self.body(x), x]}
+
+
 class Total(nn.Linear):
     def forward(self, hidden):
         return super().forward(hidden).square().sum()
@@ -86,8 +91,8 @@ def test_tuples_of_plain_modules_count_too():
 
 
 def test_no_tensor_to_take_is_said_and_inputs_that_do_not_do_are_another_matter():
-    with pytest.raises(ProbeError, match="BackboneOutput .* without last_hidden_state"):
-        check_outputs(encoder(hf.Dinov2Backbone, hf.Dinov2Config(**VIT)))
+    with pytest.raises(ProbeError, match=r"returns a dict \(maps\) without last_hidden_state; give"):
+        check_outputs(encoder(Maps()), {"x": torch.randn(2, 3, 4)})
     with pytest.raises(UntriedError):
         check_outputs(encoder(Features()), {"x": torch.randn(2, 3, 5)})
 
