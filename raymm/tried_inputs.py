@@ -13,8 +13,8 @@ from typing import Any
 import ray
 import torch
 
-from raymm.actors.stages.probe import ProbeError
-from raymm.actors.stages.probe_outputs import UntriedError, added_loss, check_outputs
+from raymm.actors.stages.probe_error import NotRunError, ProbeError
+from raymm.actors.stages.probe_outputs import added_loss, check_outputs
 from raymm.batch_rules import INDEX, BatchError
 from raymm.data import MicrobatchMeta
 from raymm.model import MultimodalModule
@@ -47,7 +47,7 @@ class TriedInputs:
         for name, encoder in model.encoders.items():
             try:
                 example = check_outputs(model.encoder_spec(name), encoder.example_inputs)
-            except UntriedError:  # the first batch will do
+            except NotRunError:  # the first batch will do
                 self._tried[name] = set()
             else:
                 self._tried[name] = {_signature_of(example)}
@@ -75,7 +75,7 @@ class TriedInputs:
         try:
             try:
                 check_outputs(self._model.encoder_spec(name), example)
-            except UntriedError:
+            except NotRunError:
                 if name in self.retries:
                     raise
             if name in self.retries:

@@ -35,10 +35,6 @@ _TOKENS = 12
 _ROUNDING, _TOLERANCE = 2e-6, 1e-4
 
 
-class UntriedError(NotRunError):
-    """Inputs that an encoder could not be tried with; they say nothing of what it returns."""
-
-
 def check_outputs(
     spec: EncoderSpec, example: Mapping[str, Any] | None = None
 ) -> Mapping[str, Any]:
@@ -54,7 +50,7 @@ def check_outputs(
 
     Raises:
         ProbeError: it returns no tensor that could be taken, or more than one.
-        UntriedError: it could not be tried.
+        NotRunError: it could not be tried.
     """
     return of_one_that_runs(spec.source, lambda model: _check(spec, model, example))
 
@@ -70,7 +66,7 @@ def _check(
             if spec.postprocess_module is not None:
                 output = own_callbacks(spec).postprocess_module(given, output)
     except Exception as error:  # whatever a module or callback may raise
-        raise UntriedError(str(error)) from error
+        raise NotRunError(str(error)) from error
     if isinstance(output, torch.Tensor):
         return example
     name = type(model).__name__

@@ -7,8 +7,8 @@ from torch import nn
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from raymm.actors.stages.encoder import EncoderSpec
-from raymm.actors.stages.probe import ProbeError
-from raymm.actors.stages.probe_outputs import UntriedError, added_loss, check_outputs
+from raymm.actors.stages.probe_error import NotRunError, ProbeError
+from raymm.actors.stages.probe_outputs import added_loss, check_outputs
 from raymm.actors.stages.source import ConfigSource, LiveSource
 
 SMALL = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
@@ -93,7 +93,7 @@ def test_tuples_of_plain_modules_count_too():
 def test_no_tensor_to_take_is_said_and_inputs_that_do_not_do_are_another_matter():
     with pytest.raises(ProbeError, match=r"returns a dict \(maps\) without last_hid"):
         check_outputs(encoder(Maps()), {"x": torch.randn(2, 3, 4)})
-    with pytest.raises(UntriedError):
+    with pytest.raises(NotRunError):
         check_outputs(encoder(Features()), {"x": torch.randn(2, 3, 5)})
 
 
