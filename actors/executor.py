@@ -18,6 +18,7 @@ from raymm.actors.compiled_program import (
     between_modules,
     compile_program,
 )
+from raymm.actors.finite import FiniteWatch, Place
 from raymm.actors.gradient_reduction import GradientReduction
 from raymm.actors.module_state import evaluating, inputs_unchanged, statistics_kept
 from raymm.actors.quota import Work
@@ -79,6 +80,8 @@ class StepResult:
             host's wall clock.
         peak_bytes: the most memory that the process held meanwhile
             (:class:`raymm.actors.peak_memory.PeakMemory`).
+        grad_norm, learning_rate: of the update, if the step ends in one that is applied.
+        not_finite: of an update that was not applied, what was not finite here.
     """
 
     losses: dict[int, float] = field(default_factory=dict)
@@ -86,6 +89,7 @@ class StepResult:
     grad_norm: float | None = None
     learning_rate: float | None = None
     peak_bytes: int = 0
+    not_finite: list[Place] | None = None
 
 
 class _Timed(NamedTuple):
@@ -150,6 +154,7 @@ class Executor:
             it likes; for gradients that stages of other modules on the same rank are handed.
         colocation: runs the tasks of one turn side by side; None if no module has a quota.
         whereabouts: is told every instruction.
+        watch: is shown what stages hand on and back, and the losses.
     """
 
     def __init__(
@@ -167,6 +172,7 @@ class Executor:
         reduction: GradientReduction | None = None,
         colocation: Colocation | None = None,
         whereabouts: Whereabouts | None = None,
+        watch: FiniteWatch | None = None,
     ) -> None:
         self._stages = stages
         self._edges = tuple(edges)
@@ -181,6 +187,7 @@ class Executor:
         self._reduction = reduction
         self._colocation = colocation
         self._whereabouts = whereabouts or Whereabouts()
+        self._watch = watch or FiniteWatch(self._device)
         # Whether a stage draws random numbers; None: its first forward will tell.
         self._draws: dict[str, bool | None] = {
             name: stage.training and (getattr(stage, "may_draw", True) or None)
@@ -215,6 +222,8 @@ class Executor:
     ) -> StepResult:
         result = StepResult()
         step = _Step(inputs, meta)
+        if meta.training:
+            self._watch.begin()
         if program.reduced is not None and self._reduction is not None:
             self._reduction.expect(program.reduced)
         for edge, microbatches in program.incoming.items():
@@ -322,8 +331,12 @@ class Executor:
             leaves, output = self._run_stage(task, step, received, task.op is Op.FORWARD)
             if task.op is Op.FORWARD:
                 step.saved[task.stage, m] = (leaves, output)
+        if step.meta.training:
+            self._watch.saw("output", task.stage, m, output.tensors)
         if not self._has_consumer(task.stage):
             step.losses[m] = output.tensors[0].detach()
+            if step.meta.training:
+                self._watch.loss(step.losses[m])
         handed = Message(tuple(t.detach() for t in output.tensors), output.side)
         for dst in task.consumers:
             step.mailbox[task.stage, dst, m] = handed
@@ -402,6 +415,7 @@ class Executor:
                     self._sum_gradient(one.clone(memory_format=torch.contiguous_format))
                     for one in handed
                 )
+            self._watch.saw("gradient", task.stage, m, handed, of=src)
             step.mailbox[task.stage, src, m] = Message(handed, {})
 
     def _has_consumer(self, stage: str) -> bool:

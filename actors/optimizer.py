@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from raymm.actors.finite import FiniteWatch, Place, not_finite, parameter_places
 from raymm.actors.gradient_reduction import Family, GradientReduction, SharedParameter
 from raymm.actors.stages.fully_sharded import local_part
 
@@ -23,6 +25,9 @@ _RANGES = (
     ("max_grad_norm", f"none, or a number above 0, at most {_MOST:g}", lambda x: x > 0),
     ("min_lr_ratio", "a number from 0 to 1", lambda x: 0 <= x <= 1),
 )
+
+# AdamW keeps squares of gradients, in fp32: gradients of a larger norm are as good as infinite.
+LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
 
 
 @dataclass(frozen=True)
@@ -90,14 +95,11 @@ class OptimizerConfig:
         decay = 1.0 - done if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
         return self.min_lr_ratio + (1 - self.min_lr_ratio) * decay
 
-    def build(
-        self, parameters: Iterable[nn.Parameter]
-    ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-        """The torch optimizer and scheduler for these parameters."""
-        optimizer = torch.optim.AdamW(
+    def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """The torch optimizer for these parameters."""
+        return torch.optim.AdamW(
             parameters, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay
         )
-        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, self.factor)
 
 
 def _check_number(
@@ -129,17 +131,26 @@ class RankOptimizer:
 
     Every process calls every method in the same order: they are collective.
 
+    A step is not applied, on any process, if a loss of it or the norm of its gradients on any of
+    them is not finite, or if the norm after clipping is above :data:`LARGEST_NORM`. Parameters,
+    AdamW's state and running statistics are then those before it. It counts as a step all the same:
+    the learning rate of step n is that of the schedule whatever became of the steps before it.
+
     Args:
         process: its number.
         parameters: its trainable parameters by (stage, name).
         config: the optimizer's.
         holdings: what others have of them.
         groups: process group of every family of several processes.
+        modules: whose parameters these are.
 
     Attributes:
         updated: the parameters that are updated here, not at another owner; of sharded ones the
             part that is here, if there is any. Plain tensors, which optimizers can take together.
         reduction: sums gradients over holders.
+        watch: notes what is not finite.
+        not_finite: after :meth:`clip`, what was not finite here if the step must not be applied;
+            None if it may.
     """
 
     def __init__(
@@ -150,6 +161,7 @@ class RankOptimizer:
         holdings: Holdings,
         groups: Mapping[Family, dist.ProcessGroup],
         device: torch.device,
+        modules: Iterable[nn.Module] = (),
     ) -> None:
         self.parameters = parameters
         self.config = config
@@ -165,43 +177,70 @@ class RankOptimizer:
             if key not in elsewhere and local_part(p).numel()
         }
         self._counted = [p for key, p in self.updated.items() if key in holdings.counted]
+        self._others = [p for key, p in self.updated.items() if key not in holdings.counted]
         self._steps = 0
+        self.watch = FiniteWatch(device, modules)
+        self.not_finite: list[Place] | None = None
         self.optimizer: torch.optim.Optimizer | None = None
-        self.scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
         if self.updated:
-            self.optimizer, self.scheduler = config.build(self.updated.values())
+            self.optimizer = config.build(self.updated.values())
 
     def clip(self) -> float:
         """Scale gradients to ``max_grad_norm``; returns the global norm before.
 
-        As ``torch.nn.utils.clip_grad_norm_`` over all ranks' parameters at once.
+        As ``torch.nn.utils.clip_grad_norm_`` over all ranks' parameters at once. The norm is NaN
+        if a loss is not finite. The sum over processes that makes the norm is also what tells all
+        of them whether the step is applied.
         """
         self._take_local_parts()
-        norms = [torch.linalg.vector_norm(p.grad) for p in self._counted if p.grad is not None]
-        square = torch.zeros((), dtype=torch.float64, device=self._device)
-        if norms:
-            square = torch.stack(norms).double().square().sum()
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(square)
-        norm = float(square.sqrt())
+        norm = self._global_norm(None)
+        if not math.isfinite(norm):
+            # Squares of finite gradients may have overflowed. All processes come here, or none.
+            norm = self._global_norm(torch.float64)
+        scale = 1.0
         if self.config.max_grad_norm is not None:
             scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))
+        if not norm * scale <= LARGEST_NORM:  # NaN, too
+            found = ((key, parameter.grad) for key, parameter in self.updated.items())
+            self.not_finite = self.watch.places() + parameter_places(found)
+        elif scale < 1.0:
             for parameter in self.updated.values():
-                if parameter.grad is not None and scale < 1.0:
+                if parameter.grad is not None:
                     parameter.grad.mul_(scale)
         return norm
 
-    def step(self) -> float:
-        """AdamW and scheduler step; zeroes gradients. Returns the learning rate used."""
+    def _global_norm(self, dtype: torch.dtype | None) -> float:
+        """Of all gradients, each counted once; computed in ``dtype``, None for their own."""
+        square = self.watch.losses().clone()
+        # A copy of a gradient that is counted elsewhere adds nothing, unless it is not finite.
+        for parameters, weight in ((self._counted, 1.0), (self._others, 0.0)):
+            norms = [
+                torch.linalg.vector_norm(p.grad, dtype=dtype)
+                for p in parameters if p.grad is not None
+            ]
+            if norms:
+                square = square + (torch.stack(norms).double().square() * weight).sum()
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(square)
+        return float(square.sqrt())
+
+    def step(self) -> float | None:
+        """AdamW step, unless :attr:`not_finite` says otherwise; zeroes gradients. Returns the
+        learning rate used, None if the step was not applied."""
         self._take_local_parts()
-        used = self.config.lr * self.config.factor(self._steps)
+        rate = self.config.lr * self.config.factor(self._steps)
         self._steps += 1
-        if self.optimizer is not None:
-            self.optimizer.step()
-            self.scheduler.step()
-        self.reduction.send_updates()
+        applied = self.not_finite is None
+        if applied:
+            if self.optimizer is not None:
+                for group in self.optimizer.param_groups:
+                    group["lr"] = rate
+                self.optimizer.step()
+            self.reduction.send_updates()
+        else:
+            self.watch.restore_statistics()
         self.zero_grad()
-        return used
+        return rate if applied else None
 
     def _take_local_parts(self) -> None:
         """Sharded parameters' values and gradients, as plain tensors in the same memory."""
@@ -213,8 +252,30 @@ class RankOptimizer:
 
     def zero_grad(self) -> None:
         """Forget accumulated gradients."""
+        self.watch.clear()
+        self.not_finite = None
         for parameter in (*self.parameters.values(), *self.updated.values()):
             parameter.grad = None
+
+    def not_finite_tensors(
+        self, modules: Mapping[str, nn.Module], module_of: Callable[[str], str] = str
+    ) -> list[str]:
+        """Names, as in checkpoints, of parameters and optimizer state with values that are not
+        finite, and how many.
+
+        Args:
+            modules: by stage, with frozen parameters, too.
+            module_of: a stage's module.
+        """
+        parameters = (
+            (f"{module_of(stage)}/{name}", local_part(parameter.detach()))
+            for stage, module in modules.items() for name, parameter in module.named_parameters()
+        )
+        state = (
+            (f"optimizer/{module_of(stage)}/{name}/{key}", value)
+            for (stage, name, key), value in self.state_tensors().items()
+        )
+        return not_finite(chain(parameters, state))
 
     def state_tensors(self) -> dict[tuple[str, str, str], torch.Tensor]:
         """Optimizer state by (stage, name, key)."""
@@ -238,11 +299,6 @@ class RankOptimizer:
             states.setdefault((stage, name), {})[key] = held
         for place, state in states.items():
             self.optimizer.state[self.updated[place]] = state
-        self.scheduler.last_epoch = step
-        rate = self.config.lr * self.config.factor(step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.scheduler._last_lr = [rate]
 
 
 def _plain(parameter: nn.Parameter) -> nn.Parameter:

@@ -233,7 +233,7 @@ class RankActor(WatchedActor):
         }
         self._optimizer = RankOptimizer(
             self._spec.rank, parameters, self._spec.optimizer, self._spec.holdings,
-            self._families, self._device,
+            self._families, self._device, self._stages.values(),
         )
         self._executor = Executor(
             self._stages, self._spec.edges, self._senders, self._receivers,
@@ -246,6 +246,7 @@ class RankActor(WatchedActor):
             reduction=self._optimizer.reduction,
             colocation=self._colocation,
             whereabouts=self.whereabouts,
+            watch=self._optimizer.watch,
         )
         return {
             stage: sum(local_part(p).numel() for p in module.parameters())
@@ -270,6 +271,7 @@ class RankActor(WatchedActor):
 
     def _clip(self, result: StepResult) -> None:
         result.grad_norm = self._optimizer.clip()
+        result.not_finite = self._optimizer.not_finite
 
     def _step(self, result: StepResult) -> None:
         result.learning_rate = self._optimizer.step()
@@ -340,6 +342,11 @@ class RankActor(WatchedActor):
             for name, parameter in module.named_parameters()
             if parameter.requires_grad or not trainable_only
         }
+
+    def not_finite_tensors(self) -> list[str]:
+        """Names, as in checkpoints, of parameters and optimizer state with values that are not
+        finite, and how many."""
+        return self._optimizer.not_finite_tensors(self._stages, stage_module)
 
     def _piece(self, stage: str, name: str) -> Piece | None:
         """Which piece of a parameter this process holds; None if all of it."""

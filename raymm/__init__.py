@@ -29,6 +29,9 @@ _PUBLIC = {
     "MultimodalParallelSpec": "raymm.specs",
     "MultimodalParallelModule": "raymm.parallel",
     "StepOutput": "raymm.parallel_module",
+    "NotFiniteError": "raymm.skipped_step",
+    "SkippedStep": "raymm.skipped_step",
+    "SkippedStepWarning": "raymm.skipped_step",
     "OptimizerConfig": "raymm.actors.optimizer",
     "RankResources": "raymm.actors.group",
     "RankFailedError": "raymm.actors.group",
@@ -77,6 +80,7 @@ if TYPE_CHECKING:
     from raymm.planning import Planned, plan
     from raymm.scheduler.plan import Plan, PlanError
     from raymm.scheduler.timeline import Timeline
+    from raymm.skipped_step import NotFiniteError, SkippedStep, SkippedStepWarning
     from raymm.specs import MultimodalParallelSpec, ParallelSpec
     from raymm.trainer import Result, Trainer
 

@@ -33,6 +33,7 @@ from raymm.manifest import (
 from raymm.model import LANGUAGE_MODEL, MultimodalModule
 from raymm.parallel_module import ParallelModule
 from raymm.run_files import PARTIAL, RunFileError, remove_partial, sync_folder, writing
+from raymm.skipped_step import MAX_NAMED, NotFiniteError
 
 _FOLDER = re.compile(r"step-(\d{8,})")
 # In folders that are no checkpoint yet, or no more.
@@ -159,11 +160,14 @@ class CheckpointStore:
         Raises:
             RunFileError: it cannot be written; says the path and the cause. Earlier checkpoints
                 are as they were.
+            NotFiniteError: a parameter, or what the optimizer keeps of one, is not finite. Nothing
+                is written or dropped then.
         """
         step = parallel.steps_taken
         folder = self._root / _folder_name(step)
         if folder == self.current and (folder / MANIFEST).is_file():
             return folder
+        self._check_finite(parallel)
         self._check_owner()
         try:
             self._make_room(folder)
@@ -184,6 +188,16 @@ class CheckpointStore:
         self.current = folder
         self._remove_old(step)
         return folder
+
+    def _check_finite(self, parallel: ParallelModule) -> None:
+        if names := parallel.not_finite_tensors():
+            more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+            raise NotFiniteError(
+                f"no checkpoint of step {parallel.steps_taken} was written: not finite are "
+                f"{', '.join(names[:MAX_NAMED])}{more}. The last checkpoint is "
+                f"{self.latest() or 'none'}. A lower optimizer.lr, or optimizer.max_grad_norm, may "
+                "help"
+            )
 
     def _make_room(self, folder: Path) -> None:
         """Remove a torn checkpoint that is in the way; set another one aside."""
@@ -258,7 +272,7 @@ def restore(parallel: ParallelModule, folder: Path) -> Manifest:
 
     Raises:
         CheckpointError: if it is damaged, lacks trainable parameters of the model, or has them
-            in other shapes.
+            in other shapes, or if some are not finite.
     """
     manifest = read_manifest(folder)
     try:
@@ -270,6 +284,10 @@ def restore(parallel: ParallelModule, folder: Path) -> Manifest:
             raise CheckpointError(f"{folder}: {reason}") from None
         raise
     _check_complete(folder, {name for part in missing for name in part})
+    if names := parallel.not_finite_tensors():
+        raise CheckpointError(
+            f"{folder} has tensors that are not finite: {', '.join(names[:MAX_NAMED])}"
+        )
     parallel.restore_step(manifest.step)
     return manifest
 

@@ -23,18 +23,22 @@ EXIT_RUN_FAILED = 1
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0, 1 if the run failed, 2 if what was asked
     for cannot run (configuration, model, data or cluster do not allow it), 128 + number if a
-    signal stopped it."""
+    signal ended it (143 for SIGTERM, 130 for SIGINT), with or without a checkpoint; a run that
+    takes its last step all the same ends with 0."""
     args = _parser().parse_args(arguments)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # import paths in configs, as `python -m` has it
     from raymm.actors.errors import RunFailedError
     from raymm.run_files import RunFileError
     from raymm.run_owner import OwnerLostError
+    from raymm.skipped_step import NotFiniteError
+    from raymm.stop_request import RunInterruptedError, RunTerminatedError, StopRequest
     from raymm.user_errors import USER_ERRORS
 
-    console = Console(stderr=True)
+    console, stop = Console(stderr=True), StopRequest()
     try:
-        args.run(args)
+        with stop.listening():
+            args.run(args)
     except USER_ERRORS as error:
         if hasattr(args, "config") and args.config not in str(error):
             error.add_note(f"(in the configuration {args.config})")
@@ -44,27 +48,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("RAYMM_TRACEBACK"):
             raise
         return EXIT_USER_ERROR
-    except (RunFailedError, RunFileError, OwnerLostError) as error:
+    except (RunFailedError, NotFiniteError, RunFileError, OwnerLostError) as error:
         console.print("[bold red]the run failed:[/]", highlight=False)
         for text in (str(error), *getattr(error, "__notes__", ())):
             console.print(text, markup=False, highlight=False, soft_wrap=True)
-        if isinstance(error, RunFailedError):
-            console.print("Start the same command again to go on from the last checkpoint.")
         return EXIT_RUN_FAILED
+    except (RunInterruptedError, RunTerminatedError) as end:  # has said what was saved
+        return 128 + (signal.SIGINT if isinstance(end, KeyboardInterrupt) else signal.SIGTERM)
     except KeyboardInterrupt:
-        return _stopped(console, signal.SIGINT)
-    except SystemExit as stop:  # ray.init() turns SIGTERM into this
-        if stop.code != signal.SIGTERM:
+        number = stop.reason.number if stop.reason else signal.SIGINT
+        return _stopped(console, signal.Signals(number))
+    except SystemExit as end:  # ray.init(), while it runs, turns SIGTERM into this
+        if end.code != signal.SIGTERM:
             raise
         return _stopped(console, signal.SIGTERM)
     return 0
 
 
 def _stopped(console: Console, number: signal.Signals) -> int:
-    console.print(
-        f"stopped by {number.name}. Start the same command again to go on from the last "
-        "checkpoint.", soft_wrap=True,
-    )
+    console.print(f"stopped by {number.name}")
     return 128 + number  # as shells report a signal
 
 

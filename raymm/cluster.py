@@ -37,6 +37,7 @@ def connect(quiet: bool = True) -> bool:
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     address = os.environ.get("RAY_ADDRESS")
     embedded = address in (None, "", "local")
+    handler = signal.getsignal(signal.SIGTERM)
     options = {"log_to_driver": not quiet, "logging_level": "ERROR"}
     if embedded:
         start_embedded_ray(**options)
@@ -48,7 +49,8 @@ def connect(quiet: bool = True) -> bool:
     if threading.current_thread() is threading.main_thread():
         # ray.init() makes SIGTERM raise SystemExit, and then lays a handler of its C++ side over
         # that one, which aborts the process three seconds later, in the middle of an orderly end.
-        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+        ours = callable(handler) or handler is signal.SIG_IGN
+        signal.signal(signal.SIGTERM, handler if ours else signal.getsignal(signal.SIGTERM))
     return embedded
 
 

@@ -245,6 +245,8 @@ class RunConfig(Section):
         timeout_s: seconds a rank may wait for another, and one instruction (a stage's forward of a
             microbatch, say) may take.
         steps_in_flight: steps submitted ahead, so that ranks never wait for the driver.
+        max_skipped_steps: a step whose loss or gradients are not finite is not applied; after so
+            many in a row the run ends with an error.
         log_samples: write ``samples.jsonl``: which samples every step had, by microbatch.
     """
 
@@ -261,6 +263,7 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout_s: Seconds = 300.0
     steps_in_flight: int = Field(default=2, ge=1, le=8)
+    max_skipped_steps: int = Field(default=10, gt=0)
     log_samples: bool = False
 
 

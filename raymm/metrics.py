@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,9 @@ class MetricsLog:
         write_whole(path, "".join(json.dumps(row) + "\n" for row in self.rows))
 
     def add(self, row: dict[str, Any]) -> None:
-        """Append a row; ``step`` counts steps taken, from 1 (0: before the first)."""
+        """Append a row; ``step`` counts steps taken, from 1 (0: before the first). JSON has no
+        numbers that are not finite: they become None."""
+        row = {name: _number(value) for name, value in row.items()}
         self.rows.append(row)
         append(self._path, json.dumps(row) + "\n")
 
@@ -56,6 +59,10 @@ class SampleLog:
         ids = [list(one) for one in microbatches]
         self._log.add({"step": step, "microbatches": ids, "skipped": list(skipped)})
         self._log.rows.clear()
+
+
+def _number(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ by side, each on its GPUs and its share of their multiprocessors (Mosaic §3).""
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,9 +26,11 @@ from raymm.mapped_graph import (
     timeline_of,
 )
 from raymm.module_dag import ModuleDag
+from raymm.parallel_module import not_finite_weights
 from raymm.scheduler.multiplex.instructions import MultiplexProgram, Part
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.timeline import Timeline
+from raymm.skipped_step import SkippedStep, SkippedStepWarning, skipped_step
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -47,6 +50,8 @@ class MultiplexedOutput:
         sent_bytes: between GPUs, without the sums of gradients.
         grad_norm: global gradient norm before clipping, if the iteration updated.
         learning_rate: the rate used, if it did.
+        skipped: why the update was not applied; None if it was, or there was none. Samples have
+            their numbers for names.
     """
 
     loss: float
@@ -57,13 +62,18 @@ class MultiplexedOutput:
     sent_bytes: int = 0
     grad_norm: float | None = None
     learning_rate: float | None = None
+    skipped: SkippedStep | None = None
 
 
 class PendingIteration:
     """An iteration under way. :meth:`result` waits for it."""
 
-    def __init__(self, results: StepHandle[GpuStepResult], losses: list[str]) -> None:
+    def __init__(
+        self, results: StepHandle[GpuStepResult], losses: list[str], step: int,
+        edges: Sequence[tuple[str, str]],
+    ) -> None:  # fmt: skip
         self._results, self._losses = results, losses
+        self._step, self._edges = step, edges
 
     def result(self) -> MultiplexedOutput:
         """What it gave.
@@ -75,11 +85,13 @@ class PendingIteration:
         results = [result for one in gpus for result in one]
         losses = losses_of(results, self._losses)
         start, end = min(r.start for r in results), max(r.end for r in results)
-        last = gpus[0][-1]
+        last, loss = gpus[0][-1], sum(losses.values())
+        reports = [one[-1].not_finite for one in gpus]
         return MultiplexedOutput(
-            sum(losses.values()), losses, end - start, end,
+            loss, losses, end - start, end,
             timeline_of(gpus, turns=len(gpus[0]) == 1), sum(r.sent_bytes for r in results),
             last.grad_norm, last.learning_rate,
+            skipped_step(self._step, loss, last.grad_norm, reports, self._edges),
         )
 
 
@@ -112,6 +124,7 @@ class MultiplexedModule:
     Raises:
         ValueError: a device, threads or a timeout that cannot be, or that ``group`` has not.
         MultiplexError: a mapping that is not of this graph.
+        ModelError: weights that are not finite.
         ClusterError: the cluster is too small.
         RankFailedError: a process cannot start.
     """
@@ -145,6 +158,9 @@ class MultiplexedModule:
         )
         self._group = GpuGroup.of(specs, resources, group)
         self._generation = self._group.generation
+        if names := self.not_finite_tensors():
+            self.close()
+            raise not_finite_weights(names)
 
     @property
     def plan(self) -> StageMapping:
@@ -199,8 +215,12 @@ class MultiplexedModule:
         return self.submit(batch, update=False).result()
 
     def train_step(self, batch: Batch | Sequence[Batch]) -> MultiplexedOutput:
-        """:meth:`execute` and the optimizer's step."""
-        return self.submit(batch).result()
+        """:meth:`execute` and the optimizer's step. A step that is not finite is not applied:
+        ``skipped`` of the output says why, and a :class:`raymm.skipped_step.SkippedStepWarning`."""
+        output = self.submit(batch).result()
+        if output.skipped is not None:
+            warnings.warn(str(output.skipped), SkippedStepWarning, stacklevel=2)
+        return output
 
     def evaluate(self, batch: Batch | Sequence[Batch]) -> MultiplexedOutput:
         """Loss only, all modules in evaluation mode; no gradients."""
@@ -243,7 +263,8 @@ class MultiplexedModule:
                         here[number, part] = cut_entries(one, reads.values(), part)
         results = self.group.submit(iterations, inputs)
         self._step += update
-        return PendingIteration(results, [n for n, node in self.dag.nodes.items() if node.loss])
+        losses = [n for n, node in self.dag.nodes.items() if node.loss]
+        return PendingIteration(results, losses, self._step, self.dag.graph.edges)
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Gradients of all trainable parameters after :meth:`execute`, by the names that
@@ -261,6 +282,12 @@ class MultiplexedModule:
             for (node, name), value in here.items()
             if self.copies[node][0] == gpu
         }
+
+    def not_finite_tensors(self) -> list[str]:
+        """Names, as in checkpoints, of parameters and optimizer state with values that are not
+        finite, and how many."""
+        found = self.group.call("not_finite_tensors")
+        return list(dict.fromkeys(name for names in found for name in names))
 
     def quotas(self) -> list[str]:
         """Per GPU, what every module was granted in every turn."""

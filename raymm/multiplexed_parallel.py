@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -11,7 +12,11 @@ import torch
 
 from raymm.actors.group import RankResources, StepHandle
 from raymm.actors.multiplexed.group import GpuGroup
-from raymm.actors.multiplexed.iteration_meta import GpuStepResult, IterationMeta
+from raymm.actors.multiplexed.iteration_meta import (
+    GpuStepResult,
+    IterationMeta,
+    IterationResult,
+)
 from raymm.actors.optimizer import OptimizerConfig
 from raymm.actors.quota import Backend
 from raymm.batch_rules import BatchError
@@ -26,15 +31,17 @@ from raymm.parallel_module import ParallelModule, StepOutput, parameter_name
 from raymm.scheduler.multiplex.instructions import Direction, MultiplexProgram, Part, Route
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.multiplex.sample_ranges import rows_of
+from raymm.skipped_step import SkippedStep, skipped_step
 
 
 class PendingMultiplexedStep:
     """A step under way. :meth:`result` waits for it."""
 
     def __init__(
-        self, handle: StepHandle[GpuStepResult], label_tokens: int, keep: Any
-    ) -> None:
-        self._handle, self._label_tokens = handle, label_tokens
+        self, handle: StepHandle[GpuStepResult], label_tokens: int, keep: Any,
+        skipped: Callable[[float | None, Sequence[IterationResult]], SkippedStep | None],
+    ) -> None:  # fmt: skip
+        self._handle, self._label_tokens, self._skipped = handle, label_tokens, skipped
         self._keep = keep  # whoever owns the input references must outlive the step
 
     def result(self) -> StepOutput:
@@ -52,6 +59,7 @@ class PendingMultiplexedStep:
             timeline=timeline_of(gpus), grad_norm=last.grad_norm,
             learning_rate=last.learning_rate,
             peak_bytes=tuple(one.peak_bytes for one in results),
+            skipped=self._skipped(losses[LANGUAGE_MODEL], [here[-1] for here in gpus]),
         )
 
 
@@ -114,6 +122,7 @@ class MultiplexedParallelModule(ParallelModule):
         )
         self.group = GpuGroup.of(specs, resources, group)
         self._generation = self.group.generation
+        self._check_weights()
 
     @property
     def plan(self) -> StageMapping:
@@ -158,12 +167,25 @@ class MultiplexedParallelModule(ParallelModule):
                         name = "text" if part.node == LANGUAGE_MODEL else part.node
                         here[number, part] = data[name]
         handle = self.group.submit(iterations, inputs)
+        batches = () if forward_only else self._note_batch(meta, update)
         self._step += update
-        return PendingMultiplexedStep(handle, label_tokens, keep)
+        skipped = partial(self._skipped_step, self._step, batches)
+        return PendingMultiplexedStep(handle, label_tokens, keep, skipped)
+
+    def _skipped_step(
+        self, step: int, batches: Sequence[Sequence[MicrobatchMeta]], loss: float | None,
+        results: Sequence[IterationResult],
+    ) -> SkippedStep | None:  # fmt: skip
+        reports = [one.not_finite for one in results]
+        return skipped_step(
+            step, loss, results[0].grad_norm, reports, self._mapped.graph.edges, batches
+        )
 
     def update(self) -> float | None:
         results = self.group.run_epilogue()
         self._step += 1
+        skipped = self._skipped_step(self._step, self._take_batches(), None, results)
+        self._say_skipped(skipped, callers=4)  # of optimizer.step()
         return results[0].grad_norm
 
     def gradients(self) -> dict[str, torch.Tensor | None]:

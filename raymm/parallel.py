@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
 import torch
 
-from raymm.actors.executor import StepMeta
+from raymm.actors.executor import StepMeta, StepResult
 from raymm.actors.group import RankGroup, RankResources, StepHandle, measured_timeline
 from raymm.actors.optimizer import OptimizerConfig
 from raymm.actors.quota import Backend, Multiprocessors
@@ -29,15 +30,18 @@ from raymm.scheduler.plan import Plan, PlanError, Stage
 from raymm.scheduler.program import EPILOGUE, Op, Program, check_program
 from raymm.scheduler.shards import Process, Processes
 from raymm.scheduler.stage import stage_module
+from raymm.skipped_step import SkippedStep, skipped_step
 
 
 class PendingStep:
     """A step under way. :meth:`result` waits for it."""
 
     def __init__(
-        self, handle: StepHandle, label_tokens: int, keep: Any, processes: Sequence[Process]
-    ) -> None:
+        self, handle: StepHandle, label_tokens: int, keep: Any, processes: Sequence[Process],
+        skipped: Callable[[float | None, Sequence[StepResult]], SkippedStep | None],
+    ) -> None:  # fmt: skip
         self._handle = handle
+        self._skipped = skipped
         self._label_tokens = label_tokens
         self._keep = keep  # whoever owns the input references must outlive the step
         self._processes = processes
@@ -56,18 +60,19 @@ class PendingStep:
             (m, value) for p, result in found if p.tp == 0 for m, value in result.losses.items()
         ]
         rates = [r.learning_rate for r in results if r.learning_rate is not None]
-        norms = [r.grad_norm for r in results if r.grad_norm is not None]
         peaks: dict[int, int] = {}
         for process, result in found:
             peaks[process.rank] = max(peaks.get(process.rank, 0), result.peak_bytes)
+        loss = sum(value for _, value in sorted(losses, key=itemgetter(0)))
         return StepOutput(
-            loss=sum(value for _, value in sorted(losses, key=itemgetter(0))),
+            loss=loss,
             label_tokens=self._label_tokens,
             # A rank's first process stands for it.
             timeline=measured_timeline([r for p, r in found if p.fsdp == p.cp == p.tp == 0]),
-            grad_norm=norms[0] if norms else None,
+            grad_norm=_grad_norm(results),
             learning_rate=rates[0] if rates else None,
             peak_bytes=tuple(peaks[rank] for rank in sorted(peaks)),
+            skipped=self._skipped(loss, results),
         )
 
 
@@ -102,6 +107,7 @@ class MultimodalParallelModule(ParallelModule):
             has quotas that its device cannot set apart.
         ProbeError: before any actor starts, if a module cannot be cut as planned.
         ClusterError: if the cluster is too small.
+        ModelError: if weights are not finite.
     """
 
     def __init__(
@@ -156,6 +162,7 @@ class MultimodalParallelModule(ParallelModule):
             for number, process in enumerate(processes.all)
         ]
         self.group = RankGroup(specs, process_labels(processes), resources)
+        self._check_weights()
 
     @property
     def microbatches(self) -> int:
@@ -217,9 +224,20 @@ class MultimodalParallelModule(ParallelModule):
             training=not forward_only,
         )
         handle = self.group.submit(key, step, inputs)
+        batches = () if forward_only else self._note_batch(meta, update)
         if update:
             self._step += 1
-        return PendingStep(handle, step.label_tokens, keep, self._processes.all)
+        skipped = partial(self._skipped_step, self._step, batches)
+        return PendingStep(handle, step.label_tokens, keep, self._processes.all, skipped)
+
+    def _skipped_step(
+        self, step: int, batches: Sequence[Sequence[MicrobatchMeta]], loss: float | None,
+        results: Sequence[StepResult],
+    ) -> SkippedStep | None:  # fmt: skip
+        reports = [result.not_finite for result in results]
+        return skipped_step(
+            step, loss, _grad_norm(results), reports, self.plan.stage_edges, batches
+        )
 
     def _reader(self, module: str, microbatch: int) -> Stage:
         """The stage that gets a module's inputs of a microbatch."""
@@ -235,8 +253,9 @@ class MultimodalParallelModule(ParallelModule):
     def update(self) -> float | None:
         results = self.group.run_epilogue(self._epilogue())
         self._step += 1
-        norms = [r.grad_norm for r in results if r.grad_norm is not None]
-        return norms[0] if norms else None
+        skipped = self._skipped_step(self._step, self._take_batches(), None, results)
+        self._say_skipped(skipped, callers=4)  # of optimizer.step()
+        return _grad_norm(results)
 
     def _epilogue(self) -> tuple[Op, ...]:
         return EPILOGUE if self._reduces else tuple(op for op in EPILOGUE if op != Op.REDUCE_TIED)
@@ -292,6 +311,12 @@ class MultimodalParallelModule(ParallelModule):
         pieces = self._pieces[stage_module(stage)]
         count = max(pieces.shards, self.plan.by_name[stage].tp)
         return pieces.add(known, name, place, count, tensor)
+
+
+def _grad_norm(results: Sequence[StepResult]) -> float | None:
+    """All processes have the same."""
+    return next((r.grad_norm for r in results if r.grad_norm is not None), None)
+
 
 def model_name(stage: str, name: str) -> str:
     """``("vision.0", "module.x")`` -> ``"vision_encoder.module.x"``."""

@@ -3,6 +3,7 @@ reads back of them."""
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +17,13 @@ from raymm.batch_check import BatchCheck
 from raymm.builders import reloadable_modules
 from raymm.data import MicrobatchMeta
 from raymm.microbatches import describe_microbatches
-from raymm.model import LANGUAGE_MODEL, MultimodalModule
+from raymm.model import LANGUAGE_MODEL, ModelError, MultimodalModule
 from raymm.scheduler.timeline import Timeline
+from raymm.skipped_step import MAX_NAMED, SkippedStep, SkippedStepWarning
 from raymm.tried_inputs import TriedInputs, check_loss
+
+# Batches between two updates whose samples are remembered.
+MAX_BATCHES = 1024
 
 Itself = TypeVar("Itself", bound="ParallelModule")
 
@@ -34,6 +39,7 @@ class StepOutput:
         grad_norm: global gradient norm before clipping, if the step clipped.
         learning_rate: the rate used, if the step updated parameters.
         peak_bytes: per rank, the most memory that one of its processes held.
+        skipped: why the optimizer's step was not applied; None if it was, or there was none.
     """
 
     loss: float
@@ -42,6 +48,7 @@ class StepOutput:
     grad_norm: float | None = None
     learning_rate: float | None = None
     peak_bytes: tuple[int, ...] = ()
+    skipped: SkippedStep | None = None
 
 
 class PendingOutput(Protocol):
@@ -69,6 +76,8 @@ class ParallelModule(ABC):
         plan: what runs where.
         group: its processes; for checkpoints they have ``save`` and ``load``.
         microbatches: that a batch in memory is split into.
+        skipped: of the last :meth:`train_step` or ``optimizer.step()``, why it was not applied;
+            None if it was.
 
     Raises:
         ValueError: another precision or device.
@@ -78,6 +87,7 @@ class ParallelModule(ABC):
     plan: Any
     group: Any
     microbatches: int
+    skipped: SkippedStep | None = None
 
     def __init__(
         self,
@@ -99,6 +109,7 @@ class ParallelModule(ABC):
         self._tried = TriedInputs(model)
         check_loss(model)
         self._seed, self._step = seed, 0
+        self._batches: list[Sequence[MicrobatchMeta]] = []
 
     @property
     def optimizer(self) -> ParallelOptimizer:
@@ -134,8 +145,12 @@ class ParallelModule(ABC):
         return self.submit(self.prepare(batch)).result()
 
     def train_step(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepOutput:
-        """:meth:`execute` and the optimizer's step in one call per process."""
-        return self.submit(self.prepare(batch), update=True).result()
+        """:meth:`execute` and the optimizer's step in one call per process. A step that is not
+        finite is not applied: ``skipped`` of the output says why, and a
+        :class:`raymm.skipped_step.SkippedStepWarning`."""
+        output = self.submit(self.prepare(batch), update=True).result()
+        self._say_skipped(output.skipped)
+        return output
 
     def evaluate(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepOutput:
         """Loss only: no gradients."""
@@ -180,7 +195,46 @@ class ParallelModule(ABC):
 
     @abstractmethod
     def update(self) -> float | None:
-        """Clip, update and zero accumulated gradients; returns the global gradient norm."""
+        """Clip, update and zero accumulated gradients; returns the global gradient norm. Where
+        it, or a loss, is not finite, nothing is updated, as of :meth:`train_step`."""
+
+    def _note_batch(
+        self, meta: Sequence[MicrobatchMeta], update: bool
+    ) -> tuple[Sequence[MicrobatchMeta], ...]:
+        """A batch that is trained on; returns those since the update before."""
+        if len(self._batches) < MAX_BATCHES:
+            self._batches.append(meta)
+        return self._take_batches() if update else ()
+
+    def _take_batches(self) -> tuple[Sequence[MicrobatchMeta], ...]:
+        found = tuple(self._batches)
+        self._batches.clear()
+        return found
+
+    def _say_skipped(self, skipped: SkippedStep | None, callers: int = 3) -> None:
+        self.skipped = skipped
+        if skipped is not None:
+            warnings.warn(str(skipped), SkippedStepWarning, stacklevel=callers)
+
+    def zero_grad(self) -> None:
+        """Forget accumulated gradients."""
+        self._batches.clear()
+        self.group.call("zero_grad")
+
+    def not_finite_tensors(self) -> list[str]:
+        """Names, as in checkpoints, of parameters and optimizer state with values that are not
+        finite, and how many."""
+        found = self.group.call("not_finite_tensors")
+        return list(dict.fromkeys(name for names in found for name in names))
+
+    def _check_weights(self) -> None:
+        """
+        Raises:
+            ModelError: weights that the model starts with are not finite, by name.
+        """
+        if names := self.not_finite_tensors():
+            self.shutdown()
+            raise not_finite_weights(names)
 
     @abstractmethod
     def gradients(self) -> dict[str, torch.Tensor | None]:
@@ -219,12 +273,22 @@ class ParallelOptimizer:
         self._parallel = parallel
 
     def step(self) -> float | None:
-        """Clip, update and zero gradients; returns the global gradient norm."""
+        """Clip, update and zero gradients; returns the global gradient norm. A step that is not
+        finite is not applied, as of :meth:`ParallelModule.train_step`."""
         return self._parallel.update()
 
     def zero_grad(self) -> None:
         """Forget accumulated gradients (``step`` does so too)."""
-        self._parallel.group.call("zero_grad")
+        self._parallel.zero_grad()
+
+
+def not_finite_weights(names: Sequence[str]) -> ModelError:
+    """An error about weights that a model starts with."""
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ModelError(
+        f"weights that are not finite: {', '.join(names[:MAX_NAMED])}{more}; accepted: finite "
+        "numbers. Look at what wrote the file, or the module, that they come from"
+    )
 
 
 def parameter_name(module: str, name: str) -> str:

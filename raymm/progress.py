@@ -33,14 +33,17 @@ class RunProgress:
             TextColumn("[bold]train"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}"),
+            TextColumn("loss {task.fields[loss]}{task.fields[not_applied]}"),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task("train", total=steps, completed=done, loss="-")
+        self._task = self._bar.add_task(
+            "train", total=steps, completed=done, loss="-", not_applied=""
+        )
+        self._not_applied = 0
 
     def __enter__(self) -> RunProgress:
         self._bar.start()
@@ -52,6 +55,12 @@ class RunProgress:
     def advance(self, loss: float) -> None:
         """One more step is done."""
         self._bar.update(self._task, advance=1, loss=f"{loss:.4f}")
+
+    def not_applied(self, text: str) -> None:
+        """A step was not applied: a line that says why, and a count beside the bar."""
+        self._not_applied += 1
+        self._bar.update(self._task, not_applied=f"  {self._not_applied} not applied")
+        self.line(text)
 
     def line(self, text: str) -> None:
         """Print a line above the bar."""

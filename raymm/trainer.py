@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from raymm.actors.errors import RunFailedError
 from raymm.actors.fault_folder import faults_kept_in
 from raymm.actors.group import ClusterError, RankResources, check_capacity
 from raymm.actors.optimizer import OptimizerConfig
@@ -30,8 +32,9 @@ from raymm.run_owner import RunOwner
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.plan import Plan
 from raymm.specs import MultimodalParallelSpec
+from raymm.stop_request import StopReason, StopRequest, job_stop_note
 from raymm.training_data import TrainingData, give_examples, training_data
-from raymm.training_loop import Batches, TrainingLoop, last_step
+from raymm.training_loop import Batches, TrainingLoop, last_step, steps_not_applied
 from raymm.watched_run import WatchedRun
 
 
@@ -46,6 +49,10 @@ class Result:
         corrupt: what is wrong with checkpoints that the run could not go on from, newest first.
         path: the run's folder.
         files: what to look at, by what it is (loss curve, schedule, trace).
+        steps_not_applied: of all steps in ``history``, as their loss or gradients were not finite;
+            ``not_applied`` of their rows says where that began.
+        stopped: of a run that was asked to stop (:attr:`Trainer.stop`), after which step, and
+            what is saved; None if it has taken all its steps.
     """
 
     metrics: dict[str, Any]
@@ -54,6 +61,8 @@ class Result:
     path: Path
     files: dict[str, Path] = field(default_factory=dict)
     corrupt: tuple[str, ...] = ()
+    steps_not_applied: int = 0
+    stopped: str | None = None
 
 
 class Trainer:
@@ -77,6 +86,8 @@ class Trainer:
     Attributes:
         plan: what runs where; None until :meth:`fit` has planned.
         training: how the training data are taken; empty until then.
+        stop: ends :meth:`fit` after the step under way, with a checkpoint, if it is asked to, from
+            any thread.
 
     Raises:
         ConfigError: without ``data`` or ``run_config``.
@@ -113,10 +124,15 @@ class Trainer:
         self.console = console or Console()
         self.path = Path(run_config.storage_path).absolute()
         self.training = TrainingData()
+        self.stop = StopRequest()
+        self._loop: TrainingLoop | None = None
 
     def fit(self) -> Result:
         """Train until ``run.steps`` steps are taken in all; goes on from the run's last
         checkpoint, if there is one.
+
+        In the main thread SIGTERM and SIGINT end it after the step under way, with a checkpoint;
+        a second one, or one before the first step, at once. What is saved is printed.
 
         Raises:
             ConfigError, DataError, CheckpointError, ClusterError, ProbeError: before any rank
@@ -126,7 +142,56 @@ class Trainer:
             RunFailedError: if a rank, a data worker or the cluster dies; the last checkpoint is
                 whole.
             RunFileError, OwnerLostError: the folder cannot be written, or is another run's by now.
+            NotFiniteError: if ``run.max_skipped_steps`` steps in a row are not finite, or a
+                parameter is not.
+            RunInterruptedError (a KeyboardInterrupt), RunTerminatedError (a SystemExit with code
+                143): a signal ended it.
         """
+        try:
+            with self.stop.listening():
+                result = self._fit_or_stop()
+            if result.stopped and self.stop.reason.number is not None:
+                raise self.stop.error(result.stopped)
+            return result
+        finally:
+            self.stop, self._loop = StopRequest(), None
+
+    def _fit_or_stop(self) -> Result:
+        try:
+            return self._own_and_fit()
+        except SystemExit as end:  # what ray.init(), while it runs, makes of SIGTERM
+            if end.code != signal.SIGTERM:
+                raise
+            self.stop.ask(StopReason("SIGTERM", signal.SIGTERM))
+        except KeyboardInterrupt:
+            if self.stop.reason is None:
+                raise
+        except RunFailedError as error:
+            error.add_note(self._what_is_left())
+            raise
+        text = self._stopped_at_once()
+        self._say(text)
+        raise self.stop.error(text)
+
+    def _stopped_at_once(self) -> str:
+        """What became of a run that a signal did not let finish its step."""
+        latest = CheckpointStore(self.path, self.run.keep_checkpoints).latest()
+        why, loop = self.stop.reason.why, self._loop
+        saved = f"the last checkpoint is {latest}" if latest else "there is no checkpoint"
+        if loop is None:
+            return f"stopped by {why} before the first step: nothing was trained, {saved}"
+        if steps := loop.unsaved_steps:
+            return f"stopped by {why} at once: {steps} steps that are not saved are lost, {saved}"
+        return f"stopped by {why} at once: no step is lost, {saved}"
+
+    def _what_is_left(self) -> str:
+        """Of a run that failed."""
+        latest = CheckpointStore(self.path, self.run.keep_checkpoints).latest()
+        if latest is None:
+            return "There is no checkpoint: the same command begins anew."
+        return f"Start the same command again to go on from {latest}."
+
+    def _own_and_fit(self) -> Result:
         if isinstance(self.data, DataConfig):
             check_data(self.data)
         self._make_folder()
@@ -222,12 +287,14 @@ class Trainer:
         )
         rows = MetricsLog(self.path / "metrics.jsonl", taken).rows
         return Result(
-            last_step(rows), rows, checkpoint.folder, self.path, corrupt=checkpoint.corrupt
+            last_step(rows), rows, checkpoint.folder, self.path, corrupt=checkpoint.corrupt,
+            steps_not_applied=steps_not_applied(rows),
         )
 
     def _say_what_runs(self, execution: Execution, device: str) -> None:
         first, *notes = execution.describe(device, self.data)
-        for line in (f"{first}, {self.run.precision}; run folder {self.path}", *notes):
+        first = f"{first}, {self.run.precision}; run folder {self.path}"
+        for line in filter(None, (first, *notes, job_stop_note())):
             self.console.print(line, highlight=False, soft_wrap=True)
 
     def _run(
@@ -251,17 +318,30 @@ class Trainer:
             ))
             loop = TrainingLoop(
                 self.run, Batches(self.data, self.training), parallel, store, metrics, samples,
-                watch, progress,
+                watch, progress, self.stop,
             )
-            loop.run(_data_position(checkpoint))
+            self._loop = loop
+            stopped = loop.run(_data_position(checkpoint))
+        if stopped is not None:
+            self._say(stopped)
+            return Result(
+                metrics=last_step(metrics.rows), history=metrics.rows, checkpoint=store.current,
+                path=self.path, corrupt=corrupt,
+                steps_not_applied=steps_not_applied(metrics.rows), stopped=stopped,
+            )
         files = watch.write(metrics.rows)
         for what, file in files.items():
             self.console.print(f"{what:<14} {file}", highlight=False, soft_wrap=True)
         if skipped := sum(row.get("skipped", 0) for row in metrics.rows):
             self.console.print(f"skipped samples in all: {skipped}", highlight=False)
+        if not_applied := steps_not_applied(metrics.rows):
+            self.console.print(
+                f"steps not applied in all: {not_applied} of {self.run.steps}", highlight=False
+            )
         return Result(
             metrics=last_step(metrics.rows), history=metrics.rows,
             checkpoint=store.current, path=self.path, files=files, corrupt=corrupt,
+            steps_not_applied=not_applied,
         )
 
 

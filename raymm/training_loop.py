@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from raymm.checkpoint import CheckpointStore
@@ -15,6 +16,8 @@ from raymm.execution import StepWatch
 from raymm.metrics import MetricsLog, SampleLog
 from raymm.parallel_module import ParallelModule, PendingOutput, StepOutput
 from raymm.progress import RunProgress, heldout_line, skipped_line, step_line
+from raymm.skipped_step import NotFiniteError, SkippedStep
+from raymm.stop_request import StopRequest
 from raymm.training_data import TrainingData
 from raymm.watched_run import WatchedStep
 
@@ -76,6 +79,9 @@ class Batches:
 class TrainingLoop:
     """The steps of one fit.
 
+    A checkpoint that is due after a step that was not applied is written after the next one that
+    is: it would be of the same parameters, and one of those kept would have to go for it.
+
     Args:
         run: how long, and what to write when.
         batches: the data.
@@ -85,6 +91,7 @@ class TrainingLoop:
         samples: gets every step's samples; None if nobody asks for them.
         watch: looks at every step.
         progress: says how far it is.
+        stop: is looked at between steps.
     """
 
     def __init__(
@@ -97,6 +104,7 @@ class TrainingLoop:
         samples: SampleLog | None,
         watch: StepWatch,
         progress: RunProgress,
+        stop: StopRequest,
     ) -> None:
         self._run, self._batches, self._parallel, self._store = run, batches, parallel, store
         self._metrics, self._samples = metrics, samples
@@ -104,30 +112,75 @@ class TrainingLoop:
         self._pending: deque[tuple[int, Batch, PendingOutput, float]] = deque()
         self._last_read = time.perf_counter()
         self._reported: set[str] = set()
+        self._in_a_row = steps_not_applied(metrics.rows, at_the_end=True)
+        self._owed = False  # a checkpoint
+        self._stop = stop
+        self._first = self._saved = parallel.steps_taken
+        self._position: Any = None
+        self._unevaluated: int | None = None  # a step whose evaluation was left out
 
-    def run(self, state: Any) -> None:
-        """Take the steps that are left, with the data from a position on."""
-        first, last = self._parallel.steps_taken, self._run.steps
+    def run(self, state: Any) -> str | None:
+        """Take the steps that are left, with the data from a position on.
+
+        Returns:
+            None if all were taken. If somebody asked to stop: after which step, and what is saved.
+
+        Raises:
+            NotFiniteError: too many steps in a row that could not be applied, or a checkpoint that
+                would not be finite.
+        """
+        with self._stop.deferred():
+            self._take_steps(state)
+            return self._stopped()
+
+    @property
+    def unsaved_steps(self) -> int:
+        """Steps after the last checkpoint, those under way included."""
+        return self._parallel.steps_taken - self._saved
+
+    def _take_steps(self, state: Any) -> None:
+        first, last = self._first, self._run.steps
         if first == 0:
             self._evaluate(0)
         self._last_read = time.perf_counter()
         batches = self._batches.train(state, last - first, self._parallel)
-        for batch, waited in _timed(batches):
+        for batch, waited in _timed(self._stop.until_asked(batches)):
             pending = self._parallel.submit(
                 (batch.parts, batch.meta), update=True, keep=batch.owner
             )
-            step = self._parallel.steps_taken
+            step, self._position = self._parallel.steps_taken, batch.state_after
             self._pending.append((step, batch, pending, waited))
             if self._stops_at(step):
                 self._drain(0)
                 if self._is_due(step, self._run.eval_every) or step == last:
                     self._evaluate(step)
-                if step % self._run.checkpoint_every == 0 or step == last:
-                    self._store.save(self._parallel, {"data": batch.state_after})
+                self._owed |= step % self._run.checkpoint_every == 0
+                if step == last or self._owed and not self._in_a_row:
+                    self._save()
                 self._last_read = time.perf_counter()
             else:
                 self._drain(self._run.steps_in_flight - 1)
         self._drain(0)
+
+    def _save(self) -> None:
+        self._store.save(self._parallel, {"data": self._position})
+        self._saved, self._owed = self._parallel.steps_taken, False
+
+    def _stopped(self) -> str | None:
+        """What became of a run that was asked to stop; saves what is not saved."""
+        step, last, reason = self._parallel.steps_taken, self._run.steps, self._stop.reason
+        if reason is None or step == last and self._unevaluated is None:
+            return None
+        if self.unsaved_steps:
+            self._save()
+        latest = self._store.current
+        if step == self._first:
+            saved = f"the last checkpoint is {latest}" if latest else "there is nothing to save"
+            return f"stopped by {reason.why}: no step was taken, {saved}"
+        text = f"stopped by {reason.why} after step {step} of {last}: all of it is in {latest}"
+        if self._unevaluated is not None:
+            text += f". The held-out evaluation after step {self._unevaluated} was left out"
+        return text if step == last else f"{text}. Start the same again to go on from there"
 
     def _is_due(self, step: int, every: int | None) -> bool:
         return every is not None and step % every == 0
@@ -135,7 +188,8 @@ class TrainingLoop:
     def _stops_at(self, step: int) -> bool:
         """Whether the pipeline must be empty after this step."""
         return (
-            step == self._run.steps
+            self._owed
+            or step == self._run.steps
             or step % self._run.checkpoint_every == 0
             or self._is_due(step, self._run.eval_every)
         )
@@ -153,9 +207,24 @@ class TrainingLoop:
                     step, [m.sample_ids for m in batch.meta], [s.id for s in batch.skipped]
                 )
             self._progress.advance(output.loss)
+            self._count_skipped(output.skipped)
             self._report_skipped(step, batch.skipped)
             if step % self._run.log_every == 0 or step == self._run.steps:
                 self._progress.line(step_line(row, self._run.steps))
+
+    def _count_skipped(self, skipped: SkippedStep | None) -> None:
+        if skipped is None:
+            self._in_a_row = 0
+            return
+        self._in_a_row += 1
+        self._progress.not_applied(str(skipped))
+        if self._in_a_row >= self._run.max_skipped_steps:
+            raise NotFiniteError(
+                f"{self._in_a_row} steps in a row were not applied, as their loss or gradients "
+                f"were not finite (run.max_skipped_steps is {self._run.max_skipped_steps}). Last: "
+                f"{skipped}. The last checkpoint is {self._store.latest() or 'none'}. Look at "
+                "these samples; a lower optimizer.lr, or optimizer.max_grad_norm, may help"
+            )
 
     def _report_skipped(self, step: int, skipped: Sequence[Skipped]) -> None:
         """Say once why a sample is left out, not every epoch, and only of the first few."""
@@ -188,6 +257,7 @@ class TrainingLoop:
             # if one was under way: they stood still for as long at most.
             "data_wait_s": round(waited, 4),
             **watched,
+            **({} if output.skipped is None else {"not_applied": output.skipped.to_dict()}),
         }
 
     def _evaluate(self, step: int) -> None:
@@ -202,6 +272,9 @@ class TrainingLoop:
             wrong, _ = self._heldout_loss((name,))
             row[f"heldout_loss_shuffled_{name}"] = wrong
             row[f"heldout_gap_{name}"] = wrong - row["heldout_loss"]
+        if self._stop.reason is not None:
+            self._unevaluated = step
+            return
         self._metrics.add(row)
         self._progress.line(heldout_line(row))
 
@@ -218,7 +291,7 @@ class TrainingLoop:
             tokens += output.label_tokens
 
         with self._batches.heldout(self._run.eval_steps, shuffled) as loader:
-            for step in loader:
+            for step in self._stop.until_asked(loader):
                 skipped += step.skipped
                 pending.append(self._parallel.submit(
                     (step.microbatches, step.meta), forward_only=True, keep=step
@@ -236,6 +309,14 @@ def _timed(batches: Iterator[Batch]) -> Iterator[tuple[Batch, float]]:
     for batch in batches:
         yield batch, time.perf_counter() - start
         start = time.perf_counter()
+
+
+def steps_not_applied(rows: Sequence[dict[str, Any]], at_the_end: bool = False) -> int:
+    """How many steps were not applied; ``at_the_end``: since the last one that was."""
+    steps = ["not_applied" in row for row in rows if "loss" in row]
+    if at_the_end:
+        return len(list(takewhile(bool, reversed(steps))))
+    return sum(steps)
 
 
 def last_step(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

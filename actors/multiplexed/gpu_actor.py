@@ -213,6 +213,7 @@ class GpuActor(WatchedActor):
             RankOptimizer(
                 spec.gpu, parameters, spec.optimizer, Holdings(shared, counted),
                 {family: self._copies[family.stages[0]] for family in families}, self._device,
+                modules.values(),
             ),
             autocast,
         )
@@ -289,7 +290,8 @@ class GpuActor(WatchedActor):
         accumulated gradients."""
         optimizer = self._here.optimizer
         optimizer.reduction.wait()
-        return IterationResult(grad_norm=optimizer.clip(), learning_rate=optimizer.step())
+        norm, found = optimizer.clip(), optimizer.not_finite
+        return IterationResult(grad_norm=norm, learning_rate=optimizer.step(), not_finite=found)
 
     def zero_grad(self) -> None:
         """Forget accumulated gradients."""
@@ -326,6 +328,10 @@ class GpuActor(WatchedActor):
             for name, parameter in module.named_parameters()
             if parameter.requires_grad or not trainable_only
         }
+
+    def not_finite_tensors(self) -> list[str]:
+        """As :meth:`raymm.actors.rank_actor.RankActor.not_finite_tensors`."""
+        return self._here.optimizer.not_finite_tensors(self._here.modules)
 
     def quotas(self) -> str:
         """What was asked and granted, a line per module of every turn."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -92,6 +92,8 @@ class Iteration:
         sent = here.messages.sent_bytes if here.messages else 0
         if meta.training and not meta.keep_gradients:
             here.optimizer.zero_grad()
+        if meta.training and meta.microbatch == 0:
+            here.optimizer.watch.begin()
         if any(isinstance(one, Finish) for one in self._program.instructions):
             here.optimizer.reduction.expect(here.modules)
         actions = {
@@ -132,13 +134,27 @@ class Iteration:
             if run.direction is Direction.FORWARD:
                 tensors, leaves = value
                 self._made[part] = _Made(tensors, leaves, outputs[part.node])
+                self._note("output", part, tensors, part.node, self._rows(part))
                 if self._here.specs[part.node].loss:
                     self._losses.setdefault(part.node, []).append(tensors[ONLY].detach())
+                    if self._meta.training:
+                        self._here.optimizer.watch.loss(tensors[ONLY])
             else:
                 for (producer, every), gradients in value.items():
                     rows = self._read_rows(part, producer, every)
                     self._samples[producer].add_gradient(rows, gradients)
+                    self._note("gradient", part, gradients, producer, rows)
                 del self._made[part]
+
+    def _note(
+        self, kind: Literal["output", "gradient"], part: Part, tensors: Tensors, of: str,
+        rows: Range,
+    ) -> None:  # fmt: skip
+        if self._meta.training:
+            count = self._meta.rows(of, Range(0, self._program.batch)).size
+            self._here.optimizer.watch.saw(
+                kind, part.node, self._meta.microbatch, tensors.values(), of, rows, count
+            )
 
     def _read_rows(self, part: Part, producer: str, every: bool) -> Range:
         """Which rows of a producer's output a part reads."""
@@ -385,6 +401,7 @@ class Iteration:
 
     def _update(self, _: Update) -> None:
         self.result.grad_norm = self._here.optimizer.clip()
+        self.result.not_finite = self._here.optimizer.not_finite
         self.result.learning_rate = self._here.optimizer.step()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from raymm.actors.finite import Place
 from raymm.actors.multiplexed.clock import TimedRun
 from raymm.actors.stages.message import MicrobatchContext
 from raymm.scheduler.multiplex.instructions import Instruction, Turn
@@ -79,7 +80,8 @@ class IterationResult:
         runs: when its nodes ran.
         start, end: of the whole list, on the same clock.
         sent_bytes: to other GPUs.
-        grad_norm, learning_rate: of the optimizer's step, if there was one.
+        grad_norm, learning_rate: of the optimizer's step, if there was one that was applied.
+        not_finite: of one that was not, what was not finite here.
     """
 
     losses: dict[str, float] = field(default_factory=dict)
@@ -89,6 +91,7 @@ class IterationResult:
     sent_bytes: int = 0
     grad_norm: float | None = None
     learning_rate: float | None = None
+    not_finite: list[Place] | None = None
 
 
 @dataclass

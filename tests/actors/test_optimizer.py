@@ -1,6 +1,8 @@
 """The optimizer of one process; across processes ``test_gradient_reduction`` and the parity suite
 have it."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -86,3 +88,96 @@ def test_the_rate_is_that_of_the_schedule_also_where_nothing_is_trained():
     assert [optimizer.step() for _ in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
     optimizer.load_state_tensors({}, 1)
     assert optimizer.step() == 0.5
+
+
+def one_parameter(gradient, config: OptimizerConfig) -> RankOptimizer:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.tensor(gradient)
+    key = ("a.0", "w")
+    holdings = Holdings((), frozenset({key}), frozenset({key}))
+    return RankOptimizer(0, {key: parameter}, config, holdings, {}, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("clipped", [True, False])
+@pytest.mark.parametrize(
+    ("gradient", "applied"),
+    [
+        ([3.0, 4.0], "always"), ([math.nan, 1.0], "never"), ([math.inf, 1.0], "never"),
+        ([-math.inf, math.inf], "never"),
+        # Finite, though squares overflow in fp32: AdamW could not keep them unless clipped.
+        ([3e25, 4e25], "clipped"), ([3e38, 3e38], "clipped"),
+    ],
+)
+def test_what_is_finite_is_applied_and_nothing_else(clipped, gradient, applied):
+    config = OptimizerConfig(lr=0.1, weight_decay=0.0, max_grad_norm=1.0 if clipped else None)
+    optimizer = one_parameter(gradient, config)
+    ((key, parameter),) = optimizer.parameters.items()
+    norm = optimizer.clip()
+    ok = applied == "always" or clipped and applied == "clipped"
+    assert (optimizer.not_finite is None) == ok
+    if ok:
+        assert norm == pytest.approx(math.hypot(*gradient), rel=1e-6)
+        assert optimizer.step() == 0.1 and not parameter.equal(torch.ones(2))
+        state = optimizer.state_tensors()
+        assert all(bool(torch.isfinite(value).all()) for value in state.values())
+        if clipped:
+            expected = torch.tensor(gradient).double() / norm * 0.1  # beta 0.9
+            assert state[*key, "exp_avg"].double().allclose(expected, rtol=1e-5)
+    else:
+        assert optimizer.step() is None and parameter.equal(torch.ones(2))
+        assert optimizer.state_tensors() == {} and parameter.grad is None
+        parameter.grad = torch.ones(2)  # the next step is as any other
+        optimizer.clip()
+        assert optimizer.not_finite is None and optimizer.step() == 0.1
+
+
+def test_a_loss_counts_whatever_the_gradients_and_the_schedule_goes_on():
+    optimizer = one_parameter([1.0, 1.0], OptimizerConfig(lr=1.0, warmup_steps=4))
+    optimizer.watch.begin()
+    optimizer.watch.loss(torch.tensor(math.inf))
+    optimizer.watch.begin()  # of a batch before the last one, too
+    optimizer.watch.loss(torch.tensor(1.0))
+    assert math.isnan(optimizer.clip()) and optimizer.not_finite == []
+    assert optimizer.step() is None
+    optimizer.watch.begin()
+    optimizer.watch.loss(torch.tensor(1.0))
+    optimizer.clip()
+    assert optimizer.step() == 0.5  # the second step's rate
+
+
+def test_a_gradient_that_is_not_counted_here_must_be_finite_too():
+    parameters = {("a.0", name): nn.Parameter(torch.ones(1)) for name in "xy"}
+    for parameter in parameters.values():
+        parameter.grad = torch.full((1,), 2.0)
+    optimizer = RankOptimizer(
+        0, parameters, OptimizerConfig(), Holdings((), frozenset({("a.0", "x")})), {},
+        torch.device("cpu"),
+    )
+    assert optimizer.clip() == 2.0 and optimizer.not_finite is None
+    parameters["a.0", "y"].grad.fill_(math.nan)
+    optimizer.clip()
+    assert [(one.kind, one.stage, one.names) for one in optimizer.not_finite] == [
+        ("parameters", "a.0", ("y",))
+    ]
+
+
+def test_running_statistics_of_a_step_that_is_not_applied_are_forgotten():
+    norm, frozen = nn.BatchNorm1d(2), nn.BatchNorm1d(2).eval()
+    both = nn.ModuleList([norm, frozen])
+    parameters = {("a.0", name): p for name, p in norm.named_parameters()}
+    optimizer = RankOptimizer(
+        0, parameters, OptimizerConfig(), Holdings((), frozenset(parameters)), {},
+        torch.device("cpu"), [both],
+    )
+    seen = []
+    for rows in ([[1.0, 2.0], [3.0, 5.0]], [[math.nan, 1.0], [2.0, 3.0]], [[4.0, 4.0], [3.0, 1.0]]):
+        optimizer.watch.begin()
+        loss = norm(torch.tensor(rows)).square().sum()
+        loss.backward()
+        optimizer.watch.loss(loss)
+        optimizer.clip()
+        optimizer.step()
+        seen.append({name: value.clone() for name, value in norm.named_buffers()})
+    assert all(seen[0][name].equal(value) for name, value in seen[1].items())
+    assert seen[2]["num_batches_tracked"] == 2 and seen[2]["running_mean"].isfinite().all()
+    assert not seen[2]["running_mean"].equal(seen[1]["running_mean"])

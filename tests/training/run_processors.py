@@ -29,6 +29,25 @@ def slow_image(path: str) -> dict[str, torch.Tensor]:
     return image(path)
 
 
+def image_or_nan(path: str) -> dict[str, torch.Tensor]:
+    """``image``; of the file ``train-5.png``, one that is not a number."""
+    found = image(path)
+    if Path(path).name == "train-5.png":
+        found["pixel_values"][1, 2, 3] = torch.nan
+    return found
+
+
+_images = 0
+
+
+def late_image(path: str) -> dict[str, torch.Tensor]:
+    """``image``; after a few, none comes for long."""
+    global _images
+    _images += 1
+    time.sleep(20 if _images > 8 else 0)
+    return image(path)
+
+
 def small_cnn(width: int = 8) -> nn.Module:
     """A plain encoder, for factory sources."""
     return nn.Sequential(nn.Conv2d(3, width, 4, 4), nn.Flatten(2))

@@ -63,9 +63,9 @@ class Interrupted:
         return resumed and bool(rows) and rows[-1]["step"] >= taken + more
 
 
-@pytest.mark.timeout(900)  # five starts of a run, each of which imports torch in four processes
+@pytest.mark.timeout(900)  # six starts of a run, each of which imports torch in four processes
 def test_interrupted_again_and_again_equals_the_whole(finished, make_config, tmp_path, raymm):
-    """A killed rank, SIGTERM, and a killed driver, one after the other on one run."""
+    """A killed rank, SIGTERM, Ctrl-C, and a killed driver, one after the other on one run."""
     config = make_config({"data.modalities.vision.processor": "run_processors:slow_image"})
     run = Interrupted(config, tmp_path)
 
@@ -91,10 +91,20 @@ def test_interrupted_again_and_again_equals_the_whole(finished, make_config, tmp
         driver.send_signal(signal.SIGTERM)
         assert driver.wait(PATIENCE_S) == 128 + signal.SIGTERM
         text = run.log.read_text()
-        assert "stopped by SIGTERM" in text and "Traceback" not in text
+        second = run.last_step()
+        assert f"stopped by SIGTERM after step {second} of 12: all of it is in {run.run}" in text
+        assert "Traceback" not in text and curve(run.run)[-1][0] == second > first
         wait_until(lambda: all_gone(started), 30, "the end of all processes of the run")
-    second = run.last_step()
-    assert second >= first
+
+    # As Ctrl-C in a terminal: to the whole process group.
+    with run.running(more_steps=1) as driver:
+        started = descendants(driver.pid)
+        os.killpg(driver.pid, signal.SIGINT)
+        assert driver.wait(PATIENCE_S) == 128 + signal.SIGINT
+        text, third = run.log.read_text(), run.last_step()
+        assert f"stopped by SIGINT after step {third} of 12: all of it is in {run.run}" in text
+        assert "Traceback" not in text and curve(run.run)[-1][0] == third > second
+        wait_until(lambda: all_gone(started), 30, "the end of all processes of the run")
 
     with run.running(more_steps=1) as driver:
         started = descendants(driver.pid)
@@ -108,7 +118,7 @@ def test_interrupted_again_and_again_equals_the_whole(finished, make_config, tmp
         driver.kill()
         driver.wait(PATIENCE_S)
         wait_until(lambda: all_gone(started), 30, "the end of all processes of the run")
-    assert run.last_step() >= second and len(curve(run.run)) < 12
+    assert run.last_step() >= third and len(curve(run.run)) < 12
 
     code, text = raymm("train", make_config())
     assert code == 0 and "going on from" in text

@@ -1,5 +1,6 @@
 """``ray job submit --working-dir . -- python -m raymm train ...`` on a Ray head of its own."""
 
+import json
 import os
 import re
 import secrets
@@ -13,6 +14,10 @@ from pathlib import Path
 import pytest
 from processes import end_group, wait_until
 from tiny_run import HERE, REPOSITORY, change, child_environment, curve, settings, write_config
+
+from raymm.checkpoint import CheckpointStore, read_manifest
+from raymm.metrics import read_metrics
+from raymm.stop_request import JOB_STOP_VARIABLE
 
 PATIENCE_S = 240.0
 RAY = str(Path(sys.executable).with_name("ray"))
@@ -98,7 +103,39 @@ def same_copy(inputs, output):
 '''
 
 
-def test_a_job_trains_as_a_local_run_does(finished, inputs, checkout, tmp_path):
+def stopped_job(address: str, checkout: Path, environment: dict[str, str], run: Path) -> None:
+    """A job that is given time to save when it is stopped."""
+    variables = json.dumps({"env_vars": {JOB_STOP_VARIABLE: "120"}})
+    changes = {"storage_path": run, "steps": 1000, "checkpoint_every": 1000}
+    here = ["--address", address]
+
+    def job(*command: str) -> str:
+        done = subprocess.run(
+            [RAY, "job", *command], cwd=checkout, env=environment, text=True, timeout=PATIENCE_S,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+    job("submit", *here, "--working-dir", ".", "--no-wait", "--submission-id", "stopped",
+        "--runtime-env-json", variables, "--",
+        sys.executable, "-m", "raymm", "train", "config.yaml",
+        *(part for key, value in changes.items() for part in ("--set", f"run.{key}={value}")))
+    metrics = run / "metrics.jsonl"
+    wait_until(
+        lambda: metrics.is_file() and len(read_metrics(metrics)) > 1, PATIENCE_S, "steps of the job"
+    )
+    job("stop", *here, "stopped")
+    text = job("logs", *here, "stopped")
+    latest = CheckpointStore(run).latest()
+    assert latest is not None, text
+    step = read_manifest(latest).step
+    assert f"stopped by SIGTERM after step {step} of 1000: all of it is in {latest}" in text
+    assert f"`ray job stop` kills after 120 s ({JOB_STOP_VARIABLE})" in text
+    assert curve(run)[-1][0] == step
+
+
+def test_a_job_trains_as_a_local_run_does_and_can_be_stopped(finished, inputs, checkout, tmp_path):
     """With token authentication; the job's code is the working directory's, on all nodes."""
     values = settings(inputs, tmp_path / "run", 12)
     change(values, "run.checkpoint_every", 6)
@@ -118,4 +155,6 @@ def test_a_job_trains_as_a_local_run_does(finished, inputs, checkout, tmp_path):
         output = job.stdout + job.stderr
         assert job.returncode == 0, output + (tmp_path / "head.txt").read_text()
         assert "step    12/12" in re.sub(r"\x1b\[[0-9;]*m", "", output)
+        assert "note: `ray job stop` kills a job after 3 s" in output
+        stopped_job(address, checkout, environment, tmp_path / "stopped")
     assert curve(tmp_path / "run") == curve(finished.path)

@@ -9,10 +9,10 @@ ROOT = Path(__file__).resolve().parents[2]
 # Not for a user to set right: a run that failed, a defect, or caught and told by another.
 OTHERS = {
     "AbsentError", "ChannelError", "CommunicationError", "ComputedTensorError", "CrossingError",
-    "CutReached", "DriverError", "ExampleError", "Interrupted", "ModuleError",
-    "ModuleTimeoutError", "NoBlockCalledError", "NoRoomError", "OversubscribedError",
-    "OwnerLostError", "ProgramError", "RankFailedError", "RowError", "RunFailedError",
-    "RunFileError", "ShardError", "TooManyStages", "TooManyTransitions",
+    "CutReached", "DriverError", "ExampleError", "Interrupted", "ModuleError", "ModuleTimeoutError",
+    "NoBlockCalledError", "NoRoomError", "NotFiniteError", "OversubscribedError", "OwnerLostError",
+    "ProgramError", "RankFailedError", "RowError", "RunFailedError", "RunFileError", "ShardError",
+    "TooManyStages", "TooManyTransitions",
     "UndeclaredRandomnessError", "_Projected",
 }
 

@@ -1,0 +1,194 @@
+"""What of a step is not finite, and where: noted on the device while it runs, read by the host only
+if the step is not applied."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+# What is noted between two updates; beyond that the oldest is forgotten.
+MAX_NOTES = 2**16
+# Names of parameters in a report.
+MAX_NAMES = 3
+
+
+class Place(NamedTuple):
+    """Something that was not finite.
+
+    Attributes:
+        kind: what a stage handed on, the gradient that it handed back, or its parameters'
+            gradients, summed over microbatches, copies and processes.
+        stage: its name.
+        batch: number of the batch, of those whose gradients were accumulated; -1 if unknown.
+        microbatch: its number; -1 if unknown.
+        of: the stage whose output, or whose output's gradient, it is.
+        rows: of that tensor's first dimension, those that were not finite; none if unknown.
+        count: how many rows the whole microbatch has there.
+        names: of parameters.
+    """
+
+    kind: Literal["output", "gradient", "parameters"]
+    stage: str
+    batch: int = -1
+    microbatch: int = -1
+    of: str = ""
+    rows: tuple[int, ...] = ()
+    count: int = 0
+    names: tuple[str, ...] = ()
+
+
+class _Note(NamedTuple):
+    """A tensor's sum per row, which is not finite where one of the row's values is not."""
+
+    place: Place
+    rows: tuple[int, int]
+    sums: torch.Tensor
+
+
+class FiniteWatch:
+    """Watches the batches of an update. Nothing here waits for the device, but :meth:`places`.
+
+    Args:
+        device: where stages live.
+        modules: the stages. Running statistics (batch norm) change in forwards, so they are kept
+            from before the first batch, for an update that is not applied.
+    """
+
+    def __init__(self, device: torch.device, modules: Iterable[nn.Module] = ()) -> None:
+        self._device = device
+        self._norms = [
+            one for module in modules for one in module.modules() if isinstance(one, _NormBase)
+        ]
+        self._statistics: list[tuple[_NormBase, str, torch.Tensor]] | None = None
+        self._notes: deque[_Note] = deque(maxlen=MAX_NOTES)
+        self._losses: list[torch.Tensor] = []
+        self._zero = torch.zeros((), dtype=torch.float64, device=device)
+        self._batches = 0
+
+    def begin(self) -> None:
+        """A batch begins whose gradients count for the next update."""
+        self._batches += 1
+        self.losses()
+        if self._statistics is None:
+            self._statistics = [
+                (norm, name, buffer.clone())
+                for norm in self._norms if norm.training
+                for name, buffer in norm._buffers.items() if buffer is not None
+            ]
+
+    def loss(self, value: torch.Tensor) -> None:
+        """A microbatch's loss, of any shape, counts for the next update."""
+        self._losses.append(value.detach())
+
+    def losses(self) -> torch.Tensor:
+        """0 (float64, on the device) if all losses since the last update are finite, else NaN."""
+        if self._losses:
+            found = torch.stack([value.double().sum() for value in self._losses])
+            self._zero = self._zero + (found * 0).sum()
+            self._losses.clear()
+        return self._zero
+
+    def saw(
+        self,
+        kind: Literal["output", "gradient"],
+        stage: str,
+        microbatch: int,
+        tensors: Iterable[torch.Tensor],
+        of: str | None = None,
+        rows: tuple[int, int] | None = None,
+        count: int = 0,
+    ) -> None:
+        """A stage hands on, or back, these tensors.
+
+        Args:
+            kind, stage, microbatch, of: as of :class:`Place`; ``of`` is the stage by default.
+            tensors: (rows, ...), or a scalar of all rows; others than of floating point are left
+                out.
+            rows: the first row in the microbatch, and one past the last; by default the tensors
+                have all.
+            count: rows of the whole microbatch, where ``rows`` are given.
+        """
+        for tensor in tensors:
+            if not tensor.is_floating_point():
+                continue
+            size = tensor.shape[0] if tensor.dim() else 0
+            place = Place(
+                kind, stage, self._batches - 1, microbatch, of or stage,
+                count=size if rows is None else count,
+            )
+            self._notes.append(_Note(place, rows or (0, size), _row_sums(tensor.detach())))
+
+    def places(self) -> list[Place]:
+        """What was not finite since the last update. Waits for the device."""
+        found = []
+        for place, (first, last), sums in self._notes:
+            bad = (~torch.isfinite(sums)).cpu()
+            if bad.any():
+                rows = (bad.nonzero()[:, 0] + first).tolist() if bad.dim() else range(first, last)
+                found.append(place._replace(rows=tuple(rows)))
+        return found
+
+    def restore_statistics(self) -> None:
+        """Running statistics are again what they were before the batches since the last update."""
+        for norm, name, kept in self._statistics or ():
+            norm._buffers[name].copy_(kept)
+
+    def clear(self) -> None:
+        """What was seen so far counts for nothing any more."""
+        self._notes.clear()
+        self._losses.clear()
+        self._zero = torch.zeros_like(self._zero)
+        self._statistics = None
+        self._batches = 0
+
+
+def _row_sums(tensor: torch.Tensor) -> torch.Tensor:
+    # In fp32 at least: a sum of finite values overflows only where they are about to.
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    if tensor.dim() < 2:
+        return tensor.to(dtype, copy=True)
+    return tensor.sum(dim=tuple(range(1, tensor.dim())), dtype=dtype)
+
+
+def parameter_places(
+    gradients: Iterable[tuple[tuple[str, str], torch.Tensor | None]]
+) -> list[Place]:
+    """A place for every stage with a parameter's gradient that is not finite.
+
+    Args:
+        gradients: by (stage, name); None for none.
+    """
+    names: dict[str, list[str]] = {}
+    for (stage, name), gradient in gradients:
+        if gradient is not None and not is_finite(gradient):
+            names.setdefault(stage, []).append(name)
+    return [
+        Place("parameters", stage, names=tuple(found[:MAX_NAMES]), count=len(found))
+        for stage, found in names.items()
+    ]
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all values are finite."""
+    if not tensor.is_floating_point():
+        return True
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    if math.isfinite(float(tensor.sum(dtype=dtype))):  # many times faster than to look at each
+        return True
+    return bool(torch.isfinite(tensor).all())  # a sum of finite values may overflow
+
+
+def not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """Names of the tensors that have values that are not finite, each once, with how many."""
+    found = {}
+    for name, tensor in tensors:
+        if not is_finite(tensor):
+            bad = tensor.numel() - int(torch.isfinite(tensor).sum())
+            found[name] = f"{name} ({bad} of {tensor.numel()} values)"
+    return list(found.values())

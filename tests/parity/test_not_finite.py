@@ -1,0 +1,185 @@
+"""A step that is not finite is not applied, on any process, in any layout, and is explained."""
+
+import math
+import warnings
+from pathlib import Path
+
+import parity_models as pm
+import pytest
+import torch
+from parity_check import OPTIMIZER
+from safetensors.torch import load_file
+from torch import nn
+
+from raymm.actors.optimizer import OptimizerConfig
+from raymm.checkpoint import CheckpointError, CheckpointStore, restore
+from raymm.model import ModalityModule, ModelError, MultimodalModule
+from raymm.multiplexed_parallel import MultiplexedParallelModule
+from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
+from raymm.skipped_step import NotFiniteError, SkippedStepWarning
+from raymm.specs import MultimodalParallelSpec, ParallelSpec
+
+UNCLIPPED = OptimizerConfig(lr=1e-2, max_grad_norm=None)
+# Pixels that are finite themselves, and what the traps below make of them.
+FORWARD, BACKWARD = 1e6, 1e8
+
+
+class Trap(nn.LayerNorm):
+    """A norm whose output is infinite for an item of the size of FORWARD. With one of the size of
+    BACKWARD, the output is finite, and the gradients of all items are not numbers."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        found = super().forward(hidden)
+        size = hidden.detach().nan_to_num(posinf=0.0).abs().amax(dim=(1, 2), keepdim=True)
+        found = torch.where((size > 1e3) & (size < 3e6), math.inf, found)
+        return found + (hidden * 0).abs().sqrt() if size.max() > 3e6 else found
+
+
+def model_of() -> MultimodalModule:
+    """The trap is in the vision encoder's second block."""
+    tower = pm.build(pm.siglip(), 1)
+    (blocks,) = (one for one in tower.modules() if isinstance(one, nn.ModuleList))
+    trap = Trap(blocks[1].layer_norm1.normalized_shape)
+    trap.load_state_dict(blocks[1].layer_norm1.state_dict())
+    blocks[1].layer_norm1 = trap
+    return MultimodalModule(
+        {"vision": ModalityModule(tower, "mlp")}, ModalityModule(pm.build(pm.llama(tied=True), 3))
+    )
+
+
+def step(seed: int, pixel: float | None = None) -> list[dict]:
+    """Four microbatches. A pixel: of the last image of the second one, which is of its row 1."""
+    step = [
+        pm.batch([7, 5], seed, vision=[0, 0]), pm.batch([6, 8, 4], seed + 1, vision=[0, 1]),
+        pm.batch([4, 9], seed + 2, vision=[1]), pm.batch([10], seed + 3),
+    ]
+    if pixel is not None:
+        step[1]["vision"]["pixel_values"][1, 0, 3, 3] = pixel
+    return step
+
+
+def pipelined(vision: dict, llm: dict, config=OPTIMIZER, **options):
+    spec = MultimodalParallelSpec(
+        {"vision": ParallelSpec(**vision)}, ParallelSpec(**llm), 4, **options
+    )
+    return lambda: spec.apply(model_of(), optimizer=config)
+
+
+def multiplexed():
+    """The encoder on two GPUs, the language model on two others of three."""
+    stages = ({"vision": Placement("vision", (0, 1), 6)}, {"llm": Placement("llm", (1, 2), 10)})
+    mapping = Mapping(
+        3, 10, tuple(MultiplexStage(tuple(one.values()), 1.0) for one in stages)
+    )
+    return MultiplexedParallelModule(model_of(), mapping, optimizer=OPTIMIZER)
+
+
+LAYOUTS = {
+    "pp, zero bubble, no clipping": (
+        pipelined({"pp": 2, "ranks": (0, 1)}, {"pp": 2, "ranks": (0, 1)}, UNCLIPPED,
+                  schedule="zero_bubble"), "vision.1"),
+    "dp, zero1, tp": (pipelined({"dp": 2, "sharding": "zero1"}, {"tp": 2}), "vision.0@1"),
+    "dp, cp": (pipelined({}, {"dp": 2, "cp": 2}), "vision.0"),
+    "fsdp": (pipelined({"dp": 2, "sharding": "fsdp"}, {"dp": 2, "sharding": "fsdp"}), "vision.0"),
+    "multiplexed": (multiplexed, "vision"),
+}  # fmt: skip
+
+
+def state(folder: Path) -> dict[str, torch.Tensor]:
+    """Everything in a checkpoint, by file."""
+    return {
+        f"{file.name}/{name}": tensor
+        for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()
+    }
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys() and len(one)
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing_of_it_is_applied_and_its_beginning_is_named(ray_cluster, tmp_path, layout):
+    start, stage = LAYOUTS[layout]
+    store = CheckpointStore(tmp_path, keep=9)
+    with start() as parallel:
+        parallel.train_step(step(0))
+        before = store.save(parallel, {})
+        began = []
+        for number, pixel in enumerate((math.nan, math.inf, FORWARD, BACKWARD)):
+            with pytest.warns(SkippedStepWarning, match=f"step {number + 2} was not applied"):
+                output = parallel.train_step(step(10, pixel))
+            assert not math.isfinite(output.grad_norm) and output.learning_rate is None
+            # Of a gradient that is not a number the loss before it does not tell.
+            assert math.isfinite(output.loss) == (pixel == BACKWARD)
+            began.append(output.skipped.began)
+        assert parallel.steps_taken == 5 and parallel.skipped is output.skipped
+        skipped = store.save(parallel, {})
+        assert_same(state(skipped), state(before))
+        assert all(gradient is None for gradient in parallel.gradients().values())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            output = parallel.train_step(step(20))
+        assert output.skipped is None and parallel.skipped is None
+        after = store.save(parallel, {})
+        for folder in (skipped, before):  # a resumed run, and one without these steps
+            restore(parallel, folder)
+            parallel.train_step(step(20))
+            again = CheckpointStore(tmp_path / folder.name).save(parallel, {})
+            assert_same(state(again), state(after))
+    for number, origins in enumerate(began[:3]):
+        (origin,) = origins
+        first = stage.replace("1", "0", 1) if number < 2 and layout.startswith("pp") else stage
+        assert (origin.module, origin.stage, origin.what) == ("vision", first, "output")
+        # Rows of shared samples, or tokens, are not rows of the microbatch.
+        assert origin.microbatch == 1 and "1" in origin.sample_ids
+        assert origin.sample_ids == ("1",) or layout == "fsdp"
+    if layout.startswith("pp"):
+        (origin,) = began[3]
+        assert (origin.stage, origin.what) == ("vision.1", "gradient")
+        assert origin.microbatch == 1 and origin.sample_ids == ("0", "1")
+    else:
+        assert {(one.module, one.what) for one in began[3]} == {("vision", "parameters")}
+
+
+def test_accumulated_batches_and_weights_that_are_not_finite(ray_cluster, tmp_path):
+    """One process; ``optimizer.step`` says which of the batches it was."""
+    spec = MultimodalParallelSpec(
+        {"vision": ParallelSpec(ranks=(0,))}, ParallelSpec(ranks=(0,)), 4
+    )
+    store = CheckpointStore(tmp_path)
+    model = model_of()
+    with spec.apply(model, optimizer=UNCLIPPED) as parallel:
+        before = parallel.parameters()
+        for seed, pixel in ((0, None), (10, math.nan), (20, None)):
+            parallel.execute(step(seed, pixel))
+        with pytest.warns(SkippedStepWarning, match="microbatch 1 of batch 1, samples '1'") as told:
+            assert math.isnan(parallel.optimizer.step())
+        assert told[0].filename == __file__
+        assert parallel.skipped.loss is None and parallel.steps_taken == 1
+        assert_same(parallel.parameters(), before)
+        parallel.execute(step(0, math.nan))
+        parallel.optimizer.zero_grad()  # forgets the loss, too
+        parallel.execute(step(0))
+        assert parallel.optimizer.step() > 0 and parallel.skipped is None
+        folder = store.save(parallel, {})
+        good = state(folder)
+
+    model.language_model.module.model.norm.weight.data[3] = math.nan
+    with pytest.raises(ModelError, match=r"not finite: llm/module.model.norm.weight \(1 of 32 val"):
+        spec.apply(model)
+    model.language_model.module.model.norm.weight.data[3] = 1.0
+    with spec.apply(model, optimizer=OptimizerConfig(lr=1e30, weight_decay=1e10)) as parallel:
+        restore(parallel, folder)
+        parallel.train_step(step(0))
+        with pytest.raises(NotFiniteError, match=r"no checkpoint of step 3 was written: not finite"
+                                                 r" are vision/module\..* and .* more. The last .*"
+                                                 r"/step-00000002"):
+            store.save(parallel, {})
+        assert store.latest() == folder
+        assert_same(state(folder), good)
+        parallel.not_finite_tensors = list  # a checkpoint as something else may have written it
+        bad = store.save(parallel, {})
+        del parallel.not_finite_tensors
+        with pytest.raises(CheckpointError, match="has tensors that are not finite: vision/module"):
+            restore(parallel, bad)

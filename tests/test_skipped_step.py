@@ -1,0 +1,83 @@
+"""Where values that are not finite began, of all the places that they came to."""
+
+from raymm.actors.finite import Place
+from raymm.data import MicrobatchMeta
+from raymm.skipped_step import skipped_step
+
+NAN = float("nan")
+EDGES = [
+    ("vision.0", "vision.1"), ("vision.1", "llm.0"), ("audio.0", "llm.0"), ("llm.0", "llm.1"),
+]  # fmt: skip
+
+
+def place(kind, stage, microbatch, rows=(), count=0, of=None, batch=0):
+    return Place(kind, stage, batch, microbatch, of or stage, tuple(rows), count)
+
+
+def meta(ids, **items):
+    return MicrobatchMeta(len(ids), 4, 4, (4,), 2, items, {}, tuple(ids))
+
+
+BATCH = [meta(["a", "b"], vision=[0, 1, 1]), meta(["c", "d"], vision=[1], audio=[0, 1])]
+
+
+def began(*places, batches=(BATCH,)):
+    step = skipped_step(7, NAN, NAN, [None, places[:1], places[1:]], EDGES, batches)
+    return [(o.stage, o.what, o.microbatch, o.sample_ids) for o in step.began], step
+
+
+def test_what_became_of_it_is_not_told():
+    found, step = began(
+        place("gradient", "llm.0", 0, [1], 2), place("output", "llm.1", 0),
+        place("output", "llm.0", 0, [1], 2), place("output", "vision.1", 0, [2], 3),
+        place("output", "llm.0", 1, [0, 1], 2), place("parameters", "llm.0", -1),
+    )
+    assert found == [
+        ("vision.1", "output", 0, ("b",)), ("llm.0", "output", 1, ("c", "d")),
+    ]
+    assert str(step) == (
+        "step 7 was not applied: loss nan, gradient norm nan; it began in the output of "
+        "vision.1, microbatch 0, samples 'b', and in 1 more"
+    )
+
+
+def test_two_beginnings_of_one_microbatch():
+    found, _ = began(
+        place("output", "llm.0", 1), place("output", "audio.0", 1, [0], 2),
+        place("output", "vision.0", 1, [0], 1), place("output", "vision.1", 1, [0], 1),
+    )
+    assert found == [("vision.0", "output", 1, ("d",)), ("audio.0", "output", 1, ("c",))]
+
+
+def test_gradients_begin_at_the_other_end():
+    found, _ = began(
+        place("gradient", "vision.1", 0, [0], 3, of="vision.0"),
+        place("gradient", "llm.0", 0, [0], 3, of="vision.1"),
+        Place("parameters", "vision.0", names=("w",), count=1),
+    )
+    assert found == [("llm.0", "gradient", 0, ("a",))]
+    found, step = began(Place("parameters", "vision.0", names=("w", "b"), count=9))
+    assert found == [("vision.0", "parameters", None, ())]
+    assert "in the gradients of parameters of vision.0 (w, b), summed over micro" in str(step)
+
+
+def test_shares_of_processes_are_put_together():
+    """Rows that are no samples' (tokens of a share, packed rows) are all samples'."""
+    found, _ = began(
+        place("output", "vision.0", 0, [0], 3), place("output", "vision.0", 0, [2], 3)
+    )
+    assert found == [("vision.0", "output", 0, ("a", "b"))]
+    assert began(place("output", "llm.1", 0, [5], 9))[0] == [("llm.1", "output", 0, ("a", "b"))]
+
+
+def test_batches_and_names_that_are_not_known():
+    found, step = began(place("output", "vision.0", 1, [0], 1, batch=1), batches=(BATCH, BATCH))
+    assert found == [("vision.0", "output", 1, ("d",))] and "microbatch 1 of batch 1" in str(step)
+    assert began(place("output", "llm.0", 1, [0], 2, batch=5))[0] == [("llm.0", "output", 1, ())]
+    assert began(place("output", "tower", 1, [4], 9), batches=())[0] == [
+        ("tower", "output", 1, ("4",))
+    ]
+    assert skipped_step(1, 0.5, 1.0, [None, None], EDGES) is None
+    step = skipped_step(1, 0.5, 1e30, [[], []], EDGES)
+    assert str(step) == "step 1 was not applied: loss 0.5, gradient norm 1e+30"
+    assert step.to_dict() == {"loss": "0.5", "grad_norm": "1e+30", "beginnings": 0, "began": []}

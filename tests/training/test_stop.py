@@ -1,0 +1,160 @@
+"""Signals to a run, at whatever it is doing: it ends with a true sentence, and no torn checkpoint.
+Processes that are signalled from outside are in ``test_failure`` and ``test_job_submit``."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+from tiny_run import curve
+
+from raymm.checkpoint import CheckpointStore, read_manifest
+from raymm.metrics import MetricsLog
+from raymm.stop_request import (
+    SAME_SIGNAL_S,
+    RunInterruptedError,
+    RunTerminatedError,
+    StopReason,
+    StopRequest,
+)
+from raymm.trainer import Trainer
+from raymm.training_loop import Batches
+
+ONE_RANK = {"encoders": {"vision": {"ranks": [0]}}, "language_model": {"ranks": [0]}}
+TERMINATED = 128 + signal.SIGTERM
+
+
+def me(number: int = signal.SIGTERM) -> None:
+    """A real signal to this process; its handler has run when this returns."""
+    os.kill(os.getpid(), number)
+    time.sleep(0.01)
+
+
+@pytest.fixture
+def handlers():
+    """Fails a test that leaves other handlers behind."""
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    yield
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+@pytest.fixture
+def train(ray_cluster, make_config, raymm, tmp_path, inputs, handlers, monkeypatch):
+    """Trains with signals where ``where`` is called; returns exit code, text, steps, checkpoint."""
+
+    def run(owner, name, signals, **changes):
+        original = getattr(owner, name)
+
+        def signalled(*args, **options):
+            signals(*args)
+            return original(*args, **options)
+
+        monkeypatch.setattr(owner, name, signalled)
+        code, text = raymm("train", make_config({
+            "parallel": ONE_RANK, "run.steps": 6, "run.checkpoint_every": 4, **changes,
+        }))
+        monkeypatch.setattr(owner, name, original)
+        assert "Traceback" not in text
+        latest = CheckpointStore(tmp_path / "run").latest()
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        steps = len(curve(tmp_path / "run")) if metrics.is_file() else 0
+        return code, text, steps, latest
+
+    return run
+
+
+def test_before_the_first_step_there_is_nothing_to_save(train):
+    """While ranks are about to start."""
+    code, text, steps, latest = train(
+        Trainer, "_say_what_runs", lambda *_: me(signal.SIGINT)
+    )
+    assert (code, steps, latest) == (128 + signal.SIGINT, 0, None)
+    assert "stopped by SIGINT before the first step: nothing was trained, there is no" in text
+
+
+def test_between_steps_and_again_after_the_last(train, raymm, make_config, tmp_path):
+    """SIGTERM as `timeout` sends it, twice at a time; in the next start, in the last step."""
+    code, text, steps, latest = train(
+        MetricsLog, "add", lambda _, row: (me(), me()) if row["step"] == 2 else None
+    )
+    # Two steps are in flight: the second one is finished, too.
+    assert code == TERMINATED and steps == read_manifest(latest).step == 3
+    assert f"stopped by SIGTERM after step 3 of 6: all of it is in {latest}" in text
+
+    code, text, steps, latest = train(
+        MetricsLog, "add", lambda _, row: me() if row["step"] == 6 else None
+    )
+    assert (code, steps) == (0, 6) and read_manifest(latest).step == 6
+    assert "stopped" not in text and "loss curve" in text
+
+
+def test_while_it_evaluates_or_waits_for_data(train, inputs, tmp_path):
+    """The evaluation is not finished; the wait for data is over at once."""
+    heldout = {"data.heldout": str(inputs / "heldout.jsonl"), "run.eval_every": 2}
+    asked = []
+
+    def signals(batches, steps, shuffled):
+        asked.append(shuffled)
+        if len(asked) == 3:  # after step 2; two before the first step
+            me()
+
+    code, text, steps, latest = train(Batches, "heldout", signals, **heldout)
+    assert code == TERMINATED and steps == read_manifest(latest).step == 2
+    assert "The held-out evaluation after step 2 was left out" in text
+
+    # In another thread: the main one is about to wait for more data than ever come.
+    changes = {"data.modalities.vision.processor": "run_processors:late_image"}
+    code, text, steps, latest = train(
+        MetricsLog, "add",
+        lambda _, row: threading.Timer(0.5, me).start() if row["step"] == 3 else None,
+        **changes,
+    )
+    assert code == TERMINATED and steps == read_manifest(latest).step
+    assert f"stopped by SIGTERM after step {steps} of 6" in text
+
+
+def test_while_it_saves_and_a_second_signal(train, tmp_path):
+    """The first lets it finish what it writes; a second one, later, does not."""
+    code, text, steps, latest = train(CheckpointStore, "save", lambda *_: me())
+    assert code == TERMINATED and steps == read_manifest(latest).step == 4
+    assert f"stopped by SIGTERM after step 4 of 6: all of it is in {latest}" in text
+
+    def twice(*_):
+        me()
+        time.sleep(SAME_SIGNAL_S + 0.1)
+        me()
+
+    code, text, steps, again = train(CheckpointStore, "save", twice)
+    assert (code, steps, again) == (TERMINATED, 6, latest)
+    assert "stopped by SIGTERM at once: 2 steps that are not saved are lost, the last che" in text
+
+
+def test_asked_by_a_thread_and_fit_as_a_library(handlers):
+    """Other reasons than signals are the same request; what ends a program is what it knows."""
+    stop = StopRequest()
+    stop.ask(StopReason("the time limit"))
+    stop.ask(StopReason("another"))
+    assert stop.reason.why == "the time limit" and list(stop.until_asked([1, 2])) == []
+    stop = StopRequest()
+    with stop.listening(), pytest.raises(KeyboardInterrupt):
+        me(signal.SIGTERM)
+    assert isinstance(stop.error("saved"), RunTerminatedError) and stop.error("saved").code == 143
+    assert isinstance(StopRequest().error("saved"), KeyboardInterrupt | RunInterruptedError)
+    stop, seen = StopRequest(), []
+    with stop.listening(), stop.deferred():
+        for item in stop.until_asked(range(5)):
+            seen.append(item)
+            if item == 2:
+                me(signal.SIGINT)
+    assert seen == [0, 1, 2] and stop.reason.number == signal.SIGINT and not stop.at_once
+    found = []
+
+    def elsewhere():
+        with StopRequest().listening():
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert found == [signal.getsignal(signal.SIGTERM)]
