@@ -184,7 +184,7 @@ class NoisyEncoder(nn.Module):
     def forward(self, x):
         hidden = self.stem(x) * (1 + torch.rand(()) + np.random.rand() + random.random())
         for block in self.blocks:
-            if random.random() >= self.hasty:
+            if random.random() >= self.hasty or not self.training:
                 hidden = block(hidden)
                 noise = 0.1 * np.random.rand()
                 hidden = hidden.add_(noise) if self.in_place else hidden + noise
