@@ -145,6 +145,11 @@ def _text(
 def check_range(
     name: str, values: torch.Tensor, stop: int, accepted: str, also: int | None = None
 ) -> None:
+    """Look whether integers are from 0 to below ``stop``, or ``also``.
+
+    Raises:
+        BatchError: one is not; says which, and what is accepted.
+    """
     low, high = (int(value) for value in values.aminmax())
     if low >= 0 and high < stop:
         return

@@ -135,9 +135,12 @@ class EncoderTrial:
     ) -> tuple[torch.Tensor, list[str], dict[str, int]]:
         """Features, what was not read, and what was looked up in tables of how many ids."""
         reads = _Reads(tensors)
-        with reads.followed(chain), torch.random.fork_rng(devices=[]), torch.no_grad():
+        with (
+            reads.followed(chain), lookups(chain.module, tensors) as ids,
+            torch.random.fork_rng(devices=[]), torch.no_grad(),
+        ):
             message = chain.run(dict(tensors), {}, MicrobatchContext(1))
-        return message.tensors[0], reads.unread, reads.ids
+        return message.tensors[0], reads.unread, ids
 
     def _refusal(self, tensors: Items, error: Exception) -> str:
         example = self._example
@@ -186,15 +189,13 @@ def _small_chain(spec: EncoderSpec) -> EncoderStage:
 
 
 class _Reads(TorchFunctionMode):
-    """Sees which of some tensors are read by a chain's module and callbacks, and in which tables
-    they are looked up."""
+    """Sees which of some tensors are read by a chain's module and callbacks."""
 
     def __init__(self, tensors: Items) -> None:
         super().__init__()
         self._keys = {_storage(value): key for key, value in tensors.items()}
         self._left = set(tensors)
         self._inside = 0
-        self.ids: dict[str, int] = {}
 
     @property
     def unread(self) -> list[str]:
@@ -220,9 +221,6 @@ class _Reads(TorchFunctionMode):
         )
         handles.append(chain.module.register_forward_pre_hook(self._enter, prepend=True))
         handles.append(chain.module.register_forward_hook(self._leave, always_call=True))
-        for part in chain.module.modules():
-            if isinstance(part, nn.Embedding):
-                handles.append(part.register_forward_pre_hook(self._look_up))
         try:
             with self:
                 yield
@@ -250,10 +248,28 @@ class _Reads(TorchFunctionMode):
     def _leave(self, *_: Any) -> None:
         self._inside -= 1
 
-    def _look_up(self, table: nn.Embedding, args: tuple) -> None:
-        key = self._keys.get(_storage(args[0])) if args else None
+
+@contextmanager
+def lookups(module: nn.Module, tensors: Items) -> Iterator[dict[str, int]]:
+    """While a module runs: which of its tensors are looked up in a table, and how many ids the
+    smallest has."""
+    keys = {_storage(value): key for key, value in tensors.items()}
+    found: dict[str, int] = {}
+
+    def look_up(table: nn.Embedding, args: tuple) -> None:
+        key = keys.get(_storage(args[0])) if args else None
         if key is not None:
-            self.ids[key] = min(table.num_embeddings, self.ids.get(key, table.num_embeddings))
+            found[key] = min(table.num_embeddings, found.get(key, table.num_embeddings))
+
+    handles = [
+        part.register_forward_pre_hook(look_up)
+        for part in module.modules() if isinstance(part, nn.Embedding)
+    ]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -30,7 +30,8 @@ from raymm.actors.quota import check_no_shared_parameters
 from raymm.actors.stages.blocks import num_blocks
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.message import MicrobatchContext
-from raymm.actors.stages.source import LiveSource, set_mode
+from raymm.actors.stages.source import LiveSource, on_meta, set_mode
+from raymm.encoder_trial import skeleton_chain
 from raymm.model import ModalityModule, ModelError
 from raymm.scheduler.multiplex.node_graph import Node, NodeGraph, Use
 from raymm.scheduler.multiplex.sample_ranges import Range
@@ -140,6 +141,13 @@ class DagModule:
             name, source, num_blocks(source.skeleton()), projector, one.preprocess_callback,
             one.postprocess_module_callback, one.postprocess_projector_callback,
         ))
+
+    def skeleton(self, name: str) -> nn.Module:
+        """The module on the meta device, with projector and callbacks."""
+        if not self.chain:
+            return on_meta(self.modality.source().skeleton()).to("meta")
+        (spec,) = self.builder(name).args
+        return _Chain(skeleton_chain(spec))
 
     def trainable(self) -> bool:
         """Whether anything in it is."""

@@ -17,6 +17,7 @@ from raymm.actors.optimizer import OptimizerConfig
 from raymm.actors.quota import Backend
 from raymm.actors.stages.source import LiveSource
 from raymm.cluster import connect
+from raymm.dag_check import DagCheck
 from raymm.mapped_graph import (
     MappedGraph,
     ProgramKind,
@@ -148,6 +149,7 @@ class MultiplexedModule:
             raise ValueError(f"device is {device!r}; accepted: cpu, cuda")
         self.dag, self.mapping, self.lockstep = dag, mapping, lockstep
         self._seed, self._step = seed, 0
+        self._check = DagCheck(dag)
         self._mapped = MappedGraph(dag.graph, mapping, lockstep)
         self.copies = self._mapped.copies
         nodes = dag.specs().values()
@@ -209,7 +211,8 @@ class MultiplexedModule:
                 then those over all; what compares all samples compares a microbatch's.
 
         Raises:
-            ModelError: a batch that does not fit.
+            BatchError, ModelError: a batch that does not fit. Nothing of it was sent: the model
+                goes on with the next one.
             RankFailedError: a process died or a module raised; by name. Nothing runs any more.
         """
         return self.submit(batch, update=False).result()
@@ -242,6 +245,8 @@ class MultiplexedModule:
         batches = [batch] if isinstance(batch, Mapping) else list(batch)
         if not batches:
             raise ValueError("batch is an empty list; accepted: at least one microbatch")
+        for one in batches:
+            self._check.check(one)
         scales = self.dag.scales(*batches)
         iterations: list[tuple[str, IterationMeta]] = []
         inputs: list[dict[tuple[int, Part], Batch]] = [{} for _ in range(self.mapping.gpus)]

@@ -3,13 +3,14 @@
 Nothing is decoded here, and nothing larger than the file is ever allocated.
 """
 
+import re
 import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from raymm.data.errors import RowError
 from raymm.data.limits import MAX_SAMPLE_RATE, REFERENCE_RATE, Limits
@@ -22,6 +23,14 @@ _IMAGES = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF87a", b"GIF89a", b"BM", b
            b"II+\0", b"MM\0+", b"\0\0\0\x0cjP  ", b"\xff\x4f\xff\x51", b"P5", b"P6")
 _SOUNDS = (b"fLaC", b"OggS", b"ID3", b"\xff\xfb", b"\xff\xf3", b"\xff\xf2", b"caff", b".snd")
 _PILLOW = threading.RLock()
+# What libsndfile's log says of WAV, AIFF and AU; of W64, which has no other line; of RF64.
+_CUT_OFF = tuple(map(re.compile, (
+    r"(?m)^\s*(?:data|SSND|Data Size)\s*: (?P<said>\d+) \(should be (?P<found>\d+)\)",
+    r"(?m)^riff\s*: (?P<said>\d+) \(should be (?P<found>\d+)\)",
+    r"frame count (?P<found>\d+) does not match value from 'ds64' chunk of (?P<said>\d+)",
+)))
+# What writers that cannot seek leave as a size (ffmpeg, sox).
+_UNKNOWN_SIZE = 0x7FFF0000
 
 
 @dataclass(frozen=True)
@@ -131,9 +140,27 @@ def _sound(file: BinaryIO) -> Header:
     import soundfile
 
     with soundfile.SoundFile(file) as sound:
+        check_whole(sound)
         return Header(
             AUDIO, frames=sound.frames, rate=sound.samplerate, channels=sound.channels
         )
+
+
+def check_whole(sound: Any) -> None:
+    """Look whether a ``soundfile.SoundFile`` has all the data that its header announces;
+    libsndfile reads what is there and says the rest in its log.
+
+    Raises:
+        RowError: it ends before.
+    """
+    for pattern in _CUT_OFF:
+        if match := pattern.search(sound.extra_info):
+            said, found = int(match["said"]), int(match["found"])
+            if found < said < _UNKNOWN_SIZE:
+                raise RowError(
+                    f"the file is cut off: its header announces {said:,} "
+                    f"{'frames' if 'ds64' in match[0] else 'bytes'}, it has {found:,}"
+                )
 
 
 def _check(header: Header, limits: Limits) -> None:

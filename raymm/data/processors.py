@@ -13,8 +13,9 @@ import torch
 
 from raymm.actors.stages.custom_code import custom_code, why_not_loaded
 from raymm.data.errors import DataError
-from raymm.data.headers import AUDIO, IMAGE, kind_of
+from raymm.data.headers import AUDIO, IMAGE, check_whole, kind_of
 from raymm.data.media import MediaBytes, MediaRange, open_media, read_media
+from raymm.data.pixels import to_rgb
 
 # From one item (or a list of its frames) to its tensors.
 Processor = Callable[[Any], dict[str, torch.Tensor]]
@@ -65,13 +66,14 @@ def load_processor(
 
 
 def read_image(path: File):
-    """An RGB ``PIL.Image`` of a path or binary file, upright, transparent pixels over white.
+    """An RGB ``PIL.Image`` of a path or binary file, as :func:`raymm.data.pixels.to_rgb` has it.
 
     Raises:
         ValueError: more pixels than ``PIL.Image.MAX_IMAGE_PIXELS`` (which is
-            ``data.max_image_pixels`` while a step is built), or PostScript.
+            ``data.max_image_pixels`` while a step is built), PostScript, or pixels of which nothing
+            says what is white.
     """
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     with Image.open(path) as image:
         limit = Image.MAX_IMAGE_PIXELS
@@ -79,20 +81,32 @@ def read_image(path: File):
             raise ValueError(f"{image.width} x {image.height} pixels, above {limit:,}")
         if image.format == "EPS":
             raise ValueError("PostScript is a program, not a picture")
-        image = ImageOps.exif_transpose(image)
-        if image.has_transparency_data:
-            image = image.convert("RGBA")
-            white = Image.new("RGBA", image.size, "white")
-            return Image.alpha_composite(white, image).convert("RGB")
-        return image.convert("RGB")
+        return to_rgb(image)
 
 
 def read_audio(path: File, rate: int) -> np.ndarray:
-    """(samples,) float32 mono sound in [-1, 1] of a path or binary file, at ``rate`` Hz."""
+    """(samples,) float32 mono sound of a path or binary file, at ``rate`` Hz. Integers are scaled
+    to [-1, 1); floats are as they are.
+
+    Raises:
+        ValueError: no sound, less than the header says, or samples that are not finite.
+    """
     import soundfile
     from scipy.signal import resample_poly
 
-    sound, source_rate = soundfile.read(path, dtype="float32", always_2d=True)
+    with soundfile.SoundFile(path) as file:
+        check_whole(file)
+        source_rate, frames = file.samplerate, file.frames
+        sound = file.read(dtype="float32", always_2d=True)
+    if len(sound) < frames:
+        raise ValueError(f"the file ends after {len(sound):,} of {frames:,} frames: it is cut off")
+    if not np.isfinite(sound).all():
+        wrong = np.argwhere(~np.isfinite(sound))
+        frame, channel = (int(place) for place in wrong[0])
+        raise ValueError(
+            f"{len(wrong):,} of {sound.size:,} samples are not finite, the first "
+            f"({sound[frame, channel]}) in frame {frame:,}"
+        )
     mono = sound.mean(axis=1)
     if not len(mono):
         raise ValueError("the file holds no sound")

@@ -1,6 +1,6 @@
 """Token ids and labels of one sample."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from raymm.actors.stages.custom_code import custom_code, why_not_loaded
@@ -113,13 +113,15 @@ class TextEncoder:
         that takes strings they become text with placeholders.
 
         Raises:
-            SampleError: no text, no label within ``max_length``, placeholders that do not match
+            SampleError: no text, one with half a character (a lone surrogate, as "\\ud800" of JSON
+                is), no label within ``max_length``, placeholders that do not match
                 the items, or a chat template whose rendering of the first messages is not a
                 prefix of its rendering of all of them: labels would be wrong.
             DataError: ``messages`` and a tokenizer without a chat template.
         """
+        _check_characters(sample)
         if sample.text is not None:
-            input_ids = self._expand(self.tokenizer(sample.text)["input_ids"])
+            input_ids = self._expand(self._tokenize(sample))
             labels = list(input_ids)
         else:
             input_ids, labels = self._encode_messages(sample)
@@ -153,6 +155,13 @@ class TextEncoder:
                 f"the token {token!r} has the id {largest}, but the language model has embeddings "
                 f"for {self._vocabulary} ids only",
             )
+
+    def _tokenize(self, sample: Sample) -> list[int]:
+        try:
+            return self.tokenizer(sample.text)["input_ids"]
+        except Exception as error:  # a tokenizer raises whatever its library raises
+            reason = f"the tokenizer fails on it ({type(error).__name__}: {error})"
+            raise text_error(sample, reason) from error
 
     def _expand(self, input_ids: Sequence[int]) -> list[int]:
         return repeat_placeholders(input_ids, self._placeholders)
@@ -231,6 +240,31 @@ def _roles_without_labels(sample: Sample) -> str:
         f"are {sorted(roles)}. Rename the one that answers (gpt, model, bot) to {LEARNED_ROLE!r} "
         "and the one that asks (human) to 'user'"
     )
+
+
+def _check_characters(sample: Sample) -> None:
+    for where, text in _strings(sample):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            code = ord(text[error.start])
+            raise text_error(
+                sample,
+                f"{where} has a lone surrogate, U+{code:04X}, at character {error.start}, which is "
+                "half of a character; accepted: text that can be written as UTF-8",
+            ) from None
+
+
+def _strings(sample: Sample) -> Iterator[tuple[str, str]]:
+    """All text of a sample, and where it is."""
+    if sample.text is not None:
+        yield "the text", sample.text
+    for number, message in enumerate(sample.messages or ()):
+        content = message["content"]
+        parts = content if isinstance(content, list) else [{"text": content}]
+        for value in (message["role"], *(part.get("text") for part in parts)):
+            if isinstance(value, str):
+                yield f"messages[{number}]", value
 
 
 def _special_ids(tokenizer) -> frozenset[int]:

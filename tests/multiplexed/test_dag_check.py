@@ -1,0 +1,68 @@
+"""What the driver refuses of batches of a graph of modules, without a process."""
+
+import pytest
+import torch
+from multiplex_models import V, clip_batch, clip_model
+from torch import nn
+
+from raymm.batch_rules import BatchError
+from raymm.contrastive import ContrastiveLoss
+from raymm.dag_check import DagCheck
+from raymm.model import ModelError
+from raymm.module_dag import DagLoss, DagModule, ModuleDag, every
+
+
+def towers() -> ModuleDag:
+    """A CLIP's two towers; the projections make them alike."""
+    clip = clip_model()
+    return ModuleDag({
+        "image": DagModule(clip.vision_model, reads="pixel_values", outputs="pooler_output"),
+        "text": DagModule(
+            clip.text_model, reads=("input_ids", "attention_mask"), outputs="pooler_output"
+        ),
+        "of_image": DagModule(clip.visual_projection, inputs={"input": "image"}),
+        "of_text": DagModule(clip.text_projection, inputs={"input": "text"}),
+        "loss": DagLoss(
+            ContrastiveLoss(), inputs={"first": every("of_image"), "second": every("of_text")}
+        ),
+    })
+
+
+def test_wrong_entries_are_refused_by_name():
+    check = DagCheck(towers())
+    batch = clip_batch(4, 0)
+    check.check(batch)
+    check.check(clip_batch(3, 1))
+    ids, pixels = batch["input_ids"], batch["pixel_values"]
+    for change, said in (
+        ({"pixel_values": pixels.numpy()}, "'pixel_values' of the batch, which is a ndarray"),
+        ({"pixel_values": pixels.to_sparse()}, "'pixel_values' is a sparse_coo tensor .*dense"),
+        ({"pixel_values": pixels.clone().requires_grad_()}, "requires_grad"),
+        ({"pixel_values": pixels.to("meta")}, "on meta"),
+        ({"pixel_values": pixels[:3]}, "'pixel_values': 3"),
+        ({"pixel_values": torch.zeros(4, 3, 12, 12)}, r"'image' does not take .*\(4, 3, 12, 12\)"),
+        ({"pixel_values": pixels[:, :1]}, "'image' does not take .*channel"),
+        ({"input_ids": ids.float()}, "'text' does not take .*float32"),
+        ({"input_ids": ids + V}, rf"'input_ids'\[0, 0\] is \d+; accepted: 0 to {V - 1}"),
+        ({"input_ids": ids - 5}, f"accepted: 0 to {V - 1}"),
+        ({"input_ids": torch.ones(4, 30).long()}, "'text' does not take"),
+        ({"attention_mask": None}, "'attention_mask' of the batch, which is missing"),
+    ):
+        with pytest.raises((BatchError, ModelError), match=said):
+            check.check({**batch, **change})
+    with pytest.raises(BatchError, match="the batch is a list of 1"):
+        check.check([batch])
+    check.check(batch)
+
+
+class LooksAtValues(nn.Module):
+    def forward(self, x):
+        return x * float(x.sum())
+
+
+def test_what_cannot_be_tried_goes_to_the_processes():
+    dag = ModuleDag({
+        "one": DagModule(LooksAtValues(), reads="x"),
+        "loss": DagLoss(nn.Flatten(0), inputs={"input": "one"}),
+    })
+    DagCheck(dag).check({"x": torch.ones(3, 1)})
