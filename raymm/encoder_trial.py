@@ -71,6 +71,7 @@ class EncoderTrial:
         )
         self._skeleton: EncoderStage | None = None
         self._small: EncoderStage | None = None
+        self._ran = False  # the module of the last trial, to its end
 
     def taken(self, items: Items) -> Taken:
         """What becomes of items.
@@ -114,6 +115,8 @@ class EncoderTrial:
                 with torch.autocast("cpu", autocast) if autocast else nullcontext():
                     found = self._run(self._small, {k: v.clone() for k, v in tensors.items()})
             except Exception as error:
+                if self._ran and self._spec.postprocess_module is not None:
+                    return Taken()  # a callback may want a block that the copy does not have
                 raise BatchError(self._refusal(tensors, error)) from error
         features, unread, ids = found
         if unread:
@@ -135,12 +138,17 @@ class EncoderTrial:
     ) -> tuple[torch.Tensor, list[str], dict[str, int]]:
         """Features, what was not read, and what was looked up in tables of how many ids."""
         reads = _Reads(tensors)
+        self._ran = False
+        done = chain.module.register_forward_hook(self._note_end)
         with (
             reads.followed(chain), lookups(chain.module, tensors) as ids,
-            torch.random.fork_rng(devices=[]), torch.no_grad(),
+            torch.random.fork_rng(devices=[]), torch.no_grad(), done,
         ):
             message = chain.run(dict(tensors), {}, MicrobatchContext(1))
         return message.tensors[0], reads.unread, ids
+
+    def _note_end(self, *_: Any) -> None:
+        self._ran = True
 
     def _refusal(self, tensors: Items, error: Exception) -> str:
         example = self._example
@@ -159,7 +167,7 @@ def signature(tensors: Items, count: int) -> tuple:
     """What decides whether an encoder takes items, besides their values: the same for any number
     of them where they are all along the first dimension."""
     return tuple(
-        (key, value.dtype, tuple(value.shape)[1:] if len(value) == count else tuple(value.shape))
+        (key, value.dtype, len(value) == count, tuple(value.shape)[len(value) == count :])
         for key, value in sorted(tensors.items())
     )
 

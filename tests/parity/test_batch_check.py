@@ -139,6 +139,26 @@ def test_features_that_are_no_items_are_refused():
             check.microbatches([pm.batch([5, 5], 3, vision=[0, 1])], 1)
 
 
+def second_to_last_state(inputs, output):
+    """Of a deep encoder; and nothing that the meta device can give."""
+    assert float(output.hidden_states[0].sum()) != 0
+    return output.hidden_states[4]
+
+
+def test_callbacks_that_a_shallow_copy_cannot_try_are_left_to_the_ranks():
+    config = pm.siglip(layers=5)
+    config.output_hidden_states = True
+    vision = ModalityModule(
+        pm.build(config), "linear", postprocess_module_callback=second_to_last_state
+    )
+    check = BatchCheck(MultimodalModule({"vision": vision}, ModalityModule(pm.llama())))
+    check.microbatches([pm.batch([5, 5], 3, vision=[0, 1])], 1)
+    wrong = pm.batch([5, 5], 3, vision=[0, 1])
+    wrong["vision"]["pixel_values"] = torch.zeros(2, 3, 32, 32)
+    with pytest.raises(BatchError, match="does not take pixel_values"):
+        check.microbatches([wrong], 1)
+
+
 def test_items_that_the_merge_policy_would_drop_are_refused():
     check = BatchCheck(wb.small_model(ReplaceTokens({"vision": pm.IMAGE_TOKEN})))
     with pytest.raises(BatchError, match="'audio', which has no placeholder token"):
