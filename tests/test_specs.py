@@ -30,7 +30,6 @@ def test_blocks_are_split_evenly_and_the_projector_goes_with_the_last(spec, rang
         (ParallelSpec(pp=8), "pp of 'vision' is 8, but it can be cut into at most 7 stages"),
         (ParallelSpec(pp=4, chunks=2), r"pp \* chunks of 'vision' is 8"),
         (ParallelSpec(pp=2, layers=(4, 3)), r"layers of 'vision' is \(4, 3\); it must add up"),
-        (ParallelSpec(pp=2, layers=(8, 0)), r"layers of 'vision' is \(8, 0\)"),
     ],
 )
 def test_specs_that_do_not_fit_the_module_are_refused(spec, message):
@@ -45,6 +44,7 @@ def test_specs_that_do_not_fit_the_module_are_refused(spec, message):
         ({"tp": True}, "tp is True; it must be a whole number"),
         ({"dp": 2.0}, r"dp is 2\.0"),
         ({"pp": 0}, "pp is 0; a module needs at least one stage"),
+        ({"pp": 2, "layers": (8, 0)}, "layers is 0; it must be a whole number, at least 1"),
         ({"sharding": "zero2"}, "sharding is 'zero2'; accepted: none, zero1"),
         ({"pp": 2, "dp": 2, "ranks": (0, 1)}, r"one entry per rank \(pp=2, dp=2\)"),
     ],
