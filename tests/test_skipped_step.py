@@ -15,7 +15,10 @@ def place(kind, stage, microbatch, rows=(), count=0, of=None, batch=0):
 
 
 def meta(ids, **items):
-    return MicrobatchMeta(len(ids), 4, 4, (4,), 2, items, {}, tuple(ids))
+    return MicrobatchMeta(
+        num_samples=len(ids), seq_len=4, tokens=4, lengths=(4,), label_tokens=2, items=items,
+        shapes={}, dtypes={}, sample_ids=tuple(ids),
+    )
 
 
 BATCH = [meta(["a", "b"], vision=[0, 1, 1]), meta(["c", "d"], vision=[1], audio=[0, 1])]
