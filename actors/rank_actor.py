@@ -23,6 +23,7 @@ from raymm.actors.parameter_pieces import ChainPieces
 from raymm.actors.peak_memory import PeakMemory
 from raymm.actors.quota import Backend
 from raymm.actors.shards import (
+    Loaded,
     ShardFile,
     StoredTensors,
     WrittenShard,
@@ -379,9 +380,12 @@ class RankActor(WatchedActor):
             owner = stage_module(stage)
             writes_buffers = "@" not in stage and rank == min(self._spec.neighbours.rank or (rank,))
             buffers = own_buffers(self._stages[stage]) if writes_buffers else frozenset()
+            trained = any(p.requires_grad for p in self._stages[stage].parameters())
             for name, parameter, tensor in self._named_tensors(stage):
                 writes = (stage, parameter) in holdings.written if parameter else name in buffers
-                if writes and (tensor.requires_grad or owner not in skip_frozen):
+                # Running statistics of what is trained change, though nothing has their gradient.
+                changes = tensor.requires_grad or (not parameter and trained)
+                if writes and (changes or owner not in skip_frozen):
                     piece = self._piece(stage, parameter) if parameter else None
                     here = local_part(tensor.detach())
                     tensors.update(stored_pieces(f"{owner}/{name}", here, piece))
@@ -401,9 +405,8 @@ class RankActor(WatchedActor):
     @task("loading a checkpoint")
     def load(
         self, folder: str, index: dict[str, str], files: dict[str, ShardFile], step: int
-    ) -> list[str]:
-        """Read parameters, buffers and optimizer state from files that are what ``files`` says;
-        returns trainable parameters that the checkpoint lacks."""
+    ) -> Loaded:
+        """Read parameters, buffers and optimizer state from files that are what ``files`` says."""
         stored = StoredTensors(Path(folder), index, files)
         own = [
             (f"{stage_module(stage)}/{name}", local_part(tensor.detach()),
@@ -413,6 +416,7 @@ class RankActor(WatchedActor):
         ]
         read = stored.read({name: piece for name, _, piece in own})
         copy_tensors(read, [(name, tensor) for name, tensor, _ in own])
+        taken = list(read)
         state: dict[tuple[str, str, str], torch.Tensor] = {}
         keys = stored.optimizer_keys()
         for stage, name in self._optimizer.updated:
@@ -421,9 +425,10 @@ class RankActor(WatchedActor):
             wanted = {f"{base}/{key}": piece for key in keys.get(base, ())}
             for full, value in stored.read(wanted).items():
                 state[stage, name, full.rpartition("/")[2]] = value
+                taken.append(full)
         self._optimizer.load_state_tensors(state, step)
         names = (f"{stage_module(s)}/{n}" for s, n in self._optimizer.parameters)
-        return [name for name in names if name not in read]
+        return Loaded([name for name in names if name not in read], taken)
 
 
 def _untie(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from raymm.actors.stages.tensor_plan import Piece
 
 
+_RANGE = re.compile(r"(.*)\[(\d+):(\d+):(\d+)\]")
 # Bytes that are read at once to compute a checksum.
 CHECKSUM_BLOCK = 4 * 2**20
 # Files that an error names.
@@ -54,6 +55,24 @@ class WrittenShard(NamedTuple):
 
     names: list[str]
     file: ShardFile
+
+
+class Loaded(NamedTuple):
+    """What a process has made of a checkpoint.
+
+    Attributes:
+        lacking: trainable parameters that it lacks.
+        taken: names of what was read of it (:func:`stored_names`), optimizer state included.
+    """
+
+    lacking: list[str]
+    taken: list[str]
+
+
+def stored_names(index: Mapping[str, str]) -> set[str]:
+    """Names of the tensors that a checkpoint has, in pieces or whole."""
+    matches = ((name, _RANGE.fullmatch(name)) for name in index)
+    return {name if match is None else match[1] for name, match in matches}
 
 
 def write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> WrittenShard:
@@ -176,9 +195,6 @@ class _Stored(NamedTuple):
     dim: int
     name: str
     file: str
-
-
-_RANGE = re.compile(r"(.*)\[(\d+):(\d+):(\d+)\]")
 
 
 class StoredTensors:
@@ -315,7 +331,7 @@ def copy_tensors(
             stay as they are.
 
     Raises:
-        ShardError: if shapes differ; nothing was copied then.
+        ShardError: if shapes or dtypes differ; nothing was copied then.
     """
     pairs = [(name, stored[name], tensor) for name, tensor in own if name in stored]
     for name, there, here in pairs:
@@ -323,6 +339,10 @@ def copy_tensors(
             raise ShardError(
                 f"{name} is {tuple(there.shape)} in the checkpoint, but {tuple(here.shape)} "
                 "in the model"
+            )
+        if here.dtype != there.dtype:
+            raise ShardError(
+                f"{name} is {there.dtype} in the checkpoint, but {here.dtype} in the model"
             )
     with torch.no_grad():
         for _, there, here in pairs:

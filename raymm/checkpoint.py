@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from raymm.actors.group import RankFailedError
-from raymm.actors.shards import ShardError, StoredTensors, copy_tensors
+from raymm.actors.shards import ShardError, StoredTensors, copy_tensors, stored_names
 from raymm.execution import execution_of
 from raymm.manifest import (
     MANIFEST,
@@ -35,6 +35,8 @@ from raymm.parallel_module import ParallelModule
 from raymm.run_files import PARTIAL, RunFileError, remove_partial, sync_folder, writing
 from raymm.skipped_step import MAX_NAMED, NotFiniteError
 
+# Parameters that an error names.
+NAMES_SHOWN = 5
 _FOLDER = re.compile(r"step-(\d{8,})")
 # In folders that are no checkpoint yet, or no more.
 _TORN = f".not-committed{PARTIAL}"
@@ -271,19 +273,23 @@ def restore(parallel: ParallelModule, folder: Path) -> Manifest:
     that it reads from.
 
     Raises:
-        CheckpointError: if it is damaged, lacks trainable parameters of the model, or has them
-            in other shapes, or if some are not finite.
+        CheckpointError: if it is damaged, lacks trainable parameters of the model, has something
+            that the model lacks or does not train any more, has other shapes or dtypes, or if
+            some are not finite.
     """
     manifest = read_manifest(folder)
     try:
-        missing = parallel.group.call(
+        loaded = parallel.group.call(
             "load", str(folder), manifest.index, manifest.shards, manifest.step
         )
     except RankFailedError as error:
         if (reason := _shard_error(error)) is not None:
             raise CheckpointError(f"{folder}: {reason}") from None
         raise
-    _check_complete(folder, {name for part in missing for name in part})
+    _check_both_ways(
+        folder, {name for part in loaded for name in part.lacking},
+        stored_names(manifest.index) - {name for part in loaded for name in part.taken},
+    )
     if names := parallel.not_finite_tensors():
         raise CheckpointError(
             f"{folder} has tensors that are not finite: {', '.join(names[:MAX_NAMED])}"
@@ -303,6 +309,8 @@ def load_into_model(model: MultimodalModule, folder: Path) -> Manifest:
     parts = {name: model.encoders[name] for name in model.encoder_names}
     parts[LANGUAGE_MODEL] = model.language_model
     stored = StoredTensors(folder, manifest.index, manifest.shards)
+    left = {name for name in stored_names(manifest.index) if not name.startswith("optimizer/")}
+    lacking: set[str] = set()
     for name, part in parts.items():
         own = {f"{name}/{key}": t for key, t in part.state_dict(keep_vars=True).items()}
         try:
@@ -311,13 +319,32 @@ def load_into_model(model: MultimodalModule, folder: Path) -> Manifest:
         except ShardError as error:
             raise CheckpointError(f"{folder}: {error}") from None
         trainable = {f"{name}/{key}" for key, p in part.named_parameters() if p.requires_grad}
-        _check_complete(folder, trainable - set(found))
+        lacking |= trainable - set(found)
+        left -= set(found)
+    _check_both_ways(folder, lacking, left)
     return manifest
 
 
-def _check_complete(folder: Path, lacking: set[str]) -> None:
+def _check_both_ways(folder: Path, lacking: set[str], left: set[str]) -> None:
+    """
+    Args:
+        lacking: trainable parameters of the model that the checkpoint lacks.
+        left: what the checkpoint has, and no part of the model has taken.
+    """
     if lacking:
         raise CheckpointError(
-            f"{folder} lacks {len(lacking)} trainable parameter(s) of this model: "
-            f"{', '.join(sorted(lacking)[:5])}"
+            f"{folder} lacks {len(lacking)} trainable parameter(s) of this model: {_few(lacking)}"
         )
+    if left:
+        state = {name for name in left if name.startswith("optimizer/")}
+        lost = left - state or state
+        what = "tensor(s) that this model lacks"
+        if lost == state:
+            what = "tensor(s) of an optimizer of parameters that this model does not train"
+        raise CheckpointError(
+            f"{folder} has {len(lost)} {what}, which would be lost: {_few(lost)}"
+        )
+
+
+def _few(names: set[str]) -> str:
+    return ", ".join(sorted(names)[:NAMES_SHOWN]) + (", ..." if len(names) > NAMES_SHOWN else "")

@@ -248,6 +248,8 @@ class RunConfig(Section):
         max_skipped_steps: a step whose loss or gradients are not finite is not applied; after so
             many in a row the run ends with an error.
         log_samples: write ``samples.jsonl``: which samples every step had, by microbatch.
+        allow_changes: fields that may be others than those of the checkpoint that the run goes on
+            from, though that is refused by default (:mod:`raymm.resuming`); as the error has them.
     """
 
     storage_path: Text
@@ -265,6 +267,7 @@ class RunConfig(Section):
     steps_in_flight: int = Field(default=2, ge=1, le=8)
     max_skipped_steps: int = Field(default=10, gt=0)
     log_samples: bool = False
+    allow_changes: list[Text] = Field(default_factory=list)
 
 
 class TrainConfig(Section):

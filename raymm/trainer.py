@@ -18,7 +18,8 @@ from raymm.batch_rules import Vocabulary
 from raymm.checkpoint import Checkpoint, CheckpointError, CheckpointStore, restore
 from raymm.cluster import connected, pick_device
 from raymm.config import ConfigError, RunConfig
-from raymm.data import DataConfig, check_data
+from raymm.data import DataConfig, check_data, open_split
+from raymm.data.readers import Dataset
 from raymm.execution import Execution, execution_of
 from raymm.metrics import MetricsLog, SampleLog
 from raymm.model import MultimodalModule
@@ -27,6 +28,8 @@ from raymm.parallel_module import ParallelModule
 from raymm.plan_request import PlanRequest
 from raymm.planned_run import plan_for_cluster
 from raymm.progress import RunProgress
+from raymm.resuming import compare
+from raymm.run_description import describe_run
 from raymm.run_files import remove_partial
 from raymm.run_owner import RunOwner
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
@@ -46,6 +49,7 @@ class Result:
         metrics: the last step's row.
         history: all rows of ``metrics.jsonl``.
         checkpoint: folder of the last checkpoint.
+        changed: what is other than in the run that the checkpoint was saved by.
         corrupt: what is wrong with checkpoints that the run could not go on from, newest first.
         path: the run's folder.
         files: what to look at, by what it is (loss curve, schedule, trace).
@@ -60,6 +64,7 @@ class Result:
     checkpoint: Path | None
     path: Path
     files: dict[str, Path] = field(default_factory=dict)
+    changed: list[str] = field(default_factory=list)
     corrupt: tuple[str, ...] = ()
     steps_not_applied: int = 0
     stopped: str | None = None
@@ -126,6 +131,7 @@ class Trainer:
         self.training = TrainingData()
         self.stop = StopRequest()
         self._loop: TrainingLoop | None = None
+        self._changed: list[str] = []
 
     def fit(self) -> Result:
         """Train until ``run.steps`` steps are taken in all; goes on from the run's last
@@ -205,10 +211,19 @@ class Trainer:
         if checkpoint is not None:
             for line in checkpoint.warnings():
                 self._say(line)
+        splits = self._splits()
+        store.run = describe_run(self.run, self.model, self.optimizer, self.data, splits)
+        self._changed = []
+        if checkpoint is not None:
+            self._changed = compare(
+                checkpoint.folder, checkpoint.manifest, store.run, self.run.allow_changes
+            )
+            for line in self._changed:
+                self._say(line)
             if checkpoint.manifest.step >= self.run.steps:
                 return self._nothing_to_do(checkpoint)
         self.training = training_data(
-            self.data, self.model, _data_position(checkpoint), self.console
+            self.data, self.model, _data_position(checkpoint), self.console, splits.get("train")
         )
         if self.training.dataset is not None:
             give_examples(self.model, self.data, self.training.dataset)
@@ -228,6 +243,14 @@ class Trainer:
                 timeout_s=self.run.timeout_s,
             ) as parallel:
                 return self._run(parallel, execution, store, checkpoint)
+
+    def _splits(self) -> dict[str, Dataset]:
+        if not isinstance(self.data, DataConfig):
+            return {}
+        return {
+            split: open_split(self.data, split) for split in ("train", "heldout")
+            if getattr(self.data, split) is not None
+        }
 
     def _make_plan(
         self, device: str, resources: RankResources, checkpoint: Checkpoint | None
@@ -287,7 +310,8 @@ class Trainer:
         )
         rows = MetricsLog(self.path / "metrics.jsonl", taken).rows
         return Result(
-            last_step(rows), rows, checkpoint.folder, self.path, corrupt=checkpoint.corrupt,
+            last_step(rows), rows, checkpoint.folder, self.path, changed=self._changed,
+            corrupt=checkpoint.corrupt,
             steps_not_applied=steps_not_applied(rows),
         )
 
@@ -307,8 +331,11 @@ class Trainer:
             self._say(f"going on from {checkpoint.folder}")
             corrupt = checkpoint.corrupt
         metrics = MetricsLog(self.path / "metrics.jsonl", parallel.steps_taken)
-        if corrupt:
-            metrics.add({"step": parallel.steps_taken, "corrupt_checkpoints": list(corrupt)})
+        if corrupt or self._changed:
+            metrics.add({
+                "step": parallel.steps_taken, "corrupt_checkpoints": list(corrupt),
+                "changed": self._changed,
+            })
         samples = None
         if self.run.log_samples:
             samples = SampleLog(self.path / "samples.jsonl", parallel.steps_taken)
@@ -340,7 +367,8 @@ class Trainer:
             )
         return Result(
             metrics=last_step(metrics.rows), history=metrics.rows,
-            checkpoint=store.current, path=self.path, files=files, corrupt=corrupt,
+            checkpoint=store.current, path=self.path, files=files, changed=self._changed,
+            corrupt=corrupt,
             steps_not_applied=not_applied,
         )
 

@@ -43,7 +43,8 @@ class TrainingData:
 
 
 def training_data(
-    data: Any, model: MultimodalModule, state: Any = None, console: Console | None = None
+    data: Any, model: MultimodalModule, state: Any = None, console: Console | None = None,
+    dataset: Dataset | None = None,
 ) -> TrainingData:
     """Scan and plan what ``data.batching`` asks for, and look whether a position fits.
 
@@ -52,13 +53,14 @@ def training_data(
         model: its encoders say how many tokens items are.
         state: position of the checkpoint that the run goes on from.
         console: for progress; None for none.
+        dataset: the training samples, if they are open.
 
     Raises:
         DataError: data that cannot be planned, or a position of another batching or other data.
     """
     if not isinstance(data, DataConfig):
         return TrainingData()
-    dataset = open_split(data, "train")
+    dataset = open_split(data, "train") if dataset is None else dataset
     if data.batching.method == "random":
         sampler = training_sampler(data, dataset)
         sampler.check(state)

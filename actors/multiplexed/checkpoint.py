@@ -7,9 +7,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from raymm.actors.multiplexed.device import Device
 from raymm.actors.shards import (
+    Loaded,
     ShardFile,
     StoredTensors,
     WrittenShard,
@@ -36,8 +38,11 @@ def save_shards(
     tensors: dict[str, torch.Tensor] = {}
     for node in sorted(written):
         seen: set[int] = set()
+        trained = any(p.requires_grad for p in here.modules[node].parameters())
         for name, tensor in here.modules[node].state_dict(keep_vars=True).items():
-            if tensor.requires_grad or node not in skip_frozen:
+            # Running statistics of what is trained change, though nothing has their gradient.
+            changes = tensor.requires_grad or (not isinstance(tensor, nn.Parameter) and trained)
+            if changes or node not in skip_frozen:
                 # Safetensors refuses tensors that share memory: of tied ones the others are copied.
                 tied = tensor.data_ptr() in seen
                 seen.add(tensor.data_ptr())
@@ -56,7 +61,7 @@ def save_shards(
 
 def load_shards(
     folder: Path, index: Mapping[str, str], files: Mapping[str, ShardFile], here: Device, step: int
-) -> list[str]:
+) -> Loaded:
     """Read parameters, buffers and optimizer state.
 
     Args:
@@ -66,11 +71,8 @@ def load_shards(
         here: the GPU.
         step: optimizer steps taken.
 
-    Returns:
-        Trainable parameters that the checkpoint lacks.
-
     Raises:
-        ShardError: a file is missing, torn or changed, or shapes differ.
+        ShardError: a file is missing, torn or changed, or shapes or dtypes differ.
     """
     stored = StoredTensors(folder, index, files)
     own = [
@@ -80,6 +82,7 @@ def load_shards(
     ]
     read = stored.read(dict.fromkeys(name for name, _ in own))
     copy_tensors(read, own)
+    taken = list(read)
     keys = stored.optimizer_keys()
     state: dict[tuple[str, str, str], torch.Tensor] = {}
     for node, name in here.optimizer.updated:
@@ -87,8 +90,10 @@ def load_shards(
         wanted = dict.fromkeys(f"{base}/{key}" for key in keys.get(base, ()))
         for full, value in stored.read(wanted).items():
             state[node, name, full.rpartition("/")[2]] = value
+            taken.append(full)
     here.optimizer.load_state_tensors(state, step)
-    return [
+    lacking = [
         f"{node}/{name}" for node, name in here.optimizer.parameters
         if f"{node}/{name}" not in read
     ]
+    return Loaded(lacking, taken)

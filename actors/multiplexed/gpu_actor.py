@@ -41,7 +41,7 @@ from raymm.actors.quota import (
     check_no_shared_parameters,
 )
 from raymm.actors.rank_actor import remember
-from raymm.actors.shards import ShardFile, WrittenShard
+from raymm.actors.shards import Loaded, ShardFile, WrittenShard
 from raymm.actors.stages.precision import cast_frozen
 from raymm.actors.to_device import to_device
 from raymm.actors.watched_actor import WatchedActor
@@ -307,7 +307,7 @@ class GpuActor(WatchedActor):
     @task("loading a checkpoint")
     def load(
         self, folder: str, index: dict[str, str], files: dict[str, ShardFile], step: int
-    ) -> list[str]:
+    ) -> Loaded:
         """As :meth:`raymm.actors.rank_actor.RankActor.load`."""
         return load_shards(Path(folder), index, files, self._here, step)
 

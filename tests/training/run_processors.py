@@ -53,6 +53,17 @@ def small_cnn(width: int = 8) -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, width, 4, 4), nn.Flatten(2))
 
 
+class CountingCnn(nn.Module):
+    """A plain encoder whose batch norm counts what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.norm = nn.Conv2d(3, 8, 4, 4), nn.BatchNorm2d(8)
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.patches(pixel_values)).flatten(2).transpose(1, 2)
+
+
 NOT_A_FUNCTION = Path("nothing")
 
 

@@ -134,3 +134,22 @@ def test_packing_changes_nothing_but_rounding(finished, raymm, make_config, tmp_
     assert code == 0
     for mine, original in zip(curve(run), curve(finished.path), strict=True):
         assert abs(mine[1] - original[1]) < 1e-4 and mine[3] == original[3]
+
+
+def test_running_statistics_go_on(raymm, make_config, inputs, tmp_path, ray_cluster):
+    """Of a trained encoder that any rank can make again from its factory: what it has counted is
+    in checkpoints all the same."""
+    config = make_config({
+        "model.encoders.vision": {
+            "factory": "run_processors:CountingCnn", "hidden_size": 8, "projector": "mlp",
+        },
+        "parallel": {"encoders": {"vision": {"ranks": [0]}}, "language_model": {"ranks": [0]}},
+        "run.steps": 4,
+    })
+    assert raymm("train", config)[0] == 0
+    (tmp_path / "run").rename(tmp_path / "whole")
+    assert raymm("train", config, "--set", "run.steps=2")[0] == 0
+    assert raymm("train", config)[0] == 0
+    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+    assert_same_state(tmp_path / "run", tmp_path / "whole")
+    assert "vision/module.norm.running_mean" in checkpoint_tensors(tmp_path / "run")

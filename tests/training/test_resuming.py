@@ -1,0 +1,273 @@
+"""A run that goes on is compared with the run that its checkpoint is of, both ways."""
+
+import json
+import os
+import shutil
+
+import pytest
+from tiny_run import change, curve, settings, write_config
+
+from raymm.build import build_model
+from raymm.config import load_config
+from raymm.data import open_split
+from raymm.fingerprints import WHOLE_BYTES, fingerprint_of_files
+from raymm.manifest import Manifest
+from raymm.metrics import read_metrics
+from raymm.resuming import RULES, ResumeError, compare
+from raymm.run_description import describe_run
+
+
+@pytest.fixture
+def folder(inputs, tmp_path):
+    """What runs read, of this test alone."""
+    return shutil.copytree(inputs, tmp_path / "inputs", dirs_exist_ok=True)
+
+
+@pytest.fixture
+def described(folder, tmp_path):
+    """The description of a run whose configuration has some other values."""
+
+    def describe(changes=None):
+        values = settings(folder, tmp_path / "run", 12)
+        change(values, "data.heldout", str(folder / "heldout.jsonl"))
+        for path, value in (changes or {}).items():
+            change(values, path, value)
+        config = load_config(write_config(values, tmp_path / "described.yaml"))
+        splits = {split: open_split(config.data, split) for split in ("train", "heldout")}
+        optimizer = config.optimizer.build(config.run.steps)
+        return describe_run(config.run, build_model(config), optimizer, config.data, splits)
+
+    return describe
+
+
+def manifest_of(run):
+    return Manifest(step=10, index={}, files={}, plan={}, run=run, trainer={})
+
+
+def compared(tmp_path, was, now, allowed=()):
+    """What is said; or what is refused."""
+    try:
+        return compare(tmp_path, manifest_of(was), now, allowed), ""
+    except ResumeError as error:
+        return [], str(error)
+
+
+def test_nothing_is_said_of_the_same_run(described, tmp_path):
+    was = described()
+    assert json.loads(json.dumps(was)) == was
+    assert compared(tmp_path, was, described()) == ([], "")
+
+
+LLM = "model.language_model"
+
+# Per case: what is changed, the field that `run.allow_changes` names, what the error says of it.
+REFUSED = {
+    "seed": ({"run.seed": 4}, "run.seed", "run.seed is 4, was 3"),
+    "order": ({"data.seed": 1}, "data.seed", "data.seed is 1, was 0"),
+    "no order": ({"data.shuffle": False}, "data.shuffle", "data.shuffle is False, was True"),
+    "rotary base": (
+        {f"{LLM}.config.rope_parameters": {"rope_type": "default", "rope_theta": 5.0}},
+        "model.llm.config.rope_parameters", "rope_theta is 5.0, was 10000.0",
+    ),
+    "heads": (
+        {f"{LLM}.config.num_attention_heads": 1, f"{LLM}.config.head_dim": 16},
+        None, "layers.0.self_attn.q_proj.weight is float32 [16, 32] trained in the model, and "
+        "float32 [32, 32] trained in the checkpoint",
+    ),
+    "merge": (
+        {"model.merge": {"vision": "<image>"}}, "model.merge",
+        "merge:ReplaceTokens', was 'raymm.actors.stages.merge:Prepend'",
+    ),
+    "mask": ({"model.mask": "multimodal"}, "model.mask", "model.mask is 'raymm.kernels.mask_pat"),
+    "fewer layers": (
+        {f"{LLM}.config.num_hidden_layers": 1, "parallel": {}}, None,
+        "layers.1.input_layernorm.weight is in the checkpoint, and not in the model",
+    ),
+    "more layers": (
+        {f"{LLM}.config.num_hidden_layers": 3}, None,
+        "layers.2.input_layernorm.weight is in the model, and not in the checkpoint",
+    ),
+    "untied": (
+        {f"{LLM}.config.tie_word_embeddings": False}, "model.llm.config.tie_word_embeddings",
+        "tie_word_embeddings is False, was True",
+    ),
+    "frozen": (
+        {"model.encoders.vision.frozen": True}, None,
+        "frozen in the model, and float32 [16] trained in the checkpoint",
+    ),
+    "projector": (
+        {"model.encoders.vision.projector": "linear"}, None,
+        "vision/projector.layers.2.bias is in the checkpoint, and not in the model",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_may_not_change_is_refused_with_old_and_new(described, tmp_path, case):
+    changes, field, says = REFUSED[case]
+    was, now = described(), described(changes)
+    _, error = compared(tmp_path, was, now)
+    assert f"cannot go on from {tmp_path}" in error and says in error, error
+    assert "give another run.storage_path to begin a new run" in error
+    _, back = compared(tmp_path, now, was)
+    assert back
+    if field is None:  # no option helps: something would be lost, or made up
+        assert "allow_changes" not in error and "raymm export" in error
+        assert compared(tmp_path, was, now, ["model.parameters", "model.*"])[1]
+        return
+    assert f"run.allow_changes: [{field}" in error
+    said, error = compared(tmp_path, was, now, [*REFUSED, *now])
+    assert not error and any(says in line for line in said)
+
+
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"run.steps": 20, "optimizer.total_steps": 20},
+     ["run.steps is 20, was 12", "optimizer.total_steps is 20, was 12"]),
+    ({"optimizer.lr": 0.5}, ["optimizer.lr is 0.5, was 0.01"]),
+    ({"data.batch_size": 8}, ["data.batch_size is 8, was 4 (the epoch goes on at the same sample"]),
+    ({"data.microbatches": 4}, ["data.microbatches is 4, was 2"]),
+    ({"data.max_length": 16}, ["data.max_length is 16, was 32"]),
+    ({"data.batching": "balanced"}, ["data.batching.method is 'balanced', was 'random'"]),
+    ({"data.modalities.vision.processor": "run_processors:slow_image"},
+     ["processor is 'run_processors:slow_image', was 'run_processors:image'"]),
+    ({"model.packing": True}, ["model.packing is True, was False"]),
+    ({"run.precision": "bf16"}, ["run.precision is 'bf16', was 'fp32'"]),
+    ({f"{LLM}.config.attention_dropout": 0.25}, ["attention_dropout is 0.25, was 0.0"]),
+    ({"data.num_workers": 3, "run.log_every": 5, "run.checkpoint_every": 1, "resources.cpus": 0.1,
+      "parallel": {}}, []),
+])  # fmt: skip
+def test_what_may_change_is_said_with_old_and_new(described, tmp_path, changes, says):
+    said, error = compared(tmp_path, described(), described(changes))
+    assert not error and len(said) == len(says)
+    for line, text in zip(sorted(said), sorted(says), strict=True):
+        assert line.startswith("changed since step 10: ") and text in line
+
+
+def rewrite(file, before, after):
+    text = file.read_text()
+    assert before in text
+    file.write_text(text.replace(before, after, 1))
+
+
+def add(file, text):
+    file.write_text(file.read_text() + text)
+
+
+# Per case: what is done to the files, the field, and what is said of it.
+FILES = {
+    "a row more": (
+        lambda f: add(f / "train.jsonl", '{"text": "a"}\n'),
+        "data.train", "data.train.0.rows is 14, was 13",
+    ),
+    "another word of the same length": (
+        lambda f: rewrite(f / "train.jsonl", "what is this", "that is this"),
+        "data.train", "data.train.0.files.train.jsonl is '",
+    ),
+    "a token less": (
+        lambda f: rewrite(f / "tokenizer/tokenizer.json", '"dog"', '"fox"'),
+        "data.tokenizer", "data.tokenizer.files.tokenizer.json is '",
+    ),
+    "another template": (
+        lambda f: rewrite(next((f / "tokenizer").glob("chat_template*")), "im_start", "im_end"),
+        "data.tokenizer", "data.tokenizer.files.chat_template",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_files_that_were_changed_are_refused(described, folder, tmp_path, case):
+    edit, field, says = FILES[case]
+    was = described()
+    edit(folder)
+    _, error = compared(tmp_path, was, now := described())
+    assert says in error and f"run.allow_changes: [{field}]" in error and "times" not in error
+    assert compared(tmp_path, was, now, [field])[0]
+
+
+def test_files_that_were_copied_elsewhere_are_the_same(described, folder, tmp_path):
+    was = described()
+    for file in folder.rglob("*"):
+        os.utime(file, (1, 1))
+    said, error = compared(tmp_path, was, described())
+    assert not error and all("contents are the same" in s or "is the same" in s for s in said)
+    assert {line.split()[4] for line in said} == {
+        "data.train.0.times", "data.heldout.0.times", "data.tokenizer.times",
+    }
+    (folder / "heldout.jsonl").write_text((folder / "train.jsonl").read_text())
+    said, error = compared(tmp_path, was, described())
+    assert not error and any("held-out losses cannot be compared" in line for line in said)
+
+
+def test_frozen_weights_from_a_folder_are_compared(described, folder, tmp_path):
+    """No checkpoint has them."""
+    frozen = {"model.encoders.vision.frozen": True}
+    was = described(frozen)
+    weights = folder / "siglip/model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    _, error = compared(tmp_path, was, described(frozen))
+    assert "model.vision.weights.files.model.safetensors is '" in error
+    assert "frozen weights, which no checkpoint has, would be others" in error
+    assert "weights" not in "".join(compared(tmp_path, described(), described())[0])
+
+
+def test_large_files_are_sampled(tmp_path):
+    file = tmp_path / "large"
+    with open(file, "wb") as target:
+        target.truncate(4 * WHOLE_BYTES)
+    before = fingerprint_of_files([file])
+    os.utime(file, (1, 1))
+    assert {**fingerprint_of_files([file]), "times": before["times"]} == before
+    for place in (0, 4 * WHOLE_BYTES - 1):
+        with open(file, "r+b") as target:
+            target.seek(place)
+            target.write(b"x")
+        after = fingerprint_of_files([file])
+        assert after["digest"] != before["digest"]
+        before = after
+
+
+def test_every_field_of_a_run_has_a_rule(described):
+    from fnmatch import fnmatchcase
+
+    fields = described({"model.encoders.vision.frozen": True})
+    patterns = [rule.fields for rule in RULES]
+    assert [f for f in fields if not any(fnmatchcase(f, one) for one in patterns)] == []
+
+
+# Through the command line
+
+
+def test_a_model_that_lost_a_layer_is_refused_before_anything_starts(
+    finished, raymm, make_config, tmp_path, no_new_actors
+):
+    run = finished.copy_until(tmp_path / "run", 10)
+    layers = "model.language_model.config.num_hidden_layers"
+    one = {"language_model": {"ranks": [0]}, "encoders": {"vision": {"ranks": [0]}}}
+    for count, says in ((1, "is in the checkpoint, and not"), (3, "is in the model, and not in")):
+        code, text = raymm("train", make_config({layers: count, "parallel": one}))
+        assert code == 2 and "ResumeError" in text and says in text and "Traceback" not in text
+    code, text = raymm(
+        "export", make_config({layers: 1, "parallel": one}), "--out", str(tmp_path / "out")
+    )
+    assert code == 2 and "CheckpointError" in text and "tensor(s) that this model lacks" in text
+    assert "llm/module.model.layers.1." in text and not (tmp_path / "out").exists()
+    assert curve(run) == curve(finished.path)
+
+
+def test_what_has_changed_is_printed_and_logged(finished, raymm, make_config, tmp_path):
+    """And what may not change goes on where it is asked for."""
+    run = finished.copy_until(tmp_path / "run", 10)
+    config = make_config({"optimizer.lr": 0.02, "run.seed": 4})
+    code, text = raymm("train", config)
+    assert code == 2 and "run.seed is 4, was 3" in text and "optimizer.lr" not in text
+    code, text = raymm("train", config, "--set", "run.allow_changes=[run.seed]")
+    assert code == 0
+    rows = [row for row in read_metrics(run / "metrics.jsonl") if "changed" in row]
+    assert len(rows) == 1 and rows[0]["step"] == 10
+    for says in ("optimizer.lr is 0.02, was 0.01", "run.seed is 4, was 3"):
+        assert any(says in line for line in rows[0]["changed"]) and says in text
+    # The next checkpoint is of the new settings.
+    code, text = raymm("train", config, "--set", "run.steps=13")
+    assert code == 0 and "run.steps is 13, was 12" in text and "run.seed" not in text
