@@ -41,7 +41,7 @@ RULES = (
     Rule("run.precision", True, "numbers are rounded otherwise"),
     Rule("run.seed", False, "weights that no checkpoint has, and dropout, would be others"),
     # Which samples a step has. The position in the data is counted in samples or planned steps.
-    Rule("data.train.*.times", True, "files were written again; what was read of them is the same"),
+    Rule("data.*.times", True, "files were written again; what was read of them is the same"),
     Rule("data.train.*.name", True, "samples and metrics name it"),
     Rule("data.train*", False, "the position in the epoch would mean other samples"),
     Rule("data.seed", False, "the rest of the epoch would repeat samples and leave some out"),
@@ -52,9 +52,7 @@ RULES = (
     Rule("data.heldout*", True, "held-out losses cannot be compared with those before"),
     Rule("data.batches", True, "batches in memory are taken in turn"),
     # What the model is given.
-    Rule("data.tokenizer.times", True, "files were written again; their contents are the same"),
     Rule("data.tokenizer*", False, "token ids, or the template around them, would mean others"),
-    Rule("data.modalities.*.processor_files.times", True, "the contents are the same"),
     Rule("data.modalities.*.processor_files*", False, "the encoder would be given other numbers"),
     Rule("data.*", True, "samples are prepared otherwise from the next step on"),
     # What the model computes. Names, shapes and dtypes must fit both ways in any case.

@@ -81,11 +81,11 @@ REFUSED = {
     "mask": ({"model.mask": "multimodal"}, "model.mask", "model.mask is 'raymm.kernels.mask_pat"),
     "fewer layers": (
         {f"{LLM}.config.num_hidden_layers": 1, "parallel": {}}, None,
-        "layers.1.input_layernorm.weight is in the checkpoint, and not in the model",
+        "layers.1.self_attn.q_proj.weight is in the checkpoint, and not in the model",
     ),
     "more layers": (
         {f"{LLM}.config.num_hidden_layers": 3}, None,
-        "layers.2.input_layernorm.weight is in the model, and not in the checkpoint",
+        "layers.2.self_attn.q_proj.weight is in the model, and not in the checkpoint",
     ),
     "untied": (
         {f"{LLM}.config.tie_word_embeddings": False}, "model.llm.config.tie_word_embeddings",
