@@ -85,6 +85,9 @@ class Writer:
     def reloadable(self):
         return frozenset()
 
+    def not_finite_tensors(self):
+        return []
+
     def call(self, method, folder, frozen):
         assert method == "save"
         path = f"{folder}/model-rank0.safetensors"
