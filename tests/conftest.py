@@ -6,6 +6,7 @@ Starting Ray costs seconds, so tests share a cluster of logical CPUs; its worker
 
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -21,6 +22,11 @@ settings.register_profile(
     "raymm", deadline=None, derandomize=os.environ.get("RAYMM_FIXED_EXAMPLES") == "1"
 )
 settings.load_profile("raymm")
+
+# A shell starts what runs in its background with SIGINT ignored, and processes hand that down: tests
+# that send one mean a process that was started like any other.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Logical CPUs, whatever the machine has: enough for the largest test (6 ranks). Ray prestarts
 # a worker per CPU, so more would only cost time.

@@ -142,7 +142,7 @@ def test_after_a_kill_all_is_repeated_whatever_is_measured_now(plan, tmp_path, k
 
 
 def test_what_would_gain_too_little_is_left(plan, tmp_path):
-    run = SimulatedRun(tmp_path, plan, drifting, gain=10.0).run(60)
+    run = SimulatedRun(tmp_path, plan, drifting, gain=0.99).run(60)
     assert [row["decision"] for row in run.log(tmp_path)] == [None] * 6
     assert all("costs" not in after["taken"][-1] for _, after in run.taken if after["taken"])
     assert run.lines == []
