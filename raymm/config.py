@@ -265,7 +265,7 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout_s: Seconds = 300.0
     steps_in_flight: int = Field(default=2, ge=1, le=8)
-    max_skipped_steps: int = Field(default=10, gt=0)
+    max_skipped_steps: Count = 10
     log_samples: bool = False
     allow_changes: list[Text] = Field(default_factory=list)
 
