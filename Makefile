@@ -6,6 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 DATA ?= stamps
 STEPS ?=
+# Further settings of `make train`, as section.field=value.
+SET ?=
 RUN_DIR ?= runs/$(DATA)
 # Processes that `make test` deals the test files out to, each with a Ray cluster of its own.
 JOBS ?= 2
@@ -27,7 +29,8 @@ prepare: $(VENV)/.installed
 # Goes on from the last checkpoint of $(RUN_DIR); remove the folder to start anew.
 train: prepare
 	$(BIN)/raymm train examples/alignment/$(DATA).yaml \
-	    --set run.storage_path=$(RUN_DIR) $(if $(STEPS),--set run.steps=$(STEPS))
+	    --set run.storage_path=$(RUN_DIR) $(if $(STEPS),--set run.steps=$(STEPS)) \
+	    $(addprefix --set ,$(SET))
 
 test: $(VENV)/.installed
 	$(BIN)/python -m ruff check .

@@ -210,7 +210,7 @@ def test_rebalancing_is_asked_for_in_any_of_three_ways(planned_config):
         ({"batching": "sorted"}, "'random', 'balanced' or 'length_grouped'"),
         ({"batching": {"method": "length_grouped", "alike": 0.1}}, "alike needs method 'balanced'"),
         ({"batching": {"rebalance": True}}, "rebalance needs method 'balanced'"),
-        ({"batching": {"method": "balanced", "rebalance": 0}}, "greater than or equal to 1"),
+        ({"batching": {"method": "balanced", "rebalance": 0}}, "greater than 0"),
         ({"batching": {"method": "balanced", "rebalance": {"often": 3}}}, "Extra inputs"),
         ({"batching": {"cache": "x"}}, "takes neither units nor cache"),
         ({"batching": "balanced", "shuffle": False}, "shuffle must be true"),
