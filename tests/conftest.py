@@ -23,8 +23,8 @@ settings.register_profile(
 )
 settings.load_profile("raymm")
 
-# A shell starts what runs in its background with SIGINT ignored, and processes hand that down: tests
-# that send one mean a process that was started like any other.
+# A shell starts what runs in its background with SIGINT ignored, and processes hand that down:
+# tests that send one mean a process that was started like any other.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
