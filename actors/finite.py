@@ -176,6 +176,7 @@ def parameter_places(
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """Whether all values are finite."""
+    tensor = _countable(tensor)
     if not tensor.is_floating_point():
         return True
     dtype = torch.promote_types(tensor.dtype, torch.float32)
@@ -184,11 +185,19 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(tensor).all())  # a sum of finite values may overflow
 
 
+def _countable(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values as numbers that can be looked at: of 8 bits there are no sums."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj())
+    return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
+
+
 def not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     """Names of the tensors that have values that are not finite, each once, with how many."""
     found = {}
     for name, tensor in tensors:
         if not is_finite(tensor):
-            bad = tensor.numel() - int(torch.isfinite(tensor).sum())
-            found[name] = f"{name} ({bad} of {tensor.numel()} values)"
+            values = _countable(tensor)
+            bad = int((~torch.isfinite(values)).sum())
+            found[name] = f"{name} ({bad} of {values.numel()} values)"
     return list(found.values())

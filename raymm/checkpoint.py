@@ -71,7 +71,7 @@ class CheckpointStore:
         storage: the run's folder.
         keep: how many checkpoints to keep.
         check_owner: called before anything is changed and before a checkpoint is made valid;
-            raises if the folder is not this run's.
+            raises if the folder is not this run's. For whoever writes anything else there, too.
 
     Attributes:
         run: what checkpoints say of the run (:class:`Manifest`).
@@ -86,7 +86,7 @@ class CheckpointStore:
     ) -> None:
         self._root = Path(storage).absolute() / "checkpoints"
         self._keep = keep
-        self._check_owner = check_owner
+        self.check_owner = check_owner
         self._corrupt: set[Path] = set()
         self.run: dict[str, Any] = {}
         self.current: Path | None = None
@@ -97,9 +97,12 @@ class CheckpointStore:
 
     def _folders(self) -> list[Path]:
         try:
-            found = list(self._root.iterdir()) if self._root.is_dir() else []
+            # A link that leads nowhere is no run without checkpoints: a disk may be missing.
+            found = list(self._root.iterdir()) if os.path.lexists(self._root) else []
         except OSError as error:
-            raise CheckpointError(f"cannot read {self._root}: {error.strerror}") from None
+            raise CheckpointError(
+                f"cannot read {self._root}, where checkpoints are: {error.strerror}"
+            ) from None
         steps = {one: int(m[1]) for one in found if (m := _FOLDER.fullmatch(one.name))}
         return sorted(steps, key=steps.__getitem__)
 
@@ -170,7 +173,7 @@ class CheckpointStore:
         if folder == self.current and (folder / MANIFEST).is_file():
             return folder
         self._check_finite(parallel)
-        self._check_owner()
+        self.check_owner()
         try:
             self._make_room(folder)
             with writing(folder):
@@ -235,7 +238,7 @@ class CheckpointStore:
             run=self.run,
             trainer=trainer,
         )
-        self._check_owner()
+        self.check_owner()
         write_manifest(folder, manifest)
 
     def _remove_old(self, step: int) -> None:

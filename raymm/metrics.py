@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from raymm.config_error import ConfigError, shown
 from raymm.run_files import append, write_whole
+
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 
 
 class MetricsLog:
@@ -24,10 +27,8 @@ class MetricsLog:
     def __init__(self, path: Path, resume_step: int = 0) -> None:
         self._path = path
         self.rows: list[dict[str, Any]] = []
-        if path.is_file():
+        if resume_step and path.is_file():
             self.rows = [row for row in read_metrics(path) if row["step"] <= resume_step]
-        if resume_step == 0:
-            self.rows = []
         write_whole(path, "".join(json.dumps(row) + "\n" for row in self.rows))
 
     def add(self, row: dict[str, Any]) -> None:
@@ -66,11 +67,31 @@ def _number(value: Any) -> Any:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All complete rows; a line cut off by a crash is left out."""
+    """All rows; a last line that a crash has cut off is left out.
+
+    Raises:
+        ConfigError: it cannot be read, or another line is no row; names the file and the line.
+    """
+    try:
+        *lines, last = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
     rows = []
-    for line in path.read_text().splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return rows
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            if (row := _row(line)) is None:
+                raise ConfigError(
+                    f"{path}, line {number} is {shown(line.decode(errors='replace'))}, and no row "
+                    "that raymm wrote; put back what it was, or move the file elsewhere (the run "
+                    "goes on without the rows that it has)"
+                )
+            rows.append(row)
+    return rows if (row := _row(last)) is None else [*rows, row]
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):  # no JSON, not UTF-8, a number of thousands of digits
+        return None
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None

@@ -70,8 +70,14 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_partial(folder: Path) -> list[Path]:
-    """Remove files that were never whole; returns them. For the folder's only writer."""
-    found = sorted(folder.glob(f".*{PARTIAL}"))
+    """Remove files that were never whole; returns them. For the folder's only writer.
+
+    Raises:
+        RunFileError: one cannot be removed.
+    """
+    # Folders are an export's, which may be at work.
+    found = sorted(file for file in folder.glob(f".*{PARTIAL}") if not file.is_dir())
     for file in found:
-        file.unlink(missing_ok=True)
+        with writing(file):
+            file.unlink(missing_ok=True)
     return found

@@ -9,6 +9,7 @@ could have become another's.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -22,6 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from raymm.config_error import ConfigError
+from raymm.run_files import RunFileError
 
 OWNER = "owner.json"
 # Seconds between two signs of life of an owner.
@@ -137,7 +139,8 @@ class RunOwner:
                 f"written: {error}"
             ) from None
         finally:
-            self._own_copy.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # where nothing can be written, nothing was
+                self._own_copy.unlink(missing_ok=True)
         self._beating = threading.Thread(target=self._beat, name="raymm-owner", daemon=True)
         self._beating.start()
         return self
@@ -157,8 +160,12 @@ class RunOwner:
 
         Raises:
             OwnerLostError: it is this run no more.
+            RunFileError: that cannot be seen.
         """
-        found = _read(self._file)
+        try:
+            found = _read(self._file)
+        except OSError as error:
+            raise RunFileError(f"cannot read {self._file}: {error.strerror or error}") from error
         if found != self._me:
             raise OwnerLostError(
                 f"{self._folder} is this run's no more; "

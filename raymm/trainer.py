@@ -21,13 +21,14 @@ from raymm.config import ConfigError, RunConfig
 from raymm.data import DataConfig, check_data, open_split
 from raymm.data.readers import Dataset
 from raymm.execution import Execution, execution_of
-from raymm.metrics import MetricsLog, SampleLog
+from raymm.metrics import METRICS, SAMPLES, MetricsLog, SampleLog, read_metrics
 from raymm.model import MultimodalModule
 from raymm.output import OutputFolder
 from raymm.parallel_module import ParallelModule
 from raymm.plan_request import PlanRequest
 from raymm.planned_run import plan_for_cluster
 from raymm.progress import RunProgress
+from raymm.rebalancing import FILE as DECISIONS
 from raymm.resuming import compare
 from raymm.run_description import describe_run
 from raymm.run_files import remove_partial
@@ -220,6 +221,9 @@ class Trainer:
             )
             for line in self._changed:
                 self._say(line)
+            for file in (self.path / METRICS, self.path / SAMPLES, self.path / DECISIONS):
+                if file.is_file():
+                    read_metrics(file)  # they go on: refused now, not once ranks have started
             if checkpoint.manifest.step >= self.run.steps:
                 return self._nothing_to_do(checkpoint)
         self.training = training_data(
@@ -308,7 +312,7 @@ class Trainer:
             f"nothing to do: {checkpoint.folder} has taken {taken} steps, run.steps is "
             f"{self.run.steps}"
         )
-        rows = MetricsLog(self.path / "metrics.jsonl", taken).rows
+        rows = MetricsLog(self.path / METRICS, taken).rows
         return Result(
             last_step(rows), rows, checkpoint.folder, self.path, changed=self._changed,
             corrupt=checkpoint.corrupt,
@@ -330,7 +334,7 @@ class Trainer:
             restore(parallel, checkpoint.folder)
             self._say(f"going on from {checkpoint.folder}")
             corrupt = checkpoint.corrupt
-        metrics = MetricsLog(self.path / "metrics.jsonl", parallel.steps_taken)
+        metrics = MetricsLog(self.path / METRICS, parallel.steps_taken)
         if corrupt or self._changed:
             metrics.add({
                 "step": parallel.steps_taken, "corrupt_checkpoints": list(corrupt),
@@ -338,7 +342,7 @@ class Trainer:
             })
         samples = None
         if self.run.log_samples:
-            samples = SampleLog(self.path / "samples.jsonl", parallel.steps_taken)
+            samples = SampleLog(self.path / SAMPLES, parallel.steps_taken)
         with RunProgress(self.run.steps, parallel.steps_taken, self.console) as progress:
             watch = execution.watch(WatchedRun(
                 parallel, self.model, self.data, self.training, self.path, progress.line

@@ -199,6 +199,7 @@ class TrainingLoop:
             step, batch, pending, waited = self._pending.popleft()
             output = pending.result()
             now = time.perf_counter()
+            self._store.check_owner()  # what is logged is in the folder, too
             row = self._row(step, batch, output, now - self._last_read, waited)
             self._last_read = now
             self._metrics.add(row)

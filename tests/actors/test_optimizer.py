@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from raymm.actors.finite import not_finite
 from raymm.actors.gradient_reduction import GradientReduction, Holder, SharedParameter
 from raymm.actors.optimizer import Holdings, OptimizerConfig, RankOptimizer
 
@@ -181,3 +182,16 @@ def test_running_statistics_of_a_step_that_is_not_applied_are_forgotten():
     assert all(seen[0][name].equal(value) for name, value in seen[1].items())
     assert seen[2]["num_batches_tracked"] == 2 and seen[2]["running_mean"].isfinite().all()
     assert not seen[2]["running_mean"].equal(seen[1]["running_mean"])
+
+
+@pytest.mark.parametrize("dtype", [
+    torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.complex64, torch.int64,
+])
+def test_parameters_of_any_dtype_are_looked_at(dtype):
+    """Of 8 bits there are no sums, and a complex number is no floating point."""
+    good, bad = torch.ones(4), torch.tensor([1.0, math.nan, 1.0, 1.0])
+    assert not_finite([("good", good.to(dtype))]) == []
+    if dtype != torch.int64:
+        (found,) = not_finite([("bad", bad.to(dtype))])
+        assert found.startswith("bad (1 of ")

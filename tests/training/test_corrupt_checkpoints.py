@@ -158,6 +158,31 @@ def test_leftovers_of_torn_saves_are_removed_and_nothing_else(plan, tmp_path):
         store.newest()
 
 
+def test_checkpoints_on_a_disk_that_is_missing_are_not_none(tmp_path):
+    """A run would begin anew, and forget the metrics of those that are there."""
+    root = tmp_path / "checkpoints"
+    root.symlink_to(tmp_path / "disk")
+    with pytest.raises(CheckpointError, match=f"cannot read {root}, where .*: No such file"):
+        CheckpointStore(tmp_path).newest()
+    root.unlink()
+    root.write_text("")
+    with pytest.raises(CheckpointError, match=f"cannot read {root}, where .*: Not a directory"):
+        CheckpointStore(tmp_path).newest()
+
+
+def test_a_log_that_cannot_go_on_is_refused_before_ranks_start(
+    finished, raymm, make_config, tmp_path, no_new_actors
+):
+    run = finished.copy_until(tmp_path / "run", 10)
+    log = run / "metrics.jsonl"
+    log.write_text(log.read_text().replace('"step": 3', '"step": "3"', 1))
+    (exporting := run / ".out.raymm-partial").mkdir()
+    before = log.read_text()
+    code, text = raymm("train", make_config({"run.steps": 14, "optimizer.total_steps": 12}))
+    assert code == 2 and f"{log}, line " in text and "no row that raymm wrote" in text
+    assert log.read_text() == before and exporting.is_dir()
+
+
 def test_a_full_disk_is_named_and_earlier_checkpoints_stay(ray_cluster, tmp_path):
     """The rank may write no more than 10 kB to a file."""
     values = dict(hidden_size=32, intermediate_size=48, num_attention_heads=2)

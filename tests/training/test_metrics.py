@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from raymm.config_error import ConfigError
 from raymm.metrics import MetricsLog, read_metrics
 from raymm.report import COST_STEPS, RunReport
 from raymm.scheduler.graph import ModuleGraph, ModuleNode
@@ -48,6 +49,21 @@ def test_a_line_cut_off_by_a_crash_is_left_out(tmp_path):
     assert read_metrics(path) == [{"step": 1, "loss": 0.5}]
     MetricsLog(path, resume_step=2).add({"step": 3, "loss": 0.25})
     assert [row["step"] for row in read_metrics(path)] == [1, 3]
+
+
+@pytest.mark.parametrize("line", [
+    b"[1]", b'"x"', b"{}", b'{"step": "1"}', b'{"step": null}', b'{"step": true}', b"\xe9",
+    b"\0" * 50, b"[" * 100_000, b'{"step": ' + b"1" * 5000 + b"}",
+])  # fmt: skip
+def test_a_line_that_is_no_row_is_named_and_nothing_is_written(tmp_path, line):
+    """Left out of a log that goes on, it would be lost; only the last one may be cut off."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(text := b'{"step": 1}\n' + line + b'\n{"step": 2}\n')
+    with pytest.raises(ConfigError, match="line 2 is .*, and no row that raymm wrote; put back"):
+        MetricsLog(path, resume_step=2)
+    assert path.read_bytes() == text
+    path.write_bytes(b'{"step": 1}\n' + line)
+    assert MetricsLog(path, resume_step=2).rows == [{"step": 1}]
 
 
 @pytest.fixture

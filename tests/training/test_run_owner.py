@@ -16,6 +16,7 @@ from tiny_run import child_environment
 
 from raymm import run_owner
 from raymm.config_error import ConfigError
+from raymm.run_files import RunFileError
 from raymm.run_owner import OWNER, Owner, OwnerLostError, RunOwnedError, RunOwner
 
 RACERS, ROUNDS = 8, 25
@@ -210,6 +211,14 @@ def test_an_owner_is_renewed_and_one_that_was_replaced_is_told(tmp_path, monkeyp
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(ConfigError, match="run.storage_path is .*none'; .* folder that can be"):
         RunOwner(tmp_path / "none").__enter__()
+
+
+def test_what_cannot_be_read_is_named(tmp_path):
+    with RunOwner(tmp_path) as owner:
+        (tmp_path / OWNER).unlink()
+        (tmp_path / OWNER).mkdir()
+        with pytest.raises(RunFileError, match=f"cannot read {tmp_path / OWNER}: Is a directory"):
+            owner.check()
 
 
 def test_a_second_run_touches_nothing(finished, raymm, make_config, tmp_path, no_new_actors):
