@@ -59,13 +59,14 @@ def build_model(config: TrainConfig) -> MultimodalModule:
                 example_inputs=example_tensors(section.example_inputs),
                 seed=seed,
                 trust_remote_code=trust,
+                missing_weights=section.missing_weights,
             )
             encoders[name].output_size(encoders[name].source())
     section = config.model.language_model
     with _errors_name("model.language_model"):
         language_model = ModalityModule(
             _given(section, seed), frozen=section.frozen, model_class=section.model_class,
-            seed=seed, trust_remote_code=trust,
+            seed=seed, trust_remote_code=trust, missing_weights=section.missing_weights,
         )
         language_model.source(language_model=True)
     mask = config.model.mask

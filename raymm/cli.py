@@ -6,7 +6,10 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 
@@ -37,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     console, stop = Console(stderr=True), StopRequest()
     try:
-        with stop.listening():
+        with stop.listening(), _notes_in_a_line():
             args.run(args)
     except USER_ERRORS as error:
         if hasattr(args, "config") and args.config not in str(error):
@@ -63,6 +66,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return _stopped(console, signal.SIGTERM)
     return 0
+
+
+@contextmanager
+def _notes_in_a_line() -> Iterator[None]:
+    """Warnings that are for users say nothing of lines of code."""
+    from raymm.model import WeightsWarning
+
+    usual = warnings.formatwarning
+
+    def formatted(message: Any, category: type[Warning], *where: Any, **more: Any) -> str:
+        if issubclass(category, WeightsWarning):
+            return f"note: {message}\n"
+        return usual(message, category, *where, **more)
+
+    warnings.formatwarning = formatted
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 def _stopped(console: Console, number: signal.Signals) -> int:

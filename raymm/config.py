@@ -31,6 +31,8 @@ class SourceSection(Section):
         weights: safetensors file with the factory module's state dict.
         model_class: transformers class name, or its path within transformers, where config or
             folder do not say which.
+        missing_weights: ``"fresh"`` draws weights that the folder lacks, or has in other shapes,
+            from ``run.seed``, as for the head of a new task; without it, such a folder is refused.
         frozen: whether the module's weights stay as they are.
     """
 
@@ -40,6 +42,7 @@ class SourceSection(Section):
     kwargs: dict[str, Any] = Field(default_factory=dict)
     weights: Text | None = None
     model_class: Text | None = None
+    missing_weights: Literal["fresh"] | None = None
     frozen: bool = False
 
     @model_validator(mode="after")
@@ -48,6 +51,8 @@ class SourceSection(Section):
         if len(given) != 1:
             raise ValueError(f"give exactly one of path, config, factory; got {given or 'none'}")
         of_others = ("model_class",) if self.factory is not None else ("kwargs", "weights")
+        if self.path is None:
+            of_others += ("missing_weights",)
         for name in of_others:
             if getattr(self, name):
                 raise ValueError(f"{name} is given, but a {given[0]} has none; leave it out")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -24,13 +25,13 @@ from raymm.actors.stages.language import LanguageSpec, LanguageStage, label_mask
 from raymm.actors.stages.merge import MergePolicy, Prepend
 from raymm.actors.stages.message import Message, MicrobatchContext
 from raymm.actors.stages.model_classes import find_model_class
+from raymm.actors.stages.pretrained_source import PretrainedSource
 from raymm.actors.stages.probe_attention import probe_mask, probe_shared_tokens
 from raymm.actors.stages.projector import KINDS, Projector, ProjectorConfig
 from raymm.actors.stages.source import (
     ConfigSource,
     LiveSource,
     ModuleSource,
-    PretrainedSource,
     derive_seed,
     set_mode,
 )
@@ -42,6 +43,10 @@ from raymm.scheduler.graph import ModuleGraph, ModuleNode
 
 LANGUAGE_MODEL = "llm"
 _RESERVED = frozenset({LANGUAGE_MODEL, "text", "input_ids", "attention_mask", "labels"})
+
+
+class WeightsWarning(UserWarning):
+    """Of a model folder: weights that are drawn anew, as was asked for, or are of no use."""
 
 
 class ModelError(ValueError):
@@ -73,6 +78,8 @@ class ModalityModule(nn.Module):
         seed: of random weights.
         trust_remote_code: run Python files that a checkpoint folder brings, here and on every
             rank; otherwise such a folder is refused where transformers does not know its classes.
+        missing_weights: ``"fresh"`` draws weights that a checkpoint folder lacks, or has in other
+            shapes, from ``seed``, as for the head of a new task; otherwise it is refused.
 
     Raises:
         ModelError, SourceError: naming the argument and what is accepted.
@@ -93,8 +100,14 @@ class ModalityModule(nn.Module):
         example_inputs: dict[str, torch.Tensor] | None = None,
         seed: int = 0,
         trust_remote_code: bool = False,
+        missing_weights: str | None = None,
     ) -> None:
         super().__init__()
+        if missing_weights is not None and not isinstance(module, str | os.PathLike):
+            raise ModelError(
+                f"missing_weights is {missing_weights!r}, but module is a {type(module).__name__}; "
+                "it is for the path of a checkpoint folder"
+            )
         if isinstance(projector, str) and projector not in KINDS:
             raise ModelError(
                 f"projector is {projector!r}; accepted: {', '.join(KINDS)}, an nn.Module, None"
@@ -109,6 +122,7 @@ class ModalityModule(nn.Module):
         self._seed = seed
         self._hidden_size = hidden_size
         self._trust_remote_code = trust_remote_code
+        self._missing_weights = missing_weights
         self.preprocess_callback = preprocess_callback
         self.postprocess_module_callback = postprocess_module_callback
         self.postprocess_projector_callback = postprocess_projector_callback
@@ -137,7 +151,8 @@ class ModalityModule(nn.Module):
             name = self._model_class
             name = name.__name__ if isinstance(name, type) else name
             return PretrainedSource(
-                os.fspath(given), name, language_model, frozen, self._trust_remote_code
+                os.fspath(given), name, language_model, frozen, self._trust_remote_code,
+                self._missing_weights, self._seed,
             )
         raise ModelError(
             f"module is a {type(given).__name__}; accepted: an nn.Module, a Hugging Face config, "
@@ -225,6 +240,15 @@ def _with_frozen(source: ModuleSource, frozen: bool) -> ModuleSource:
     return dataclasses.replace(source, frozen=frozen)
 
 
+def check_weights(module: str, source: ModuleSource) -> None:
+    """
+    Raises:
+        SourceError: weights on disk are not those of the module.
+    """
+    for note in source.check():
+        warnings.warn(f"{module}: {note}", WeightsWarning, stacklevel=3)
+
+
 def _embedding_width(source: ModuleSource) -> int | None:
     """Width of the language model's input embeddings; None if it does not say. Not the
     config's hidden size: some models (OPT-350m) project their embeddings up to it."""
@@ -275,6 +299,8 @@ class MultimodalModule(nn.Module):
 
     Raises:
         ModelError: if names are reserved or widths do not match.
+        SourceError: a folder or a file lacks weights; what else is to be said of them, a
+            :class:`WeightsWarning` says.
     """
 
     def __init__(
@@ -308,13 +334,16 @@ class MultimodalModule(nn.Module):
         if packing:
             probe_shared_tokens(llm_source, self.mask is not None, "have its samples packed")
         width = _embedding_width(llm_source)
+        check_weights("the language model", llm_source)
         for name, encoder in (encoders or {}).items():
             if name in _RESERVED or not name.isidentifier():
                 raise ModelError(
                     f"an encoder is named {name!r}; it must be an identifier other than "
                     f"{', '.join(sorted(_RESERVED))}"
                 )
-            in_features = encoder.output_size(encoder.source())
+            source = encoder.source()
+            check_weights(f"encoder {name!r}", source)
+            in_features = encoder.output_size(source)
             out_features = width or language_model.output_size(llm_source)
             encoder.build_projector(name, in_features, out_features)
             self.add_module(f"{name}_encoder", encoder)

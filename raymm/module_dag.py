@@ -32,7 +32,7 @@ from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.message import MicrobatchContext
 from raymm.actors.stages.source import LiveSource, on_meta, set_mode
 from raymm.encoder_trial import skeleton_chain
-from raymm.model import ModalityModule, ModelError
+from raymm.model import ModalityModule, ModelError, check_weights
 from raymm.scheduler.multiplex.node_graph import Node, NodeGraph, Use
 from raymm.scheduler.multiplex.sample_ranges import Range
 
@@ -120,6 +120,7 @@ class DagModule:
             self.modality = ModalityModule(
                 module, frozen=frozen, model_class=model_class, seed=seed
             )
+        check_weights("a module of the graph", self.modality.source())
 
     def parsed_inputs(self) -> tuple[Input, ...]:
         """Inputs with producer and output apart."""

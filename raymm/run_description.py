@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 
 from raymm.actors.optimizer import OptimizerConfig
-from raymm.actors.stages.source import FactorySource, LiveSource, ModuleSource, PretrainedSource
+from raymm.actors.stages.pretrained_source import PretrainedSource
+from raymm.actors.stages.source import FactorySource, LiveSource, ModuleSource
 from raymm.config import RunConfig
 from raymm.data import DataConfig
 from raymm.data.readers import Dataset, Mixture, Repeated

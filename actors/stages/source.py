@@ -1,8 +1,9 @@
 """Where a module comes from, and how a rank builds only its part of it.
 
-Four sources, one interface: a live module, a Hugging Face config, a local checkpoint
-folder, and a factory function for plain modules. Nothing is unpickled from disk and
-nothing is fetched: folders are read with safetensors and ``local_files_only``.
+Four sources, one interface: a live module, a Hugging Face config, a local checkpoint folder
+(:mod:`raymm.actors.stages.pretrained_source`), and a factory function for plain modules. Nothing
+is unpickled from disk and nothing is fetched: folders are read with safetensors and
+``local_files_only``.
 """
 
 from __future__ import annotations
@@ -11,23 +12,19 @@ import copy
 import hashlib
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.utils import logging as hf_logging
 
 from raymm.actors.stages.constructed_values import constructed_values
-from raymm.actors.stages.custom_code import custom_code, own_class, why_not_loaded
 from raymm.actors.stages.cut import CutInfo, prune, stage_parameters
-from raymm.actors.stages.model_classes import ModelClassError, find_model_class
 from raymm.actors.stages.parametrized import (
     ComputedTensorError,
     computed_tensors,
@@ -36,6 +33,7 @@ from raymm.actors.stages.parametrized import (
     packed,
     unpacked,
 )
+from raymm.actors.stages.stored_weights import WeightsError, header_tensors
 
 
 class SourceError(ValueError):
@@ -87,6 +85,17 @@ class ModuleSource(ABC):
     @abstractmethod
     def build(self, part: Part | None = None) -> nn.Module:
         """The module with real weights on the CPU in fp32; only ``part`` of it, if given."""
+
+    def check(self) -> list[str]:
+        """Whether weights on disk are the module's, as far as files' headers say.
+
+        Returns:
+            What is to be said of them.
+
+        Raises:
+            SourceError: :meth:`build` would not find all that it needs.
+        """
+        return []
 
     def for_names(self, names: Iterable[str]) -> ModuleSource:
         """This source with whatever a rank that owns ``names`` needs to travel with it."""
@@ -215,15 +224,26 @@ class ConfigSource(ModuleSource):
 
     def build(self, part: Part | None = None) -> nn.Module:
         model = self.skeleton()
-        owned = _owned(model, part)
-        initialize_by_name(model, owned, self.seed)
-        self._complete(model, owned)
+        self._initialize(model, _owned(model, part))
         if part is not None:
             prune(model, part.info, part.lo, part.hi)
         return self._finish(model)
 
+    def draw(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Values of some parameters, the same as :meth:`build` gives them.
 
-    def _complete(self, model: PreTrainedModel, owned: list[str]) -> None:
+        Raises:
+            SourceError: the class does not say which.
+        """
+        model = self.skeleton()
+        self._initialize(model, names)
+        return {name: model.get_parameter(name).detach() for name in names}
+
+    def _initialize(self, model: PreTrainedModel, names: Sequence[str]) -> None:
+        initialize_by_name(model, names, self.seed)
+        self._complete(model, names)
+
+    def _complete(self, model: PreTrainedModel, owned: Sequence[str]) -> None:
         """Values for what ``_init_weights`` leaves as it is, from the class's constructor.
 
         Raises:
@@ -253,7 +273,7 @@ def _left_by_init_weights(skeleton: PreTrainedModel) -> set[tuple[int, ...]]:
     return {tuple(p.shape) for n, p in skeleton.named_parameters() if p._version == before[n]}
 
 
-def initialize_by_name(model: PreTrainedModel, owned: list[str], seed: int) -> None:
+def initialize_by_name(model: PreTrainedModel, owned: Sequence[str], seed: int) -> None:
     """Give a meta model real buffers and real, freshly initialised ``owned`` parameters. What its
     class's ``_init_weights`` leaves as it is becomes NaN."""
     for name in owned:
@@ -282,146 +302,6 @@ def _enclosing_model(model: PreTrainedModel, name: str) -> PreTrainedModel:
         if isinstance(candidate, PreTrainedModel):
             return candidate
     return model
-
-
-@dataclass(frozen=True)
-class PretrainedSource(ModuleSource):
-    """A local folder that ``save_pretrained`` wrote. Ranks read only their own tensors.
-
-    Attributes:
-        path: the folder; it must hold ``config.json`` and safetensors weights.
-        model_class: a transformers class name; by default the one in the config.
-        language_model: resolve the default through ``AutoModelForCausalLM``'s mapping.
-        trust_remote_code: run Python files that the folder brings (``auto_map``), here and on
-            every rank. Otherwise nothing of them runs, and what transformers cannot load without
-            them is refused.
-    """
-
-    path: str
-    model_class: str | None = None
-    language_model: bool = False
-    frozen: bool | None = None
-    trust_remote_code: bool = False
-
-    def __post_init__(self) -> None:
-        folder = Path(self.path)
-        if not (folder / "config.json").is_file():
-            raise SourceError(
-                f"path is {self.path!r}; expected a folder with config.json and safetensors"
-            )
-        if not any(folder.glob("*.safetensors")):
-            raise SourceError(f"path is {self.path!r}; the folder has no *.safetensors file")
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what is cached: classes of the folder's own code are imported by every rank."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    @cached_property
-    def _auto_config(self) -> PretrainedConfig:
-        try:
-            return transformers.AutoConfig.from_pretrained(
-                self.path, local_files_only=True, trust_remote_code=self.trust_remote_code
-            )
-        except Exception as error:  # a folder may hold anything, and so may its code
-            why = f"{self.path!r}; {type(error).__name__}: {error}"
-            if not self.trust_remote_code:
-                why = why_not_loaded(self.path, "AutoConfig", error)
-            raise SourceError(f"path is {why}") from error
-
-    @cached_property
-    def resolved_class(self) -> type[PreTrainedModel]:
-        config, name = self._auto_config, self.model_class
-        architecture = (config.architectures or [None])[0]
-        own = self._own_class(name, architecture)
-        if own is not None and self.trust_remote_code:
-            return own_class(self.path, own)
-        if name is None and self.language_model and not own:
-            mapping = transformers.AutoModelForCausalLM._model_mapping
-            if type(config) in mapping:
-                return mapping[type(config)]
-        if name is None:
-            name = architecture
-        if name is None:
-            raise SourceError(f"{self.path}: config.json names no architecture; give model_class")
-        try:
-            return find_model_class(name, config)
-        except ModelClassError as error:
-            if own is not None:
-                why = why_not_loaded(self.path, self._auto_class, error)
-                raise SourceError(f"path is {why}") from None
-            raise
-
-    @property
-    def _auto_class(self) -> str:
-        return "AutoModelForCausalLM" if self.language_model else "AutoModel"
-
-    def _own_class(self, wanted: str | None, architecture: str | None) -> str | None:
-        """The class of the folder's own code that would be used: the one asked for, else its
-        architecture, else the one for what the module is; None if transformers has it."""
-        found = custom_code(self.path)
-        by_name = {target.rpartition(".")[2]: target for target in found.values()}
-        if wanted is not None:
-            return by_name.get(wanted)
-        native = architecture is None or hasattr(transformers, architecture)
-        if native and not self.trust_remote_code:
-            return None
-        return by_name.get(architecture or "") or found.get(self._auto_class)
-
-    @cached_property
-    def _config(self) -> PretrainedConfig:
-        config_class = self.resolved_class.config_class
-        if config_class is None or isinstance(self._auto_config, config_class):
-            return self._auto_config
-        return config_class.from_pretrained(self.path, local_files_only=True)
-
-    @property
-    def config(self) -> PretrainedConfig:
-        return self._config
-
-    def skeleton(self) -> nn.Module:
-        return ConfigSource(self.resolved_class, self._config, frozen=self.frozen).skeleton()
-
-    def build(self, part: Part | None = None) -> nn.Module:
-        model_class = self.resolved_class
-        if part is not None:
-            # Same name, pruned in __init__: from_pretrained then builds the rest on meta
-            # and reads only the tensors that are left.
-            base = model_class
-
-            def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-                base.__init__(self, config, *args, **kwargs)
-                self.tie_weights()  # now, not after loading: ties decide who owns what
-                prune(self, part.info, part.lo, part.hi)
-                held = {name for name, _ in self.named_parameters(remove_duplicate=False)}
-                self.all_tied_weights_keys = {
-                    target: origin
-                    for target, origin in self.all_tied_weights_keys.items()
-                    if target in held and origin in held
-                }
-
-            model_class = type(base.__name__, (base,), {"__init__": __init__})
-            model_class.__module__ = base.__module__
-        level = hf_logging.get_verbosity()
-        hf_logging.set_verbosity_error()  # pruned weights would be reported as unexpected
-        try:
-            model = model_class.from_pretrained(
-                self.path, local_files_only=True, use_safetensors=True, dtype=torch.float32,
-                trust_remote_code=self.trust_remote_code,
-            )
-        finally:
-            hf_logging.set_verbosity(level)
-        if part is not None:
-            _restore_ghosts(model)
-        return self._finish(model)
-
-
-def _restore_ghosts(model: nn.Module) -> None:
-    """Ghosts were made on the meta device that from_pretrained builds on; bring them home."""
-    for module in model.modules():
-        for name, value in list(module.__dict__.items()):
-            if isinstance(value, torch.Tensor) and value.is_meta:
-                ghost = torch.zeros((), dtype=value.dtype).expand(value.shape)
-                module.__dict__[name] = ghost
 
 
 @dataclass(frozen=True)
@@ -459,10 +339,22 @@ class FactorySource(ModuleSource):
     def build(self, part: Part | None = None) -> nn.Module:
         module = self._make()
         if self.weights is not None:
-            try:
-                module.load_state_dict(load_file(self.weights))
-            except RuntimeError as error:
-                raise SourceError(f"{self.weights} does not fit {self.target}: {error}") from None
+            self._load(module, load_file)
         if part is not None:
             prune(module, part.info, part.lo, part.hi)
         return self._finish(module)
+
+    def check(self) -> list[str]:
+        if self.weights is not None:
+            self._load(self.skeleton().to("meta"), header_tensors)
+        return []
+
+    def _load(
+        self, module: nn.Module, read: Callable[[Path], dict[str, torch.Tensor]]
+    ) -> None:
+        try:
+            module.load_state_dict(read(Path(self.weights)))
+        except (OSError, SafetensorError, WeightsError) as error:
+            raise SourceError(f"weights is {self.weights!r}; it cannot be read: {error}") from None
+        except RuntimeError as error:
+            raise SourceError(f"{self.weights} does not fit {self.target}: {error}") from None

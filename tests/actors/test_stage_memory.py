@@ -7,8 +7,9 @@ import transformers as hf
 from raymm.actors.stages.cut import stage_parameters
 from raymm.actors.stages.language import LanguageSpec, LanguageStage
 from raymm.actors.stages.merge import Prepend
+from raymm.actors.stages.pretrained_source import PretrainedSource
 from raymm.actors.stages.probe import probe_language_model
-from raymm.actors.stages.source import ConfigSource, LiveSource, PretrainedSource
+from raymm.actors.stages.source import ConfigSource, LiveSource
 from raymm.builders import stage_builders
 from raymm.model import ModalityModule, MultimodalModule
 from raymm.specs import MultimodalParallelSpec, ParallelSpec

@@ -58,6 +58,10 @@ BAD_SETTINGS = {
          "weights: /nowhere.safetensors}"],
         ["model.encoders.vision", "weights is '/nowhere.safetensors'"],
     ),
+    "fresh weights of what has no others": (
+        ["model.language_model.missing_weights=fresh"],
+        ["model.language_model", "missing_weights is given, but a config has none"],
+    ),
     "no such factory": (
         ["model.encoders.vision={factory: 'run_processors:cnn', hidden_size: 8}"],
         ["model.encoders.vision", "factory", "run_processors:cnn"],

@@ -13,7 +13,7 @@ OTHERS = {
     "NoBlockCalledError", "NoRoomError", "NotFiniteError", "OversubscribedError", "OwnerLostError",
     "ProgramError", "RankFailedError", "RowError", "RunFailedError", "RunFileError", "ShardError",
     "TooManyStages", "TooManyTransitions",
-    "UndeclaredRandomnessError", "_Projected",
+    "UndeclaredRandomnessError", "WeightsError", "_Projected",
 }
 
 

@@ -1,0 +1,192 @@
+"""Which weights of a model class a folder has, by names and shapes alone.
+
+transformers loads what a folder has, by its rules for renamed, fused and tied weights, and draws
+the rest anew. What it would draw is found by letting it load the folder's tensors on the meta
+device, of which only the files' headers are read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import logging as hf_logging
+
+# Names that an error or a note has of a kind.
+SHOWN = 4
+
+
+class WeightsError(ValueError):
+    """Weights of a file or folder that a module cannot be made of. Names the file, or what is
+    wrong with them."""
+
+
+class Misfit(NamedTuple):
+    """A parameter or buffer whose stored shape is another one."""
+
+    name: str
+    stored: tuple[int, ...]
+    wanted: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} is {list(self.stored)} in it, {list(self.wanted)} in the class"
+
+
+class WeightsReport(NamedTuple):
+    """What loading a folder into a class comes to.
+
+    Attributes:
+        lacking: parameters and buffers of the class that the folder has not.
+        misfits: those that it has in another shape.
+        unused: tensors of the folder that the class does not have.
+    """
+
+    lacking: tuple[str, ...]
+    misfits: tuple[Misfit, ...]
+    unused: tuple[str, ...]
+
+    @classmethod
+    def of(cls, info: Mapping[str, Any]) -> WeightsReport:
+        """Of what ``from_pretrained(..., output_loading_info=True)`` returns beside the model."""
+        misfits = (
+            Misfit(name, tuple(stored), tuple(wanted))
+            for name, stored, wanted in info["mismatched_keys"]
+        )
+        lacking, unused = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+        return cls(tuple(lacking), tuple(sorted(misfits)), tuple(unused))
+
+    @property
+    def fresh(self) -> tuple[str, ...]:
+        """What the folder gives no values for."""
+        return (*self.lacking, *(one.name for one in self.misfits))
+
+    def refusal(self, model_class: type) -> str | None:
+        """Why the folder does not do for a class; None if it does."""
+        parts = []
+        if self.lacking:
+            parts.append(
+                f"its weights lack {len(self.lacking)} of {model_class.__name__}: "
+                f"{_few(self.lacking)}"
+            )
+        if self.misfits:
+            parts.append(f"weights of another shape than config.json says: {_few(self.misfits)}")
+        if not parts:
+            return None
+        if self.lacking and self.unused:
+            parts.append(f"it has {len(self.unused)} that the class lacks: {_few(self.unused)}")
+        return (
+            f"{'; '.join(parts)}. Accepted: a folder with all of the class's weights, or another "
+            "model_class; or missing_weights: fresh (in Python, missing_weights='fresh'), which "
+            "draws these anew from the seed, as for the head of a new task"
+        )
+
+    def notes(self, model_class: type) -> list[str]:
+        """What to say of a folder that does."""
+        said = []
+        if self.fresh:
+            said.append(
+                f"{len(self.fresh)} weights of {model_class.__name__} are drawn anew "
+                f"(missing_weights is 'fresh'): {_few(self.fresh)}"
+            )
+        if self.unused:
+            said.append(
+                f"{len(self.unused)} tensors of it are of no use to {model_class.__name__}: "
+                f"{_few(self.unused)}"
+            )
+        return said
+
+
+def folder_report(
+    folder: Path, model_class: type[PreTrainedModel], config: PretrainedConfig
+) -> WeightsReport:
+    """What loading a folder would come to. Reads headers only.
+
+    Raises:
+        WeightsError: files that cannot be read, or weights that cannot be made into the class's.
+    """
+    stored: dict[str, torch.Tensor] = {}
+    for file in weight_files(folder, config):
+        stored |= header_tensors(file)
+    try:
+        with quiet_loading():
+            _, info = model_class.from_pretrained(
+                None, config=config, state_dict=stored, device_map={"": "meta"},
+                dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True,
+            )
+    except RuntimeError as error:  # fused of parts that do not fit together
+        raise WeightsError(
+            f"its weights cannot be made into those of {model_class.__name__}: "
+            f"{' '.join(str(error).split())}"
+        ) from error
+    return WeightsReport.of(info)
+
+
+def weight_files(folder: Path, config: PretrainedConfig) -> list[Path]:
+    """The files that transformers reads a folder's weights from.
+
+    Raises:
+        WeightsError: it has none, or lacks some.
+    """
+    whole = folder / (getattr(config, "transformers_weights", None) or SAFE_WEIGHTS_NAME)
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    if whole.is_file() and whole.suffix == ".safetensors":
+        more = (folder / name for name in type(config).extra_files)
+        return [whole, *filter(Path.is_file, more)]
+    if whole.is_file():
+        index = whole
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        files = [folder / name for name in names]
+    except OSError:
+        raise WeightsError(
+            f"it has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; expected one"
+        ) from None
+    except (ValueError, RecursionError, LookupError, AttributeError, TypeError):
+        raise WeightsError(
+            f"{index} is no index of weights; expected JSON with a weight_map of names to files"
+        ) from None
+    if absent := [file.name for file in files if not file.is_file()]:
+        raise WeightsError(f"{index.name} names files that it lacks: {_few(absent)}")
+    return files
+
+
+def header_tensors(file: Path) -> dict[str, torch.Tensor]:
+    """A safetensors file's tensors on the meta device, in fp32.
+
+    Raises:
+        WeightsError: it cannot be read.
+    """
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return {
+                name: torch.empty(opened.get_slice(name).get_shape(), device="meta")
+                for name in opened.keys()  # noqa: SIM118  it is no dict
+            }
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"cannot read {file}: {error}") from None
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """While transformers loads: neither its report, which errors and notes stand for, nor its
+    bar, which would be one per rank."""
+    level, bar = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+        if bar:
+            hf_logging.enable_progress_bar()
+
+
+def _few(names: Any) -> str:
+    return ", ".join(map(str, names[:SHOWN])) + (", ..." if len(names) > SHOWN else "")

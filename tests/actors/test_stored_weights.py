@@ -1,0 +1,199 @@
+"""Model folders whose weights are not those of the class: refused by name, or drawn from the seed
+where that was asked for."""
+
+import json
+import re
+import warnings
+
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file, save_file
+
+from raymm.actors.stages.pretrained_source import PretrainedSource
+from raymm.actors.stages.probe import probe_language_model
+from raymm.actors.stages.source import ConfigSource, FactorySource, Part, SourceError
+from raymm.model import ModalityModule, MultimodalModule, WeightsWarning
+
+TINY = {
+    "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 3,
+}
+TEXT = TINY | {"vocab_size": 32, "num_key_value_heads": 1, "max_position_embeddings": 32}
+MOE = TEXT | {"num_experts_per_tok": 1}
+
+
+def plain():
+    """A factory's module."""
+    return torch.nn.Linear(3, 2)
+
+
+def config(kind, **more):
+    return {
+        "llama": lambda: hf.LlamaConfig(**TEXT, **more),
+        "tied": lambda: hf.LlamaConfig(**TEXT, tie_word_embeddings=True),
+        "mixtral": lambda: hf.MixtralConfig(**MOE, num_local_experts=3),
+        "qwen3_moe": lambda: hf.Qwen3MoeConfig(
+            **MOE, num_experts=3, moe_intermediate_size=8, head_dim=8
+        ),
+        "siglip": lambda: hf.SiglipVisionConfig(**TINY, image_size=8, patch_size=4),
+        "resnet": lambda: hf.ResNetConfig(
+            embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic"
+        ),
+        "wav2vec2": lambda: hf.Wav2Vec2Config(
+            **TINY, vocab_size=8, conv_dim=(8, 8), conv_kernel=(4, 4), conv_stride=(2, 2),
+            num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2,
+        ),
+    }[kind]()
+
+
+CLASSES = {
+    "llama": hf.LlamaForCausalLM, "tied": hf.LlamaForCausalLM, "mixtral": hf.MixtralForCausalLM,
+    "qwen3_moe": hf.Qwen3MoeForCausalLM, "siglip": hf.SiglipVisionModel,
+    "resnet": hf.ResNetModel, "wav2vec2": hf.Wav2Vec2Model,
+}
+
+
+def saved(folder, kind, model_class=None):
+    """A folder with a model of a kind."""
+    torch.manual_seed(1)
+    (model_class or CLASSES[kind])(config(kind)).save_pretrained(folder)
+    return folder
+
+
+def edit(folder, change):
+    """Save a folder's tensors again, changed."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_any_tensor_that_a_folder_lacks_is_missed(tmp_path, kind):
+    """One of each kind in turn: renamed, fused, of experts, tied, parametrized, or a buffer."""
+    source = PretrainedSource(str(saved(tmp_path, kind)), CLASSES[kind].__name__)
+    assert source.check() == []
+    whole = load_file(tmp_path / "model.safetensors")
+    unnoticed = []
+    for name in {re.sub(r"\d+", "0", name): name for name in whole}.values():
+        edit(tmp_path, lambda tensors, name=name: tensors.pop(name))
+        try:
+            source.check()
+        except SourceError:
+            pass
+        else:
+            unnoticed.append(name)
+        save_file(whole, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    # Counters that are read with momentum None only; transformers' classes say so themselves.
+    assert [name for name in unnoticed if not name.endswith("num_batches_tracked")] == []
+
+
+def test_an_error_names_what_is_lacking_and_the_cure(tmp_path):
+    folder = saved(tmp_path / "llm", "llama", hf.LlamaModel)
+    with pytest.raises(SourceError) as error:
+        MultimodalModule(language_model=str(folder))
+    for part in (str(folder), "lack 1 of LlamaForCausalLM: lm_head.weight", "missing_weights"):
+        assert part in str(error.value)
+    edit(folder, lambda tensors: tensors.update({"embed_tokens.weight": torch.zeros(7, 16)}))
+    with pytest.raises(SourceError, match=r"embed_tokens.weight is \[7, 16\] in it, \[32, 16\]"):
+        PretrainedSource(str(folder), language_model=True).check()
+    with pytest.raises(SourceError, match="missing_weights is 'random'; accepted: 'fresh'"):
+        PretrainedSource(str(folder), missing_weights="random")
+
+
+def test_stages_refuse_what_they_own_and_do_without_the_rest(tmp_path):
+    """Also where nobody has looked before."""
+    folder = saved(tmp_path, "llama")
+    source = PretrainedSource(str(folder), language_model=True)
+    cut = probe_language_model(source)
+    first, last = Part(cut, 0, 1), Part(cut, 1, 3)
+    edit(folder, lambda tensors: tensors.pop("model.layers.2.mlp.up_proj.weight"))
+    source.build(first)
+    for part in (last, None):
+        with pytest.raises(SourceError, match=r"layers\.2\.mlp\.up_proj\.weight"):
+            source.build(part)
+
+
+def test_weights_that_are_asked_to_be_fresh_are_the_seeds_in_every_stage(tmp_path):
+    """A head that is not there, an embedding of another size; as a config's of the same seed."""
+    folder = saved(tmp_path, "llama")
+    there = load_file(folder / "model.safetensors")
+
+    def change(tensors):
+        del tensors["lm_head.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
+        tensors["model.embed_tokens.weight"] = torch.zeros(7, 16)
+
+    edit(folder, change)
+    source = PretrainedSource(
+        str(folder), language_model=True, missing_weights="fresh", seed=5
+    )
+    (note,) = source.check()
+    assert "3 weights of LlamaForCausalLM are drawn anew" in note
+    assert "lm_head.weight" in note
+    due = dict(ConfigSource(hf.LlamaForCausalLM, source.config, seed=5).build().named_parameters())
+    kept = there.keys() - {
+        "lm_head.weight", "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"
+    }
+    due |= {name: there[name] for name in kept}
+    cut = probe_language_model(source)
+    for part in (None, Part(cut, 0, 1), Part(cut, 1, 3)):
+        for name, parameter in source.build(part).named_parameters():
+            assert torch.equal(parameter, due[name]), (part, name)
+
+
+def test_tensors_of_no_use_are_said_in_a_line(tmp_path):
+    saved(tmp_path, "llama")
+    with pytest.warns(WeightsWarning) as said:
+        MultimodalModule(language_model=ModalityModule(str(tmp_path), model_class="LlamaModel"))
+    (line,) = [str(one.message) for one in said]
+    assert "\n" not in line
+    assert line.endswith("1 tensors of it are of no use to LlamaModel: lm_head.weight")
+
+
+def test_sharded_folders_and_what_may_be_wrong_with_their_files(tmp_path):
+    torch.manual_seed(1)
+    hf.LlamaForCausalLM(config("llama")).save_pretrained(tmp_path, max_shard_size="8KB")
+    source = PretrainedSource(str(tmp_path), language_model=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        MultimodalModule(language_model=str(tmp_path))
+    index = tmp_path / "model.safetensors.index.json"
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[0]
+    data = shard.read_bytes()
+    text = index.read_text()
+    for content in ("", "[1]", "{}", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}', text[:90]):
+        index.write_text(content)
+        with pytest.raises(SourceError, match="index"):
+            source.check()
+    index.write_text(json.dumps({"weight_map": {"a": "model-9.safetensors"}}))
+    with pytest.raises(SourceError, match=r"files that it lacks: model-9\.safetensors"):
+        source.check()
+    index.write_text(text)
+    for content in (b"", data[:-5], data[:20], b"\xff" * 100):
+        shard.write_bytes(content)
+        with pytest.raises(SourceError, match=shard.name):
+            source.check()
+    index.unlink()
+    with pytest.raises(SourceError, match=r"neither model\.safetensors nor"):
+        source.check()
+
+
+def test_the_weights_of_a_factory_are_looked_at_before_anything_is_built(tmp_path):
+    file = tmp_path / "weights.safetensors"
+    source_of = lambda: FactorySource(f"{__name__}:plain", weights=str(file))  # noqa: E731
+    whole = plain().state_dict()
+    save_file(whole, file)
+    assert source_of().check() == []
+    for wrong, match in (
+        ({"weight": whole["weight"]}, "bias"),
+        (whole | {"more": torch.zeros(1)}, "more"),
+        (whole | {"weight": torch.zeros(2, 2)}, "weight"),
+    ):
+        save_file(wrong, file)
+        for look in (source_of().check, source_of().build):
+            with pytest.raises(SourceError, match=match):
+                look()
+    file.write_bytes(b"no tensors")
+    for look in (source_of().check, source_of().build):
+        with pytest.raises(SourceError, match=r"weights\.safetensors"):
+            look()
