@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -147,6 +148,9 @@ class RankGroup:
         self._watch: ClusterWatch | None = None
         self._programs: OrderedDict[str, None] = OrderedDict()
         self._ended: str | None = None  # why nothing runs any more
+        # Calls of several threads reach all ranks in the same order: else ranks would work on
+        # different steps, whose messages are alike.
+        self._order = threading.Lock()
         self._placement = placement_group([resources.bundle()] * len(specs), strategy="PACK")
         self._actors: list[Any] = []
         try:
@@ -210,7 +214,8 @@ class RankGroup:
             RuntimeError: the processes have ended.
         """
         self.check_running()
-        refs = [getattr(actor, method).remote(*args) for actor in self._actors]
+        with self._order:
+            refs = [getattr(actor, method).remote(*args) for actor in self._actors]
         return self.wait(refs, timeout=timeout)
 
     def rebuild(self, builders: Sequence[Mapping[str, Any]]) -> None:
@@ -257,9 +262,10 @@ class RankGroup:
         """
         self.check_running()
         refs = []
-        for actor, rows in zip(self._actors, inputs, strict=True):
-            layout = [(stage, microbatch) for stage, microbatch, _ in rows]
-            refs.append(actor.run_step.remote(key, meta, layout, *(data for *_, data in rows)))
+        with self._order:
+            for actor, rows in zip(self._actors, inputs, strict=True):
+                layout = [(stage, microbatch) for stage, microbatch, _ in rows]
+                refs.append(actor.run_step.remote(key, meta, layout, *(data for *_, data in rows)))
         return StepHandle(self, refs)
 
     def run_epilogue(self, ops: Sequence[Op]) -> list[StepResult]:

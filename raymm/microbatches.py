@@ -9,6 +9,7 @@ import torch
 
 from raymm.batch_rules import IDS, INDEX, BatchError
 from raymm.data import MicrobatchMeta, describe
+from raymm.data.object_store import StoredTensors
 
 
 def split_batch(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
@@ -75,7 +76,8 @@ def describe_microbatches(
     ]
     parts = []
     for one in microbatches:
-        part = {name: one[name] for name in encoders if name in one}
+        # Torch's own format of storages cannot be read again for every dtype (uint16, float8).
+        part = {name: StoredTensors(one[name]) for name in encoders if name in one}
         parts.append({**part, "text": text_inputs(one)})
     return parts, meta
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers as hf
-from torch import nn
+from masked_encoder import Masked
 
 from raymm.actors.stages.probe import ProbeError
 from raymm.batch_rules import BatchError
@@ -17,23 +17,6 @@ SMALL = dict(
     hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, vocab_size=16,
     num_key_value_heads=2,
 )
-
-
-class Masked(nn.Module):
-    """Its blocks read a float mask; its stem reads a scale."""
-
-    hidden_size = 4
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(4, 4)
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x, mask=None, scale=None):
-        hidden = self.stem(x if scale is None else x * scale[:, None, None])
-        for block in self.blocks:
-            hidden = block(hidden) if mask is None else block(hidden) * mask[..., None]
-        return hidden
 
 
 def model(**options) -> MultimodalModule:

@@ -138,10 +138,11 @@ class GpuGroup(RankGroup):
             RuntimeError: the processes have ended.
         """
         self.check_running()
-        refs = [
-            actor.run_step.remote(list(iterations), list(one), *one.values())
-            for actor, one in zip(self._actors, inputs, strict=True)
-        ]
+        with self._order:
+            refs = [
+                actor.run_step.remote(list(iterations), list(one), *one.values())
+                for actor, one in zip(self._actors, inputs, strict=True)
+            ]
         return StepHandle(self, refs)
 
     def run_epilogue(self) -> list[IterationResult]:

@@ -52,7 +52,7 @@ def _items(value: torch.Tensor | ItemStack) -> list[torch.Tensor]:
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
     # As bytes, since NumPy lacks some of torch's dtypes (bfloat16).
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return tensor.detach().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def _unpack(packed: list[tuple]) -> dict[str, torch.Tensor]:

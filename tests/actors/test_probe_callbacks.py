@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers as hf
-from torch import nn
+from masked_encoder import Masked
 
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.message import MicrobatchContext
@@ -142,23 +142,6 @@ def test_callbacks_that_do_not_take_the_example_are_named():
     assert spec.travels == {"pixel_values"}
 
 
-class Masked(nn.Module):
-    """Blocks read a float mask."""
-
-    hidden_size = 4
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(4, 4)
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x, mask=None, scale=1.0):
-        hidden = self.stem(x)
-        for block in self.blocks:
-            hidden = block(hidden) if mask is None else block(hidden) * mask[..., None]
-        return hidden * scale
-
-
 def test_inputs_that_later_blocks_read_travel():
     inputs = {"x": torch.randn(2, 3, 4), "mask": torch.rand(2, 3)}
     spec = EncoderSpec("vision", LiveSource.of(Masked()), 3)
@@ -177,16 +160,16 @@ def test_inputs_that_were_not_tried_are_tried_before_they_are_trusted():
 
 
 def test_plain_values_of_a_preprocess_callback_travel():
-    def with_scale(inputs):
-        return {**inputs, "scale": 3.0}
+    def with_factor(inputs):
+        return {**inputs, "factor": 3.0}
 
     inputs = {"x": torch.randn(2, 3, 4)}
-    spec = EncoderSpec("vision", LiveSource.of(Masked()), 3, preprocess=with_scale)
+    spec = EncoderSpec("vision", LiveSource.of(Masked()), 3, preprocess=with_factor)
     spec = probe_chain(spec, Cuts(True, False), inputs)
     assert torch.equal(run(spec, (0, 1, 3), inputs), run(spec, (0, 3), inputs))
 
     def with_object(inputs):
-        return {**inputs, "scale": 3.0, "mask": torch.rand, }
+        return {**inputs, "factor": 3.0, "mask": torch.rand, }
 
     spec = replace(spec, preprocess=with_object)
     with pytest.raises(ProbeError, match="Masked does not take"):

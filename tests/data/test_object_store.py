@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 
 from raymm.data.object_store import ItemStack, StoredTensors
 
-DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+DTYPES = [
+    torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64,
+    torch.uint16, torch.float8_e4m3fn,
+]  # fmt: skip
 
 
 def through_store(tensors):
@@ -45,8 +48,12 @@ def test_items_are_not_copied_before_they_are_stored():
     assert bytes(addresses[1]) == items[1].numpy().tobytes()
 
 
-def test_items_that_are_not_contiguous():
-    items = list(torch.arange(24.0).reshape(2, 3, 4).transpose(1, 2))
+@pytest.mark.parametrize("change", [
+    lambda x: x.transpose(1, 2), lambda x: torch.complex(x, -x).conj().imag,
+])  # fmt: skip
+def test_items_that_are_not_what_their_memory_holds(change):
+    """In another order, or with the other sign."""
+    items = list(change(torch.arange(24.0).reshape(2, 3, 4)))
     got, _, _ = through_store(StoredTensors({"x": ItemStack(items)}))
     torch.testing.assert_close(got["x"], torch.stack(items), rtol=0, atol=0)
 

@@ -1,6 +1,8 @@
 """A refused batch leaves a model that runs as it was, in both styles: gradients that have
 accumulated, the next loss, the processes."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import wrong_batches as wb
@@ -70,6 +72,29 @@ def test_what_means_the_same_gives_the_same(running):
     unlabelled["labels"].fill_(-100)
     step = [wb.good_batch(), unlabelled]
     assert parallel.evaluate(step).loss == pytest.approx(reference(model, step), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.float8_e4m3fn], ids=str)
+def test_dtypes_that_torch_pickles_for_nobody_arrive(running, dtype):
+    _, parallel, _ = running
+    batch = wb.good_batch()
+    whole = torch.randint(0, 5, batch["vision"]["pixel_values"].shape).float()
+    losses = []
+    for pixels in (whole, whole.to(dtype)):
+        batch["vision"]["pixel_values"] = pixels
+        losses.append(parallel.evaluate(batch).loss)
+    assert losses[0] == losses[1]
+
+
+def test_steps_of_several_threads_do_not_mix(running):
+    """All ranks take them in the same order, whichever that is."""
+    _, parallel, _ = running
+    batches = [wb.good_batch(seed) for seed in range(3, 7)]
+    alone = [parallel.evaluate(batch).loss for batch in batches]
+    with ThreadPoolExecutor(len(batches)) as pool:
+        for _ in range(3):
+            together = pool.map(lambda batch: parallel.evaluate(batch).loss, batches, timeout=100)
+            assert list(together) == alone
 
 
 @settings(max_examples=30, suppress_health_check=list(HealthCheck))

@@ -51,7 +51,7 @@ def format_of(path: str | Path) -> str:
         )
     if path.is_file():
         return "json"  # as before there were others
-    raise DataError(f"data file {str(path)!r} does not exist (looked for {path.resolve()})")
+    raise DataError(f"data file {str(path)!r} does not exist (looked for {path.absolute()})")
 
 
 def open_source(
