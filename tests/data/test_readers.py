@@ -171,6 +171,13 @@ def test_what_is_no_such_file_is_refused(tmp_path, name, reader):
         reader(tmp_path / "empty")
 
 
+def test_links_in_a_circle_are_refused(tmp_path):
+    (circle := tmp_path / "rows.jsonl").symlink_to(circle)
+    for source in (circle, circle / "train"):
+        with pytest.raises(DataError, match=f"data file '{source}' cannot be read"):
+            open_source(source)
+
+
 def test_truncated_files_are_refused(tmp_path):
     whole = write_shards(tmp_path, 20) / "000.tar"
     content = whole.read_bytes()

@@ -69,4 +69,10 @@ def open_source(
     """
     if format is not None and format not in FORMATS:
         raise DataError(f"format must be one of {sorted(FORMATS)}, got {format!r}")
-    return FORMATS[format or format_of(path)](path, None, options)
+    try:
+        return FORMATS[format or format_of(path)](path, None, options)
+    except DataError:
+        raise
+    except (OSError, RuntimeError) as error:  # pathlib's, of links in a circle
+        reason = f"{type(error).__name__}: {error}"
+        raise DataError(f"data file {str(path)!r} cannot be read: {reason}") from error
