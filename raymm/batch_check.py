@@ -1,5 +1,6 @@
-"""Batches in memory, looked at before anything of them is sent to a process: a process that
-cannot use a batch ends, and all others with it."""
+"""Batches, looked at before anything of them is sent to a process: a process that cannot use a
+batch ends, and all others with it. Those in memory by the driver; samples of data on disk one by
+one, by the data workers that make batches of them."""
 
 from __future__ import annotations
 
@@ -7,11 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from raymm.actors.stages.example_inputs import brief
 from raymm.actors.stages.language import label_mask
 from raymm.actors.stages.merge import IGNORE_INDEX, MergeError
 from raymm.batch_rules import LABELS, BatchError, Vocabulary, complete_microbatch, said
+from raymm.data.builder import SampleCheck
 from raymm.encoder_trial import EncoderTrial
 from raymm.length_trial import LengthTrial
+from raymm.merge_trial import MergeTrial
 from raymm.microbatches import split_batch, text_inputs
 
 if TYPE_CHECKING:
@@ -30,7 +34,10 @@ class BatchCheck:
         source = model.language_model.source(language_model=True)
         skeleton = source.skeleton()
         width = skeleton.get_input_embeddings().weight.shape[1]
-        self._merge, self._encoders = model.merge, model.encoder_names
+        self._encoders = model.encoder_names
+        self._merge = getattr(model.merge, "check", None) or MergeTrial(
+            model.merge, width, model.encoder_names, model.mask, bool(model.mask or model.packing)
+        )
         self._vocabulary = Vocabulary.of(skeleton)
         self._length = LengthTrial(source)
         self._trials = {
@@ -71,23 +78,46 @@ class BatchCheck:
                 self._try(one)
         return found
 
+    def of_samples(self) -> SampleCheck:
+        """The same of samples, for other processes: nothing but labels is asked of a step.
+
+        Example inputs are tried here, so that data workers need not try what is like them.
+        """
+        for trial in self._trials.values():
+            trial.try_example()
+        return self._sample
+
+    def _sample(self, microbatch: Mapping[str, Any]) -> None:
+        self._try(self._complete(microbatch))
+
     def _complete(self, microbatch: Any) -> dict[str, Any]:
         return complete_microbatch(microbatch, self._encoders, self._vocabulary, to_send=True)
 
     def _try(self, microbatch: Mapping[str, Any]) -> None:
         """Refuse what encoders, the merge policy or the language model would refuse."""
         tokens = {
-            name: self._trials[name].taken(items).tokens
-            for name, items in microbatch.items() if name in self._trials
+            name: self._tokens(name, items) for name, items in microbatch.items()
+            if name in self._trials
         }
         length = microbatch[LABELS].shape[1]
-        check = getattr(self._merge, "check", None)
-        if check is not None and None not in tokens.values():
+        if None not in tokens.values():
             try:
-                length = check(text_inputs(microbatch), tokens)
+                length = self._merge(text_inputs(microbatch), tokens)
             except MergeError as error:
                 raise BatchError(str(error)) from None
+            except Exception as error:  # a user's function may raise anything
+                raise BatchError(
+                    f"the merge policy does not take it: {brief(error)}. (If it would on a rank: "
+                    "give the policy a method check, raymm.actors.stages.merge)"
+                ) from error
         self._length.check(length)
+
+    def _tokens(self, name: str, items: Mapping[str, Any]) -> int | None:
+        try:
+            return self._trials[name].taken(items).tokens
+        except BatchError as error:
+            error.modality = name
+            raise
 
 
 @contextmanager

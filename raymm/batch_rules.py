@@ -22,7 +22,13 @@ _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torc
 
 class BatchError(ValueError):
     """A batch that does not fit the model. Names the key, what it has and what is accepted.
-    Nothing of the batch has been sent anywhere: the model goes on with the next one."""
+    Nothing of the batch has been sent anywhere: the model goes on with the next one.
+
+    Attributes:
+        modality: whose items are at fault; None if it is not known to be one's.
+    """
+
+    modality: str | None = None
 
 
 class Vocabulary(NamedTuple):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -72,6 +72,19 @@ class EncoderTrial:
         self._skeleton: EncoderStage | None = None
         self._small: EncoderStage | None = None
         self._ran = False  # the module of the last trial, to its end
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For other processes: what was found out, without modules and their weights."""
+        spec = replace(self._spec, source=self._spec.source.for_names(()))
+        return {**vars(self), "_spec": spec, "_skeleton": None, "_small": None}
+
+    def try_example(self) -> None:
+        """Remember what becomes of the example, which is of one item or more."""
+        example = {k: v for k, v in (self._example or {}).items() if isinstance(v, torch.Tensor)}
+        if example and len({len(value) for value in example.values() if value.dim()}) == 1:
+            count = len(next(iter(example.values())))
+            with suppress(BatchError):  # whoever has such items will be told
+                self.taken({**example, INDEX: torch.arange(count)})
 
     def taken(self, items: Items) -> Taken:
         """What becomes of items.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -26,6 +27,10 @@ class LengthTrial:
         stated = getattr(source.config, "max_position_embeddings", None)
         self._stated = stated if isinstance(stated, int) else math.inf
         self._longest: float = self._stated  # that is known to work
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For other processes, without weights."""
+        return {**vars(self), "_source": self._source.for_names(())}
 
     def check(self, length: int) -> None:
         """

@@ -16,6 +16,7 @@ from raymm.actors.optimizer import OptimizerConfig
 from raymm.batch_check import BatchCheck
 from raymm.builders import reloadable_modules
 from raymm.data import MicrobatchMeta
+from raymm.data.builder import SampleCheck
 from raymm.microbatches import describe_microbatches
 from raymm.model import LANGUAGE_MODEL, ModelError, MultimodalModule
 from raymm.scheduler.timeline import Timeline
@@ -166,6 +167,10 @@ class ParallelModule(ABC):
         """
         found = self._check.microbatches(batch, self.microbatches)
         return describe_microbatches([self._arranged(one) for one in found], self._encoders)
+
+    def sample_check(self) -> SampleCheck:
+        """What data workers ask of every sample: errors that :meth:`execute` would raise."""
+        return self._check.of_samples()
 
     def _arranged(self, microbatch: dict[str, Any]) -> dict[str, Any]:
         """A complete microbatch in the order that the style wants."""

@@ -347,9 +347,9 @@ class Trainer:
             watch = execution.watch(WatchedRun(
                 parallel, self.model, self.data, self.training, self.path, progress.line
             ))
+            batches = Batches(self.data, self.training, parallel.sample_check())
             loop = TrainingLoop(
-                self.run, Batches(self.data, self.training), parallel, store, metrics, samples,
-                watch, progress, self.stop,
+                self.run, batches, parallel, store, metrics, samples, watch, progress, self.stop
             )
             self._loop = loop
             stopped = loop.run(_data_position(checkpoint))

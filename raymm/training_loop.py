@@ -12,6 +12,7 @@ from typing import Any
 from raymm.checkpoint import CheckpointStore
 from raymm.config import RunConfig
 from raymm.data import DataConfig, MicrobatchMeta, Skipped, StepLoader
+from raymm.data.builder import SampleCheck
 from raymm.execution import StepWatch
 from raymm.metrics import MetricsLog, SampleLog
 from raymm.parallel_module import ParallelModule, PendingOutput, StepOutput
@@ -42,10 +43,14 @@ class Batches:
     Args:
         data: a :class:`DataConfig`, or batches in memory.
         training: how the training data are taken.
+        check: looks whether the model can take a sample of data on disk.
     """
 
-    def __init__(self, data: DataConfig | Sequence[Any], training: TrainingData) -> None:
-        self._data, self._training = data, training
+    def __init__(
+        self, data: DataConfig | Sequence[Any], training: TrainingData,
+        check: SampleCheck | None = None,
+    ) -> None:
+        self._data, self._training, self._check = data, training, check
 
     def train(self, state: Any, steps: int, parallel: ParallelModule) -> Iterator[Batch]:
         """Training data from a position on."""
@@ -53,6 +58,7 @@ class Batches:
             with StepLoader(
                 self._data, "train", start_state=state, steps=steps,
                 sampler=self._training.sampler, dataset=self._training.dataset,
+                check=self._check,
             ) as loader:
                 for step in loader:
                     yield Batch(
@@ -73,7 +79,9 @@ class Batches:
 
     def heldout(self, steps: int | None, shuffled: Sequence[str]) -> StepLoader:
         """One pass over the held-out data, with some modalities' items in the wrong samples."""
-        return StepLoader(self._data, "heldout", steps=steps, shuffled=shuffled)
+        return StepLoader(
+            self._data, "heldout", steps=steps, shuffled=shuffled, check=self._check
+        )
 
 
 class TrainingLoop:

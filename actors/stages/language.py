@@ -16,7 +16,13 @@ from raymm.actors.stages.cut import CutInfo, CutReached, stage_parameters
 from raymm.actors.stages.dealt_samples import take_rows
 from raymm.actors.stages.dealt_tokens import deal_tokens, pad_layout, take_tokens
 from raymm.actors.stages.fully_sharded import FullyShardedPlan, shard_parameters
-from raymm.actors.stages.merge import IGNORE_INDEX, MergeError, MergePolicy
+from raymm.actors.stages.merge import (
+    IGNORE_INDEX,
+    MergeError,
+    MergePolicy,
+    merge_rows,
+    merged_layout,
+)
 from raymm.actors.stages.message import Message, MicrobatchContext
 from raymm.actors.stages.packed_rows import pack_rows
 from raymm.actors.stages.part_forward import PartForward
@@ -26,9 +32,7 @@ from raymm.actors.stages.tensor_shard import shard_module
 from raymm.actors.stages.token_layout import (
     MASKS,
     MaskPolicy,
-    checked_layout,
     row_masks,
-    text_layout,
 )
 from raymm.kernels import hf_attention
 from raymm.kernels.cross_entropy import (
@@ -277,45 +281,21 @@ class LanguageStage(nn.Module):
         if self._mask is not None:
             to_merge["encoder_kinds"] = {name: n for n, name in enumerate(self.spec.encoders, 1)}
         try:
-            merged = dict(self.spec.merge(features, to_merge))
+            merged = merge_rows(self.spec.merge, features, to_merge)
         except MergeError as error:
             ids = context.sample_ids
             if error.row is not None:
                 ids = ids[error.row : error.row + 1]
             raise MergeError(f"{error} (sample id: {', '.join(ids) or 'unknown'})") from None
-        given, kept = int(label_mask(labels).sum()), int(label_mask(merged["labels"]).sum())
-        if given != kept:
-            raise MergeError(f"the merge policy turned {given} label tokens into {kept}")
         mask = merged.get("attention_mask")
         if self._mask is not None:
-            merged["token_layout"] = self._token_layout(merged)
+            merged["token_layout"] = merged_layout(merged, self.spec.mask)
             mask = None
         elif mask is not None and mask.dim() == 2 and bool(mask.all()):
             mask = None  # plain causal attention is faster
         merged["attention_mask"] = mask
         merged["targets"] = F.pad(merged["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
         return {k: v for k, v in merged.items() if k not in _READ_BY_MERGE and v is not None}
-
-    def _token_layout(self, merged: dict[str, Any]) -> torch.Tensor:
-        layout, shape = merged.get("token_layout"), merged["labels"].shape
-        if self.spec.mask is None:  # causal: nothing but the padding matters
-            mask = merged.get("attention_mask")
-            if mask is not None and mask.shape != shape:
-                raise MergeError(
-                    f"the merge policy returned an attention_mask of shape {tuple(mask.shape)}; "
-                    f"with context parallelism or packing it is (B, T), here {tuple(shape)}: what "
-                    "else hides tokens is the model's mask"
-                )
-            return text_layout(torch.ones_like(merged["labels"]) if mask is None else mask)
-        if layout is None:
-            raise MergeError(
-                "the merge policy returned no token_layout, which the model's mask is made "
-                "from; see raymm.actors.stages.token_layout"
-            )
-        try:
-            return checked_layout(layout, shape)
-        except ValueError as error:
-            raise MergeError(f"the merge policy returned a {error}") from None
 
 
 def _all_seen(side: dict[str, torch.Tensor]) -> torch.Tensor:

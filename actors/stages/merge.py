@@ -12,11 +12,12 @@ If the model has a mask policy, ``inputs`` also holds ``encoder_kinds``, a numbe
 encoder, and what is returned must hold ``token_layout``
 (:mod:`raymm.actors.stages.token_layout`).
 
-A policy may have a method ``check(inputs, tokens)``, which is asked about every batch in memory
-before anything of it is sent to a rank, where an error would end the model: ``inputs`` holds
-``input_ids``, ``attention_mask``, ``labels`` and ``sample_index``, ``tokens[name]`` is how many an
-item of each encoder that has items becomes. It raises :class:`MergeError` where the policy would,
-and returns the merged length.
+A policy may have a method ``check(inputs, tokens)``, which is asked about every batch in memory,
+and every sample of data on disk, before it is sent to a rank, where an error would end the model:
+``inputs`` holds ``input_ids``, ``attention_mask``, ``labels`` and ``sample_index``,
+``tokens[name]`` is how many an item of each encoder that has items becomes. It raises
+:class:`MergeError` where the policy would, and returns the merged length. Policies without one are
+tried on features of zeros (:mod:`raymm.merge_trial`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,12 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from raymm.actors.stages.token_layout import place_items, text_layout
+from raymm.actors.stages.token_layout import (
+    MaskPolicy,
+    checked_layout,
+    place_items,
+    text_layout,
+)
 
 IGNORE_INDEX = -100
 
@@ -40,6 +46,73 @@ class MergeError(ValueError):
     number in the microbatch, if it is one sample's fault."""
 
     row: int | None = None
+
+
+def merge_rows(
+    policy: MergePolicy, features: dict[str, torch.Tensor], inputs: dict[str, Any]
+) -> dict[str, Any]:
+    """What a policy returns.
+
+    Raises:
+        MergeError: it lacks something, or other tokens are labels. Else what the policy raises.
+    """
+    rows, width = len(inputs["labels"]), inputs["inputs_embeds"].shape[2]
+    given = _label_count(inputs["labels"])  # before the policy, which may write into them
+    found = policy(features, inputs)
+    if not isinstance(found, Mapping):
+        raise MergeError(f"the merge policy returned a {type(found).__name__}; accepted: a dict")
+    merged = dict(found)
+    for name, dims, form in (("inputs_embeds", 3, "(B, T, H)"), ("labels", 2, "(B, T)")):
+        value = merged.get(name)
+        if not isinstance(value, torch.Tensor) or value.dim() != dims:
+            what = f"of shape {tuple(value.shape)}" if hasattr(value, "shape") else repr(value)
+            raise MergeError(
+                f"the merge policy returned {name} {what:.80}; accepted: a tensor {form}"
+            )
+    embeds, labels = merged["inputs_embeds"], merged["labels"]
+    if tuple(embeds.shape) != (*labels.shape, width) or len(labels) != rows:
+        raise MergeError(
+            f"the merge policy returned inputs_embeds of shape {tuple(embeds.shape)} and labels of "
+            f"shape {tuple(labels.shape)} for {rows} rows; accepted: one length for both, a row of "
+            f"each per sample, embeddings {width} wide"
+        )
+    kept = _label_count(labels)
+    if given != kept:
+        raise MergeError(f"the merge policy turned {given} label tokens into {kept}")
+    return merged
+
+
+def _label_count(labels: torch.Tensor) -> int:
+    return int((labels[:, 1:] != IGNORE_INDEX).sum())
+
+
+def merged_layout(merged: Mapping[str, Any], mask: MaskPolicy | None) -> torch.Tensor:
+    """Where the tokens are that a policy returns, for a model's mask (None: causal, for which only
+    padding matters).
+
+    Raises:
+        MergeError: it says no such thing.
+    """
+    layout, labels = merged.get("token_layout"), merged["labels"]
+    seen, shape = merged.get("attention_mask"), labels.shape
+    if mask is None:
+        if seen is not None and seen.shape != shape:
+            raise MergeError(
+                f"the merge policy returned an attention_mask of shape {tuple(seen.shape)}; "
+                f"with context parallelism or packing it is (B, T), here {tuple(shape)}: what "
+                "else hides tokens is the model's mask"
+            )
+    elif layout is None:
+        raise MergeError(
+            "the merge policy returned no token_layout, which the model's mask is made "
+            "from; see raymm.actors.stages.token_layout"
+        )
+    try:
+        if mask is None:
+            return text_layout(torch.ones_like(labels) if seen is None else seen)
+        return checked_layout(layout, shape)
+    except ValueError as error:
+        raise MergeError(f"the merge policy returned a {error}") from None
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Builds the microbatches of one step in this process; workers and local runs both use it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +29,11 @@ from raymm.data.sources import open_split
 from raymm.data.text import TextEncoder, check_vocabulary, load_tokenizer
 
 _REASONS_SHOWN = 3
+
+
+# Raises a ValueError that says what of a microbatch of one sample the model cannot take; it may
+# have a ``modality`` whose items are at fault.
+SampleCheck = Callable[[Microbatch], None]
 
 
 @dataclass(frozen=True)
@@ -94,12 +99,13 @@ class StepBuilder:
     Args:
         config: the data configuration.
         dataset: the split's samples.
+        check: looks whether the model can take a sample; None if nobody asks.
 
     Tokenizer and processors are loaded at the first use.
     """
 
-    def __init__(self, config: DataConfig, dataset: Dataset):
-        self.config, self.dataset = config, dataset
+    def __init__(self, config: DataConfig, dataset: Dataset, check: SampleCheck | None = None):
+        self.config, self.dataset, self._check = config, dataset, check
 
     @cached_property
     def tokenizer(self):
@@ -208,7 +214,22 @@ class StepBuilder:
             name: [self._item(name, sample, item) for item in items]
             for name, items in sample.media.items()
         }
-        return EncodedSample(sample.id, input_ids, labels, media)
+        encoded = EncodedSample(sample.id, input_ids, labels, media)
+        if self._check is not None:
+            self._check_sample(sample, encoded)
+        return encoded
+
+    def _check_sample(self, sample: Sample, encoded: EncodedSample) -> None:
+        try:
+            self._check(collate([encoded], self.pad_id, self.config.columns))
+        except (ValueError, DataError) as error:
+            name = getattr(error, "modality", None)
+            items = sample.media.get(name, ())
+            path = media_name(items[0]) if len(items) == 1 else None
+            column = sample.columns.get(name, self.config.columns[name]) if name else None
+            raise SampleError(
+                sample.id, path, str(error), column, sample.place or None
+            ) from error
 
     def _item(self, name: str, sample: Sample, item: Media) -> dict[str, torch.Tensor]:
         """The tensors of an item that is within the limits."""

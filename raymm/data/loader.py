@@ -17,7 +17,7 @@ from raymm.actors.inquiry import (
 )
 from raymm.actors.stacks import Look
 from raymm.data.batching import Sampler, training_sampler
-from raymm.data.builder import Skipped, StepBuilder, check_tools, most_groups
+from raymm.data.builder import SampleCheck, Skipped, StepBuilder, check_tools, most_groups
 from raymm.data.collate import MicrobatchMeta
 from raymm.data.config import DataConfig
 from raymm.data.errors import DataError, DataWorkerError
@@ -87,6 +87,7 @@ class StepLoader:
         sampler: what steps of the training data consist of; by default
             ``training_sampler(config, dataset)``, which knows nothing of the model.
         dataset: the split's samples, if they were opened already.
+        check: looks whether the model can take a sample (``StepBuilder``).
 
     Raises:
         DataError: here, before any actor starts, for a missing file, malformed row, unknown
@@ -104,6 +105,7 @@ class StepLoader:
         shuffled: Sequence[str] = (),
         sampler: Sampler | None = None,
         dataset: Dataset | None = None,
+        check: SampleCheck | None = None,
     ):
         unknown = [name for name in shuffled if name not in config.modalities]
         if unknown:
@@ -114,7 +116,10 @@ class StepLoader:
         self._plan = enumerate(_plan(config, dataset, split, start_state, steps, sampler))
         stored = ray.put(dataset)
         self._names = part_names(config)
-        self._workers = [start_worker(config, stored, shuffled) for _ in range(config.num_workers)]
+        checks = [] if check is None else [ray.put(check)]
+        self._workers = [
+            start_worker(config, stored, shuffled, checks) for _ in range(config.num_workers)
+        ]
         # Of those that have started, for when one does not answer any more.
         self._places: dict[int, dict] = {}
         self._pending: deque = deque()

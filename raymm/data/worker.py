@@ -46,6 +46,7 @@ class DataWorker(WatchedActor):
         import_path: the driver's ``sys.path``; Ray itself hands on only the script's folder,
             and processor functions may lie elsewhere.
         shuffled: modalities to shuffle (``StepBuilder.build``).
+        check: a reference to ``StepBuilder``'s in a list, which is followed once the path is set.
     """
 
     def __init__(
@@ -54,11 +55,12 @@ class DataWorker(WatchedActor):
         dataset: Dataset,
         import_path: Sequence[str],
         shuffled: Sequence[str],
+        check: Sequence[ray.ObjectRef] = (),
     ):
         super().__init__("cpu")
         sys.path.extend(path for path in import_path if path and path not in sys.path)
         torch.set_num_threads(1)
-        self._builder = StepBuilder(config, dataset)
+        self._builder = StepBuilder(config, dataset, *ray.get(list(check)))
         self._shuffled = tuple(shuffled)
 
     def pid(self) -> int:
@@ -97,7 +99,8 @@ class DataWorker(WatchedActor):
 
 
 def start_worker(
-    config: DataConfig, dataset: ray.ObjectRef, shuffled: Sequence[str]
+    config: DataConfig, dataset: ray.ObjectRef, shuffled: Sequence[str],
+    check: Sequence[ray.ObjectRef] = (),
 ) -> ray.actor.ActorHandle:
     """Start one ``DataWorker``; ``dataset`` refers to a ``raymm.data.readers.Dataset``."""
     return (
@@ -108,5 +111,5 @@ def start_worker(
             # Several workers decode side by side; threads below them would only fight.
             runtime_env={"env_vars": {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}},
         )
-        .remote(config, dataset, list(sys.path), tuple(shuffled))
+        .remote(config, dataset, list(sys.path), tuple(shuffled), list(check))
     )

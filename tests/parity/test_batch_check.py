@@ -165,6 +165,60 @@ def test_items_that_the_merge_policy_would_drop_are_refused():
         check.microbatches([wb.good_batch()], 1)
 
 
+class Appending:
+    """A merge policy of a user's, without ``check``: encodings after the text, of which there is
+    room for eight."""
+
+    def __call__(self, features, inputs):
+        embeds, labels = inputs["inputs_embeds"], inputs["labels"]
+        for name, found in features.items():
+            index = inputs["sample_index"][name]
+            most = int(torch.bincount(index, minlength=len(labels)).max()) * found.shape[1]
+            if most > 8:
+                raise IndexError(f"room for 8 tokens of {name}, not {most}")
+            more = embeds.new_zeros(len(labels), most, embeds.shape[2])
+            for row in range(len(labels)):
+                part = found[index == row].flatten(0, 1)
+                more[row, : len(part)] = part
+            embeds = torch.cat([embeds, more], 1)
+            labels = torch.nn.functional.pad(labels, (0, most), value=-100)
+        return {"inputs_embeds": embeds, "labels": labels}
+
+
+class WithGains(Appending):
+    """It knows how wide embeddings are."""
+
+    def __call__(self, features, inputs):
+        merged = super().__call__(features, inputs)
+        return {**merged, "inputs_embeds": merged["inputs_embeds"] * torch.ones(32)}
+
+
+@pytest.mark.parametrize("policy", [Appending(), WithGains()], ids=["any_width", "one_width"])
+def test_merge_policies_without_a_check_are_tried(policy):
+    check = BatchCheck(wb.small_model(policy))
+    good = wb.good_batch()
+    good["audio"] = None
+    assert len(check.microbatches([good], 1)) == 1
+    crowded = pm.batch([5, 5], 3, vision=[0, 0, 0])
+    with pytest.raises(BatchError, match="IndexError: room for 8 tokens of vision, not 12"):
+        check.microbatches([crowded], 1)
+    with pytest.raises(BatchError, match="longest row has 68 tokens, .* up to 64"):
+        check.microbatches([pm.batch([60], 3, vision=[0, 0])], 1)
+
+
+@pytest.mark.parametrize("returned, said", [
+    (lambda given: None, "returned a NoneType; accepted: a dict"),
+    (lambda given: {"labels": given["labels"]}, "returned inputs_embeds None"),
+    (lambda given: {**given, "labels": given["labels"][:, 1:]}, "accepted: one length"),
+    (lambda given: {**given, "inputs_embeds": given["inputs_embeds"][..., :1]}, "wide"),
+    (lambda given: {**given, "labels": given["labels"].fill_(-100)}, "label tokens into 0"),
+])
+def test_what_a_merge_policy_must_not_return_is_refused(returned, said):
+    check = BatchCheck(wb.small_model(lambda features, inputs: returned(inputs)))
+    with pytest.raises(BatchError, match=said):
+        check.microbatches([wb.good_batch()], 1)
+
+
 def test_rotary_positions_have_no_end():
     """Llama goes on beyond what its config states; a microbatch may have no label."""
     config = pm.llama()

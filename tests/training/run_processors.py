@@ -37,6 +37,12 @@ def image_or_nan(path: str) -> dict[str, torch.Tensor]:
     return found
 
 
+def natural_image(path: str) -> dict[str, torch.Tensor]:
+    """(3, height, width) float32 pixels, as many as the file has."""
+    pixels = np.asarray(read_image(path), dtype=np.float32)
+    return {"pixel_values": torch.from_numpy(pixels).permute(2, 0, 1) / 255}
+
+
 _images = 0
 
 
