@@ -60,7 +60,13 @@ def first_line(error: BaseException) -> str:
     if isinstance(error, OutOfMemoryError):  # Ray's memory monitor chose this process
         return " ".join(lines[:2]).partition(" Ray killed")[0]
     if isinstance(error, RayActorError) and "creation task" in str(error):
-        return f"it could not start: {raised_at(str(error))}"
+        reason = raised_at(str(error))
+        if reason.startswith(ModuleNotFoundError.__name__):
+            reason += (
+                ". Ranks import what is installed, or lies in the working directory, the script's "
+                "folder or PYTHONPATH; what a program adds to sys.path they do not have"
+            )
+        return f"it could not start: {reason}"
     for line in lines:
         if "died because" in line or "cause" in line.lower() or "Worker" in line:
             return line.partition(" Some common causes")[0]

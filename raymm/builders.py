@@ -24,6 +24,7 @@ from raymm.actors.stages.language import (
     LanguageStage,
     language_stage_parameters,
 )
+from raymm.actors.stages.plain_torch import plain_torch
 from raymm.actors.stages.probe import ProbeError, probe_language_model, trains_without_blocks
 from raymm.actors.stages.probe_attention import probe_shared_tokens
 from raymm.actors.stages.probe_callbacks import Cuts, check_chain, module_inputs, probe_chain
@@ -65,6 +66,7 @@ class StageBuilders:
     retries: dict[str, Retry] = field(default_factory=dict)
 
 
+@plain_torch()
 def stage_builders(model: MultimodalModule, plan: Plan) -> StageBuilders:
     """
     Raises:

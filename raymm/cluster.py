@@ -32,7 +32,7 @@ def connect(quiet: bool = True) -> bool:
     if ray.is_initialized():
         return False
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # import paths in configs; ranks inherit sys.path
+        sys.path.insert(0, os.getcwd())  # import paths in configs; ranks have it, too
     # What one rank raises is said once; others that lost it would each add a traceback.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     address = os.environ.get("RAY_ADDRESS")

@@ -209,7 +209,7 @@ class MultimodalParallelModule(ParallelModule):
         key = self._program(tuple(tuple(sorted(m.items)) for m in meta), ops, forward_only)
         inputs: list[list[tuple[str, int, Any]]] = [[] for _ in self._processes.all]
         for index, (part, one) in enumerate(zip(parts, meta, strict=True)):
-            rows = {name: torch.tensor(items) for name, items in one.items.items()}
+            rows = {name: torch.tensor(i, device="cpu") for name, i in one.items.items()}
             given = [(LANGUAGE_MODEL if name == "text" else name, d) for name, d in part.items()]
             for module, data in (*given, (LANGUAGE_MODEL, {"sample_index": rows})):
                 stage = self._reader(module, index)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from raymm.actors.optimizer import OptimizerConfig
+from raymm.actors.stages.plain_torch import plain_torch
 from raymm.batch_check import BatchCheck
 from raymm.builders import reloadable_modules
 from raymm.data import MicrobatchMeta
@@ -157,6 +158,7 @@ class ParallelModule(ABC):
         """Loss only: no gradients."""
         return self.submit(self.prepare(batch), forward_only=True).result()
 
+    @plain_torch()
     def prepare(
         self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]
     ) -> tuple[list[dict[str, Any]], list[MicrobatchMeta]]:

@@ -13,6 +13,7 @@ from typing import Any
 import ray
 import torch
 
+from raymm.actors.stages.plain_torch import plain_torch
 from raymm.actors.stages.probe_error import NotRunError, ProbeError
 from raymm.actors.stages.probe_outputs import added_loss, check_outputs
 from raymm.batch_rules import INDEX, BatchError
@@ -70,6 +71,7 @@ class TriedInputs:
                 if signature not in self._tried[name]:
                     self._try(name, signature, part[name])
 
+    @plain_torch()
     def _try(self, name: str, signature: Signature, part: Any) -> None:
         example = _example(ray.get(part) if isinstance(part, ray.ObjectRef) else part)
         try:

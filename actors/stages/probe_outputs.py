@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from raymm.actors.stages.encoder import EncoderSpec
+from raymm.actors.stages.plain_torch import plain_torch
 from raymm.actors.stages.probe import first_tensor, of_one_that_runs
 from raymm.actors.stages.probe_callbacks import chain_example, module_inputs, own_callbacks
 from raymm.actors.stages.probe_error import NotRunError, ProbeError
@@ -35,6 +36,7 @@ _TOKENS = 12
 _ROUNDING, _TOLERANCE = 2e-6, 1e-4
 
 
+@plain_torch()
 def check_outputs(
     spec: EncoderSpec, example: Mapping[str, Any] | None = None
 ) -> Mapping[str, Any]:
@@ -128,6 +130,7 @@ def _is_summary(value: torch.Tensor, picked: torch.Tensor) -> bool:
     return sum(size > 1 for size in value.shape[1:]) <= 1
 
 
+@plain_torch()
 def added_loss(source: ModuleSource) -> str | None:
     """What a language model adds to the cross entropy of its logits, in words: the router loss of
     a mixture of experts. None if it adds nothing, or has no loss of its own."""

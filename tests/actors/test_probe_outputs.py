@@ -1,5 +1,7 @@
 """What a module returns and training would drop is refused by name; what nobody needs is not."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import transformers as hf
@@ -34,17 +36,23 @@ def test_poolers_and_hidden_states_are_not_missed(module, config):
     assert check_outputs(encoder(module, config))
 
 
-def test_features_with_parameters_of_their_own_are_refused_unless_a_callback_picks():
+@pytest.mark.parametrize("around", [
+    nullcontext, torch.no_grad, torch.inference_mode, lambda: torch.device("meta"),
+], ids=["nothing", "no grad", "inference mode", "default device"])  # fmt: skip
+def test_features_with_parameters_of_their_own_are_refused_unless_a_callback_picks(around):
     config = Qwen3VLVisionModel.config_class(
         depth=3, hidden_size=16, out_hidden_size=24, num_heads=2, intermediate_size=16,
         deepstack_visual_indexes=[0, 1],
     )
-    with pytest.raises(ProbeError, match=r"Qwen3VLVisionModel, the encoder of 'vision', returns "
-                       r"pooler_output \(16, 24\) \(of merger.*deepstack_features\[0\].*callback"):
-        check_outputs(encoder(Qwen3VLVisionModel, config))
-    check_outputs(encoder(Qwen3VLVisionModel, config, postprocess_module=_pooled))
-    with pytest.raises(ProbeError, match="pooler_output"):  # hands on what it was given
-        check_outputs(encoder(Qwen3VLVisionModel, config, postprocess_module=_same))
+    with around():
+        with pytest.raises(ProbeError, match=(
+            r"Qwen3VLVisionModel, the encoder of 'vision', returns "
+            r"pooler_output \(16, 24\) \(of merger.*deepstack_features\[0\].*callback"
+        )):
+            check_outputs(encoder(Qwen3VLVisionModel, config))
+        check_outputs(encoder(Qwen3VLVisionModel, config, postprocess_module=_pooled))
+        with pytest.raises(ProbeError, match="pooler_output"):  # hands on what it was given
+            check_outputs(encoder(Qwen3VLVisionModel, config, postprocess_module=_same))
 
 
 def _pooled(inputs, output):

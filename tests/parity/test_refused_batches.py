@@ -86,6 +86,23 @@ def test_dtypes_that_torch_pickles_for_nobody_arrive(running, dtype):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize("around", [
+    lambda: torch.device("meta"), torch.inference_mode, torch.no_grad,
+    lambda: torch.autocast("cpu"),
+], ids=["default device", "inference mode", "no grad", "autocast"])  # fmt: skip
+def test_what_holds_in_the_program_around_changes_nothing(running, around):
+    """Nor do inputs of dtypes that are tried there for the first time."""
+    _, parallel, loss = running
+    batch, other = wb.good_batch(), wb.good_batch()
+    other["vision"]["pixel_values"] = other["vision"]["pixel_values"].half()
+    with around():
+        assert parallel.evaluate(batch).loss == loss
+        assert parallel.evaluate(other).loss == pytest.approx(loss, rel=1e-4)
+        assert parallel.execute(batch).loss == loss
+    assert any(one is not None and bool(one.any()) for one in parallel.gradients().values())
+    parallel.zero_grad()
+
+
 def test_steps_of_several_threads_do_not_mix(running):
     """All ranks take them in the same order, whichever that is."""
     _, parallel, _ = running
