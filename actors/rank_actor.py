@@ -120,7 +120,6 @@ class RankActor(WatchedActor):
 
     def __init__(self, spec: RankSpec) -> None:
         super().__init__(spec.device)
-        torch.set_num_threads(spec.threads)
         self._spec = spec
         self._device = torch.device(spec.device)
         self._timeout = timedelta(seconds=spec.timeout_s)
@@ -140,6 +139,8 @@ class RankActor(WatchedActor):
     def connect(self, address: str, port: int) -> None:
         """Join the process groups: one of all ranks, one per directed remote edge."""
         spec = self._spec
+        # Here, as OpenMP has a number per thread, and ``__init__`` ran in another one.
+        torch.set_num_threads(spec.threads)
         stay_on(address)
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         store = self._store or dist.TCPStore(

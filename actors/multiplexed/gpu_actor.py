@@ -103,7 +103,6 @@ class GpuActor(WatchedActor):
 
     def __init__(self, spec: GpuSpec) -> None:
         super().__init__(spec.device, said)
-        torch.set_num_threads(spec.threads)
         self._spec = spec
         self._device = torch.device(spec.device)
         self._timeout = timedelta(seconds=spec.timeout_s)
@@ -122,6 +121,8 @@ class GpuActor(WatchedActor):
         """Join the process groups: of all, for messages, and of every set of copies; and connect
         them, so that what cannot connect fails here, within the timeout."""
         spec = self._spec
+        # Here, as OpenMP has a number per thread, and ``__init__`` ran in another one.
+        torch.set_num_threads(spec.threads)
         stay_on(address)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device.index or 0)  # where groups connect

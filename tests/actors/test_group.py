@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import time
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -273,3 +274,34 @@ def test_a_rank_that_cannot_start_says_why_and_keeps_its_traceback(ray_cluster, 
     kept = (Path(str(caught.value).rpartition("stacks: ")[2]) / "rank-0.txt").read_text()
     assert "in no_such_file" in kept and kept.count("File ") > 2
     assert str(tmp_path) in str(caught.value)
+
+
+def with_threads_of_openmp() -> nn.Module:
+    """As many features as OpenMP has threads where it is called: torch's own number is that of the
+    process, and says nothing of a thread that has not asked yet."""
+    (library,) = Path(torch.__file__).parent.glob("lib/libgomp*")
+    return nn.Linear(ctypes.CDLL(str(library)).omp_get_max_threads(), 1, bias=False)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_thread_that_works_has_the_threads_that_were_asked_for(ray_cluster, threads):
+    builders = {"llm.0": with_threads_of_openmp}
+    spec = RankSpec(0, 1, builders, edges=(), lanes=(), threads=threads)
+    group = RankGroup([spec], ["llm.0"], RankResources())
+    group.shutdown()
+    assert group.num_parameters == [{"llm.0": threads}]
+
+
+class FromSysPath:
+    """Lies where only the program that sends it looks for modules."""
+
+    def __reduce__(self):
+        return import_module, ("only_on_the_drivers_path",)
+
+
+def test_a_module_that_ranks_do_not_have_is_named_with_the_cure(ray_cluster, tmp_path):
+    spec = RankSpec(0, 1, {"llm.0": FromSysPath()}, edges=(), lanes=())
+    with faults_kept_in(tmp_path), pytest.raises(RankFailedError) as caught:
+        RankGroup([spec], ["llm.0"], RankResources())
+    assert "No module named 'only_on_the_drivers_path'" in str(caught.value)
+    assert "PYTHONPATH" in str(caught.value).partition("\n")[0]
