@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from benchmarks._family_classes import ENCODER, LANGUAGE, Family
-from benchmarks._family_configs import UnmakeableError, tiny_configs
+from benchmarks._family_configs import UnmakeableError, default_config, tiny_configs
 from benchmarks._family_inputs import item_candidates, text_microbatches
 from raymm.actors.executor import Executor, StepMeta
 from raymm.actors.stages.blocks import num_blocks
@@ -35,14 +35,15 @@ TOLERANCE = 1e-5  # of a gradient's own norm
 ROUNDING = 1e-7  # of the largest gradient's norm
 _NOISE = 0.02  # added to all parameters, since many begin as zeros or ones
 _MICROBATCHES = 2
-# A class that may be an encoder of text or a language model is to be the latter.
-_FLAGS = {LANGUAGE: {"is_decoder": True}, ENCODER: {}}
+# A class that may be an encoder of text or a language model is to be the latter; all of it trains.
+_FLAGS = {LANGUAGE: {"is_decoder": True}, ENCODER: {"freeze": False}}
 _MOST_PARAMETERS = 200_000_000
 _STEP, _SEED = 3, 5
 
 # Errors of transformers itself that say that a class cannot be run here, or on these inputs alone.
 _NOT_ALONE = re.compile(
     r"requires the \w+ library|missing \d+ required (positional|keyword-only) argument"
+    r"|shared_kv_states cannot be None"  # keys and values of the model that it assists
 )
 
 
@@ -124,21 +125,34 @@ def runnable(family: Family, training: bool) -> tuple[PretrainedConfig, list[dic
     Raises:
         UnmakeableError: if there is none.
     """
-    errors: list[str] = []
+    unbuilt: list[str] = []
+    not_run: list[str] = []
     try:
         for config in tiny_configs(family.config_class, _FLAGS[family.kind]):
-            for microbatches in _tries(family, config, errors):
+            for microbatches in _tries(family, config, unbuilt, not_run):
                 return config, microbatches
     except UnmakeableError as error:
-        errors.append(str(error))
-    unlike = list(dict.fromkeys(errors))
+        unbuilt.append(str(error))
+    unlike = list(dict.fromkeys(not_run or unbuilt))
     if all(_NOT_ALONE.search(error) for error in unlike):
         raise NotAloneError(unlike[0])
+    if error := _of_its_defaults(family):
+        raise NotAloneError(f"its own defaults make no model: {error}")
     raise UnmakeableError(f"no tiny configuration runs: {' | '.join(unlike)[:600]}")
 
 
+def _of_its_defaults(family: Family) -> str | None:
+    """The error of transformers with which a class's own defaults make no model, if they do not."""
+    try:
+        with torch.device("meta"):
+            family.model_class._from_config(default_config(family.config_class))
+    except (ValueError, TypeError, AttributeError, ImportError) as error:
+        return _last_lines(error)
+    return None
+
+
 def _tries(
-    family: Family, config: PretrainedConfig, errors: list[str]
+    family: Family, config: PretrainedConfig, unbuilt: list[str], not_run: list[str]
 ) -> Iterator[list[dict[str, Any]]]:
     torch.manual_seed(0)
     _complete(config)
@@ -149,7 +163,7 @@ def _tries(
             raise ValueError(f"{size:,} parameters are more than tiny")
         model = family.model_class._from_config(config).train(True)
     except Exception as error:  # noqa: BLE001
-        errors.append(_last_lines(error))
+        unbuilt.append(_last_lines(error))
         return
     if family.kind == LANGUAGE:
         candidates = iter([text_microbatches(_vocabulary(model), _MICROBATCHES)])
@@ -167,7 +181,7 @@ def _tries(
                 raise ValueError("the output is not finite")
             sum(t.float().sum() for t in output if t.requires_grad).backward()
         except Exception as error:  # noqa: BLE001
-            errors.append(_last_lines(error))
+            not_run.append(_last_lines(error))
             continue
         yield microbatches
 

@@ -9,19 +9,21 @@ is no size (dropout, layer drop, activations, flags) stays as the class has it.
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from transformers import PretrainedConfig
+from transformers import PPLCNetV3Config, PretrainedConfig
 
 DEPTH = 4
 WIDTH, HEADS, HEAD_WIDTH = 64, 4, 16
+NARROWEST, LEVEL_DEPTH, FILTERS = 32, 2, 8  # of a pyramid's levels
 VOCABULARY = 256
-IMAGE_SIZE = 32
+IMAGE_SIZE, VIDEO_FRAMES = 32, 4
 EXPERTS, EXPERTS_PER_TOKEN = 4, 2
-POSITIONS = 512
+POSITIONS, QUERIES = 512, 8
 
 _DEPTHS = re.compile(
     r"^(num_(hidden_|encoder_|decoder_)?(layers|blocks)|n_layers?|(en|de)coder_layers|depth"
@@ -39,6 +41,7 @@ _WIDTHS = re.compile(
     r"|embedding_size|proj_dim|mlp_dim|(^|_)dim$|pos_embds_dim|lowrank|mid_dim|dim_model_base"
     r"|projection_size|projection_dim|hidden_sizes|encoder_hidden|conv_dim|out_features_dim"
     r"|_channels$|^attention_hidden_size$|expand_dim|(^|_)width$|feature_size|bottleneck"
+    r"|adapter_input_size"
 )
 _NOT_WIDTHS = re.compile(
     r"vocab|image_size|patch_size|num_channels|in_channels|in_chans|input_channels|window|kernel"
@@ -49,6 +52,7 @@ _EXPERTS = re.compile(
 )
 _EXPERTS_PER_TOKEN = re.compile(r"experts_per_tok|moe_top_?k|^moe_k$|^top_k_experts$")
 _HEAD_GROUPS = re.compile(r"(^|_)n_?groups$|^o_groups$")
+_FILTERS = re.compile(r"^(num|n)_filters$")  # of the first level: further ones have twice as many
 _GROUPS = re.compile(r"^(n_group|topk_group|num_expert_group)$")
 _TOKEN_IDS = re.compile(r"token_id$|token_index$|_token_ids$|mask_index|unk_index")
 _POSITIONS = re.compile(
@@ -62,7 +66,36 @@ _INDEXER = {
     "indexer_compress_ratio": 2,
 }  # fmt: skip
 
+_LEVEL_DEPTHS = re.compile(r"^(depths|num_block_repeats|layer_depths)$")
 _LISTS = ("depths", "hidden_sizes", "stage_names")
+
+
+# What no rule makes fit, mostly as a class's own defaults do not fit each other: by configuration
+# class and dotted name.
+AWKWARD: dict[str, dict[str, Any]] = {
+    # Patches of the image, after halving it four times.
+    "JanusVQVAEConfig": {"num_patches": 2},
+    # What one part gives must be as wide as the other one is.
+    "DeepseekOcr2VisionConfig": {"sam_config.downsample_channels": [32, 64]},
+    # Four neighbours side by side are as wide as what comes between.
+    "Llama4VisionConfig": {"intermediate_size": 256},
+    # A patch is an image of its parts, and their layers are numbered here.
+    "DepthProConfig": {
+        "patch_size": 64,
+        "merge_padding_value": 0,
+        "intermediate_hook_ids": [3, 1],
+        "image_model_config.image_size": 64,
+        "patch_model_config.image_size": 64,
+        "fov_model_config.image_size": 64,
+    },
+    # Its channels are of this backbone, though its default is another.
+    "PPOCRV6SmallDetConfig": {
+        "layer_list_out_channels": [48, 96, 192, 384],
+        "backbone_config": PPLCNetV3Config(scale=0.75, divisor=16, out_indices=[2, 3, 4, 5]),
+    },
+    # Its head takes the features of all levels.
+    "UVDocConfig": {"backbone_config.out_indices": [1, 2, 3, 4, 5, 6]},
+}
 
 
 class UnmakeableError(ValueError):
@@ -76,6 +109,7 @@ class Shrink:
     Attributes:
         depth: layers of every list of blocks.
         widths: whether widths and heads shrink, or stay as the class has them.
+        pyramids: whether levels of a pyramid shrink that has no width of its own.
         image: side of images.
         multiple: what widths are a multiple of.
         flags: values by name, for whatever has the name.
@@ -84,6 +118,7 @@ class Shrink:
 
     depth: int = DEPTH
     widths: bool = True
+    pyramids: bool = True
     image: int | None = IMAGE_SIZE
     experts: bool = True
     common: bool = False
@@ -94,9 +129,11 @@ class Shrink:
 # Tried in this order until one of them runs.
 SHRINKS = (
     Shrink(),
+    Shrink(pyramids=False),
     Shrink(common=True),
     Shrink(multiple=16),
     Shrink(image=64),
+    Shrink(image=64, multiple=16),
     Shrink(image=None),
     Shrink(widths=False),
     Shrink(widths=False, image=None),
@@ -120,6 +157,7 @@ def tiny_configs(
     for shrink in SHRINKS:
         try:
             config = shrunk(default, replace(shrink, flags=flags))
+            _set(config, AWKWARD.get(config_class.__name__, {}))
         except Exception as error:  # noqa: BLE001  whatever a class's own checks raise
             errors.append(error)
             continue
@@ -127,6 +165,12 @@ def tiny_configs(
         yield config
     if not made:
         raise UnmakeableError(f"{config_class.__name__}: {errors[0]}") from errors[0]
+
+
+def _set(config: PretrainedConfig, changes: Mapping[str, Any]) -> None:
+    for path, value in changes.items():
+        *parts, name = path.split(".")
+        setattr(functools.reduce(getattr, parts, config), name, value)
 
 
 def default_config(config_class: type[PretrainedConfig]) -> PretrainedConfig:
@@ -163,7 +207,10 @@ def _remade(
     config: PretrainedConfig, shrink: Shrink, cross: Mapping[int, int], common: _Factors
 ) -> PretrainedConfig:
     values = {k: v for k, v in vars(config).items() if not k.startswith("_")}
-    smaller = _smaller(config, values, shrink, cross, common if shrink.common else _factors(config))
+    factors = common if shrink.common else _factors(config)
+    if shrink.pyramids and factors.width == 1:
+        factors = _pyramid_factors(values)
+    smaller = _smaller(config, values, shrink, cross, factors)
     for name, value in values.items():
         if isinstance(value, PretrainedConfig):
             smaller[name] = _remade(value, shrink, cross, common)
@@ -182,8 +229,11 @@ def _remade(
     kept.update(smaller)
     kept = {n: list(v) if isinstance(v, tuple) and n in _LISTS else v for n, v in kept.items()}
     kept.update({name: value for name, value in shrink.flags.items() if name in kept})
-
-    return type(config)(**kept)
+    made = type(config)(**kept)
+    chosen = getattr(config, "out_indices", None) or []
+    if len(chosen) > 1 and "num_hidden_layers" not in values and hasattr(made, "stage_names"):
+        made.out_indices = list(chosen)  # a pyramid that gives more than its last level
+    return made
 
 
 @dataclass(frozen=True, order=True)
@@ -237,11 +287,28 @@ def _factors(config: PretrainedConfig) -> _Factors:
     head = _first(config, "head_dim", "d_kv", "qk_nope_head_dim", "attention_head_size")
     if width is None:
         return _Factors(1, 1)
+    levels = vars(config).get("num_heads")  # of a pyramid, the narrowest first
+    if isinstance(levels, list | tuple) and isinstance(
+        narrowest := _first(config, "embed_dim"), int
+    ):
+        return _Factors(1, _divisor(narrowest // levels[0], 8))
     if heads is None:
         return _Factors(1, _divisor(width, WIDTH))
     head = head or max(width // heads, 1)
     by_heads = _divisor(heads, HEADS)
     return _Factors(by_heads, _divisor(width // by_heads or 1, WIDTH, also=head))
+
+
+def _pyramid_factors(values: Mapping[str, Any]) -> _Factors:
+    """Of a configuration without a main width: its narrowest level keeps :data:`NARROWEST`."""
+    widths = [
+        item
+        for name, value in values.items()
+        if _WIDTHS.search(name) and not _NOT_WIDTHS.search(name)
+        for item in (value if isinstance(value, list | tuple) else [value])
+        if type(item) is int and item >= NARROWEST
+    ]
+    return _Factors(1, _divisor(min(widths, default=1), NARROWEST))
 
 
 def _divisor(size: int, target: int, also: int = 0) -> int:
@@ -291,7 +358,7 @@ def _smaller(
             smaller[name] = values["languages"][0]
         if value is None and name in _INDEXER:
             smaller[name] = _INDEXER[name]
-        if name.endswith("_coefficient") and shrink.widths:
+        if name.endswith("_coefficient") and shrink.widths and isinstance(value, float):
             smaller[name] = min(value, 0.5)  # what EfficientNet has for sizes
         if name == "axial_pos_shape":
             smaller[name] = [3, 4]  # what there are of tokens
@@ -318,6 +385,8 @@ def _smaller_value(
     depth: int | None,
     kept: list[int],
 ) -> Any:
+    if shrink.pyramids and _LEVEL_DEPTHS.search(name) and isinstance(value, list | tuple):
+        return [min(item, LEVEL_DEPTH) if isinstance(item, int) else item for item in value]
     if isinstance(value, list | tuple) and depth and len(value) == depth:
         picked = [value[layer] for layer in kept]
         if _is_indices(name, value, depth):
@@ -358,8 +427,14 @@ def _smaller_value(
         return min(value, 8) if value else None
     if _POSITIONS.search(name):
         return min(value, POSITIONS)
-    if name == "image_size" and shrink.image:
+    if name in ("image_size", "crop_size") and shrink.image:
         return min(value, shrink.image)
+    if shrink.image and re.search(r"^num_frames$|^frames_per_clip$", name):
+        return min(value, VIDEO_FRAMES)
+    if shrink.pyramids and name == "num_queries":
+        return min(value, QUERIES)
+    if shrink.pyramids and _FILTERS.search(name):
+        return min(value, FILTERS)
     if shrink.experts and _EXPERTS.search(name) and value > EXPERTS:
         return EXPERTS
     if shrink.experts and _EXPERTS_PER_TOKEN.search(name) and value > EXPERTS_PER_TOKEN:

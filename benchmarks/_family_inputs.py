@@ -82,6 +82,9 @@ def _images(first: str, names: list[str], config: PretrainedConfig, random: Any)
         if "grid_thw" in names or "spatial_shapes" in names:
             break
         yield {first: random(ITEMS, channels, height, width)}
+    if isinstance(frames := _get(config, "num_frames"), int) and sizes:  # images of videos
+        height, width = (size, size) if isinstance(size, int) else size
+        yield {first: random(ITEMS * frames, channels, height, width)}
 
 
 def _videos(first: str, names: list[str], config: PretrainedConfig, random: Any) -> Iterator[dict]:
@@ -115,11 +118,14 @@ def _packed(first: str, names: list[str], config: PretrainedConfig, random: Any)
             (rows, channels * times * patch * patch),
             (rows, channels, patch, patch),
             (rows, channels * patch * patch),
+            (rows, 2 * channels * patch * patch),  # two frames
             (rows, channels, times, patch, patch),
             (rows, times, channels, patch, patch),
         ):
             yield {first: random(*shape), grid_name: grid, **more}
         yield {first: random(1, rows, channels, patch, patch), grid_name: grid, **more}
+    elif isinstance(channels, int) and "temporal_patch_size" in vars(config):
+        yield {first: random(ITEMS, times, patch, patch, channels)}
 
 
 def _patches(first: str, names: list[str], config: PretrainedConfig, random: Any) -> Iterator[dict]:
@@ -171,23 +177,35 @@ def _patches(first: str, names: list[str], config: PretrainedConfig, random: Any
                 places = torch.arange(1, 17).float()[None, :, None].expand(ITEMS, 16, 1)
                 rows = torch.cat([places, (places % 4) + 1, random(ITEMS, 16, width)], -1)
                 yield {first: rows, "attention_mask": torch.ones(ITEMS, 16)}
+    if first == "patch_embeds" and isinstance(hidden := _get(config, "hidden_size"), int):
+        yield {first: random(ITEMS, hidden, 4, 4)}
+    if "scaled_images_ratios" in vars(config):
+        side = int(patch / min(config.scaled_images_ratios))
+        yield {first: random(ITEMS, channels, side, side)}
     yield {first: random(ITEMS, 16, wide)}
+    if isinstance(count := _get(config, "num_position_embeddings"), int):
+        yield {first: random(ITEMS, count, wide)}
     yield {first: random(16, wide)}
     hidden = _get(config, "hidden_size", "embed_dim", "input_dim", default=None)
     if isinstance(hidden, int):
         yield {first: random(ITEMS, 16, hidden)}
+        if "attention_mask" in names:
+            yield {first: random(ITEMS, 16, hidden), "attention_mask": torch.ones(ITEMS, 16)}
 
 
 def _features(
     first: str, names: list[str], config: PretrainedConfig, random: Any
 ) -> Iterator[dict]:
     bins = _get(
-        config, "num_mel_bins", "input_feat_size", "feature_size", "input_dim", "num_mel_channels",
-        "feature_projection_input_dim", "input_feat_per_channel", "n_mels", default=80,
+        config, "input_size", "num_mel_bins", "input_feat_size", "feature_size", "input_dim",
+        "num_mel_channels", "feature_projection_input_dim", "input_feat_per_channel", "n_mels",
+        default=80,
     )  # fmt: skip
-    encoder = _get(config, "encoder_config", default=None)
+    encoder = _get(config, "encoder_config", "asr_config", default=None)
     if encoder is not None:
         bins = _get(encoder, "num_mel_bins", "input_dim", default=bins)
+    channels = _get(config, "subsampling_conv_channels")  # Gemma 4 has as many bins as the first
+    bins = channels[0] if isinstance(channels, list | tuple) else bins
     positions = _get(config, "max_source_positions", default=None)
     length = _get(config, "max_length", default=_FRAMES)
     for frames in [
@@ -195,7 +213,10 @@ def _features(
         _FRAMES,
         length,
     ]:
-        for shape in ((ITEMS, bins, frames), (ITEMS, frames, bins), (ITEMS, 1, frames, bins)):
+        stacked = (ITEMS, frames, 4 * bins)  # of several frames
+        for shape in (
+            (ITEMS, bins, frames), (ITEMS, frames, bins), (ITEMS, 1, frames, bins), stacked,
+        ):  # fmt: skip
             made = {first: random(*shape)}
             yield made
             wanted = {
@@ -229,13 +250,15 @@ def _waves(first: str, names: list[str], config: PretrainedConfig, random: Any) 
     bins = _get(config, "num_mel_bins", default=None)
     if isinstance(frames, int) and isinstance(bins, int):
         yield {first: random(ITEMS, frames, bins)}
-    for samples in (_SECOND, 16000):
+    semantic = _get(config, "semantic_model_config", default=config)
+    width = _get(semantic, "feature_projection_input_dim", "feature_size", default=160)
+    for samples in (_SECOND, 6 * _SECOND, 16000):
         yield {first: random(ITEMS, samples)}
         yield {first: random(ITEMS, 1, samples)}
         yield {first: random(ITEMS, 1, samples), "padding_mask": torch.ones(ITEMS, samples)}
         yield {
             first: random(ITEMS, 1, samples),
-            "input_features": random(ITEMS, 50, _get(config, "feature_size", default=160)),
+            "input_features": random(ITEMS, 50, width),
         }
     hidden = _get(config, "hidden_size", default=None)
     if isinstance(hidden, int):

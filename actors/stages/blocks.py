@@ -22,9 +22,9 @@ def _numel(module: nn.Module) -> int:
 def find_blocks(module: nn.Module) -> str | None:
     """Dotted name of the list of blocks, or None if the module has none.
 
-    It is the ``ModuleList`` (or ``Sequential``) whose length is the config's layer count,
-    or, without a config, any of at least two entries; the largest by parameters. Of a language
-    model with towers it is one of its decoder.
+    It is the ``ModuleList`` (or ``Sequential`` of numbered entries) whose length is the config's
+    layer count, or, without a config, any of at least two entries; the largest by parameters. Of a
+    language model with towers it is one of its decoder.
     """
     searched = _decoder(module)
     config = getattr(searched, "config", None)
@@ -34,13 +34,18 @@ def find_blocks(module: nn.Module) -> str | None:
         (name, child)
         for name, child in module.named_modules()
         if name and isinstance(child, nn.ModuleList | nn.Sequential)
-        and len(child) > 0 and id(child) in inside
+        and len(child) > 0 and id(child) in inside and _is_numbered(child)
     ]
     matching = [(n, c) for n, c in lists if len(c) in depths]
     candidates = matching or [(n, c) for n, c in lists if len(c) > 1]
     if not candidates:
         return None
     return max(candidates, key=lambda item: _numel(item[1]))[0]
+
+
+def _is_numbered(entries: nn.ModuleList | nn.Sequential) -> bool:
+    """Whether entries are called by their numbers, by which their parameters are told apart."""
+    return all(name == str(index) for index, name in enumerate(entries._modules))
 
 
 def _decoder(module: nn.Module) -> nn.Module:

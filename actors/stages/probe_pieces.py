@@ -228,7 +228,11 @@ class _Pieces:
         except ProbeError:
             raise
         except Exception as error:  # whatever a model may raise
-            raise self._error(f"a part of it ends in {brief(error)}") from error
+            raise self._error(
+                "it reads more of them than the hidden state that one stage hands to the next, "
+                "such as those of all of them, of which feature maps are picked, or their sizes "
+                f"(a part of it ends in {brief(error)})"
+            ) from error
         return hidden
 
     def _reached(self, stage: nn.Module, hidden: torch.Tensor) -> frozenset[str]:

@@ -1,5 +1,7 @@
 """The probe: what can be cut, and what is refused by name."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 import transformers as hf
@@ -274,3 +276,12 @@ def test_values_that_only_a_constructor_gives_do_not_depend_on_the_part():
         assert part and all(torch.equal(value, whole[name]) for name, value in part.items())
     weight = whole["transformer.h.2.attn.c_attn.weight"]
     assert 0.01 < float(weight.detach().std()) < 0.03
+
+
+def test_blocks_are_numbered():
+    """Parameters of blocks are told apart by number, so entries with names are no blocks."""
+    levels = OrderedDict(input=nn.Linear(9, 9), group=nn.Linear(9, 9))
+    module = nn.Sequential(OrderedDict(levels=nn.Sequential(levels)))
+    assert find_blocks(module) is None
+    module.layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert find_blocks(module) == "layers"
