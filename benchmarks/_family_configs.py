@@ -79,6 +79,12 @@ AWKWARD: dict[str, dict[str, Any]] = {
     "DeepseekOcr2VisionConfig": {"sam_config.downsample_channels": [32, 64]},
     # Four neighbours side by side are as wide as what comes between.
     "Llama4VisionConfig": {"intermediate_size": 256},
+    # Its defaults project no level.
+    "LwDetrConfig": {
+        "projector_scale_factors": [1.0],
+        "projector_in_channels": [64],
+        "num_feature_levels": 1,
+    },
     # A patch is an image of its parts, and their layers are numbered here.
     "DepthProConfig": {
         "patch_size": 64,

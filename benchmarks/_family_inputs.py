@@ -124,6 +124,8 @@ def _packed(first: str, names: list[str], config: PretrainedConfig, random: Any)
         ):
             yield {first: random(*shape), grid_name: grid, **more}
         yield {first: random(1, rows, channels, patch, patch), grid_name: grid, **more}
+        wide = merge * patch  # a token's patches together
+        yield {first: random(rows, wide, wide, channels), grid_name: grid, **more}
     elif isinstance(channels, int) and "temporal_patch_size" in vars(config):
         yield {first: random(ITEMS, times, patch, patch, channels)}
 
