@@ -39,7 +39,7 @@ class OptimizerConfig:
         betas, eps, weight_decay: as in ``torch.optim.AdamW``.
         max_grad_norm: clip gradients to this global norm over all ranks; None for no clipping.
         schedule: ``"constant"``, ``"linear"`` or ``"cosine"`` decay to ``min_lr_ratio * lr``
-            at ``total_steps``, after ``warmup_steps`` of linear warm-up.
+            at ``total_steps``, after ``warmup_steps`` of linear warm-up. Later steps go on at that.
 
     Raises:
         ValueError: naming the field, its value and what is accepted.
@@ -94,6 +94,13 @@ class OptimizerConfig:
         done = min((step - self.warmup_steps) / span, 1.0)
         decay = 1.0 - done if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
         return self.min_lr_ratio + (1 - self.min_lr_ratio) * decay
+
+    def first_without_rate(self, steps: int) -> int | None:
+        """Number, from 1, of the first of a run's steps from which on the learning rate is 0 to the
+        run's end, as its schedule is over; None if there is none."""
+        if self.schedule == "constant" or self.min_lr_ratio > 0 or self.total_steps >= steps:
+            return None
+        return self.total_steps + 1
 
     def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """The torch optimizer for these parameters."""

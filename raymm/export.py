@@ -10,11 +10,13 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from raymm.actors.finite import not_finite
 from raymm.checkpoint import CheckpointStore, load_into_model
 from raymm.data.text import load_tokenizer
 from raymm.model import MultimodalModule
 from raymm.output import OutputFolder
 from raymm.run_files import PARTIAL
+from raymm.skipped_step import MAX_NAMED
 
 
 class ExportError(RuntimeError):
@@ -42,7 +44,7 @@ def export_model(
         ``model.safetensors`` with their state dict.
 
     Raises:
-        ExportError: if there is no checkpoint, or ``output`` exists.
+        ExportError: if there is no checkpoint, ``output`` exists, or a weight is not finite.
         ConfigError: if ``output`` cannot be written.
         CheckpointError: if no checkpoint is whole, or it is of another model.
     """
@@ -57,6 +59,7 @@ def export_model(
     for line in checkpoint.warnings():
         say(line)
     load_into_model(model, checkpoint.folder)
+    _check_finite(model, checkpoint.folder)
     temporary = target.with_name(f".{target.name}{PARTIAL}")
     shutil.rmtree(temporary, ignore_errors=True)
     with parent.writing():
@@ -66,6 +69,23 @@ def export_model(
             loaded.save_pretrained(temporary / "language_model")
         temporary.rename(target)
     return [target / name for name in names]
+
+
+def _check_finite(model: MultimodalModule, checkpoint: Path) -> None:
+    """
+    Raises:
+        ExportError: weights of the checkpoint, or of a frozen module's own folder, that are not
+            finite. Of buffers, only NaN: an additive mask is infinite.
+    """
+    tensors = [(name, one.detach()) for name, one in model.named_parameters()]
+    tensors += [(name, one) for name, one in model.named_buffers() if bool(one.isnan().any())]
+    if names := not_finite(tensors):
+        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+        raise ExportError(
+            f"with {checkpoint} the model has weights that are not finite: "
+            f"{', '.join(names[:MAX_NAMED])}{more}; nothing is written. Look at the folders that "
+            "frozen modules come from, or export an earlier checkpoint (move later ones away)"
+        )
 
 
 def _save_modules(model: MultimodalModule, folder: Path) -> list[str]:

@@ -96,7 +96,8 @@ class Trainer:
             any thread.
 
     Raises:
-        ConfigError: without ``data`` or ``run_config``.
+        ConfigError: without ``data`` or ``run_config``, or with a schedule that is over before the
+            run is.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class Trainer:
         self.data = _with_vocabulary(data, model)
         self.run = run_config
         self.optimizer = optimizer or OptimizerConfig()
+        _check_schedule(self.optimizer, run_config.steps)
         self.resources = resources
         self.threads = threads
         self.console = console or Console()
@@ -374,6 +376,20 @@ class Trainer:
             checkpoint=store.current, path=self.path, files=files, changed=self._changed,
             corrupt=corrupt,
             steps_not_applied=not_applied,
+        )
+
+
+def _check_schedule(optimizer: OptimizerConfig, steps: int) -> None:
+    """
+    Raises:
+        ConfigError: steps that would change nothing.
+    """
+    if (first := optimizer.first_without_rate(steps)) is not None:
+        raise ConfigError(
+            f"optimizer.total_steps is {optimizer.total_steps} and run.steps {steps}: from step "
+            f"{first} on the {optimizer.schedule} learning rate would be 0, and nothing would be "
+            f"learnt. Accepted: total_steps of at least {steps}, or none (then it is run.steps); "
+            "or min_lr_ratio above 0, at which the last steps are taken"
         )
 
 

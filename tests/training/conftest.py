@@ -50,6 +50,9 @@ def make_config(inputs, tmp_path) -> Callable[..., str]:
         values = settings(inputs, tmp_path / "run", STEPS)
         for path, value in (changes or {}).items():
             change(values, path, value)
+        total = values["optimizer"].get("total_steps")
+        if total is not None:  # no run may be longer than its schedule
+            values["optimizer"]["total_steps"] = max(total, values["run"]["steps"])
         return write_config(values, tmp_path / name)
 
     return make

@@ -22,6 +22,11 @@ BAD_SETTINGS = {
     "wrong type": (["run.steps=many"], ["run.steps", "integer", "'many'"]),
     "no steps": (["run.steps=0"], ["run.steps", "greater than 0", "0"]),
     "unknown word": (["run.precision=fp8"], ["run.precision", "'fp32' or 'bf16'", "'fp8'"]),
+    "schedule that is over before the run": (
+        ["run.steps=20", "optimizer.total_steps=12"],
+        ["optimizer.total_steps is 12 and run.steps 20", "from step 13 on the cosine",
+         "min_lr_ratio"],
+    ),
     "unknown schedule": (["optimizer.schedule=step"], ["optimizer.schedule", "cosine", "'step'"]),
     "set without value": (["run.steps"], ["--set takes key.path=value", "'run.steps'"]),
     "set through a value": (["run.steps.more=1"], ["run.steps.more=1", "'steps' is a value"]),

@@ -1,12 +1,16 @@
 """``raymm export``: folders that Hugging Face loads, with the numbers of the run."""
 
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_run import checkpoint_tensors, heldout_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, SiglipVisionModel
 
 import raymm
+from raymm.actors.shards import checksum
+from raymm.checkpoint import CheckpointStore
 from raymm.config import load_config
 from raymm.data import local_steps
+from raymm.manifest import FileEntry, read_manifest, write_manifest
 
 LLM, VISION = "llm/module.", "vision/module."
 
@@ -108,3 +112,24 @@ def test_a_checkpoint_of_another_model_is_refused(finished, raymm, tmp_path):
     )
     assert code == 2 and "lacks" in text and "layers.2." in text
     assert not (tmp_path / "x").exists()
+
+
+def test_weights_that_are_not_finite_are_not_exported(finished, raymm, tmp_path):
+    """Of a checkpoint that is whole all the same, as nothing of raymm's would write it."""
+    run = finished.copy_until(tmp_path / "run", 12)
+    folder = CheckpointStore(run).latest()
+    manifest = read_manifest(folder)
+    name = "vision/projector.layers.0.bias"
+    shard = manifest.index[name]
+    tensors = load_file(folder / shard)
+    tensors[name][3] = torch.inf
+    save_file(tensors, folder / shard)
+    found = checksum(folder / shard)
+    manifest.files[shard] = FileEntry(size=found.size, xxh3_128=found.checksum)
+    write_manifest(folder, manifest)
+    code, text = raymm(
+        "export", finished.config, "--out", str(tmp_path / "x"),
+        "--set", f"run.storage_path={run}",
+    )
+    assert code == 2 and "vision_encoder.projector.layers.0.bias (1 of " in text
+    assert str(folder) in text and not (tmp_path / "x").exists()

@@ -269,5 +269,6 @@ def test_what_has_changed_is_printed_and_logged(finished, raymm, make_config, tm
     for says in ("optimizer.lr is 0.02, was 0.01", "run.seed is 4, was 3"):
         assert any(says in line for line in rows[0]["changed"]) and says in text
     # The next checkpoint is of the new settings.
-    code, text = raymm("train", config, "--set", "run.steps=13")
+    longer = ("--set", "run.steps=13", "--set", "optimizer.total_steps=13")
+    code, text = raymm("train", config, *longer)
     assert code == 0 and "run.steps is 13, was 12" in text and "run.seed" not in text
