@@ -60,6 +60,7 @@ class StepMeta(NamedTuple):
         seed: the run's seed.
         sample_ids: per microbatch, its samples' ids.
         training: False for evaluation: no dropout anywhere.
+        batch: how many batches' gradients the step has accumulated before, for seeds.
     """
 
     step: int
@@ -68,6 +69,7 @@ class StepMeta(NamedTuple):
     seed: int = 0
     sample_ids: tuple[tuple[str, ...], ...] = ()
     training: bool = True
+    batch: int = 0
 
 
 @dataclass
@@ -377,7 +379,7 @@ class Executor:
             return
         draws = module_draws(
             meta.seed, meta.step, stage_module(task.stage), task.microbatch,
-            self._random_shares.get(task.stage, 0), watched=drawn is None,
+            self._random_shares.get(task.stage, 0), watched=drawn is None, batch=meta.batch,
         )  # fmt: skip
         draws.enter("stage")
         yield draws

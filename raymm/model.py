@@ -322,7 +322,7 @@ class MultimodalModule(nn.Module):
         self.merge: MergePolicy = preprocess_callback or Prepend()
         self.mask = _mask_policy(mask)
         self.packing = packing
-        self._drawn: tuple[int, int, int] | None = None
+        self._drawn: tuple[int, int, int, int] | None = None
         self.encoder_names = tuple(encoders or {})
         llm_source = language_model.source(language_model=True)
         if self.mask is not None:
@@ -451,7 +451,7 @@ class MultimodalModule(nn.Module):
         return message.tensors[0]
 
     @contextlib.contextmanager
-    def drawing(self, seed: int, step: int, microbatch: int) -> Iterator[None]:
+    def drawing(self, seed: int, step: int, microbatch: int, batch: int = 0) -> Iterator[None]:
         """Within it, :meth:`forward` draws the random numbers (dropout, blocks to skip) that ranks
         draw in this microbatch of this step of a run, however the modules are cut; the generators
         are left as they were.
@@ -459,7 +459,8 @@ class MultimodalModule(nn.Module):
         Args:
             seed: of the run, as of :class:`raymm.parallel.MultimodalParallelModule`.
             step: its steps are counted from 0.
-            microbatch: its number within the step, from 0.
+            microbatch: its number within the batch, from 0.
+            batch: number of the ``execute`` before the optimizer's step, from 0.
 
         Raises:
             ModelError: a module with gradient checkpointing of its own, whose backward would draw
@@ -468,7 +469,7 @@ class MultimodalModule(nn.Module):
         for name, part in self.materialize().named_children():
             if part.module is not None and checkpoints_itself(part.module):
                 raise ModelError(f"{name} has gradient checkpointing of its own; disable it")
-        self._drawn = seed, step, microbatch
+        self._drawn = seed, step, microbatch, batch
         try:
             with generators_kept():
                 yield
@@ -478,8 +479,8 @@ class MultimodalModule(nn.Module):
     def _context(self, module: str, label_tokens: int) -> MicrobatchContext:
         if self._drawn is None:
             return MicrobatchContext(label_tokens)
-        seed, step, microbatch = self._drawn
-        draws = module_draws(seed, step, module, microbatch)
+        seed, step, microbatch, batch = self._drawn
+        draws = module_draws(seed, step, module, microbatch, batch=batch)
         return MicrobatchContext(label_tokens, microbatch, draws=draws)
 
     def _light_encoder_spec(self, name: str) -> EncoderSpec:

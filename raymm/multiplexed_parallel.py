@@ -158,7 +158,7 @@ class MultiplexedParallelModule(ParallelModule):
                 self._step, self._seed, layout, self.group.is_new_layout(layout),
                 {LANGUAGE_MODEL: 1.0}, training=not forward_only, keep_gradients=True,
                 offsets=offsets, label_tokens=label_tokens, microbatch=number,
-                sample_ids=tuple(one.sample_ids),
+                sample_ids=tuple(one.sample_ids), batch=self._accumulated,
             )
             iterations.append((kind.key, told))
             for gpu, here in enumerate(inputs):

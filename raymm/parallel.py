@@ -222,6 +222,7 @@ class MultimodalParallelModule(ParallelModule):
             seed=self._seed,
             sample_ids=tuple(tuple(one.sample_ids) for one in meta),
             training=not forward_only,
+            batch=self._accumulated,
         )
         handle = self.group.submit(key, step, inputs)
         batches = () if forward_only else self._note_batch(meta, update)

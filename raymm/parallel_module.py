@@ -112,6 +112,7 @@ class ParallelModule(ABC):
         check_loss(model)
         self._seed, self._step = seed, 0
         self._batches: list[Sequence[MicrobatchMeta]] = []
+        self._accumulated = 0  # batches, since the last update
 
     @property
     def optimizer(self) -> ParallelOptimizer:
@@ -209,6 +210,7 @@ class ParallelModule(ABC):
         self, meta: Sequence[MicrobatchMeta], update: bool
     ) -> tuple[Sequence[MicrobatchMeta], ...]:
         """A batch that is trained on; returns those since the update before."""
+        self._accumulated += 1
         if len(self._batches) < MAX_BATCHES:
             self._batches.append(meta)
         return self._take_batches() if update else ()
@@ -216,6 +218,7 @@ class ParallelModule(ABC):
     def _take_batches(self) -> tuple[Sequence[MicrobatchMeta], ...]:
         found = tuple(self._batches)
         self._batches.clear()
+        self._accumulated = 0
         return found
 
     def _say_skipped(self, skipped: SkippedStep | None, callers: int = 3) -> None:
@@ -225,7 +228,7 @@ class ParallelModule(ABC):
 
     def zero_grad(self) -> None:
         """Forget accumulated gradients."""
-        self._batches.clear()
+        self._take_batches()
         self.group.call("zero_grad")
 
     def not_finite_tensors(self) -> list[str]:

@@ -174,7 +174,10 @@ class Iteration:
         layouts = {producer: self._samples[producer].layout for producer, _ in given}
         draws, seed = self._draws(part.node), None
         if draws:
-            seed = derive_seed(meta.seed, meta.step, part.node, part.samples.lo, meta.microbatch)
+            batch = ("batch", meta.batch) if meta.batch else ()
+            seed = derive_seed(
+                meta.seed, meta.step, part.node, part.samples.lo, meta.microbatch, *batch
+            )
 
         def forward(entries: Tensors, given: dict[tuple[str, bool], Tensors]) -> Any:
             with (

@@ -47,6 +47,7 @@ class IterationMeta:
             :func:`raymm.scheduler.multiplex.sample_ranges.rows_of`.
         label_tokens, microbatch, sample_ids: as of
             :class:`raymm.actors.stages.message.MicrobatchContext`.
+        batch: how many batches' gradients the step has accumulated before, for seeds.
     """
 
     step: int
@@ -60,6 +61,7 @@ class IterationMeta:
     label_tokens: int = 1
     microbatch: int = 0
     sample_ids: tuple[str, ...] = ()
+    batch: int = 0
 
     def rows(self, node: str, samples: Range) -> Range:
         """Where samples' rows are in a node's output of the whole batch."""

@@ -1,10 +1,11 @@
 """Which random numbers a module draws: the same wherever it is cut.
 
 Every place of a module (a callback, its forward outside the blocks, each block, its projector) has
-a stream of its own, which follows from the run's seed, the step, the module, the microbatch and
-the place, not from the stage. So a draw outside the blocks (which blocks this forward skips, a
-rotary table's scale) is the same in all stages, which all make it; a draw in a block is what the
-whole module in one process draws there; and a forward that is run again draws what it drew.
+a stream of its own, which follows from the run's seed, the step, the batch (of several whose
+gradients a step accumulates), the module, the microbatch and the place, not from the stage. So a
+draw outside the blocks (which blocks this forward skips, a rotary table's scale) is the same in all
+stages, which all make it; a draw in a block is what the whole module in one process draws there;
+and a forward that is run again draws what it drew.
 
 The stream outside the blocks begins anew after each block: whatever a block drew, or another
 stage's block would have drawn, no later number depends on it.
@@ -57,7 +58,8 @@ class Draws:
 
 
 def module_draws(
-    seed: int, step: int, module: str, microbatch: int, share: int = 0, watched: bool = False
+    seed: int, step: int, module: str, microbatch: int, share: int = 0, watched: bool = False,
+    batch: int = 0,
 ) -> Draws:
     """A module's random numbers in a microbatch of a step.
 
@@ -66,8 +68,9 @@ def module_draws(
         module: its name, the same for all of its stages and copies.
         share: differs between processes that share the microbatch and draw each their own.
         watched: note whether any are drawn.
+        batch: number of the batch, of those whose gradients the step accumulates.
     """
-    own = (share,) if share else ()
+    own = (*((share,) if share else ()), *(("batch", batch) if batch else ()))
     return Draws(derive_seed(seed, step, module, microbatch, *own), watched)
 
 

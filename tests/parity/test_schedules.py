@@ -7,7 +7,7 @@ from dataclasses import replace
 import parity_models as pm
 import pytest
 import torch
-from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
+from parity_check import OPTIMIZER, check_gradients, check_training, close, oracle_of
 
 from raymm.checkpoint import CheckpointStore, restore
 from raymm.model import LANGUAGE_MODEL, ModalityModule, MultimodalModule
@@ -168,6 +168,16 @@ def test_dropout_is_the_same_when_recomputed(ray_cluster):
                 assert (gradient is None) == (mine[name] is None)
                 if gradient is not None:  # schedules add microbatches up in the same order
                     assert torch.equal(mine[name], gradient), name
+        # What is accumulated next draws numbers of its own: those of the whole model, again.
+        second = parallel.execute(step).loss
+        tokens = sum(int((one["labels"][:, 1:] != -100).sum()) for one in step)
+        for batch, loss in enumerate((expected, second)):
+            whole = 0.0
+            for number, microbatch in enumerate(step):
+                with model.drawing(0, 0, number, batch), torch.no_grad():
+                    whole += float(model(**microbatch, label_tokens=tokens))
+            assert close(loss, whole, 1e-5)
+        assert abs(second - expected) > 1e-4
 
 
 def test_colocated_encoders(ray_cluster):
