@@ -31,7 +31,7 @@ def rebalanced(make_config, tmp_path):
                 "encoders": {"vision": {"dp": 2, "ranks": [0, 1]}},
                 "language_model": {"ranks": [0]},
             },
-            "run.log_samples": True, "run.checkpoint_every": EVERY + 2,
+            "run.log_samples": True, "run.checkpoint_every": EVERY + 2, "optimizer.total_steps": 60,
             **(changes or {}),
         })
 
