@@ -16,13 +16,13 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raymm.actors.channel import ChannelError
 from raymm.actors.cluster_watch import ClusterWatch
 from raymm.actors.errors import ClusterLostError, RankFailedError, RunFailedError
 from raymm.actors.executor import StepMeta, StepResult
 from raymm.actors.failure import accusation, first_line
 from raymm.actors.fault_folder import keep
 from raymm.actors.inquiry import Inquiry, inquire, kill_from_outside, look_from_outside
+from raymm.actors.lost_processes import ChannelError
 from raymm.actors.rank_actor import RankActor, RankSpec, remember
 from raymm.actors.stacks import Address
 from raymm.actors.watched_actor import CONCURRENCY_GROUPS

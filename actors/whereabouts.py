@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
-from raymm.actors.channel import reporting_lost_processes
+from raymm.actors.lost_processes import reporting_lost_processes
 from raymm.kernels.waiting import is_communication
 
 Method = TypeVar("Method", bound=Callable[..., Any])

@@ -25,7 +25,8 @@ from raymm.actors.stages.language import LanguageSpec, LanguageStage
 from raymm.actors.stages.merge import Prepend
 from raymm.actors.stages.message import Message
 from raymm.actors.stages.probe import probe_encoder, probe_language_model
-from raymm.actors.stages.source import ConfigSource, derive_seed
+from raymm.actors.stages.seeds import derive_seed
+from raymm.actors.stages.source import ConfigSource
 from raymm.scheduler.program import Instruction, Op
 
 EXACT, REFUSED, UNCLEAR, WRONG = "exact", "refused", "unclear", "wrong"

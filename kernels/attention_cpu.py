@@ -20,8 +20,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from raymm.kernels import attention_cpu_dense as dense
-from raymm.kernels.attention import prepare
 from raymm.kernels.attention_cpu_plan import Block, Kind, Limits, Part, Plan, plan_blocks
+from raymm.kernels.attention_operands import prepare
 from raymm.kernels.attention_operator import attention_operator
 from raymm.kernels.mask import AttentionMask, as_masks
 

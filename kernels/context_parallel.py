@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from raymm.kernels.attention import prepare
+from raymm.kernels.attention_operands import prepare
 from raymm.kernels.attention_operator import attention_operator
 from raymm.kernels.context_call import ContextCall, ContextGroup, Way
 from raymm.kernels.context_gather import GATHER, NEEDED

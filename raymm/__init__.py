@@ -12,11 +12,12 @@ import importlib as _importlib
 from pathlib import Path as _Path
 from typing import TYPE_CHECKING
 
+from raymm.version import __version__
+
 _root = _Path(__file__).resolve().parent.parent
 if (_root / "pyproject.toml").is_file() and (_root / "actors").is_dir():
     __path__.append(str(_root))
 
-__version__ = "0.1.0"
 
 _PUBLIC = {
     "ModalityModule": "raymm.model",

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from raymm.actors.stages.example_inputs import brief
 from raymm.actors.stages.language import label_mask
 from raymm.actors.stages.merge import IGNORE_INDEX, MergeError
-from raymm.batch_rules import LABELS, BatchError, Vocabulary, complete_microbatch, said
+from raymm.batch_rules import LABELS, BatchError, Vocabulary, complete_microbatch, said, text_inputs
 from raymm.data.builder import SampleCheck
 from raymm.encoder_trial import EncoderTrial
 from raymm.length_trial import LengthTrial
 from raymm.merge_trial import MergeTrial
-from raymm.microbatches import split_batch, text_inputs
+from raymm.microbatches import split_batch
 
 if TYPE_CHECKING:
     from raymm.model import MultimodalModule

@@ -261,3 +261,10 @@ def said(value: Any) -> str:
 
 def _short(value: torch.dtype | torch.layout) -> str:
     return str(value).removeprefix("torch.")
+
+
+def text_inputs(microbatch: Mapping[str, Any]) -> dict[str, Any]:
+    """What the first language stage reads: text tensors and every modality's rows."""
+    text = {k: v for k, v in microbatch.items() if not isinstance(v, Mapping)}
+    index = {k: v["sample_index"] for k, v in microbatch.items() if isinstance(v, Mapping)}
+    return {**text, "sample_index": index}

@@ -20,7 +20,6 @@ from typing import Any
 
 from raymm.actors.group import RankFailedError
 from raymm.actors.shards import ShardError, StoredTensors, copy_tensors, stored_names
-from raymm.execution import execution_of
 from raymm.manifest import (
     MANIFEST,
     CheckpointError,
@@ -32,6 +31,7 @@ from raymm.manifest import (
 )
 from raymm.model import LANGUAGE_MODEL, MultimodalModule
 from raymm.parallel_module import ParallelModule
+from raymm.plan_data import plan_to_dict
 from raymm.run_files import PARTIAL, RunFileError, remove_partial, sync_folder, writing
 from raymm.skipped_step import MAX_NAMED, NotFiniteError
 
@@ -234,7 +234,7 @@ class CheckpointStore:
                 file: FileEntry(size=shard.file.size, xxh3_128=shard.file.checksum)
                 for file, shard in written.items()
             },
-            plan=execution_of(parallel.plan).to_dict(),
+            plan=plan_to_dict(parallel.plan),
             run=self.run,
             trainer=trainer,
         )

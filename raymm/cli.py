@@ -13,10 +13,10 @@ from typing import Any
 
 from rich.console import Console
 
-from raymm import __version__
 from raymm.plan_command import add_plan_arguments, run_plan
 from raymm.profile_command import add_profile_arguments, run_profile
 from raymm.trace_command import add_trace_arguments, run_trace
+from raymm.version import __version__
 
 # What a user can set right; anything else is a defect and keeps its traceback.
 EXIT_USER_ERROR = 2

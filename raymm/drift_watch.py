@@ -10,7 +10,7 @@ from typing import Any
 
 from raymm.data import MicrobatchMeta
 from raymm.model import LANGUAGE_MODEL
-from raymm.profile import save_table
+from raymm.profile_files import save_table
 from raymm.rebalancing import WARM_UP_STEPS
 from raymm.scheduler.costs import ProfileError
 from raymm.scheduler.plan import Plan

@@ -36,9 +36,6 @@ class Execution(Protocol):
     plan: Plan | StageMapping
     num_processes: int
 
-    def to_dict(self) -> dict[str, Any]:
-        """As data, for checkpoints; :func:`execution_of` is the inverse."""
-
     def save(self, folder: Path) -> None:
         """Write it to a run's folder."""
 
@@ -61,16 +58,8 @@ class Execution(Protocol):
         """Of a run that has started."""
 
 
-def execution_of(plan: Plan | StageMapping | Mapping[str, Any]) -> Execution:
-    """Of a plan, a mapping, or what a checkpoint has of either.
-
-    Raises:
-        PlanError, MultiplexError: data that are neither.
-    """
+def execution_of(plan: Plan | StageMapping) -> Execution:
+    """Of a plan or a mapping."""
     if isinstance(plan, Plan):
         return PipelinedExecution(plan)
-    if isinstance(plan, StageMapping):
-        return MultiplexedExecution(plan)
-    if MultiplexedExecution.is_dict(plan):
-        return MultiplexedExecution.from_dict(plan)
-    return PipelinedExecution(Plan.from_dict(dict(plan)))
+    return MultiplexedExecution(plan)

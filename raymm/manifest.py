@@ -50,7 +50,7 @@ class Manifest(_Strict):
         step: optimizer steps taken.
         index: file of every tensor.
         files: what every file must be.
-        plan: what it was written under, as of :func:`raymm.execution.execution_of`.
+        plan: what it was written under, as of :func:`raymm.plan_data.plan_to_dict`.
         run: what the run was made of (:func:`raymm.run_description.describe_run`), to compare
             with when it goes on; empty outside of a trainer's run.
         trainer: the trainer's own state (position in the data).

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from raymm.batch_rules import IDS, INDEX, BatchError
-from raymm.data import MicrobatchMeta, describe
+from raymm.batch_rules import IDS, INDEX, BatchError, text_inputs
+from raymm.data.collate import MicrobatchMeta, describe
 from raymm.data.object_store import StoredTensors
 
 
@@ -82,8 +82,3 @@ def describe_microbatches(
     return parts, meta
 
 
-def text_inputs(microbatch: Mapping[str, Any]) -> dict[str, Any]:
-    """What the first language stage reads: text tensors and every modality's rows."""
-    text = {k: v for k, v in microbatch.items() if not isinstance(v, Mapping)}
-    index = {k: v["sample_index"] for k, v in microbatch.items() if isinstance(v, Mapping)}
-    return {**text, "sample_index": index}

@@ -28,17 +28,16 @@ from raymm.actors.stages.model_classes import find_model_class
 from raymm.actors.stages.pretrained_source import PretrainedSource
 from raymm.actors.stages.probe_attention import probe_mask, probe_shared_tokens
 from raymm.actors.stages.projector import KINDS, Projector, ProjectorConfig
+from raymm.actors.stages.seeds import derive_seed
 from raymm.actors.stages.source import (
     ConfigSource,
     LiveSource,
     ModuleSource,
-    derive_seed,
     set_mode,
 )
 from raymm.actors.stages.token_layout import MASKS, MaskPolicy
-from raymm.batch_rules import Vocabulary, complete_microbatch
+from raymm.batch_rules import Vocabulary, complete_microbatch, text_inputs
 from raymm.kernels.mask_patterns import MAX_KIND
-from raymm.microbatches import text_inputs
 from raymm.scheduler.graph import ModuleGraph, ModuleNode
 
 LANGUAGE_MODEL = "llm"

@@ -23,14 +23,15 @@ from raymm.multiplex_costs import (
     measured_factor,
     shapes_of,
 )
-from raymm.planning import CPU, MEMORY_SHARE, device_called
+from raymm.named_devices import CPU, device_called
+from raymm.planning import MEMORY_SHARE
 from raymm.scheduler.costs import CostProfile
 from raymm.scheduler.devices import DeviceSpec, Links, find_device
 from raymm.scheduler.memory import GIB
 from raymm.scheduler.multiplex.baselines import distmm, megatron, spindle
 from raymm.scheduler.multiplex.interference import Interference
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
-from raymm.scheduler.multiplex.problem import MappingProblem
+from raymm.scheduler.multiplex.problem import STEPS, MappingProblem
 from raymm.scheduler.multiplex.solve import solve
 from raymm.scheduler.multiplex.spare_quota import with_spare_quota
 from raymm.scheduler.multiplex.strict_json import (
@@ -48,7 +49,6 @@ from raymm.scheduler.multiplex.surface import (
     surfaces_from_json,
 )
 
-STEPS = 10
 MOST_GIB = 2**30  # bytes then fit into a word
 BASELINES = {"Megatron-LM": megatron, "DistMM": distmm, "Spindle": spindle}
 INTERFERENCES = {"bandwidth": BANDWIDTH_SHARES, "blind": Interference()}

@@ -16,13 +16,11 @@ from raymm.model import ModelError, MultimodalModule
 from raymm.multimodal_graph import check_mapping
 from raymm.multiplex_costs import check_steps
 from raymm.multiplexed_parallel import MultiplexedParallelModule
-from raymm.plan_request import cluster_device
+from raymm.named_devices import cluster_device
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.multiplex.strict_json import MultiplexError
 from raymm.scheduler.timeline import Timeline, chrome_trace
 from raymm.watched_run import WatchedRun, WatchedStep
-
-STYLE = "multiplexed"
 
 
 class MultiplexedExecution:
@@ -31,25 +29,6 @@ class MultiplexedExecution:
     def __init__(self, mapping: StageMapping) -> None:
         self.plan = mapping
         self.num_processes = mapping.gpus
-
-    @staticmethod
-    def is_dict(data: Mapping[str, Any]) -> bool:
-        """Whether data are of :meth:`to_dict`."""
-        return data.get("style") == STYLE
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> MultiplexedExecution:
-        """Inverse of :meth:`to_dict`.
-
-        Raises:
-            MultiplexError: naming the field that does not fit.
-        """
-        fields = {name: value for name, value in data.items() if name != "style"}
-        return cls(StageMapping.from_json(json.dumps(fields)))
-
-    def to_dict(self) -> dict[str, Any]:
-        """The mapping as data, with its style."""
-        return {"style": STYLE, **json.loads(self.plan.to_json())}
 
     def save(self, folder: Path) -> None:
         """Write ``mapping.json``, as ``raymm plan`` does."""

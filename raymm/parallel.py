@@ -22,9 +22,9 @@ from raymm.holdings import families, holdings, place_of
 from raymm.microbatches import check_dealt
 from raymm.model import LANGUAGE_MODEL, MultimodalModule
 from raymm.multiplex_costs import MULTIPROCESSORS
+from raymm.named_devices import cluster_device
 from raymm.parallel_module import ParallelModule, StepOutput, parameter_name
 from raymm.plan_check import check_fits, check_grants
-from raymm.plan_request import cluster_device
 from raymm.scheduler.lower import lower
 from raymm.scheduler.plan import Plan, PlanError, Stage
 from raymm.scheduler.program import EPILOGUE, Op, Program, check_program

@@ -26,13 +26,9 @@ class PipelinedExecution:
         self.plan = plan
         self.num_processes = plan.num_processes
 
-    def to_dict(self) -> dict[str, Any]:
-        """The plan as data."""
-        return self.plan.to_dict()
-
     def save(self, folder: Path) -> None:
         """Write ``plan.json``."""
-        write_json(folder / "plan.json", self.to_dict())
+        write_json(folder / "plan.json", self.plan.to_dict())
 
     def check(self, model: MultimodalModule, data: Any, device: str) -> None:
         """Nothing that starting does not check."""

@@ -152,8 +152,9 @@ def _request(args, config):
 
 
 def _planned(args, config, model, given, console):
+    from raymm.named_devices import device_called
     from raymm.plan_request import DataShape
-    from raymm.planning import Costs, device_called, judge_plan
+    from raymm.planning import Costs, judge_plan
     from raymm.scheduler.devices import find_device
 
     request = _request(args, config)
@@ -189,7 +190,8 @@ def _as_cluster(request, config):
 
     from raymm.cluster import connected, pick_device
     from raymm.config import ConfigError
-    from raymm.plan_request import cluster_device, cluster_ranks
+    from raymm.named_devices import cluster_device
+    from raymm.plan_request import cluster_ranks
 
     if not ray.is_initialized() and os.environ.get("RAY_ADDRESS") in (None, "", "local"):
         raise ConfigError(
@@ -212,8 +214,8 @@ def _as_cluster(request, config):
 def _measured(args, config, model, planned, console):
     """Run the best plans; the planned object with the fastest as its plan."""
     from raymm.cluster import pick_device
+    from raymm.full_microbatch import full_microbatch
     from raymm.measure import distinct_options, measure_options
-    from raymm.profile import full_microbatch
 
     options = distinct_options(planned.proposal.options, args.measure)
     device = pick_device(config.run.device)

@@ -7,18 +7,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
-import torch
 
 from raymm.actors.group import RankResources
 from raymm.batch_rules import complete_microbatch
 from raymm.config import TrainConfig
 from raymm.data import DataConfig, is_there, local_steps
 from raymm.degrees import DegreeRequest
+from raymm.full_microbatch import full_microbatch
 from raymm.loads import check_tokens
 from raymm.microbatches import split_batch
 from raymm.model import LANGUAGE_MODEL, MultimodalModule, module_graph
-from raymm.planning import Costs, Planned, device_called, model_costs, plan_model
-from raymm.profile import full_microbatch, load_table
+from raymm.named_devices import cluster_device
+from raymm.planning import Costs, Planned, model_costs, plan_model
+from raymm.profile_files import load_table
 from raymm.scheduler.costs import ProfileError
 from raymm.scheduler.devices import find_device
 from raymm.scheduler.plan import PlanError
@@ -31,10 +32,6 @@ MAX_CPU_RANKS = 8
 # Devices and memory of each beyond these are mistakes.
 MOST_RANKS = 2**16
 MOST_GIB = 2**20
-# What a GPU that raymm has no data of is taken for.
-DEFAULT_GPU = "A100-80GB"
-
-
 @dataclass(frozen=True)
 class PlanRequest:
     """What to plan for and how; fields as of :func:`raymm.plan`. None: as the cluster is.
@@ -188,29 +185,6 @@ def cluster_ranks(resources: RankResources, worker_cpus: float = 0.0) -> int:
     if not resources.gpus:
         limits.append(MAX_CPU_RANKS)
     return max(1, int(min(limits)))
-
-
-def cluster_device(device: str) -> tuple[str, str | None]:
-    """(name, note): the device of the connected cluster as raymm's table calls it, and what to
-    say if it is not in there.
-
-    Args:
-        device: ``"cpu"`` or ``"cuda"``.
-    """
-    if device == "cpu":
-        return "cpu", None
-    prefix = "accelerator_type:"
-    names = [key.removeprefix(prefix) for key in ray.cluster_resources() if key.startswith(prefix)]
-    if torch.cuda.is_available():
-        names.insert(0, torch.cuda.get_device_name(0))
-    for name in names:
-        if (found := device_called(name)) is not None:
-            return found.name, None
-    return DEFAULT_GPU, (
-        f"the cluster's GPUs ({', '.join(names) or 'of unknown type'}) are not in raymm's table; "
-        f"planned as {DEFAULT_GPU}. planning.device names another, planning.profile has measured "
-        "costs"
-    )
 
 
 def request_for_cluster(

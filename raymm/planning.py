@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,9 +16,10 @@ from raymm.analytic import analytic_profile
 from raymm.degrees import DegreeRequest, Refused, refused_degrees
 from raymm.loads import Loads, changed_tokens, check_tokens, loads_of_microbatch, loads_of_tokens
 from raymm.model import LANGUAGE_MODEL, MultimodalModule, module_graph
-from raymm.profile import load_table
+from raymm.named_devices import CPU, device_called
+from raymm.profile_files import load_table
 from raymm.scheduler.costs import CostProfile, ProfileError
-from raymm.scheduler.devices import DEVICES, DeviceSpec, find_device
+from raymm.scheduler.devices import DeviceSpec, find_device
 from raymm.scheduler.graph import ModuleGraph
 from raymm.scheduler.judge import Option, Proposal, judge, step_bound, step_timeline
 from raymm.scheduler.lower import full_program
@@ -37,9 +37,6 @@ from raymm.strategies import OMNIBAL_RADIUS, Search, find_plans, is_joint
 # Share of a device's memory that a plan may use; the rest is for CUDA, NCCL and fragmentation.
 MEMORY_SHARE = 0.9
 NO_DEGREES = DegreeRequest({}, {})
-CPU = "cpu"
-
-
 @dataclass(frozen=True)
 class Costs:
     """What a plan is judged by.
@@ -148,22 +145,6 @@ def _total(table: ProfileTable, name: str, each: int) -> int:
     default = table.default[name]
     row = next((r for r in table.modules[name] if r.tokens == default), table.modules[name][0])
     return each * row.samples
-
-
-def device_called(name: str) -> DeviceSpec | None:
-    """The device that a driver, torch or Ray calls by some name, such as ``"NVIDIA H100 80GB
-    HBM3"`` or ``"A100-40G"``; None if raymm has no data of it."""
-    words = re.findall(r"[a-z0-9]+", name.lower())
-    words += [a + b for a, b in zip(words, words[1:], strict=False)]
-    words = [re.sub(r"(\d)gb?$", r"\1gb", word) for word in words]
-    best: tuple[int, DeviceSpec] | None = None
-    for known, device in DEVICES.items():
-        parts = known.lower().split("-")
-        # A name without a size ("A100") is that of the smallest.
-        matching = sum(part in words for part in parts) if parts[0] in words else 0
-        if matching and (best is None or matching > best[0]):
-            best = matching, device
-    return best and best[1]
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import datetime
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -16,16 +14,12 @@ from raymm.actors.group import START_TIMEOUT_S, RankResources, check_capacity
 from raymm.actors.profiler import ModuleProfiler, ModuleTimes, ProfileRequest
 from raymm.batch_rules import complete_microbatch
 from raymm.builders import reloadable_modules, stage_builders
-from raymm.data import DataConfig, local_steps
 from raymm.layer_count import LayerCount, Load, count_layers
 from raymm.model import LANGUAGE_MODEL, MultimodalModule, text_inputs
 from raymm.scheduler.costs import LayerCost, ProfileError
-from raymm.scheduler.multiplex.strict_json import MultiplexError, read_file
 from raymm.scheduler.profile_table import Measurement, ProfileTable
 from raymm.specs import MultimodalParallelSpec
 
-# Steps of data that are looked through for a microbatch with every modality.
-MAX_STEPS = 8
 # Seconds all repeats of one module at one length may take.
 MEASURE_TIMEOUT_S = 3600.0
 _IGNORE = -100
@@ -91,52 +85,6 @@ def profile_model(
         {**versions, "ray": ray.__version__},
         datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
     )
-
-
-def full_microbatch(config: DataConfig, modalities: Sequence[str]) -> dict[str, Any]:
-    """A microbatch with every modality: of the first step that has one, that with the most
-    items, and of those the one with the most text.
-
-    Raises:
-        ProfileError: if there is none in the first :data:`MAX_STEPS` steps.
-    """
-    seen: set[str] = set()
-    for step in local_steps(config, steps=MAX_STEPS):
-        found = [
-            (sum(map(len, meta.items.values())), meta.num_samples * meta.seq_len, -index)
-            for index, meta in enumerate(step.meta) if set(modalities) <= set(meta.items)
-        ]
-        if found:
-            return step.microbatches[-max(found)[2]]
-        seen |= {name for meta in step.meta for name in meta.items}
-    missing = sorted(set(modalities) - seen)
-    what = f"no sample with {missing}" if missing else f"no microbatch with all of {modalities}"
-    raise ProfileError(f"the first {MAX_STEPS} steps of data.train have {what}; nothing to run")
-
-
-def save_table(table: ProfileTable, path: str | os.PathLike[str]) -> Path:
-    """Write a table as JSON, whole or not at all."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.tmp")
-    temporary.write_text(table.to_json())
-    temporary.replace(target)
-    return target
-
-
-def load_table(path: str | os.PathLike[str]) -> ProfileTable:
-    """Read what :func:`save_table` wrote.
-
-    Raises:
-        ProfileError: if there is no such file, or something in it is wrong; names the file.
-    """
-    file = Path(path)
-    if not file.is_file():
-        raise ProfileError(f"profile is {str(path)!r}; there is no such file")
-    try:
-        return ProfileTable.from_json(read_file(file))
-    except (ProfileError, MultiplexError) as error:
-        raise ProfileError(f"{path}: {error}") from None
 
 
 def _check(

@@ -55,8 +55,10 @@ def run_profile(args: argparse.Namespace) -> None:
     from raymm.cluster import connected, pick_device
     from raymm.config import load_config
     from raymm.draw.profile import draw_profile
+    from raymm.full_microbatch import full_microbatch
     from raymm.model import module_graph
-    from raymm.profile import full_microbatch, profile_model, save_table
+    from raymm.profile import profile_model
+    from raymm.profile_files import save_table
 
     lengths = parse_lengths(args.lengths)
     target = Path(args.out)

@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from raymm.model import LANGUAGE_MODEL, MultimodalModule, module_graph
+from raymm.parallel import MultimodalParallelModule
 from raymm.scheduler.graph import ModuleNode
 from raymm.scheduler.partition import Ranges, even_layers
 from raymm.scheduler.plan import SCHEDULES, Plan, PlanError, Stage
@@ -184,8 +185,6 @@ class MultimodalParallelSpec:
     def apply(self, model: MultimodalModule, **options):
         """Start the model on the connected Ray cluster; returns a
         :class:`raymm.parallel.MultimodalParallelModule`. Options are its keyword arguments."""
-        from raymm.parallel import MultimodalParallelModule
-
         return MultimodalParallelModule(model, self.plan(model), **options)
 
 

@@ -19,7 +19,6 @@ from raymm.multiplex_costs import (
     slowed_layers,
 )
 from raymm.multiplex_planning import (
-    STEPS,
     DoesNotFitError,
     MappingRequest,
     PlannedMultiplexed,
@@ -27,10 +26,12 @@ from raymm.multiplex_planning import (
     read_surfaces,
 )
 from raymm.multiplex_view import time_text
+from raymm.named_devices import CPU
 from raymm.plan_request import DataShape, PlanRequest
-from raymm.planning import CPU, Costs, Planned, judge_plan, plan_model
+from raymm.planning import Costs, Planned, judge_plan, plan_model
 from raymm.scheduler.costs import CostProfile
 from raymm.scheduler.devices import DeviceSpec, find_device
+from raymm.scheduler.multiplex.problem import STEPS
 from raymm.scheduler.multiplex.strict_json import MultiplexError
 from raymm.scheduler.multiplex.surface import ScalingSurface
 from raymm.scheduler.plan import Plan

@@ -29,7 +29,7 @@ def run_surfaces(
         DataError, ProfileError, ClusterError: naming what is wrong.
     """
     from raymm.cluster import connected, pick_device
-    from raymm.profile import full_microbatch
+    from raymm.full_microbatch import full_microbatch
 
     microbatch = full_microbatch(config.data, model.encoder_names)
     with connected():

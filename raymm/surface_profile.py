@@ -30,8 +30,7 @@ from raymm.layer_count import Load
 from raymm.loads import loads_of_microbatch
 from raymm.model import LANGUAGE_MODEL, MultimodalModule, text_inputs
 from raymm.multiplex_costs import ModuleShape, shapes_of
-from raymm.multiplex_planning import STEPS
-from raymm.planning import CPU, device_called
+from raymm.named_devices import CPU, device_called
 from raymm.profile import MEASURE_TIMEOUT_S
 from raymm.scheduler.costs import CostProfile, ProfileError
 from raymm.scheduler.devices import DeviceSpec, Links, find_device
@@ -40,6 +39,7 @@ from raymm.scheduler.multiplex.interference import (
     InterferenceFit,
     fit_interference,
 )
+from raymm.scheduler.multiplex.problem import STEPS
 from raymm.scheduler.multiplex.surface import ScalingSurface, SurfaceConditions
 from raymm.scheduler.process_costs import all_reduce_seconds
 from raymm.specs import MultimodalParallelSpec

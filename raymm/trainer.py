@@ -25,6 +25,7 @@ from raymm.metrics import METRICS, SAMPLES, MetricsLog, SampleLog, read_metrics
 from raymm.model import MultimodalModule
 from raymm.output import OutputFolder
 from raymm.parallel_module import ParallelModule
+from raymm.plan_data import plan_from_dict
 from raymm.plan_request import PlanRequest
 from raymm.planned_run import plan_for_cluster
 from raymm.progress import RunProgress
@@ -264,7 +265,7 @@ class Trainer:
         """Plan; a run that goes on keeps the plan of its checkpoint while it can, so that its
         numbers are those of a run without interruption."""
         if checkpoint is not None:
-            execution = execution_of(checkpoint.manifest.plan)
+            execution = execution_of(plan_from_dict(checkpoint.manifest.plan))
             reason = self._cannot_keep(execution, resources)
             if reason is None:
                 self._say("going on under the plan of the checkpoint")

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raymm.actors.channel import ChannelError
 from raymm.actors.gradient_reduction import Holder, SharedParameter
+from raymm.actors.lost_processes import ChannelError
 from raymm.actors.meeting import open_store, stay_on
 from raymm.actors.multiplexed.checkpoint import load_shards, save_shards
 from raymm.actors.multiplexed.device import Device, Mode

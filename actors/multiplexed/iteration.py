@@ -26,7 +26,7 @@ from raymm.actors.multiplexed.samples import (
     empty,
 )
 from raymm.actors.quota import Output, Work
-from raymm.actors.stages.source import derive_seed
+from raymm.actors.stages.seeds import derive_seed
 from raymm.actors.whereabouts import Whereabouts
 from raymm.kernels.waiting import wait
 from raymm.scheduler.multiplex.instructions import (

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from raymm.actors.quota.generators import generator_state, seed_generators
-from raymm.actors.stages.source import derive_seed
+from raymm.actors.stages.seeds import derive_seed
 
 
 class Draws:

@@ -15,9 +15,8 @@ from raymm.actors.module_state import may_draw
 from raymm.actors.stages.cut import CutInfo, CutReached, stage_parameters
 from raymm.actors.stages.dealt_samples import DealtSamplesError, count_items, shares, take_items
 from raymm.actors.stages.fully_sharded import FullyShardedPlan, shard_parameters
-from raymm.actors.stages.message import Message, MicrobatchContext
+from raymm.actors.stages.message import Message, MicrobatchContext, first_tensor
 from raymm.actors.stages.part_forward import PartForward
-from raymm.actors.stages.probe import first_tensor
 from raymm.actors.stages.projector import Projector
 from raymm.actors.stages.shared_items import ProcessPeers, SharedItems, SharedItemsError
 from raymm.actors.stages.source import ModuleSource, Part

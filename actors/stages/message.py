@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,3 +44,26 @@ class MicrobatchContext:
         """What is drawn from now on belongs to this place of the module."""
         if self.draws is not None:
             self.draws.enter(place)
+
+
+def first_tensor(output: Any) -> torch.Tensor:
+    """The tensor itself, ``last_hidden_state`` or the only feature map of a model output, or a
+    tuple's first entry.
+
+    Raises:
+        TypeError: if there is none.
+    """
+    if isinstance(output, torch.Tensor):
+        return output
+    if getattr(output, "last_hidden_state", None) is not None:
+        return output.last_hidden_state
+    maps = getattr(output, "feature_maps", None)  # a backbone's
+    if maps is not None and len(maps) == 1:
+        return maps[0]
+    if isinstance(output, tuple | list) and isinstance(output[0], torch.Tensor):
+        return output[0]
+    several = "" if maps is None else f", with {len(maps)} feature maps"
+    raise TypeError(
+        f"no tensor of features in an encoder output of type {type(output).__name__}{several}; a "
+        "postprocess_module_callback can pick one"
+    )

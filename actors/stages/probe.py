@@ -18,6 +18,7 @@ from torch import nn
 from raymm.actors.stages.blocks import checkpoints_itself, find_blocks
 from raymm.actors.stages.cut import CutInfo
 from raymm.actors.stages.example_inputs import ExampleError, brief, example_inputs, in_words
+from raymm.actors.stages.message import first_tensor
 from raymm.actors.stages.probe_error import NotRunError, ProbeError
 from raymm.actors.stages.probe_pieces import Run, compare_pieces, skips_blocks
 from raymm.actors.stages.small_model import small_models
@@ -168,29 +169,6 @@ def ghost_inputs(inputs: Mapping[str, Any], travels: Collection[str] = ()) -> di
         else value
         for name, value in inputs.items()
     }
-
-
-def first_tensor(output: Any) -> torch.Tensor:
-    """The tensor itself, ``last_hidden_state`` or the only feature map of a model output, or a
-    tuple's first entry.
-
-    Raises:
-        TypeError: if there is none.
-    """
-    if isinstance(output, torch.Tensor):
-        return output
-    if getattr(output, "last_hidden_state", None) is not None:
-        return output.last_hidden_state
-    maps = getattr(output, "feature_maps", None)  # a backbone's
-    if maps is not None and len(maps) == 1:
-        return maps[0]
-    if isinstance(output, tuple | list) and isinstance(output[0], torch.Tensor):
-        return output[0]
-    several = "" if maps is None else f", with {len(maps)} feature maps"
-    raise TypeError(
-        f"no tensor of features in an encoder output of type {type(output).__name__}{several}; a "
-        "postprocess_module_callback can pick one"
-    )
 
 
 Learned = TypeVar("Learned")

@@ -15,7 +15,8 @@ from torch import nn
 
 from raymm.actors.stages.blocks import find_blocks
 from raymm.actors.stages.context_method import Attend
-from raymm.actors.stages.probe import ProbeError, encoder_inputs, first_tensor
+from raymm.actors.stages.message import first_tensor
+from raymm.actors.stages.probe import ProbeError, encoder_inputs
 from raymm.actors.stages.probe_draws import DrawnShapes
 from raymm.actors.stages.probe_pieces import skips_blocks
 from raymm.actors.stages.shared_items import Peers, SharedItems, SharedItemsError

@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from raymm.actors.stages.encoder import EncoderSpec
+from raymm.actors.stages.message import first_tensor
 from raymm.actors.stages.plain_torch import plain_torch
-from raymm.actors.stages.probe import first_tensor, of_one_that_runs
+from raymm.actors.stages.probe import of_one_that_runs
 from raymm.actors.stages.probe_callbacks import chain_example, module_inputs, own_callbacks
 from raymm.actors.stages.probe_error import NotRunError, ProbeError
 from raymm.actors.stages.small_model import small_model

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from raymm.actors.stages.probe import ProbeError, encoder_inputs, first_tensor
+from raymm.actors.stages.message import first_tensor
+from raymm.actors.stages.probe import ProbeError, encoder_inputs
 from raymm.actors.stages.projector import Projector
 from raymm.actors.stages.small_model import small_model
 from raymm.actors.stages.source import ModuleSource

@@ -9,7 +9,6 @@ is unpickled from disk and nothing is fetched: folders are read with safetensors
 from __future__ import annotations
 
 import copy
-import hashlib
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -33,6 +32,7 @@ from raymm.actors.stages.parametrized import (
     packed,
     unpacked,
 )
+from raymm.actors.stages.seeds import derive_seed
 from raymm.actors.stages.stored_weights import WeightsError, header_tensors
 
 
@@ -47,12 +47,6 @@ class Part:
     info: CutInfo
     lo: int
     hi: int
-
-
-def derive_seed(*parts: object) -> int:
-    """A 63-bit seed from anything with a stable ``str``."""
-    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
 
 
 def import_object(target: str) -> Any:

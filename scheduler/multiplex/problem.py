@@ -213,3 +213,6 @@ def bits(modules: int) -> Iterator[int]:
         low = modules & -modules
         yield low.bit_length() - 1
         modules ^= low
+
+
+STEPS = 10

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, SiglipVisionConfig
 import raymm as public
 from raymm.checkpoint import CheckpointStore, read_manifest
 from raymm.config import ConfigError
-from raymm.planning import device_called
+from raymm.named_devices import device_called
 from raymm.scheduler.plan import Plan
 
 

@@ -8,7 +8,7 @@ from raymm.config import load_config
 from raymm.data import describe
 from raymm.drift_watch import EXCESS, FILE, STEPS, DriftWatch
 from raymm.model import module_graph
-from raymm.profile import load_table
+from raymm.profile_files import load_table
 from raymm.rebalancing import WARM_UP_STEPS
 from raymm.scheduler.costs import CostProfile, LayerCost
 from raymm.scheduler.lower import full_program

@@ -7,9 +7,11 @@ from PIL import Image
 
 from raymm.build import build_model
 from raymm.config import load_config
+from raymm.full_microbatch import full_microbatch
 from raymm.model import module_graph
-from raymm.profile import full_microbatch, load_table, profile_model, save_table
+from raymm.profile import profile_model
 from raymm.profile_command import parse_lengths, profile_rows
+from raymm.profile_files import load_table, save_table
 from raymm.scheduler.costs import ProfileError, layer_work
 
 

@@ -1,0 +1,33 @@
+"""Query, key and value that fit one another."""
+
+from __future__ import annotations
+
+import torch
+
+
+def prepare(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query, key and value in autocast's dtype, if it is on.
+
+    Raises:
+        ValueError: tensors that do not fit one another.
+    """
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+    if {query.dim(), key.dim(), value.dim()} != {4} or key.shape[:3] != value.shape[:3]:
+        raise ValueError(f"expected (B, H, T, D), key and value of the same tokens, got {shapes}")
+    if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
+        raise ValueError(f"batch and head dim must agree, got {shapes}")
+    if not key.shape[1] or query.shape[1] % key.shape[1]:
+        raise ValueError(f"query heads must be a multiple of key heads, got {shapes}")
+    if not query.dtype == key.dtype == value.dtype or not query.is_floating_point():
+        raise ValueError(
+            f"expected one floating dtype, got {query.dtype}, {key.dtype}, {value.dtype}"
+        )
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap must be positive, got {softcap}")
+    return query, key, value
