@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raymm.kernels.mask import ATTEND, BASES, IDENTITY, KEY_START, SLOPES, START, AttentionMask
+from raymm.kernels.mask import AttentionMask
+from raymm.kernels.mask_columns import ATTEND, BASES, IDENTITY, KEY_START, SLOPES, START
 
 Ranges = list[tuple[int, int]]
 """Disjoint ascending (first, one past the last)."""

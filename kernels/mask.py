@@ -26,17 +26,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from raymm.kernels.mask_columns import (
+    ATTEND,
+    BASES,
+    IDENTITY,
+    KEY_COLUMNS,
+    KEY_START,
+    QUERY_COLUMNS,
+    SLOPES,
+    START,
+)
+from raymm.kernels.mask_picture import draw_mask
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-# Columns of the query table. A bound is ``base + slope * q``, cut to [0, Tk].
-START, ATTEND = 0, 1
-BASES = slice(2, 6)  # lo1, hi1, lo2, hi2
-SLOPES = slice(6, 10)
-QUERY_COLUMNS = 10
-# Columns of the key table.
-KEY_START, IDENTITY = 0, 1
-KEY_COLUMNS = 2
 
 ALL_KINDS = (1 << 63) - 1
 """Attend bits of a query that may look at every kind of token."""
@@ -274,8 +277,6 @@ class AttentionMask:
     def draw(self, width: int = 512) -> Figure:
         """A picture of the mask, ``width`` pixels a side, readable at any length: darkness is
         the visible share of the pixel's pairs. Save it with ``.savefig(path)``."""
-        from raymm.kernels.mask_picture import draw_mask
-
         return draw_mask(self, width)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from raymm.kernels.mask import ATTEND, IDENTITY, KEY_START, START, AttentionMask
+from raymm.kernels.mask_columns import ATTEND, IDENTITY, KEY_START, START
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,7 +18,30 @@ _HUES = ("#0072B2", "#009E73", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9", "#8C6
 _FEWEST_SHOWN = 0.35  # a pixel in which anything is visible must not look empty
 
 
-def visible_share(mask: AttentionMask, width: int) -> tuple[np.ndarray, np.ndarray]:
+class Mask(Protocol):
+    """What a picture reads of a mask; see :class:`raymm.kernels.mask.AttentionMask`."""
+
+    query_table: np.ndarray
+    key_table: np.ndarray
+    n_queries: int
+    n_keys: int
+
+    @property
+    def query_stops(self) -> np.ndarray:
+        """(S,) int64: where the segments of rows end."""
+
+    @property
+    def key_stops(self) -> np.ndarray:
+        """(Sk,) int64: where the segments of keys end."""
+
+    def bounds(self) -> np.ndarray:
+        """(4, Tq) int64: lo1, hi1, lo2, hi2 of every row."""
+
+    def area(self) -> int:
+        """How many pairs are visible."""
+
+
+def visible_share(mask: Mask, width: int) -> tuple[np.ndarray, np.ndarray]:
     """How much of each pixel is visible, counted from the table.
 
     Args:
@@ -60,7 +83,7 @@ def visible_share(mask: AttentionMask, width: int) -> tuple[np.ndarray, np.ndarr
     return shares, identities
 
 
-def draw_mask(mask: AttentionMask, width: int = 512) -> Figure:
+def draw_mask(mask: Mask, width: int = 512) -> Figure:
     """Rows are queries, columns keys; the colour is the key's kind, its strength the visible
     share of the pixel. A strip along the top and the left shows what the tokens are.
 
@@ -120,7 +143,7 @@ def draw_mask(mask: AttentionMask, width: int = 512) -> Figure:
     return figure
 
 
-def _strip(axes, mask: AttentionMask, vertical: bool) -> None:
+def _strip(axes, mask: Mask, vertical: bool) -> None:
     """What the tokens along one side are: the colours of their kinds."""
     from matplotlib.colors import to_rgb
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numba import njit
 
-from raymm.kernels.mask import BASES, SLOPES, AttentionMask
+from raymm.kernels.mask import AttentionMask
+from raymm.kernels.mask_columns import BASES, SLOPES
 
 _NONE, _PARTIAL, _FULL = 0, 1, 2
 

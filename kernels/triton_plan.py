@@ -11,7 +11,8 @@ from functools import cached_property, lru_cache
 import numpy as np
 import torch
 
-from raymm.kernels.mask import ATTEND, IDENTITY, KEY_START, START, AttentionMask
+from raymm.kernels.mask import AttentionMask
+from raymm.kernels.mask_columns import ATTEND, IDENTITY, KEY_START, START
 from raymm.kernels.tiles import key_runs, query_runs
 from raymm.kernels.triton_configs import AttentionConfig
 from raymm.kernels.triton_schedule import (

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 from rich.table import Table
 
 from raymm.layer_count import Load
+from raymm.mapping_result import MappingResult, gpu_memory
 from raymm.model import MultimodalModule
 from raymm.module_dag import ModuleDag
 from raymm.multiplex_costs import (
@@ -23,8 +23,9 @@ from raymm.multiplex_costs import (
     measured_factor,
     shapes_of,
 )
+from raymm.multiplex_view import draw_planned, explanation, mapping_table, planned_html
 from raymm.named_devices import CPU, device_called
-from raymm.planning import MEMORY_SHARE
+from raymm.planned_costs import MEMORY_SHARE
 from raymm.scheduler.costs import CostProfile
 from raymm.scheduler.devices import DeviceSpec, Links, find_device
 from raymm.scheduler.memory import GIB
@@ -83,82 +84,24 @@ class MappingRequest:
     tokens: Mapping[str, int] | None = None
 
 
-@dataclass(frozen=True)
-class PlannedMultiplexed:
+class PlannedMultiplexed(MappingResult):
     """A mapping, what others would have made of the same modules, and pictures and tables of it.
-    Notebooks show the table.
-
-    Attributes:
-        problem: what was mapped: surfaces, dependencies, GPUs, memory, interference.
-        mapping: what to run (:class:`raymm.multiplexed.MultiplexedModule`).
-        baselines: per baseline its mapping, or why it has none.
-        source: where the times come from, in words.
-        estimated: whether they are estimates, not measurements.
-        interference: what is known of modules disturbing each other, in words.
-        batch: samples of an iteration; None if nobody said.
-        unfit: why the mapping does not fit in memory, if it does not.
-        notes: remarks a person should see.
-    """
-
-    problem: MappingProblem
-    mapping: StageMapping
-    baselines: Mapping[str, StageMapping | str]
-    source: str
-    estimated: bool
-    interference: str
-    batch: int | None = None
-    unfit: str | None = None
-    notes: tuple[str, ...] = ()
-
-    @property
-    def seconds(self) -> float:
-        """Predicted seconds of an iteration's forward and backward."""
-        return self.mapping.seconds
-
-    @cached_property
-    def memory(self) -> tuple[int, ...]:
-        """Bytes on each GPU over the whole iteration; see :func:`gpu_memory`."""
-        return gpu_memory(self.problem, self.mapping)
+    Notebooks show the table."""
 
     def table(self) -> Table:
         """Every stage: its modules, their GPUs and quotas, what they take. For a rich console."""
-        from raymm.multiplex_view import mapping_table
-
         return mapping_table(self)
 
     def explain(self) -> str:
         """How long an iteration takes, how the mapping was found, what others would take."""
-        from raymm.multiplex_view import explanation
-
         return explanation(self)
 
     def draw(self, path: str | Path, title: str | None = None) -> Path:
         """Draw the mapping, a lane per GPU; ``.png`` or ``.svg``. Returns the path written."""
-        from raymm.multiplex_view import draw_planned
-
         return draw_planned(self, path, title)
 
     def _repr_html_(self) -> str:
-        from raymm.multiplex_view import planned_html
-
         return planned_html(self)
-
-
-def gpu_memory(problem: MappingProblem, mapping: StageMapping) -> tuple[int, ...]:
-    """Bytes on each GPU over a whole training iteration: all modules that it ever runs keep
-    their weights there, and their activations until the backward, which goes through the stages
-    in reverse. (The solver's limit is of one stage at a time.)"""
-    used = [0] * mapping.gpus
-    most: dict[tuple[int, str], int] = {}
-    for stage in mapping.stages:
-        for one in stage.placements:
-            degree = len(one.gpus).bit_length() - 1
-            size = int(problem.memory[problem.names.index(one.module), degree])
-            for gpu in one.gpus:  # a sliced module's slices share its weights
-                most[gpu, one.module] = max(most.get((gpu, one.module), 0), size)
-    for (gpu, _), size in most.items():
-        used[gpu] += size
-    return tuple(used)
 
 
 def plan_multiplexed(

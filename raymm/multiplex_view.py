@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.table import Table
 
 from raymm.draw.mapping import draw_mapping
-from raymm.multiplex_planning import PlannedMultiplexed
+from raymm.mapping_result import MappingResult
 from raymm.row_table import html_table, row_table
 from raymm.scheduler.memory import GIB
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
@@ -18,7 +18,7 @@ _LEFT = ("module", "GPUs")
 SAME = 5e-4
 
 
-def mapping_rows(planned: PlannedMultiplexed) -> list[dict[str, str]]:
+def mapping_rows(planned: MappingResult) -> list[dict[str, str]]:
     """A row per module of every stage: its GPUs, its quota of each, milliseconds of forward and
     backward beside the others and alone, those of the stage, and GiB on each of its GPUs."""
     problem, mapping = planned.problem, planned.mapping
@@ -43,7 +43,7 @@ def mapping_rows(planned: PlannedMultiplexed) -> list[dict[str, str]]:
     return rows
 
 
-def mapping_table(planned: PlannedMultiplexed) -> Table:
+def mapping_table(planned: MappingResult) -> Table:
     """:func:`mapping_rows`, for a console."""
     rows = mapping_rows(planned)
     stages, gpus = len(planned.mapping.stages), planned.mapping.gpus
@@ -58,7 +58,7 @@ def mapping_table(planned: PlannedMultiplexed) -> Table:
     )
 
 
-def explanation(planned: PlannedMultiplexed) -> str:
+def explanation(planned: MappingResult) -> str:
     """How long an iteration takes, how that was found and what others would take."""
     mapping = planned.mapping
     samples = f" of {planned.batch} samples" if planned.batch else ""
@@ -88,7 +88,7 @@ def explanation(planned: PlannedMultiplexed) -> str:
 
 
 def draw_planned(
-    planned: PlannedMultiplexed, path: str | Path, title: str | None = None
+    planned: MappingResult, path: str | Path, title: str | None = None
 ) -> Path:
     """The mapping's picture with the baselines' times beside its own."""
     others = {
@@ -101,7 +101,7 @@ def draw_planned(
     )
 
 
-def planned_html(planned: PlannedMultiplexed) -> str:
+def planned_html(planned: MappingResult) -> str:
     """Table and explanation for notebooks."""
     return html_table(mapping_rows(planned), explanation(planned))
 

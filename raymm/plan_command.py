@@ -154,7 +154,8 @@ def _request(args, config):
 def _planned(args, config, model, given, console):
     from raymm.named_devices import device_called
     from raymm.plan_request import DataShape
-    from raymm.planning import Costs, judge_plan
+    from raymm.planned_costs import Costs
+    from raymm.planning import Planned
     from raymm.scheduler.devices import find_device
 
     request = _request(args, config)
@@ -170,7 +171,7 @@ def _planned(args, config, model, given, console):
             )
         else:
             costs = request.costs(model, data, dtype)
-        return judge_plan(given, costs, costs.memory_limit(request.memory_gib))
+        return Planned.judged(given, costs, costs.memory_limit(request.memory_gib))
     request, note = _known_ranks(request, config)
     text = f"planning {len(model.encoder_names) + 1} modules for {request.ranks} devices"
     if not console.is_terminal:

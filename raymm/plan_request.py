@@ -18,7 +18,8 @@ from raymm.loads import check_tokens
 from raymm.microbatches import split_batch
 from raymm.model import LANGUAGE_MODEL, MultimodalModule, module_graph
 from raymm.named_devices import cluster_device
-from raymm.planning import Costs, Planned, model_costs, plan_model
+from raymm.planned_costs import Costs, model_costs
+from raymm.planning import Planned, plan_model
 from raymm.profile_files import load_table
 from raymm.scheduler.costs import ProfileError
 from raymm.scheduler.devices import find_device

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.table import Table
 
 from raymm.draw import draw_timelines
-from raymm.planning import Planned, judge_plan
+from raymm.plan_result import PlanResult
 from raymm.row_table import html_table, row_table
 from raymm.scheduler.judge import Option, places_text
 from raymm.scheduler.memory import GIB, rank_memory
@@ -23,7 +23,7 @@ SHOWN, REFUSED_SHOWN = 8, 4
 _LEFT = ("module", "stage", "layers", "shared", "GPU")
 
 
-def plan_rows(planned: Planned) -> list[dict[str, str]]:
+def plan_rows(planned: PlanResult) -> list[dict[str, str]]:
     """A row per stage. ``F``, ``B_d``, ``B_w`` are milliseconds of one microbatch (with
     recomputation, one more F comes before ``B_d``); weights (with gradients and optimizer
     state) and activations are in GiB, those of activations the whole rank's most; the bubble
@@ -84,7 +84,7 @@ def layers_text(plan: Plan, stage: Stage) -> str:
     return text + (" r" if stage.recompute else f" r{again}/{blocks - lo}" if again else "")
 
 
-def plan_table(planned: Planned) -> Table:
+def plan_table(planned: PlanResult) -> Table:
     """:func:`plan_rows` as a rich table."""
     plan = planned.plan
     rows = plan_rows(planned)
@@ -103,7 +103,7 @@ def plan_table(planned: Planned) -> Table:
     )
 
 
-def summary(planned: Planned) -> list[str]:
+def summary(planned: PlanResult) -> list[str]:
     """Three lines: what runs, how long a step takes, and why this and not something else."""
     plan, best = planned.plan, planned.proposal.best
     counts = ", ".join(_module_text(plan, node.name) for node in plan.graph.nodes)
@@ -119,7 +119,7 @@ def summary(planned: Planned) -> list[str]:
     return lines
 
 
-def explanation(planned: Planned) -> str:
+def explanation(planned: PlanResult) -> str:
     """How long a step takes, what was tried instead, and why it lost."""
     proposal = planned.proposal
     lines = [_prediction(planned)]
@@ -159,13 +159,13 @@ def _others(options: Sequence[Option]) -> list[Option]:
     return result[1:]
 
 
-def draw_schedule(planned: Planned, path: str | Path) -> Path:
+def draw_schedule(planned: PlanResult, path: str | Path) -> Path:
     """Draw the simulated step; above it, for another schedule than 1F1B, the same stages
     under 1F1B."""
     plan = planned.plan
     timelines = [(f"{plan.schedule}, predicted", planned.timeline)]
     if plan.schedule != "1f1b":
-        plain = judge_plan(
+        plain = PlanResult.judged(
             replace(plan, schedule="1f1b", policy=None, activation_limits=None), planned.costs
         )
         timelines.insert(0, ("1f1b, the same stages", plain.timeline))
@@ -186,12 +186,12 @@ def rank_names(plan: Plan) -> dict[int, str]:
     return names
 
 
-def plan_html(planned: Planned) -> str:
+def plan_html(planned: PlanResult) -> str:
     """Table and explanation for notebooks."""
     return html_table(plan_rows(planned), explanation(planned))
 
 
-def _prediction(planned: Planned) -> str:
+def _prediction(planned: PlanResult) -> str:
     seconds, bound = planned.seconds, planned.proposal.bound
     text = f"{_time(seconds)} per step"
     if seconds > 0:

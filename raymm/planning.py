@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,202 +11,37 @@ from rich.table import Table
 
 from raymm.actors.stages.probe import ProbeError, probe_language_model
 from raymm.actors.stages.probe_callbacks import Cuts, probe_chain
-from raymm.analytic import analytic_profile
 from raymm.degrees import DegreeRequest, Refused, refused_degrees
-from raymm.loads import Loads, changed_tokens, check_tokens, loads_of_microbatch, loads_of_tokens
 from raymm.model import LANGUAGE_MODEL, MultimodalModule, module_graph
-from raymm.named_devices import CPU, device_called
-from raymm.profile_files import load_table
-from raymm.scheduler.costs import CostProfile, ProfileError
-from raymm.scheduler.devices import DeviceSpec, find_device
+from raymm.plan_result import PlanResult
+from raymm.plan_view import draw_schedule, explanation, plan_html, plan_table
+from raymm.planned_costs import Costs, model_costs
 from raymm.scheduler.graph import ModuleGraph
-from raymm.scheduler.judge import Option, Proposal, judge, step_bound, step_timeline
-from raymm.scheduler.lower import full_program
-from raymm.scheduler.memory import GIB
+from raymm.scheduler.judge import Option
 from raymm.scheduler.module_degrees import degrees_of
-from raymm.scheduler.network import Network
-from raymm.scheduler.plan import Plan, PlanError
+from raymm.scheduler.plan import Plan
 from raymm.scheduler.planner import LAYOUTS, SEARCHED_SCHEDULES
 from raymm.scheduler.profile_table import ProfileTable
-from raymm.scheduler.program import Program
-from raymm.scheduler.timeline import Timeline
 from raymm.scheduler.whole_modules import in_own_layers, with_whole_modules
 from raymm.strategies import OMNIBAL_RADIUS, Search, find_plans, is_joint
 
-# Share of a device's memory that a plan may use; the rest is for CUDA, NCCL and fragmentation.
-MEMORY_SHARE = 0.9
 NO_DEGREES = DegreeRequest({}, {})
-@dataclass(frozen=True)
-class Costs:
-    """What a plan is judged by.
-
-    Attributes:
-        profile: costs of every layer on one microbatch, with the device's links.
-        device: where; None if measured on one that raymm has no data of.
-        ranks_per_node: processes that share a node.
-        notes: remarks a person should see.
-    """
-
-    profile: CostProfile
-    device: DeviceSpec | None = None
-    ranks_per_node: int = 8
-    notes: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.device is not None and self.profile.links is None:
-            profile = replace(self.profile, links=self.network.links)
-            object.__setattr__(self, "profile", profile)
-
-    @property
-    def network(self) -> Network:
-        """The device's links; messages take no time if it is not known."""
-        if self.device is None:
-            return Network()
-        return Network(self.device.within_node, self.device.across_nodes, self.ranks_per_node)
-
-    def memory_limit(self, gib: float | None) -> int | None:
-        """Bytes a rank may use: as said, else most of a known device's memory; none on CPUs."""
-        if gib is not None:
-            if not gib > 0:
-                raise PlanError(f"memory_gib is {gib}; it must be above 0")
-            return int(gib * GIB)
-        if self.device is None or self.device.name == CPU:
-            return None
-        return int(MEMORY_SHARE * self.device.memory_bytes)
-
-
-def model_costs(
-    model: MultimodalModule,
-    *,
-    device: str | None = None,
-    profile: ProfileTable | str | Path | None = None,
-    microbatch: Callable[[], Mapping[str, Any]] | Mapping[str, Any] | None = None,
-    tokens: Mapping[str, int] | None = None,
-    samples: int = 1,
-    text: int | None = None,
-    dtype: str = "fp32",
-    ranks_per_node: int = 8,
-) -> Costs:
-    """Costs of a model's layers: measured ones of a profile, else analytic ones of a device.
-
-    Args:
-        model: the description; its weights are not used.
-        device: a name that :func:`raymm.scheduler.devices.find_device` knows; by default the
-            profile's, else ``"cpu"``.
-        profile: a table that ``raymm profile`` made, or its file.
-        microbatch: a real one (or a function that reads one) to take lengths from.
-        tokens: per module, tokens per sample; where given, instead of the microbatch's.
-        samples, text: samples per microbatch and their longest text, if there is no
-            ``microbatch``.
-        dtype: compute dtype, ``"fp32"`` or ``"bf16"``.
-        ranks_per_node: ranks that share a node.
-
-    Raises:
-        DeviceError, ProfileError, LoadError: naming the field and what is accepted.
-    """
-    if ranks_per_node < 1:
-        raise PlanError(f"ranks_per_node is {ranks_per_node}; it must be at least 1")
-    tokens = dict(tokens or {})
-    check_tokens(model, tokens)
-    spec = None if device is None else find_device(device)
-    if profile is not None:
-        table = profile if isinstance(profile, ProfileTable) else load_table(profile)
-        totals = {name: _total(table, name, each) for name, each in tokens.items()}
-        found = table.at(totals)
-        return Costs(found, spec or device_called(table.device), ranks_per_node)
-    loads = _loads(model, microbatch, tokens, samples, text)
-    notes = loads.notes
-    if spec is None:
-        spec = find_device(CPU)
-        notes += ("no device is named: costs are those of one CPU core",)
-    return Costs(
-        analytic_profile(model, loads.by_module, spec, dtype), spec, ranks_per_node, notes
-    )
-
-
-def _loads(
-    model: MultimodalModule, microbatch: Any, tokens: Mapping[str, int], samples: int,
-    text: int | None,
-) -> Loads:
-    if microbatch is None or set(tokens) >= {*model.encoder_names, LANGUAGE_MODEL}:
-        return loads_of_tokens(model, tokens, samples, text)
-    real = microbatch() if callable(microbatch) else microbatch
-    return changed_tokens(loads_of_microbatch(model, real), tokens)
-
-
-def _total(table: ProfileTable, name: str, each: int) -> int:
-    """Tokens of a microbatch from tokens per sample, with as many samples as the default
-    microbatch has."""
-    if name not in table.modules:
-        raise ProfileError(
-            f"tokens name {name!r}; the profile's modules are {', '.join(table.modules)}"
-        )
-    default = table.default[name]
-    row = next((r for r in table.modules[name] if r.tokens == default), table.modules[name][0])
-    return each * row.samples
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A plan, what else was tried, and pictures and tables of it. Notebooks show the table.
-
-    Attributes:
-        plan: what to run.
-        proposal: everything that was judged; a plan that was given is the only option.
-        costs: what it was judged by.
-        search: what was searched for; None if the plan was given.
-        unfit: why the plan does not fit in memory, if it does not.
-        notes: remarks a person should see.
-    """
-
-    plan: Plan
-    proposal: Proposal
-    costs: Costs
-    search: Search | None = None
-    unfit: str | None = None
-    notes: tuple[str, ...] = field(default=())
-
-    @property
-    def network(self) -> Network:
-        """The links it was judged with."""
-        return self.costs.network
-
-    @cached_property
-    def program(self) -> Program:
-        """The program of a step in which every microbatch has every modality."""
-        return full_program(self.plan)
-
-    @cached_property
-    def timeline(self) -> Timeline:
-        """That step, simulated."""
-        return step_timeline(self.plan, self.network, self.program)
-
-    @property
-    def seconds(self) -> float:
-        """Predicted seconds of a step."""
-        return self.timeline.makespan
+class Planned(PlanResult):
+    """A plan, what else was tried, and pictures and tables of it. Notebooks show the table."""
 
     def table(self) -> Table:
         """Every stage: its layers, its place, what it costs. For a rich console."""
-        from raymm.plan_view import plan_table
-
         return plan_table(self)
 
     def explain(self) -> str:
         """How long a step takes, what was tried instead, and why it lost."""
-        from raymm.plan_view import explanation
-
         return explanation(self)
 
     def draw(self, path: str | Path) -> Path:
         """Draw the simulated step; ``.png`` or ``.svg``. Returns the path written."""
-        from raymm.plan_view import draw_schedule
-
         return draw_schedule(self, path)
 
     def _repr_html_(self) -> str:
-        from raymm.plan_view import plan_html
-
         return plan_html(self)
 
 
@@ -299,26 +133,6 @@ def refused_cuts(model: MultimodalModule, modules: Sequence[str]) -> dict[str, s
         except ProbeError as error:
             refused[name] = str(error)
     return refused
-
-
-def judge_plan(plan: Plan, costs: Costs, memory_limit: int | None = None) -> Planned:
-    """A plan that was given, with costs: what raymm expects of it.
-
-    Args:
-        plan: the plan; its own profile and limit, where it has them, go first.
-        costs: of its model.
-        memory_limit: bytes a rank may use.
-    """
-    costs = replace(costs, profile=plan.profile or costs.profile)
-    plan = replace(
-        plan, profile=costs.profile,
-        memory_limit=memory_limit if plan.memory_limit is None else plan.memory_limit,
-    )
-    option, unfit = judge(plan, costs.network, "given")
-    bound = step_bound(option.plan, costs.network)
-    return Planned(
-        option.plan, Proposal((option,), (), bound, 0, 1), costs, unfit=unfit, notes=costs.notes
-    )
 
 
 def plan(

@@ -28,7 +28,8 @@ from raymm.multiplex_planning import (
 from raymm.multiplex_view import time_text
 from raymm.named_devices import CPU
 from raymm.plan_request import DataShape, PlanRequest
-from raymm.planning import Costs, Planned, judge_plan, plan_model
+from raymm.planned_costs import Costs
+from raymm.planning import Planned, plan_model
 from raymm.scheduler.costs import CostProfile
 from raymm.scheduler.devices import DeviceSpec, find_device
 from raymm.scheduler.multiplex.problem import STEPS
@@ -161,7 +162,7 @@ def compare_styles(
     limit = costs.memory_limit(request.memory_gib)
     try:
         if given is not None:
-            pipelined = judge_plan(replace(given, profile=None), costs, limit)
+            pipelined = Planned.judged(replace(given, profile=None), costs, limit)
         else:
             search = Search(
                 request.ranks, data.microbatches, limit, strategy=request.strategy,

@@ -13,6 +13,7 @@ import raymm
 from raymm.analytic import analytic_profile
 from raymm.contrastive import ContrastiveLoss
 from raymm.layer_count import Load, LoadError
+from raymm.mapping_result import gpu_memory
 from raymm.model import ModalityModule, MultimodalModule, module_graph
 from raymm.module_dag import DagLoss, DagModule, ModuleDag, every
 from raymm.multiplex_costs import (
@@ -22,7 +23,7 @@ from raymm.multiplex_costs import (
     filled_profile,
     shapes_of,
 )
-from raymm.multiplex_planning import DoesNotFitError, _fitting, gpu_memory
+from raymm.multiplex_planning import DoesNotFitError, _fitting
 from raymm.multiplex_view import explanation, gpus_text, mapping_rows
 from raymm.plan_request import DataShape, PlanRequest
 from raymm.scheduler.costs import CostProfile, LayerCost, layer_work
