@@ -26,7 +26,7 @@ def add_style_arguments(command: argparse.ArgumentParser) -> None:
         help="multiplexed: what modules cost each other: a file, bandwidth (default: estimated "
         "from shares of the memory bandwidth), or blind")
     add("--solver", metavar="NAME",
-        help="multiplexed: auto (default), greedy, greedy_cp_sat, exact, local_search")
+        help="multiplexed: auto (default), greedy, exact, local_search")
 
 
 def check_style(args: argparse.Namespace, configured: str | None = None) -> str:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from raymm.scheduler.multiplex.cp_sat_stage import CpSatStageEvaluator
 from raymm.scheduler.multiplex.greedy import merge_greedily
 from raymm.scheduler.multiplex.local_search import improve
 from raymm.scheduler.multiplex.mapping import Mapping
@@ -24,7 +23,7 @@ from raymm.scheduler.multiplex.sequences import (
 from raymm.scheduler.multiplex.stage_evaluation import Interrupted, StageEvaluator
 from raymm.scheduler.multiplex.strict_json import MultiplexError, number, whole
 
-STRATEGIES = ("auto", "greedy", "greedy_cp_sat", "exact", "local_search")
+STRATEGIES = ("auto", "greedy", "exact", "local_search")
 
 
 @dataclass(frozen=True)
@@ -77,8 +76,8 @@ def solve(
 
     The modules are cut into parts between which no stage can lie, and each part is solved:
 
-    - ``"greedy"``: Algorithm 1 of Mosaic §3.4, on this code's evaluation of stages;
-      ``"greedy_cp_sat"``: on CP-SAT, as printed (for small problems: it takes seconds to minutes).
+    - ``"greedy"``: Algorithm 1 of Mosaic §3.4, on this code's evaluation of stages, which
+      finds what CP-SAT, as printed, does.
     - ``"local_search"``: from there by moving, swapping, merging and splitting.
     - ``"exact"``: dynamic programming over stage sequences, or, with many independent modules, a
       set partitioning program, until it is proven that nothing is better. May take very long; give
@@ -178,15 +177,8 @@ class _Search:
             self.done[part] = "single"
             self.raise_bound(part, self.evaluator.result(part).bound)
             return
-        if strategy == "greedy_cp_sat":
-            printed = CpSatStageEvaluator(self.evaluator.problem, self.evaluator.stop)
-            stages = merge_greedily(printed, part)
-            for stage in stages:
-                self.evaluator.offer(stage, printed.result(stage))
-        else:
-            stages = merge_greedily(self.evaluator, part)
-        self.better(part, stages)
-        self.done[part] = strategy if strategy.startswith("greedy") else "greedy"
+        self.better(part, merge_greedily(self.evaluator, part))
+        self.done[part] = "greedy"
         if strategy in ("auto", "exact"):
             # A good beginning leaves the exact search fewer stages to solve.
             self._local_search(part, seed, min(FIRST_KICKS, effort.kicks), effort.tries)

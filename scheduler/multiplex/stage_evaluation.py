@@ -109,13 +109,6 @@ class StageEvaluator:
             known = self.results[stage] = self._raised(stage, known, nodes)
         return known
 
-    def offer(self, stage: int, found: StageResult) -> None:
-        """Keep what was found elsewhere where it is better than what is known."""
-        known = self.result(stage)
-        if found.seconds < known.seconds:
-            known = replace(known, seconds=found.seconds, packing=found.packing)
-        self.results[stage] = replace(known, bound=max(known.bound, found.bound))
-
     def probe(self, stage: int, below: float) -> StageResult:
         """What is known after asking only whether the stage takes less than ``below`` seconds.
 

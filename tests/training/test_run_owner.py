@@ -109,7 +109,6 @@ def test_the_owner_is_named_and_the_folder_is_free_after_it(tmp_path):
 
 def test_a_killed_owner_is_followed_at_once(tmp_path, monkeypatch):
     """Nothing is waited for: a process that is gone is seen."""
-    monkeypatch.setattr(run_owner.time, "sleep", lambda seconds: pytest.fail("it waits"))
     with python(HOLDER, tmp_path) as process:
         assert process.stdout.readline() == "owner\n"
         with pytest.raises(RunOwnedError, match=f"process {process.pid} on "):
@@ -120,6 +119,8 @@ def test_a_killed_owner_is_followed_at_once(tmp_path, monkeypatch):
             lambda: Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2][1] == "Z",
             PATIENCE_S, "its end",
         )
+        # From here on: the clock is everybody's, and the wait above looks at it, too.
+        monkeypatch.setattr(run_owner.time, "sleep", lambda seconds: pytest.fail("it waits"))
         said = []
         with RunOwner(tmp_path, said.append):
             assert f"belonged to process {process.pid} on " in said[0]

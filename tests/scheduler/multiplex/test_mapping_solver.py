@@ -6,13 +6,13 @@ import math
 from dataclasses import replace
 
 import pytest
+from cp_sat_stage import CpSatStageEvaluator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks._mapping_instances import KINDS, random_problem
 from raymm.scheduler.multiplex import solve as solving
 from raymm.scheduler.multiplex.baselines import distmm, megatron, spindle
-from raymm.scheduler.multiplex.cp_sat_stage import CpSatStageEvaluator
 from raymm.scheduler.multiplex.greedy import merge_greedily, mergeable
 from raymm.scheduler.multiplex.mapping import Mapping
 from raymm.scheduler.multiplex.partition_columns import best_partition, independent_sets
@@ -111,9 +111,6 @@ def test_greedy_on_cp_sat_is_the_same() -> None:
         problem = replace(random_problem(seed, kind, 5, 4), steps=4, memory_bytes=None)
         printed = merge_greedily(CpSatStageEvaluator(problem))
         assert printed == merge_greedily(StageEvaluator(problem))
-        by_name = solve(problem, "greedy_cp_sat")
-        by_name.check(problem)
-        assert by_name.seconds == pytest.approx(solve(problem, "greedy").seconds)
 
 
 def test_a_merge_must_leave_an_order() -> None:

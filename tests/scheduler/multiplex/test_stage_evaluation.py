@@ -6,11 +6,11 @@ import math
 
 import numpy as np
 import pytest
+from cp_sat_stage import CpSatStageEvaluator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks._mapping_instances import random_problem
-from raymm.scheduler.multiplex.cp_sat_stage import CpSatStageEvaluator
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage
 from raymm.scheduler.multiplex.packing import IMPOSSIBLE
 from raymm.scheduler.multiplex.stage_bounds import StageBounds
