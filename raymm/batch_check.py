@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from raymm.actors.stages.example_inputs import brief
+from raymm.actors.stages.brief_error import brief
 from raymm.actors.stages.language import label_mask
 from raymm.actors.stages.merge import IGNORE_INDEX, MergeError
 from raymm.batch_rules import LABELS, BatchError, Vocabulary, complete_microbatch, said, text_inputs

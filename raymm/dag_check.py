@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from raymm.actors.multiplexed.node import OutputError, call
-from raymm.actors.stages.example_inputs import brief, in_words
+from raymm.actors.stages.brief_error import brief
+from raymm.actors.stages.example_inputs import in_words
 from raymm.batch_rules import BatchError, check_range, check_tensor, said
 from raymm.encoder_trial import MAX_SIGNATURES, lookups, signature
 from raymm.scheduler.multiplex.sample_ranges import Range

@@ -23,8 +23,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from raymm.actors.stages.brief_error import brief
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
-from raymm.actors.stages.example_inputs import ExampleError, brief, example_inputs, in_words
+from raymm.actors.stages.example_inputs import ExampleError, example_inputs, in_words
 from raymm.actors.stages.message import MicrobatchContext
 from raymm.actors.stages.small_model import shrink_config, small_model
 from raymm.actors.stages.source import on_meta

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from raymm.actors.stages.brief_error import brief
+
 IMAGE_SIZE = 224
 FRAMES = 200
 SAMPLES = 16000
-_WORDS = 300  # of another library's error that are shown
 _MEL_NAMES = (
     "num_mel_bins", "input_feat_size", "num_mel_features", "mel_bins", "n_mels", "feature_size",
     "input_dim", "feat_dim", "feature_projection_input_dim",
@@ -76,13 +77,6 @@ def in_words(inputs: Mapping[str, Any]) -> str:
         if isinstance(value, torch.Tensor) else f"{name} {value!r}"
         for name, value in inputs.items()
     )
-
-
-def brief(error: BaseException) -> str:
-    """Another library's error in a line."""
-    text = " ".join(str(error).split())
-    text = text if len(text) <= _WORDS else f"{text[:_WORDS]}..."
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _inner_encoder(model: nn.Module) -> str | None:

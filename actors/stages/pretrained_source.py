@@ -13,9 +13,9 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from raymm.actors.stages.brief_error import brief
 from raymm.actors.stages.custom_code import custom_code, own_class, why_not_loaded
 from raymm.actors.stages.cut import prune
-from raymm.actors.stages.example_inputs import brief
 from raymm.actors.stages.model_classes import ModelClassError, find_model_class
 from raymm.actors.stages.source import (
     ConfigSource,

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from raymm.actors.stages.blocks import checkpoints_itself, find_blocks
+from raymm.actors.stages.brief_error import brief
 from raymm.actors.stages.cut import CutInfo
-from raymm.actors.stages.example_inputs import ExampleError, brief, example_inputs, in_words
+from raymm.actors.stages.example_inputs import ExampleError, example_inputs, in_words
 from raymm.actors.stages.message import first_tensor
 from raymm.actors.stages.probe_error import NotRunError, ProbeError
 from raymm.actors.stages.probe_pieces import Run, compare_pieces, skips_blocks

@@ -24,10 +24,11 @@ from ray import cloudpickle
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from raymm.actors.stages.brief_error import brief
 from raymm.actors.stages.cut import Passage, prune
 from raymm.actors.stages.draws import module_draws
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
-from raymm.actors.stages.example_inputs import brief, in_words
+from raymm.actors.stages.example_inputs import in_words
 from raymm.actors.stages.message import Message, MicrobatchContext
 from raymm.actors.stages.probe import (
     ProbeError,

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from raymm.actors.quota.generators import generator_state, generators_kept, seed_generators
+from raymm.actors.stages.brief_error import brief
 from raymm.actors.stages.cut import CutInfo, CutReached, Passage, ghost_parameter, prune
 from raymm.actors.stages.draws import BlockDraws, Draws
-from raymm.actors.stages.example_inputs import brief
 from raymm.actors.stages.probe_draws import extreme_draws
 from raymm.actors.stages.probe_error import NotRunError, ProbeError
 

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from raymm.actors.stages.blocks import config_depth_names, find_blocks
-from raymm.actors.stages.example_inputs import brief
+from raymm.actors.stages.brief_error import brief
 from raymm.actors.stages.probe_error import ProbeError
 from raymm.actors.stages.source import ModuleSource, on_meta
 
