@@ -18,13 +18,13 @@ import torch.distributed as dist
 
 from benchmarks._ranks import EmulatedLink, Ranks
 from raymm.kernels.attention import attention
-from raymm.kernels.context_call import ContextGroup
-from raymm.kernels.context_layout import ContextLayout, needed_keys
-from raymm.kernels.context_parallel import context_attention
-from raymm.kernels.exchange import Exchange
-from raymm.kernels.mask import AttentionMask
-from raymm.kernels.reference import reference_attention
-from raymm.scheduler.attention_traffic import AttentionShape, method_bytes
+from raymm.kernels.collectives.p2p import Exchange
+from raymm.kernels.context_parallel.attention import context_attention
+from raymm.kernels.context_parallel.call import ContextGroup
+from raymm.kernels.context_parallel.layout import ContextLayout, needed_keys
+from raymm.kernels.flash.reference import reference_attention
+from raymm.kernels.mask.mask import AttentionMask
+from raymm.scheduler.context_parallel.traffic import AttentionShape, method_bytes
 
 
 @dataclass(frozen=True)

@@ -18,16 +18,16 @@ from transformers import PretrainedConfig
 from benchmarks._family_classes import ENCODER, LANGUAGE, Family
 from benchmarks._family_configs import UnmakeableError, default_config, tiny_configs
 from benchmarks._family_inputs import item_candidates, text_microbatches
-from raymm.actors.executor import Executor, StepMeta
-from raymm.actors.stages.blocks import num_blocks
+from raymm.actors.executor.executor import Executor, StepMeta
+from raymm.actors.modules.blocks import num_blocks
+from raymm.actors.modules.merge import Prepend
+from raymm.actors.modules.message import Message
+from raymm.actors.modules.seeds import derive_seed
+from raymm.actors.probe.cut import probe_encoder, probe_language_model
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.language import LanguageSpec, LanguageStage
-from raymm.actors.stages.merge import Prepend
-from raymm.actors.stages.message import Message
-from raymm.actors.stages.probe import probe_encoder, probe_language_model
-from raymm.actors.stages.seeds import derive_seed
-from raymm.actors.stages.source import ConfigSource
-from raymm.scheduler.program import Instruction, Op
+from raymm.actors.weights.source import ConfigSource
+from raymm.scheduler.program.program import Instruction, Op
 
 EXACT, REFUSED, UNCLEAR, WRONG = "exact", "refused", "unclear", "wrong"
 NOT_APPLICABLE = "not_applicable"

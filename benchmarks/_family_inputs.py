@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from raymm.actors.stages.example_inputs import ExampleError, example_inputs
+from raymm.actors.probe.example_inputs import ExampleError, example_inputs
 
 ITEMS, TOKENS = 2, 12
 _SECOND = 1600  # samples of a short sound

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from raymm.kernels.exchange import Exchange, Pending, Shape
+from raymm.kernels.collectives.p2p import Exchange, Pending, Shape
 
 LIMITS = ("namespace", "emulated", "none")
 TIMEOUT = timedelta(seconds=180)

@@ -25,10 +25,10 @@ import torch.nn.functional as F
 from rich.table import Table
 
 from benchmarks import _common
-from raymm.kernels import mask_patterns as patterns
-from raymm.kernels.attention_cpu import cpu_attention
-from raymm.kernels.mask import AttentionMask
-from raymm.kernels.mask_patterns import Span
+from raymm.kernels.flash.cpu.attention import cpu_attention
+from raymm.kernels.mask import patterns
+from raymm.kernels.mask.mask import AttentionMask
+from raymm.kernels.mask.patterns import Span
 
 OURS, DENSE = "raymm", "dense_sdpa"
 TENSORS = ("out", "dq", "dk", "dv")

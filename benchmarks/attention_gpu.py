@@ -30,10 +30,10 @@ import torch
 from rich.table import Table
 
 from benchmarks import _common
-from raymm.kernels import mask_patterns
-from raymm.kernels.mask import AttentionMask
-from raymm.kernels.mask_convert import to_block_mask
-from raymm.kernels.mask_patterns import Span
+from raymm.kernels.mask import patterns as mask_patterns
+from raymm.kernels.mask.convert import to_block_mask
+from raymm.kernels.mask.mask import AttentionMask
+from raymm.kernels.mask.patterns import Span
 
 QUERY_HEADS, KEY_HEADS, HEAD_DIM = 32, 8, 128
 DTYPE = torch.bfloat16
@@ -124,7 +124,7 @@ def contenders(pattern: str, mask: AttentionMask, length: int) -> dict[str, Atte
     from torch.nn.attention.flex_attention import flex_attention
     from torch.nn.functional import scaled_dot_product_attention
 
-    from raymm.kernels.triton_attention import triton_attention
+    from raymm.kernels.flash.gpu.attention import triton_attention
 
     block_mask = flex_block_mask(pattern, mask, "cuda")
     compiled = torch.compile(flex_attention, dynamic=False)
@@ -254,7 +254,7 @@ def _oracle(
     mask: AttentionMask, tensors: list[torch.Tensor], rows: slice
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and query gradient of some rows, of the first key head's group."""
-    from raymm.kernels.reference import reference_attention
+    from raymm.kernels.flash.reference import reference_attention
 
     query, key, value, grad_out = (t.detach() for t in tensors)
     group = QUERY_HEADS // KEY_HEADS

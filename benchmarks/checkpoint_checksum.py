@@ -1,11 +1,11 @@
 """What checksums cost of a checkpoint: saving with and without them, and verifying.
 
 A shard of `--mib` MiB of fp32 tensors is written and forced to disk, as a rank does it
-(`raymm.actors.shards.write_shard`), in turns with the same without a checksum. `checksum_share` is
-the median over rounds of how much longer it takes: the checksum is computed from pages in memory
-while the disk writes them. `in_memory_share` is the same on a file system in memory (/dev/shm),
-where nothing hides it: an upper bound for any disk. `gb_per_s` compares digests on bytes in memory;
-`verify_gb_per_s` is what a reader does first.
+(`raymm.actors.optimizer.checkpoint_shards.write_shard`), in turns with the same without a
+checksum. `checksum_share` is the median over rounds of how much longer it takes: the checksum is
+computed from pages in memory while the disk writes them. `in_memory_share` is the same on a file
+system in memory (/dev/shm), where nothing hides it: an upper bound for any disk. `gb_per_s`
+compares digests on bytes in memory; `verify_gb_per_s` is what a reader does first.
 
     python -m benchmarks.checkpoint_checksum --json
 """
@@ -28,7 +28,7 @@ from rich.table import Table
 from safetensors.torch import save_file
 
 from benchmarks import _common
-from raymm.actors.shards import verify_shard, write_shard
+from raymm.actors.optimizer.checkpoint_shards import verify_shard, write_shard
 
 DIGESTS: dict[str, Callable[[bytes], object]] = {
     "xxh3_128": lambda data: xxhash.xxh3_128(data).digest(),

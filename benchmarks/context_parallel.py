@@ -43,14 +43,14 @@ from benchmarks._dealt_attention import (
     write_expected,
 )
 from benchmarks._ranks import Ranks, gloo_ranks
-from raymm.kernels import mask_patterns as patterns
-from raymm.kernels.context_layout import ContextLayout
-from raymm.kernels.context_parallel import METHODS
-from raymm.kernels.mask import AttentionMask
-from raymm.kernels.mask_patterns import Span
-from raymm.scheduler.attention_traffic import choose_method, method_bytes
-from raymm.scheduler.token_distribution import TokenDistribution, distribute
-from raymm.scheduler.token_workload import DEFAULT_BLOCK, active_key_blocks
+from raymm.kernels.context_parallel.attention import METHODS
+from raymm.kernels.context_parallel.layout import ContextLayout
+from raymm.kernels.mask import patterns
+from raymm.kernels.mask.mask import AttentionMask
+from raymm.kernels.mask.patterns import Span
+from raymm.scheduler.context_parallel.distribution import TokenDistribution, distribute
+from raymm.scheduler.context_parallel.traffic import choose_method, method_bytes
+from raymm.scheduler.context_parallel.workload import DEFAULT_BLOCK, active_key_blocks
 
 LENGTH, RANKS = 16384, 4
 # A quarter of Cornstarch v2 §5.1's: per sample text; image (kind 1), audio (kind 2).

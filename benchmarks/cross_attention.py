@@ -39,9 +39,9 @@ from benchmarks._dealt_attention import (
     write_expected,
 )
 from benchmarks._ranks import LIMITS, Ranks, gloo_ranks, slow_network
-from raymm.kernels.context_layout import ContextLayout
-from raymm.kernels.mask_patterns import full
-from raymm.scheduler.attention_traffic import choose_method
+from raymm.kernels.context_parallel.layout import ContextLayout
+from raymm.kernels.mask.patterns import full
+from raymm.scheduler.context_parallel.traffic import choose_method
 
 CASES = ((512, 8192), (512, 32768), (8192, 512), (32768, 512))
 METHODS = ("rotate", "ring", "ulysses", "gather")

@@ -41,7 +41,7 @@ from rich.table import Table
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks import _common
-from raymm.config import load_config
+from raymm.config.sections import load_config
 from raymm.data import DataConfig, StepBuilder, StepLoader, open_split, training_sampler
 
 CONFIG = _common.REPOSITORY / "examples" / "alignment" / "stamps.yaml"

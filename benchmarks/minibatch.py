@@ -33,14 +33,14 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks import _common
-from raymm.scheduler.batch_replicas import replica_loads
-from raymm.scheduler.minibatch import MiniBatchError, MiniBatchPlan, SampleSizes
-from raymm.scheduler.minibatch_balanced import plan_balanced
-from raymm.scheduler.minibatch_baselines import plan_length_grouped, plan_random
-from raymm.scheduler.minibatch_budgets import least_groups
-from raymm.scheduler.minibatch_costs import CostModel, transformer_cost
-from raymm.scheduler.minibatch_isf import plan_isf, search_budgets
-from raymm.scheduler.minibatch_metrics import balance, dist_ratio
+from raymm.scheduler.minibatch.balanced import plan_balanced
+from raymm.scheduler.minibatch.baselines import plan_length_grouped, plan_random
+from raymm.scheduler.minibatch.budgets import least_groups
+from raymm.scheduler.minibatch.costs import CostModel, transformer_cost
+from raymm.scheduler.minibatch.isf import plan_isf, search_budgets
+from raymm.scheduler.minibatch.metrics import balance, dist_ratio
+from raymm.scheduler.minibatch.problem import MiniBatchError, MiniBatchPlan, SampleSizes
+from raymm.scheduler.minibatch.replicas import replica_loads
 
 NAMES = ("vision", "text")
 BATCH = 4  # samples per group that all methods aim at (OmniBal, Table 5)
@@ -204,7 +204,7 @@ def draw(path: Path, sizes: SampleSizes, ranks: int) -> None:
     from matplotlib.figure import Figure
 
     from raymm.draw import palette
-    from raymm.scheduler.minibatch_metrics import costs
+    from raymm.scheduler.minibatch.metrics import costs
 
     shown = {
         "random": ("random, padded", palette.HUES[4]),

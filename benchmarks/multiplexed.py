@@ -19,14 +19,14 @@ from rich.table import Table
 
 from benchmarks._common import console, emit, local_ray, machine, parser
 from benchmarks._multiplexed_models import SHAPES, Shape
-from raymm.actors.group import RankResources
+from benchmarks.emulation import ENTRY, emulate
 from raymm.actors.multiplexed.group import GpuGroup
-from raymm.emulation import ENTRY, emulate
-from raymm.multiplexed import MultiplexedModule
-from raymm.scheduler.multiplex.baselines import distmm, megatron, spindle
+from raymm.actors.rank.rank_group import RankResources
+from raymm.runtime.multiplexed_dag import MultiplexedModule
+from raymm.scheduler.baselines.mappings import distmm, megatron, spindle
 from raymm.scheduler.multiplex.mapping import Mapping
 from raymm.scheduler.multiplex.problem import MappingProblem
-from raymm.scheduler.multiplex.solve import solve
+from raymm.scheduler.multiplex.solver.solve import solve
 
 SAMPLES, WIDTH = 16, 8
 

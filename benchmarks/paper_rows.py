@@ -25,10 +25,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from raymm.scheduler.costs import CostProfile, LayerCost, unaware_work
-from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.plan import Plan
-from raymm.scheduler.stage_space import Counts, StageSpace, make_plan
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, unaware_work
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.search.stage_space import Counts, StageSpace, make_plan
 
 MAX_STAGES = 8
 ENCODER, LLM = "encoder", "llm"

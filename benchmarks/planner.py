@@ -21,16 +21,16 @@ from dataclasses import replace
 
 from benchmarks import _common
 from benchmarks.valm_configs import MICROBATCHES, TRAINABLE, VALM_CONFIGS, ValmConfig, valm_profile
-from raymm.scheduler.bounds import lower_bound
-from raymm.scheduler.costs import CostProfile, LayerCost, unaware_work
-from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.lower import iteration_time, lower, settle
-from raymm.scheduler.partition import even_layers, partition_layers, partition_with_cuts
-from raymm.scheduler.plan import Plan, Stage
-from raymm.scheduler.simulate import simulate
-from raymm.scheduler.stage_costs import op_seconds
-from raymm.scheduler.stage_search import joint_search, loosely_coupled
-from raymm.scheduler.stage_space import StageSearchError, StageSpace
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, unaware_work
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.schedule.bounds import lower_bound
+from raymm.scheduler.schedule.lower import iteration_time, lower, settle
+from raymm.scheduler.schedule.simulate import simulate
+from raymm.scheduler.schedule.stage_costs import op_seconds
+from raymm.scheduler.search.partition import even_layers, partition_layers, partition_with_cuts
+from raymm.scheduler.search.stage_search import joint_search, loosely_coupled
+from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
 
 BUDGETS = (8, 12, 16)
 ROUNDS = 15

@@ -29,12 +29,12 @@ from benchmarks import real_model
 from benchmarks._common import console, emit, local_ray, machine, parser
 from benchmarks.paper_rows import ROWS, PaperRow, own_plan, scale_of, table_plan
 from benchmarks.sleeping_stages import Overheads, SleepingPipeline, op_seconds_measured
-from raymm.scheduler.lower import full_program
-from raymm.scheduler.plan import Plan
-from raymm.scheduler.program import Program
-from raymm.scheduler.simulate import simulate
-from raymm.scheduler.stage_costs import op_seconds, stage_costs
-from raymm.scheduler.timeline import Timeline
+from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.program.program import Program
+from raymm.scheduler.program.timeline import Timeline
+from raymm.scheduler.schedule.lower import full_program
+from raymm.scheduler.schedule.simulate import simulate
+from raymm.scheduler.schedule.stage_costs import op_seconds, stage_costs
 
 # Milliseconds of 1F + 1B of the slowest stage; what paper's rows are scaled to.
 BOTTLENECK_MS = 50.0

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, SiglipVisionConfig
 
-from raymm.model import ModalityModule, MultimodalModule
-from raymm.parallel import MultimodalParallelModule
-from raymm.profile import profile_model
-from raymm.scheduler.costs import CostProfile
-from raymm.scheduler.program import Op
-from raymm.scheduler.simulate import simulate
-from raymm.scheduler.stage_costs import op_seconds
-from raymm.scheduler.timeline import Timeline
-from raymm.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.model.multimodal import ModalityModule, MultimodalModule
+from raymm.profiling.layers import profile_model
+from raymm.runtime.pipelined import MultimodalParallelModule
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.scheduler.costs.layer_costs import CostProfile
+from raymm.scheduler.program.program import Op
+from raymm.scheduler.program.timeline import Timeline
+from raymm.scheduler.schedule.simulate import simulate
+from raymm.scheduler.schedule.stage_costs import op_seconds
 
 VISION = {
     "hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 5,

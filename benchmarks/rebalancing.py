@@ -36,17 +36,22 @@ from rich.table import Table
 from benchmarks import _common
 from benchmarks.minibatch import joined, read
 from raymm.data import RebalanceConfig
-from raymm.data.group_sampler import Groups, GroupSampler
-from raymm.data.rebalanced_sampler import RebalancedSampler
-from raymm.rebalancing import FILE, Rebalancing
-from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.lower import full_program
-from raymm.scheduler.measured_costs import MeasuredCosts, ModuleCost, efficiency, group_units
-from raymm.scheduler.minibatch import SampleSizes
-from raymm.scheduler.plan import Plan, Stage
-from raymm.scheduler.program import Op
-from raymm.scheduler.simulate import simulate
-from raymm.scheduler.timeline import Timeline
+from raymm.data.sampling.group_sampler import Groups, GroupSampler
+from raymm.data.sampling.rebalanced_sampler import RebalancedSampler
+from raymm.monitor.rebalancing import FILE, Rebalancing
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.minibatch.measured_costs import (
+    MeasuredCosts,
+    ModuleCost,
+    efficiency,
+    group_units,
+)
+from raymm.scheduler.minibatch.problem import SampleSizes
+from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.program.program import Op
+from raymm.scheduler.program.timeline import Timeline
+from raymm.scheduler.schedule.lower import full_program
+from raymm.scheduler.schedule.simulate import simulate
 
 MICROBATCHES, SAMPLES = 8, 4
 STEPS, DRIFT_AT, EVERY = 400, 125, 50

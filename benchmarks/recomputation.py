@@ -31,17 +31,17 @@ from transformers import LlamaConfig, SiglipVisionConfig
 
 from benchmarks import _common
 from benchmarks.valm_configs import valm_profile
-from raymm.model import ModalityModule, MultimodalModule, module_graph
-from raymm.parallel import MultimodalParallelModule
-from raymm.profile import profile_model
-from raymm.scheduler.costs import CostProfile
-from raymm.scheduler.graph import ModuleGraph
-from raymm.scheduler.judge import Candidates
-from raymm.scheduler.network import Network
-from raymm.scheduler.plan import Plan
-from raymm.scheduler.planner import LAYERS, propose, within_memory
-from raymm.scheduler.recomputation import ALL
-from raymm.scheduler.stage_space import StageSearchError, StageSpace
+from raymm.model.multimodal import ModalityModule, MultimodalModule, module_graph
+from raymm.profiling.layers import profile_model
+from raymm.runtime.pipelined import MultimodalParallelModule
+from raymm.scheduler.costs.layer_costs import CostProfile
+from raymm.scheduler.costs.recomputation import ALL
+from raymm.scheduler.graph.module_graph import ModuleGraph
+from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.schedule.network import Network
+from raymm.scheduler.search.judge import Candidates
+from raymm.scheduler.search.planner import LAYERS, propose, within_memory
+from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
 
 # Sizes of LLM, vision and audio encoder; ranks; of the memory that keeping everything takes.
 MODELS = (("M", "M", "S", 12), ("L", "S", "S", 24))

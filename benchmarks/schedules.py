@@ -37,14 +37,14 @@ from rich.table import Table
 
 from benchmarks import _common
 from benchmarks.valm_configs import MICROBATCHES, TRAINABLE, VALM_CONFIGS, ValmConfig, valm_profile
-from raymm.scheduler.bounds import lower_bound
-from raymm.scheduler.layouts import chunked
-from raymm.scheduler.lower import full_program, iteration_time, one_f_one_b_limits, settle
-from raymm.scheduler.memory import activation_peaks
-from raymm.scheduler.plan import Plan
-from raymm.scheduler.stage_costs import stage_costs
-from raymm.scheduler.stage_search import joint_search
-from raymm.scheduler.stage_space import StageSearchError, StageSpace
+from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.schedule.bounds import lower_bound
+from raymm.scheduler.schedule.lower import full_program, iteration_time, one_f_one_b_limits, settle
+from raymm.scheduler.schedule.memory import activation_peaks
+from raymm.scheduler.schedule.stage_costs import stage_costs
+from raymm.scheduler.search.layouts import chunked
+from raymm.scheduler.search.stage_search import joint_search
+from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
 
 CHUNKS = (2, 3, 4)
 

@@ -14,19 +14,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from raymm.actors.executor import StepMeta
-from raymm.actors.group import RankGroup, RankResources, measured_timeline
+from raymm.actors.executor.executor import StepMeta
+from raymm.actors.modules.message import Message, MicrobatchContext
 from raymm.actors.quota.emulated import pause
-from raymm.actors.rank_actor import RankSpec
-from raymm.actors.stages.message import Message, MicrobatchContext
-from raymm.scheduler.costs import CostProfile, LayerCost
-from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.lower import full_program
-from raymm.scheduler.plan import Plan, Stage
-from raymm.scheduler.program import COMPUTE, Op, Program, check_program
-from raymm.scheduler.shards import lanes_between_ranks
-from raymm.scheduler.stage_costs import StageCost, op_seconds, stage_costs
-from raymm.scheduler.timeline import Span, Timeline
+from raymm.actors.rank.rank_actor import RankSpec
+from raymm.actors.rank.rank_group import RankGroup, RankResources, measured_timeline
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.plan.process_grid import lanes_between_ranks
+from raymm.scheduler.program.program import COMPUTE, Op, Program, check_program
+from raymm.scheduler.program.timeline import Span, Timeline
+from raymm.scheduler.schedule.lower import full_program
+from raymm.scheduler.schedule.stage_costs import StageCost, op_seconds, stage_costs
 
 MESSAGE_FLOATS = 1024
 # Overheads are measured on steps with a single microbatch and nothing to do, and on a few with
@@ -164,7 +164,7 @@ class SleepingPipeline:
 
         Args:
             plan: a chain of at most ``ranks`` stages, with a profile: stages sleep what
-                :func:`~raymm.scheduler.stage_costs.stage_costs` says.
+                :func:`~raymm.scheduler.schedule.stage_costs.stage_costs` says.
             program: the plan's.
             width: floats of a message.
 

@@ -54,10 +54,10 @@ def llama(hidden: int) -> torch.nn.Module:
 
 def sharded_locally(model: torch.nn.Module, group: dist.ProcessGroup) -> Callable:
     """raymm's shards in place; returns the loss function of their logits."""
-    from raymm.actors.stages.tensor_plan import plan_module
-    from raymm.actors.stages.tensor_shard import shard_module
+    from raymm.actors.sharding.tensor_plan import plan_module
+    from raymm.actors.sharding.tensor_shard import shard_module
+    from raymm.kernels.collectives.tensor_group import TensorGroup
     from raymm.kernels.cross_entropy import vocabulary_parallel_cross_entropy_sum
-    from raymm.kernels.tensor_group import TensorGroup
 
     members = TensorGroup(group)
     plan = plan_module(model, members.size, "llm")

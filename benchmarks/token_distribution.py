@@ -28,11 +28,11 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks import _common
-from raymm.kernels import mask_patterns as patterns
-from raymm.kernels.mask import AttentionMask
-from raymm.kernels.mask_patterns import Span
-from raymm.scheduler.token_distribution import TokenDistribution, distribute
-from raymm.scheduler.token_workload import active_key_blocks
+from raymm.kernels.mask import patterns
+from raymm.kernels.mask.mask import AttentionMask
+from raymm.kernels.mask.patterns import Span
+from raymm.scheduler.context_parallel.distribution import TokenDistribution, distribute
+from raymm.scheduler.context_parallel.workload import active_key_blocks
 
 TEXT, TOKENS = 1024, {1: 1196, 2: 3000}  # per sample: text; image (kind 1), audio (kind 2)
 SAMPLE = TEXT + sum(TOKENS.values())

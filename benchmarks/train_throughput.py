@@ -21,14 +21,14 @@ from typing import Any
 import torch
 
 from benchmarks._common import console, emit, machine, parser
-from raymm.actors.optimizer import OptimizerConfig
-from raymm.actors.stages.precision import cast_frozen
-from raymm.build import build_model, build_plan
-from raymm.cluster import connected
-from raymm.config import TrainConfig, load_config
+from raymm.actors.modules.precision import cast_frozen
+from raymm.actors.optimizer.optimizer import OptimizerConfig
+from raymm.config.build import build_model, build_plan
+from raymm.config.sections import TrainConfig, load_config
 from raymm.data import local_steps
-from raymm.data.collate import split_parts
-from raymm.parallel import MultimodalParallelModule
+from raymm.data.samples.collate import split_parts
+from raymm.runtime.cluster import connected
+from raymm.runtime.pipelined import MultimodalParallelModule
 
 CONFIG = "examples/alignment/stamps.yaml"
 

@@ -25,10 +25,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from raymm.analytic import analytic_layers, projector_layers
-from raymm.layer_count import Load
-from raymm.scheduler.costs import CostProfile, LayerCost
-from raymm.scheduler.graph import ModuleGraph, ModuleNode
+from raymm.costs.analytic import analytic_layers, projector_layers
+from raymm.costs.layer_count import Load
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 
 DEVICE, DTYPE, TP, CP = "A40", "bf16", 2, 2
 MICROBATCHES = 24
@@ -129,7 +129,7 @@ def build_skeleton(kind: str, size: str):
     )
     from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
-    from raymm.actors.stages.source import ConfigSource
+    from raymm.actors.weights.source import ConfigSource
 
     layers, hidden, inner, heads, _ = {"llm": LLM, "vision": VISION, "audio": AUDIO}[kind][size]
     if kind == "llm":
@@ -156,7 +156,7 @@ def build_skeleton(kind: str, size: str):
 def _projector_costs(kind: str, size: str, llm: str) -> tuple[LayerCost, ...]:
     import torch
 
-    from raymm.actors.stages.projector import Projector, ProjectorConfig
+    from raymm.actors.modules.projector import Projector, ProjectorConfig
 
     tokens = {"vision": IMAGE_TOKENS, "audio": AUDIO_TOKENS}[kind]
     width = {"vision": VISION, "audio": AUDIO}[kind][size][1]

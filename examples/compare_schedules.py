@@ -14,15 +14,15 @@ from rich.console import Console
 from rich.table import Table
 
 from raymm.draw import draw_timelines
-from raymm.scheduler.costs import CostProfile, LayerCost
-from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.lower import lower
-from raymm.scheduler.memory import GIB, rank_memory
-from raymm.scheduler.plan import Plan, Stage
-from raymm.scheduler.program import check_program
-from raymm.scheduler.simulate import simulate
-from raymm.scheduler.stage_costs import op_seconds
-from raymm.scheduler.timeline import Timeline
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.program.program import check_program
+from raymm.scheduler.program.timeline import Timeline
+from raymm.scheduler.schedule.lower import lower
+from raymm.scheduler.schedule.memory import GIB, rank_memory
+from raymm.scheduler.schedule.simulate import simulate
+from raymm.scheduler.schedule.stage_costs import op_seconds
 
 SCHEDULES = ("1f1b", "gpipe", "zero_bubble")
 MIB = 2**20

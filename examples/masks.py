@@ -12,9 +12,9 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw
 
-from raymm.kernels import mask_patterns as patterns
-from raymm.kernels.mask import AttentionMask
-from raymm.kernels.mask_patterns import Span
+from raymm.kernels.mask import patterns
+from raymm.kernels.mask.mask import AttentionMask
+from raymm.kernels.mask.patterns import Span
 
 COLUMNS = 4
 TITLE_PIXELS = 28

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from raymm.kernels.attention_operands import prepare
-from raymm.kernels.mask import AttentionMask, as_masks
+from raymm.kernels.flash.operands import prepare
+from raymm.kernels.mask.mask import AttentionMask, as_masks
 
 
 def attention(
@@ -48,9 +48,9 @@ def attention(
     query, key, value = prepare(query, key, value, softcap)
     masks = as_masks(mask, query.shape[0], query.shape[2], key.shape[2])
     if device == "cpu":
-        from raymm.kernels.attention_cpu import cpu_attention as run
+        from raymm.kernels.flash.cpu.attention import cpu_attention as run
     else:
-        from raymm.kernels.triton_attention import triton_attention as run
+        from raymm.kernels.flash.gpu.attention import triton_attention as run
     return run(query, key, value, masks, scale=scale, softcap=softcap)
 
 

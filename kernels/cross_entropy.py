@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from raymm.kernels.tensor_group import TensorGroup
+from raymm.kernels.collectives.tensor_group import TensorGroup
 
 
 def token_cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

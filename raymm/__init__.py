@@ -3,87 +3,80 @@
 The public names below are stable; everything else may change. They are imported on first
 use, so that ``import raymm`` is quick.
 
-``raymm.actors``, ``raymm.scheduler`` and ``raymm.kernels`` lie beside this folder in
-a checkout. When the package runs from a checkout that is not installed, they are
-found there; an installed raymm has them below this folder.
+``raymm.actors``, ``raymm.scheduler`` and ``raymm.kernels`` lie beside this folder in a checkout,
+and are linked into it.
 """
 
 import importlib as _importlib
-from pathlib import Path as _Path
 from typing import TYPE_CHECKING
 
 from raymm.version import __version__
 
-_root = _Path(__file__).resolve().parent.parent
-if (_root / "pyproject.toml").is_file() and (_root / "actors").is_dir():
-    __path__.append(str(_root))
-
-
 _PUBLIC = {
-    "ModalityModule": "raymm.model",
-    "MultimodalModule": "raymm.model",
-    "FactorySource": "raymm.actors.stages.source",
-    "Prepend": "raymm.actors.stages.merge",
-    "ReplaceTokens": "raymm.actors.stages.merge",
-    "Projector": "raymm.actors.stages.projector",
-    "ParallelSpec": "raymm.specs",
-    "MultimodalParallelSpec": "raymm.specs",
-    "MultimodalParallelModule": "raymm.parallel",
-    "StepOutput": "raymm.parallel_module",
-    "NotFiniteError": "raymm.skipped_step",
-    "SkippedStep": "raymm.skipped_step",
-    "SkippedStepWarning": "raymm.skipped_step",
-    "OptimizerConfig": "raymm.actors.optimizer",
-    "RankResources": "raymm.actors.group",
-    "RankFailedError": "raymm.actors.group",
-    "ClusterError": "raymm.actors.group",
+    "ModalityModule": "raymm.model.multimodal",
+    "MultimodalModule": "raymm.model.multimodal",
+    "FactorySource": "raymm.actors.weights.source",
+    "Prepend": "raymm.actors.modules.merge",
+    "ReplaceTokens": "raymm.actors.modules.merge",
+    "Projector": "raymm.actors.modules.projector",
+    "ParallelSpec": "raymm.runtime.specs",
+    "MultimodalParallelSpec": "raymm.runtime.specs",
+    "MultimodalParallelModule": "raymm.runtime.pipelined",
+    "StepOutput": "raymm.runtime.parallel_module",
+    "NotFiniteError": "raymm.runtime.skipped_step",
+    "SkippedStep": "raymm.runtime.skipped_step",
+    "SkippedStepWarning": "raymm.runtime.skipped_step",
+    "OptimizerConfig": "raymm.actors.optimizer.optimizer",
+    "RankResources": "raymm.actors.rank.rank_group",
+    "RankFailedError": "raymm.actors.rank.rank_group",
+    "ClusterError": "raymm.actors.rank.rank_group",
     "DataConfig": "raymm.data",
     "ModalityDataConfig": "raymm.data",
-    "RunConfig": "raymm.config",
-    "Trainer": "raymm.trainer",
-    "Result": "raymm.trainer",
-    "plan": "raymm.planning",
-    "Planned": "raymm.planning",
-    "plan_multiplexed": "raymm.multiplex_planning",
-    "ModuleDag": "raymm.module_dag",
-    "DagModule": "raymm.module_dag",
-    "DagLoss": "raymm.module_dag",
-    "every": "raymm.module_dag",
-    "ContrastiveLoss": "raymm.contrastive",
-    "MultiplexedModule": "raymm.multiplexed",
-    "MultiplexedParallelModule": "raymm.multiplexed_parallel",
-    "PlannedMultiplexed": "raymm.multiplex_planning",
-    "PlanRequest": "raymm.plan_request",
-    "Plan": "raymm.scheduler.plan",
-    "PlanError": "raymm.scheduler.plan",
-    "Timeline": "raymm.scheduler.timeline",
+    "RunConfig": "raymm.config.sections",
+    "Trainer": "raymm.training.trainer",
+    "Result": "raymm.training.trainer",
+    "plan": "raymm.planning.plan_model",
+    "Planned": "raymm.planning.plan_model",
+    "plan_multiplexed": "raymm.planning.multiplexed",
+    "ModuleDag": "raymm.model.module_dag",
+    "DagModule": "raymm.model.module_dag",
+    "DagLoss": "raymm.model.module_dag",
+    "every": "raymm.model.module_dag",
+    "ContrastiveLoss": "raymm.model.contrastive",
+    "MultiplexedModule": "raymm.runtime.multiplexed_dag",
+    "MultiplexedParallelModule": "raymm.runtime.multiplexed",
+    "PlannedMultiplexed": "raymm.planning.multiplexed",
+    "PlanRequest": "raymm.planning.request",
+    "Plan": "raymm.scheduler.plan.plan",
+    "PlanError": "raymm.scheduler.plan.plan",
+    "Timeline": "raymm.scheduler.program.timeline",
 }
 
 __all__ = [*_PUBLIC, "__version__"]
 
 if TYPE_CHECKING:
-    from raymm.actors.group import ClusterError, RankFailedError, RankResources
-    from raymm.actors.optimizer import OptimizerConfig
-    from raymm.actors.stages.merge import Prepend, ReplaceTokens
-    from raymm.actors.stages.projector import Projector
-    from raymm.actors.stages.source import FactorySource
-    from raymm.config import RunConfig
-    from raymm.contrastive import ContrastiveLoss
+    from raymm.actors.modules.merge import Prepend, ReplaceTokens
+    from raymm.actors.modules.projector import Projector
+    from raymm.actors.optimizer.optimizer import OptimizerConfig
+    from raymm.actors.rank.rank_group import ClusterError, RankFailedError, RankResources
+    from raymm.actors.weights.source import FactorySource
+    from raymm.config.sections import RunConfig
     from raymm.data import DataConfig, ModalityDataConfig
-    from raymm.model import ModalityModule, MultimodalModule
-    from raymm.module_dag import DagLoss, DagModule, ModuleDag, every
-    from raymm.multiplex_planning import PlannedMultiplexed, plan_multiplexed
-    from raymm.multiplexed import MultiplexedModule
-    from raymm.multiplexed_parallel import MultiplexedParallelModule
-    from raymm.parallel import MultimodalParallelModule
-    from raymm.parallel_module import StepOutput
-    from raymm.plan_request import PlanRequest
-    from raymm.planning import Planned, plan
-    from raymm.scheduler.plan import Plan, PlanError
-    from raymm.scheduler.timeline import Timeline
-    from raymm.skipped_step import NotFiniteError, SkippedStep, SkippedStepWarning
-    from raymm.specs import MultimodalParallelSpec, ParallelSpec
-    from raymm.trainer import Result, Trainer
+    from raymm.model.contrastive import ContrastiveLoss
+    from raymm.model.module_dag import DagLoss, DagModule, ModuleDag, every
+    from raymm.model.multimodal import ModalityModule, MultimodalModule
+    from raymm.planning.multiplexed import PlannedMultiplexed, plan_multiplexed
+    from raymm.planning.plan_model import Planned, plan
+    from raymm.planning.request import PlanRequest
+    from raymm.runtime.multiplexed import MultiplexedParallelModule
+    from raymm.runtime.multiplexed_dag import MultiplexedModule
+    from raymm.runtime.parallel_module import StepOutput
+    from raymm.runtime.pipelined import MultimodalParallelModule
+    from raymm.runtime.skipped_step import NotFiniteError, SkippedStep, SkippedStepWarning
+    from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+    from raymm.scheduler.plan.plan import Plan, PlanError
+    from raymm.scheduler.program.timeline import Timeline
+    from raymm.training.trainer import Result, Trainer
 
 
 def __getattr__(name: str) -> object:

@@ -2,6 +2,6 @@
 
 import sys
 
-from raymm.cli import main
+from raymm.cli.main import main
 
 sys.exit(main())

@@ -26,8 +26,9 @@ from contextlib import contextmanager
 
 SERVERS = 2
 MODULES = (
-    "ray", "ray.actor", "ray._private.node", "raymm.actors.rank_actor", "raymm.actors.profiler",
-    "raymm.data.worker", "torch._dynamo", "torch.distributed.tensor",
+    "ray", "ray.actor", "ray._private.node", "raymm.actors.rank.rank_actor",
+    "raymm.actors.rank.module_profiler", "raymm.data.loading.worker",
+    "torch._dynamo", "torch.distributed.tensor",
     *(f"transformers.models.{name}.modeling_{name}"
       for name in ("gemma3", "gpt2", "llama", "qwen3", "siglip", "whisper")),
 )  # fmt: skip

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 from transformers import LlamaConfig, SiglipVisionConfig
 
-from raymm.analytic import ATTENTION_BACKWARD, analytic_layers, analytic_profile
-from raymm.layer_count import Load, LoadError, count_layers
-from raymm.model import ModalityModule, MultimodalModule, module_graph
-from raymm.scheduler.costs import CostProfile, layer_work
-from raymm.scheduler.devices import DeviceError, find_device
+from raymm.costs.analytic import ATTENTION_BACKWARD, analytic_layers, analytic_profile
+from raymm.costs.layer_count import Load, LoadError, count_layers
+from raymm.model.multimodal import ModalityModule, MultimodalModule, module_graph
+from raymm.scheduler.costs.devices import DeviceError, find_device
+from raymm.scheduler.costs.layer_costs import CostProfile, layer_work
 
 LLAMA = LlamaConfig(
     hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4,

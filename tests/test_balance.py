@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from raymm.balance import microbatch_loads, step_balance
 from raymm.data import ItemTokens, describe
-from raymm.progress import step_line
-from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.plan import Plan, Stage
-from raymm.scheduler.timeline import Span, Timeline
+from raymm.monitor.balance import microbatch_loads, step_balance
+from raymm.monitor.progress import step_line
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.program.timeline import Span, Timeline
 
 
 def meta_of(lengths, owners=(), size=4):

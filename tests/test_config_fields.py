@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from raymm.actors.group import ClusterError, RankResources
-from raymm.actors.optimizer import OptimizerConfig
-from raymm.config import TrainConfig
-from raymm.config_error import ConfigError
-from raymm.model_config import model_config
-from raymm.scheduler.plan import PlanError
-from raymm.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.actors.optimizer.optimizer import OptimizerConfig
+from raymm.actors.rank.rank_group import ClusterError, RankResources
+from raymm.config.model_config import model_config
+from raymm.config.sections import TrainConfig
+from raymm.files.config_error import ConfigError
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.scheduler.plan.plan import PlanError
 
 ODD = {
     "a bool": True, "a text": "3", "infinity": float("inf"), "minus infinity": float("-inf"),

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from raymm.config_error import ConfigError
-from raymm.config_file import apply_override, parse_yaml, read_sections
-from raymm.output import OutputFolder
-from raymm.trace_command import read_events
+from raymm.cli.trace import read_events
+from raymm.files.config_error import ConfigError
+from raymm.files.config_file import apply_override, parse_yaml, read_sections
+from raymm.files.output import OutputFolder
 
 BOMB = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12)

@@ -15,16 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from raymm.actors.parameter_pieces import ChainPieces, parts_of
+from raymm.actors.sharding.fully_sharded import FullyShardedPlan
+from raymm.actors.sharding.parameter_pieces import ChainPieces, parts_of
+from raymm.actors.sharding.tensor_plan import Piece, TensorPlan
 from raymm.actors.stages.encoder import EncoderSpec
-from raymm.actors.stages.fully_sharded import FullyShardedPlan
-from raymm.actors.stages.source import LiveSource
-from raymm.actors.stages.tensor_plan import Piece, TensorPlan
-from raymm.builders import parameter_sizes
-from raymm.holdings import families, holdings, place_of
-from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.plan import Plan, Stage
-from raymm.scheduler.shards import Processes
+from raymm.actors.weights.source import LiveSource
+from raymm.layout.parameter_owners import families, holdings, place_of
+from raymm.layout.stage_builders import parameter_sizes
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.plan.process_grid import Processes
 
 MOST_STAGES = 6
 # Elements of what every stage has; of what the first and the last have both; of the projector.

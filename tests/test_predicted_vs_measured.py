@@ -26,13 +26,13 @@ from benchmarks.sleeping_stages import (
     message_seconds,
     ready_receives,
 )
-from raymm.actors.split_backward import backward_input
-from raymm.actors.stages.message import Message, MicrobatchContext
-from raymm.scheduler.costs import unaware_work
-from raymm.scheduler.lower import full_program
-from raymm.scheduler.program import Instruction, Op, Program, check_program
-from raymm.scheduler.simulate import simulate
-from raymm.scheduler.stage_costs import StageCost, op_seconds, stage_costs
+from raymm.actors.executor.split_backward import backward_input
+from raymm.actors.modules.message import Message, MicrobatchContext
+from raymm.scheduler.costs.layer_costs import unaware_work
+from raymm.scheduler.program.program import Instruction, Op, Program, check_program
+from raymm.scheduler.schedule.lower import full_program
+from raymm.scheduler.schedule.simulate import simulate
+from raymm.scheduler.schedule.stage_costs import StageCost, op_seconds, stage_costs
 
 BY_NAME = {row.name: row for row in ROWS}
 

@@ -1,8 +1,8 @@
 """Where values that are not finite began, of all the places that they came to."""
 
-from raymm.actors.finite import Place
+from raymm.actors.optimizer.finite import Place
 from raymm.data import MicrobatchMeta
-from raymm.skipped_step import skipped_step
+from raymm.runtime.skipped_step import skipped_step
 
 NAN = float("nan")
 EDGES = [

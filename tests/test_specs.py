@@ -2,9 +2,9 @@
 
 import pytest
 
-from raymm.scheduler.graph import ModuleNode
-from raymm.scheduler.plan import PlanError
-from raymm.specs import ParallelSpec, split_layers
+from raymm.runtime.specs import ParallelSpec, split_layers
+from raymm.scheduler.graph.module_graph import ModuleNode
+from raymm.scheduler.plan.plan import PlanError
 
 # Seven blocks, then the projector.
 ENCODER = ModuleNode("vision", (False,) * 7 + (True,), projector=True)

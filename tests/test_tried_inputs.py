@@ -5,13 +5,13 @@ import torch
 import transformers as hf
 from masked_encoder import Masked
 
-from raymm.actors.stages.probe import ProbeError
-from raymm.batch_rules import BatchError
-from raymm.builders import stage_builders
-from raymm.microbatches import describe_microbatches
-from raymm.model import ModalityModule, ModelError, MultimodalModule, complete_microbatch
-from raymm.specs import MultimodalParallelSpec, ParallelSpec
-from raymm.tried_inputs import TriedInputs
+from raymm.actors.probe.cut import ProbeError
+from raymm.batch.tried_inputs import TriedInputs
+from raymm.data.loading.in_memory import describe_microbatches
+from raymm.layout.stage_builders import stage_builders
+from raymm.model.batch_rules import BatchError
+from raymm.model.multimodal import ModalityModule, ModelError, MultimodalModule, complete_microbatch
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 
 SMALL = dict(
     hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, vocab_size=16,

@@ -11,7 +11,7 @@ from benchmarks.valm_configs import (
     build_skeleton,
     valm_profile,
 )
-from raymm.scheduler.costs import layer_work
+from raymm.scheduler.costs.layer_costs import layer_work
 
 
 @pytest.mark.parametrize("kind, sizes", [("llm", LLM), ("vision", VISION), ("audio", AUDIO)])

@@ -1,5 +1,6 @@
 """Checkpoint shards of a GPU of a multiplexed program, in the format that ranks of a pipeline
-write and read (:mod:`raymm.actors.shards`): a run can go on in the other style."""
+write and read (:mod:`raymm.actors.optimizer.checkpoint_shards`): a run can go on in the other
+style."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from raymm.actors.multiplexed.device import Device
-from raymm.actors.shards import (
+from raymm.actors.optimizer.checkpoint_shards import (
     Loaded,
     ShardFile,
     StoredTensors,

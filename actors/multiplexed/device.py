@@ -12,9 +12,9 @@ from torch import nn
 from raymm.actors.multiplexed.messages import Messages
 from raymm.actors.multiplexed.node import NodeSpec
 from raymm.actors.multiplexed.samples import KnownLayout
-from raymm.actors.optimizer import RankOptimizer
+from raymm.actors.optimizer.optimizer import RankOptimizer
 from raymm.actors.quota import SideBySide, StreamPool
-from raymm.scheduler.multiplex.node_graph import NodeGraph
+from raymm.scheduler.graph.node_graph import NodeGraph
 
 
 class Mode(NamedTuple):

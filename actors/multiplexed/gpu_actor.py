@@ -15,9 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raymm.actors.gradient_reduction import Holder, SharedParameter
-from raymm.actors.lost_processes import ChannelError
-from raymm.actors.meeting import open_store, stay_on
+from raymm.actors.faults.lost_processes import ChannelError
+from raymm.actors.faults.watched_actor import WatchedActor
+from raymm.actors.faults.whereabouts import task
+from raymm.actors.memory.peak_memory import PeakMemory
+from raymm.actors.memory.to_device import to_device
+from raymm.actors.modules.precision import cast_frozen
 from raymm.actors.multiplexed.checkpoint import load_shards, save_shards
 from raymm.actors.multiplexed.device import Device, Mode
 from raymm.actors.multiplexed.iteration import Iteration
@@ -29,8 +32,9 @@ from raymm.actors.multiplexed.iteration_meta import (
 )
 from raymm.actors.multiplexed.messages import Messages
 from raymm.actors.multiplexed.node import NodeSpec
-from raymm.actors.optimizer import Holdings, OptimizerConfig, RankOptimizer
-from raymm.actors.peak_memory import PeakMemory
+from raymm.actors.optimizer.checkpoint_shards import Loaded, ShardFile, WrittenShard
+from raymm.actors.optimizer.gradient_reduction import Holder, SharedParameter
+from raymm.actors.optimizer.optimizer import Holdings, OptimizerConfig, RankOptimizer
 from raymm.actors.quota import (
     AccountingBackend,
     Backend,
@@ -40,14 +44,10 @@ from raymm.actors.quota import (
     StreamPool,
     check_no_shared_parameters,
 )
-from raymm.actors.rank_actor import remember
-from raymm.actors.shards import Loaded, ShardFile, WrittenShard
-from raymm.actors.stages.precision import cast_frozen
-from raymm.actors.to_device import to_device
-from raymm.actors.watched_actor import WatchedActor
-from raymm.actors.whereabouts import task
+from raymm.actors.rank.meeting import open_store, stay_on
+from raymm.actors.rank.rank_actor import remember
+from raymm.scheduler.graph.node_graph import NodeGraph
 from raymm.scheduler.multiplex.instructions import Part, Turn, said
-from raymm.scheduler.multiplex.node_graph import NodeGraph
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ class GpuActor(WatchedActor):
 
     @task("saving a checkpoint")
     def save(self, folder: str, skip_frozen: frozenset[str]) -> dict[str, WrittenShard]:
-        """As :meth:`raymm.actors.rank_actor.RankActor.save`."""
+        """As :meth:`raymm.actors.rank.rank_actor.RankActor.save`."""
         spec = self._spec
         first = {name for name in self._here.modules if spec.copies[name][0] == spec.gpu}
         return save_shards(Path(folder), spec.gpu, self._here, first, skip_frozen)
@@ -309,7 +309,7 @@ class GpuActor(WatchedActor):
     def load(
         self, folder: str, index: dict[str, str], files: dict[str, ShardFile], step: int
     ) -> Loaded:
-        """As :meth:`raymm.actors.rank_actor.RankActor.load`."""
+        """As :meth:`raymm.actors.rank.rank_actor.RankActor.load`."""
         return load_shards(Path(folder), index, files, self._here, step)
 
     @task("reading gradients")
@@ -331,7 +331,7 @@ class GpuActor(WatchedActor):
         }
 
     def not_finite_tensors(self) -> list[str]:
-        """As :meth:`raymm.actors.rank_actor.RankActor.not_finite_tensors`."""
+        """As :meth:`raymm.actors.rank.rank_actor.RankActor.not_finite_tensors`."""
         return self._here.optimizer.not_finite_tensors(self._here.modules)
 
     def quotas(self) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from raymm.actors.group import RankGroup, RankResources, StepHandle
 from raymm.actors.multiplexed.gpu_actor import GpuActor, GpuSpec
 from raymm.actors.multiplexed.iteration_meta import (
     GpuProgram,
@@ -15,7 +14,8 @@ from raymm.actors.multiplexed.iteration_meta import (
     IterationMeta,
     IterationResult,
 )
-from raymm.actors.rank_actor import remember
+from raymm.actors.rank.rank_actor import remember
+from raymm.actors.rank.rank_group import RankGroup, RankResources, StepHandle
 from raymm.scheduler.multiplex.instructions import MultiplexProgram, Part
 
 # What one GPU's part reads: its samples of entries of the batch, or a reference to them.

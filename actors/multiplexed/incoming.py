@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from raymm.actors.multiplexed.messages import Flags
 from raymm.actors.multiplexed.node import Tensors
-from raymm.kernels.waiting import wait
-from raymm.scheduler.multiplex.sample_ranges import Range
+from raymm.kernels.collectives.waiting import wait
+from raymm.scheduler.graph.sample_ranges import Range
 
 
 class Incoming(NamedTuple):

@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
+from raymm.actors.faults.whereabouts import Whereabouts
+from raymm.actors.modules.seeds import derive_seed
 from raymm.actors.multiplexed.clock import RunClock
 from raymm.actors.multiplexed.device import Device
 from raymm.actors.multiplexed.incoming import Incoming, flagged
@@ -26,9 +28,8 @@ from raymm.actors.multiplexed.samples import (
     empty,
 )
 from raymm.actors.quota import Output, Work
-from raymm.actors.stages.seeds import derive_seed
-from raymm.actors.whereabouts import Whereabouts
-from raymm.kernels.waiting import wait
+from raymm.kernels.collectives.waiting import wait
+from raymm.scheduler.graph.sample_ranges import Range
 from raymm.scheduler.multiplex.instructions import (
     Barrier,
     Direction,
@@ -40,7 +41,6 @@ from raymm.scheduler.multiplex.instructions import (
     Run,
     Update,
 )
-from raymm.scheduler.multiplex.sample_ranges import Range
 
 
 class _Made(NamedTuple):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from raymm.actors.finite import Place
+from raymm.actors.modules.message import MicrobatchContext
 from raymm.actors.multiplexed.clock import TimedRun
-from raymm.actors.stages.message import MicrobatchContext
+from raymm.actors.optimizer.finite import Place
+from raymm.scheduler.graph.sample_ranges import Range, rows_of
 from raymm.scheduler.multiplex.instructions import Instruction, Turn
-from raymm.scheduler.multiplex.sample_ranges import Range, rows_of
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class IterationMeta:
         training: with backward; modules in training mode.
         keep_gradients: add to those of earlier iterations; otherwise they are forgotten.
         offsets: by node that has not a row per sample, its samples' first rows, as of
-            :func:`raymm.scheduler.multiplex.sample_ranges.rows_of`.
+            :func:`raymm.scheduler.graph.sample_ranges.rows_of`.
         label_tokens, microbatch, sample_ids: as of
-            :class:`raymm.actors.stages.message.MicrobatchContext`.
+            :class:`raymm.actors.modules.message.MicrobatchContext`.
         batch: how many batches' gradients the step has accumulated before, for seeds.
     """
 
@@ -103,7 +103,7 @@ class GpuStepResult:
     Attributes:
         iterations: of each of its iterations.
         peak_bytes: the most memory that the process held meanwhile
-            (:class:`raymm.actors.peak_memory.PeakMemory`).
+            (:class:`raymm.actors.memory.peak_memory.PeakMemory`).
     """
 
     iterations: list[IterationResult]

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from raymm.kernels.waiting import wait
+from raymm.kernels.collectives.waiting import wait
 
 # Tensors for the same GPU travel as one message if together they have at most so many bytes:
 # below, a message costs more than copying.

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from raymm.actors.modules.message import Message
 from raymm.actors.multiplexed.node import ONLY, Given, Input, NodeSpec, OutputError, Tensors
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.language import LanguageSpec, LanguageStage
-from raymm.actors.stages.message import Message
-from raymm.scheduler.multiplex.sample_ranges import Range
+from raymm.scheduler.graph.sample_ranges import Range
 
 _TEXT = ("input_ids", "labels", "attention_mask")
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from raymm.actors.modules.message import MicrobatchContext
 from raymm.actors.quota.work import tensors_in
-from raymm.actors.stages.message import MicrobatchContext
-from raymm.scheduler.multiplex.sample_ranges import Range
+from raymm.scheduler.graph.sample_ranges import Range
 
 # The name of an output that is one tensor.
 ONLY = ""

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from raymm.actors.multiplexed.node import OutputError, Tensors
-from raymm.kernels.waiting import wait
-from raymm.scheduler.multiplex.sample_ranges import Range
+from raymm.kernels.collectives.waiting import wait
+from raymm.scheduler.graph.sample_ranges import Range
 
 # A layout travels as JSON in a message of this many bytes.
 LAYOUT_BYTES = 4096
@@ -111,7 +111,7 @@ class Samples:
 
     Args:
         layout: of the output.
-        ranges: its rows (:func:`raymm.scheduler.multiplex.sample_ranges.rows_of`); ascending and
+        ranges: its rows (:func:`raymm.scheduler.graph.sample_ranges.rows_of`); ascending and
             apart.
         device: where they are.
 

@@ -1,1 +1,1 @@
-"""Stages: how a rank gets its part of a module, and how that part runs a microbatch."""
+"""Stages of encoders and of language models, as ranks run them."""

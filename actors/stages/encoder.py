@@ -11,15 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raymm.actors.module_state import may_draw
-from raymm.actors.stages.cut import CutInfo, CutReached, stage_parameters
-from raymm.actors.stages.dealt_samples import DealtSamplesError, count_items, shares, take_items
-from raymm.actors.stages.fully_sharded import FullyShardedPlan, shard_parameters
-from raymm.actors.stages.message import Message, MicrobatchContext, first_tensor
+from raymm.actors.modules.cut import CutInfo, CutReached, stage_parameters
+from raymm.actors.modules.message import Message, MicrobatchContext, first_tensor
+from raymm.actors.modules.module_state import may_draw
+from raymm.actors.modules.projector import Projector
+from raymm.actors.sharding.fully_sharded import FullyShardedPlan, shard_parameters
+from raymm.actors.sharding.sample_rows import DealtSamplesError, count_items, shares, take_items
+from raymm.actors.sharding.shared_items import ProcessPeers, SharedItems, SharedItemsError
+from raymm.actors.sharding.tensor_plan import TensorPlan
+from raymm.actors.sharding.tensor_shard import shard_module
 from raymm.actors.stages.part_forward import PartForward
-from raymm.actors.stages.projector import Projector
-from raymm.actors.stages.shared_items import ProcessPeers, SharedItems, SharedItemsError
-from raymm.actors.stages.source import ModuleSource, Part
 from raymm.actors.stages.stage_inputs import (
     Reads,
     from_side,
@@ -28,12 +29,11 @@ from raymm.actors.stages.stage_inputs import (
     shown_output,
     to_side,
 )
-from raymm.actors.stages.tensor_plan import TensorPlan
-from raymm.actors.stages.tensor_shard import shard_module
-from raymm.kernels.exchange import Exchange
-from raymm.kernels.gather_items import gather_items
-from raymm.kernels.gather_tokens import contribute_once
-from raymm.kernels.tensor_group import TensorGroup
+from raymm.actors.weights.source import ModuleSource, Part
+from raymm.kernels.collectives.gather_items import gather_items
+from raymm.kernels.collectives.gather_tokens import contribute_once
+from raymm.kernels.collectives.p2p import Exchange
+from raymm.kernels.collectives.tensor_group import TensorGroup
 
 _ITEMS = "items/of_all"  # the side tensor with the number of items that processes share
 
@@ -46,7 +46,7 @@ class EncoderSpec:
     encoder, ``postprocess_module(inputs, output) -> output`` after it,
     ``postprocess_projector(inputs, output) -> output`` after the projector.
 
-    Where the chain is cut, a probe (:mod:`raymm.actors.stages.probe_callbacks`) has found out:
+    Where the chain is cut, a probe (:mod:`raymm.actors.probe.callbacks`) has found out:
 
     Attributes:
         cut: how the module is cut.
@@ -140,7 +140,7 @@ class EncoderStage(nn.Module):
         processes; before, the process's own tokens and their gradient. The gradients of a
         parameter have the right *sum* over the processes.
 
-        :func:`raymm.actors.stages.probe_items.probe_shared_items` tells which encoders can.
+        :func:`raymm.actors.probe.items.probe_shared_items` tells which encoders can.
         """
         self._exchange = exchange
         if self.module is None:

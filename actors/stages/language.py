@@ -11,36 +11,36 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from raymm.actors.stages.context_method import attend_over
-from raymm.actors.stages.cut import CutInfo, CutReached, stage_parameters
-from raymm.actors.stages.dealt_samples import take_rows
-from raymm.actors.stages.dealt_tokens import deal_tokens, pad_layout, take_tokens
-from raymm.actors.stages.fully_sharded import FullyShardedPlan, shard_parameters
-from raymm.actors.stages.merge import (
+from raymm.actors.modules.cut import CutInfo, CutReached, stage_parameters
+from raymm.actors.modules.merge import (
     IGNORE_INDEX,
     MergeError,
     MergePolicy,
     merge_rows,
     merged_layout,
 )
-from raymm.actors.stages.message import Message, MicrobatchContext
-from raymm.actors.stages.packed_rows import pack_rows
-from raymm.actors.stages.part_forward import PartForward
-from raymm.actors.stages.source import ModuleSource, Part
-from raymm.actors.stages.tensor_plan import TensorPlan
-from raymm.actors.stages.tensor_shard import shard_module
-from raymm.actors.stages.token_layout import (
+from raymm.actors.modules.message import Message, MicrobatchContext
+from raymm.actors.modules.packed_rows import pack_rows
+from raymm.actors.modules.token_layout import (
     MASKS,
     MaskPolicy,
     row_masks,
 )
-from raymm.kernels import hf_attention
+from raymm.actors.sharding.context_method import attend_over
+from raymm.actors.sharding.context_rows import deal_tokens, pad_layout, take_tokens
+from raymm.actors.sharding.fully_sharded import FullyShardedPlan, shard_parameters
+from raymm.actors.sharding.sample_rows import take_rows
+from raymm.actors.sharding.tensor_plan import TensorPlan
+from raymm.actors.sharding.tensor_shard import shard_module
+from raymm.actors.stages.part_forward import PartForward
+from raymm.actors.weights.source import ModuleSource, Part
+from raymm.kernels.collectives.p2p import Exchange
+from raymm.kernels.collectives.tensor_group import TensorGroup
 from raymm.kernels.cross_entropy import (
     token_cross_entropy_sum,
     vocabulary_parallel_cross_entropy_sum,
 )
-from raymm.kernels.exchange import Exchange
-from raymm.kernels.tensor_group import TensorGroup
+from raymm.kernels.hf import self_attention as hf_attention
 
 _READ_BY_MERGE = frozenset({"input_ids", "labels", "sample_index", "encoder_kinds"})
 _NOT_FOR_MODEL = frozenset({"targets", "token_layout", "length"})

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from raymm.actors.stages.blocks import find_blocks
-from raymm.actors.stages.cut import CutInfo, Passage
-from raymm.actors.stages.draws import BlockDraws
-from raymm.actors.stages.message import MicrobatchContext
+from raymm.actors.modules.blocks import find_blocks
+from raymm.actors.modules.cut import CutInfo, Passage
+from raymm.actors.modules.draws import BlockDraws
+from raymm.actors.modules.message import MicrobatchContext
 
 
 class PartForward:

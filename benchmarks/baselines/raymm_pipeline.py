@@ -8,15 +8,15 @@ from torch import nn
 
 from benchmarks.baselines.chain import ChainConfig, ChainLoss, ChainResult, ChainStage, chain_inputs
 from benchmarks.baselines.contender import Contender
-from raymm.actors.executor import StepMeta
-from raymm.actors.group import RankGroup, RankResources
-from raymm.actors.rank_actor import RankSpec
-from raymm.actors.stages.message import Message, MicrobatchContext
-from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.lower import lower
-from raymm.scheduler.plan import Plan, Stage
-from raymm.scheduler.program import check_program
-from raymm.scheduler.shards import lanes_between_ranks
+from raymm.actors.executor.executor import StepMeta
+from raymm.actors.modules.message import Message, MicrobatchContext
+from raymm.actors.rank.rank_actor import RankSpec
+from raymm.actors.rank.rank_group import RankGroup, RankResources
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.plan.process_grid import lanes_between_ranks
+from raymm.scheduler.program.program import check_program
+from raymm.scheduler.schedule.lower import lower
 
 
 class RaymmStage(nn.Module):

@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from raymm.checkpoint import CheckpointStore
-from raymm.metrics import read_metrics
+from raymm.monitor.metrics import read_metrics
+from raymm.storage.checkpoint import CheckpointStore
 
 PICTURES = ("loss.png", "schedule.png", "plan.png", "trace.json", "plan.json")
 

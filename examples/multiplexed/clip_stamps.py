@@ -24,9 +24,9 @@ from transformers import AutoTokenizer, CLIPConfig, CLIPModel
 
 from examples.alignment.cache import default_root
 from examples.alignment.processors import load_image
-from raymm.actors.optimizer import OptimizerConfig
-from raymm.contrastive import clip_dag
-from raymm.multiplexed import MultiplexedModule
+from raymm.actors.optimizer.optimizer import OptimizerConfig
+from raymm.model.contrastive import clip_dag
+from raymm.runtime.multiplexed_dag import MultiplexedModule
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
 
 IMAGE_SIZE = 56  # pixels, both sides: a quarter of what the processor gives

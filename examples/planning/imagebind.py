@@ -17,8 +17,8 @@ from rich.console import Console
 from transformers import CLIPTextConfig, ViTConfig
 
 import raymm
-from raymm.contrastive import ContrastiveLoss
-from raymm.module_dag import DagLoss, DagModule, ModuleDag, every
+from raymm.model.contrastive import ContrastiveLoss
+from raymm.model.module_dag import DagLoss, DagModule, ModuleDag, every
 
 # Width, blocks, heads, tokens of a sample.
 TOWERS = {

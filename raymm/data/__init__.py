@@ -4,9 +4,13 @@
 metadata, ``local_steps`` the same steps as tensors without Ray.
 """
 
-from raymm.data.batching import ItemTokens, Sampler, training_sampler
-from raymm.data.builder import BuiltStep, Skipped, StepBuilder, check_data
-from raymm.data.collate import (
+from raymm.data.loading.builder import BuiltStep, Skipped, StepBuilder, check_data
+from raymm.data.loading.loader import Step, StepLoader, local_steps
+from raymm.data.loading.shuffle import shuffle_modality
+from raymm.data.loading.sources import open_split
+from raymm.data.readers import JsonDataset, Mixture, Reader, open_source
+from raymm.data.readers.files import is_there
+from raymm.data.samples.collate import (
     EncodedSample,
     Microbatch,
     MicrobatchMeta,
@@ -15,27 +19,23 @@ from raymm.data.collate import (
     join_parts,
     split_parts,
 )
-from raymm.data.config import (
+from raymm.data.samples.config import (
     BatchingConfig,
     DataConfig,
     ModalityDataConfig,
     RebalanceConfig,
     SourceConfig,
 )
-from raymm.data.errors import DataError, DataWorkerError, SampleError
-from raymm.data.group_sampler import GroupSampler
-from raymm.data.loader import Step, StepLoader, local_steps
-from raymm.data.readers import JsonDataset, Mixture, Reader, open_source
-from raymm.data.readers.files import is_there
-from raymm.data.rebalanced_sampler import Decision, RebalancedSampler
-from raymm.data.sample import Sample
-from raymm.data.sampler import START, EpochSampler, State
-from raymm.data.scan_cache import default_cache
-from raymm.data.scan_result import SampleScan
-from raymm.data.scanner import scan
-from raymm.data.shuffle import shuffle_modality
-from raymm.data.sources import open_split
-from raymm.data.text import IGNORE_INDEX
+from raymm.data.samples.errors import DataError, DataWorkerError, SampleError
+from raymm.data.samples.sample import Sample
+from raymm.data.samples.text import IGNORE_INDEX
+from raymm.data.sampling.batching import ItemTokens, Sampler, training_sampler
+from raymm.data.sampling.group_sampler import GroupSampler
+from raymm.data.sampling.rebalanced_sampler import Decision, RebalancedSampler
+from raymm.data.sampling.sampler import START, EpochSampler, State
+from raymm.data.sampling.scan_cache import default_cache
+from raymm.data.sampling.scan_result import SampleScan
+from raymm.data.sampling.scanner import scan
 
 __all__ = [
     "IGNORE_INDEX",

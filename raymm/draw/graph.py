@@ -14,9 +14,9 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch, Rectangle
 
 from raymm.draw.palette import FAINT, RGB, TEXT, module_hues, tint
 from raymm.draw.save import new_figure, picture_path, save_figure, text_width
-from raymm.scheduler.module_degrees import rank_text
-from raymm.scheduler.plan import Plan, Stage
-from raymm.scheduler.stage_costs import StageCost, stage_costs
+from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.schedule.stage_costs import StageCost, stage_costs
+from raymm.scheduler.search.module_degrees import rank_text
 
 Point = tuple[float, float]
 Edge = tuple[str, str]  # two stages

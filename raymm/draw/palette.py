@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from matplotlib.colors import to_rgb
 
-from raymm.scheduler.program import Op
+from raymm.scheduler.program.program import Op
 
 RGB = tuple[float, float, float]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from raymm.draw.palette import FAINT, TEXT, module_hues, tint
 from raymm.draw.save import new_figure, picture_path, save_figure, text_width
-from raymm.scheduler.costs import CostProfile
+from raymm.scheduler.costs.layer_costs import CostProfile
 
 # Inches; font sizes in points.
 LEFT, RIGHT, TOP, BOTTOM, BETWEEN = 0.75, 0.3, 0.85, 0.6, 0.5

@@ -27,8 +27,8 @@ from raymm.draw.palette import (
     op_looks,
 )
 from raymm.draw.save import new_figure, picture_path, save_figure, text_width
-from raymm.scheduler.program import COMPUTE, EPILOGUE, Op
-from raymm.scheduler.timeline import Span, Timeline
+from raymm.scheduler.program.program import COMPUTE, EPILOGUE, Op
+from raymm.scheduler.program.timeline import Span, Timeline
 
 # Sizes in inches, font sizes in points.
 ROW = 0.30

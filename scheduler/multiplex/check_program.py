@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+from raymm.scheduler.graph.node_graph import NodeGraph
+from raymm.scheduler.graph.sample_ranges import Range
+from raymm.scheduler.graph.strict_json import MultiplexError
 from raymm.scheduler.multiplex.instructions import (
     Barrier,
     Direction,
@@ -21,9 +24,6 @@ from raymm.scheduler.multiplex.instructions import (
     Route,
     Run,
 )
-from raymm.scheduler.multiplex.node_graph import NodeGraph
-from raymm.scheduler.multiplex.sample_ranges import Range
-from raymm.scheduler.multiplex.strict_json import MultiplexError
 
 _Samples = Counter[tuple[str, int]]  # (node, sample)
 

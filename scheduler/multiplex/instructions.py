@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from raymm.scheduler.multiplex.sample_ranges import Range
+from raymm.scheduler.graph.sample_ranges import Range
 
 
 class Direction(StrEnum):

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, fields
 
 import numpy as np
 
-from raymm.scheduler.multiplex.strict_json import MultiplexError, items, members, number, parsed
+from raymm.scheduler.graph.strict_json import MultiplexError, items, members, number, parsed
 
 INTERFERENCE_FORMAT = 1
 UNITS = ("relative", "seconds")

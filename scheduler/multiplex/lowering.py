@@ -14,6 +14,9 @@ from collections.abc import Mapping as ByName
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from raymm.scheduler.graph.node_graph import NodeGraph
+from raymm.scheduler.graph.sample_ranges import Range, deal, union
+from raymm.scheduler.graph.strict_json import MultiplexError, whole
 from raymm.scheduler.multiplex.instructions import (
     Barrier,
     Direction,
@@ -29,9 +32,6 @@ from raymm.scheduler.multiplex.instructions import (
     Update,
 )
 from raymm.scheduler.multiplex.mapping import Mapping
-from raymm.scheduler.multiplex.node_graph import NodeGraph
-from raymm.scheduler.multiplex.sample_ranges import Range, deal, union
-from raymm.scheduler.multiplex.strict_json import MultiplexError, whole
 
 
 @dataclass(frozen=True)

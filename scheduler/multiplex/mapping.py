@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from raymm.scheduler.multiplex.problem import MappingProblem, bits
-from raymm.scheduler.multiplex.strict_json import (
+from raymm.scheduler.graph.strict_json import (
     MOST_GPUS,
     MOST_STEPS,
     MultiplexError,
@@ -20,6 +19,7 @@ from raymm.scheduler.multiplex.strict_json import (
     text,
     whole,
 )
+from raymm.scheduler.multiplex.problem import MappingProblem, bits
 
 MAPPING_FORMAT = 1
 # Predicted seconds that a file has may differ this much from the model's, relatively.

@@ -8,8 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from raymm.scheduler.multiplex.interference import Interference
-from raymm.scheduler.multiplex.strict_json import (
+from raymm.scheduler.graph.strict_json import (
     MOST_GPUS,
     MOST_STEPS,
     MultiplexError,
@@ -17,6 +16,7 @@ from raymm.scheduler.multiplex.strict_json import (
     text,
     whole,
 )
+from raymm.scheduler.multiplex.interference import Interference
 from raymm.scheduler.multiplex.surface import ScalingSurface
 
 # Sets of modules are bits of an int64.

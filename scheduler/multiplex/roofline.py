@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raymm.scheduler.multiplex.strict_json import number, text, whole
+from raymm.scheduler.graph.strict_json import number, text, whole
 from raymm.scheduler.multiplex.surface import ScalingSurface
 
 # How smooth the roofline's ridge is by default: seconds = (compute^p + memory^p)^(1/p).

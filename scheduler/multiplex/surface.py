@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from raymm.scheduler.multiplex.isotonic import nearest_falling
-from raymm.scheduler.multiplex.strict_json import (
+from raymm.scheduler.graph.strict_json import (
     MOST_STEPS,
     MultiplexError,
     items,
@@ -26,6 +25,7 @@ from raymm.scheduler.multiplex.strict_json import (
     text,
     whole,
 )
+from raymm.scheduler.multiplex.isotonic import nearest_falling
 
 SURFACES_FORMAT = 1
 # Of a replica; sums over all modules of a GPU then fit into a word.

@@ -2,7 +2,7 @@
 
 import torch
 
-from raymm.actors.stages.message import Message
+from raymm.actors.modules.message import Message
 
 
 def check_equal(key: str, got: Message, due: Message) -> None:

@@ -14,7 +14,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent / "parity")]
 
 import parity_models as pm  # noqa: E402
 
-from raymm.actors.stages.projector import Projector, ProjectorConfig  # noqa: E402
+from raymm.actors.modules.projector import Projector, ProjectorConfig  # noqa: E402
 
 
 def with_kv_heads(count: int) -> hf.LlamaConfig:

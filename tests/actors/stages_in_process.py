@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from raymm.actors.executor import Executor, StepMeta
-from raymm.builders import stage_builders
-from raymm.model import (
+from raymm.actors.executor.executor import Executor, StepMeta
+from raymm.layout.stage_builders import stage_builders
+from raymm.model.multimodal import (
     LANGUAGE_MODEL,
     MultimodalModule,
     complete_microbatch,
     label_mask,
     text_inputs,
 )
-from raymm.scheduler.lower import lower
-from raymm.scheduler.plan import Plan
-from raymm.scheduler.stage import stage_module
+from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.plan.stage import stage_module
+from raymm.scheduler.schedule.lower import lower
 
 SEED, STEP = 5, 3
 

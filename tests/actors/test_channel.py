@@ -13,11 +13,11 @@ sys.path[:0] = [str(Path(__file__).resolve().parent)]
 
 from same_messages import check_equal  # noqa: E402
 
-from raymm.actors.channel import Link, RecvChannel, SendChannel  # noqa: E402
-from raymm.actors.lost_processes import ChannelError, reporting_lost_processes  # noqa: E402
+from raymm.actors.executor.channel import Link, RecvChannel, SendChannel  # noqa: E402
+from raymm.actors.faults.lost_processes import ChannelError, reporting_lost_processes  # noqa: E402
+from raymm.actors.modules.message import Message  # noqa: E402
 from raymm.actors.quota import ModuleError  # noqa: E402
-from raymm.actors.stages.message import Message  # noqa: E402
-from raymm.kernels.waiting import wait  # noqa: E402
+from raymm.kernels.collectives.waiting import wait  # noqa: E402
 
 TIMEOUT = timedelta(seconds=20)
 CPU = torch.device("cpu")

@@ -9,7 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymm.actors.shards import ShardError, StoredTensors, checksum, stored_pieces, write_shard
+from raymm.actors.optimizer.checkpoint_shards import (
+    ShardError,
+    StoredTensors,
+    checksum,
+    stored_pieces,
+    write_shard,
+)
 
 
 class Piece(NamedTuple):

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from raymm.actors.colocation import Colocation
-from raymm.actors.executor import Executor, StepMeta
-from raymm.actors.gradient_reduction import GradientReduction, Holder, SharedParameter
-from raymm.actors.module_state import may_draw
+from raymm.actors.executor.colocation import Colocation
+from raymm.actors.executor.executor import Executor, StepMeta
+from raymm.actors.modules.message import Message
+from raymm.actors.modules.module_state import may_draw
+from raymm.actors.optimizer.gradient_reduction import GradientReduction, Holder, SharedParameter
 from raymm.actors.quota import (
     AccountingBackend,
     CudaBackend,
@@ -24,11 +25,10 @@ from raymm.actors.quota import (
     QuotaError,
 )
 from raymm.actors.quota.accounting import AccountedStream
-from raymm.actors.stages.message import Message
-from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.lower import lower
-from raymm.scheduler.plan import Plan, Stage
-from raymm.scheduler.program import BACKWARDS, COMPUTE, FORWARDS
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.program.program import BACKWARDS, COMPUTE, FORWARDS
+from raymm.scheduler.schedule.lower import lower
 
 WIDTH, MICROBATCHES = 6, 4
 QUOTAS = {"vision": 0.5, "audio": 0.25}

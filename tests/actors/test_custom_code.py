@@ -14,11 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import HF_MODULES_CACHE
 
 from raymm import ModalityModule, MultimodalModule, MultimodalParallelSpec, ParallelSpec
-from raymm.actors.stages.pretrained_source import PretrainedSource
-from raymm.actors.stages.source import SourceError
+from raymm.actors.weights.pretrained_source import PretrainedSource
+from raymm.actors.weights.source import SourceError
 from raymm.data import DataError
-from raymm.data.processors import load_processor
-from raymm.data.text import load_tokenizer
+from raymm.data.samples.processors import load_processor
+from raymm.data.samples.text import load_tokenizer
 
 # Every process that imports it leaves its number.
 CODE = """

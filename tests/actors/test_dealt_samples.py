@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from raymm.actors.stages.blocks import find_blocks
-from raymm.actors.stages.dealt_samples import (
+from raymm.actors.modules.blocks import find_blocks
+from raymm.actors.sharding.fully_sharded import block_units, fully_sharded_plan, language_units
+from raymm.actors.sharding.sample_rows import (
     DealtSamplesError,
     count_items,
     shares,
@@ -19,7 +20,6 @@ from raymm.actors.stages.dealt_samples import (
     take_rows,
 )
 from raymm.actors.stages.encoder import EncoderStage
-from raymm.actors.stages.fully_sharded import block_units, fully_sharded_plan, language_units
 from raymm.actors.stages.language import LanguageStage
 
 counts, processes = st.integers(0, 9), st.integers(1, 5)

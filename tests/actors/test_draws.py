@@ -11,11 +11,11 @@ from stages_in_process import StagesInProcess, reference
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
-from raymm.actors.stages.cut import NoBlockCalledError
-from raymm.actors.stages.probe import ProbeError
-from raymm.actors.stages.recomputed_layers import _ATTENTION, _contexts
-from raymm.model import ModalityModule, ModelError, MultimodalModule
-from raymm.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.actors.modules.cut import NoBlockCalledError
+from raymm.actors.probe.cut import ProbeError
+from raymm.actors.recompute.recomputed_layers import _ATTENTION, _contexts
+from raymm.model.multimodal import ModalityModule, ModelError, MultimodalModule
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
 SAMPLES = 400

@@ -12,12 +12,12 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 from transformers.models.siglip2.modeling_siglip2 import Siglip2VisionModel
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
-from raymm.actors.stages.model_classes import ModelClassError, find_model_class
-from raymm.actors.stages.probe import ProbeError, encoder_inputs
-from raymm.actors.stages.small_model import small_model
-from raymm.actors.stages.source import ConfigSource, LiveSource
-from raymm.config import ConfigError, parse_config
-from raymm.example_section import example_tensors
+from raymm.actors.probe.cut import ProbeError, encoder_inputs
+from raymm.actors.probe.small_model import small_model
+from raymm.actors.weights.model_classes import ModelClassError, find_model_class
+from raymm.actors.weights.source import ConfigSource, LiveSource
+from raymm.config.example_section import example_tensors
+from raymm.config.sections import ConfigError, parse_config
 
 SMALL = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
 WHISPER = dict(

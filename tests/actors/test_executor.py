@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from raymm.actors.executor import Executor, StepMeta
-from raymm.actors.stages.draws import module_draws
-from raymm.actors.stages.message import Message
-from raymm.scheduler.program import Instruction, Op, Program, check_program
-from raymm.scheduler.stage import stage_module
+from raymm.actors.executor.executor import Executor, StepMeta
+from raymm.actors.modules.draws import module_draws
+from raymm.actors.modules.message import Message
+from raymm.scheduler.plan.stage import stage_module
+from raymm.scheduler.program.program import Instruction, Op, Program, check_program
 
 SEED, STEP = 3, 11
 

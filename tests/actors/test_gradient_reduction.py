@@ -8,8 +8,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from raymm.actors.gradient_reduction import GradientReduction, Holder, SharedParameter
-from raymm.actors.optimizer import Holdings, OptimizerConfig, RankOptimizer
+from raymm.actors.optimizer.gradient_reduction import GradientReduction, Holder, SharedParameter
+from raymm.actors.optimizer.optimizer import Holdings, OptimizerConfig, RankOptimizer
 
 PROCESSES = 3
 NAMES = ("0.weight", "0.bias", "1.weight", "1.bias", "unused")

@@ -13,12 +13,12 @@ import torch
 import transformers as hf
 from torch import nn
 
-from raymm.actors.fault_folder import faults_kept_in
-from raymm.actors.group import ClusterError, RankFailedError, RankGroup, RankResources
-from raymm.actors.rank_actor import RankSpec
-from raymm.model import ModalityModule, MultimodalModule
-from raymm.scheduler.program import Op
-from raymm.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.actors.faults.fault_folder import faults_kept_in
+from raymm.actors.rank.rank_actor import RankSpec
+from raymm.actors.rank.rank_group import ClusterError, RankFailedError, RankGroup, RankResources
+from raymm.model.multimodal import ModalityModule, MultimodalModule
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.scheduler.program.program import Op
 
 # In place of seconds.
 ERROR = 12345

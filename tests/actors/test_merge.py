@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from raymm.actors.modules.merge import MergeError, Prepend, ReplaceTokens
+from raymm.actors.modules.message import Message, MicrobatchContext
 from raymm.actors.stages.language import LanguageSpec, LanguageStage
-from raymm.actors.stages.merge import MergeError, Prepend, ReplaceTokens
-from raymm.actors.stages.message import Message, MicrobatchContext
 
 IMAGE, SOUND, H = 8, 9, 4
 

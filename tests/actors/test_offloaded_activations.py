@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from raymm.actors.stages.offloaded_activations import OffloadedBlocks, _Moved
+from raymm.actors.recompute.offloaded_activations import OffloadedBlocks, _Moved
 
 
 class Block(nn.Module):

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from raymm.actors.finite import not_finite
-from raymm.actors.gradient_reduction import GradientReduction, Holder, SharedParameter
-from raymm.actors.optimizer import Holdings, OptimizerConfig, RankOptimizer
+from raymm.actors.optimizer.finite import not_finite
+from raymm.actors.optimizer.gradient_reduction import GradientReduction, Holder, SharedParameter
+from raymm.actors.optimizer.optimizer import Holdings, OptimizerConfig, RankOptimizer
 
 
 def optimizer_of(*gradients: tuple[float | None, ...]) -> RankOptimizer:

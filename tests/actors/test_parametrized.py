@@ -9,10 +9,10 @@ from ray import cloudpickle
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
+from raymm.actors.modules.message import MicrobatchContext
+from raymm.actors.probe.callbacks import Cuts, probe_chain
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
-from raymm.actors.stages.message import MicrobatchContext
-from raymm.actors.stages.probe_callbacks import Cuts, probe_chain
-from raymm.actors.stages.source import ConfigSource, LiveSource, SourceError
+from raymm.actors.weights.source import ConfigSource, LiveSource, SourceError
 
 
 class Encoder(nn.Module):

@@ -7,15 +7,15 @@ import torch
 import transformers as hf
 from torch import nn
 
-from raymm.actors.stages.blocks import find_blocks
-from raymm.actors.stages.cut import SharedBlocksError, stage_parameters
-from raymm.actors.stages.probe import ProbeError, probe_encoder, probe_language_model
-from raymm.actors.stages.small_model import small_model
-from raymm.actors.stages.source import ConfigSource, LiveSource, Part
-from raymm.builders import stage_builders
-from raymm.model import ModalityModule, MultimodalModule
-from raymm.scheduler.plan import PlanError
-from raymm.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.actors.modules.blocks import find_blocks
+from raymm.actors.modules.cut import SharedBlocksError, stage_parameters
+from raymm.actors.probe.cut import ProbeError, probe_encoder, probe_language_model
+from raymm.actors.probe.small_model import small_model
+from raymm.actors.weights.source import ConfigSource, LiveSource, Part
+from raymm.layout.stage_builders import stage_builders
+from raymm.model.multimodal import ModalityModule, MultimodalModule
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.scheduler.plan.plan import PlanError
 
 INPUTS = {"x": torch.linspace(-1, 1, 8).view(1, 2, 4)}
 

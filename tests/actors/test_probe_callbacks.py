@@ -7,13 +7,13 @@ import torch
 import transformers as hf
 from masked_encoder import Masked
 
+from raymm.actors.modules.message import MicrobatchContext
+from raymm.actors.modules.projector import Projector, ProjectorConfig
+from raymm.actors.probe.callbacks import Cuts, check_chain, probe_chain
+from raymm.actors.probe.cut import ProbeError
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
-from raymm.actors.stages.message import MicrobatchContext
-from raymm.actors.stages.probe import ProbeError
-from raymm.actors.stages.probe_callbacks import Cuts, check_chain, probe_chain
-from raymm.actors.stages.projector import Projector, ProjectorConfig
-from raymm.actors.stages.source import ConfigSource, LiveSource
 from raymm.actors.stages.stage_inputs import AbsentError, from_side, to_side
+from raymm.actors.weights.source import ConfigSource, LiveSource
 
 BOTH = Cuts(blocks=True, projector=True)
 CONFIG = hf.SiglipVisionConfig(

@@ -8,10 +8,10 @@ import transformers as hf
 from torch import nn
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
+from raymm.actors.probe.error import NotRunError, ProbeError
+from raymm.actors.probe.outputs import added_loss, check_outputs
 from raymm.actors.stages.encoder import EncoderSpec
-from raymm.actors.stages.probe_error import NotRunError, ProbeError
-from raymm.actors.stages.probe_outputs import added_loss, check_outputs
-from raymm.actors.stages.source import ConfigSource, LiveSource
+from raymm.actors.weights.source import ConfigSource, LiveSource
 
 SMALL = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
 VIT = dict(**SMALL, image_size=32, patch_size=16)

@@ -17,15 +17,15 @@ sys.path[:0] = [str(Path(__file__).resolve().parent)]
 
 from shard_models import FUSED, LANGUAGE, module_of, pm  # noqa: E402
 
-from raymm.actors.stages.probe import ProbeError  # noqa: E402
-from raymm.actors.stages.probe_tensor import (  # noqa: E402
+from raymm.actors.probe.cut import ProbeError  # noqa: E402
+from raymm.actors.probe.tensor import (  # noqa: E402
     compare_shards,
     example_run,
     probe_tensor,
     run_whole,
 )
-from raymm.actors.stages.source import LiveSource  # noqa: E402
-from raymm.actors.stages.tensor_plan import TensorPlan, plan_module, tensor_plan  # noqa: E402
+from raymm.actors.sharding.tensor_plan import TensorPlan, plan_module, tensor_plan  # noqa: E402
+from raymm.actors.weights.source import LiveSource  # noqa: E402
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3"])

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, SiglipVisionModel
 
-from raymm.actors.profiler import ModuleProfiler, ProfileRequest
+from raymm.actors.modules.merge import Prepend
+from raymm.actors.rank.module_profiler import ModuleProfiler, ProfileRequest
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.language import LanguageSpec, LanguageStage
-from raymm.actors.stages.merge import Prepend
-from raymm.actors.stages.source import ConfigSource, LiveSource
+from raymm.actors.weights.source import ConfigSource, LiveSource
 
 # Seconds of the fake clock per block: forward, gradient of the input, of the weight.
 COSTS = ((3.0, 5.0, 7.0), (11.0, 13.0, 17.0), (19.0, 23.0, 29.0))

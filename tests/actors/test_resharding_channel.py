@@ -13,9 +13,9 @@ sys.path[:0] = [str(Path(__file__).resolve().parent)]
 
 from same_messages import check_equal  # noqa: E402
 
-from raymm.actors.channel import Link, RecvChannel, SendChannel  # noqa: E402
-from raymm.actors.stages.message import Message  # noqa: E402
-from raymm.scheduler.resharding import Resharding  # noqa: E402
+from raymm.actors.executor.channel import Link, RecvChannel, SendChannel  # noqa: E402
+from raymm.actors.modules.message import Message  # noqa: E402
+from raymm.scheduler.plan.resharding import Resharding  # noqa: E402
 
 TIMEOUT = timedelta(seconds=60)
 CPU = torch.device("cpu")

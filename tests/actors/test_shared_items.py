@@ -19,20 +19,20 @@ sys.path[:0] = [str(HERE.parent / "kernels"), str(HERE.parent / "parity")]
 import parity_models as pm  # noqa: E402
 from rank_processes import rank_processes  # noqa: E402
 
-from raymm.actors.split_backward import backward_input  # noqa: E402
-from raymm.actors.stages.context_method import attend_over, choose  # noqa: E402
-from raymm.actors.stages.draws import Draws  # noqa: E402
+from raymm.actors.executor.split_backward import backward_input  # noqa: E402
+from raymm.actors.modules.draws import Draws  # noqa: E402
+from raymm.actors.modules.message import Message, MicrobatchContext  # noqa: E402
+from raymm.actors.modules.projector import Projector, ProjectorConfig  # noqa: E402
+from raymm.actors.probe.cut import ProbeError, probe_encoder  # noqa: E402
+from raymm.actors.probe.items import probe_shared_items  # noqa: E402
+from raymm.actors.sharding.context_method import attend_over, choose  # noqa: E402
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage  # noqa: E402
-from raymm.actors.stages.message import Message, MicrobatchContext  # noqa: E402
-from raymm.actors.stages.probe import ProbeError, probe_encoder  # noqa: E402
-from raymm.actors.stages.probe_items import probe_shared_items  # noqa: E402
-from raymm.actors.stages.projector import Projector, ProjectorConfig  # noqa: E402
-from raymm.actors.stages.source import ConfigSource, LiveSource  # noqa: E402
+from raymm.actors.weights.source import ConfigSource, LiveSource  # noqa: E402
 from raymm.kernels.attention import attention  # noqa: E402
-from raymm.kernels.context_call import ContextGroup  # noqa: E402
-from raymm.kernels.context_layout import ContextLayout  # noqa: E402
-from raymm.kernels.exchange import Exchange  # noqa: E402
-from raymm.kernels.mask_patterns import causal, documents, full  # noqa: E402
+from raymm.kernels.collectives.p2p import Exchange  # noqa: E402
+from raymm.kernels.context_parallel.call import ContextGroup  # noqa: E402
+from raymm.kernels.context_parallel.layout import ContextLayout  # noqa: E402
+from raymm.kernels.mask.patterns import causal, documents, full  # noqa: E402
 
 TOLERANCE = 1e-5
 WIDTH = 24  # of the projector's output

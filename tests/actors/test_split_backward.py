@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
-from raymm.actors.split_backward import backward_input
+from raymm.actors.executor.split_backward import backward_input
 
 Forward = Callable[..., Sequence[torch.Tensor]]
 

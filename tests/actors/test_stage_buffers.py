@@ -5,11 +5,11 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from raymm.actors.stages.cut import own_buffers
+from raymm.actors.modules.cut import own_buffers
+from raymm.actors.modules.message import MicrobatchContext
+from raymm.actors.probe.cut import probe_encoder
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
-from raymm.actors.stages.message import MicrobatchContext
-from raymm.actors.stages.probe import probe_encoder
-from raymm.actors.stages.source import LiveSource
+from raymm.actors.weights.source import LiveSource
 
 
 class Block(nn.Module):

@@ -4,15 +4,15 @@ import pytest
 import torch
 import transformers as hf
 
-from raymm.actors.stages.cut import stage_parameters
+from raymm.actors.modules.cut import stage_parameters
+from raymm.actors.modules.merge import Prepend
+from raymm.actors.probe.cut import probe_language_model
 from raymm.actors.stages.language import LanguageSpec, LanguageStage
-from raymm.actors.stages.merge import Prepend
-from raymm.actors.stages.pretrained_source import PretrainedSource
-from raymm.actors.stages.probe import probe_language_model
-from raymm.actors.stages.source import ConfigSource, LiveSource
-from raymm.builders import stage_builders
-from raymm.model import ModalityModule, MultimodalModule
-from raymm.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.actors.weights.pretrained_source import PretrainedSource
+from raymm.actors.weights.source import ConfigSource, LiveSource
+from raymm.layout.stage_builders import stage_builders
+from raymm.model.multimodal import ModalityModule, MultimodalModule
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 
 BOUNDS = [(0, 1), (1, 3), (3, 4)]
 

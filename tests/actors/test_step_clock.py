@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from raymm.actors.step_clock import DeviceClock, HostClock, step_clock
+from raymm.actors.executor.step_clock import DeviceClock, HostClock, step_clock
 
 
 def test_host_marks_are_wall_clock_seconds():

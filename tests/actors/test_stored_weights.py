@@ -10,10 +10,10 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
 
-from raymm.actors.stages.pretrained_source import PretrainedSource
-from raymm.actors.stages.probe import probe_language_model
-from raymm.actors.stages.source import ConfigSource, FactorySource, Part, SourceError
-from raymm.model import ModalityModule, MultimodalModule, WeightsWarning
+from raymm.actors.probe.cut import probe_language_model
+from raymm.actors.weights.pretrained_source import PretrainedSource
+from raymm.actors.weights.source import ConfigSource, FactorySource, Part, SourceError
+from raymm.model.multimodal import ModalityModule, MultimodalModule, WeightsWarning
 
 TINY = {
     "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 3,

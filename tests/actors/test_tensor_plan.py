@@ -13,10 +13,10 @@ sys.path[:0] = [str(Path(__file__).resolve().parent)]
 
 from shard_models import mixtral, module_of, pm  # noqa: E402
 
-from raymm.actors.stages.source import LiveSource  # noqa: E402
-from raymm.actors.stages.tensor_plan import plan_module, tensor_plan  # noqa: E402
-from raymm.actors.stages.tensor_shard import shard_module  # noqa: E402
-from raymm.scheduler.plan import PlanError  # noqa: E402
+from raymm.actors.sharding.tensor_plan import plan_module, tensor_plan  # noqa: E402
+from raymm.actors.sharding.tensor_shard import shard_module  # noqa: E402
+from raymm.actors.weights.source import LiveSource  # noqa: E402
+from raymm.scheduler.plan.plan import PlanError  # noqa: E402
 
 
 def test_who_holds_what() -> None:

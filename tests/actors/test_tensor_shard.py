@@ -21,19 +21,19 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "kernels")]
 from rank_processes import RankProcesses, rank_processes  # noqa: E402
 from shard_models import ENCODERS, FUSED, LANGUAGE, module_of, pm, projector  # noqa: E402
 
-from raymm.actors.split_backward import backward_input  # noqa: E402
+from raymm.actors.executor.split_backward import backward_input  # noqa: E402
+from raymm.actors.modules.merge import Prepend  # noqa: E402
+from raymm.actors.modules.message import Message, MicrobatchContext  # noqa: E402
+from raymm.actors.modules.token_layout import MASKS  # noqa: E402
+from raymm.actors.probe.cut import probe_encoder, probe_language_model  # noqa: E402
+from raymm.actors.probe.tensor import probe_tensor  # noqa: E402
+from raymm.actors.sharding.tensor_plan import TensorPlan, tensor_plan  # noqa: E402
+from raymm.actors.sharding.tensor_shard import cut_tensor, shard_module  # noqa: E402
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage  # noqa: E402
 from raymm.actors.stages.language import LanguageSpec, LanguageStage  # noqa: E402
-from raymm.actors.stages.merge import Prepend  # noqa: E402
-from raymm.actors.stages.message import Message, MicrobatchContext  # noqa: E402
-from raymm.actors.stages.probe import probe_encoder, probe_language_model  # noqa: E402
-from raymm.actors.stages.probe_tensor import probe_tensor  # noqa: E402
-from raymm.actors.stages.source import LiveSource  # noqa: E402
-from raymm.actors.stages.tensor_plan import TensorPlan, tensor_plan  # noqa: E402
-from raymm.actors.stages.tensor_shard import cut_tensor, shard_module  # noqa: E402
-from raymm.actors.stages.token_layout import MASKS  # noqa: E402
-from raymm.kernels.tensor_group import TensorGroup  # noqa: E402
-from raymm.model import complete_microbatch, text_inputs  # noqa: E402
+from raymm.actors.weights.source import LiveSource  # noqa: E402
+from raymm.kernels.collectives.tensor_group import TensorGroup  # noqa: E402
+from raymm.model.multimodal import complete_microbatch, text_inputs  # noqa: E402
 
 TOLERANCE = 1e-5
 BATCHES = (([7, 5], 1), ([3, 9], 2))

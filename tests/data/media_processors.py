@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from raymm.data.processors import read_audio, read_image
+from raymm.data.samples.processors import read_audio, read_image
 
 
 def image(path: str) -> dict[str, torch.Tensor]:

@@ -23,8 +23,8 @@ from raymm.data import (
     scan,
     training_sampler,
 )
-from raymm.data import sampler as samplers
-from raymm.data.batching import sample_sizes
+from raymm.data.sampling import sampler as samplers
+from raymm.data.sampling.batching import sample_sizes
 
 FIELDS = {"train": "a", "tokenizer": "t", "batch_size": 8, "microbatches": 4}
 
@@ -114,12 +114,13 @@ def test_the_scan_is_cached_and_reports_progress(planned_config, tmp_path, monke
     seen = []
     training_sampler(config, open_split(config, "train"), progress=lambda *one: seen.append(one))
     assert seen == [(40, 40)] and len(list((tmp_path / "scans").iterdir())) == 1
-    monkeypatch.setattr("raymm.data.scanner._parts", None)  # scanning again would be a TypeError
+    # Scanning again would be a TypeError.
+    monkeypatch.setattr("raymm.data.sampling.scanner._parts", None)
     training_sampler(config, open_split(config, "train"))
 
 
 def test_random_steps_are_not_scanned(make_config, monkeypatch):
-    monkeypatch.setattr("raymm.data.batching.scan", None)
+    monkeypatch.setattr("raymm.data.sampling.batching.scan", None)
     config = make_config()
     assert isinstance(training_sampler(config, open_split(config, "train")), EpochSampler)
 

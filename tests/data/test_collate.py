@@ -3,15 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.data import (
-    DataError,
-    EncodedSample,
-    collate,
-    describe,
-    join_parts,
-    shuffle_modality,
-    split_parts,
-)
+from raymm.data import DataError, EncodedSample, describe, join_parts, shuffle_modality, split_parts
+from raymm.data.samples import collate
 
 X = -100
 

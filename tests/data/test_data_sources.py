@@ -7,7 +7,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from raymm.config import ConfigError, parse_config
+from raymm.config.sections import ConfigError, parse_config
 from raymm.data import DataConfig, DataError, open_split
 
 FIELDS = {

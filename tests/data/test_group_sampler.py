@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.data.errors import DataError
-from raymm.data.group_sampler import GroupSampler
-from raymm.data.sampler import EpochSampler, flat
-from raymm.scheduler.minibatch import SampleSizes
+from raymm.data.samples.errors import DataError
+from raymm.data.sampling.group_sampler import GroupSampler
+from raymm.data.sampling.sampler import EpochSampler, flat
+from raymm.scheduler.minibatch.problem import SampleSizes
 
 
 def sizes_of(count: int, seed: int = 0) -> SampleSizes:

@@ -10,7 +10,7 @@ import pytest
 import ray
 import torch
 
-from raymm.actors.fault_folder import faults_kept_in
+from raymm.actors.faults.fault_folder import faults_kept_in
 from raymm.data import (
     DataError,
     DataWorkerError,
@@ -166,7 +166,8 @@ def test_a_worker_that_cannot_start_in_time_is_named(make_config, ended_actors):
 
 def test_bad_configuration_is_found_before_an_actor_starts(make_config, monkeypatch):
     config = make_config()
-    monkeypatch.setattr("raymm.data.loader.start_worker", None)  # calling it would be a TypeError
+    # Calling it would be a TypeError.
+    monkeypatch.setattr("raymm.data.loading.loader.start_worker", None)
     for field, value in {"train": "/nowhere.jsonl", "tokenizer": "/nowhere"}.items():
         with pytest.raises(DataError, match="nowhere"):
             StepLoader(config.model_copy(update={field: value}))

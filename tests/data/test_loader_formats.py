@@ -50,7 +50,8 @@ def test_errors_of_workers_name_file_sample_and_column(mixed, tmp_path):
 
 
 def test_wrong_placeholders_are_found_before_an_actor_starts(mixed, monkeypatch):
-    monkeypatch.setattr("raymm.data.loader.start_worker", None)  # calling it would be a TypeError
+    # Calling it would be a TypeError.
+    monkeypatch.setattr("raymm.data.loading.loader.start_worker", None)
     mixed.modalities["vision"].placeholder = "<picture>"
     with pytest.raises(DataError, match="data.modalities.vision.placeholder is '<picture>'"):
         StepLoader(mixed)

@@ -15,11 +15,11 @@ from PIL import Image
 from sample_files import write_image, write_sound
 
 from raymm.data import DataError, SampleError, StepBuilder, open_split
-from raymm.data.errors import RowError
-from raymm.data.headers import check_media, kind_of
-from raymm.data.limits import Limits
-from raymm.data.media import MediaBytes, MediaRange
 from raymm.data.readers import ParquetDataset, ReaderOptions, TarDataset
+from raymm.data.samples.errors import RowError
+from raymm.data.samples.headers import check_media, kind_of
+from raymm.data.samples.limits import Limits
+from raymm.data.samples.media import MediaBytes, MediaRange
 
 # A decoded bomb of any kind would need several times as much.
 MAX_GROWTH_MIB = 100

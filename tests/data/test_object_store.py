@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.data.object_store import ItemStack, StoredTensors
+from raymm.data.loading.object_store import ItemStack, StoredTensors
 
 DTYPES = [
     torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64,

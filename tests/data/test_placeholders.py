@@ -6,11 +6,11 @@ import pytest
 import torch
 from sample_files import CHATML, build_tokenizer, write_image
 
-from raymm.actors.stages.merge import ReplaceTokens
-from raymm.config import ConfigError, parse_config
+from raymm.actors.modules.merge import ReplaceTokens
+from raymm.config.sections import ConfigError, parse_config
 from raymm.data import DataError, Sample, SampleError, StepBuilder, open_split
-from raymm.data.config import ModalityDataConfig
-from raymm.data.text import TextEncoder
+from raymm.data.samples.config import ModalityDataConfig
+from raymm.data.samples.text import TextEncoder
 
 X = -100
 # Like those of Llava or SmolVLM: strings as they are, and parts one by one.

@@ -12,8 +12,8 @@ from transformers import CLIPImageProcessor, LlavaProcessor, WhisperFeatureExtra
 from transformers.models.whisper import WhisperProcessor
 
 from raymm.data import DataError, SampleError, StepBuilder, open_split
-from raymm.data.media import MediaBytes, MediaRange, media_name, open_media, read_media
-from raymm.data.processors import load_processor, processor_input
+from raymm.data.samples.media import MediaBytes, MediaRange, media_name, open_media, read_media
+from raymm.data.samples.processors import load_processor, processor_input
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_a_truncated_image_names_file_sample_and_column(make_config, tmp_path):
 
 
 def test_postscript_is_not_run(tmp_path):
-    from raymm.data.processors import read_image
+    from raymm.data.samples.processors import read_image
 
     Image.new("RGB", (4, 4)).save(tmp_path / "i.eps")
     with pytest.raises(ValueError, match="PostScript"):

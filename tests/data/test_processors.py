@@ -8,7 +8,7 @@ from sample_files import write_image, write_sound
 from transformers import SiglipImageProcessor, WhisperFeatureExtractor
 
 from raymm.data import DataError
-from raymm.data.processors import load_processor, read_audio, read_image
+from raymm.data.samples.processors import load_processor, read_audio, read_image
 
 
 def test_transparency_is_white(tmp_path):

@@ -13,8 +13,8 @@ from same_rows import add_member, write_datasets_folder, write_parquet, write_sh
 from sample_files import write_image, write_rows
 
 from raymm.data import DataError, SampleError, StepBuilder, local_steps, open_source, open_split
-from raymm.data.limits import Limits
 from raymm.data.readers import DatasetsFolder, ParquetDataset, ReaderOptions, TarDataset
+from raymm.data.samples.limits import Limits
 
 WRITERS = {
     "parquet": lambda folder: write_parquet(folder, 20),

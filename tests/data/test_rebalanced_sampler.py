@@ -10,10 +10,15 @@ from hypothesis import strategies as st
 from test_group_sampler import epoch_of, sizes_of
 
 from raymm.data import DataError, Decision
-from raymm.data.group_sampler import GroupSampler
-from raymm.data.rebalanced_sampler import RebalancedSampler
-from raymm.data.sampler import flat
-from raymm.scheduler.measured_costs import MeasuredCosts, ModuleCost, efficiency, group_units
+from raymm.data.sampling.group_sampler import GroupSampler
+from raymm.data.sampling.rebalanced_sampler import RebalancedSampler
+from raymm.data.sampling.sampler import flat
+from raymm.scheduler.minibatch.measured_costs import (
+    MeasuredCosts,
+    ModuleCost,
+    efficiency,
+    group_units,
+)
 
 COPIES = {"text": 2, "vision": 1}
 
@@ -162,7 +167,7 @@ def test_planned_by_costs_microbatches_take_equally_long():
 
 
 def test_of_many_samples_a_part_is_tried(monkeypatch):
-    monkeypatch.setattr("raymm.data.rebalanced_sampler.TRIAL_SAMPLES", 100)
+    monkeypatch.setattr("raymm.data.sampling.rebalanced_sampler.TRIAL_SAMPLES", 100)
     sampler = sampler_of(900)
     batches = sampler.batches()
     taken = flat(next(batches)[0])

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from raymm.data import DataError, local_steps, open_split, training_sampler
 from raymm.data.readers import JsonDataset, Repeated
-from raymm.data.sampler import flat
-from raymm.data.scan_cache import scan_key
+from raymm.data.sampling.sampler import flat
+from raymm.data.sampling.scan_cache import scan_key
 
 
 @pytest.fixture(scope="module")

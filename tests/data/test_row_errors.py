@@ -7,9 +7,9 @@ import pytest
 from sample_files import build_tokenizer
 
 from raymm.data import DataError, JsonDataset, Sample, SampleError
-from raymm.data.errors import RowError
-from raymm.data.rows import items_of, text_of
-from raymm.data.text import TextEncoder, check_vocabulary
+from raymm.data.samples.errors import RowError
+from raymm.data.samples.rows import items_of, text_of
+from raymm.data.samples.text import TextEncoder, check_vocabulary
 
 
 @pytest.mark.parametrize(("row", "parts"), [

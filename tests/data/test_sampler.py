@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raymm.data import DataError, EpochSampler
-from raymm.data.sampler import group_by_modality, split_evenly
+from raymm.data.sampling.sampler import group_by_modality, split_evenly
 
 SIZES = {"length": st.integers(1, 40), "batch": st.integers(1, 50), "seed": st.integers(0, 9)}
 

@@ -10,7 +10,7 @@ from same_rows import write_parquet, write_shards
 from sample_files import build_tokenizer, write_image
 
 from raymm.data import SampleError, StepBuilder, local_steps, open_split, scan
-from raymm.data.scan_cache import default_cache, load_scan, save_scan, scan_key
+from raymm.data.sampling.scan_cache import default_cache, load_scan, save_scan, scan_key
 
 
 def arrays(found):
@@ -95,7 +95,7 @@ def test_workers_find_the_same_and_report_progress(make_config, tmp_path, monkey
     )
     make_config(count=40)
     (tmp_path / "i3.png").write_bytes(b"\x89PNG\r\n\x1a\nbroken")
-    monkeypatch.setattr("raymm.data.scanner._CHUNK", 16)
+    monkeypatch.setattr("raymm.data.sampling.scanner._CHUNK", 16)
     dataset, seen = open_split(config, "train"), []
     found = scan(dataset, config, workers=2, progress=lambda *one: seen.append(one))
     assert seen == [(16, 70), (32, 70), (48, 70), (64, 70), (70, 70)]
@@ -118,7 +118,8 @@ def cached(make_config, tmp_path):
 
 def test_a_cached_scan_is_used(cached, monkeypatch):
     config, dataset, found, file = cached
-    monkeypatch.setattr("raymm.data.scanner._Scanner", None)  # calling it would be a TypeError
+    # Calling it would be a TypeError.
+    monkeypatch.setattr("raymm.data.sampling.scanner._Scanner", None)
     seen = []
     again = scan(dataset, config, cache=file.parent, progress=lambda *one: seen.append(one))
     assert_equal(again, found)

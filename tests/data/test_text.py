@@ -2,7 +2,7 @@ import pytest
 from sample_files import build_tokenizer
 
 from raymm.data import DataError, Sample, SampleError
-from raymm.data.text import encode_text
+from raymm.data.samples.text import encode_text
 
 X = -100
 

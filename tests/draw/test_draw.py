@@ -11,12 +11,12 @@ from PIL import Image
 from raymm.draw import draw_loss, draw_plan, draw_timelines
 from raymm.draw.loss import LINE, _smooth, _spread
 from raymm.draw.palette import module_hues
-from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.lower import full_program
-from raymm.scheduler.plan import Plan, Stage
-from raymm.scheduler.program import EPILOGUE, Op
-from raymm.scheduler.simulate import simulate
-from raymm.scheduler.timeline import Span, Timeline
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.program.program import EPILOGUE, Op
+from raymm.scheduler.program.timeline import Span, Timeline
+from raymm.scheduler.schedule.lower import full_program
+from raymm.scheduler.schedule.simulate import simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 

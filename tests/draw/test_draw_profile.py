@@ -4,7 +4,7 @@ import pytest
 from PIL import Image
 
 from raymm.draw.profile import draw_profile
-from raymm.scheduler.costs import CostProfile, LayerCost
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 
 
 def profile(llm: int, vision: int) -> CostProfile:

@@ -4,7 +4,7 @@ from pytest import approx
 
 from raymm.draw import draw_timelines
 from raymm.draw.schedule import BOX_ROWS, _on_quotas
-from raymm.scheduler.timeline import Span, Timeline
+from raymm.scheduler.program.timeline import Span, Timeline
 
 TIMELINE = Timeline(
     (

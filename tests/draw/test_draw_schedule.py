@@ -10,14 +10,14 @@ from matplotlib.colors import to_rgb
 
 from raymm.draw import draw_timelines
 from raymm.draw.palette import HUES, ink_on, op_looks
-from raymm.scheduler.costs import CostProfile, LayerCost
-from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.lower import lower
-from raymm.scheduler.plan import Plan, Stage
-from raymm.scheduler.program import COMPUTE, Op
-from raymm.scheduler.simulate import simulate
-from raymm.scheduler.stage_costs import op_seconds
-from raymm.scheduler.timeline import Span, Timeline
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.program.program import COMPUTE, Op
+from raymm.scheduler.program.timeline import Span, Timeline
+from raymm.scheduler.schedule.lower import lower
+from raymm.scheduler.schedule.simulate import simulate
+from raymm.scheduler.schedule.stage_costs import op_seconds
 
 
 def chain(

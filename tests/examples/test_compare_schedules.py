@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from examples.compare_schedules import MODULES, SCHEDULES, compare, main, model_plan
-from raymm.scheduler.bounds import lower_bound
-from raymm.scheduler.program import Op
+from raymm.scheduler.program.program import Op
+from raymm.scheduler.schedule.bounds import lower_bound
 
 ROOT = Path(__file__).resolve().parents[2]
 

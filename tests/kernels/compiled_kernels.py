@@ -75,7 +75,7 @@ def launches(dtype: str, head_dims: tuple[int, ...] | None = None) -> list[Launc
     compilation takes 2 s or more."""
     import torch
 
-    from raymm.kernels.triton_configs import attention_config
+    from raymm.kernels.flash.gpu.launch_configs import attention_config
 
     found = []
     for head_dim in HEAD_DIMS[dtype] if head_dims is None else head_dims:
@@ -154,8 +154,9 @@ def _arguments(launch: Launch) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """Kernel, compile-time arguments and compiler options, from the tables that launches use."""
     import torch
 
-    from raymm.kernels import triton_backward, triton_forward
-    from raymm.kernels import triton_configs as configs
+    from raymm.kernels.flash.gpu import backward as triton_backward
+    from raymm.kernels.flash.gpu import forward as triton_forward
+    from raymm.kernels.flash.gpu import launch_configs as configs
 
     module = triton_forward if hasattr(triton_forward, launch.kernel) else triton_backward
     function = getattr(module, launch.kernel)

@@ -16,9 +16,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from raymm.kernels.context_layout import ContextLayout
-from raymm.kernels.cross_masks import cross_masks, padded_causal_masks
-from raymm.kernels.shared_batch import SharedBatch
+from raymm.kernels.context_parallel.layout import ContextLayout
+from raymm.kernels.hf.shared_batch import SharedBatch
+from raymm.kernels.mask.cross_masks import cross_masks, padded_causal_masks
 
 VOCABULARY, HIDDEN, HEADS, LENGTHS = 61, 32, 4, (23, 17)
 IGNORED = -100

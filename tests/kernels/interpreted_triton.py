@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from raymm.kernels.mask import AttentionMask
+from raymm.kernels.mask.mask import AttentionMask
 
 NAMES = ("out", "lse", "query", "key", "value")
 
@@ -78,7 +78,7 @@ def inputs(case: Case) -> list[torch.Tensor]:
 
 def run(case: Case) -> list[torch.Tensor]:
     """Output, LSE and the three gradients, on the CPU."""
-    from raymm.kernels.triton_attention import triton_attention
+    from raymm.kernels.flash.gpu.attention import triton_attention
 
     *leaves, grad_out = (t.to(device()) for t in inputs(case))
     leaves = [t.requires_grad_() for t in leaves]
@@ -89,7 +89,7 @@ def run(case: Case) -> list[torch.Tensor]:
 
 def options(case: Case) -> dict[str, Any]:
     """Keyword arguments of the call."""
-    from raymm.kernels.triton_configs import AttentionConfig, KernelConfig
+    from raymm.kernels.flash.gpu.launch_configs import AttentionConfig, KernelConfig
 
     config = None
     if case.blocks is not None:
@@ -105,7 +105,7 @@ def options(case: Case) -> dict[str, Any]:
 
 def expected(case: Case) -> list[torch.Tensor]:
     """The same by the oracle, in float64."""
-    from raymm.kernels.reference import reference_attention
+    from raymm.kernels.flash.reference import reference_attention
 
     *leaves, grad_out = inputs(case)
     leaves = [t.double().requires_grad_() for t in leaves]

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 from hypothesis import strategies as st
 
-from raymm.kernels import mask_patterns as patterns
-from raymm.kernels.mask import ALL_KINDS, AttentionMask, query_rows
-from raymm.kernels.mask_patterns import Span
+from raymm.kernels.mask import patterns
+from raymm.kernels.mask.mask import ALL_KINDS, AttentionMask, query_rows
+from raymm.kernels.mask.patterns import Span
 
 KINDS = 3
 

@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from raymm.kernels import mask_patterns as patterns
-from raymm.kernels.attention_cpu import cpu_attention
-from raymm.kernels.attention_cpu_plan import Kind, Limits, Plan, plan_blocks
-from raymm.kernels.mask import AttentionMask, MaskError
-from raymm.kernels.mask_patterns import Span
-from raymm.kernels.reference import reference_attention
+from raymm.kernels.flash.cpu.attention import cpu_attention
+from raymm.kernels.flash.cpu.blocks import Kind, Limits, Plan, plan_blocks
+from raymm.kernels.flash.reference import reference_attention
+from raymm.kernels.mask import patterns
+from raymm.kernels.mask.mask import AttentionMask, MaskError
+from raymm.kernels.mask.patterns import Span
 from tests.kernels.random_masks import every_pattern, table, tables
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float64: 1e-12}

@@ -44,7 +44,7 @@ def test_masks_of_the_benchmark_are_of_use():
 
 def test_sampled_rows_of_the_oracle(monkeypatch):
     """Rows of the oracle equal those of the whole."""
-    from raymm.kernels.reference import reference_attention
+    from raymm.kernels.flash.reference import reference_attention
 
     monkeypatch.setattr(benchmark, "QUERY_HEADS", 4)
     monkeypatch.setattr(benchmark, "KEY_HEADS", 2)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from rank_processes import rank_processes
 
-from raymm.kernels import mask_patterns as patterns
-from raymm.kernels.context_call import ContextGroup
-from raymm.kernels.context_layout import ContextLayout, needed_keys
-from raymm.kernels.context_parallel import METHODS, context_attention
-from raymm.kernels.exchange import Exchange
-from raymm.scheduler import attention_traffic
+from raymm.kernels.collectives.p2p import Exchange
+from raymm.kernels.context_parallel.attention import METHODS, context_attention
+from raymm.kernels.context_parallel.call import ContextGroup
+from raymm.kernels.context_parallel.layout import ContextLayout, needed_keys
+from raymm.kernels.mask import patterns
+from raymm.scheduler.context_parallel import traffic as attention_traffic
 
 HEAD_DIM = 8
 

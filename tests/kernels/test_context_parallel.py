@@ -13,17 +13,17 @@ from rank_processes import rank_processes
 from torch.utils.checkpoint import checkpoint
 
 from raymm.kernels.attention import attention
-from raymm.kernels.context_call import ContextGroup
-from raymm.kernels.context_layout import ContextLayout, join_ranges, needed_keys
-from raymm.kernels.context_parallel import (
+from raymm.kernels.collectives.p2p import Exchange
+from raymm.kernels.context_parallel.attention import (
     METHODS,
     context_attention,
     recomputed_context_attention,
 )
-from raymm.kernels.exchange import Exchange
-from raymm.kernels.mask import AttentionMask, MaskError
-from raymm.kernels.mask_patterns import causal, documents, full
-from raymm.kernels.reference import reference_attention
+from raymm.kernels.context_parallel.call import ContextGroup
+from raymm.kernels.context_parallel.layout import ContextLayout, join_ranges, needed_keys
+from raymm.kernels.flash.reference import reference_attention
+from raymm.kernels.mask.mask import AttentionMask, MaskError
+from raymm.kernels.mask.patterns import causal, documents, full
 
 TOLERANCE = 1e-5
 D = 8

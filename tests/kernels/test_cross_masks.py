@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymm.kernels.cross_masks import BLIND_ROWS, cross_masks, padded_causal_masks
-from raymm.kernels.mask import MaskError
+from raymm.kernels.mask.cross_masks import BLIND_ROWS, cross_masks, padded_causal_masks
+from raymm.kernels.mask.mask import MaskError
 
 
 @settings(max_examples=60, deadline=None)

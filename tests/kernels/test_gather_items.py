@@ -4,8 +4,8 @@ import pytest
 import torch
 from rank_processes import rank_processes
 
-from raymm.kernels.exchange import Exchange
-from raymm.kernels.gather_items import gather_items
+from raymm.kernels.collectives.gather_items import gather_items
+from raymm.kernels.collectives.p2p import Exchange
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ import torch
 import transformers as hf
 from random_masks import every_pattern
 
-from raymm.kernels import hf_attention
-from raymm.kernels.hf_attention import ModelMask, raymm_attention_forward, raymm_model_mask
-from raymm.kernels.mask import AttentionMask, MaskError, pack_masks
-from raymm.kernels.mask_patterns import Span, causal, causal_with_own_image, documents, multimodal
+from raymm.kernels.hf import self_attention as hf_attention
+from raymm.kernels.hf.self_attention import ModelMask, raymm_attention_forward, raymm_model_mask
+from raymm.kernels.mask.mask import AttentionMask, MaskError, pack_masks
+from raymm.kernels.mask.patterns import Span, causal, causal_with_own_image, documents, multimodal
 
 hf_attention.register()
 T, V, WINDOW = 57, 61, 13

@@ -31,14 +31,14 @@ from rank_processes import rank_processes
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from raymm.attention_method import LeastBytes
-from raymm.kernels import mask_patterns
-from raymm.kernels.context_layout import ContextLayout
-from raymm.kernels.cross_masks import cross_masks, padded_causal_masks
-from raymm.kernels.exchange import Exchange
-from raymm.kernels.hf_cross_attention import CrossAttentionError, share_cross_attention
-from raymm.kernels.shared_batch import SharedBatch
-from raymm.scheduler.attention_traffic import AttentionShape, method_bytes
+from raymm.actors.sharding.least_bytes import LeastBytes
+from raymm.kernels.collectives.p2p import Exchange
+from raymm.kernels.context_parallel.layout import ContextLayout
+from raymm.kernels.hf.cross_attention import CrossAttentionError, share_cross_attention
+from raymm.kernels.hf.shared_batch import SharedBatch
+from raymm.kernels.mask import patterns as mask_patterns
+from raymm.kernels.mask.cross_masks import cross_masks, padded_causal_masks
+from raymm.scheduler.context_parallel.traffic import AttentionShape, method_bytes
 
 TOLERANCE = 1e-5
 TIMES_ONE_PROCESS, TIMES_FOR_ONE_TENSOR = 1.2, 5  # under autocast

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_masks import every_pattern, tables
 
-from raymm.kernels.mask import (
+from raymm.kernels.mask.mask import (
     AttentionMask,
     MaskError,
     as_masks,
@@ -15,7 +15,7 @@ from raymm.kernels.mask import (
     query_rows,
     unpack_masks,
 )
-from raymm.kernels.mask_patterns import causal, documents
+from raymm.kernels.mask.patterns import causal, documents
 
 
 def slow_dense(mask: AttentionMask) -> torch.Tensor:

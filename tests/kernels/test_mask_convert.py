@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from random_masks import every_pattern, tables
 from torch.nn.attention.flex_attention import create_block_mask
 
-from raymm.kernels.mask import MaskError
-from raymm.kernels.mask_convert import (
+from raymm.kernels.mask.convert import (
     CAUSAL_BIT,
     from_bitfield,
     from_block_mask,
@@ -17,7 +16,8 @@ from raymm.kernels.mask_convert import (
     to_bitfield,
     to_block_mask,
 )
-from raymm.kernels.mask_patterns import Span, causal, documents, embedded, full
+from raymm.kernels.mask.mask import MaskError
+from raymm.kernels.mask.patterns import Span, causal, documents, embedded, full
 
 BLOCK = 16
 

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.kernels import mask_patterns as patterns
-from raymm.kernels.mask import MaskError
-from raymm.kernels.mask_patterns import Span
+from raymm.kernels.mask import patterns
+from raymm.kernels.mask.mask import MaskError
+from raymm.kernels.mask.patterns import Span
 
 
 def dense(n_queries: int, n_keys: int, visible: Callable[[int, int], bool]) -> torch.Tensor:

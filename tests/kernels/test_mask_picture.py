@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from random_masks import every_pattern, tables
 
-from raymm.kernels.mask_patterns import Span, causal, embedded, full
-from raymm.kernels.mask_picture import visible_share
+from raymm.kernels.mask.patterns import Span, causal, embedded, full
+from raymm.kernels.mask.picture import visible_share
 
 
 @given(tables(48, 48))

@@ -14,16 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_processes import RankProcesses, rank_processes
 
-from raymm.kernels.cross_entropy import (
-    token_cross_entropy_sum,
-    vocabulary_parallel_cross_entropy_sum,
-)
-from raymm.kernels.tensor_group import TensorGroup, ThreadGroup, thread_groups
-from raymm.kernels.tensor_parallel import (
+from raymm.kernels.collectives.tensor_group import TensorGroup, ThreadGroup, thread_groups
+from raymm.kernels.collectives.tensor_parallel import (
     copy_to_shards,
     gather_from_shards,
     reduce_from_shards,
     split_to_shards,
+)
+from raymm.kernels.cross_entropy import (
+    token_cross_entropy_sum,
+    vocabulary_parallel_cross_entropy_sum,
 )
 
 RAGGED = (3, 1, 4)

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_masks import every_pattern, tables
 
-from raymm.kernels.mask import AttentionMask, query_rows
-from raymm.kernels.mask_patterns import causal, documents
-from raymm.kernels.tiles import Tiles, key_runs, query_runs
+from raymm.kernels.mask.mask import AttentionMask, query_rows
+from raymm.kernels.mask.patterns import causal, documents
+from raymm.kernels.mask.tiles import Tiles, key_runs, query_runs
 
 NONE, PARTIAL, FULL = 0, 1, 2
 

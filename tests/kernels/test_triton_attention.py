@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from interpreted_triton import Case, device, errors, inputs, options, run, worker
 from random_masks import every_pattern, tables
 
-from raymm.kernels import mask_patterns as patterns
-from raymm.kernels.mask import AttentionMask
+from raymm.kernels.mask import patterns
+from raymm.kernels.mask.mask import AttentionMask
 
 # Of a tensor's own norm. The interpreter cuts fp32 off to bf16 instead of rounding it, which
 # doubles the error of every conversion: a GPU's is about half of this bound.
@@ -111,7 +111,7 @@ def _split_and_not(case: Case) -> None:
     """The same numbers, and every kernel did split."""
     from dataclasses import replace
 
-    from raymm.kernels.triton_plan import attention_plan
+    from raymm.kernels.flash.gpu.device_tables import attention_plan
 
     whole = run(replace(case, processors=None))
     parts = run(case)
@@ -126,7 +126,7 @@ def _split_and_not(case: Case) -> None:
 
 
 def _last_plan(attention_plan, case: Case):
-    from raymm.kernels import triton_attention as attention
+    from raymm.kernels.flash.gpu import attention
 
     layout = attention._layout(
         torch.device(device()), *case.heads, case.head_dim * 4, case.processors
@@ -149,7 +149,7 @@ def test_split_equals_whole_and_is_deterministic(triton_worker, pattern):
 def _recomputed(case: Case) -> None:
     from torch.utils.checkpoint import checkpoint
 
-    from raymm.kernels.triton_attention import triton_attention
+    from raymm.kernels.flash.gpu.attention import triton_attention
 
     *leaves, grad_out = (t.to(device()) for t in inputs(case))
     leaves = [t.requires_grad_() for t in leaves]
@@ -169,7 +169,7 @@ def test_recomputation(triton_worker):
 
 
 def _some_gradients(case: Case) -> None:
-    from raymm.kernels.triton_attention import triton_attention
+    from raymm.kernels.flash.gpu.attention import triton_attention
 
     plain = run(case)[2:]
     for wanted in [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)]:
@@ -191,7 +191,7 @@ def test_only_wanted_gradients(triton_worker):
 
 
 def _layouts(case: Case) -> None:
-    from raymm.kernels.triton_attention import triton_attention
+    from raymm.kernels.flash.gpu.attention import triton_attention
 
     plain = run(case)
     *tensors, grad_out = (t.to(device()) for t in inputs(case))
@@ -219,7 +219,7 @@ def test_layouts_in_memory(triton_worker):
 
 
 def _plans_are_shared(case: Case) -> None:
-    from raymm.kernels.triton_plan import CACHED_PLANS, attention_plan
+    from raymm.kernels.flash.gpu.device_tables import CACHED_PLANS, attention_plan
 
     attention_plan.cache_clear()
     for _ in range(3):
@@ -234,8 +234,8 @@ def test_plans_are_shared(triton_worker):
 
 def test_refusals():
     """Errors name the value and what is accepted; they need neither GPU nor interpreter."""
-    from raymm.kernels.triton_attention import triton_attention
-    from raymm.kernels.triton_configs import attention_config, scales
+    from raymm.kernels.flash.gpu.attention import triton_attention
+    from raymm.kernels.flash.gpu.launch_configs import attention_config, scales
 
     with pytest.raises(ValueError, match="multiple of 8 from 32 to 256, got 260"):
         attention_config(260, torch.bfloat16)

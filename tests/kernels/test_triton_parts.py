@@ -11,8 +11,8 @@ from random_masks import every_pattern
 
 def part_errors(case: Case, cut: int) -> dict[str, float]:
     """Errors of output, LSE and gradients, from keys before and after ``cut``."""
-    from raymm.kernels.partial_attention import merge_partials, output_like, row_delta
-    from raymm.kernels.triton_attention import triton_backward, triton_forward
+    from raymm.kernels.context_parallel.partial import merge_partials, output_like, row_delta
+    from raymm.kernels.flash.gpu.attention import triton_backward, triton_forward
 
     query, key, value, grad_out = (t.to(device()) for t in inputs(case))
     scale = case.head_dim**-0.5

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from random_masks import every_pattern, table
 
-from raymm.kernels import mask_patterns as patterns
-from raymm.kernels.tiles import key_runs, query_runs
+from raymm.kernels.mask import patterns
+from raymm.kernels.mask.tiles import key_runs, query_runs
 
 pytest.importorskip("triton")
 
-from raymm.kernels.triton_schedule import (  # noqa: E402
+from raymm.kernels.flash.gpu.work_items import (  # noqa: E402
     ITEM_TILES,
     choose_split,
     head_span,

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 import transformers as hf
 from torch import nn
 
-from raymm.contrastive import ContrastiveLoss
-from raymm.model import ModalityModule
-from raymm.module_dag import DagLoss, DagModule, ModuleDag, every
+from raymm.model.contrastive import ContrastiveLoss
+from raymm.model.module_dag import DagLoss, DagModule, ModuleDag, every
+from raymm.model.multimodal import ModalityModule
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.multiplex.mapping import MultiplexStage, Placement
 

@@ -5,11 +5,11 @@ import torch
 from multiplex_models import V, clip_batch, clip_model
 from torch import nn
 
-from raymm.batch_rules import BatchError
-from raymm.contrastive import ContrastiveLoss
-from raymm.dag_check import DagCheck
-from raymm.model import ModelError
-from raymm.module_dag import DagLoss, DagModule, ModuleDag, every
+from raymm.batch.dag_check import DagCheck
+from raymm.model.batch_rules import BatchError
+from raymm.model.contrastive import ContrastiveLoss
+from raymm.model.module_dag import DagLoss, DagModule, ModuleDag, every
+from raymm.model.multimodal import ModelError
 
 
 def towers() -> ModuleDag:

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raymm.scheduler.graph.node_graph import Node, NodeGraph, Use
+from raymm.scheduler.graph.sample_ranges import Range, deal, union
+from raymm.scheduler.graph.strict_json import MultiplexError
 from raymm.scheduler.multiplex.check_program import check_every_sample, check_program
 from raymm.scheduler.multiplex.instructions import Direction, Part, Reduce, Route, Run
 from raymm.scheduler.multiplex.lowering import lower
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
-from raymm.scheduler.multiplex.node_graph import Node, NodeGraph, Use
-from raymm.scheduler.multiplex.sample_ranges import Range, deal, union
-from raymm.scheduler.multiplex.strict_json import MultiplexError
 
 STEPS = 12
 

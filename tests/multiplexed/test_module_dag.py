@@ -11,9 +11,9 @@ from multiplex_models import ImageBind, MeanSquare, Tower, Unified, imagebind_ba
 from torch import nn
 
 from raymm.actors.multiplexed.node import OutputError
-from raymm.contrastive import ContrastiveLoss
-from raymm.model import ModalityModule, ModelError
-from raymm.module_dag import DagLoss, DagModule, ModuleDag, every
+from raymm.model.contrastive import ContrastiveLoss
+from raymm.model.module_dag import DagLoss, DagModule, ModuleDag, every
+from raymm.model.multimodal import ModalityModule, ModelError
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ import transformers as hf
 from multiplex_models import V, mapping_of
 from torch import nn
 
-from raymm.model import ModalityModule, ModelError, MultimodalModule
-from raymm.multimodal_graph import check_mapping, multimodal_graph, multimodal_nodes
+from raymm.model.multimodal import ModalityModule, ModelError, MultimodalModule
+from raymm.model.node_graph import check_mapping, multimodal_graph, multimodal_nodes
+from raymm.scheduler.graph.sample_ranges import Range, rows_of
+from raymm.scheduler.graph.strict_json import MultiplexError
 from raymm.scheduler.multiplex.check_program import check_program
 from raymm.scheduler.multiplex.instructions import Direction, Finish, Reduce, Run, Update
 from raymm.scheduler.multiplex.lowering import lower
-from raymm.scheduler.multiplex.sample_ranges import Range, rows_of
-from raymm.scheduler.multiplex.strict_json import MultiplexError
 
 WIDTH = 16
 LLAMA = hf.LlamaConfig(

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 from benchmarks._mapping_instances import random_problem
 from benchmarks._multiplexed_models import SHAPES
-from raymm.actors.multiplexed.emulated import Slice, SurfaceSeconds
-from raymm.emulation import ENTRY, emulate
-from raymm.multiplexed import MultiplexedModule
-from raymm.scheduler.multiplex.baselines import spindle
+from benchmarks.emulated_gpu import Slice, SurfaceSeconds
+from benchmarks.emulation import ENTRY, emulate
+from raymm.runtime.multiplexed_dag import MultiplexedModule
+from raymm.scheduler.baselines.mappings import spindle
 from raymm.scheduler.multiplex.check_program import check_program
 from raymm.scheduler.multiplex.interference import Interference
 from raymm.scheduler.multiplex.lowering import lower
 from raymm.scheduler.multiplex.mapping import module_seconds
-from raymm.scheduler.multiplex.solve import solve
-from raymm.scheduler.program import Op
+from raymm.scheduler.multiplex.solver.solve import solve
+from raymm.scheduler.program.program import Op
 
 
 @given(st.integers(0, 30), st.sampled_from(["star", "parallel"]))

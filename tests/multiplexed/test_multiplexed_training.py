@@ -26,14 +26,14 @@ from multiplex_models import (
 from torch import nn
 
 import raymm
-from raymm.actors.group import RankFailedError
 from raymm.actors.multiplexed.node import OutputError
-from raymm.actors.optimizer import OptimizerConfig
-from raymm.checkpoint import CheckpointStore, restore
-from raymm.contrastive import clip_dag
-from raymm.module_dag import DagLoss, DagModule, ModuleDag
-from raymm.multiplexed import MultiplexedModule
-from raymm.scheduler.program import Op
+from raymm.actors.optimizer.optimizer import OptimizerConfig
+from raymm.actors.rank.rank_group import RankFailedError
+from raymm.model.contrastive import clip_dag
+from raymm.model.module_dag import DagLoss, DagModule, ModuleDag
+from raymm.runtime.multiplexed_dag import MultiplexedModule
+from raymm.scheduler.program.program import Op
+from raymm.storage.checkpoint import CheckpointStore, restore
 
 # eps keeps elements whose gradient is nothing but rounding from moving at the full rate; the
 # norm makes clipping bite.

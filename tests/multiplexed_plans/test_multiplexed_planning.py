@@ -10,24 +10,27 @@ from torch import nn
 from transformers import LlamaConfig, SiglipVisionConfig
 
 import raymm
-from raymm.analytic import analytic_profile
-from raymm.contrastive import ContrastiveLoss
-from raymm.layer_count import Load, LoadError
-from raymm.mapping_result import gpu_memory
-from raymm.model import ModalityModule, MultimodalModule, module_graph
-from raymm.module_dag import DagLoss, DagModule, ModuleDag, every
-from raymm.multiplex_costs import (
+from raymm.costs.analytic import analytic_profile
+from raymm.costs.layer_count import Load, LoadError
+from raymm.costs.scaling_estimates import (
     BANDWIDTH_SHARES,
     TILE,
     estimated_surface,
     filled_profile,
     shapes_of,
 )
-from raymm.multiplex_planning import DoesNotFitError, _fitting
-from raymm.multiplex_view import explanation, gpus_text, mapping_rows
-from raymm.plan_request import DataShape, PlanRequest
-from raymm.scheduler.costs import CostProfile, LayerCost, layer_work
-from raymm.scheduler.devices import Link, Links, find_device
+from raymm.model.contrastive import ContrastiveLoss
+from raymm.model.module_dag import DagLoss, DagModule, ModuleDag, every
+from raymm.model.multimodal import ModalityModule, MultimodalModule, module_graph
+from raymm.planning.mapping_result import gpu_memory
+from raymm.planning.mapping_view import explanation, gpus_text, mapping_rows
+from raymm.planning.multiplexed import DoesNotFitError, _fitting
+from raymm.planning.request import DataShape, PlanRequest
+from raymm.planning.styles import MultiplexOptions, compare_styles, plan_multiplexed_request
+from raymm.runtime.specs import MultimodalParallelSpec
+from raymm.scheduler.costs.devices import Link, Links, find_device
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, layer_work
+from raymm.scheduler.graph.strict_json import MultiplexError
 from raymm.scheduler.multiplex.interference import Interference
 from raymm.scheduler.multiplex.mapping import (
     Mapping,
@@ -37,16 +40,13 @@ from raymm.scheduler.multiplex.mapping import (
     predicted_stage,
 )
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
-from raymm.scheduler.multiplex.strict_json import MultiplexError
 from raymm.scheduler.multiplex.surface import (
     ScalingSurface,
     SurfaceConditions,
     conditions_from_json,
     surfaces_to_json,
 )
-from raymm.scheduler.process_costs import all_reduce_seconds
-from raymm.specs import MultimodalParallelSpec
-from raymm.styles import MultiplexOptions, compare_styles, plan_multiplexed_request
+from raymm.scheduler.schedule.process_costs import all_reduce_seconds
 
 H100 = find_device("H100")
 
@@ -415,8 +415,8 @@ def test_a_style_that_does_not_fit_loses():
 
 def test_measured_layers_scale_the_estimates():
     """A profile in which a module is three times its estimate gives surfaces of three times."""
-    from raymm.multiplex_costs import edges_of, local_load
-    from raymm.multiplex_planning import MappingRequest, plan_shapes
+    from raymm.costs.scaling_estimates import edges_of, local_load
+    from raymm.planning.multiplexed import MappingRequest, plan_shapes
 
     model = vlm()
     shapes = shapes_of(model)

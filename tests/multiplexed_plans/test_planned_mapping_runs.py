@@ -5,12 +5,12 @@ import torch
 from transformers import CLIPConfig, CLIPModel, LlamaConfig, SiglipVisionConfig
 
 import raymm
-from raymm.contrastive import clip_dag
-from raymm.layer_count import LoadError
-from raymm.model import ModalityModule
-from raymm.module_dag import DagLoss, DagModule, ModuleDag
-from raymm.multiplex_costs import shapes_of
-from raymm.multiplexed import MultiplexedModule
+from raymm.costs.layer_count import LoadError
+from raymm.costs.scaling_estimates import shapes_of
+from raymm.model.contrastive import clip_dag
+from raymm.model.module_dag import DagLoss, DagModule, ModuleDag
+from raymm.model.multimodal import ModalityModule
+from raymm.runtime.multiplexed_dag import MultiplexedModule
 
 
 def clip() -> CLIPModel:

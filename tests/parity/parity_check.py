@@ -16,10 +16,10 @@ from parity_oracle import (
     prepend,
 )
 
-from raymm.actors.optimizer import OptimizerConfig
-from raymm.model import MultimodalModule
-from raymm.parallel import MultimodalParallelModule
-from raymm.parallel_module import StepOutput
+from raymm.actors.optimizer.optimizer import OptimizerConfig
+from raymm.model.multimodal import MultimodalModule
+from raymm.runtime.parallel_module import StepOutput
+from raymm.runtime.pipelined import MultimodalParallelModule
 
 # eps keeps elements whose gradient is nothing but rounding from moving at the full rate;
 # the norm makes clipping bite in every step.

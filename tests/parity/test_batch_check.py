@@ -9,10 +9,10 @@ import wrong_batches as wb
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raymm.actors.stages.merge import ReplaceTokens
-from raymm.batch_check import BatchCheck
-from raymm.batch_rules import BatchError
-from raymm.model import ModalityModule, MultimodalModule
+from raymm.actors.modules.merge import ReplaceTokens
+from raymm.batch.check import BatchCheck
+from raymm.model.batch_rules import BatchError
+from raymm.model.multimodal import ModalityModule, MultimodalModule
 
 
 @cache

@@ -10,10 +10,10 @@ import torch
 from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
 
 from raymm.actors.quota import EmulatedBackend, Multiprocessors
-from raymm.actors.stages.source import FactorySource
-from raymm.model import ModalityModule, MultimodalModule
-from raymm.scheduler.plan import Plan, PlanError
-from raymm.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.actors.weights.source import FactorySource
+from raymm.model.multimodal import ModalityModule, MultimodalModule
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.scheduler.plan.plan import Plan, PlanError
 
 BATCHES = (
     pm.batch([7, 5], 4, vision=[0, 0], audio=[1]), pm.batch([6, 8], 5, vision=[0, 1], audio=[0]),

@@ -7,13 +7,18 @@ import transformers as hf
 from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
 from parity_oracle import prepend, replace
 
+from raymm.actors.modules.merge import MergeError, Prepend, ReplaceTokens
+from raymm.actors.modules.message import MicrobatchContext
+from raymm.actors.probe.cut import ProbeError
 from raymm.actors.stages.language import LanguageStage
-from raymm.actors.stages.merge import MergeError, Prepend, ReplaceTokens
-from raymm.actors.stages.message import MicrobatchContext
-from raymm.actors.stages.probe import ProbeError
-from raymm.model import ModalityModule, MultimodalModule, complete_microbatch, text_inputs
-from raymm.scheduler.plan import PlanError
-from raymm.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.model.multimodal import (
+    ModalityModule,
+    MultimodalModule,
+    complete_microbatch,
+    text_inputs,
+)
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.scheduler.plan.plan import PlanError
 
 TOKENS = {"vision": pm.IMAGE_TOKEN}
 

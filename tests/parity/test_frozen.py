@@ -9,9 +9,9 @@ import parity_models as pm
 import pytest
 from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
 
-from raymm.model import ModalityModule, MultimodalModule
-from raymm.scheduler.program import Op
-from raymm.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.model.multimodal import ModalityModule, MultimodalModule
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.scheduler.program.program import Op
 
 COMBINATIONS = {  # name -> (encoder frozen, projector frozen)
     "none_frozen": (False, False),

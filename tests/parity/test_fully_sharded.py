@@ -6,10 +6,10 @@ import torch
 from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
 from parity_oracle import replace
 
-from raymm.actors.stages.merge import ReplaceTokens
-from raymm.model import ModalityModule, MultimodalModule
-from raymm.scheduler.plan import PlanError
-from raymm.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.actors.modules.merge import ReplaceTokens
+from raymm.model.multimodal import ModalityModule, MultimodalModule
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.scheduler.plan.plan import PlanError
 
 
 def fsdp(**degrees) -> ParallelSpec:

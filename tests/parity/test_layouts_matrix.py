@@ -11,9 +11,9 @@ import parity_models as pm
 import pytest
 from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
 
-from raymm.model import ModalityModule, MultimodalModule
-from raymm.scheduler.plan import PlanError
-from raymm.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.model.multimodal import ModalityModule, MultimodalModule
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.scheduler.plan.plan import PlanError
 
 MOST_PROCESSES = 4
 DEGREES = list(product((1, 2), repeat=3))

@@ -6,12 +6,12 @@ import transformers as hf
 from parity_check import OPTIMIZER, check_gradients, check_reference, check_training, oracle_of
 from parity_oracle import prepend, replace
 
-from raymm.actors.stages.merge import MergeError, Prepend, ReplaceTokens
-from raymm.actors.stages.probe import ProbeError
-from raymm.kernels.mask import MaskError
-from raymm.kernels.mask_patterns import full
-from raymm.model import ModalityModule, ModelError, MultimodalModule
-from raymm.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.actors.modules.merge import MergeError, Prepend, ReplaceTokens
+from raymm.actors.probe.cut import ProbeError
+from raymm.kernels.mask.mask import MaskError
+from raymm.kernels.mask.patterns import full
+from raymm.model.multimodal import ModalityModule, ModelError, MultimodalModule
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 
 TOKENS = {"vision": pm.IMAGE_TOKEN, "audio": pm.AUDIO_TOKEN}
 

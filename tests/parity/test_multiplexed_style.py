@@ -17,13 +17,13 @@ from parity_models import (
 )
 from parity_oracle import replace
 
-from raymm.actors.stages.merge import ReplaceTokens
-from raymm.microbatches import BatchError
-from raymm.model import ModalityModule, MultimodalModule
-from raymm.multiplexed_parallel import MultiplexedParallelModule
-from raymm.parallel import MultimodalParallelModule
+from raymm.actors.modules.merge import ReplaceTokens
+from raymm.data.loading.in_memory import BatchError
+from raymm.model.multimodal import ModalityModule, MultimodalModule
+from raymm.runtime.multiplexed import MultiplexedParallelModule
+from raymm.runtime.pipelined import MultimodalParallelModule
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
-from raymm.specs import MultimodalParallelSpec, ParallelSpec
 
 STEPS = 10
 GPUS = 3

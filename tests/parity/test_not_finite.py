@@ -11,13 +11,13 @@ from parity_check import OPTIMIZER
 from safetensors.torch import load_file
 from torch import nn
 
-from raymm.actors.optimizer import OptimizerConfig
-from raymm.checkpoint import CheckpointError, CheckpointStore, restore
-from raymm.model import ModalityModule, ModelError, MultimodalModule
-from raymm.multiplexed_parallel import MultiplexedParallelModule
+from raymm.actors.optimizer.optimizer import OptimizerConfig
+from raymm.model.multimodal import ModalityModule, ModelError, MultimodalModule
+from raymm.runtime.multiplexed import MultiplexedParallelModule
+from raymm.runtime.skipped_step import NotFiniteError, SkippedStepWarning
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
-from raymm.skipped_step import NotFiniteError, SkippedStepWarning
-from raymm.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.storage.checkpoint import CheckpointError, CheckpointStore, restore
 
 UNCLIPPED = OptimizerConfig(lr=1e-2, max_grad_norm=None)
 # Pixels that are finite themselves, and what the traps below make of them.

@@ -13,10 +13,10 @@ from parity_check import (
 )
 from parity_oracle import prepend, replace
 
-from raymm.actors.stages.merge import MergeError, Prepend, ReplaceTokens
-from raymm.actors.stages.probe import ProbeError
-from raymm.model import ModalityModule, MultimodalModule
-from raymm.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.actors.modules.merge import MergeError, Prepend, ReplaceTokens
+from raymm.actors.probe.cut import ProbeError
+from raymm.model.multimodal import ModalityModule, MultimodalModule
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 
 TOKENS = {"vision": pm.IMAGE_TOKEN, "audio": pm.AUDIO_TOKEN}
 

@@ -5,12 +5,12 @@ import pytest
 import torch
 from parity_check import OPTIMIZER, check_training, oracle_of
 
-from raymm.actors.stages.recomputed_layers import recompute_layers
-from raymm.kernels import hf_attention
-from raymm.model import ModalityModule, MultimodalModule
-from raymm.scheduler.plan import Plan, PlanError
-from raymm.scheduler.recomputation import OPTIONS
-from raymm.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.actors.recompute.recomputed_layers import recompute_layers
+from raymm.kernels.hf import self_attention as hf_attention
+from raymm.model.multimodal import ModalityModule, MultimodalModule
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.scheduler.costs.recomputation import OPTIONS
+from raymm.scheduler.plan.plan import Plan, PlanError
 
 
 def model_of(llm=None, mask=None) -> MultimodalModule:
@@ -63,7 +63,7 @@ def test_the_same_bits_and_fewer_activations(option, mask):
 )
 def test_attention_that_is_kept_does_not_run_again(option, times, monkeypatch):
     """raymm's own, of which torch knows nothing but the operator."""
-    from raymm.kernels import attention_cpu
+    from raymm.kernels.flash.cpu import attention as attention_cpu
 
     model = model_of(mask="multimodal").materialize()
     hf_attention.register()

@@ -6,8 +6,8 @@ import torch
 from parity_check import check_reference, oracle_of
 from parity_oracle import prepend, replace
 
-from raymm.actors.stages.merge import ReplaceTokens
-from raymm.model import ModalityModule, MultimodalModule
+from raymm.actors.modules.merge import ReplaceTokens
+from raymm.model.multimodal import ModalityModule, MultimodalModule
 
 MIXED = dict(vision=[0, 0, 2], audio=[2])  # two images; text only; one of each
 
@@ -55,7 +55,7 @@ def test_loss_does_not_depend_on_the_microbatching():
     model = build(pm.build(pm.siglip(), 1), pm.build(pm.whisper(), 2), pm.build(pm.llama(), 3))
     oracle = oracle_of(model, prepend)
     whole = [pm.batch([7, 5, 9, 6], 4, vision=[0, 1, 1, 3], audio=[2])]
-    from raymm.microbatches import split_batch
+    from raymm.data.loading.in_memory import split_batch
 
     parts = split_batch(whole[0], 2)
     with torch.no_grad():

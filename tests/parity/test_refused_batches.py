@@ -9,10 +9,10 @@ import wrong_batches as wb
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raymm.batch_rules import BatchError
-from raymm.multiplexed_parallel import MultiplexedParallelModule
+from raymm.model.batch_rules import BatchError
+from raymm.runtime.multiplexed import MultiplexedParallelModule
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
-from raymm.specs import MultimodalParallelSpec, ParallelSpec
 
 PIPELINED = MultimodalParallelSpec(
     {"vision": ParallelSpec(pp=2, ranks=(0, 1)), "audio": ParallelSpec(ranks=(1,))},

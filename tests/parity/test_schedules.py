@@ -9,13 +9,13 @@ import pytest
 import torch
 from parity_check import OPTIMIZER, check_gradients, check_training, close, oracle_of
 
-from raymm.checkpoint import CheckpointStore, restore
-from raymm.model import LANGUAGE_MODEL, ModalityModule, MultimodalModule
-from raymm.parallel import MultimodalParallelModule
-from raymm.parallel_module import StepOutput
-from raymm.scheduler.plan import Plan, PlanError, Stage
-from raymm.scheduler.program import Op
-from raymm.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.model.multimodal import LANGUAGE_MODEL, ModalityModule, MultimodalModule
+from raymm.runtime.parallel_module import StepOutput
+from raymm.runtime.pipelined import MultimodalParallelModule
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.scheduler.plan.plan import Plan, PlanError, Stage
+from raymm.scheduler.program.program import Op
+from raymm.storage.checkpoint import CheckpointStore, restore
 
 # What is frozen: of vision, its 2 blocks; its projector; all 4 blocks of the language model.
 TRAINING = {

@@ -6,10 +6,10 @@ import torch
 from parity_check import OPTIMIZER, check_gradients, close, oracle_of
 from safetensors.torch import save_file
 
-from raymm.actors.optimizer import OptimizerConfig
-from raymm.actors.stages.source import FactorySource
-from raymm.model import ModalityModule, MultimodalModule
-from raymm.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.actors.optimizer.optimizer import OptimizerConfig
+from raymm.actors.weights.source import FactorySource
+from raymm.model.multimodal import ModalityModule, MultimodalModule
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 
 CUT = ParallelSpec(pp=2, ranks=(0, 1))
 

@@ -11,10 +11,10 @@ from parity_check import (
 )
 from parity_oracle import replace
 
-from raymm.actors.stages.merge import ReplaceTokens
-from raymm.microbatches import split_batch
-from raymm.model import ModalityModule, MultimodalModule
-from raymm.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.actors.modules.merge import ReplaceTokens
+from raymm.data.loading.in_memory import split_batch
+from raymm.model.multimodal import ModalityModule, MultimodalModule
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 
 
 def test_vision_and_llm_in_2_plus_2_stages(ray_cluster):

@@ -10,8 +10,8 @@ import parity_models as pm
 import torch
 from hypothesis import strategies as st
 
-from raymm.actors.stages.merge import ReplaceTokens
-from raymm.model import ModalityModule, MultimodalModule
+from raymm.actors.modules.merge import ReplaceTokens
+from raymm.model.multimodal import ModalityModule, MultimodalModule
 
 IMAGE_TOKENS, SOUND_TOKENS = 4, pm.AUDIO_FRAMES // 2
 POSITIONS = 64  # that the language model has

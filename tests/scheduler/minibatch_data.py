@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from hypothesis import strategies as st
 
-from raymm.scheduler.minibatch import MiniBatchPlan, SampleSizes
+from raymm.scheduler.minibatch.problem import MiniBatchPlan, SampleSizes
 
 NAMES = ("vision", "text")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from raymm.scheduler.costs import CostProfile
-from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.stage_space import StageSpace
+from raymm.scheduler.costs.layer_costs import CostProfile
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.search.stage_space import StageSpace
 from tests.scheduler.random_plans import layer_costs
 
 

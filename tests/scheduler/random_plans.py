@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from raymm.scheduler.costs import CostProfile, LayerCost
-from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.plan import Plan, Stage
-from raymm.scheduler.program import COMPUTE, Op
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.program.program import COMPUTE, Op
 
 Costs = dict[tuple[str, Op], int]
 SMALL = st.integers(0, 9)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymm.scheduler.attention_traffic import (
+from raymm.scheduler.context_parallel.traffic import (
     METHODS,
     AttentionShape,
     AttentionTrafficError,

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.scheduler.batch_levelling import exchange_steps, level, spread_sources
+from raymm.scheduler.minibatch.levelling import exchange_steps, level, spread_sources
 
 
 @st.composite

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.scheduler.batch_replicas import place, replica_loads, shares
-from raymm.scheduler.minibatch import MiniBatchError, SampleSizes
-from raymm.scheduler.minibatch_balanced import plan_balanced
-from raymm.scheduler.minibatch_baselines import plan_random
-from raymm.scheduler.minibatch_metrics import dist_ratio, loads
+from raymm.scheduler.minibatch.balanced import plan_balanced
+from raymm.scheduler.minibatch.baselines import plan_random
+from raymm.scheduler.minibatch.metrics import dist_ratio, loads
+from raymm.scheduler.minibatch.problem import MiniBatchError, SampleSizes
+from raymm.scheduler.minibatch.replicas import place, replica_loads, shares
 from tests.scheduler.minibatch_data import groups_of, real, sizes
 
 

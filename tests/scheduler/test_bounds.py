@@ -9,17 +9,17 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from raymm.scheduler.bounds import lower_bound
-from raymm.scheduler.costs import CostProfile, LayerCost
-from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.list_schedule import NoRoomError
-from raymm.scheduler.lower import full_program, one_f_one_b_limits
-from raymm.scheduler.network import Transfer
-from raymm.scheduler.plan import SCHEDULES, Plan, Stage
-from raymm.scheduler.program import Op
-from raymm.scheduler.simulate import simulate
-from raymm.scheduler.stage_costs import op_seconds, stage_costs
-from raymm.scheduler.step_graph import active_stages, full_step
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan.plan import SCHEDULES, Plan, Stage
+from raymm.scheduler.program.program import Op
+from raymm.scheduler.schedule.bounds import lower_bound
+from raymm.scheduler.schedule.list_schedule import NoRoomError
+from raymm.scheduler.schedule.lower import full_program, one_f_one_b_limits
+from raymm.scheduler.schedule.network import Transfer
+from raymm.scheduler.schedule.simulate import simulate
+from raymm.scheduler.schedule.stage_costs import op_seconds, stage_costs
+from raymm.scheduler.schedule.step_graph import active_stages, full_step
 from tests.scheduler.random_plans import profiled_plans
 
 EXAMPLES = settings(max_examples=30, deadline=None)

@@ -4,10 +4,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.scheduler.copy_shares import EVEN_WEIGHT, deal_to_copies
-from raymm.scheduler.measured_costs import MeasuredCosts, ModuleCost, group_units
-from raymm.scheduler.minibatch import SampleSizes
-from raymm.scheduler.minibatch_balanced import plan_balanced
+from raymm.scheduler.minibatch.balanced import plan_balanced
+from raymm.scheduler.minibatch.measured_costs import MeasuredCosts, ModuleCost, group_units
+from raymm.scheduler.minibatch.problem import SampleSizes
+from raymm.scheduler.minibatch.replica_shares import EVEN_WEIGHT, deal_to_copies
 
 MODULES = {"vision": ModuleCost(0.0, 0.3), "text": ModuleCost(0.2, 0.01)}
 

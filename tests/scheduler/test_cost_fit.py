@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.scheduler.cost_fit import LEAST_MICROBATCHES, PREFERENCE, CostFit, non_negative
-from raymm.scheduler.measured_costs import MeasuredCosts, ModuleCost
+from raymm.scheduler.minibatch.cost_fit import LEAST_MICROBATCHES, PREFERENCE, CostFit, non_negative
+from raymm.scheduler.minibatch.measured_costs import MeasuredCosts, ModuleCost
 
 NAMES = ("vision", "text")
 TRUE = MeasuredCosts({

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymm.scheduler.costs import (
+from raymm.scheduler.costs.layer_costs import (
     CostProfile,
     LayerCost,
     ProfileError,
@@ -16,10 +16,10 @@ from raymm.scheduler.costs import (
     trainable_before,
     unaware_work,
 )
-from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.plan import Plan, Stage
-from raymm.scheduler.program import Op
-from raymm.scheduler.stage_costs import op_seconds, stage_costs
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.program.program import Op
+from raymm.scheduler.schedule.stage_costs import op_seconds, stage_costs
 from tests.scheduler.random_plans import plans
 
 

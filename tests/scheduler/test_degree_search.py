@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymm.scheduler.costs import CostProfile, LayerCost
-from raymm.scheduler.degree_search import estimates
-from raymm.scheduler.devices import Link
-from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.judge import Candidates
-from raymm.scheduler.module_degrees import KINDS, DegreeChoices, ModuleDegrees, degrees_of
-from raymm.scheduler.network import Network
-from raymm.scheduler.plan import PlanError
-from raymm.scheduler.planner import propose
-from raymm.scheduler.stage_search import joint_search
-from raymm.scheduler.stage_space import StageSearchError, StageSpace
-from raymm.strategies import Search, find_plans
+from raymm.planning.strategies import Search, find_plans
+from raymm.scheduler.costs.devices import Link
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan.plan import PlanError
+from raymm.scheduler.schedule.network import Network
+from raymm.scheduler.search.degree_search import estimates
+from raymm.scheduler.search.judge import Candidates
+from raymm.scheduler.search.module_degrees import KINDS, DegreeChoices, ModuleDegrees, degrees_of
+from raymm.scheduler.search.planner import propose
+from raymm.scheduler.search.stage_search import joint_search
+from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
 from tests.scheduler.random_models import models
 
 NETWORK = Network(Link(1e-3, 1e3), Link(1e-2, 1e2), 4)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from raymm.scheduler.devices import DEVICES, DeviceError, Link, find_device
+from raymm.scheduler.costs.devices import DEVICES, DeviceError, Link, find_device
 
 
 def test_names_are_found_however_they_are_written():

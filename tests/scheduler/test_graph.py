@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raymm.scheduler.graph import ModuleGraph, ModuleNode
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 
 
 def nodes(*names: str) -> tuple[ModuleNode, ...]:

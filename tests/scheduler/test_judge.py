@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymm.scheduler.devices import Link
-from raymm.scheduler.judge import Candidates, judge, step_timeline
-from raymm.scheduler.lower import lower
-from raymm.scheduler.memory import rank_memory
-from raymm.scheduler.network import Network
-from raymm.scheduler.plan import Plan
-from raymm.scheduler.simulate import simulate
-from raymm.scheduler.stage_costs import op_seconds
-from raymm.scheduler.stage_space import StageSearchError
+from raymm.scheduler.costs.devices import Link
+from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.schedule.lower import lower
+from raymm.scheduler.schedule.memory import rank_memory
+from raymm.scheduler.schedule.network import Network
+from raymm.scheduler.schedule.simulate import simulate
+from raymm.scheduler.schedule.stage_costs import op_seconds
+from raymm.scheduler.search.judge import Candidates, judge, step_timeline
+from raymm.scheduler.search.stage_space import StageSearchError
 from tests.scheduler.test_lower import any_plans, chain
 
 FEW = settings(max_examples=40, deadline=None)

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from raymm.scheduler.costs import CostProfile, LayerCost
-from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.layouts import chunked, colocated, encoders_into_sink, replicated
-from raymm.scheduler.lower import lower
-from raymm.scheduler.plan import SCHEDULES, Plan
-from raymm.scheduler.program import FORWARDS, Op, check_program
-from raymm.scheduler.stage_space import StageSearchError, StageSpace, has_backward
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan.plan import SCHEDULES, Plan
+from raymm.scheduler.program.program import FORWARDS, Op, check_program
+from raymm.scheduler.schedule.lower import lower
+from raymm.scheduler.search.layouts import chunked, colocated, encoders_into_sink, replicated
+from raymm.scheduler.search.stage_space import StageSearchError, StageSpace, has_backward
 from tests.scheduler.random_models import spaces
 from tests.scheduler.random_plans import contents
 

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymm.scheduler.bounds import lower_bound
-from raymm.scheduler.costs import CostProfile, LayerCost, trainable_before
-from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.lower import full_program, iteration_time, lower, one_f_one_b_limits
-from raymm.scheduler.memory import GIB, activation_peaks, check_memory, rank_memory
-from raymm.scheduler.plan import SCHEDULES, Plan, PlanError, Stage
-from raymm.scheduler.program import BACKWARDS, COMPUTE, FORWARDS, Op, Program, check_program
-from raymm.scheduler.simulate import simulate
-from raymm.scheduler.stage_costs import op_seconds, stage_costs
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, trainable_before
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan.plan import SCHEDULES, Plan, PlanError, Stage
+from raymm.scheduler.program.program import BACKWARDS, COMPUTE, FORWARDS, Op, Program, check_program
+from raymm.scheduler.schedule.bounds import lower_bound
+from raymm.scheduler.schedule.lower import full_program, iteration_time, lower, one_f_one_b_limits
+from raymm.scheduler.schedule.memory import GIB, activation_peaks, check_memory, rank_memory
+from raymm.scheduler.schedule.simulate import simulate
+from raymm.scheduler.schedule.stage_costs import op_seconds, stage_costs
 from tests.scheduler.random_plans import profiled_plans, steps
 
 EXAMPLES = settings(max_examples=80, deadline=None)

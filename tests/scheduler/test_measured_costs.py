@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.scheduler.measured_costs import (
+from raymm.scheduler.minibatch.measured_costs import (
     PARTS,
     MeasuredCosts,
     ModuleCost,
     efficiency,
     group_units,
 )
-from raymm.scheduler.minibatch import MiniBatchError, SampleSizes
+from raymm.scheduler.minibatch.problem import MiniBatchError, SampleSizes
 
 NAMES = ("vision", "text")
 SIZES = SampleSizes(NAMES, np.array([[2, 10], [0, 4], [3, 6], [1, 1]]))

@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymm.scheduler.costs import CostProfile, LayerCost
-from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.judge import Option, judge
-from raymm.scheduler.network import Network
-from raymm.scheduler.plan import Plan
-from raymm.scheduler.planner import propose, within_memory
-from raymm.scheduler.program import Op
-from raymm.scheduler.recomputation import OPTIONS, LayerOption
-from raymm.scheduler.stage_costs import op_seconds
-from raymm.scheduler.stage_space import StageSearchError, StageSpace
-from raymm.strategies import Search, find_plans
+from raymm.planning.strategies import Search, find_plans
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
+from raymm.scheduler.costs.recomputation import OPTIONS, LayerOption
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.program.program import Op
+from raymm.scheduler.schedule.network import Network
+from raymm.scheduler.schedule.stage_costs import op_seconds
+from raymm.scheduler.search.judge import Option, judge
+from raymm.scheduler.search.planner import propose, within_memory
+from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
 
 GRAPH_MODULES = ("vision", "llm")
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.scheduler.minibatch import MiniBatchError, MiniBatchPlan, SampleSizes
-from raymm.scheduler.minibatch_balanced import plan_balanced
-from raymm.scheduler.minibatch_baselines import plan_length_grouped, plan_random
-from raymm.scheduler.minibatch_budgets import least_groups
-from raymm.scheduler.minibatch_methods import METHODS, plan_minibatches
-from raymm.scheduler.minibatch_metrics import balance, loads, mixing
+from raymm.scheduler.minibatch.balanced import plan_balanced
+from raymm.scheduler.minibatch.baselines import plan_length_grouped, plan_random
+from raymm.scheduler.minibatch.budgets import least_groups
+from raymm.scheduler.minibatch.methods import METHODS, plan_minibatches
+from raymm.scheduler.minibatch.metrics import balance, loads, mixing
+from raymm.scheduler.minibatch.problem import MiniBatchError, MiniBatchPlan, SampleSizes
 from tests.scheduler.minibatch_data import groups_of, real, sizes
 
 

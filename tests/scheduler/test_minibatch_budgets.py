@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.scheduler.minibatch import MiniBatchError, SampleSizes
-from raymm.scheduler.minibatch_budgets import least_groups, suggest_budgets
+from raymm.scheduler.minibatch.budgets import least_groups, suggest_budgets
+from raymm.scheduler.minibatch.problem import MiniBatchError, SampleSizes
 from tests.scheduler.minibatch_data import real, sizes
 
 

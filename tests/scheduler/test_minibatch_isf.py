@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.scheduler.minibatch import MiniBatchError, SampleSizes
-from raymm.scheduler.minibatch_baselines import plan_random
-from raymm.scheduler.minibatch_isf import (
+from raymm.scheduler.minibatch.baselines import plan_random
+from raymm.scheduler.minibatch.isf import (
     isf_groups,
     plan_isf,
     search_budgets,
     statistical_budgets,
 )
-from raymm.scheduler.minibatch_metrics import balance
+from raymm.scheduler.minibatch.metrics import balance
+from raymm.scheduler.minibatch.problem import MiniBatchError, SampleSizes
 from tests.scheduler.minibatch_data import real, sizes
 
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymm.scheduler.devices import Link
-from raymm.scheduler.lower import full_program, lower
-from raymm.scheduler.network import Network, Transfer, delays, edge_transfers
-from raymm.scheduler.plan import Plan
-from raymm.scheduler.program import COMPUTE, Op, Program
-from raymm.scheduler.simulate import simulate
-from raymm.scheduler.stage_costs import StageCost, op_seconds
+from raymm.scheduler.costs.devices import Link
+from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.program.program import COMPUTE, Op, Program
+from raymm.scheduler.schedule.lower import full_program, lower
+from raymm.scheduler.schedule.network import Network, Transfer, delays, edge_transfers
+from raymm.scheduler.schedule.simulate import simulate
+from raymm.scheduler.schedule.stage_costs import StageCost, op_seconds
 from tests.scheduler.random_plans import contents, profiled_plans
 from tests.scheduler.test_bounds import chain
 

@@ -9,11 +9,18 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from random_plans import alignment, chain, costs_of, plans, steps, uniform
 
-from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.lower import lower
-from raymm.scheduler.plan import Plan, Stage
-from raymm.scheduler.program import COMPUTE, EPILOGUE, Instruction, Op, Program, check_program
-from raymm.scheduler.simulate import simulate
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.program.program import (
+    COMPUTE,
+    EPILOGUE,
+    Instruction,
+    Op,
+    Program,
+    check_program,
+)
+from raymm.scheduler.schedule.lower import lower
+from raymm.scheduler.schedule.simulate import simulate
 
 F, N, B = Op.FORWARD, Op.FORWARD_NO_GRAD, Op.BACKWARD
 EXAMPLES = settings(max_examples=150, deadline=None)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymm.scheduler.partition import (
+from raymm.scheduler.search.partition import (
     PartitionError,
     cost_matrix,
     even_layers,

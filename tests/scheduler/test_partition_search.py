@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymm.scheduler.partition import PartitionError, even_layers, partition_layers
-from raymm.scheduler.partition_search import (
+from raymm.scheduler.search.omnibal_partition import (
     best_by_running,
     greedy_anchor,
     jitters,
     partition_candidates,
 )
+from raymm.scheduler.search.partition import PartitionError, even_layers, partition_layers
 
 
 @st.composite

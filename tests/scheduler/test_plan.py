@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from random_plans import alignment, chain, plans
 
-from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.plan import SCHEDULES, Plan, PlanError, Stage
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan.plan import SCHEDULES, Plan, PlanError, Stage
 
 GRAPH = ModuleGraph(
     (ModuleNode("vision", (True,) * 2), ModuleNode("llm", (True,) * 4)), (("vision", "llm"),)

@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from raymm.scheduler.costs import CostProfile, LayerCost, ProfileError
-from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.lower import full_program, lower
-from raymm.scheduler.plan import Plan, Stage
-from raymm.scheduler.plan_drift import PlanDrift
-from raymm.scheduler.planner import propose
-from raymm.scheduler.profile_table import ProfileTable
-from raymm.scheduler.simulate import simulate
-from raymm.scheduler.stage_costs import op_seconds
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, ProfileError
+from raymm.scheduler.costs.profile_table import ProfileTable
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.schedule.lower import full_program, lower
+from raymm.scheduler.schedule.plan_drift import PlanDrift
+from raymm.scheduler.schedule.simulate import simulate
+from raymm.scheduler.schedule.stage_costs import op_seconds
+from raymm.scheduler.search.planner import propose
 
 GRAPH = ModuleGraph(
     (ModuleNode("vision", (True,) * 2), ModuleNode("llm", (True,) * 4)), (("vision", "llm"),)

@@ -11,21 +11,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymm.scheduler.bounds import lower_bound
-from raymm.scheduler.costs import CostProfile, LayerCost, ProfileError
-from raymm.scheduler.devices import Link
-from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.judge import Proposal
-from raymm.scheduler.layouts import colocated, replicated
-from raymm.scheduler.lower import full_program, lower
-from raymm.scheduler.memory import rank_memory
-from raymm.scheduler.network import Network, edge_transfers
-from raymm.scheduler.plan import SCHEDULES, Plan
-from raymm.scheduler.planner import LAYOUTS, propose, within_memory
-from raymm.scheduler.program import check_program
-from raymm.scheduler.simulate import simulate
-from raymm.scheduler.stage_costs import op_seconds, stage_costs
-from raymm.scheduler.stage_space import StageSearchError, StageSpace, make_plan
+from raymm.scheduler.costs.devices import Link
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, ProfileError
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan.plan import SCHEDULES, Plan
+from raymm.scheduler.program.program import check_program
+from raymm.scheduler.schedule.bounds import lower_bound
+from raymm.scheduler.schedule.lower import full_program, lower
+from raymm.scheduler.schedule.memory import rank_memory
+from raymm.scheduler.schedule.network import Network, edge_transfers
+from raymm.scheduler.schedule.simulate import simulate
+from raymm.scheduler.schedule.stage_costs import op_seconds, stage_costs
+from raymm.scheduler.search.judge import Proposal
+from raymm.scheduler.search.layouts import colocated, replicated
+from raymm.scheduler.search.planner import LAYOUTS, propose, within_memory
+from raymm.scheduler.search.stage_space import StageSearchError, StageSpace, make_plan
 from tests.scheduler.random_models import models, spaces
 from tests.scheduler.random_plans import contents
 

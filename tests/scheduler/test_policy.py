@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymm.scheduler.lower import full_program, iteration_time, lower, settle
-from raymm.scheduler.plan import Plan, PlanError
-from raymm.scheduler.policy import ANY_DISTANCE, ONE_F_ONE_B, Policy, policies
-from raymm.scheduler.program import COMPUTE, FORWARDS, check_program
+from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.plan.policy import ANY_DISTANCE, ONE_F_ONE_B, Policy, policies
+from raymm.scheduler.program.program import COMPUTE, FORWARDS, check_program
+from raymm.scheduler.schedule.lower import full_program, iteration_time, lower, settle
 from tests.scheduler.random_plans import contents, profiled_plans
 from tests.scheduler.test_bounds import chain
 

@@ -9,21 +9,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymm.scheduler.attention_traffic import AttentionShape, method_bytes
-from raymm.scheduler.bounds import lower_bound
-from raymm.scheduler.costs import CostProfile, LayerCost, ProfileError
-from raymm.scheduler.devices import DeviceError, Link, Links
-from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.lower import full_program
-from raymm.scheduler.memory import check_memory, rank_memory
-from raymm.scheduler.module_degrees import ModuleDegrees, with_degrees
-from raymm.scheduler.network import Network
-from raymm.scheduler.plan import Plan, PlanError
-from raymm.scheduler.process_costs import all_reduce_seconds, gather_seconds, process_layers
-from raymm.scheduler.simulate import simulate
-from raymm.scheduler.stage import Degrees
-from raymm.scheduler.stage_costs import op_seconds, stage_costs
-from raymm.scheduler.stage_space import make_plan
+from raymm.scheduler.context_parallel.traffic import AttentionShape, method_bytes
+from raymm.scheduler.costs.devices import DeviceError, Link, Links
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, ProfileError
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.plan.stage import Degrees
+from raymm.scheduler.schedule.bounds import lower_bound
+from raymm.scheduler.schedule.lower import full_program
+from raymm.scheduler.schedule.memory import check_memory, rank_memory
+from raymm.scheduler.schedule.network import Network
+from raymm.scheduler.schedule.process_costs import (
+    all_reduce_seconds,
+    gather_seconds,
+    process_layers,
+)
+from raymm.scheduler.schedule.simulate import simulate
+from raymm.scheduler.schedule.stage_costs import op_seconds, stage_costs
+from raymm.scheduler.search.module_degrees import ModuleDegrees, with_degrees
+from raymm.scheduler.search.stage_space import make_plan
 
 NEAR, FAR = Link(1.0, 100.0), Link(10.0, 10.0)
 LINKS = Links(NEAR, FAR, 4)
@@ -208,10 +212,10 @@ def test_profiles_of_before_links_and_keys_were_known():
 
 def test_pieces_of_a_real_model_are_as_large_as_planned():
     transformers = pytest.importorskip("transformers")
-    from raymm.actors.stages.source import ConfigSource
-    from raymm.actors.stages.tensor_plan import tensor_plan
-    from raymm.analytic import analytic_layers
-    from raymm.layer_count import Load
+    from raymm.actors.sharding.tensor_plan import tensor_plan
+    from raymm.actors.weights.source import ConfigSource
+    from raymm.costs.analytic import analytic_layers
+    from raymm.costs.layer_count import Load
 
     config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from raymm.scheduler.costs import LayerCost, ProfileError
-from raymm.scheduler.profile_table import Measurement, ProfileTable
+from raymm.scheduler.costs.layer_costs import LayerCost, ProfileError
+from raymm.scheduler.costs.profile_table import Measurement, ProfileTable
 
 
 def cost(scale: float, parameters: int = 100) -> LayerCost:

@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_plans import alignment, chain, steps
 
-from raymm.scheduler.lower import lower
-from raymm.scheduler.plan import Plan
-from raymm.scheduler.program import (
+from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.program.program import (
     EPILOGUE,
     Instruction,
     Op,
@@ -17,6 +16,7 @@ from raymm.scheduler.program import (
     ProgramError,
     check_program,
 )
+from raymm.scheduler.schedule.lower import lower
 
 F, N, B, S, R = Op.FORWARD, Op.FORWARD_NO_GRAD, Op.BACKWARD, Op.SEND, Op.RECV
 BOTH = frozenset({"vision", "audio"})

@@ -11,12 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_plans import costs_of, plans, profiled_plans, steps
 
-from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.list_schedule import Task
-from raymm.scheduler.lower import full_program, iteration_time, lower
-from raymm.scheduler.memory import activation_peaks, peak_bytes
-from raymm.scheduler.plan import SCHEDULES, Plan, PlanError, Stage
-from raymm.scheduler.program import (
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan.plan import SCHEDULES, Plan, PlanError, Stage
+from raymm.scheduler.program.program import (
     BACKWARDS,
     COMPUTE,
     FORWARDS,
@@ -26,9 +23,12 @@ from raymm.scheduler.program import (
     ProgramError,
     check_program,
 )
-from raymm.scheduler.simulate import simulate
-from raymm.scheduler.stage_costs import StageCost
-from raymm.scheduler.timeline import Span, Timeline, chrome_trace
+from raymm.scheduler.program.timeline import Span, Timeline, chrome_trace
+from raymm.scheduler.schedule.list_schedule import Task
+from raymm.scheduler.schedule.lower import full_program, iteration_time, lower
+from raymm.scheduler.schedule.memory import activation_peaks, peak_bytes
+from raymm.scheduler.schedule.simulate import simulate
+from raymm.scheduler.schedule.stage_costs import StageCost
 
 # Of random plans; each is scheduled several times over.
 EXAMPLES = 40

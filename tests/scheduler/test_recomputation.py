@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymm.scheduler.recomputation import (
+from raymm.scheduler.costs.recomputation import (
     LayerOption,
     RecomputationError,
     choose_options,

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.scheduler.resharding import Resharding
+from raymm.scheduler.plan.resharding import Resharding
 
 degrees = st.integers(1, 12)
 

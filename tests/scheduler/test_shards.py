@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_plans import alignment, steps
 
-from raymm.scheduler.plan import Plan, PlanError
-from raymm.scheduler.shards import Processes, lanes_between_ranks
+from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.plan.process_grid import Processes, lanes_between_ranks
 
 # (cp, tp, fsdp); sharded parameters are not split, too.
 degrees = st.tuples(st.integers(1, 3), st.integers(1, 3), st.just(1)) | st.tuples(

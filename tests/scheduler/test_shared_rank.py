@@ -1,10 +1,10 @@
 """A rank that encoders share with the language model must not drain the pipeline after it."""
 
-from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.lower import lower
-from raymm.scheduler.plan import Plan, Stage
-from raymm.scheduler.program import COMPUTE, Op
-from raymm.scheduler.simulate import simulate
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.program.program import COMPUTE, Op
+from raymm.scheduler.schedule.lower import lower
+from raymm.scheduler.schedule.simulate import simulate
 
 FROZEN_WITH_PROJECTOR = (False, True)
 

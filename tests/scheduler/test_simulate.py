@@ -9,10 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_plans import chain, costs_of, steps, uniform
 
-from raymm.scheduler.lower import lower
-from raymm.scheduler.program import COMPUTE, EPILOGUE, Instruction, Op, Program, ProgramError
-from raymm.scheduler.simulate import simulate
-from raymm.scheduler.timeline import Span
+from raymm.scheduler.program.program import (
+    COMPUTE,
+    EPILOGUE,
+    Instruction,
+    Op,
+    Program,
+    ProgramError,
+)
+from raymm.scheduler.program.timeline import Span
+from raymm.scheduler.schedule.lower import lower
+from raymm.scheduler.schedule.simulate import simulate
 
 
 def longest_paths(program: Program, costs, latency: int) -> list[Span]:

@@ -11,16 +11,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymm.scheduler.costs import CostProfile, LayerCost, ProfileError, layer_work, unaware_work
-from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.lower import lower
-from raymm.scheduler.plan import Plan, PlanError
-from raymm.scheduler.program import Op
-from raymm.scheduler.simulate import simulate
-from raymm.scheduler.stage_memory import StageMemory
-from raymm.scheduler.stage_search import Choice, joint_search, loosely_coupled
-from raymm.scheduler.stage_space import StageSearchError, StageSpace, has_backward, make_plan
-from raymm.scheduler.step_graph import full_step
+from raymm.scheduler.costs.layer_costs import (
+    CostProfile,
+    LayerCost,
+    ProfileError,
+    layer_work,
+    unaware_work,
+)
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.program.program import Op
+from raymm.scheduler.schedule.lower import lower
+from raymm.scheduler.schedule.simulate import simulate
+from raymm.scheduler.schedule.step_graph import full_step
+from raymm.scheduler.search.stage_memory import StageMemory
+from raymm.scheduler.search.stage_search import Choice, joint_search, loosely_coupled
+from raymm.scheduler.search.stage_space import StageSearchError, StageSpace, has_backward, make_plan
 
 
 def op_costs(plan: Plan) -> dict[tuple[str, Op], float]:

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.lower import lower
-from raymm.scheduler.plan import Plan, Stage
-from raymm.scheduler.program import Op
-from raymm.scheduler.simulate import simulate
-from raymm.scheduler.step_forecast import StepForecast
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.minibatch.step_forecast import StepForecast
+from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.program.program import Op
+from raymm.scheduler.schedule.lower import lower
+from raymm.scheduler.schedule.simulate import simulate
 
 MODULES = {"vision": "vision", "text": "llm"}
 

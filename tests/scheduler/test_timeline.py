@@ -7,10 +7,10 @@ import json
 import pytest
 from random_plans import chain, uniform
 
-from raymm.scheduler.lower import lower
-from raymm.scheduler.program import Op
-from raymm.scheduler.simulate import simulate
-from raymm.scheduler.timeline import Span, Timeline, chrome_trace
+from raymm.scheduler.program.program import Op
+from raymm.scheduler.program.timeline import Span, Timeline, chrome_trace
+from raymm.scheduler.schedule.lower import lower
+from raymm.scheduler.schedule.simulate import simulate
 
 TIMELINE = Timeline((
     Span(0, "forward", "a.0", 0, 1.0, 2.0),

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from raymm.scheduler import token_swaps
-from raymm.scheduler.token_distribution import (
+from raymm.scheduler.context_parallel import swaps as token_swaps
+from raymm.scheduler.context_parallel.distribution import (
     POLICIES,
     TokenDistribution,
     TokenDistributionError,

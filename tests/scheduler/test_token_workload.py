@@ -7,9 +7,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from raymm.kernels import mask_patterns as patterns
-from raymm.kernels.mask import AttentionMask
-from raymm.scheduler.token_workload import TokenWorkloadError, active_key_blocks
+from raymm.kernels.mask import patterns
+from raymm.kernels.mask.mask import AttentionMask
+from raymm.scheduler.context_parallel.workload import TokenWorkloadError, active_key_blocks
 
 KINDS = st.sampled_from([0, 1, 2, 3, 4, 6, 1 << 62, (1 << 63) - 1])
 

@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.scheduler.costs import CostProfile, LayerCost, layer_work
-from raymm.scheduler.few_ranks import few_rank_plans
-from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.lower import iteration_time
-from raymm.scheduler.planner import propose
-from raymm.scheduler.stage_costs import stage_costs
-from raymm.scheduler.stage_space import StageSpace
-from raymm.scheduler.whole_modules import in_own_layers, with_whole_modules
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, layer_work
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.schedule.lower import iteration_time
+from raymm.scheduler.schedule.stage_costs import stage_costs
+from raymm.scheduler.search.few_ranks import few_rank_plans
+from raymm.scheduler.search.planner import propose
+from raymm.scheduler.search.stage_space import StageSpace
+from raymm.scheduler.search.whole_modules import in_own_layers, with_whole_modules
 
 
 @st.composite

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import ray
 
-from raymm.cli import main
+from raymm.cli.main import main
 
 attempts: list[dict] = []
 

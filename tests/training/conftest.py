@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from tiny_run import change, prepare, settings, write_config
 
-from raymm.checkpoint import CheckpointStore
-from raymm.cli import main
+from raymm.cli.main import main
+from raymm.storage.checkpoint import CheckpointStore
 
 STEPS = 12
 

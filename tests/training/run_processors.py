@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from raymm.data.processors import read_image
+from raymm.data.samples.processors import read_image
 
 
 def image(path: str) -> dict[str, torch.Tensor]:

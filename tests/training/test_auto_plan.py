@@ -8,10 +8,10 @@ from tiny_run import checkpoint_tensors, curve
 from transformers import LlamaConfig, SiglipVisionConfig
 
 import raymm as public
-from raymm.checkpoint import CheckpointStore, read_manifest
-from raymm.config import ConfigError
-from raymm.named_devices import device_called
-from raymm.scheduler.plan import Plan
+from raymm.config.sections import ConfigError
+from raymm.costs.named_devices import device_called
+from raymm.scheduler.plan.plan import Plan
+from raymm.storage.checkpoint import CheckpointStore, read_manifest
 
 
 @pytest.fixture

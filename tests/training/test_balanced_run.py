@@ -4,9 +4,9 @@ import pytest
 from test_failure import PATIENCE_S, Interrupted
 from tiny_run import curve, save_rows
 
-from raymm.checkpoint import CheckpointStore
-from raymm.manifest import read_manifest, write_manifest
-from raymm.metrics import SampleLog, read_metrics
+from raymm.monitor.metrics import SampleLog, read_metrics
+from raymm.storage.checkpoint import CheckpointStore
+from raymm.storage.manifest import read_manifest, write_manifest
 
 ROWS = 41
 COPIES = {"language_model": {"dp": 2, "ranks": [0, 1]}, "encoders": {"vision": {"ranks": [0]}}}

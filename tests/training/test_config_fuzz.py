@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_run import settings as tiny_settings
 
-from raymm.cli import main
-from raymm.config import TrainConfig
+from raymm.cli.main import main
+from raymm.config.sections import TrainConfig
 from raymm.data import check_data
-from raymm.trainer import Trainer
+from raymm.training.trainer import Trainer
 
 # What a field may be given by mistake.
 ODD = [

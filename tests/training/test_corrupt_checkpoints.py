@@ -13,15 +13,15 @@ from tiny_run import curve
 from transformers import LlamaConfig
 
 from raymm import MultimodalModule, MultimodalParallelSpec, ParallelSpec, RankResources
-from raymm.actors.shards import StoredTensors, write_shard
-from raymm.build import build_model, build_plan
-from raymm.checkpoint import MANIFEST, CheckpointStore, read_manifest
-from raymm.config import load_config
-from raymm.manifest import CheckpointError, Manifest, _checksum, write_manifest
-from raymm.metrics import read_metrics
-from raymm.run_files import RunFileError, append
-from raymm.run_owner import OwnerLostError
-from raymm.trainer import Trainer
+from raymm.actors.optimizer.checkpoint_shards import StoredTensors, write_shard
+from raymm.config.build import build_model, build_plan
+from raymm.config.sections import load_config
+from raymm.files.run_files import RunFileError, append
+from raymm.files.run_owner import OwnerLostError
+from raymm.monitor.metrics import read_metrics
+from raymm.storage.checkpoint import MANIFEST, CheckpointStore, read_manifest
+from raymm.storage.manifest import CheckpointError, Manifest, _checksum, write_manifest
+from raymm.training.trainer import Trainer
 
 MUTATIONS = 200
 EDITS = 100

@@ -3,18 +3,18 @@
 import pytest
 import torch
 
-from raymm.build import build_model
-from raymm.config import load_config
+from raymm.config.build import build_model
+from raymm.config.sections import load_config
+from raymm.costs.profile_files import load_table
 from raymm.data import describe
-from raymm.drift_watch import EXCESS, FILE, STEPS, DriftWatch
-from raymm.model import module_graph
-from raymm.profile_files import load_table
-from raymm.rebalancing import WARM_UP_STEPS
-from raymm.scheduler.costs import CostProfile, LayerCost
-from raymm.scheduler.lower import full_program
-from raymm.scheduler.plan import Plan, Stage
-from raymm.scheduler.simulate import simulate
-from raymm.scheduler.stage_costs import op_seconds
+from raymm.model.multimodal import module_graph
+from raymm.monitor.drift_watch import EXCESS, FILE, STEPS, DriftWatch
+from raymm.monitor.rebalancing import WARM_UP_STEPS
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
+from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.schedule.lower import full_program
+from raymm.scheduler.schedule.simulate import simulate
+from raymm.scheduler.schedule.stage_costs import op_seconds
 
 
 @pytest.fixture

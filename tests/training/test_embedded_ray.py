@@ -6,9 +6,9 @@ import sys
 
 DRIVER = """
 import subprocess
-from raymm.actors.group import ClusterError
-from raymm.cluster import connect
-from raymm.cluster_guardian import session_processes
+from raymm.actors.rank.rank_group import ClusterError
+from raymm.runtime.cluster import connect
+from raymm.runtime.cluster_guardian import session_processes
 import os
 try:
     connect()

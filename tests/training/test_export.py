@@ -6,11 +6,11 @@ from tiny_run import checkpoint_tensors, heldout_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, SiglipVisionModel
 
 import raymm
-from raymm.actors.shards import checksum
-from raymm.checkpoint import CheckpointStore
-from raymm.config import load_config
+from raymm.actors.optimizer.checkpoint_shards import checksum
+from raymm.config.sections import load_config
 from raymm.data import local_steps
-from raymm.manifest import FileEntry, read_manifest, write_manifest
+from raymm.storage.checkpoint import CheckpointStore
+from raymm.storage.manifest import FileEntry, read_manifest, write_manifest
 
 LLM, VISION = "llm/module.", "vision/module."
 

@@ -18,8 +18,8 @@ from processes import (
 )
 from tiny_run import curve, heldout_rows, start
 
-from raymm.checkpoint import CheckpointStore, read_manifest
-from raymm.metrics import read_metrics
+from raymm.monitor.metrics import read_metrics
+from raymm.storage.checkpoint import CheckpointStore, read_manifest
 
 PATIENCE_S = 240.0
 # Where the layout does not matter: every process imports torch, which takes seconds.

@@ -15,9 +15,9 @@ import pytest
 from processes import end_group, wait_until
 from tiny_run import HERE, REPOSITORY, change, child_environment, curve, settings, write_config
 
-from raymm.checkpoint import CheckpointStore, read_manifest
-from raymm.metrics import read_metrics
-from raymm.stop_request import JOB_STOP_VARIABLE
+from raymm.monitor.metrics import read_metrics
+from raymm.storage.checkpoint import CheckpointStore, read_manifest
+from raymm.training.stop_request import JOB_STOP_VARIABLE
 
 PATIENCE_S = 240.0
 RAY = str(Path(sys.executable).with_name("ray"))
@@ -82,7 +82,8 @@ def checkout(tmp_path) -> Path:
     folder = tmp_path / "checkout"
     for name in ("raymm", "actors", "scheduler", "kernels"):
         shutil.copytree(
-            REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
+            REPOSITORY / name, folder / name, symlinks=True,
+            ignore=shutil.ignore_patterns("__pycache__"),
         )
     shutil.copy(REPOSITORY / "pyproject.toml", folder)
     shutil.copy(HERE / "run_processors.py", folder)
@@ -92,11 +93,12 @@ def checkout(tmp_path) -> Path:
 
 CALLBACKS = '''
 from pathlib import Path
-import raymm.actors.executor, raymm.metrics, raymm.scheduler.plan
+import raymm.actors.executor.executor, raymm.monitor.metrics, raymm.scheduler.plan.plan
 
 def same_copy(inputs, output):
     """Fails in a rank that imported raymm from somewhere else than the working directory."""
-    for module in (raymm.actors.executor, raymm.metrics, raymm.scheduler.plan):
+    parts = raymm.actors.executor.executor, raymm.monitor.metrics, raymm.scheduler.plan.plan
+    for module in parts:
         if not Path(module.__file__).is_relative_to(Path(__file__).parent):
             raise RuntimeError(f"{module.__file__} is not beside {__file__}")
     return output

@@ -4,14 +4,14 @@ import json
 
 import pytest
 
-from raymm.config_error import ConfigError
-from raymm.metrics import MetricsLog, read_metrics
-from raymm.report import COST_STEPS, RunReport
-from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.lower import lower
-from raymm.scheduler.plan import Plan, Stage
-from raymm.scheduler.program import Op
-from raymm.scheduler.simulate import simulate
+from raymm.files.config_error import ConfigError
+from raymm.monitor.metrics import MetricsLog, read_metrics
+from raymm.monitor.report import COST_STEPS, RunReport
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.program.program import Op
+from raymm.scheduler.schedule.lower import lower
+from raymm.scheduler.schedule.simulate import simulate
 
 
 def rows(*steps):

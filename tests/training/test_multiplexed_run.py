@@ -24,9 +24,9 @@ from tiny_run import (
 from transformers import LlamaConfig, SiglipVisionConfig
 
 import raymm as public
-from raymm.checkpoint import CheckpointStore, read_manifest
-from raymm.metrics import read_metrics
+from raymm.monitor.metrics import read_metrics
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
+from raymm.storage.checkpoint import CheckpointStore, read_manifest
 
 PATIENCE_S = 240.0
 

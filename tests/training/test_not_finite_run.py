@@ -5,8 +5,8 @@ import json
 import pytest
 from tiny_run import checkpoint_tensors, curve
 
-from raymm.checkpoint import CheckpointStore
-from raymm.metrics import read_metrics
+from raymm.monitor.metrics import read_metrics
+from raymm.storage.checkpoint import CheckpointStore
 
 ONE_RANK = {"encoders": {"vision": {"ranks": [0]}}, "language_model": {"ranks": [0]}}
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 
-from raymm.measure import distinct_options
-from raymm.plan_command import parse_tokens
-from raymm.scheduler.costs import CostProfile, LayerCost
-from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.judge import Option
-from raymm.scheduler.plan import Plan, PlanError
-from raymm.scheduler.stage_space import make_plan
+from raymm.cli.plan import parse_tokens
+from raymm.profiling.measure_plans import distinct_options
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.search.judge import Option
+from raymm.scheduler.search.stage_space import make_plan
 
 EXAMPLE = "examples/planning/llm32b.yaml"
 

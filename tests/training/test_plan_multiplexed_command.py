@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from raymm.build import build_model, build_plan
-from raymm.config import ConfigError, load_config
+from raymm.config.build import build_model, build_plan
+from raymm.config.sections import ConfigError, load_config
 from raymm.scheduler.multiplex.mapping import Mapping
 from raymm.scheduler.multiplex.surface import ScalingSurface, surfaces_to_json
-from raymm.scheduler.plan import Plan
+from raymm.scheduler.plan.plan import Plan
 
 
 @pytest.fixture

@@ -5,14 +5,14 @@ import json
 import pytest
 from PIL import Image
 
-from raymm.build import build_model
-from raymm.config import load_config
-from raymm.full_microbatch import full_microbatch
-from raymm.model import module_graph
-from raymm.profile import profile_model
-from raymm.profile_command import parse_lengths, profile_rows
-from raymm.profile_files import load_table, save_table
-from raymm.scheduler.costs import ProfileError, layer_work
+from raymm.cli.profile import parse_lengths, profile_rows
+from raymm.config.build import build_model
+from raymm.config.sections import load_config
+from raymm.costs.full_microbatch import full_microbatch
+from raymm.costs.profile_files import load_table, save_table
+from raymm.model.multimodal import module_graph
+from raymm.profiling.layers import profile_model
+from raymm.scheduler.costs.layer_costs import ProfileError, layer_work
 
 
 @pytest.fixture

@@ -6,24 +6,24 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from raymm.actors.group import RankResources
-from raymm.actors.profiler import ProfileRequest
 from raymm.actors.quota import AccountingBackend, Multiprocessors
-from raymm.build import build_model
-from raymm.config import load_config
-from raymm.multiplex_costs import shapes_of
-from raymm.scheduler.costs import ProfileError
-from raymm.scheduler.devices import find_device
-from raymm.scheduler.multiplex.mapping import Mapping
-from raymm.scheduler.multiplex.surface import conditions_from_json, surfaces_from_json
-from raymm.scheduler.process_costs import all_reduce_seconds
-from raymm.surface_profile import _Work, profile_surfaces, resized_microbatch
-from raymm.surface_profiler import (
+from raymm.actors.rank.module_profiler import ProfileRequest
+from raymm.actors.rank.rank_group import RankResources
+from raymm.actors.rank.surface_profiler import (
     BesideTimes,
     ColocationProfiler,
     SurfaceRequest,
     SurfaceTimes,
 )
+from raymm.config.build import build_model
+from raymm.config.sections import load_config
+from raymm.costs.scaling_estimates import shapes_of
+from raymm.profiling.surfaces import _Work, profile_surfaces, resized_microbatch
+from raymm.scheduler.costs.devices import find_device
+from raymm.scheduler.costs.layer_costs import ProfileError
+from raymm.scheduler.multiplex.mapping import Mapping
+from raymm.scheduler.multiplex.surface import conditions_from_json, surfaces_from_json
+from raymm.scheduler.schedule.process_costs import all_reduce_seconds
 
 
 def test_it_measures_whole_devices_and_the_plan_uses_it(
@@ -110,7 +110,7 @@ def test_resized_microbatches_keep_items_with_their_rows(samples):
 
 def made_up(model, monkeypatch):
     """A profile of an H100 whose times are made up: what is done with them, without a GPU."""
-    import raymm.surface_profile as subject
+    import raymm.profiling.surfaces as subject
 
     work = _Work(model, {}, 4, 2, 10, 1, "bf16", "cuda", RankResources(gpus=1.0), 1, 8)
     requests, times = {}, {}

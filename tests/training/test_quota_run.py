@@ -5,7 +5,7 @@ import json
 import pytest
 from tiny_run import curve
 
-from raymm.scheduler.plan import Plan
+from raymm.scheduler.plan.plan import Plan
 
 QUOTAS = {"parallel.encoders.vision.quota": 0.25, "parallel.language_model.quota": 0.75}
 

@@ -7,7 +7,7 @@ from test_balanced_run import assert_epoch
 from test_failure import PATIENCE_S, Interrupted
 from tiny_run import curve, save_rows
 
-from raymm.metrics import read_metrics
+from raymm.monitor.metrics import read_metrics
 
 ROWS = 160
 EVERY = 8

@@ -6,19 +6,24 @@ from collections import deque
 import numpy as np
 import pytest
 
-from raymm.config import load_config
+from raymm.config.sections import load_config
 from raymm.data import Decision, RebalanceConfig
-from raymm.data.rebalanced_sampler import RebalancedSampler
-from raymm.data.sampler import flat
-from raymm.decision_log import DecisionLog
-from raymm.rebalancing import FILE, WARM_UP_STEPS, Rebalancing, rebalancing
-from raymm.scheduler.graph import ModuleGraph, ModuleNode
-from raymm.scheduler.lower import full_program
-from raymm.scheduler.measured_costs import MeasuredCosts, ModuleCost, efficiency, group_units
-from raymm.scheduler.minibatch import SampleSizes
-from raymm.scheduler.plan import Plan, Stage
-from raymm.scheduler.program import Op
-from raymm.scheduler.simulate import simulate
+from raymm.data.sampling.rebalanced_sampler import RebalancedSampler
+from raymm.data.sampling.sampler import flat
+from raymm.monitor.decision_log import DecisionLog
+from raymm.monitor.rebalancing import FILE, WARM_UP_STEPS, Rebalancing, rebalancing
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.minibatch.measured_costs import (
+    MeasuredCosts,
+    ModuleCost,
+    efficiency,
+    group_units,
+)
+from raymm.scheduler.minibatch.problem import SampleSizes
+from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.program.program import Op
+from raymm.scheduler.schedule.lower import full_program
+from raymm.scheduler.schedule.simulate import simulate
 
 EVERY = 10
 AHEAD = 3  # steps that a loader has asked for beyond the one in use

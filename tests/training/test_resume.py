@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import load_file
 from tiny_run import checkpoint_tensors, curve, heldout_rows
 
-from raymm.actors.shards import StoredTensors
-from raymm.checkpoint import CheckpointStore, read_manifest
+from raymm.actors.optimizer.checkpoint_shards import StoredTensors
+from raymm.storage.checkpoint import CheckpointStore, read_manifest
 
 
 def assert_same_state(run, other):

@@ -7,14 +7,14 @@ import shutil
 import pytest
 from tiny_run import change, curve, settings, write_config
 
-from raymm.build import build_model
-from raymm.config import load_config
+from raymm.config.build import build_model
+from raymm.config.sections import load_config
 from raymm.data import open_split
-from raymm.fingerprints import WHOLE_BYTES, fingerprint_of_files
-from raymm.manifest import Manifest
-from raymm.metrics import read_metrics
-from raymm.resuming import RULES, ResumeError, compare
-from raymm.run_description import describe_run
+from raymm.monitor.metrics import read_metrics
+from raymm.storage.fingerprints import WHOLE_BYTES, fingerprint_of_files
+from raymm.storage.manifest import Manifest
+from raymm.storage.resuming import RULES, ResumeError, compare
+from raymm.storage.run_description import describe_run
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ REFUSED = {
     ),
     "merge": (
         {"model.merge": {"vision": "<image>"}}, "model.merge",
-        "merge:ReplaceTokens', was 'raymm.actors.stages.merge:Prepend'",
+        "merge:ReplaceTokens', was 'raymm.actors.modules.merge:Prepend'",
     ),
     "mask": ({"model.mask": "multimodal"}, "model.mask", "model.mask is 'raymm.kernels.mask_pat"),
     "fewer layers": (

@@ -5,10 +5,10 @@ import math
 
 from tiny_run import curve, heldout_rows
 
-from raymm.checkpoint import CheckpointStore, read_manifest
-from raymm.config import load_config
-from raymm.metrics import read_metrics
-from raymm.scheduler.plan import Plan
+from raymm.config.sections import load_config
+from raymm.monitor.metrics import read_metrics
+from raymm.scheduler.plan.plan import Plan
+from raymm.storage.checkpoint import CheckpointStore, read_manifest
 
 PNG = b"\x89PNG\r\n"
 

@@ -14,10 +14,10 @@ import pytest
 from processes import wait_until
 from tiny_run import child_environment
 
-from raymm import run_owner
-from raymm.config_error import ConfigError
-from raymm.run_files import RunFileError
-from raymm.run_owner import OWNER, Owner, OwnerLostError, RunOwnedError, RunOwner
+from raymm.files import run_owner
+from raymm.files.config_error import ConfigError
+from raymm.files.run_files import RunFileError
+from raymm.files.run_owner import OWNER, Owner, OwnerLostError, RunOwnedError, RunOwner
 
 RACERS, ROUNDS = 8, 25
 PATIENCE_S = 120.0
@@ -26,7 +26,7 @@ PATIENCE_S = 120.0
 HOLDER = """
 import sys
 from pathlib import Path
-from raymm.run_owner import RunOwner
+from raymm.files.run_owner import RunOwner
 with RunOwner(Path(sys.argv[1]), print):
     print("owner", flush=True)
     sys.stdin.read()
@@ -37,7 +37,7 @@ with RunOwner(Path(sys.argv[1]), print):
 RACE = """
 import json, os, signal, sys
 from pathlib import Path
-from raymm.run_owner import RunOwnedError, RunOwner
+from raymm.files.run_owner import RunOwnedError, RunOwner
 
 folder, racers, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 

@@ -9,17 +9,17 @@ import time
 import pytest
 from tiny_run import curve
 
-from raymm.checkpoint import CheckpointStore, read_manifest
-from raymm.metrics import MetricsLog
-from raymm.stop_request import (
+from raymm.monitor.metrics import MetricsLog
+from raymm.storage.checkpoint import CheckpointStore, read_manifest
+from raymm.training.stop_request import (
     SAME_SIGNAL_S,
     RunInterruptedError,
     RunTerminatedError,
     StopReason,
     StopRequest,
 )
-from raymm.trainer import Trainer
-from raymm.training_loop import Batches
+from raymm.training.trainer import Trainer
+from raymm.training.training_loop import Batches
 
 ONE_RANK = {"encoders": {"vision": {"ranks": [0]}}, "language_model": {"ranks": [0]}}
 TERMINATED = 128 + signal.SIGTERM

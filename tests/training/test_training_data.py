@@ -7,11 +7,11 @@ import pytest
 from rich.console import Console
 from tiny_run import save_rows
 
-from raymm.build import build_model
-from raymm.config import load_config
+from raymm.config.build import build_model
+from raymm.config.sections import load_config
+from raymm.costs.workload import item_tokens
 from raymm.data import DataError, EpochSampler, ItemTokens
-from raymm.loads import item_tokens
-from raymm.training_data import TrainingData, training_data
+from raymm.monitor.training_data import TrainingData, training_data
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_a_position_of_other_samples_is_refused(run_of, tmp_path):
 
 
 def test_random_steps_and_batches_in_memory_need_no_scan(run_of, monkeypatch):
-    monkeypatch.setattr("raymm.data.batching.scan", None)
+    monkeypatch.setattr("raymm.data.sampling.batching.scan", None)
     data, model = run_of({"data.batching": "random"})
     found = training_data(data, model)
     assert isinstance(found.sampler, EpochSampler) and found.tokens == {}

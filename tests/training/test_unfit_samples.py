@@ -7,11 +7,11 @@ import pytest
 from PIL import Image
 from ray import cloudpickle
 
-from raymm.batch_check import BatchCheck
-from raymm.build import build_model
-from raymm.config import load_config
+from raymm.batch.check import BatchCheck
+from raymm.config.build import build_model
+from raymm.config.sections import load_config
 from raymm.data import SampleError, StepBuilder, open_split
-from raymm.metrics import read_metrics
+from raymm.monitor.metrics import read_metrics
 
 GPT2 = {
     "model_type": "gpt2", "vocab_size": 22, "n_embd": 32, "n_layer": 2, "n_head": 2,

@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-from raymm.user_errors import USER_ERRORS
+from raymm.cli.user_errors import USER_ERRORS
 
 ROOT = Path(__file__).resolve().parents[2]
 # Not for a user to set right: a run that failed, a defect, or caught and told by another.

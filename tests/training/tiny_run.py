@@ -20,8 +20,8 @@ from transformers import (
     SiglipVisionModel,
 )
 
-from raymm.checkpoint import CheckpointStore
-from raymm.metrics import read_metrics
+from raymm.monitor.metrics import read_metrics
+from raymm.storage.checkpoint import CheckpointStore
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]

@@ -6,7 +6,6 @@ A reader has ``len``, ``reader[index] -> Sample``, ``counts``, ``sources`` and `
 
 from pathlib import Path
 
-from raymm.data.errors import DataError
 from raymm.data.readers.base import Reader, ReaderOptions
 from raymm.data.readers.datasets_folder import SPLITS_FILE, STATE_FILE, DatasetsFolder
 from raymm.data.readers.json_rows import JsonDataset
@@ -14,6 +13,7 @@ from raymm.data.readers.mixture import Mixture
 from raymm.data.readers.parquet import ParquetDataset
 from raymm.data.readers.repeated import Repeated
 from raymm.data.readers.tar_shards import TarDataset
+from raymm.data.samples.errors import DataError
 
 Dataset = Reader | Repeated | Mixture
 

@@ -2,12 +2,13 @@
 
 import numpy as np
 
-from raymm.data.errors import DataError, RowError
-from raymm.data.limits import Limits
+from raymm.data.samples.errors import DataError, RowError
+from raymm.data.samples.limits import Limits
 
 
 def count_column(values, column: str, frames: bool) -> np.ndarray:
-    """(rows,) int32 items of a media column; see ``raymm.data.rows.items_of`` for what counts.
+    """(rows,) int32 items of a media column; see ``raymm.data.samples.rows.items_of`` for what
+    counts.
 
     Args:
         values: pyarrow array of strings, binaries, structs, or lists of them. Only lengths and

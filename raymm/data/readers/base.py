@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from raymm.data.errors import DataError, RowError, SampleError
-from raymm.data.limits import Limits
-from raymm.data.rows import ID, TEXT_ROLES, count_items, items_of, text_of
-from raymm.data.sample import Sample
+from raymm.data.samples.errors import DataError, RowError, SampleError
+from raymm.data.samples.limits import Limits
+from raymm.data.samples.rows import ID, TEXT_ROLES, count_items, items_of, text_of
+from raymm.data.samples.sample import Sample
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Reader(ABC):
 
     Args:
         path: the file, folder or glob.
-        columns: modality -> its column (see ``raymm.data.rows.items_of`` for what may be in it).
+        columns: modality -> its column (see ``raymm.data.samples.rows.items_of`` for what may be
+            in it).
         options: everything else; its ``columns`` are used where ``columns`` is None.
 
     Raises:

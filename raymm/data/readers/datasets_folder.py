@@ -4,10 +4,10 @@ from pathlib import Path
 
 import numpy as np
 
-from raymm.data.errors import DataError
 from raymm.data.readers.arrow_rows import count_column, row_of
 from raymm.data.readers.base import Reader
-from raymm.data.rows import ID, MESSAGES, TEXT
+from raymm.data.samples.errors import DataError
+from raymm.data.samples.rows import ID, MESSAGES, TEXT
 
 STATE_FILE, SPLITS_FILE = "state.json", "dataset_dict.json"
 _COUNT_ROWS = 100  # rows of a media column looked at together

@@ -4,7 +4,7 @@ import glob
 from collections.abc import Sequence
 from pathlib import Path
 
-from raymm.data.errors import DataError
+from raymm.data.samples.errors import DataError
 
 
 def find_files(path: Path, suffixes: Sequence[str]) -> list[Path]:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from raymm.data.errors import DataError, RowError
 from raymm.data.readers.base import Reader
+from raymm.data.samples.errors import DataError, RowError
 
 _BOM = b"\xef\xbb\xbf"
 # A line is read whole: one above this is no row, but a file that is not JSONL.

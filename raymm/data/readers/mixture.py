@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from raymm.data.errors import DataError
 from raymm.data.readers.base import Reader
 from raymm.data.readers.repeated import Repeated
-from raymm.data.sample import Sample
+from raymm.data.samples.errors import DataError
+from raymm.data.samples.sample import Sample
 
 
 class Mixture:

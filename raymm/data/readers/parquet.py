@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 
-from raymm.data.errors import DataError, RowError
 from raymm.data.readers.arrow_rows import count_column, row_of
 from raymm.data.readers.base import Reader
 from raymm.data.readers.files import find_files
-from raymm.data.rows import ID, MESSAGES, TEXT
+from raymm.data.samples.errors import DataError, RowError
+from raymm.data.samples.rows import ID, MESSAGES, TEXT
 
 # Row groups that stay in memory, if together they keep ``max_row_group_bytes``.
 _GROUPS_KEPT = 4

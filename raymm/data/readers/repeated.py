@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from raymm.data.errors import DataError
 from raymm.data.readers.base import Reader, ReaderOptions
-from raymm.data.sample import Sample
+from raymm.data.samples.errors import DataError
+from raymm.data.samples.sample import Sample
 
 
 class Repeated:

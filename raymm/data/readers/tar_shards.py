@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from raymm.data.errors import DataError, RowError
-from raymm.data.media import MediaRange
 from raymm.data.readers.base import Reader
 from raymm.data.readers.files import find_files
-from raymm.data.rows import TEXT
+from raymm.data.samples.errors import DataError, RowError
+from raymm.data.samples.media import MediaRange
+from raymm.data.samples.rows import TEXT
 
 JSON, TXT = "json", "txt"
 # ``json`` and ``txt`` are read while a shard is scanned.

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks._colocations import bus_slowdowns, random_colocations
+from raymm.scheduler.graph.strict_json import MultiplexError
 from raymm.scheduler.multiplex.interference import (
     COUPLINGS,
     FORMS,
@@ -23,7 +24,6 @@ from raymm.scheduler.multiplex.interference import (
     predict,
     report,
 )
-from raymm.scheduler.multiplex.strict_json import MultiplexError
 
 
 def test_delay_by_hand() -> None:

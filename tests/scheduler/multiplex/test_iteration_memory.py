@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks._mapping_instances import random_problem
+from raymm.scheduler.graph.strict_json import MultiplexError
 from raymm.scheduler.multiplex.iteration_memory import (
     balanced,
     fits_iteration,
     iteration_memory,
 )
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
-from raymm.scheduler.multiplex.memory_search import UNFIT
 from raymm.scheduler.multiplex.problem import MappingProblem
-from raymm.scheduler.multiplex.solve import solve
-from raymm.scheduler.multiplex.strict_json import MultiplexError
+from raymm.scheduler.multiplex.solver.memory_search import UNFIT
+from raymm.scheduler.multiplex.solver.solve import solve
 from raymm.scheduler.multiplex.surface import ScalingSurface
 from tests.scheduler.multiplex.mapping_problems import brute_force_iteration, problems
 

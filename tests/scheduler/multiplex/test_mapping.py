@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from raymm.scheduler.graph.strict_json import MultiplexError
 from raymm.scheduler.multiplex.interference import Interference
 from raymm.scheduler.multiplex.mapping import (
     Mapping,
@@ -18,7 +19,6 @@ from raymm.scheduler.multiplex.mapping import (
     under,
 )
 from raymm.scheduler.multiplex.problem import MappingProblem
-from raymm.scheduler.multiplex.strict_json import MultiplexError
 from raymm.scheduler.multiplex.surface import ScalingSurface
 
 

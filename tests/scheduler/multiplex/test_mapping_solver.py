@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks._mapping_instances import KINDS, random_problem
-from raymm.scheduler.multiplex import solve as solving
-from raymm.scheduler.multiplex.baselines import distmm, megatron, spindle
-from raymm.scheduler.multiplex.greedy import merge_greedily, mergeable
+from raymm.scheduler.baselines.mappings import distmm, megatron, spindle
+from raymm.scheduler.graph.strict_json import MultiplexError
 from raymm.scheduler.multiplex.mapping import Mapping
-from raymm.scheduler.multiplex.partition_columns import best_partition, independent_sets
 from raymm.scheduler.multiplex.problem import bits
-from raymm.scheduler.multiplex.sequences import alone_in_turn, components, in_order
-from raymm.scheduler.multiplex.solve import AUTO, STRATEGIES, solve
-from raymm.scheduler.multiplex.stage_evaluation import StageEvaluator
-from raymm.scheduler.multiplex.strict_json import MultiplexError
+from raymm.scheduler.multiplex.solver import solve as solving
+from raymm.scheduler.multiplex.solver.greedy import merge_greedily, mergeable
+from raymm.scheduler.multiplex.solver.partition_columns import best_partition, independent_sets
+from raymm.scheduler.multiplex.solver.sequences import alone_in_turn, components, in_order
+from raymm.scheduler.multiplex.solver.solve import AUTO, STRATEGIES, solve
+from raymm.scheduler.multiplex.solver.stage_evaluation import StageEvaluator
 from tests.scheduler.multiplex.mapping_problems import (
     brute_force_mapping,
     brute_force_stage,
@@ -64,7 +64,7 @@ class _BruteForce:
         self.problem, self.results = problem, {}
 
     def result(self, stage: int):
-        from raymm.scheduler.multiplex.stage_evaluation import StageResult
+        from raymm.scheduler.multiplex.solver.stage_evaluation import StageResult
 
         if stage not in self.results:
             seconds = brute_force_stage(self.problem, stage)

@@ -7,7 +7,7 @@ import pytest
 from raymm.scheduler.multiplex.interference import Interference
 from raymm.scheduler.multiplex.mapping import Mapping, Placement, predicted_stage
 from raymm.scheduler.multiplex.problem import MappingProblem
-from raymm.scheduler.multiplex.spare_quota import with_spare_quota
+from raymm.scheduler.multiplex.solver.spare_quota import with_spare_quota
 from raymm.scheduler.multiplex.surface import ScalingSurface
 
 

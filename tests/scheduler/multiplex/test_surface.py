@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raymm.scheduler.graph.strict_json import MultiplexError
 from raymm.scheduler.multiplex.isotonic import nearest_falling
 from raymm.scheduler.multiplex.roofline import ModuleWork, roofline_surface
-from raymm.scheduler.multiplex.strict_json import MultiplexError
 from raymm.scheduler.multiplex.surface import (
     ScalingSurface,
     surfaces_from_json,

@@ -1,0 +1,1 @@
+"""Programs carried out: instructions compiled, channels, clocks, colocated work."""

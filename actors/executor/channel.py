@@ -1,0 +1,313 @@
+"""Channels: the transport of one directed edge between two ranks.
+
+A message is its tensors plus one byte buffer with all side tensors. Nothing but data
+travels once a layout is known: both ends know from the step's metadata which layout a
+microbatch has (its ``key``), and only the first message with a new key is preceded by a
+description of it. Receives are posted ahead of need; a sent tensor lives until its send
+has completed.
+
+Where an end is several processes, each sends or is sent its share of every tensor
+(:mod:`raymm.scheduler.plan.resharding`), and the receivers gather their shares. Gradients that the
+senders have each a part of are summed on the way, every process ending up with the sum's
+share that it sends.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from math import prod
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from raymm.actors.faults.lost_processes import ChannelError
+from raymm.actors.modules.message import Message
+from raymm.kernels.collectives.flat import gather_shares, scatter_sum
+from raymm.kernels.collectives.waiting import wait
+from raymm.scheduler.plan.resharding import Resharding
+
+# Receives posted ahead of need on each edge.
+PREFETCH = 2
+
+
+class Layout(NamedTuple):
+    """Shapes and dtypes of a message: ``tensors`` and named ``side`` entries."""
+
+    tensors: tuple[tuple[tuple[int, ...], str], ...]
+    side: tuple[tuple[str, tuple[int, ...], str], ...]
+
+    @classmethod
+    def of(cls, message: Message) -> Layout:
+        return cls(
+            tuple((tuple(t.shape), str(t.dtype)) for t in message.tensors),
+            tuple((name, tuple(t.shape), str(t.dtype)) for name, t in message.side.items()),
+        )
+
+    @property
+    def buffers(self) -> list[tuple[int, torch.dtype]]:
+        """Elements and dtype of what travels: every tensor, then all side entries as bytes."""
+        found = [(prod(shape), _dtype(dtype)) for shape, dtype in self.tensors]
+        if self.side:
+            found.append((sum(_nbytes(shape, _dtype(d)) for _, shape, d in self.side), torch.uint8))
+        return found
+
+    def encode(self) -> bytes:
+        return json.dumps([self.tensors, self.side]).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Layout:
+        tensors, side = json.loads(data)
+        return cls(
+            tuple((tuple(shape), dtype) for shape, dtype in tensors),
+            tuple((name, tuple(shape), dtype) for name, shape, dtype in side),
+        )
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ChannelError(f"a message names the dtype {name!r}")
+    return dtype
+
+
+def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return dtype.itemsize * prod(shape)
+
+
+def _pack(side: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([t.detach().contiguous().view(-1).view(torch.uint8) for t in side.values()])
+
+
+def _unpack(layout: Layout, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+    side, offset = {}, 0
+    for name, shape, dtype_name in layout.side:
+        dtype = _dtype(dtype_name)
+        size = _nbytes(shape, dtype)
+        # clone: a view at an odd byte offset is not aligned for its dtype.
+        side[name] = buffer[offset : offset + size].clone().view(dtype).view(shape)
+        offset += size
+    return side
+
+
+@dataclass(frozen=True)
+class Link:
+    """The connection to one process of the other end: a group of the two, and its rank."""
+
+    group: dist.ProcessGroup
+    peer: int
+
+    def isend(self, tensor: torch.Tensor) -> dist.Work:
+        return dist.isend(tensor, self.peer, group=self.group)
+
+    def irecv(self, tensor: torch.Tensor) -> dist.Work:
+        return dist.irecv(tensor, self.peer, group=self.group)
+
+
+class SendChannel:
+    """One process's part of the sending end of an edge.
+
+    Args:
+        links: by the receiver's number among the receivers; those with which it has messages.
+        device: where tensors are.
+        resharding: how many processes are at either end.
+        index: this process's number among the senders.
+        summed: the group of the senders that have each a part of the message, which is their
+            sum. None if every sender has all of it.
+    """
+
+    def __init__(
+        self,
+        links: Mapping[int, Link],
+        device: torch.device,
+        resharding: Resharding = Resharding(1, 1),  # noqa: B008  frozen
+        index: int = 0,
+        summed: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._links = dict(links)
+        self._device = device
+        self._resharding = resharding
+        self._index = index
+        self._summed = summed
+        self._guided = [r for r in self._links if resharding.guide(r) == index]
+        self._layouts: dict[object, Layout] = {}
+        self._sent: list[tuple[dist.Work, torch.Tensor]] = []
+        self._sent_before: list[tuple[dist.Work, torch.Tensor]] = []
+        self.sent_bytes = 0
+        """Payload sent so far, without descriptions."""
+
+    def send(self, key: object, message: Message) -> None:
+        """Start sending; returns at once, unless parts are summed.
+
+        Raises:
+            ChannelError: if a message with this key looked different before.
+        """
+        layout = Layout.of(message)
+        known = self._layouts.get(key)
+        if known is None:
+            self._layouts[key] = layout
+            header = torch.frombuffer(bytearray(layout.encode()), dtype=torch.uint8)
+            for receiver in self._guided:
+                self._isend(receiver, torch.tensor([header.numel()], device=self._device))
+                self._isend(receiver, header.to(self._device))
+        elif known != layout:
+            raise ChannelError(
+                f"a message with the metadata {key!r} had the layout {known} and now has {layout}; "
+                "what a stage returns must depend on the shapes of its inputs only"
+            )
+        for tensor in message.tensors:
+            self._send(tensor.detach().contiguous().view(-1))
+        if message.side:
+            self._send(_pack(message.side))
+
+    def _send(self, flat: torch.Tensor) -> None:
+        length, offset = flat.numel(), 0
+        if self._summed is not None and length:
+            share = self._resharding.units * self._resharding.unit(length) // self._summed.size()
+            offset = share * self._summed.rank()
+            flat = scatter_sum(flat, share, self._summed)
+        for part in self._resharding.parts(length):
+            if part.sender == self._index:
+                payload = flat[part.start - offset : part.stop - offset]
+                self.sent_bytes += payload.nbytes
+                self._isend(part.receiver, payload)
+
+    def _isend(self, receiver: int, tensor: torch.Tensor) -> None:
+        self._sent.append((self._links[receiver].isend(tensor), tensor))
+
+    @property
+    def held(self) -> int:
+        """How many sent tensors are kept alive."""
+        return len(self._sent) + len(self._sent_before)
+
+    def end_step(self, timeout: timedelta) -> None:
+        """Let go of what was sent before the step that ends now.
+
+        A gloo send counts as completed only once it was waited for, and its tensor must live
+        until then. Waiting one step later costs nothing: the peer has long received it.
+
+        Raises:
+            ChannelError: if the peer is gone.
+        """
+        try:
+            for work, _ in self._sent_before:
+                wait(work, timeout)
+        except RuntimeError as error:
+            raise ChannelError(f"a message to {_ranks(self._links)} was lost: {error}") from error
+        self._sent_before, self._sent = self._sent, []
+
+
+def _ranks(links: Mapping[int, Link]) -> str:
+    peers = sorted(link.peer for link in links.values())
+    return f"rank {peers[0]}" if len(peers) == 1 else f"one of ranks {peers}"
+
+
+class _Posted(NamedTuple):
+    layout: Layout
+    shares: tuple[torch.Tensor, ...]  # flat, of every tensor and then of the side buffer
+    works: tuple[dist.Work, ...]
+
+
+class RecvChannel:
+    """One process's part of the receiving end of an edge.
+
+    Args:
+        links: by the sender's number among the senders; those with which it has messages.
+        device: where tensors are to be.
+        timeout: how long a wait may take.
+        resharding: how many processes are at either end.
+        index: this process's number among the receivers.
+        gathered: the group of all receivers; None if there is one only.
+    """
+
+    def __init__(
+        self,
+        links: Mapping[int, Link],
+        device: torch.device,
+        timeout: timedelta,
+        resharding: Resharding = Resharding(1, 1),  # noqa: B008  frozen
+        index: int = 0,
+        gathered: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._links = dict(links)
+        self._device = device
+        self._timeout = timeout
+        self._resharding = resharding
+        self._index = index
+        self._gathered = gathered
+        self._layouts: dict[object, Layout] = {}
+        self._expected: deque[object] = deque()
+        self._posted: deque[_Posted] = deque()
+
+    def expect(self, keys: Sequence[object]) -> None:
+        """Announce the keys of the step's messages, in order."""
+        self._expected.extend(keys)
+        self._post()
+
+    def _post(self) -> None:
+        """Post receives until enough are ahead, or the next layout is not known yet."""
+        while self._expected and len(self._posted) < PREFETCH:
+            layout = self._layouts.get(self._expected[0])
+            if layout is None:
+                return
+            self._expected.popleft()
+            self._posted.append(self._irecv(layout))
+
+    def _irecv(self, layout: Layout) -> _Posted:
+        shares, works = [], []
+        for length, dtype in layout.buffers:
+            start, _ = self._resharding.received(self._index, length)
+            share = torch.empty(self._share(length), dtype=dtype, device=self._device)
+            shares.append(share)
+            works += [
+                self._links[part.sender].irecv(share[part.start - start : part.stop - start])
+                for part in self._resharding.parts(length)
+                if part.receiver == self._index
+            ]
+        return _Posted(layout, tuple(shares), tuple(works))
+
+    def _share(self, length: int) -> int:
+        """Elements of a share with what fills it up, so that all receivers' are alike."""
+        if self._gathered is None:
+            return length
+        return self._resharding.units // self._resharding.receivers * self._resharding.unit(length)
+
+    def recv(self) -> Message:
+        """The next expected message; waits for it.
+
+        Raises:
+            ChannelError: if it does not come in time or the peer is gone.
+        """
+        try:
+            if not self._posted:
+                key = self._expected[0]
+                self._layouts[key] = self._recv_layout()
+                self._post()
+            posted = self._posted.popleft()
+            for work in posted.works:
+                wait(work, self._timeout)
+            flat = [
+                share if self._gathered is None else gather_shares(share, self._gathered)[:length]
+                for share, (length, _) in zip(posted.shares, posted.layout.buffers, strict=True)
+            ]
+        except RuntimeError as error:
+            raise ChannelError(f"no message from {_ranks(self._links)}: {error}") from error
+        self._post()
+        tensors = tuple(
+            buffer.view(shape)
+            for buffer, (shape, _) in zip(flat, posted.layout.tensors, strict=False)
+        )
+        side = _unpack(posted.layout, flat[-1]) if posted.layout.side else {}
+        return Message(tensors, side)
+
+    def _recv_layout(self) -> Layout:
+        guide = self._links[self._resharding.guide(self._index)]
+        length = torch.zeros(1, dtype=torch.int64, device=self._device)
+        wait(guide.irecv(length), self._timeout)
+        header = torch.empty(int(length), dtype=torch.uint8, device=self._device)
+        wait(guide.irecv(header), self._timeout)
+        return Layout.decode(header.cpu().numpy().tobytes())

@@ -1,0 +1,109 @@
+"""A rank's instructions with everything resolved that does not change from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from raymm.scheduler.plan.stage import stage_module
+from raymm.scheduler.program.program import BACKWARDS, COMPUTE, FORWARDS, Instruction, Op, turn_end
+
+_SENDS_GRADIENTS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT})
+
+
+class Task(NamedTuple):
+    """An instruction, and whom it has to do with."""
+
+    op: Op
+    stage: str
+    microbatch: int
+    peer: str
+    producers: tuple[tuple[str, str, bool], ...] = ()  # (stage, name in received, needs grad)
+    consumers: tuple[str, ...] = ()  # who gets what this produces
+    last: bool = False  # the stage's parameters get no more gradients in this step
+    turn: int = -1
+    quota: float = 1.0
+
+    def __str__(self) -> str:
+        words = [self.op.value, self.stage]
+        if self.microbatch >= 0:
+            words.append(f"of microbatch {self.microbatch}")
+        if self.peer:
+            words.append(f"{'to' if self.op is Op.SEND else 'from'} {self.peer}")
+        return " ".join(word for word in words if word)
+
+
+class CompiledProgram(NamedTuple):
+    """A rank's instructions, resolved, in turns (most are of one task, which has the device to
+    itself); per incoming edge the microbatches it carries; and, if gradients are reduced at its
+    end, the stages that have any."""
+
+    turns: tuple[tuple[Task, ...], ...]
+    incoming: dict[tuple[str, str], tuple[int, ...]]
+    reduced: frozenset[str] | None
+
+
+def compile_program(
+    instructions: Sequence[Instruction], edges: Sequence[tuple[str, str]]
+) -> CompiledProgram:
+    """Resolve a rank's program.
+
+    Args:
+        instructions: of the rank.
+        edges: all data edges of the plan, as (producer, consumer) stage names.
+    """
+    instructions = [Instruction(Op(i[0]), *i[1:]) for i in instructions]
+    sends = {(i.stage, i.peer, i.microbatch) for i in instructions if i.op is Op.SEND}
+    recvs = {(i.peer, i.stage, i.microbatch) for i in instructions if i.op is Op.RECV}
+    forwards = {(i.stage, i.microbatch) for i in instructions if i.op in FORWARDS}
+    backwards = {(i.stage, i.microbatch) for i in instructions if i.op in _SENDS_GRADIENTS}
+    reduces = any(i.op is Op.REDUCE_TIED for i in instructions)
+    last = {i.stage: n for n, i in enumerate(instructions) if reduces and i.op in BACKWARDS}
+    tasks = []
+    incoming: dict[tuple[str, str], tuple[int, ...]] = {}
+    for number, i in enumerate(instructions):
+        producers: tuple[tuple[str, str, bool], ...] = ()
+        consumers: tuple[str, ...] = ()
+        if i.op is Op.RECV:
+            incoming[i.edge] = incoming.get(i.edge, ()) + (i.microbatch,)
+        elif i.op in COMPUTE:
+            m = i.microbatch
+            before = [
+                src
+                for src, dst in edges
+                if dst == i.stage and ((src, dst, m) in recvs or (src, m) in forwards)
+            ]
+            producers = tuple(
+                (src, _received_name(src, i.stage),
+                 (src, m) in backwards or (i.stage, src, m) in sends)
+                for src in before
+            )
+            after = [
+                dst
+                for src, dst in edges
+                if src == i.stage and ((src, dst, m) in sends or (dst, m) in forwards)
+            ]
+            consumers = tuple(after)
+        is_last = last.get(i.stage) == number
+        tasks.append(
+            Task(
+                i.op, i.stage, i.microbatch, i.peer, producers, consumers, is_last, i.turn,
+                i.quota,
+            )
+        )
+    turns, index = [], 0
+    while index < len(tasks):
+        after = turn_end(tasks, index)
+        turns.append(tuple(tasks[index:after]))
+        index = after
+    return CompiledProgram(tuple(turns), incoming, frozenset(last) if reduces else None)
+
+
+def between_modules(producer: str, consumer: str) -> bool:
+    """Whether two stages are of different modules."""
+    return stage_module(producer) != stage_module(consumer)
+
+
+def _received_name(producer: str, consumer: str) -> str:
+    """Messages from another module are known by the module's name."""
+    return stage_module(producer) if between_modules(producer, consumer) else producer

@@ -1,0 +1,429 @@
+"""The executor: runs one rank's instructions and measures them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from raymm.actors.executor.channel import RecvChannel, SendChannel
+from raymm.actors.executor.colocation import Colocation
+from raymm.actors.executor.compiled_program import (
+    CompiledProgram,
+    Task,
+    between_modules,
+    compile_program,
+)
+from raymm.actors.executor.split_backward import DeferredWeights, backward_input
+from raymm.actors.executor.step_clock import StepClock, step_clock
+from raymm.actors.faults.whereabouts import Whereabouts
+from raymm.actors.modules.draws import Draws, module_draws
+from raymm.actors.modules.message import Message, MicrobatchContext
+from raymm.actors.modules.module_state import evaluating, inputs_unchanged, statistics_kept
+from raymm.actors.optimizer.finite import FiniteWatch, Place
+from raymm.actors.optimizer.gradient_reduction import GradientReduction
+from raymm.actors.quota import Work
+from raymm.scheduler.plan.stage import stage_module
+from raymm.scheduler.program.program import COMPUTE, FORWARDS, Instruction, Op
+
+
+class StageModule(Protocol):
+    """What the executor needs of a stage: an ``nn.Module`` with ``run``.
+
+    ``run(inputs, received, context)`` returns a :class:`Message`; the sink stage's first
+    tensor is the loss. ``received`` maps producers (stage names, or module names where the
+    producer is another module) to messages. A stage without an attribute ``may_draw`` may draw
+    random numbers, at the places that it says to ``context.enter``.
+    """
+
+    training: bool
+
+    def run(
+        self,
+        inputs: dict[str, Any] | None,
+        received: dict[str, Message],
+        context: MicrobatchContext,
+    ) -> Message: ...
+
+
+class StepMeta(NamedTuple):
+    """What every rank is told about a step.
+
+    Attributes:
+        step: number of the step, for seeds.
+        label_tokens: label tokens in the whole step.
+        keys: per microbatch, a value that determines every message's layout.
+        seed: the run's seed.
+        sample_ids: per microbatch, its samples' ids.
+        training: False for evaluation: no dropout anywhere.
+        batch: how many batches' gradients the step has accumulated before, for seeds.
+    """
+
+    step: int
+    label_tokens: int
+    keys: tuple[object, ...]
+    seed: int = 0
+    sample_ids: tuple[tuple[str, ...], ...] = ()
+    training: bool = True
+    batch: int = 0
+
+
+@dataclass
+class StepResult:
+    """One rank's outcome of a step.
+
+    Attributes:
+        losses: per microbatch its share of the loss (on the sink's rank).
+        spans: op, stage, microbatch, start, end, peer and quota; times are seconds on this
+            host's wall clock.
+        peak_bytes: the most memory that the process held meanwhile
+            (:class:`raymm.actors.memory.peak_memory.PeakMemory`).
+        grad_norm, learning_rate: of the update, if the step ends in one that is applied.
+        not_finite: of an update that was not applied, what was not finite here.
+    """
+
+    losses: dict[int, float] = field(default_factory=dict)
+    spans: list[tuple[str, str, int, float, float, str, float]] = field(default_factory=list)
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    peak_bytes: int = 0
+    not_finite: list[Place] | None = None
+
+
+class _Timed(NamedTuple):
+    """A task that has run, between two marks of the step's clock."""
+
+    task: Task
+    start: Any
+    end: Any
+
+
+@dataclass
+class _Step:
+    """A step under way: its data, and what lives between instructions, by (stage, microbatch).
+
+    Attributes:
+        inputs, meta: as given to :meth:`Executor.run`.
+        mailbox: messages by (from stage, to stage, microbatch), from when they are there until
+            they are used or sent.
+        saved: leaves and output of forwards that wait for their backward.
+        checkpoints: received messages, by producer, of forwards that wait to be recomputed.
+        deferred: parameter gradients that wait for their BACKWARD_WEIGHT.
+        losses: by microbatch.
+    """
+
+    inputs: dict[str, Sequence[dict[str, Any] | None]]
+    meta: StepMeta
+    mailbox: dict[tuple[str, str, int], Message] = field(default_factory=dict)
+    saved: dict[tuple[str, int], tuple[dict[str, tuple[torch.Tensor, ...]], Message]] = field(
+        default_factory=dict
+    )
+    checkpoints: dict[tuple[str, int], dict[str, Message]] = field(default_factory=dict)
+    deferred: dict[tuple[str, int], DeferredWeights] = field(default_factory=dict)
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def stage_inputs(self, task: Task) -> dict[str, Any] | None:
+        rows = self.inputs.get(task.stage)
+        return rows[task.microbatch] if rows else None
+
+    def messages(self, task: Task) -> list[Message]:
+        """What is there of what a task hands on and gets, on all its edges."""
+        peers = (*task.consumers, *(src for src, *_ in task.producers))
+        edges = [e for peer in peers for e in ((task.stage, peer), (peer, task.stage))]
+        found = (self.mailbox.get((*edge, task.microbatch)) for edge in edges)
+        return [message for message in found if message is not None]
+
+
+class Executor:
+    """Runs programs on the stages of one rank.
+
+    Args:
+        stages: the rank's stages by name.
+        edges: all data edges of the plan, as (producer, consumer) stage names.
+        senders, receivers: channels of the rank's remote edges, by directed edge.
+        collectives: what to do for each epilogue op; gets the result to fill in.
+        autocast: dtype of automatic mixed precision, None for none.
+        device: where stages live.
+        timeout: how long a wait on another rank may take.
+        random_shares: per stage, a number by which processes that share a microbatch differ
+            where they draw each their own random numbers.
+        reduction: sums gradients of shared parameters, from their stage's last backward on.
+        sum_gradient: makes a gradient that each of them has a part of the whole one, in place if
+            it likes; for gradients that stages of other modules on the same rank are handed.
+        colocation: runs the tasks of one turn side by side; None if no module has a quota.
+        whereabouts: is told every instruction.
+        watch: is shown what stages hand on and back, and the losses.
+    """
+
+    def __init__(
+        self,
+        stages: dict[str, StageModule],
+        edges: Sequence[tuple[str, str]],
+        senders: dict[tuple[str, str], SendChannel],
+        receivers: dict[tuple[str, str], RecvChannel],
+        collectives: dict[Op, Callable[[StepResult], None]],
+        autocast: torch.dtype | None = None,
+        device: torch.device | None = None,
+        timeout: timedelta = timedelta(minutes=5),
+        random_shares: Mapping[str, int] | None = None,
+        sum_gradient: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        reduction: GradientReduction | None = None,
+        colocation: Colocation | None = None,
+        whereabouts: Whereabouts | None = None,
+        watch: FiniteWatch | None = None,
+    ) -> None:
+        self._stages = stages
+        self._edges = tuple(edges)
+        self._senders = senders
+        self._receivers = receivers
+        self._collectives = collectives
+        self._autocast = autocast
+        self._device = device or torch.device("cpu")
+        self._timeout = timeout
+        self._random_shares = dict(random_shares or {})
+        self._sum_gradient = sum_gradient
+        self._reduction = reduction
+        self._colocation = colocation
+        self._whereabouts = whereabouts or Whereabouts()
+        self._watch = watch or FiniteWatch(self._device)
+        # Whether a stage draws random numbers; None: its first forward will tell.
+        self._draws: dict[str, bool | None] = {
+            name: stage.training and (getattr(stage, "may_draw", True) or None)
+            for name, stage in stages.items()
+        }
+
+    def compile(self, instructions: Sequence[Instruction]) -> CompiledProgram:
+        """Resolve a program once; it can then run any number of steps."""
+        return compile_program(instructions, self._edges)
+
+    def run(
+        self,
+        program: CompiledProgram,
+        inputs: dict[str, Sequence[dict[str, Any] | None]],
+        meta: StepMeta,
+    ) -> StepResult:
+        """Run one step.
+
+        Args:
+            program: the compiled program.
+            inputs: per stage that reads data, its inputs per microbatch.
+            meta: the step's metadata.
+        """
+        with contextlib.nullcontext() if meta.training else evaluating(self._stages.values()):
+            return self._run(program, inputs, meta)
+
+    def _run(
+        self,
+        program: CompiledProgram,
+        inputs: dict[str, Sequence[dict[str, Any] | None]],
+        meta: StepMeta,
+    ) -> StepResult:
+        result = StepResult()
+        step = _Step(inputs, meta)
+        if meta.training:
+            self._watch.begin()
+        if program.reduced is not None and self._reduction is not None:
+            self._reduction.expect(program.reduced)
+        for edge, microbatches in program.incoming.items():
+            self._receivers[edge].expect([meta.keys[m] for m in microbatches])
+        clock = step_clock(self._device)
+        now = clock.mark()
+        timed: list[_Timed] = []
+        for turn in program.turns:
+            self._whereabouts.enter(turn[0])
+            if turn[0].turn < 0:
+                (task,) = turn
+                self._run_alone(task, step, result)
+                before, now = now, clock.mark()
+                timed.append(_Timed(task, before, now))
+            else:
+                timed += self._run_side_by_side(turn, step, clock)
+                now = clock.mark()
+        self._whereabouts.enter("the end of a step")
+        for sender in self._senders.values():
+            sender.end_step(self._timeout)
+        result.losses = {m: float(loss) for m, loss in step.losses.items()}
+        *seconds, _ = clock.seconds([*(m for t in timed for m in (t.start, t.end)), now])
+        result.spans = [
+            (task.op.value, task.stage, task.microbatch, start, end, task.peer, task.quota)
+            for (task, *_), start, end in zip(timed, seconds[::2], seconds[1::2], strict=True)
+        ]
+        return result
+
+    def _run_alone(self, task: Task, step: _Step, result: StepResult) -> None:
+        reduction = self._reduction if task.last else None
+        if reduction is not None and task.op is Op.BACKWARD:
+            reduction.last_backward(task.stage)
+        self._run_task(task, step, result)
+        if reduction is not None:
+            reduction.finished(task.stage)
+
+    def _run_side_by_side(
+        self, turn: Sequence[Task], step: _Step, clock: StepClock
+    ) -> list[_Timed]:
+        """A turn: every module's tasks in its thread, on its quota. What this thread issues
+        afterwards (messages, sums of gradients, the optimizer's step) comes after all of it.
+
+        Sums of gradients start here only: their hooks know one backward at a time.
+        """
+        of_module: dict[str, list[Task]] = {}
+        for task in turn:
+            of_module.setdefault(stage_module(task.stage), []).append(task)
+        works = {module: self._work(tasks, step, clock) for module, tasks in of_module.items()}
+        outputs = self._colocation.run(works)
+        timed = [one for output in outputs.values() for one in output.get()[0]]
+        for task in turn:
+            if task.last and self._reduction is not None:
+                self._reduction.finished(task.stage)
+        return timed
+
+    def _work(self, tasks: Sequence[Task], step: _Step, clock: StepClock) -> Work:
+        def run(*_: Any) -> tuple[list[_Timed], list[Message]]:
+            timed = []
+            for task in tasks:
+                start = clock.mark()
+                self._run_task(task, step, StepResult())
+                timed.append(_Timed(task, start, clock.mark()))
+            return timed, [message for task in tasks for message in step.messages(task)]
+
+        # Named, so that they are kept for the module's stream: what other streams have made.
+        consumes = [
+            (step.messages(task), step.stage_inputs(task),
+             step.checkpoints.get((task.stage, task.microbatch)))
+            for task in tasks
+        ]  # fmt: skip
+        draws = any(
+            self._draws[task.stage] is not False for task in tasks
+        )
+        return Work(run, tuple(consumes), draws=draws)
+
+    def _run_task(self, task: Task, step: _Step, result: StepResult) -> None:
+        m = task.microbatch
+        if task.op is Op.RECV:
+            edge = (task.peer, task.stage)
+            step.mailbox[*edge, m] = self._receivers[edge].recv()
+        elif task.op is Op.SEND:
+            edge = (task.stage, task.peer)
+            self._senders[edge].send(step.meta.keys[m], step.mailbox.pop((*edge, m)))
+        elif task.op in FORWARDS:
+            self._forward(task, step)
+        elif task.op is Op.RECOMPUTE:
+            received = step.checkpoints.pop((task.stage, m))
+            with statistics_kept(self._stages[task.stage]):
+                step.saved[task.stage, m] = self._run_stage(task, step, received, True)
+        elif task.op is Op.BACKWARD_WEIGHT:
+            step.deferred.pop((task.stage, m)).run()
+        elif task.op in COMPUTE:
+            self._backward(task, step)
+        else:
+            self._collectives[task.op](result)
+
+    def _forward(self, task: Task, step: _Step) -> None:
+        m = task.microbatch
+        received = {src: step.mailbox.pop((src, task.stage, m)) for src, *_ in task.producers}
+        if task.op is Op.FORWARD_CHECKPOINTED:
+            step.checkpoints[task.stage, m] = received
+            with inputs_unchanged(task.stage, received, step.stage_inputs(task)):
+                _, output = self._run_stage(task, step, received, False)
+        else:
+            leaves, output = self._run_stage(task, step, received, task.op is Op.FORWARD)
+            if task.op is Op.FORWARD:
+                step.saved[task.stage, m] = (leaves, output)
+        if step.meta.training:
+            self._watch.saw("output", task.stage, m, output.tensors)
+        if not self._has_consumer(task.stage):
+            step.losses[m] = output.tensors[0].detach()
+            if step.meta.training:
+                self._watch.loss(step.losses[m])
+        handed = Message(tuple(t.detach() for t in output.tensors), output.side)
+        for dst in task.consumers:
+            step.mailbox[task.stage, dst, m] = handed
+
+    def _run_stage(
+        self, task: Task, step: _Step, received: dict[str, Message], with_grad: bool
+    ) -> tuple[dict[str, tuple[torch.Tensor, ...]], Message]:
+        """A stage's forward. Returns the leaves that its backward computes gradients of, by
+        producer, and the stage's output."""
+        m, meta = task.microbatch, step.meta
+        stage = self._stages[task.stage]
+        leaves: dict[str, tuple[torch.Tensor, ...]] = {}
+        named: dict[str, Message] = {}
+        for src, name, needs_grad in task.producers:
+            message = received[src]
+            if with_grad and needs_grad:
+                # A detached alias: local messages must not join two stages' graphs.
+                leaves[src] = tuple(t.detach().requires_grad_() for t in message.tensors)
+                message = Message(leaves[src], message.side)
+            named[name] = message
+        with self._drawing(task, meta) as draws:
+            context = MicrobatchContext(
+                label_tokens=meta.label_tokens,
+                microbatch=m,
+                sample_ids=meta.sample_ids[m] if meta.sample_ids else (),
+                draws=draws,
+            )
+            with torch.set_grad_enabled(with_grad), self._precision():
+                return leaves, stage.run(step.stage_inputs(task), named, context)
+
+    @contextlib.contextmanager
+    def _drawing(self, task: Task, meta: StepMeta) -> Iterator[Draws | None]:
+        """What a stage draws follows from the step, its module and the microbatch. One that draws
+        nothing leaves the generators alone: others may be using them."""
+        drawn = self._draws[task.stage]
+        if drawn is False:
+            yield None
+            return
+        draws = module_draws(
+            meta.seed, meta.step, stage_module(task.stage), task.microbatch,
+            self._random_shares.get(task.stage, 0), watched=drawn is None, batch=meta.batch,
+        )  # fmt: skip
+        draws.enter("stage")
+        yield draws
+        if drawn is None:
+            draws.end()
+            self._draws[task.stage] = draws.drawn
+
+    def _backward(self, task: Task, step: _Step) -> None:
+        m = task.microbatch
+        leaves, output = step.saved.pop((task.stage, m))
+        if self._has_consumer(task.stage):
+            gradients = [step.mailbox.pop((dst, task.stage, m)).tensors for dst in task.consumers]
+        else:
+            gradients = []
+        total: list[torch.Tensor | None] = [None] * len(output.tensors)
+        for one in gradients:
+            total = [g if t is None else t + g for t, g in zip(total, one, strict=True)]
+        flat = [t for tensors in leaves.values() for t in tensors]
+        if task.op is Op.BACKWARD_INPUT:
+            found, step.deferred[task.stage, m] = backward_input(output.tensors, total, flat)
+        else:
+            pairs = [(t, g) for t, g in zip(output.tensors, total, strict=True) if t.requires_grad]
+            if pairs:
+                torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+            found = tuple(t.grad for t in flat)
+        ready = iter(
+            torch.zeros_like(t) if g is None else g for t, g in zip(flat, found, strict=True)
+        )
+        for src, tensors in leaves.items():
+            handed = tuple(next(ready) for _ in tensors)
+            local = src in self._stages and between_modules(src, task.stage)
+            if self._sum_gradient is not None and local:
+                # Copies: a gradient may be what pass two of a split backward starts from.
+                handed = tuple(
+                    self._sum_gradient(one.clone(memory_format=torch.contiguous_format))
+                    for one in handed
+                )
+            self._watch.saw("gradient", task.stage, m, handed, of=src)
+            step.mailbox[task.stage, src, m] = Message(handed, {})
+
+    def _has_consumer(self, stage: str) -> bool:
+        return any(src == stage for src, _ in self._edges)
+
+    def _precision(self) -> contextlib.AbstractContextManager:
+        if self._autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, dtype=self._autocast)

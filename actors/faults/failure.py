@@ -1,0 +1,90 @@
+"""How what goes wrong is said."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from ray.exceptions import OutOfMemoryError, RayActorError
+
+from raymm.actors.faults.inquiry import Inquiry
+from raymm.actors.faults.stacks import Look
+
+# An error says of so many ranks what they were doing; the files that it names, of all.
+SHOWN_RANKS = 16
+
+
+def accusation(
+    names: Sequence[str],
+    found: Inquiry,
+    looks: Mapping[int, Look],
+    reason: str,
+    long: float,
+) -> tuple[str, dict[str, str]]:
+    """Who is to blame, and what every rank was doing.
+
+    Args:
+        names: of the ranks.
+        found: what they said.
+        looks: what they look like from outside.
+        reason: why they were asked.
+        long: seconds of computing from which on others may have given up because of it.
+
+    Returns:
+        The message, with the culprit in the first line if there is one; and a file per rank.
+    """
+    doing = [f"{name} {_doing(rank, found, looks)}" for rank, name in enumerate(names)]
+    rank = found.culprit()
+    if rank in found.reports and found.reports[rank].seconds < long:
+        rank = None
+    lines = [reason] if rank is None else [doing[rank], reason]
+    others = [text for number, text in enumerate(doing) if number != rank]
+    lines += others[:SHOWN_RANKS]
+    if len(others) > SHOWN_RANKS:
+        lines.append(f"and {len(others) - SHOWN_RANKS} more")
+    texts = {f"rank-{n}.txt": f"{doing[n]}\n{look.stacks}" for n, look in looks.items()}
+    return "\n".join(lines), texts
+
+
+def _doing(rank: int, found: Inquiry, looks: Mapping[int, Look]) -> str:
+    if rank in found.dead:
+        return f"died: {first_line(found.dead[rank])}"
+    if rank in found.reports:
+        return str(found.reports[rank])
+    return f"does not answer; it is {looks[rank].state if rank in looks else 'out of reach'}"
+
+
+def first_line(error: BaseException) -> str:
+    """What a Ray error says, without its many lines of context."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, OutOfMemoryError):  # Ray's memory monitor chose this process
+        return " ".join(lines[:2]).partition(" Ray killed")[0]
+    if isinstance(error, RayActorError) and "creation task" in str(error):
+        reason = raised_at(str(error))
+        if reason.startswith(ModuleNotFoundError.__name__):
+            reason += (
+                ". Ranks import what is installed, or lies in the working directory, the script's "
+                "folder or PYTHONPATH; what a program adds to sys.path they do not have"
+            )
+        return f"it could not start: {reason}"
+    for line in lines:
+        if "died because" in line or "cause" in line.lower() or "Worker" in line:
+            return line.partition(" Some common causes")[0]
+    return lines[0] if lines else type(error).__name__
+
+
+def raised_at(traceback: str) -> str:
+    """What was raised, and where, of a traceback in words: ``"KeyError: 'a', raised in build
+    (model.py, line 3)"``."""
+    lines = [line for line in traceback.splitlines() if line.strip()]
+    places = [n for n, line in enumerate(lines) if _PLACE.match(line)]
+    if not places:
+        return lines[-1].strip() if lines else "no reason is known"
+    # After the last place come its source line, perhaps marks below it, and the error.
+    error = [line for line in lines[places[-1] + 1 :] if not line.startswith(" ")]
+    file, number, function = _PLACE.match(lines[places[-1]]).groups()
+    said = " ".join(line.strip() for line in error) or lines[-1].strip()
+    return f"{said}, raised in {function} ({file}, line {number})"
+
+
+_PLACE = re.compile(r'\s*File "(.+)", line (\d+), in (\S+)')

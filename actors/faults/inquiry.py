@@ -1,0 +1,119 @@
+"""Who is to blame when processes do not go on: they are asked where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raymm.actors.faults.stacks import Address, Look, end_process, look_at
+from raymm.actors.faults.whereabouts import Report
+
+# Seconds that a process has to say where it is. Its main thread need not be free for that; one
+# that holds the interpreter's lock, or is stopped, says nothing.
+ANSWER_TIMEOUT_S = 5.0
+# Seconds that another node has to look at its processes from outside; it may have to start one.
+LOOK_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Inquiry:
+    """What processes said, by number.
+
+    Attributes:
+        reports: of those that answered.
+        dead: of those that are dead, how Ray says it.
+        silent: the others.
+    """
+
+    reports: Mapping[int, Report] = field(default_factory=dict)
+    dead: Mapping[int, RayActorError] = field(default_factory=dict)
+    silent: tuple[int, ...] = ()
+
+    def culprit(self) -> int | None:
+        """A dead process; else one that does not answer; else the one that has computed for longest
+        while another waits for it. None if all wait, or none does."""
+        if self.dead:
+            return min(self.dead)
+        if self.silent:
+            return min(self.silent)
+        busy = {n: r for n, r in self.reports.items() if r.doing and not r.waits}
+        return max(busy, key=lambda n: busy[n].seconds, default=None)
+
+    def still(self) -> float:
+        """Seconds since any of those that answer has begun something; infinite if none does."""
+        return min((report.seconds for report in self.reports.values()), default=float("inf"))
+
+
+def inquire(actors: Mapping[int, Any], timeout: float = ANSWER_TIMEOUT_S) -> Inquiry:
+    """Ask where processes are, all at once.
+
+    Args:
+        actors: handles of :class:`raymm.actors.faults.watched_actor.WatchedActor`, by number.
+        timeout: seconds for all answers.
+    """
+    refs = {number: actor.where.remote() for number, actor in actors.items()}
+    ray.wait(list(refs.values()), num_returns=len(refs), timeout=timeout)
+    reports: dict[int, Report] = {}
+    dead: dict[int, RayActorError] = {}
+    for number, ref in refs.items():
+        try:
+            reports[number] = ray.get(ref, timeout=0)
+        except GetTimeoutError:
+            continue
+        except RayActorError as error:
+            dead[number] = error
+        except RayError:
+            continue
+    silent = tuple(number for number in refs if number not in reports and number not in dead)
+    return Inquiry(reports, dead, silent)
+
+
+def look_from_outside(processes: Mapping[int, Address]) -> dict[int, Look]:
+    """States and stacks of processes, each looked at on its own node; those of nodes that do not
+    answer are missing.
+
+    Args:
+        processes: by number.
+    """
+    return _on_their_nodes(look_at, processes)
+
+
+def kill_from_outside(processes: Mapping[int, Address], everywhere: bool = True) -> None:
+    """Kill processes, on their own nodes: one that is stopped does not obey Ray.
+
+    Args:
+        processes: by number.
+        everywhere: not on this node only.
+    """
+    _on_their_nodes(_end, processes, everywhere)
+
+
+def _end(one: Address) -> None:
+    end_process(one.pid)
+
+
+def _on_their_nodes(
+    call: Any, processes: Mapping[int, Address], everywhere: bool = True
+) -> dict[int, Any]:
+    here = ray.get_runtime_context().get_node_id()
+    remote = ray.remote(num_cpus=0, max_retries=0)(call)
+    refs = {
+        number: remote.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(one.node, soft=False)
+        ).remote(one)
+        for number, one in processes.items() if everywhere and one.node != here
+    }
+    found = {number: call(one) for number, one in processes.items() if one.node == here}
+    if refs:
+        ray.wait(list(refs.values()), num_returns=len(refs), timeout=LOOK_TIMEOUT_S)
+    for number, ref in refs.items():
+        try:
+            found[number] = ray.get(ref, timeout=0)
+        except (GetTimeoutError, RayError):
+            continue
+    return found

@@ -1,0 +1,1 @@
+"""Memory: what storages live, peaks, tensors on their way to a device."""

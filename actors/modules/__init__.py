@@ -1,0 +1,1 @@
+"""A module taken apart: blocks, cuts, merging, projectors, messages, random draws."""

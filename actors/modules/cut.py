@@ -1,0 +1,313 @@
+"""Cut and inject: run any part of a model through its own, unmodified forward.
+
+The list of blocks keeps its indices, so parameter names stay checkpoint names. Blocks
+outside a stage hold no parameters: those before it return the hidden state that came from the
+previous stage, those after it end the forward by raising :class:`CutReached` with what they
+were called with. Parameters outside the blocks that the stage does not own become zero-stride
+ghosts, which take no memory.
+
+A forward may skip any blocks, as long as all stages skip the same
+(:mod:`raymm.actors.modules.draws`). What came from the previous stage is the input of whatever
+block is called first from the stage's first one on; the forward is cut at the next one called
+after the stage. Where none is, what the last one returned goes on, for which its stand-in in
+the next stage returns it: code between blocks runs once, on one side of the cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class CutInfo:
+    """What a probe learned about a model class (names are relative to the module).
+
+    Attributes:
+        blocks: dotted name of the list of blocks.
+        tuple_length: 0 if a block returns a tensor, else the length of its tuple or list.
+        first, middle, last: names of the parameters outside the blocks that the first,
+            any middle, and the last stage use.
+    """
+
+    blocks: str
+    tuple_length: int
+    first: frozenset[str]
+    middle: frozenset[str]
+    last: frozenset[str]
+
+    def outer(self, is_first: bool, is_last: bool) -> frozenset[str]:
+        """Parameters outside the blocks that a stage at this position owns."""
+        names = self.middle
+        if is_first:
+            names = names | self.first
+        if is_last:
+            names = names | self.last
+        return names
+
+
+class NoBlockCalledError(RuntimeError):
+    """A forward that skipped every block: there is nothing that one stage could hand to the next.
+    Names the module, the microbatch and the cure."""
+
+
+class CutReached(Exception):  # noqa: N818  not an error: the normal end of a cut forward
+    """Carries the hidden state that the next stage goes on with."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__("cut reached")
+        self.hidden = hidden
+
+
+def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    return args[0] if args else kwargs["hidden_states"]
+
+
+class _Placeholder(nn.Module):
+    """A block without parameters that still shows the plain attributes of the real one and
+    of its class (models read things like ``layer.attention_type`` from outside)."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        for base in reversed(type(block).__mro__):
+            if issubclass(base, nn.Module) and base is not nn.Module:
+                for name, value in vars(base).items():
+                    if isinstance(value, str | int | float) and not name.startswith("__"):
+                        self.__dict__[name] = value
+        internal = set(nn.Module().__dict__)
+        for name, value in block.__dict__.items():
+            if name not in internal and not isinstance(value, nn.Module | torch.Tensor):
+                self.__dict__[name] = value
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"the forward reads {name!r} of a block that another stage has; of those, a stage has "
+            "plain attributes only"
+        )
+
+
+class PassThrough(_Placeholder):
+    """Returns what the stage received, in the shape a block returns."""
+
+    def __init__(self, block: nn.Module, tuple_length: int) -> None:
+        super().__init__(block)
+        self._tuple_length = tuple_length
+        self.passage: Passage | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = self.passage.passed(_hidden(args, kwargs))
+        if self._tuple_length:
+            return (hidden,) + (None,) * (self._tuple_length - 1)
+        return hidden
+
+
+class CutPoint(_Placeholder):
+    """Ends the forward."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__(block)
+        self.passage: Passage | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise CutReached(self.passage.arriving(_hidden(args, kwargs)))
+
+
+def _in_blocks(name: str, blocks: str) -> int | None:
+    """Index of the block that a parameter belongs to; None if outside."""
+    prefix = blocks + "."
+    return int(name[len(prefix) :].split(".")[0]) if name.startswith(prefix) else None
+
+
+def stage_parameters(module: nn.Module, info: CutInfo, lo: int, hi: int) -> list[str]:
+    """Names of the parameters that blocks [lo, hi) and their surroundings own."""
+    _check_shared(module, info.blocks, lo, hi)
+    total = len(module.get_submodule(info.blocks))
+    outer = info.outer(lo == 0, hi == total)
+    known = info.first | info.middle | info.last
+    names = []
+    for name, _ in module.named_parameters():
+        index = _in_blocks(name, info.blocks)
+        if index is None:
+            # A parameter that no gradient ever reached still has to live somewhere.
+            owned = name in outer or (name not in known and hi == total)
+        else:
+            owned = lo <= index < hi
+        if owned:
+            names.append(name)
+    return names
+
+
+class SharedBlocksError(ValueError):
+    """A cut between blocks that have parameters in common."""
+
+
+def _check_shared(module: nn.Module, blocks: str, lo: int, hi: int) -> None:
+    """
+    Raises:
+        SharedBlocksError: if blocks [lo, hi) share parameters with others, or with what is around
+            the blocks: a stage would have none of them, or one of its own.
+    """
+    places: dict[int, dict[int | None, str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        places.setdefault(id(parameter), {})[_in_blocks(name, blocks)] = name
+    for found in places.values():
+        inside = [i for i in found if i is not None and lo <= i < hi]
+        outside = [i for i in found if i not in inside]
+        if inside and outside:
+            raise SharedBlocksError(
+                f"{type(module).__name__} cannot be cut into blocks {lo} to {hi - 1} and others: "
+                f"{found[inside[0]]!r} and {found[outside[0]]!r} are one parameter; cut it "
+                "elsewhere (layers of its ParallelSpec), or give it one stage (pp 1)"
+            )
+
+
+def ghost_parameter(module: nn.Module, name: str) -> None:
+    """Replace a parameter by a zero-stride tensor that is no parameter."""
+    owner_name, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(owner_name)
+    parameter = owner._parameters.pop(leaf)
+    setattr(owner, leaf, torch.zeros((), dtype=parameter.dtype).expand(parameter.shape))
+
+
+def own_buffers(module: nn.Module) -> frozenset[str]:
+    """Names of the buffers that are a stage's own: not those of modules around the blocks whose
+    parameters another stage has, which run on ghosts here (a batch norm before the first block
+    would see nothing of the data)."""
+    return frozenset(
+        f"{where}.{name}" if where else name
+        for where, child in module.named_modules()
+        if not any(_is_ghost(value) for value in vars(child).values())
+        for name in child._buffers
+    )
+
+
+def _is_ghost(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and not any(value.stride())
+
+
+def prune(module: nn.Module, info: CutInfo, lo: int, hi: int) -> nn.Module:
+    """Reduce a module in place to blocks [lo, hi) and what surrounds them."""
+    blocks = module.get_submodule(info.blocks)
+    owned = set(stage_parameters(module, info, lo, hi))
+    for index in range(len(blocks)):
+        if index < lo:
+            blocks[index] = PassThrough(blocks[index], info.tuple_length)
+        elif index >= hi:
+            blocks[index] = CutPoint(blocks[index])
+    kept = {id(p) for n, p in module.named_parameters() if n in owned}
+    # remove_duplicate=False: a tied parameter is ghosted, or kept, under all its names.
+    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+        if id(parameter) not in kept:
+            ghost_parameter(module, name)
+    return module
+
+
+class Passage:
+    """The way of a microbatch's hidden state through blocks [lo, hi) of a pruned module.
+
+    Args:
+        module: what :func:`prune` has left of it, with these blocks.
+
+    Attributes:
+        skips: whether the forward may skip blocks. If not, blocks of earlier stages return what
+            they are called with, as their results are never used.
+    """
+
+    def __init__(self, module: nn.Module, info: CutInfo, lo: int, hi: int) -> None:
+        blocks: Sequence[Any] = module.get_submodule(info.blocks)
+        self._is_last = hi == len(blocks)
+        self.skips = True
+        self._received: torch.Tensor | None = None
+        self._arrived = True
+        self._copy: torch.Tensor | None = None
+        self._left: torch.Tensor | None = None
+        self._version = 0
+        self._running = False
+        for index, block in enumerate(blocks):
+            if lo <= index < hi:
+                block.register_forward_pre_hook(self._enter, with_kwargs=True)
+                block.register_forward_hook(self._leave)
+            else:
+                block.passage = self
+
+    @contextmanager
+    def open(self, received: torch.Tensor | None, what: str) -> Iterator[None]:
+        """For one forward of the module.
+
+        Args:
+            received: what the previous stage handed on; None in the first one.
+            what: which forward it is, for errors.
+
+        Raises:
+            CutReached: the forward is over, of any stage but the last.
+            NoBlockCalledError: it skipped every block of the module.
+        """
+        self._received, self._arrived, self._left = received, received is None, None
+        self._running = True
+        try:
+            yield
+            self._end(what)
+        finally:
+            self._running = False
+            self._received = self._copy = self._left = None
+
+    def _end(self, what: str) -> None:
+        """The forward has come to its end."""
+        if self._left is None:
+            raise NoBlockCalledError(
+                f"{what} skipped every block, and stages have only what blocks return to hand on; "
+                "give the module one stage (pp 1), or a smaller probability of skipping a block in "
+                "its config (layerdrop)"
+            )
+        if self._is_last:
+            return
+        if self._left._version != self._version:
+            raise RuntimeError(
+                f"{what} skipped the last blocks, and changes in place what the one before them "
+                "returned; give the module one stage (pp 1)"
+            )
+        raise CutReached(self._left)
+
+    def arriving(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What a block is really called with, where it would be with ``hidden``."""
+        if self._arrived:
+            return hidden
+        self._arrived = True
+        return self._received
+
+    def passed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What a block of an earlier stage returned: a copy, as models may change it in place."""
+        if not self.skips:
+            return hidden
+        if self._copy is None or self._copy._version:
+            self._copy = self._received.clone()
+        self._leaving(self._received)
+        return self._copy
+
+    # While gradients are computed, checkpointing may call a block again, with what it was called
+    # with the first time.
+
+    def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._running:
+            return None
+        hidden = self.arriving(_hidden(args, kwargs))
+        if args:
+            return (hidden, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": hidden}
+
+    def _leave(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._running:
+            self._leaving(output[0] if isinstance(output, tuple | list) else output)
+
+    def _leaving(self, hidden: torch.Tensor) -> None:
+        self._left, self._version = hidden, hidden._version
+
+
+def frozen_names(module: nn.Module) -> Collection[str]:
+    """Names of parameters with ``requires_grad=False``."""
+    return {name for name, p in module.named_parameters() if not p.requires_grad}

@@ -1,0 +1,252 @@
+"""Merge policies: how encoder outputs enter the language model's sequence.
+
+A policy is a callable ``policy(encoder_outputs, inputs) -> inputs`` (Cornstarch v1,
+Listing 2, ``cb_before_llm``). ``encoder_outputs[name]`` is (n_items, n_tokens, H);
+``inputs`` holds ``inputs_embeds`` (B, T, H), ``input_ids`` (B, T), ``attention_mask``
+(B, T), ``labels`` (B, T) and ``sample_index``, a dict of (n_items,) row numbers per
+encoder. What is returned must hold ``inputs_embeds`` and ``labels`` of the merged length
+and may hold ``attention_mask`` and ``position_ids``. It may add positions, labelled -100,
+but never add or drop label tokens.
+
+If the model has a mask policy, ``inputs`` also holds ``encoder_kinds``, a number from 1 per
+encoder, and what is returned must hold ``token_layout``
+(:mod:`raymm.actors.modules.token_layout`).
+
+A policy may have a method ``check(inputs, tokens)``, which is asked about every batch in memory,
+and every sample of data on disk, before it is sent to a rank, where an error would end the model:
+``inputs`` holds ``input_ids``, ``attention_mask``, ``labels`` and ``sample_index``,
+``tokens[name]`` is how many an item of each encoder that has items becomes. It raises
+:class:`MergeError` where the policy would, and returns the merged length. Policies without one are
+tried on features of zeros (:mod:`raymm.batch.merge_trial`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from raymm.actors.modules.token_layout import (
+    MaskPolicy,
+    checked_layout,
+    place_items,
+    text_layout,
+)
+
+IGNORE_INDEX = -100
+
+MergePolicy = Callable[[dict[str, torch.Tensor], dict[str, Any]], dict[str, Any]]
+
+
+class MergeError(ValueError):
+    """Encoder outputs that do not fit the text they are merged into. ``row`` is the sample's
+    number in the microbatch, if it is one sample's fault."""
+
+    row: int | None = None
+
+
+def merge_rows(
+    policy: MergePolicy, features: dict[str, torch.Tensor], inputs: dict[str, Any]
+) -> dict[str, Any]:
+    """What a policy returns.
+
+    Raises:
+        MergeError: it lacks something, or other tokens are labels. Else what the policy raises.
+    """
+    rows, width = len(inputs["labels"]), inputs["inputs_embeds"].shape[2]
+    given = _label_count(inputs["labels"])  # before the policy, which may write into them
+    found = policy(features, inputs)
+    if not isinstance(found, Mapping):
+        raise MergeError(f"the merge policy returned a {type(found).__name__}; accepted: a dict")
+    merged = dict(found)
+    for name, dims, form in (("inputs_embeds", 3, "(B, T, H)"), ("labels", 2, "(B, T)")):
+        value = merged.get(name)
+        if not isinstance(value, torch.Tensor) or value.dim() != dims:
+            what = f"of shape {tuple(value.shape)}" if hasattr(value, "shape") else repr(value)
+            raise MergeError(
+                f"the merge policy returned {name} {what:.80}; accepted: a tensor {form}"
+            )
+    embeds, labels = merged["inputs_embeds"], merged["labels"]
+    if tuple(embeds.shape) != (*labels.shape, width) or len(labels) != rows:
+        raise MergeError(
+            f"the merge policy returned inputs_embeds of shape {tuple(embeds.shape)} and labels of "
+            f"shape {tuple(labels.shape)} for {rows} rows; accepted: one length for both, a row of "
+            f"each per sample, embeddings {width} wide"
+        )
+    kept = _label_count(labels)
+    if given != kept:
+        raise MergeError(f"the merge policy turned {given} label tokens into {kept}")
+    return merged
+
+
+def _label_count(labels: torch.Tensor) -> int:
+    return int((labels[:, 1:] != IGNORE_INDEX).sum())
+
+
+def merged_layout(merged: Mapping[str, Any], mask: MaskPolicy | None) -> torch.Tensor:
+    """Where the tokens are that a policy returns, for a model's mask (None: causal, for which only
+    padding matters).
+
+    Raises:
+        MergeError: it says no such thing.
+    """
+    layout, labels = merged.get("token_layout"), merged["labels"]
+    seen, shape = merged.get("attention_mask"), labels.shape
+    if mask is None:
+        if seen is not None and seen.shape != shape:
+            raise MergeError(
+                f"the merge policy returned an attention_mask of shape {tuple(seen.shape)}; "
+                f"with context parallelism or packing it is (B, T), here {tuple(shape)}: what "
+                "else hides tokens is the model's mask"
+            )
+    elif layout is None:
+        raise MergeError(
+            "the merge policy returned no token_layout, which the model's mask is made "
+            "from; see raymm.actors.modules.token_layout"
+        )
+    try:
+        if mask is None:
+            return text_layout(torch.ones_like(labels) if seen is None else seen)
+        return checked_layout(layout, shape)
+    except ValueError as error:
+        raise MergeError(f"the merge policy returned a {error}") from None
+
+
+@dataclass(frozen=True)
+class Prepend:
+    """Put each sample's modality tokens before its text, encoder by encoder.
+
+    Padding in the text is dropped and the merged rows are padded on the right.
+    """
+
+    def check(self, inputs: Mapping[str, Any], tokens: Mapping[str, int]) -> int:
+        """The merged length."""
+        if not tokens:
+            return inputs["labels"].shape[1]
+        lengths = inputs["attention_mask"].sum(dim=1)
+        for name, count in tokens.items():
+            items = torch.bincount(inputs["sample_index"][name], minlength=len(lengths))
+            lengths = lengths + items * count
+        return int(lengths.max())
+
+    def __call__(
+        self, encoder_outputs: dict[str, torch.Tensor], inputs: dict[str, Any]
+    ) -> dict[str, Any]:
+        kinds = inputs.get("encoder_kinds")
+        if not encoder_outputs:
+            return {**inputs, **_text_only(inputs)}
+        embeds, labels = inputs["inputs_embeds"], inputs["labels"]
+        mask = inputs["attention_mask"].bool()
+        rows_embeds, rows_labels, places = [], [], {name: [] for name in encoder_outputs}
+        for row in range(embeds.shape[0]):
+            parts = [
+                features[inputs["sample_index"][name] == row].flatten(0, 1)
+                for name, features in encoder_outputs.items()
+            ]
+            start = 0
+            for name, part in zip(encoder_outputs, parts, strict=True):
+                places[name].append((start, start + len(part)))
+                start += len(part)
+            modality = torch.cat(parts)
+            ignored = labels.new_full((modality.shape[0],), IGNORE_INDEX)
+            text = embeds[row][mask[row]]
+            rows_embeds.append(torch.cat([modality.to(text.dtype), text]))
+            rows_labels.append(torch.cat([ignored, labels[row][mask[row]]]))
+        lengths = torch.tensor([len(row) for row in rows_labels], device=labels.device)
+        merged = pad_sequence(rows_embeds, batch_first=True)
+        positions = torch.arange(merged.shape[1], device=labels.device)
+        result = {
+            "inputs_embeds": merged,
+            "labels": pad_sequence(rows_labels, batch_first=True, padding_value=IGNORE_INDEX),
+            "attention_mask": (positions < lengths[:, None]).long(),
+        }
+        if kinds is not None:
+            result["token_layout"] = layout = text_layout(result["attention_mask"])
+            for name, features in encoder_outputs.items():
+                starts, stops = torch.tensor(places[name], device=labels.device).T[..., None]
+                here = (starts <= positions) & (positions < stops)
+                place_items(layout, here, kinds[name], features.shape[1])
+        return result
+
+
+def _text_only(inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The layout of a microbatch without items, if it is wanted."""
+    if "encoder_kinds" not in inputs:
+        return {}
+    return {"token_layout": text_layout(inputs["attention_mask"])}
+
+
+@dataclass(frozen=True)
+class ReplaceTokens:
+    """Put modality tokens where the text has placeholder tokens.
+
+    Attributes:
+        token_ids: the placeholder's token id per encoder. Each sample must have exactly
+            as many of them as its items of that modality have tokens.
+    """
+
+    token_ids: Mapping[str, int]
+
+    def __call__(
+        self, encoder_outputs: dict[str, torch.Tensor], inputs: dict[str, Any]
+    ) -> dict[str, Any]:
+        embeds, labels = inputs["inputs_embeds"], inputs["labels"]
+        self._check_counts(inputs, {n: f.shape[1] for n, f in encoder_outputs.items()})
+        extra = _text_only(inputs)
+        for name, token_id in self.token_ids.items():
+            places = inputs["input_ids"] == token_id
+            labels = labels.masked_fill(places, IGNORE_INDEX)
+            if name in encoder_outputs:
+                features = encoder_outputs[name]
+                order = torch.argsort(inputs["sample_index"][name], stable=True)
+                flat = features[order].flatten(0, 1).to(embeds.dtype)
+                embeds = embeds.masked_scatter(places[..., None].expand_as(embeds), flat)
+                if extra:
+                    kind = inputs["encoder_kinds"][name]
+                    place_items(extra["token_layout"], places, kind, features.shape[1])
+        return {**inputs, "inputs_embeds": embeds, "labels": labels, **extra}
+
+    def check(self, inputs: Mapping[str, Any], tokens: Mapping[str, int]) -> int:
+        """The merged length: that of the text.
+
+        Raises:
+            MergeError: placeholders that are not as many as the items' tokens, or are labels.
+        """
+        self._check_counts(inputs, tokens)
+        labels = inputs["labels"]
+        for name, token_id in self.token_ids.items():
+            wrong = (inputs["input_ids"] == token_id) & (labels != IGNORE_INDEX)
+            wrong[:, 0] = False  # never a label
+            if wrong.any():
+                row, place = wrong.nonzero()[0].tolist()
+                raise MergeError(
+                    f"labels[{row}, {place}] is {int(labels[row, place])} at a placeholder token "
+                    f"(id {token_id}) for encoder {name!r}; accepted: {IGNORE_INDEX}, as nothing "
+                    "is to predict what an encoder says"
+                )
+        return labels.shape[1]
+
+    def _check_counts(self, inputs: Mapping[str, Any], tokens: Mapping[str, int]) -> None:
+        if unknown := sorted(set(tokens) - set(self.token_ids)):
+            raise MergeError(
+                f"there are items for encoder {unknown[0]!r}, which has no placeholder token; "
+                f"token_ids has {', '.join(self.token_ids)}"
+            )
+        for name, token_id in self.token_ids.items():
+            wanted = (inputs["input_ids"] == token_id).sum(dim=1)
+            given = torch.zeros_like(wanted)
+            if name in tokens:
+                index = inputs["sample_index"][name]
+                given.index_add_(0, index, torch.full_like(index, tokens[name]))
+            if not torch.equal(wanted, given):
+                row = int((wanted != given).nonzero()[0])
+                error = MergeError(
+                    f"sample {row} of the microbatch has {int(wanted[row])} placeholder tokens "
+                    f"(id {token_id}) for encoder {name!r}, but its inputs give "
+                    f"{int(given[row])} features; the two must be equal"
+                )
+                error.row = row
+                raise error

@@ -1,0 +1,69 @@
+"""What a stage hands to the next one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from raymm.actors.modules.draws import Draws
+
+
+class Message(NamedTuple):
+    """One microbatch's data on one edge.
+
+    Attributes:
+        tensors: floating-point tensors gradients may flow back through, in fixed order.
+        side: named tensors without gradient that later stages need (attention mask,
+            labels, position ids, input shapes), any dtype.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    side: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class MicrobatchContext:
+    """What a stage may know of the step besides its inputs.
+
+    Attributes:
+        label_tokens: number of label tokens in the *whole* step; the loss is the sum over
+            label tokens divided by this, whatever the microbatching.
+        microbatch: number of the microbatch within the step.
+        sample_ids: names of the microbatch's samples, for error messages.
+        draws: where random numbers come from; None: from wherever the generators are.
+    """
+
+    label_tokens: int
+    microbatch: int = 0
+    sample_ids: tuple[str, ...] = field(default=())
+    draws: Draws | None = None
+
+    def enter(self, place: str) -> None:
+        """What is drawn from now on belongs to this place of the module."""
+        if self.draws is not None:
+            self.draws.enter(place)
+
+
+def first_tensor(output: Any) -> torch.Tensor:
+    """The tensor itself, ``last_hidden_state`` or the only feature map of a model output, or a
+    tuple's first entry.
+
+    Raises:
+        TypeError: if there is none.
+    """
+    if isinstance(output, torch.Tensor):
+        return output
+    if getattr(output, "last_hidden_state", None) is not None:
+        return output.last_hidden_state
+    maps = getattr(output, "feature_maps", None)  # a backbone's
+    if maps is not None and len(maps) == 1:
+        return maps[0]
+    if isinstance(output, tuple | list) and isinstance(output[0], torch.Tensor):
+        return output[0]
+    several = "" if maps is None else f", with {len(maps)} feature maps"
+    raise TypeError(
+        f"no tensor of features in an encoder output of type {type(output).__name__}{several}; a "
+        "postprocess_module_callback can pick one"
+    )

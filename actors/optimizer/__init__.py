@@ -1,0 +1,1 @@
+"""Sums of gradients, updates, what is not finite, shards of checkpoints."""

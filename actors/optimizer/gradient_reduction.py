@@ -1,0 +1,278 @@
+"""Sums of gradients over the holders of shared parameters, under way while backward runs.
+
+Copies of a module (data parallelism), processes that share samples' tokens, tied embeddings:
+each has a part of a parameter's gradient. Parameters that the same processes hold for the
+same stages form a family, which has a process group of its own, so that families need no
+common order; within one, buckets are reduced in a fixed order, as early as the last backward
+of the step has made their gradients. A bucket takes over its parameters' gradients: they
+are views of it afterwards.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from raymm.kernels.collectives.waiting import wait
+
+# Gradients are summed, and updated parameters sent, this many bytes at a time.
+BUCKET_BYTES = 64 * 2**20
+
+
+class Holder(NamedTuple):
+    """Where a parameter lives: number of the process, stage, name in the stage."""
+
+    process: int
+    stage: str
+    name: str
+
+
+class Family(NamedTuple):
+    """Processes that hold parameters together, ascending, and the stages (of any copy) that
+    have them there."""
+
+    processes: tuple[int, ...]
+    stages: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SharedParameter:
+    """A parameter, or a piece of one, whose gradient is the sum of what its holders have.
+
+    Attributes:
+        holders: all of them.
+        owner: the process that keeps the optimizer's state and updates it for all (ZeRO-1);
+            None if every holder does.
+    """
+
+    holders: tuple[Holder, ...]
+    owner: int | None = None
+
+    @property
+    def family(self) -> Family:
+        return Family(
+            tuple(sorted({holder.process for holder in self.holders})),
+            tuple(sorted({re.sub(r"@\d+", "", holder.stage) for holder in self.holders})),
+        )
+
+
+class _Member(NamedTuple):
+    """A shared parameter and this process's holders of it, the first of which acts for all."""
+
+    shared: SharedParameter
+    stages: tuple[str, ...]
+    parameters: tuple[nn.Parameter, ...]
+
+
+@dataclass
+class _Bucket:
+    """Parameters that are reduced in one go.
+
+    Attributes:
+        members: the parameters, of one dtype and one owner.
+        ready: first holders whose gradient is final.
+        flat: gradients, and per member how many processes have one, once under way.
+    """
+
+    members: list[_Member]
+    ready: set[int] = field(default_factory=set)
+    flat: torch.Tensor | None = None
+    work: dist.Work | None = None
+
+    @property
+    def owner(self) -> int | None:
+        return self.members[0].shared.owner
+
+    def start(self, group: dist.ProcessGroup | None) -> None:
+        firsts = [_gathered(member) for member in self.members]
+        present = [float(p.grad is not None) for p in firsts]
+        parts = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in firsts]
+        self.flat = torch.cat([*parts, parts[0].new_tensor(present)])
+        for parameter in firsts:
+            parameter.grad = None
+        if group is not None and self.owner is None:
+            self.work = dist.all_reduce(self.flat, group=group, async_op=True)
+        elif group is not None:
+            self.work = dist.reduce(self.flat, self.owner, group=group, async_op=True)
+
+    def finish(self, process: int) -> None:
+        """Wait for the sum and hand it out. A holder without a gradient counts as zero; where
+        none has one, all stay without, so that AdamW leaves the parameter alone."""
+        if self.work is not None:
+            wait(self.work)
+        if self.owner in (None, process):
+            firsts = [member.parameters[0] for member in self.members]
+            *parts, counts = self.flat.split([*(p.numel() for p in firsts), len(firsts)])
+            for member, part, count in zip(self.members, parts, counts.tolist(), strict=True):
+                first, *others = member.parameters
+                if count:
+                    first.grad = part.view(first.shape)
+                    for other in others:
+                        other.grad = first.grad.clone()
+        self.flat = self.work = None
+        self.ready.clear()
+
+
+def _gathered(member: _Member) -> nn.Parameter:
+    """The first holder, with the sum of the gradients of all on this process."""
+    first, *others = member.parameters
+    for other in others:
+        if other.grad is not None:
+            first.grad = other.grad if first.grad is None else first.grad + other.grad
+            other.grad = None
+    return first
+
+
+@dataclass
+class _FamilyState:
+    """A family's buckets, in the order in which every member reduces them.
+
+    Attributes:
+        started: how many are under way.
+        unfinished: stages here whose backward of this step is not over.
+    """
+
+    group: dist.ProcessGroup | None
+    buckets: list[_Bucket]
+    stages: frozenset[str]
+    started: int = 0
+    unfinished: set[str] = field(default_factory=set)
+
+    def start_ready(self, every: bool = False) -> None:
+        while self.started < len(self.buckets):
+            bucket = self.buckets[self.started]
+            if not every and len(bucket.ready) < len(bucket.members):
+                return
+            bucket.start(self.group)
+            self.started += 1
+
+
+class GradientReduction:
+    """The sums that one process takes part in.
+
+    Args:
+        process: this process's number.
+        parameters: its trainable parameters by (stage, name).
+        shared: shared parameters with a holder here, in an order common to all processes.
+        groups: process group of every family of several processes.
+        limit: bytes per bucket; only a parameter larger than that makes a larger one.
+    """
+
+    def __init__(
+        self,
+        process: int,
+        parameters: Mapping[tuple[str, str], nn.Parameter],
+        shared: Sequence[SharedParameter],
+        groups: Mapping[Family, dist.ProcessGroup],
+        limit: int = BUCKET_BYTES,
+    ) -> None:
+        self._process = process
+        members: dict[Family, list[_Member]] = {}
+        for one in shared:
+            here = [h for h in one.holders if (h.stage, h.name) in parameters
+                    and h.process == process]  # fmt: skip
+            if here:
+                members.setdefault(one.family, []).append(
+                    _Member(
+                        one, tuple(h.stage for h in here),
+                        tuple(parameters[h.stage, h.name] for h in here),
+                    )
+                )
+        self._families = [
+            _FamilyState(
+                groups.get(family),
+                buckets_of(list(reversed(found)), limit),  # gradients come from the last layer on
+                frozenset(stage for member in found for stage in member.stages),
+            )
+            for family, found in members.items()
+        ]
+        self._armed: str | None = None
+        for family in self._families:
+            for bucket in family.buckets:
+                for member in bucket.members:
+                    if len(member.parameters) == 1:
+                        member.parameters[0].register_post_accumulate_grad_hook(
+                            self._hook(family, bucket, member.stages[0])
+                        )
+
+    def _hook(self, family: _FamilyState, bucket: _Bucket, stage: str):
+        def accumulated(parameter: nn.Parameter) -> None:
+            if self._armed == stage and family.unfinished == {stage}:
+                bucket.ready.add(id(parameter))
+                family.start_ready()
+
+        return accumulated
+
+    def expect(self, stages: Iterable[str]) -> None:
+        """A step begins that ends in :meth:`wait`; ``stages`` have a backward in it."""
+        due = frozenset(stages)
+        for family in self._families:
+            family.unfinished = set(family.stages & due)
+
+    def last_backward(self, stage: str) -> None:
+        """The stage's last backward of the step begins, and goes once over every parameter."""
+        self._armed = stage
+
+    def finished(self, stage: str) -> None:
+        """The stage's gradients are final; what can be reduced is."""
+        self._armed = None
+        for family in self._families:
+            if stage in family.unfinished:
+                family.unfinished.discard(stage)
+                if not family.unfinished:
+                    family.start_ready(every=True)
+
+    def wait(self) -> None:
+        """Give every holder of a shared parameter the sum of all holders' gradients, or the
+        owner alone, if it has one. Collective."""
+        for family in self._families:
+            family.start_ready(every=True)
+        for family in self._families:
+            for bucket in family.buckets:
+                bucket.finish(self._process)
+            family.started = 0
+            family.unfinished = set()
+
+    def send_updates(self) -> None:
+        """Give every holder the values that the parameter's owner has. Collective."""
+        under_way = []
+        with torch.no_grad():
+            for family in self._families:
+                for bucket in family.buckets:
+                    if bucket.owner is None or family.group is None:
+                        continue
+                    values = [member.parameters[0].detach() for member in bucket.members]
+                    flat = torch.cat([value.reshape(-1) for value in values])
+                    work = dist.broadcast(flat, bucket.owner, group=family.group, async_op=True)
+                    under_way.append((bucket, flat, work))
+            for bucket, flat, work in under_way:
+                wait(work)
+                firsts = [member.parameters[0] for member in bucket.members]
+                for member, part in zip(
+                    bucket.members, flat.split([p.numel() for p in firsts]), strict=True
+                ):
+                    for parameter in member.parameters:
+                        parameter.copy_(part.view(parameter.shape))
+
+
+def buckets_of(members: Sequence[_Member], limit: int) -> list[_Bucket]:
+    """Members in buckets of one dtype and owner, of at most ``limit`` bytes where possible. Owners
+    take turns from one parameter to the next, so each has a bucket that is being filled."""
+    buckets: list[_Bucket] = []
+    filling: dict[tuple[torch.dtype, int | None], tuple[_Bucket, int]] = {}
+    for member in members:
+        first = member.parameters[0]
+        kind = first.dtype, member.shared.owner
+        bucket, size = filling.get(kind, (None, 0))
+        if bucket is None or size + first.nbytes > limit:
+            bucket, size = _Bucket([]), 0
+            buckets.append(bucket)
+        bucket.members.append(member)
+        filling[kind] = bucket, size + first.nbytes
+    return buckets

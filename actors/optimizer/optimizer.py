@@ -1,0 +1,314 @@
+"""The optimizer of one rank, and what it must agree on with the others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from raymm.actors.optimizer.finite import FiniteWatch, Place, not_finite, parameter_places
+from raymm.actors.optimizer.gradient_reduction import Family, GradientReduction, SharedParameter
+from raymm.actors.sharding.fully_sharded import local_part
+
+# Hyperparameters above have overflowed before the first step is over.
+_MOST = 1e30
+_RANGES = (
+    ("lr", f"a number from 0 to {_MOST:g}", lambda x: x >= 0),
+    ("eps", f"a number above 0, at most {_MOST:g}", lambda x: x > 0),
+    ("weight_decay", f"a number from 0 to {_MOST:g}", lambda x: x >= 0),
+    ("max_grad_norm", f"none, or a number above 0, at most {_MOST:g}", lambda x: x > 0),
+    ("min_lr_ratio", "a number from 0 to 1", lambda x: 0 <= x <= 1),
+)
+
+# AdamW keeps squares of gradients, in fp32: gradients of a larger norm are as good as infinite.
+LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW and its learning-rate schedule.
+
+    Attributes:
+        lr: peak learning rate.
+        betas, eps, weight_decay: as in ``torch.optim.AdamW``.
+        max_grad_norm: clip gradients to this global norm over all ranks; None for no clipping.
+        schedule: ``"constant"``, ``"linear"`` or ``"cosine"`` decay to ``min_lr_ratio * lr``
+            at ``total_steps``, after ``warmup_steps`` of linear warm-up. Later steps go on at that.
+
+    Raises:
+        ValueError: naming the field, its value and what is accepted.
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    max_grad_norm: float | None = 1.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    total_steps: int | None = None
+    min_lr_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.schedule not in ("constant", "linear", "cosine"):
+            raise ValueError(f"schedule is {self.schedule!r}; accepted: constant, linear, cosine")
+        if not isinstance(self.betas, tuple | list) or len(self.betas) != 2:
+            raise ValueError(f"betas is {self.betas!r}; accepted: two numbers, from 0 to below 1")
+        for beta in self.betas:
+            _check_number("betas", beta, "two numbers, from 0 to below 1", lambda x: 0 <= x < 1)
+        for name, accepted, fits in _RANGES:
+            if name != "max_grad_norm" or self.max_grad_norm is not None:
+                _check_number(name, getattr(self, name), accepted, fits)
+        self._check_steps()
+
+    def _check_steps(self) -> None:
+        for name, least in (("warmup_steps", 0), ("total_steps", 1)):
+            value = getattr(self, name)
+            if name == "total_steps" and value is None:
+                continue
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name} is {value!r}; accepted: a whole number from {least}")
+        if self.schedule == "constant":
+            return
+        if self.total_steps is None:
+            raise ValueError(f"schedule {self.schedule!r} needs total_steps")
+        if self.total_steps < self.warmup_steps:
+            raise ValueError(
+                f"total_steps is {self.total_steps} and warmup_steps {self.warmup_steps}; the "
+                "second must not be larger"
+            )
+
+    def factor(self, step: int) -> float:
+        """Learning rate of a step (from 0) as a fraction of ``lr``."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return 1.0
+        span = max(self.total_steps - self.warmup_steps, 1)
+        done = min((step - self.warmup_steps) / span, 1.0)
+        decay = 1.0 - done if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        return self.min_lr_ratio + (1 - self.min_lr_ratio) * decay
+
+    def first_without_rate(self, steps: int) -> int | None:
+        """Number, from 1, of the first of a run's steps from which on the learning rate is 0 to the
+        run's end, as its schedule is over; None if there is none."""
+        if self.schedule == "constant" or self.min_lr_ratio > 0 or self.total_steps >= steps:
+            return None
+        return self.total_steps + 1
+
+    def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """The torch optimizer for these parameters."""
+        return torch.optim.AdamW(
+            parameters, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay
+        )
+
+
+def _check_number(
+    name: str, value: object, accepted: str, fits: Callable[[float], bool]
+) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not -_MOST <= value <= _MOST or not fits(value):  # NaN fails too
+        raise ValueError(f"{name} is {value!r}; accepted: {accepted}")
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What a process has of parameters that others have too.
+
+    Attributes:
+        shared: parameters that are summed with others, in an order common to all processes.
+        counted: (stage, name) of the parameters that this process, among all that have the very
+            same, counts in the gradient norm; it writes their optimizer state, too.
+        written: those whose values it writes.
+    """
+
+    shared: tuple[SharedParameter, ...] = ()
+    counted: frozenset[tuple[str, str]] = frozenset()
+    written: frozenset[tuple[str, str]] = frozenset()
+
+
+class RankOptimizer:
+    """Gradient reduction, clipping and AdamW for the parameters of one process.
+
+    Every process calls every method in the same order: they are collective.
+
+    A step is not applied, on any process, if a loss of it or the norm of its gradients on any of
+    them is not finite, or if the norm after clipping is above :data:`LARGEST_NORM`. Parameters,
+    AdamW's state and running statistics are then those before it. It counts as a step all the same:
+    the learning rate of step n is that of the schedule whatever became of the steps before it.
+
+    Args:
+        process: its number.
+        parameters: its trainable parameters by (stage, name).
+        config: the optimizer's.
+        holdings: what others have of them.
+        groups: process group of every family of several processes.
+        modules: whose parameters these are.
+
+    Attributes:
+        updated: the parameters that are updated here, not at another owner; of sharded ones the
+            part that is here, if there is any. Plain tensors, which optimizers can take together.
+        reduction: sums gradients over holders.
+        watch: notes what is not finite.
+        not_finite: after :meth:`clip`, what was not finite here if the step must not be applied;
+            None if it may.
+    """
+
+    def __init__(
+        self,
+        process: int,
+        parameters: dict[tuple[str, str], nn.Parameter],
+        config: OptimizerConfig,
+        holdings: Holdings,
+        groups: Mapping[Family, dist.ProcessGroup],
+        device: torch.device,
+        modules: Iterable[nn.Module] = (),
+    ) -> None:
+        self.parameters = parameters
+        self.config = config
+        self._device = device
+        self.reduction = GradientReduction(process, parameters, holdings.shared, groups)
+        elsewhere = {
+            (holder.stage, holder.name)
+            for one in holdings.shared if one.owner not in (None, process)
+            for holder in one.holders if holder.process == process
+        }
+        self.updated = {
+            key: _plain(p) for key, p in parameters.items()
+            if key not in elsewhere and local_part(p).numel()
+        }
+        self._counted = [p for key, p in self.updated.items() if key in holdings.counted]
+        self._others = [p for key, p in self.updated.items() if key not in holdings.counted]
+        self._steps = 0
+        self.watch = FiniteWatch(device, modules)
+        self.not_finite: list[Place] | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
+        if self.updated:
+            self.optimizer = config.build(self.updated.values())
+
+    def clip(self) -> float:
+        """Scale gradients to ``max_grad_norm``; returns the global norm before.
+
+        As ``torch.nn.utils.clip_grad_norm_`` over all ranks' parameters at once. The norm is NaN
+        if a loss is not finite. The sum over processes that makes the norm is also what tells all
+        of them whether the step is applied.
+        """
+        self._take_local_parts()
+        norm = self._global_norm(None)
+        if not math.isfinite(norm):
+            # Squares of finite gradients may have overflowed. All processes come here, or none.
+            norm = self._global_norm(torch.float64)
+        scale = 1.0
+        if self.config.max_grad_norm is not None:
+            scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))
+        if not norm * scale <= LARGEST_NORM:  # NaN, too
+            found = ((key, parameter.grad) for key, parameter in self.updated.items())
+            self.not_finite = self.watch.places() + parameter_places(found)
+        elif scale < 1.0:
+            for parameter in self.updated.values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
+        return norm
+
+    def _global_norm(self, dtype: torch.dtype | None) -> float:
+        """Of all gradients, each counted once; computed in ``dtype``, None for their own."""
+        square = self.watch.losses().clone()
+        # A copy of a gradient that is counted elsewhere adds nothing, unless it is not finite.
+        for parameters, weight in ((self._counted, 1.0), (self._others, 0.0)):
+            norms = [
+                torch.linalg.vector_norm(p.grad, dtype=dtype)
+                for p in parameters if p.grad is not None
+            ]
+            if norms:
+                square = square + (torch.stack(norms).double().square() * weight).sum()
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(square)
+        return float(square.sqrt())
+
+    def step(self) -> float | None:
+        """AdamW step, unless :attr:`not_finite` says otherwise; zeroes gradients. Returns the
+        learning rate used, None if the step was not applied."""
+        self._take_local_parts()
+        rate = self.config.lr * self.config.factor(self._steps)
+        self._steps += 1
+        applied = self.not_finite is None
+        if applied:
+            if self.optimizer is not None:
+                for group in self.optimizer.param_groups:
+                    group["lr"] = rate
+                self.optimizer.step()
+            self.reduction.send_updates()
+        else:
+            self.watch.restore_statistics()
+        self.zero_grad()
+        return rate if applied else None
+
+    def _take_local_parts(self) -> None:
+        """Sharded parameters' values and gradients, as plain tensors in the same memory."""
+        for key, plain in self.updated.items():
+            parameter = self.parameters[key]
+            if parameter is not plain:
+                plain.data = local_part(parameter.detach())
+                plain.grad = None if parameter.grad is None else local_part(parameter.grad)
+
+    def zero_grad(self) -> None:
+        """Forget accumulated gradients."""
+        self.watch.clear()
+        self.not_finite = None
+        for parameter in (*self.parameters.values(), *self.updated.values()):
+            parameter.grad = None
+
+    def not_finite_tensors(
+        self, modules: Mapping[str, nn.Module], module_of: Callable[[str], str] = str
+    ) -> list[str]:
+        """Names, as in checkpoints, of parameters and optimizer state with values that are not
+        finite, and how many.
+
+        Args:
+            modules: by stage, with frozen parameters, too.
+            module_of: a stage's module.
+        """
+        parameters = (
+            (f"{module_of(stage)}/{name}", local_part(parameter.detach()))
+            for stage, module in modules.items() for name, parameter in module.named_parameters()
+        )
+        state = (
+            (f"optimizer/{module_of(stage)}/{name}/{key}", value)
+            for (stage, name, key), value in self.state_tensors().items()
+        )
+        return not_finite(chain(parameters, state))
+
+    def state_tensors(self) -> dict[tuple[str, str, str], torch.Tensor]:
+        """Optimizer state by (stage, name, key)."""
+        return {
+            (stage, name, key): value
+            for (stage, name), parameter in self.updated.items()
+            for key, value in self.optimizer.state[parameter].items()
+        }
+
+    def load_state_tensors(
+        self, tensors: Mapping[tuple[str, str, str], torch.Tensor], step: int
+    ) -> None:
+        """Inverse of :meth:`state_tensors`; ``step`` is the number of steps taken."""
+        self._steps = step
+        if self.optimizer is None:
+            return
+        states: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
+        for (stage, name, key), value in tensors.items():
+            # Moments live with their parameter; AdamW's count of steps stays on the CPU.
+            held = value.to(self.updated[stage, name].device) if value.dim() else value
+            states.setdefault((stage, name), {})[key] = held
+        for place, state in states.items():
+            self.optimizer.state[self.updated[place]] = state
+
+
+def _plain(parameter: nn.Parameter) -> nn.Parameter:
+    """The parameter itself, or of a sharded one what is here."""
+    here = local_part(parameter)
+    return parameter if here is parameter else nn.Parameter(here.detach())

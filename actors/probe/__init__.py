@@ -1,0 +1,1 @@
+"""Can a model be cut, masked, sharded? Tried on a small copy."""

@@ -1,0 +1,349 @@
+"""The probe of a chain: an encoder, the user's callbacks and its projector, whole and cut.
+
+As in :mod:`raymm.actors.probe.cut`, a shrunk copy runs on the CPU; here its pieces are the
+very stages that ranks run, which hand one another messages. What a callback reads of the inputs is
+found by refusing to show it: an input that is read in a stage that does not have it travels from
+then on, and the pieces run again, until they give the bits and the gradients of the whole, or are
+refused.
+
+Every stage of the run has callbacks of its own, copied as ranks get them: what one stage's callback
+keeps for another's would not be there. Between pieces the whole chain runs on other values, so that
+what callbacks keep in a module of theirs, which copies have in common, is of another microbatch.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from ray import cloudpickle
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from raymm.actors.modules.brief_error import brief
+from raymm.actors.modules.cut import Passage, prune
+from raymm.actors.modules.draws import module_draws
+from raymm.actors.modules.message import Message, MicrobatchContext
+from raymm.actors.probe.cut import (
+    ProbeError,
+    encoder_inputs,
+    ghost_inputs,
+    of_one_that_runs,
+    probe_encoder,
+)
+from raymm.actors.probe.example_inputs import in_words
+from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
+from raymm.actors.stages.stage_inputs import AbsentError, CrossingError, fields
+
+_TOLERANCE = 1e-4
+# What may be rounding only (the gradient of a key's bias), relative to the largest gradient.
+_ROUNDING = 1e-3
+_CALLBACKS = ("preprocess", "postprocess_module", "postprocess_projector")
+_ONE_STAGE = "give it one stage (pp 1)"
+Inputs = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Where a plan cuts a chain: between the module's blocks, before its projector."""
+
+    blocks: bool
+    projector: bool
+
+    def __bool__(self) -> bool:
+        return self.blocks or self.projector
+
+
+def probe_chain(spec: EncoderSpec, cuts: Cuts, example: Inputs | None = None) -> EncoderSpec:
+    """The spec with what its stages need to know where the chain is cut.
+
+    Args:
+        spec: of the whole chain.
+        cuts: where it is cut.
+        example: what a batch has for the encoder, before its preprocess callback; guessed if None.
+
+    Raises:
+        ProbeError: an encoder that cannot be cut; callbacks that do not take the example, or read
+            what a stage does not have, or give other numbers where the chain is cut.
+    """
+    if not cuts:
+        return spec
+    return of_one_that_runs(spec.source, lambda model: _probe(spec, model, cuts, example))
+
+
+def _probe(
+    spec: EncoderSpec, model: nn.Module, cuts: Cuts, example: Inputs | None
+) -> EncoderSpec:
+    example = chain_example(spec, model, example)
+    given = encoder_inputs(model, module_inputs(spec, example))
+    if cuts.blocks:
+        cut, travels = _cut(spec, given)
+        spec = replace(spec, cut=cut, travels=travels)
+        spec = replace(spec, lost=_lost(spec, model, given))
+    plain = all(isinstance(value, torch.Tensor) for value in given.values())
+    if any(getattr(spec, name) for name in _CALLBACKS) or not plain:
+        spec = _fitted(spec, model, cuts, example)
+    return spec
+
+
+def check_chain(spec: EncoderSpec, cuts: Cuts, example: Inputs) -> None:
+    """Whether a spec that :func:`probe_chain` returned is right for other inputs, too.
+
+    Raises:
+        ProbeError: it is not.
+    """
+    if cuts:
+        of_one_that_runs(spec.source, lambda model: _check(spec, model, cuts, example))
+
+
+def _check(spec: EncoderSpec, model: nn.Module, cuts: Cuts, example: Inputs) -> None:
+    given = encoder_inputs(model, module_inputs(spec, example))
+    if cuts.blocks:
+        probe_encoder(spec.source, given, spec.travels)
+        if more := _lost(spec, model, given) - spec.lost:
+            spec = replace(spec, lost=spec.lost | more)
+    fitted = _fitted(spec, model, cuts, example)
+    if more := sorted(fitted.travels - spec.travels):
+        raise ProbeError(
+            f"callbacks of {spec.name!r} read {', '.join(more)}, which the example inputs did not "
+            "have, so that its stages are not made for it"
+        )
+
+
+def chain_example(spec: EncoderSpec, model: nn.Module, example: Inputs | None) -> Inputs:
+    """What a batch has for the encoder: as given, or guessed.
+
+    Raises:
+        ProbeError: it cannot be guessed.
+    """
+    if example is not None:
+        return {name: value for name, value in example.items() if name != "sample_index"}
+    guessed = encoder_inputs(model, None)
+    if spec.preprocess is not None:
+        try:
+            module_inputs(spec, guessed)
+        except ProbeError as error:
+            raise ProbeError(
+                f"{error}. These inputs were guessed from the config of {type(model).__name__}: "
+                "give example_inputs, what a batch has for the encoder"
+            ) from error
+    return guessed
+
+
+def module_inputs(spec: EncoderSpec, example: Inputs) -> dict[str, Any]:
+    """What the module gets of an example: what its preprocess callback makes of it.
+
+    Raises:
+        ProbeError: the callback fails on it, or returns no inputs by name.
+    """
+    given: Any = copy.deepcopy(dict(example))
+    if spec.preprocess is None:
+        return given
+    try:
+        with torch.random.fork_rng(devices=[]):
+            given = own_callbacks(spec).preprocess(given)
+    except Exception as error:  # whatever a callback may raise
+        raise ProbeError(
+            f"preprocess_callback of {spec.name!r} fails on {in_words(example)}: {brief(error)}"
+        ) from error
+    if not isinstance(given, Mapping):
+        raise ProbeError(
+            f"preprocess_callback of {spec.name!r} returns a {type(given).__name__} for "
+            f"{in_words(example)}; accepted: the encoder's keyword arguments, by name"
+        )
+    return dict(given)
+
+
+def _cut(spec: EncoderSpec, given: Inputs) -> tuple[Any, frozenset[str]]:
+    """How the module is cut, and which floating-point inputs its own later stages read."""
+    try:
+        return probe_encoder(spec.source, given), frozenset()
+    except ProbeError as error:
+        first_error = error
+    travels = frozenset(
+        name for name, value in given.items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+    )
+    try:
+        cut = probe_encoder(spec.source, given, travels)
+    except ProbeError:
+        raise first_error from None
+    for name in sorted(travels):
+        try:
+            cut = probe_encoder(spec.source, given, travels - {name})
+            travels -= {name}
+        except ProbeError:
+            pass
+    return cut, travels
+
+
+def _lost(spec: EncoderSpec, model: nn.Module, given: Inputs) -> frozenset[str]:
+    """Fields of the module's output that a last stage alone does not have as the whole module
+    has them."""
+    blocks = model.get_submodule(spec.cut.blocks)
+    total, entered = len(blocks), {}
+    whole = copy.deepcopy(model)
+    for index, block in enumerate(whole.get_submodule(spec.cut.blocks)):
+        block.register_forward_pre_hook(
+            lambda _, args, kwargs, index=index: entered.update(
+                {index: args[0] if args else kwargs["hidden_states"]}
+            ), with_kwargs=True,
+        )  # fmt: skip
+    lost: set[str] = set()
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        expected = fields(whole(**copy.deepcopy(dict(given))))
+        for lo in {1, total - 1}:
+            stage = prune(copy.deepcopy(model), spec.cut, lo, total)
+            torch.manual_seed(0)
+            # A forward may skip blocks: the stage begins at the first one that is called.
+            called = min((index for index in entered if index >= lo), default=None)
+            if called is None:
+                return frozenset(expected)
+            with Passage(stage, spec.cut, lo, total).open(entered[called], spec.name):
+                found = fields(stage(**ghost_inputs(given, spec.travels)))
+            lost |= {name for name in found.keys() | expected.keys()
+                     if not _same(found.get(name), expected.get(name))}  # fmt: skip
+    return frozenset(lost)
+
+
+def _same(found: Any, expected: Any) -> bool:
+    (ours, structure), (theirs, other) = tree_flatten(found), tree_flatten(expected)
+    return structure == other and all(
+        torch.equal(a, b)
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a is b or a == b
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def _fitted(spec: EncoderSpec, model: nn.Module, cuts: Cuts, example: Inputs) -> EncoderSpec:
+    """The spec, with the inputs that callbacks read among those that travel."""
+    chain = _Chain(spec, model, example)
+    layers = chain.layers(cuts)
+    failure: Exception | None = None
+    while True:
+        try:
+            pieces = chain.run(layers)
+            break
+        except AbsentError as error:
+            if error.key is None or error.key in chain.spec.travels:
+                raise ProbeError(str(error)) from error
+            chain.spec = replace(chain.spec, travels=chain.spec.travels | {error.key})
+        except CrossingError as error:
+            raise ProbeError(str(error)) from error
+        except Exception as error:  # whatever a callback may raise
+            failure = error
+            break
+    try:
+        whole = chain.run((0, chain.spec.num_layers))
+    except Exception as error:
+        raise ProbeError(
+            f"callbacks of {spec.name!r} fail on {in_words(example)} and a copy of "
+            f"{type(model).__name__} of {chain.spec.num_blocks} blocks, with which they are tried "
+            f"where it is cut: {brief(error)}; give example_inputs that they take, or {_ONE_STAGE}"
+        ) from error
+    if failure is not None:
+        raise ProbeError(
+            f"callbacks of {spec.name!r} fail where it is cut: {brief(failure)}; what one "
+            f"callback keeps is not there for another one in a later stage: {_ONE_STAGE}"
+        ) from failure
+    if difference := pieces.difference(whole):
+        raise ProbeError(
+            f"with its callbacks, {spec.name!r} gives other numbers where it is cut "
+            f"({difference}): what a callback keeps, draws or changes in one stage is not there "
+            f"in the next; {_ONE_STAGE}"
+        )
+    return replace(spec, travels=chain.spec.travels)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    output: torch.Tensor
+    gradients: Mapping[str, torch.Tensor]
+
+    def difference(self, other: _Outcome) -> str | None:
+        """What differs, in words."""
+        if not torch.equal(self.output, other.output):
+            return "its output"
+        norms = [float(one.norm()) for one in other.gradients.values()]
+        floor = max(norms, default=0.0) * _ROUNDING
+        for name, expected in other.gradients.items():
+            found = self.gradients.get(name)
+            error = float((expected if found is None else found - expected).norm())
+            if not error <= _TOLERANCE * max(float(expected.norm()), floor):
+                return f"the gradient of {name}"
+        return None
+
+
+class _Chain:
+    """A small copy of a chain that can be run in stages."""
+
+    def __init__(self, spec: EncoderSpec, model: nn.Module, example: Inputs) -> None:
+        blocks = 1 if spec.cut is None else len(model.get_submodule(spec.cut.blocks))
+        self.spec = replace(spec, num_blocks=blocks)
+        self._model, self._example = model, dict(example)
+        self._projector = None
+        if spec.projector is not None:
+            self._projector = spec.projector.build().requires_grad_(True).eval()
+
+    def layers(self, cuts: Cuts) -> tuple[int, ...]:
+        """Bounds of the stages to try, of one block each, as the plan cuts."""
+        blocks, total = self.spec.num_blocks, self.spec.num_layers
+        inner = {1, blocks - 1} if cuts.blocks else set()
+        return tuple(sorted({0, total} | inner | ({blocks} if cuts.projector else set())))
+
+    def run(self, bounds: Sequence[int]) -> _Outcome:
+        """Output and gradients of the chain in these stages."""
+        message, gradients, stages = None, {}, []
+        for lo, hi in pairwise(bounds):
+            if lo and hi >= self.spec.num_blocks:  # callbacks come
+                self._disturb()
+            stage = self._stage(lo, hi)
+            stages.append(stage)
+            message = self._run(stage, self._example if lo == 0 else None, message)
+        (output,) = message.tensors
+        (output * torch.linspace(-1, 1, output.numel()).view_as(output)).sum().backward()
+        for name, parameter in (item for stage in stages for item in stage.named_parameters()):
+            if parameter.grad is not None:
+                known = gradients.get(name)
+                gradients[name] = parameter.grad if known is None else known + parameter.grad
+        return _Outcome(output.detach(), gradients)
+
+    def _run(self, stage: EncoderStage, inputs: Any, message: Message | None) -> Message:
+        received = {} if message is None else {self.spec.name: message}
+        with torch.random.fork_rng(devices=[]):
+            context = MicrobatchContext(1, draws=module_draws(0, 0, self.spec.name, 0))
+            return stage.run(copy.deepcopy(inputs), received, context)
+
+    def _stage(self, lo: int, hi: int) -> EncoderStage:
+        spec = own_callbacks(self.spec)
+        module = copy.deepcopy(self._model)
+        if (lo or hi < spec.num_blocks) and lo < spec.num_blocks:
+            module = prune(module, spec.cut, lo, min(hi, spec.num_blocks))
+        return EncoderStage(spec, lo, hi, module, copy.deepcopy(self._projector))
+
+    def _disturb(self) -> None:
+        """The whole chain on other values: what it leaves behind is of another microbatch."""
+        other = {
+            name: value.flatten().flip(0).view_as(value) * 0.5
+            if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+            for name, value in self._example.items()
+        }  # fmt: skip
+        try:
+            with torch.no_grad():
+                self._run(self._stage(0, self.spec.num_layers), other, None)
+        except Exception:  # whatever a callback may raise of values that are no data
+            return
+
+
+def own_callbacks(spec: EncoderSpec) -> EncoderSpec:
+    """The spec with copies of its callbacks, as a rank gets them."""
+    given = tuple(getattr(spec, name) for name in _CALLBACKS)
+    if not any(given):
+        return spec
+    copies = cloudpickle.loads(cloudpickle.dumps(given))
+    return replace(spec, **dict(zip(_CALLBACKS, copies, strict=True)))

@@ -1,0 +1,215 @@
+"""The probe: learn, on a shrunk copy, how a model class can be cut; refuse what cannot be.
+
+Nothing here knows a model by name. A copy with few layers and a small vocabulary runs
+whole and in pieces on the CPU (:mod:`raymm.actors.probe.pieces`); the pieces must give the
+same bits as the whole, and the gradients that reach parameters outside the blocks say which pieces
+need them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from raymm.actors.modules.blocks import checkpoints_itself, find_blocks
+from raymm.actors.modules.brief_error import brief
+from raymm.actors.modules.cut import CutInfo
+from raymm.actors.modules.message import first_tensor
+from raymm.actors.probe.error import NotRunError, ProbeError
+from raymm.actors.probe.example_inputs import ExampleError, example_inputs, in_words
+from raymm.actors.probe.pieces import Run, compare_pieces, skips_blocks
+from raymm.actors.probe.small_model import small_models
+from raymm.actors.weights.source import ModuleSource, set_mode
+
+
+def encoder_inputs(model: nn.Module, inputs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Inputs that a small copy of an encoder was tried with: these, or guessed ones.
+
+    Raises:
+        ProbeError: if its forward does not take them, or they cannot be guessed.
+    """
+    if inputs is None:
+        try:
+            return example_inputs(model)
+        except ExampleError as error:
+            raise NotRunError(str(error)) from error
+    try:
+        with torch.no_grad():
+            copy.deepcopy(model)(**copy.deepcopy(dict(inputs)))
+    except Exception as error:  # whatever a model may raise
+        raise NotRunError(
+            f"{type(model).__name__} does not take {in_words(inputs)}, which example_inputs give: "
+            f"{brief(error)}; give what a batch has for the encoder"
+        ) from error
+    return dict(inputs)
+
+
+def probe_language_model(source: ModuleSource) -> CutInfo:
+    """:class:`CutInfo` of a causal language model that is fed ``inputs_embeds``.
+
+    Raises:
+        ProbeError: if it has no list of blocks, or its pieces differ from the whole.
+    """
+    return _probe(source, _language_run)
+
+
+def _language_run(model: nn.Module) -> Run:
+    ids = torch.arange(8)[None] % _vocabulary(model)
+    _check_embeds(model, ids)
+
+    def run(stage: nn.Module, first: bool) -> torch.Tensor:
+        embeds = stage.get_input_embeddings()(ids)
+        if not first:
+            embeds = torch.zeros(embeds.shape)
+        return stage(inputs_embeds=embeds, use_cache=False).logits
+
+    return run
+
+
+def _vocabulary(model: nn.Module) -> int:
+    try:
+        return model.get_input_embeddings().weight.shape[0]
+    except (AttributeError, NotImplementedError, TypeError) as error:
+        raise ProbeError(
+            f"{type(model).__name__} has no table of token embeddings (get_input_embeddings), "
+            "which text is embedded with; it cannot be the language model"
+        ) from error
+
+
+def _check_embeds(model: nn.Module, ids: torch.Tensor) -> None:
+    """
+    Raises:
+        ProbeError: if the model cannot be fed embeddings.
+    """
+    name, whole = type(model).__name__, copy.deepcopy(model)
+    failed: list[Exception] = []
+    with torch.no_grad():
+        for inputs in ({"inputs_embeds": whole.get_input_embeddings()(ids)}, {"input_ids": ids}):
+            try:
+                whole(**inputs, use_cache=False).logits  # noqa: B018
+            except Exception as error:  # whatever a model may raise
+                failed.append(error)
+            else:
+                break
+    if len(failed) == 1:
+        raise NotRunError(
+            f"{name} runs on input_ids only, not on inputs_embeds ({brief(failed[0])}); tokens "
+            "that are merged with those of encoders have no ids; take another model"
+        )
+    if failed:
+        raise NotRunError(
+            f"{name} does not run on inputs_embeds and give logits, as a language model must: "
+            f"{brief(failed[0])}"
+        )
+
+
+def probe_encoder(
+    source: ModuleSource,
+    inputs: Mapping[str, Any] | None = None,
+    travels: Collection[str] = (),
+) -> CutInfo:
+    """:class:`CutInfo` of an encoder.
+
+    Args:
+        source: the encoder.
+        inputs: example keyword arguments; guessed from the config when not given.
+        travels: floating-point inputs whose values all stages have.
+
+    Raises:
+        ProbeError: as :func:`probe_language_model`; or it cannot be tried.
+    """
+    return _probe(source, lambda model: _encoder_run(model, inputs, travels))
+
+
+def _encoder_run(
+    model: nn.Module, inputs: Mapping[str, Any] | None, travels: Collection[str] = ()
+) -> Run:
+    given = encoder_inputs(model, inputs)
+
+    def run(stage: nn.Module, first: bool) -> torch.Tensor:
+        return first_tensor(stage(**(given if first else ghost_inputs(given, travels))))
+
+    return run
+
+
+def trains_without_blocks(
+    source: ModuleSource, language_model: bool, inputs: Mapping[str, Any] | None = None
+) -> bool:
+    """Whether a training forward may leave out blocks.
+
+    Args:
+        source: the module.
+        language_model: whether it is a causal language model.
+        inputs: example keyword arguments of an encoder.
+
+    Raises:
+        ProbeError: no inputs to try it with.
+    """
+    if not set_mode(source.skeleton()).training:
+        return False
+
+    def probe(model: nn.Module) -> bool:
+        blocks = find_blocks(model)
+        if blocks is None:
+            return False
+        run = _language_run(model) if language_model else _encoder_run(model, inputs)
+        return skips_blocks(model.train(), blocks, run)
+
+    return of_one_that_runs(source, probe)
+
+
+def ghost_inputs(inputs: Mapping[str, Any], travels: Collection[str] = ()) -> dict[str, Any]:
+    """Inputs whose floating-point tensors keep only their shapes, but for those that travel."""
+    return {
+        name: torch.zeros((), dtype=value.dtype).expand(value.shape)
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and name not in travels
+        else value
+        for name, value in inputs.items()
+    }
+
+
+Learned = TypeVar("Learned")
+
+
+def of_one_that_runs(
+    source: ModuleSource, probe: Callable[[nn.Module], Learned]
+) -> Learned:
+    """What a probe says of the smallest copy that runs at all.
+
+    Raises:
+        ProbeError: as the probe.
+    """
+    failed: list[NotRunError] = []
+    for model in small_models(source):
+        try:
+            return probe(model)
+        except NotRunError as error:
+            failed.append(error)
+    raise failed[0]
+
+
+def _probe(source: ModuleSource, run_of: Callable[[nn.Module], Run]) -> CutInfo:
+    skeleton = source.skeleton()
+    if checkpoints_itself(skeleton):
+        raise ProbeError(
+            f"{type(skeleton).__name__} has gradient checkpointing of its own, which runs blocks "
+            "again without what another stage handed them; call gradient_checkpointing_disable() "
+            "and plan it with recompute, or give it one stage (pp 1)"
+        )
+
+    def probe(model: nn.Module) -> CutInfo:
+        name = type(model).__name__
+        blocks = find_blocks(model)
+        if blocks is None:
+            raise ProbeError(
+                f"{name} has no list of blocks to cut between; give it one stage (pp 1)"
+            )
+        if len(model.get_submodule(blocks)) < 2:
+            raise ProbeError(f"{name} has a single block; give it one stage (pp 1)")
+        return compare_pieces(model, blocks, run_of(model), set_mode(source.skeleton()).training)
+
+    return of_one_that_runs(source, probe)

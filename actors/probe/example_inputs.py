@@ -1,0 +1,256 @@
+"""Inputs that an encoder can be tried with, made from its config and the signature of its forward.
+
+Nothing here knows a model by name. What its config and its parameters' names say gives a few
+candidates (an image, a video, packed patches, a waveform, a spectrogram either way up); the first
+that the encoder's forward takes is the example.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from raymm.actors.modules.brief_error import brief
+
+IMAGE_SIZE = 224
+FRAMES = 200
+SAMPLES = 16000
+_MEL_NAMES = (
+    "num_mel_bins", "input_feat_size", "num_mel_features", "mel_bins", "n_mels", "feature_size",
+    "input_dim", "feat_dim", "feature_projection_input_dim",
+)  # fmt: skip
+_TEXT = ("input_ids", "decoder_input_ids", "decoder_inputs_embeds", "inputs_embeds")
+Inputs = dict[str, Any]
+
+
+class ExampleError(ValueError):
+    """An encoder that cannot be tried, with the reason and the cure."""
+
+
+def example_inputs(model: nn.Module) -> Inputs:
+    """Random inputs that the encoder's forward takes.
+
+    Args:
+        model: on the CPU, with weights; left as it is.
+
+    Raises:
+        ExampleError: if none of the candidates runs, with what was tried; the user then gives
+            ``example_inputs``.
+    """
+    name = type(model).__name__
+    if (encoder := _inner_encoder(model)) is not None:
+        raise ExampleError(
+            f"{name} is an encoder with a decoder, which takes text too; the encoder alone is "
+            f"model_class {encoder!r}"
+        )
+    trial = copy.deepcopy(model)  # some models keep tensors of their last forward
+    tried = []
+    for inputs in _candidates(model):
+        try:
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                torch.manual_seed(0)
+                trial(**copy.deepcopy(inputs))
+        except Exception as error:  # whatever a model may raise
+            tried.append(f"{in_words(inputs)} ends in {brief(error)}")
+        else:
+            return inputs
+    main = _main_input(model, list(_parameters(model)))
+    why = f"; tried: {'; '.join(tried)}" if tried else ""
+    raise ExampleError(
+        f"cannot guess inputs named {main!r} for {name}; give example_inputs, what a batch has for "
+        f"the encoder: ModalityModule(..., example_inputs={{{main!r}: tensor}}), or in a "
+        f"configuration example_inputs: {{{main}: {{shape: [...], dtype: float32}}}}{why}"
+    )
+
+
+def in_words(inputs: Mapping[str, Any]) -> str:
+    """``pixel_values (1, 3, 8, 8) float32``."""
+    return ", ".join(
+        f"{name} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+        if isinstance(value, torch.Tensor) else f"{name} {value!r}"
+        for name, value in inputs.items()
+    )
+
+
+def _inner_encoder(model: nn.Module) -> str | None:
+    """Class of the encoder within an encoder with a decoder; None if the model is not one."""
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return None
+    if not set(_parameters(model)) & set(_TEXT):
+        return None
+    try:
+        inner = model.get_encoder()
+    except (AttributeError, NotImplementedError, TypeError):
+        return None
+    return type(inner).__name__ if inner is not model else None
+
+
+def _parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
+    """What the forward takes by name."""
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    found = inspect.signature(model.forward).parameters
+    return {name: one for name, one in found.items() if one.kind in named}
+
+
+def _main_input(model: nn.Module, names: list[str]) -> str:
+    main = getattr(model, "main_input_name", None)
+    return main if main in names or not names else names[0]
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What a config says of inputs."""
+
+    config: Any
+    generator: torch.Generator
+
+    def number(self, *names: str, default: int | None = None) -> int | None:
+        found = (getattr(self.config, name, None) for name in names)
+        return next((n for n in found if isinstance(n, int) and not isinstance(n, bool)), default)
+
+    def pair(self, *names: str) -> tuple[int, int] | None:
+        """A height and a width, which configs have as a number, a list or a mapping."""
+        for name in names:
+            value = getattr(self.config, name, None)
+            if isinstance(value, Mapping):
+                value = [value.get("height"), value.get("width")]
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value, value
+            if isinstance(value, list | tuple) and value and all(type(n) is int for n in value):
+                return value[-2 if len(value) > 1 else -1], value[-1]
+        return None
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+
+def _candidates(model: nn.Module) -> Iterator[Inputs]:
+    """What the forward may take, likeliest first; nothing if there is no config."""
+    config = getattr(model, "config", None)
+    parameters = _parameters(model)
+    if config is None or not parameters:
+        return
+    main = _main_input(model, list(parameters))
+    facts = _Facts(config, torch.Generator().manual_seed(0))
+    required = [
+        name for name, one in parameters.items() if one.default is one.empty and name != main
+    ]
+    if set(required) & set(_TEXT):
+        return
+    for kind in _kinds(main, parameters):
+        for tensor, more in kind(facts):
+            known = {name: more[name] for name in parameters if name in more}
+            extra = {name: _extra(name, tensor) for name in required if name not in known}
+            if all(value is not None for value in extra.values()):
+                yield {main: tensor, **known, **extra}
+                masks = {n: _extra(n, tensor) for n in parameters if n.endswith("_mask")}
+                if masks := {n: v for n, v in masks.items() if n not in {**known, **extra}}:
+                    yield {main: tensor, **known, **extra, **masks}
+
+
+_Kind = Callable[[_Facts], Iterable[tuple[torch.Tensor, Inputs]]]
+
+
+def _kinds(main: str, parameters: Mapping[str, Any]) -> list[_Kind]:
+    if "grid_thw" in parameters or "image_grid_thw" in parameters:
+        return [_packed_patches]
+    if "spatial_shapes" in parameters:
+        return [_padded_patches]
+    if main == "input_values":
+        return [_spectrograms, _waveforms]
+    if "pixel" in main or "image" in main:
+        return [_videos, _images]
+    if any(word in main for word in ("feature", "mel", "audio", "spectrogram")):
+        return [_spectrograms]
+    return [_images, _spectrograms, _waveforms] if main != "hidden_states" else []
+
+
+def _images(facts: _Facts) -> Iterator[tuple[torch.Tensor, Inputs]]:
+    channels = facts.number("num_channels", "in_channels", "in_chans", default=3)
+    stated = facts.pair("image_size", "img_size", "input_size")
+    for height, width in dict.fromkeys((stated or (IMAGE_SIZE,) * 2, (IMAGE_SIZE,) * 2)):
+        sizes = torch.tensor([[height, width]])
+        yield facts.random(1, channels, height, width), {"image_sizes": sizes}
+
+
+def _videos(facts: _Facts) -> Iterator[tuple[torch.Tensor, Inputs]]:
+    frames = facts.number("num_frames", "frames_per_clip")
+    if frames is None:
+        return
+    for image, _ in _images(facts):
+        yield facts.random(1, frames, *image.shape[1:]), {}
+
+
+def _packed_patches(facts: _Facts) -> Iterator[tuple[torch.Tensor, Inputs]]:
+    """Rows of patches of all items, one item of them."""
+    channels = facts.number("in_channels", "in_chans", "num_channels", default=3)
+    patch = prod(facts.pair("patch_size") or (16, 16))
+    side = 4 * (facts.number("spatial_merge_size", default=2) or 2)
+    temporal = facts.number("temporal_patch_size", default=1) or 1
+    grid = torch.tensor([[1, side, side]])
+    for width in dict.fromkeys((channels * temporal * patch, channels * patch)):
+        rows = facts.random(side * side, width)
+        yield rows, {"grid_thw": grid, "image_grid_thw": grid}
+
+
+def _padded_patches(facts: _Facts) -> Iterator[tuple[torch.Tensor, Inputs]]:
+    """Patches of every item, padded to one number."""
+    channels = facts.number("num_channels", "in_channels", default=3)
+    width = channels * prod(facts.pair("patch_size") or (16, 16))
+    count = facts.number("num_patches", default=64) or 64
+    side = int(count**0.5)
+    seen = torch.ones(1, count, dtype=torch.long)
+    seen[:, side * side :] = 0
+    yield facts.random(1, count, width), {
+        "spatial_shapes": torch.tensor([[side, side]]),
+        "pixel_attention_mask": seen,
+        "attention_mask": seen,
+    }
+
+
+def _waveforms(facts: _Facts) -> Iterator[tuple[torch.Tensor, Inputs]]:
+    yield facts.random(1, SAMPLES), {}
+    yield facts.random(1, 1, SAMPLES), {}
+
+
+def _spectrograms(facts: _Facts) -> Iterator[tuple[torch.Tensor, Inputs]]:
+    """(1, frames, mels), (1, mels, frames), with a channel, packed, as a square image."""
+    bins = list(dict.fromkeys(n for name in _MEL_NAMES if (n := facts.number(name))))
+    # Short ones first: some take any length, some only the one that their config says.
+    lengths = [FRAMES]
+    lengths += [n] if (n := facts.number("max_length")) and n > FRAMES // 2 else []
+    lengths += [2 * n] if (n := facts.number("max_source_positions")) else []
+    for mels in bins:
+        for frames in dict.fromkeys(lengths):
+            for shape in ((1, mels, frames), (1, frames, mels), (1, 1, frames, mels)):
+                yield facts.random(*shape), _lengths(1, frames)
+            yield facts.random(mels, frames), _lengths(1, frames)
+    if (size := facts.pair("spec_size")) is not None and bins:
+        frames = size[0] * size[1] // bins[0]
+        yield facts.random(1, 1, frames, bins[0]), {"is_longer": torch.ones(1, 1).bool()}
+        channels = facts.number("patch_embed_input_channels", default=1)
+        yield (
+            facts.random(1, channels * 4, frames, bins[0]), {"is_longer": torch.ones(1, 1).bool()}
+        )
+
+
+def _lengths(items: int, frames: int) -> Inputs:
+    length = torch.full((items,), frames)
+    return {"feature_lens": length, "input_lengths": length, "feature_lengths": length}
+
+
+def _extra(name: str, main: torch.Tensor) -> torch.Tensor | None:
+    """A further input, by its name."""
+    if "mask" in name:
+        frames = max(main.shape[1:]) if main.dim() > 1 else len(main)
+        return torch.ones(len(main), frames, dtype=torch.bool)
+    if "len" in name:
+        return torch.full((len(main),), max(main.shape[1:]))
+    return None

@@ -1,0 +1,218 @@
+"""The probe of shared items: may processes each have a part of an encoder's tokens?
+
+As in :mod:`raymm.actors.probe.cut`, nothing knows a model by name: a shrunk copy runs whole,
+then once for each of several processes, one after another in this one. What a process would be
+sent by the others comes from a record of the whole run.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from raymm.actors.modules.blocks import find_blocks
+from raymm.actors.modules.message import first_tensor
+from raymm.actors.probe.cut import ProbeError, encoder_inputs
+from raymm.actors.probe.draws import DrawnShapes
+from raymm.actors.probe.pieces import skips_blocks
+from raymm.actors.probe.small_model import small_model
+from raymm.actors.sharding.context_method import Attend
+from raymm.actors.sharding.shared_items import Peers, SharedItems, SharedItemsError
+from raymm.actors.weights.source import ModuleSource
+from raymm.kernels.attention import attention
+from raymm.kernels.context_parallel.layout import ContextLayout, local_masks
+from raymm.kernels.hf import self_attention as hf_attention
+
+_PROCESSES = 2
+# Relative to the largest token of the output. Not exactly zero: two attention kernels, and
+# matrix products of other sizes.
+_NOISE = 1e-5
+# Added to random weights: what starts as zero (gates, biases) would hide what it multiplies.
+_PERTURBATION = 0.02
+_FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError)
+
+
+def probe_shared_items(
+    source: ModuleSource, inputs: dict[str, Any] | None = None
+) -> None:
+    """Check that processes may each have a part of the tokens of an encoder's items: that within
+    its blocks only attention mixes tokens.
+
+    Args:
+        source: the encoder.
+        inputs: example keyword arguments; guessed from the config when not given.
+
+    Raises:
+        ProbeError: an encoder without a list of blocks (plain modules, convolutional nets) or
+            with its own attention, one whose parts differ from the whole, or one that draws
+            random numbers per layer or item in training.
+    """
+    skeleton = source.skeleton()
+    name = type(skeleton).__name__
+    try:
+        _check_structure(skeleton)
+        hf_attention.register()
+        model = small_model(source)
+        inputs = encoder_inputs(model, inputs)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * _PERTURBATION)
+            _check_shares(model, inputs, skeleton.training)
+    except _FAILURES as error:
+        raise ProbeError(f"{name} cannot have cp above 1: {error}") from error
+
+
+def _check_structure(skeleton: nn.Module) -> None:
+    blocks = find_blocks(skeleton)
+    if blocks is None:
+        raise ProbeError("it has no list of blocks whose tokens could be shared")
+    if not hf_attention.can_use(skeleton):
+        raise ProbeError("it does not take its attention from transformers' AttentionInterface")
+    if not skeleton.training:
+        return
+    for module in skeleton.get_submodule(blocks).modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise ProbeError(f"a {type(module).__name__} in its blocks mixes tokens in training")
+
+
+def _check_shares(model: nn.Module, inputs: dict[str, Any], training: bool) -> None:
+    torch.manual_seed(0)  # before every run: encoders may draw which patches they leave out
+    expected = first_tensor(copy.deepcopy(model)(**inputs))
+    whole = _Whole()
+    if training:
+        _check_training(copy.deepcopy(model).train(), inputs)
+    _compare(
+        _run(copy.deepcopy(model), inputs, whole), expected,
+        f"its attention is not what {hf_attention.NAME} attention makes of it",
+    )  # fmt: skip
+    if whole.hidden.shape[1] < _PROCESSES:
+        raise ProbeError(
+            f"its example inputs give {whole.hidden.shape[1]} token per item; there is nothing "
+            "to share"
+        )
+    for rank in range(_PROCESSES):
+        part = _Part(whole, rank)
+        try:
+            output = _run(copy.deepcopy(model), inputs, part)
+        except SharedItemsError:
+            raise
+        except _FAILURES as error:
+            raise ProbeError(f"it does not run on a part of its tokens: {error}") from error
+        if part.calls != len(whole.attended):
+            raise ProbeError("a process attends another number of times than the whole does")
+        why = "something besides attention mixes tokens in its blocks, or counts them"
+        _compare(output, expected, f"parts of its tokens give another result than the whole: {why}")
+
+
+def _check_training(model: nn.Module, inputs: dict[str, Any]) -> None:
+    """What is refused in training only, such as attention dropout."""
+
+    def run(stage: nn.Module, _: bool) -> torch.Tensor:
+        return first_tensor(stage(**inputs))
+
+    if skips_blocks(model, find_blocks(model), run):
+        raise ProbeError(
+            "it leaves out layers at random in training, in which processes have to meet; set the "
+            "probability in its config to 0 (layerdrop)"
+        )
+    whole = _Whole()
+    with DrawnShapes(model.get_submodule(find_blocks(model))) as drawn:
+        _run(model, inputs, whole)
+    tokens = whole.hidden.shape[1]
+    if without := [shape for shape in drawn.shapes if tokens not in shape]:
+        raise ProbeError(
+            f"its blocks draw random numbers of shape {without[0]} in training, for whole items: "
+            "processes would draw differently for one item; set the probability in its config "
+            "to 0 (drop_path_rate)"
+        )
+
+
+def _compare(output: torch.Tensor, expected: torch.Tensor, why: str) -> None:
+    if output.shape != expected.shape:
+        raise ProbeError(f"{why} (shape {tuple(output.shape)}, not {tuple(expected.shape)})")
+    change = (output - expected).norm(dim=-1).max() / expected.norm(dim=-1).max()
+    if not bool(change <= _NOISE):
+        raise ProbeError(f"{why} (relative difference {float(change):.1e})")
+
+
+def _run(model: nn.Module, inputs: dict[str, Any], peers: Peers) -> torch.Tensor:
+    blocks = find_blocks(model)
+    sharing = SharedItems(model, blocks, 0, len(model.get_submodule(blocks)), peers)
+    torch.manual_seed(0)
+    with sharing:
+        output = model(**inputs)
+    if getattr(output, "hidden_states", None) is not None:
+        raise SharedItemsError(
+            "it returns the hidden states of all its blocks (output_hidden_states), of which "
+            "every process has a part"
+        )
+    return first_tensor(output)
+
+
+class _Whole:
+    """:class:`Peers` of one process with all tokens; keeps what attention was called with."""
+
+    rank, size = 0, 1
+
+    def __init__(self) -> None:
+        self.attended: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.hidden: torch.Tensor | None = None
+
+    def attend(self, layout: ContextLayout) -> Attend:
+        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masks: Any,
+                   **options: Any) -> torch.Tensor:  # fmt: skip
+            if key.shape != value.shape:
+                raise SharedItemsError("its keys and values differ in shape")
+            if not query.shape[2] == key.shape[2] == layout.length:
+                raise SharedItemsError(
+                    f"{query.shape[2]} rows attend to {key.shape[2]} keys of {layout.length} tokens"
+                )
+            self.attended.append((key, value))
+            return attention(query, key, value, masks, **options)[0]
+
+        return attend
+
+    def gather(self, local: torch.Tensor, layout: ContextLayout) -> torch.Tensor:
+        self.hidden = local
+        return local
+
+
+class _Part:
+    """:class:`Peers` of one of several processes; the others' tokens come from a record."""
+
+    size = _PROCESSES
+
+    def __init__(self, whole: _Whole, rank: int) -> None:
+        self.rank, self.calls, self._whole = rank, 0, whole
+
+    def _among(self, whole: torch.Tensor, local: torch.Tensor, layout: Any, dim: int):
+        ((start, stop),) = layout.ranges[self.rank]
+        parts = [whole.narrow(dim, 0, start), local,
+                 whole.narrow(dim, stop, layout.length - stop)]  # fmt: skip
+        return torch.cat(parts, dim)
+
+    def attend(self, layout: ContextLayout) -> Attend:
+        everyone = tuple(one for ranges in layout.ranges for one in ranges)
+
+        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masks: Any,
+                   **options: Any) -> torch.Tensor:  # fmt: skip
+            if query.shape[2] != layout.sizes[self.rank]:
+                raise SharedItemsError(f"{query.shape[2]} rows for {layout.sizes[self.rank]} "
+                                       "tokens of a process")  # fmt: skip
+            known = self._whole.attended[self.calls]
+            self.calls += 1
+            key, value = (
+                self._among(one, local, layout, 2)
+                for one, local in zip(known, (key, value), strict=True)
+            )
+            masks = local_masks(tuple(masks), layout.ranges[self.rank], everyone)
+            return attention(query, key, value, masks, **options)[0]
+
+        return attend
+
+    def gather(self, local: torch.Tensor, layout: ContextLayout) -> torch.Tensor:
+        return self._among(self._whole.hidden, local, layout, 1)

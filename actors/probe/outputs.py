@@ -1,0 +1,164 @@
+"""The probe of what a module returns: is anything dropped that training would need?
+
+raymm takes one tensor of an encoder, and of a language model the cross entropy of its logits. What
+else they return is found by running a shrunk copy, as in :mod:`raymm.actors.probe.cut`.
+
+An encoder's further output counts as dropped if parameters are behind it that are not behind the
+tensor that is taken: they would have no effect, and never learn. Not so a summary, at most one
+vector per item beside a tensor with more (a pooler's output): it says nothing that its item's
+tokens do not. So hidden states, attentions and poolers of plain encoders are no reason to ask;
+features behind a merger, levels of a pyramid or a codebook's loss are.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from raymm.actors.modules.message import first_tensor
+from raymm.actors.probe.callbacks import chain_example, module_inputs, own_callbacks
+from raymm.actors.probe.cut import of_one_that_runs
+from raymm.actors.probe.error import NotRunError, ProbeError
+from raymm.actors.probe.plain_torch import plain_torch
+from raymm.actors.probe.small_model import small_model
+from raymm.actors.stages.encoder import EncoderSpec
+from raymm.actors.stages.stage_inputs import fields
+from raymm.actors.weights.source import ModuleSource
+
+_SHOWN = 3
+_TOKENS = 12
+# Of a loss, relative: of sums in another order, and of ones that are computed in another way. The
+# second where the model returns nothing that it could have added.
+_ROUNDING, _TOLERANCE = 2e-6, 1e-4
+
+
+@plain_torch()
+def check_outputs(
+    spec: EncoderSpec, example: Mapping[str, Any] | None = None
+) -> Mapping[str, Any]:
+    """Whether what is taken of an encoder's output is all that it is for.
+
+    A postprocess callback that returns a tensor has picked, and is not asked.
+
+    Args:
+        example: what a batch has for the encoder; guessed if None.
+
+    Returns:
+        What it was tried with.
+
+    Raises:
+        ProbeError: it returns no tensor that could be taken, or more than one.
+        NotRunError: it could not be tried.
+    """
+    return of_one_that_runs(spec.source, lambda model: _check(spec, model, example))
+
+
+def _check(
+    spec: EncoderSpec, model: nn.Module, example: Mapping[str, Any] | None
+) -> Mapping[str, Any]:
+    try:
+        example = chain_example(spec, model, example)
+        given = module_inputs(spec, example)
+        with torch.random.fork_rng(devices=[]):
+            output = model(**copy.deepcopy(given))
+            if spec.postprocess_module is not None:
+                output = own_callbacks(spec).postprocess_module(given, output)
+    except Exception as error:  # whatever a module or callback may raise
+        raise NotRunError(str(error)) from error
+    if isinstance(output, torch.Tensor):
+        return example
+    name = type(model).__name__
+    try:
+        picked = first_tensor(output)
+    except (TypeError, IndexError) as error:
+        names = ", ".join(fields(output)) or "nothing"
+        raise ProbeError(
+            f"{name}, the encoder of {spec.name!r}, returns a {type(output).__name__} ({names}) "
+            "without last_hidden_state; give a postprocess_module_callback that returns the tensor "
+            "to use"
+        ) from error
+    if dropped := list(_dropped(model, output, picked)):
+        raise ProbeError(
+            f"{name}, the encoder of {spec.name!r}, returns {', '.join(dropped)} beside the tensor "
+            f"of shape {tuple(picked.shape)} that would be used, with parameters of their own, "
+            "which would have no effect; give a postprocess_module_callback that returns the "
+            "tensor to use, such as lambda inputs, output: output.last_hidden_state"
+        )
+    return example
+
+
+def _dropped(model: nn.Module, output: Any, picked: torch.Tensor) -> Iterator[str]:
+    parameters = dict(model.named_parameters())
+    behind = _behind(picked, parameters)
+    for where, value in _tensors(fields(output), ""):
+        if value is picked or not value.requires_grad or _is_summary(value, picked):
+            continue
+        if own := sorted(_behind(value, parameters) - behind):
+            more = ", ..." if len(own) > _SHOWN else ""
+            yield f"{where} {tuple(value.shape)} (of {', '.join(own[:_SHOWN])}{more})"
+
+
+def _behind(value: torch.Tensor, parameters: Mapping[str, nn.Parameter]) -> set[str]:
+    """Parameters that a tensor is computed from."""
+    if not value.requires_grad:
+        return set()
+    found = torch.autograd.grad(
+        value.sum(), list(parameters.values()), retain_graph=True, allow_unused=True
+    )
+    return {name for name, one in zip(parameters, found, strict=True) if one is not None}
+
+
+def _tensors(value: Any, where: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield where, value
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _tensors(one, f"{where}.{key}" if where else str(key))
+    elif isinstance(value, tuple | list):
+        for n, one in enumerate(value):
+            yield from _tensors(one, f"{where}[{n}]")
+
+
+def _is_summary(value: torch.Tensor, picked: torch.Tensor) -> bool:
+    """Whether a tensor has at most one vector per item, and the other one more."""
+    if value.dim() == 0 or picked.dim() < 3 or len(value) != len(picked):
+        return False
+    return sum(size > 1 for size in value.shape[1:]) <= 1
+
+
+@plain_torch()
+def added_loss(source: ModuleSource) -> str | None:
+    """What a language model adds to the cross entropy of its logits, in words: the router loss of
+    a mixture of experts. None if it adds nothing, or has no loss of its own."""
+    model = small_model(source).train()
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary, (2, _TOKENS), generator=generator)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            output = model(input_ids=ids, labels=ids, use_cache=False)
+        loss, logits = output.loss, output.logits
+        own = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+        # Some classes take labels that are shifted already; they add nothing.
+        unshifted = F.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
+    except Exception:  # a model that takes no labels has no loss of its own
+        return None
+    if loss is None:
+        return None
+    parts = [
+        f"{name} {float(value):.4g}" for name, value in fields(output).items()
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and name not in ("loss", "logits")
+    ]  # fmt: skip
+    limit = _ROUNDING if parts else _TOLERANCE
+    if any(abs(float(loss - one)) <= limit * float(one) for one in (own, unshifted)):
+        return None
+    return (
+        f"{type(model).__name__} adds {', '.join(parts) or 'something'} to its loss (in a trial "
+        f"{float(loss):.4g}, where the cross entropy of its logits is {float(own):.4g})"
+    )

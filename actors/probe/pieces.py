@@ -1,0 +1,307 @@
+"""A model as a whole and in pieces: the same bits, or it cannot be cut.
+
+In evaluation, and in training where it will be trained: layers to leave out and draws outside the
+blocks exist only there. Random decisions are forced (:mod:`raymm.actors.probe.draws`), so
+that what hardly ever happens is seen.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from raymm.actors.modules.brief_error import brief
+from raymm.actors.modules.cut import CutInfo, CutReached, Passage, ghost_parameter, prune
+from raymm.actors.modules.draws import BlockDraws, Draws
+from raymm.actors.probe.draws import extreme_draws
+from raymm.actors.probe.error import NotRunError, ProbeError
+from raymm.actors.quota.generators import generator_state, generators_kept, seed_generators
+
+# Of forced random decisions. To see what can happen (that it does not in any of them, with three
+# blocks of which each is skipped in every second forward, is a chance of one in 2**24):
+_SEEDS_TO_SEE = range(8)
+# And to compare; of the later ones only those that skip blocks.
+_SEEDS_TO_COMPARE = range(5)
+_SEEDS_IN_ANY_CASE = range(2)
+_CURE = "give it one stage (pp 1)"
+
+Names = Collection[str]
+Run = Callable[[nn.Module, bool], torch.Tensor]
+"""``run(model, first)``: a forward; its output, or, of a piece, whatever is there at its end.
+``first``: with the real inputs, not with what later stages are given."""
+
+
+class Forward(NamedTuple):
+    """A forward of the whole model: its output, and the blocks that were called, in order."""
+
+    output: torch.Tensor
+    called: tuple[int, ...]
+    tuple_length: int
+
+
+def whole_forward(model: nn.Module, blocks: str, run: Run, seed: int) -> Forward:
+    """A forward as one process makes it, with these random numbers.
+
+    Args:
+        blocks: dotted name of the list of blocks.
+    """
+    called: list[int] = []
+    lengths: list[int] = []
+
+    def note(index: int, output: object) -> None:
+        called.append(index)
+        lengths.append(len(output) if isinstance(output, tuple | list) else 0)
+
+    whole = copy.deepcopy(model)  # some models keep tensors of their last forward
+    listed = whole.get_submodule(blocks)
+    for index, block in enumerate(listed):
+        block.register_forward_hook(lambda _, __, output, index=index: note(index, output))
+    with generators_kept():
+        output = _drawing(whole, listed, run, True, seed)
+    return Forward(output, tuple(called), lengths[0] if lengths else 0)
+
+
+def skips_blocks(model: nn.Module, blocks: str, run: Run) -> bool:
+    """Whether a model's forward, in the mode it is in, may leave out blocks.
+
+    Raises:
+        NotRunError: it does not run.
+    """
+    total = len(model.get_submodule(blocks))
+    try:
+        if not _draws(model, run):
+            return False
+        with extreme_draws():
+            forwards = (whole_forward(model, blocks, run, seed) for seed in _SEEDS_TO_SEE)
+            return any(len(forward.called) < total for forward in forwards)
+    except Exception as error:  # whatever a model may raise
+        raise _not_run(model, error) from error
+
+
+def compare_pieces(model: nn.Module, blocks: str, run: Run, trains: bool) -> CutInfo:
+    """Cut a model into a first, a middle and a last piece.
+
+    Args:
+        model: in eval mode; comes back in whatever mode.
+        blocks: dotted name of its list of blocks, of which there are at least two.
+        trains: whether it is going to be in training mode.
+
+    Raises:
+        ProbeError: the pieces do not give the same bits as the whole.
+    """
+    pieces = _Pieces(model, blocks, run)
+    pieces.compare(0)
+    if trains:
+        pieces.train()
+        pieces.compare(0)
+        if _draws(model, run):
+            with extreme_draws():
+                for seed in _SEEDS_TO_COMPARE:
+                    pieces.compare(seed, only_skips=seed not in _SEEDS_IN_ANY_CASE)
+    return pieces.info()
+
+
+def _draws(model: nn.Module, run: Run) -> bool:
+    """Whether a forward draws random numbers."""
+
+    def states() -> tuple[object, ...]:
+        return generator_state(), np.random.get_state()[1].tobytes(), random.getstate()
+
+    with generators_kept():
+        seed_generators(0)
+        before = states()
+        run(copy.deepcopy(model), True)
+        return states() != before
+
+
+def _drawing(
+    stage: nn.Module, listed: nn.ModuleList, run: Run, first: bool, seed: int
+) -> torch.Tensor:
+    """A forward with the random numbers that a stage draws."""
+    draws = Draws(seed)
+    blocks = BlockDraws(listed)
+    blocks.draws = draws
+    draws.enter("module")
+    try:
+        return run(stage, first)
+    finally:
+        blocks.remove()
+
+
+def _not_run(model: nn.Module, error: Exception) -> NotRunError:
+    mode = " in training" if model.training else ""
+    return NotRunError(
+        f"{type(model).__name__} does not run as stages run it{mode}: {brief(error)}; a "
+        "language model must take inputs_embeds and give logits, an encoder features"
+    )
+
+
+class _Pieces:
+    """A model, and pieces of it that are not whole."""
+
+    def __init__(self, model: nn.Module, blocks: str, run: Run) -> None:
+        self._name = type(model).__name__
+        self._model, self._blocks, self._run = model, blocks, run
+        total = len(model.get_submodule(blocks))
+        self._bounds = [0, 1, total - 1, total] if total > 2 else [0, 1, 2]
+        self._outer = frozenset(
+            n for n, _ in model.named_parameters() if not n.startswith(blocks + ".")
+        )
+        self._used = [frozenset[str]() for _ in self._bounds[1:]]
+        self._length: int | None = None
+        self._stages: list[tuple[nn.Module, Passage]] = []
+
+    def train(self) -> None:
+        """From now on, training forwards."""
+        self._model.train()
+        for stage, _ in self._stages:
+            stage.train()
+
+    def compare(self, seed: int, only_skips: bool = False) -> None:
+        """One forward, with these random numbers.
+
+        Args:
+            only_skips: only if it skips blocks.
+        """
+        try:
+            whole = whole_forward(self._model, self._blocks, self._run, seed)
+        except Exception as error:  # whatever a model may raise
+            raise _not_run(self._model, error) from error
+        self._check_calls(whole.called)
+        total = self._bounds[-1]
+        if not whole.called or only_skips and len(whole.called) == total:
+            return
+        if self._length is None:
+            self._length = whole.tuple_length
+            self._stages = [self._piece(lo, hi) for lo, hi in self._between]
+        with generators_kept():
+            output = self._run_pieces(seed)
+        same = output.shape == whole.output.shape and torch.allclose(
+            output, whole.output, rtol=0, atol=0, equal_nan=True
+        )
+        if not same:
+            raise self._error(
+                "something besides the hidden state flows from block to block, and its pieces "
+                "differ from the whole"
+            )
+
+    @property
+    def _between(self) -> list[tuple[int, int]]:
+        return list(zip(self._bounds, self._bounds[1:], strict=False))
+
+    def _error(self, why: str) -> ProbeError:
+        mode = " in training" if self._model.training else ""
+        return ProbeError(f"{self._name} cannot be cut between its blocks{mode}: {why}; {_CURE}")
+
+    def _check_calls(self, called: tuple[int, ...]) -> None:
+        times = [called.count(index) for index in range(self._bounds[-1])]
+        if max(times) > 1 or not self._model.training and not times[0]:
+            wrong = max(range(len(times)), key=times.__getitem__) if max(times) > 1 else 0
+            which = f"block {wrong}" if wrong else "its first block"
+            raise ProbeError(
+                f"{self._name} runs {which} {times[wrong]} times per forward, not once; {_CURE}"
+            )
+
+    def _piece(self, lo: int, hi: int) -> tuple[nn.Module, Passage]:
+        everywhere = CutInfo(self._blocks, self._length, *[self._outer] * 3)
+        stage = prune(copy.deepcopy(self._model), everywhere, lo, hi)
+        return stage, Passage(stage, everywhere, lo, hi)
+
+    def _run_pieces(self, seed: int) -> torch.Tensor:
+        hidden: torch.Tensor | None = None
+        try:
+            for number, (stage, passage) in enumerate(self._stages):
+                received = hidden.detach().requires_grad_() if number else None
+                listed = stage.get_submodule(self._blocks)
+                try:
+                    with passage.open(received, "its forward"):
+                        hidden = _drawing(stage, listed, self._run, not number, seed)
+                except CutReached as cut:
+                    hidden = cut.hidden
+                self._used[number] |= self._reached(stage, hidden)
+        except ProbeError:
+            raise
+        except Exception as error:  # whatever a model may raise
+            raise self._error(
+                "it reads more of them than the hidden state that one stage hands to the next, "
+                "such as those of all of them, of which feature maps are picked, or their sizes "
+                f"(a part of it ends in {brief(error)})"
+            ) from error
+        return hidden
+
+    def _reached(self, stage: nn.Module, hidden: torch.Tensor) -> frozenset[str]:
+        """Outer parameters that a gradient comes to."""
+        stage.zero_grad()
+        if hidden.requires_grad:
+            # Random weights: a plain sum has zero gradient through a normalisation.
+            (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
+        return self._outer & {n for n, p in stage.named_parameters() if p.grad is not None}
+
+    def info(self) -> CutInfo:
+        """What was learned, of what gradients come to and of what pieces cannot do without.
+
+        Raises:
+            ProbeError: pieces with only what they own do not give the same bits as the whole.
+        """
+        self._model.eval()
+        whole = whole_forward(self._model, self._blocks, self._run, 0).output
+        everywhere = CutInfo(self._blocks, self._length or 0, *[self._outer] * 3)
+        unreached = self._outer.difference(*self._used)
+        received: torch.Tensor | None = None
+        owned = []
+        for number, reached in enumerate(self._used):
+            handed = self._alone(everywhere, number, received)
+            owned.append(reached | self._read(everywhere, number, received, handed, unreached))
+            received = handed
+        middle = owned[1] if len(owned) > 2 else frozenset()
+        info = CutInfo(self._blocks, self._length or 0, owned[0], middle, owned[-1])
+        received = None
+        for number in range(len(owned)):
+            received = self._alone(info, number, received)
+        if not torch.allclose(received, whole, rtol=0, atol=0, equal_nan=True):
+            raise self._error("with only the parameters that they use, its pieces differ from it")
+        return info
+
+    def _alone(
+        self, info: CutInfo, number: int, received: torch.Tensor | None, without: Names = ()
+    ) -> torch.Tensor:
+        """What a piece hands on that owns what ``info`` says, but for some parameters."""
+        lo, hi = self._between[number]
+        stage = prune(copy.deepcopy(self._model), info, lo, hi)
+        tied = {id(p) for n, p in stage.named_parameters() if n in without}
+        for name, parameter in list(stage.named_parameters(remove_duplicate=False)):
+            if id(parameter) in tied:
+                ghost_parameter(stage, name)
+        passage, listed = Passage(stage, info, lo, hi), stage.get_submodule(self._blocks)
+        # With autograd, as the whole: some attention gives other bits without.
+        leaf = None if received is None else received.requires_grad_()
+        with generators_kept():
+            try:
+                with passage.open(leaf, self._name):
+                    return _drawing(stage, listed, self._run, not number, 0).detach()
+            except CutReached as cut:
+                return cut.hidden.detach()
+
+    def _read(
+        self, everywhere: CutInfo, number: int, received: torch.Tensor | None,
+        handed: torch.Tensor, candidates: Names,
+    ) -> Names:  # fmt: skip
+        """Which of some parameters a piece reads: without them it differs. No gradient comes to
+        frozen tables of positions, which are read without autograd."""
+
+        def differs(names: Names) -> bool:
+            try:
+                without = self._alone(everywhere, number, received, names)
+            except Exception:  # it does not run without them
+                return True
+            return not torch.equal(without, handed)
+
+        if not candidates or not differs(candidates):
+            return frozenset()
+        return frozenset(n for n in candidates if differs({n})) or frozenset(candidates)

@@ -1,0 +1,169 @@
+"""Small copies of a model, to try things with before anything starts.
+
+Nothing here knows a model by name. A copy has few layers, one of every kind among them, a narrow
+feed-forward and a small vocabulary. Where layers cannot be picked (a config rules which belong
+together, or kinds follow from a layer's number), a copy has all layers up to the last new kind, or
+all there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from raymm.actors.modules.blocks import config_depth_names, find_blocks
+from raymm.actors.modules.brief_error import brief
+from raymm.actors.probe.error import ProbeError
+from raymm.actors.weights.source import ModuleSource, on_meta
+
+PROBE_DEPTH = 3
+_PROBE_VOCABULARY = 256
+_PROBE_INTERMEDIATE = 128
+_INTERMEDIATE_NAMES = ("intermediate_size", "n_inner", "ffn_dim", "encoder_ffn_dim", "d_ff")
+_TOKEN_NAMES = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
+_NOISE = 0.02
+
+
+def small_model(source: ModuleSource) -> nn.Module:
+    """A shrunk copy with random weights, on the CPU, in eval mode.
+
+    Raises:
+        ProbeError: if none can be made.
+    """
+    return next(small_models(source))
+
+
+def small_models(source: ModuleSource) -> Iterator[nn.Module]:
+    """As :func:`small_model`, the smallest first: some can be made, but do not run.
+
+    Raises:
+        ProbeError: if none can be made.
+    """
+    skeleton = source.skeleton()
+    if not isinstance(skeleton, PreTrainedModel):
+        yield _ready(_random_copy(skeleton))
+        return
+    kinds, made, failed = _kinds(skeleton), 0, []
+    for depth in dict.fromkeys((None, _last_new(kinds) + 1, len(kinds))):
+        try:
+            model = _of_config(skeleton, shrink_config(skeleton.config, depth))
+        except Exception as error:  # whatever a model's own checks raise
+            failed.append(error)
+            continue
+        if set(kinds) <= set(_kinds(model)) or depth == len(kinds):
+            made += 1
+            yield _ready(model)
+    if not made:
+        raise ProbeError(
+            f"no small copy of {type(skeleton).__name__} can be made to try how it is cut: "
+            f"{brief(failed[0])}; give it one stage (pp 1)"
+        ) from failed[0]
+
+
+def shrink_config(config: PretrainedConfig, depth: int | None = None) -> PretrainedConfig:
+    """A copy with few layers, narrow feed-forwards and a small vocabulary.
+
+    Args:
+        config: left as it is.
+        depth: keep the first so many layers; by default a few, one of every kind among them.
+    """
+    small = copy.deepcopy(config)
+    names = config_depth_names(small)
+    layers = getattr(small, names[0]) if names else None
+    per_layer = {
+        name: list(value)
+        for name, value in vars(small).items()
+        if isinstance(value, list | tuple) and layers and len(value) == layers
+    }
+    kept = _layers_of_every_kind(per_layer, layers or PROBE_DEPTH)
+    if depth is not None and layers is not None:
+        kept = list(range(min(depth, layers)))
+    for name in names:
+        with contextlib.suppress(NotImplementedError):  # ProphetNet's follows from others
+            setattr(small, name, len(kept))
+    for name, value in per_layer.items():
+        setattr(small, name, [value[layer] for layer in kept])
+    for name, value in vars(small).items():
+        if isinstance(value, PretrainedConfig):  # of parts, as of a language model with a tower
+            setattr(small, name, shrink_config(value, depth))
+    for name in _INTERMEDIATE_NAMES:
+        if isinstance(getattr(small, name, None), int):
+            setattr(small, name, min(getattr(small, name), _PROBE_INTERMEDIATE))
+    if isinstance(getattr(small, "vocab_size", None), int):
+        small.vocab_size = min(small.vocab_size, _PROBE_VOCABULARY)
+        for name in _TOKEN_NAMES:
+            if isinstance(getattr(small, name, None), int | list):
+                setattr(small, name, 0)
+    return small
+
+
+def _layers_of_every_kind(per_layer: dict[str, list[Any]], depth: int) -> list[int]:
+    """:data:`PROBE_DEPTH` layers, or all of fewer: the first ones, but with some layer of every
+    kind that a list of names (``layer_types``) tells apart; more where there are more kinds."""
+    kinds = [v for v in per_layer.values() if all(isinstance(kind, str) for kind in v)]
+    needed = {tuple(v[layer] for v in kinds): layer for layer in reversed(range(depth))}
+    kept = sorted(needed.values()) if kinds else []
+    kept += [layer for layer in range(depth) if layer not in kept][: PROBE_DEPTH - len(kept)]
+    return sorted(kept)
+
+
+def _kinds(model: nn.Module) -> list[tuple]:
+    """Per block, what it is made of, and its flags: blocks that differ in them are of two kinds."""
+    path = find_blocks(model)
+    if path is None:
+        return []
+    return [
+        tuple(
+            (name, type(child), *_flags(child))
+            for name, child in block.named_modules()
+        )
+        for block in model.get_submodule(path)
+    ]  # fmt: skip
+
+
+def _flags(module: nn.Module) -> list[tuple[str, object]]:
+    return [
+        (name, value) for name, value in sorted(vars(module).items())
+        if not name.startswith("_") and name != "training"
+        and (value is None or isinstance(value, bool | str))
+    ]  # fmt: skip
+
+
+def _last_new(kinds: list[tuple]) -> int:
+    """Number of the last block whose kind none before it has (at least the third block)."""
+    first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
+    return max([PROBE_DEPTH - 1, *first.values()])
+
+
+def _of_config(skeleton: PreTrainedModel, config: PretrainedConfig) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return type(skeleton)._from_config(config, dtype=torch.float32)
+
+
+def _random_copy(skeleton: nn.Module) -> nn.Module:
+    model = copy.deepcopy(on_meta(skeleton)).to_empty(device="cpu")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter.data, std=0.05)
+    for name, buffer in skeleton.named_buffers():
+        model.get_buffer(name).copy_(buffer)
+    return model
+
+
+def _ready(model: nn.Module) -> nn.Module:
+    """In eval mode, all of it trained, with noise added: many parameters begin as zeros, behind
+    which nothing would be seen."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(1)
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter += _NOISE * torch.randn_like(parameter)
+    return model.requires_grad_(True).eval()

@@ -1,0 +1,240 @@
+"""The probe of tensor parallelism: does a sharded copy compute what the whole one does?
+
+As in :mod:`raymm.actors.probe.cut`, a shrunk copy runs on the CPU, here whole and then in
+``tp`` threads that hold a share each. Outputs and all gradients must be the whole's. So a plan
+made from names needs no knowledge of the model: what it gets wrong is found here.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from raymm.actors.modules.message import first_tensor
+from raymm.actors.modules.projector import Projector
+from raymm.actors.probe.cut import ProbeError, encoder_inputs
+from raymm.actors.probe.small_model import small_model
+from raymm.actors.sharding.tensor_plan import Choices, TensorPlan, plan_module, tensor_plan
+from raymm.actors.sharding.tensor_rules import generic
+from raymm.actors.sharding.tensor_shard import cut_tensor, shard_module
+from raymm.actors.weights.source import ModuleSource
+from raymm.kernels.collectives.tensor_group import TensorGroup, ThreadGroup, thread_groups
+
+TOLERANCE = 1e-5
+"""Of differences, relative to the norm of what is compared."""
+# What may be rounding only (the gradient of a key's bias), relative to the largest gradient.
+_ROUNDING = 1e-2
+_TOKENS = 8
+
+# From fast to safe.
+_CHOICES = tuple(
+    Choices(gather, vocabulary, fused)
+    for vocabulary in (True, False)
+    for gather, fused in (
+        ("", "blocks"), ("", "heads"), ("", "feed_forward"), ("", ""),
+        ("attention", "feed_forward"), ("attention", ""), ("all", ""),
+    )
+)
+
+Tensors = dict[str, torch.Tensor]
+Run = Callable[[nn.Module, Tensors], torch.Tensor]
+
+
+class Result(NamedTuple):
+    """Of a forward and a backward: the output, and gradients of parameters and inputs."""
+
+    output: torch.Tensor
+    gradients: Tensors
+    inputs: Tensors
+
+
+class Comparison(NamedTuple):
+    """Attributes:
+        failure: what differs, in words; None if nothing does.
+        partial: whole parameters of which every shard has a part of the gradient, although the
+            plan does not know.
+    """
+
+    failure: str | None
+    partial: frozenset[str] = frozenset()
+
+
+def probe_tensor(
+    source: ModuleSource, tp: int, name: str, inputs: Tensors | None = None
+) -> TensorPlan:
+    """The fastest plan under which a shrunk copy of the module gives the whole's numbers.
+
+    Args:
+        name: of the module, for errors.
+        inputs: example keyword arguments of an encoder; guessed from the config if not given.
+
+    Raises:
+        PlanError: as :func:`~raymm.actors.sharding.tensor_plan.tensor_plan`.
+        ProbeError: if no plan gives the same numbers, with what differs.
+    """
+    plan = tensor_plan(source, tp, name)  # before anything runs: sizes that do not fit
+    if not plan.styles:
+        return plan
+    model = small_model(source)
+    run, inputs = example_run(model, inputs)
+    expected = run_whole(model, run, inputs)
+    first_failure, tried = None, []
+    for choices in _CHOICES:
+        if (small := plan_module(model, tp, name, choices, ragged=True)) in tried:
+            continue
+        tried.append(small)
+        failure, partial = compare_shards(model, small, run, inputs, expected)
+        if failure is None and partial:
+            choices = replace(choices, partial=frozenset(map(generic, partial)))
+            small = plan_module(model, tp, name, choices, ragged=True)
+            failure, partial = compare_shards(model, small, run, inputs, expected)
+        if failure is None and not partial:
+            return tensor_plan(source, tp, name, choices)
+        first_failure = first_failure or failure
+    raise ProbeError(
+        f"tp of {name!r} is {tp}, but {type(model).__name__} cannot be sharded: {first_failure}; "
+        "set it to 1"
+    )
+
+
+def example_run(model: nn.Module, inputs: Tensors | None) -> tuple[Run, Tensors]:
+    """How stages call a model, and example inputs.
+
+    Args:
+        inputs: of an encoder; None to guess them.
+    """
+    generator = torch.Generator().manual_seed(0)
+    get = getattr(model, "get_output_embeddings", None)
+    if inputs is None and get is not None and get() is not None:
+        # Tokens from all over the vocabulary, in two samples.
+        size = model.get_input_embeddings().weight.shape[0]
+        ids = torch.linspace(0, size - 1, 2 * _TOKENS).long().view(_TOKENS, 2).T
+
+        def run_language(stage: nn.Module, given: Tensors) -> torch.Tensor:
+            embeds = stage.get_input_embeddings()(ids)
+            return stage(inputs_embeds=embeds + given["embeds"], use_cache=False).logits
+
+        with torch.no_grad():
+            embeds = model.get_input_embeddings()(ids)
+        # Added to the embeddings: images and sounds are, and need the gradient.
+        return run_language, {"embeds": torch.randn(embeds.shape, generator=generator) * 0.1}
+    if inputs is None and isinstance(model, Projector):
+        features = torch.randn(2, _TOKENS, model.config.in_features, generator=generator)
+        inputs = {"features": features}
+    inputs = encoder_inputs(model, inputs)
+    return lambda stage, given: first_tensor(stage(**given)), inputs
+
+
+def run_whole(model: nn.Module, run: Run, inputs: Tensors) -> Result:
+    """What shards are compared with."""
+    return _run(copy.deepcopy(model), run, inputs, None, None)
+
+
+def compare_shards(
+    model: nn.Module, plan: TensorPlan, run: Run, inputs: Tensors, expected: Result
+) -> Comparison:
+    """Run a copy of the model in shards, one thread each.
+
+    Args:
+        model: on the CPU; left as it is.
+        run, inputs: as of :func:`example_run`.
+        expected: the whole's.
+    """
+    results: list[Result | None] = [None] * plan.tp
+    errors: list[BaseException] = []
+
+    def work(group: ThreadGroup) -> None:
+        try:
+            shard = copies[group.rank]
+            shard_module(shard, plan, group)
+            results[group.rank] = _run(shard, run, inputs, plan, group)
+        except Exception as error:  # whatever a model may raise
+            errors.append(error)
+            group.abort()
+
+    copies = [copy.deepcopy(model) for _ in range(plan.tp)]
+    groups = thread_groups(plan.tp)
+    threads = [threading.Thread(target=work, args=(group,), daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        own = (e for e in errors if not isinstance(e, threading.BrokenBarrierError))
+        error = next(own, errors[0])
+        return Comparison(f"its shards fail with {type(error).__name__}: {error}")
+    return _compare(plan, results, expected)
+
+
+def _compare(plan: TensorPlan, results: list[Result], expected: Result) -> Comparison:
+    for rank, result in enumerate(results):
+        if not _close(result.output, expected.output):
+            return Comparison(f"the output of shard {rank} differs from the whole's")
+        for name, gradient in expected.inputs.items():
+            if not _close(result.inputs.get(name), gradient):
+                return Comparison(f"the gradient of the input {name!r} differs on shard {rank}")
+    partial = set()
+    norms = [gradient.norm() for gradient in expected.gradients.values()]
+    floor = float(max(norms, default=torch.zeros(()))) * _ROUNDING
+    for name, gradient in expected.gradients.items():
+        for rank in range(plan.tp):
+            piece = cut_tensor(gradient, plan.piece(name, rank))
+            norm = max(float(gradient.norm()), floor)
+            if _close(_sum(results, name, plan.holders(name, rank)), piece, norm):
+                continue
+            everyone = _sum(results, name, range(plan.tp))
+            if plan.piece(name, rank) is None and _close(everyone, gradient, norm):
+                partial.add(name)
+                continue
+            return Comparison(f"the gradient of {name!r} differs from the whole's on shard {rank}")
+    return Comparison(None, frozenset(partial - plan.partial))
+
+
+def _sum(results: list[Result], name: str, holders: Any) -> torch.Tensor | None:
+    parts = [results[rank].gradients.get(name) for rank in holders]
+    return None if any(part is None for part in parts) else sum(parts)
+
+
+def _close(
+    found: torch.Tensor | None, expected: torch.Tensor, norm: float | None = None
+) -> bool:
+    if found is None or found.shape != expected.shape:
+        return False
+    limit = TOLERANCE * (float(expected.norm()) if norm is None else norm)
+    return bool((found - expected).norm() <= limit)
+
+
+def _run(
+    model: nn.Module, run: Run, inputs: Tensors, plan: TensorPlan | None, group: TensorGroup | None
+) -> Result:
+    leaves = {
+        name: value.clone().requires_grad_(value.is_floating_point())
+        for name, value in inputs.items()
+    }
+    # Copies, as a model may write on its inputs.
+    output = run(model, {name: leaf.clone() for name, leaf in leaves.items()})
+    whole, weights = output.detach(), _weights(output.detach())
+    if plan is not None and plan.head is not None:
+        shares = [plan.vocabulary(rank) for rank in range(plan.tp)]
+        start, stop = shares[group.rank]
+        if output.shape[-1] != stop - start:
+            raise ValueError("its logits are not what its output head returns")
+        whole = group.all_gather(whole, [b - a for a, b in shares], -1)
+        weights = _weights(whole)[..., start:stop]
+    (output * weights).sum().backward()
+    return Result(
+        whole,
+        {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
+        {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None},
+    )
+
+
+def _weights(output: torch.Tensor) -> torch.Tensor:
+    """Of every output in the loss: no pattern that a normalisation would take away."""
+    return torch.randn(output.shape, generator=torch.Generator().manual_seed(1))

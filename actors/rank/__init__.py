@@ -1,0 +1,1 @@
+"""The actor of a rank, groups of them, and profilers."""

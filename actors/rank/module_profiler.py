@@ -1,0 +1,359 @@
+"""The actor that measures one module: real layers, real device, no other rank beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from raymm.actors.memory.live_storages import LiveStorages
+from raymm.actors.memory.to_device import to_device
+from raymm.actors.modules.blocks import find_blocks
+from raymm.actors.modules.merge import Prepend
+from raymm.actors.modules.message import Message, MicrobatchContext
+from raymm.actors.modules.precision import cast_frozen
+from raymm.actors.recompute.recomputed_layers import layers_recomputed
+from raymm.actors.stages.encoder import EncoderStage
+from raymm.actors.stages.language import LanguageStage
+from raymm.scheduler.costs.recomputation import OFFLOAD, REMADE, LayerOption
+
+WARM_UP_RUNS = 2
+# Whose a module's output is.
+_HANDED_ON = -1
+
+
+@dataclass(frozen=True)
+class ProfileRequest:
+    """One microbatch to measure.
+
+    Attributes:
+        inputs: what the module's first stage reads, tensors on the CPU.
+        received: shapes (items, tokens, width) of encoder outputs, by encoder (language model).
+        plain_text: the language model's ``inputs`` are all of its sequence already; what would
+            be merged into it is left out.
+    """
+
+    inputs: dict[str, Any]
+    received: dict[str, tuple[int, ...]]
+    plain_text: bool = False
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Medians of one layer, in seconds, and bytes.
+
+    Attributes:
+        forward, backward_input, backward_weight: F, B_d, B_w.
+        activation_bytes: memory made in it, and its input, that is held for the backward.
+        output_bytes: the hidden state it hands on.
+        options: what else it may do with its activations, if it is a block: seconds added to its
+            forward and backward, and bytes that it holds then.
+    """
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    activation_bytes: int
+    output_bytes: int
+    options: tuple[LayerOption, ...] = ()
+
+
+@dataclass(frozen=True)
+class ModuleTimes:
+    """A module on one microbatch.
+
+    Attributes:
+        layers: one per layer.
+        samples, tokens: of the hidden state that enters the blocks (samples, length, width), or
+            of what the module hands on, where that has another shape.
+        output_shape: of what the module hands on.
+    """
+
+    layers: tuple[LayerTimes, ...]
+    samples: int
+    tokens: int
+    output_shape: tuple[int, ...]
+
+
+class ModuleProfiler:
+    """One module, whole. Wrapped by ``ray.remote`` in :mod:`raymm.profiling.layers`.
+
+    Args:
+        builder: builds the module's one stage (:func:`raymm.layout.stage_builders.stage_builders`).
+        device: ``"cpu"`` or ``"cuda"``.
+        autocast: name of autocast's dtype, or None.
+        cast: keep frozen weights in that dtype, as a rank does where they can be reloaded.
+        threads: intra-op threads.
+    """
+
+    def __init__(
+        self, builder: Callable[[], nn.Module], device: str, autocast: str | None, cast: bool,
+        threads: int,
+    ) -> None:
+        torch.set_num_threads(threads)
+        self._device = torch.device(device)
+        self._autocast = getattr(torch, autocast) if autocast else None
+        stage = builder()
+        # F as the run will have it: of frozen weights kept in the compute dtype, or of fp32
+        # ones that autocast casts in every forward.
+        self._trainable = any(p.requires_grad for p in stage.parameters())
+        if self._autocast is not None and cast:
+            cast_frozen(stage, self._autocast)
+        self._stage: EncoderStage | LanguageStage = stage.to(self._device)
+        self._merge = getattr(stage.spec, "merge", None)
+        self._layers, self._has_blocks = _layer_modules(stage)
+        self._projector = getattr(stage, "projector", None)
+
+    def describe(self) -> dict[str, str]:
+        """What it measures on: device name, and versions that matter."""
+        import transformers
+
+        name = platform.processor() or platform.machine()
+        if self._device.type == "cuda":
+            name = torch.cuda.get_device_name(self._device)
+        else:
+            with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
+                found = [x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")]
+                name = found[0] if found else name
+        return {
+            "device": name, "torch": torch.__version__, "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        }
+
+    def measure(self, request: ProfileRequest, repeats: int) -> ModuleTimes:
+        """Run a microbatch ``repeats`` times each way, after a warm-up.
+
+        B_d is the backward with every parameter frozen and the first block's input requiring a
+        gradient; B_w is what the backward takes longer when every parameter is trainable.
+        """
+        stage = self._stage
+        if isinstance(stage, LanguageStage):
+            stage.spec = replace(
+                stage.spec, merge=Prepend() if request.plain_text else self._merge
+            )
+        inputs = to_device(request.inputs, self._device)
+        received = {
+            name: Message((torch.randn(shape, device=self._device),), {})
+            for name, shape in request.received.items()
+        }
+        frozen: list[_Trace] = []
+        trained: list[_Trace] = []
+        for _ in range(WARM_UP_RUNS + repeats):
+            frozen.append(self._run(inputs, received, trainable=False))
+            trained.append(self._run(inputs, received, trainable=True))
+        kept = self._run(inputs, received, trainable=True, count=True)
+        frozen, trained = frozen[WARM_UP_RUNS:], trained[WARM_UP_RUNS:]
+        options = self._options(inputs, received, repeats, trained)
+        for parameter in stage.parameters():
+            parameter.grad = None
+        own = trained if self._trainable else frozen
+        forward = _medians([one.forward_times() for one in own])
+        inner = _medians([one.backward_times() for one in frozen])
+        both = _medians([one.backward_times() for one in trained])
+        layers = tuple(
+            LayerTimes(f, d, max(0.0, b - d), bytes_kept, out, more)
+            for f, d, b, bytes_kept, out, more in zip(
+                forward, inner, both, kept.held, kept.output_bytes, options, strict=True
+            )
+        )
+        shape = kept.entering if len(kept.entering) == 3 else kept.output_shape
+        return ModuleTimes(layers, shape[0], shape[0] * shape[1], kept.output_shape)
+
+    def _options(
+        self, inputs: dict[str, Any], received: dict[str, Message], repeats: int,
+        kept: Sequence[_Trace],
+    ) -> list[tuple[LayerOption, ...]]:
+        """Of every layer; ``kept`` are runs in which all activations are kept."""
+        blocks = [layer for layer in self._layers if layer is not self._projector]
+        found: list[tuple[LayerOption, ...]] = [()] * len(self._layers)
+        # A frozen encoder has no backward. On a CPU the host's memory is the device's.
+        if not self._has_blocks or not (self._trainable or isinstance(self._stage, LanguageStage)):
+            return found
+        names = (*REMADE, OFFLOAD) if self._device.type == "cuda" else REMADE
+        kinds = [(type(one), sum(p.numel() for p in one.parameters())) for one in blocks]
+        before = _medians([one.both_times() for one in kept])
+        for name in names:
+            with layers_recomputed(blocks, [name] * len(blocks)):
+                runs = [self._run(inputs, received, trainable=True) for _ in range(repeats + 1)]
+                counted = self._run(inputs, received, trainable=True, count=True)
+            after = _medians([one.both_times() for one in runs[1:]])
+            added = [after[index] - before[index] for index in range(len(blocks))]
+            # Small differences of noisy times: blocks of one kind have one in common.
+            for index, kind in enumerate(kinds):
+                alike = [one for one, other in zip(added, kinds, strict=True) if other == kind]
+                seconds = max(0.0, statistics.median(alike))
+                found[index] += (LayerOption(name, seconds, counted.held[index]),)
+        return found
+
+    def _run(
+        self, inputs: dict[str, Any], received: dict[str, Message], trainable: bool,
+        count: bool = False,
+    ) -> _Trace:
+        for parameter in self._stage.parameters():
+            if parameter.is_floating_point():
+                parameter.requires_grad_(trainable)
+        storages = None
+        if count:
+            given = [*inputs.values(), *(m.tensors[0] for m in received.values())]
+            tensors = [one for one in given if isinstance(one, torch.Tensor)]
+            storages = LiveStorages([*self._stage.parameters(), *self._stage.buffers(), *tensors])
+        trace = _Trace(self._device, len(self._layers), storages)
+        with trace.watching(self._layers, self._has_blocks, leaf=not trainable):
+            with storages or contextlib.nullcontext(), self._casting():
+                trace.start_forward()
+                message = self._stage.run(dict(inputs), received, MicrobatchContext(1))
+                output = message.tensors[0]
+                trace.end_forward(output)
+            gradient = None if output.dim() == 0 else torch.randn_like(output)
+            trace.start_backward()
+            output.backward(gradient)
+            trace.end_backward()
+        return trace
+
+    def _casting(self) -> Any:
+        if self._autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, dtype=self._autocast)
+
+
+def _layer_modules(stage: EncoderStage | LanguageStage) -> tuple[list[nn.Module], bool]:
+    """What each layer starts with: its blocks (or the module, if it cannot be cut), then the
+    projector; and whether the first is a block."""
+    path = find_blocks(stage.module)
+    blocks = list(stage.module.get_submodule(path)) if path is not None else []
+    has_blocks = len(blocks) > 1
+    layers = blocks if has_blocks else [stage.module]
+    projector = getattr(stage, "projector", None)
+    return layers + ([projector] if projector is not None else []), has_blocks
+
+
+def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [statistics.median(column) for column in zip(*rows, strict=True)]
+
+
+class _Trace:
+    """Time marks and bytes held of one forward and backward."""
+
+    def __init__(
+        self, device: torch.device, layers: int, storages: LiveStorages | None = None
+    ) -> None:
+        self._cuda = device.type == "cuda"
+        self._forward: dict[int, Any] = {}
+        self._backward: dict[int, Any] = {}
+        self._count = layers
+        self._storages = storages
+        self.held = [0] * layers
+        self.output_bytes = [0] * layers
+        self.output_shape: tuple[int, ...] = ()
+        self.entering: tuple[int, ...] = ()
+
+    @contextlib.contextmanager
+    def watching(
+        self, layers: Sequence[nn.Module], has_blocks: bool, leaf: bool
+    ) -> Iterator[None]:
+        """Mark where layers begin; ``leaf``: the first one's input starts the graph."""
+        handles = []
+        for index, module in enumerate(layers):
+            def enter(_: nn.Module, args: tuple, kwargs: dict, index: int = index) -> Any:
+                return self._enter(index, args, kwargs, has_blocks, leaf)
+
+            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(
+        self, index: int, args: tuple, kwargs: dict, has_blocks: bool, leaf: bool
+    ) -> Any:
+        if index:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            self._forward[index] = self._now()
+            if self._storages is not None:
+                self._storages.owner = index
+                self._storages.give(hidden, index)
+            self.output_bytes[index - 1] = hidden.numel() * hidden.element_size()
+            if hidden.requires_grad:
+                hidden.register_hook(lambda gradient: self._leave(index))
+            return None
+        names = [None] if has_blocks and args else list(kwargs)
+        if has_blocks and not args:
+            names = ["hidden_states"]
+        changed = {}
+        for name in names:
+            value = args[0] if name is None else kwargs[name]
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                self.entering = self.entering or tuple(value.shape)
+                # Also with everything trained, so that B_d is in both and the difference is B_w.
+                start = leaf or not value.requires_grad
+                if self._storages is not None:
+                    self._storages.give(value, 0)
+                changed[name] = value.detach().requires_grad_() if start else value
+        if None in changed:
+            return (changed.pop(None), *args[1:]), kwargs
+        return args, {**kwargs, **changed}
+
+    def _leave(self, index: int) -> None:
+        """The gradient of a layer's input is complete: its backward is over."""
+        self._backward[index] = self._now()
+
+    def start_forward(self) -> None:
+        self._synchronize()
+        self._forward[0] = self._now()
+
+    def end_forward(self, output: torch.Tensor) -> None:
+        self._forward[self._count] = self._now()
+        self.output_bytes[-1] = output.numel() * output.element_size()
+        self.output_shape = tuple(output.shape)
+        if self._storages is not None:
+            self._storages.give(output, _HANDED_ON)
+            for layer, size in self._storages.alive():
+                if layer != _HANDED_ON:
+                    self.held[layer] += size
+
+    def start_backward(self) -> None:
+        self._synchronize()
+        self._backward[self._count] = self._now()
+
+    def end_backward(self) -> None:
+        self._backward[0] = self._now()
+        self._synchronize()
+
+    def forward_times(self) -> list[float]:
+        """Seconds per layer: from where it begins to where the next one does."""
+        marks = [self._forward[i] for i in range(self._count + 1)]
+        return [self._seconds(a, b) for a, b in zip(marks, marks[1:], strict=False)]
+
+    def both_times(self) -> list[float]:
+        """Seconds per layer, forward and backward."""
+        both = zip(self.forward_times(), self.backward_times(), strict=True)
+        return [forward + backward for forward, backward in both]
+
+    def backward_times(self) -> list[float]:
+        """Seconds per layer: from the gradient of its output to that of its input."""
+        marks = [self._backward[0]]  # a layer that no gradient reaches takes no time
+        for index in range(1, self._count + 1):
+            marks.append(self._backward.get(index, marks[-1]))
+        return [self._seconds(b, a) for a, b in zip(marks, marks[1:], strict=False)]
+
+    def _synchronize(self) -> None:
+        if self._cuda:
+            torch.cuda.synchronize()
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, start: Any, end: Any) -> float:
+        return start.elapsed_time(end) / 1e3 if self._cuda else end - start

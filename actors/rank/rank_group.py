@@ -1,0 +1,424 @@
+"""The driver's handle on all ranks: placement, start, steps, failure, shutdown."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, NoReturn, TypeVar
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from raymm.actors.executor.executor import StepMeta, StepResult
+from raymm.actors.faults.cluster_watch import ClusterWatch
+from raymm.actors.faults.errors import ClusterLostError, RankFailedError, RunFailedError
+from raymm.actors.faults.failure import accusation, first_line
+from raymm.actors.faults.fault_folder import keep
+from raymm.actors.faults.inquiry import Inquiry, inquire, kill_from_outside, look_from_outside
+from raymm.actors.faults.lost_processes import ChannelError
+from raymm.actors.faults.stacks import Address
+from raymm.actors.faults.watched_actor import CONCURRENCY_GROUPS
+from raymm.actors.rank.rank_actor import RankActor, RankSpec, remember
+from raymm.scheduler.program.program import Op, Program
+from raymm.scheduler.program.timeline import Span, Timeline
+
+# Seconds a placement group may take to be scheduled once the cluster is known to be big enough.
+PLACEMENT_TIMEOUT_S = 120.0
+# Seconds ranks may take to start, meet and build their stages.
+START_TIMEOUT_S = 600.0
+# Seconds between two looks at anything but results, while there are none.
+LISTEN_S = 1.0
+
+# What a rank reports of a step.
+Result = TypeVar("Result")
+
+
+class ClusterError(RuntimeError):
+    """The cluster lacks what the plan needs; says what it has."""
+
+
+@dataclass(frozen=True)
+class RankResources:
+    """What one rank reserves in Ray: logical CPUs, GPUs, custom resources.
+
+    Raises:
+        ClusterError: an amount that is none, or nothing at all.
+    """
+
+    cpus: float = 1.0
+    gpus: float = 0.0
+    custom: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("CPU", "GPU"):
+            if name in self.custom:
+                raise ClusterError(f"resources.custom has {name!r}; give cpus or gpus instead")
+        amounts = {"cpus": self.cpus, "gpus": self.gpus, **self.custom}
+        for name, amount in amounts.items():
+            number = isinstance(amount, int | float) and not isinstance(amount, bool)
+            if not number or not 0 <= amount < math.inf:
+                raise ClusterError(
+                    f"resources: {name} is {amount!r}; it must be a finite number, at least 0"
+                )
+        if not any(amounts.values()):
+            raise ClusterError(
+                f"resources are {amounts}: a rank would reserve nothing; give cpus, gpus or a "
+                "custom resource above 0 (a small share is fine)"
+            )
+
+    def bundle(self) -> dict[str, float]:
+        bundle = {"CPU": self.cpus, "GPU": self.gpus, **self.custom}
+        return {name: amount for name, amount in bundle.items() if amount > 0}
+
+
+def check_capacity(num_ranks: int, resources: RankResources, worker_cpus: float = 0.0) -> None:
+    """Compare a plan's needs with the connected cluster.
+
+    Args:
+        num_ranks: of the plan.
+        resources: what each rank reserves.
+        worker_cpus: CPUs that data workers reserve beside the ranks, all together.
+
+    Raises:
+        ClusterError: if the cluster, even when idle, cannot hold the ranks and data workers.
+    """
+    has = ray.cluster_resources()
+    for name, amount in resources.bundle().items():
+        needed = amount * num_ranks
+        workers = worker_cpus if name == "CPU" else 0.0
+        if needed + workers > has.get(name, 0.0) + 1e-9:
+            beside = f", and data workers {workers:g} {name} beside them" if workers else ""
+            raise ClusterError(
+                f"the plan has {num_ranks} ranks of {amount:g} {name} each, {needed:g} {name} in "
+                f"all{beside}; the cluster has {has.get(name, 0.0):g} {name}. Use fewer ranks "
+                "(parallel.*.pp, parallel.*.ranks), reserve less for each (resources), or connect "
+                "to a larger cluster"
+            )
+
+
+class StepHandle(Generic[Result]):
+    """A submitted step. ``result()`` waits for it."""
+
+    def __init__(self, group: RankGroup, refs: list[ray.ObjectRef]) -> None:
+        self._group = group
+        self._refs = refs
+
+    def result(self) -> list[Result]:
+        """Every rank's result, by rank.
+
+        Raises:
+            RankFailedError: if a rank died or raised.
+        """
+        return self._group.wait(self._refs)
+
+
+class RankGroup:
+    """All ranks of a plan, one Ray actor each.
+
+    Actors are created with ``max_restarts=0``: a killed process then surfaces within tens
+    of milliseconds.
+
+    Args:
+        specs: one per rank, in order.
+        labels: per rank, what runs there, for error messages (``"vision.0, llm.0"``).
+        resources: what each rank reserves.
+
+    Raises:
+        ClusterError: if the cluster cannot hold the ranks.
+        RankFailedError: if a rank cannot start.
+    """
+
+    actor_class: type = RankActor
+
+    def __init__(
+        self, specs: Sequence[RankSpec], labels: Sequence[str], resources: RankResources
+    ) -> None:
+        check_capacity(len(specs), resources)
+        self._labels = list(labels)
+        self._places: list[str] = [""] * len(specs)
+        self._addresses: dict[int, Address] = {}
+        self._patience = specs[0].timeout_s
+        self._watch: ClusterWatch | None = None
+        self._programs: OrderedDict[str, None] = OrderedDict()
+        self._ended: str | None = None  # why nothing runs any more
+        # Calls of several threads reach all ranks in the same order: else ranks would work on
+        # different steps, whose messages are alike.
+        self._order = threading.Lock()
+        self._placement = placement_group([resources.bundle()] * len(specs), strategy="PACK")
+        self._actors: list[Any] = []
+        try:
+            deadline = time.monotonic() + PLACEMENT_TIMEOUT_S
+            # In slices, so that Ctrl-C is heard; not ready(), whose task takes a worker process.
+            while not self._placement.wait(1.0):
+                if time.monotonic() > deadline:
+                    free = ray.available_resources()
+                    raise ClusterError(
+                        f"{len(specs)} ranks of {resources.bundle()} could not be placed within "
+                        f"{PLACEMENT_TIMEOUT_S:g} s; free in the cluster now: {free}"
+                    )
+            self._actors = [self._create(spec, i, resources) for i, spec in enumerate(specs)]
+            found = self.pids()
+            self._places = [f", process {p['pid']} on {p['host']}" for p in found]
+            self._addresses = {rank: p["address"] for rank, p in enumerate(found)}
+            self._watch = ClusterWatch({one.node for one in self._addresses.values()})
+            address, port = self.wait([self._actors[0].rendezvous.remote()], ranks=[0])[0]
+            self.call("connect", address, port)
+            self.num_parameters = self.call("build")
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _create(self, spec: RankSpec, index: int, resources: RankResources) -> Any:
+        # No runtime_env: a rank then takes one of Ray's prestarted workers. Its threads are set
+        # by the actor itself.
+        actor = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(self.actor_class)
+        remote = actor.options(
+            num_cpus=resources.cpus,
+            num_gpus=resources.gpus,
+            resources=dict(resources.custom) or None,
+            max_restarts=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                self._placement, placement_group_bundle_index=index
+            ),
+        )
+        return remote.remote(spec)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self._labels)
+
+    def pids(self) -> list[dict[str, Any]]:
+        """Host, process id and device of every rank."""
+        return self.call("describe")
+
+    def check_running(self) -> None:
+        """
+        Raises:
+            RuntimeError: the processes have ended; says why.
+        """
+        if self._ended is not None:
+            raise RuntimeError(f"the processes have ended: {self._ended}; nothing can run any more")
+
+    def call(self, method: str, *args: Any, timeout: float = START_TIMEOUT_S) -> list[Any]:
+        """Call a method on every rank with the same arguments; results by rank.
+
+        Raises:
+            RankFailedError: if a rank died, raised, or did not answer in time.
+            RuntimeError: the processes have ended.
+        """
+        self.check_running()
+        with self._order:
+            refs = [getattr(actor, method).remote(*args) for actor in self._actors]
+        return self.wait(refs, timeout=timeout)
+
+    def rebuild(self, builders: Sequence[Mapping[str, Any]]) -> None:
+        """Replace every rank's stages (same names, other modules); programs are forgotten."""
+        self.check_running()
+        self._programs.clear()
+        self.wait(
+            [actor.build.remote(dict(b)) for actor, b in zip(self._actors, builders, strict=True)]
+        )
+
+    def load_program(self, program: Program) -> str:
+        """Hand every rank its instructions, once per distinct program; returns the key.
+
+        Does not wait: a rank runs its calls in order. Driver and ranks forget the least
+        recently used program at the same point of that order.
+        """
+        self.check_running()
+        key = hashlib.sha256(repr(program.ranks).encode()).hexdigest()[:16]
+        if key not in self._programs:
+            for actor, instructions in zip(self._actors, program.ranks, strict=True):
+                actor.load_program.remote(key, [tuple(i) for i in instructions])
+        remember(self._programs, key, None)
+        return key
+
+    def touch_program(self, key: str) -> None:
+        """Note that a loaded program is used again."""
+        remember(self._programs, key, None)
+
+    def submit(
+        self,
+        key: str,
+        meta: StepMeta,
+        inputs: Sequence[Sequence[tuple[str, int, Any]]],
+    ) -> StepHandle[StepResult]:
+        """Start a step on all ranks; returns at once. Steps run in submission order.
+
+        Args:
+            key: from :meth:`load_program`.
+            meta: the step's metadata.
+            inputs: per rank, (stage, microbatch, dict or ObjectRef of a dict).
+
+        Raises:
+            RuntimeError: the processes have ended.
+        """
+        self.check_running()
+        refs = []
+        with self._order:
+            for actor, rows in zip(self._actors, inputs, strict=True):
+                layout = [(stage, microbatch) for stage, microbatch, _ in rows]
+                refs.append(actor.run_step.remote(key, meta, layout, *(data for *_, data in rows)))
+        return StepHandle(self, refs)
+
+    def run_epilogue(self, ops: Sequence[Op]) -> list[StepResult]:
+        """Run collective ops on all ranks."""
+        return self.call("run_epilogue", list(ops))
+
+    def wait(
+        self,
+        refs: Sequence[ray.ObjectRef],
+        ranks: Sequence[int] | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """Results of one call per rank; notices a dead rank while others still wait for it.
+
+        Args:
+            timeout: seconds without a result. None: until no rank has begun another instruction
+                for as long as a rank may wait for another (``timeout_s``).
+
+        Raises:
+            RankFailedError: if a rank died, raised, or nothing came in time.
+            ClusterLostError: a node with ranks is gone, or the server that knows the cluster.
+        """
+        ranks = list(range(len(refs))) if ranks is None else list(ranks)
+        pending = dict(zip(refs, ranks, strict=True))
+        results: dict[int, Any] = {}
+        patience = self._patience if timeout is None else timeout
+        due = time.monotonic() + patience
+        while pending:
+            self._check_cluster()
+            ready, _ = ray.wait(list(pending), num_returns=1, timeout=LISTEN_S)
+            if not ready:
+                if time.monotonic() >= due:
+                    due = time.monotonic() + self._check_progress(pending, timeout)
+                continue
+            due = time.monotonic() + patience
+            rank = pending.pop(ready[0])
+            try:
+                results[rank] = ray.get(ready[0])
+            except RayActorError as error:
+                self._died(rank, error)
+            except RayTaskError as error:
+                self._raised(rank, error, pending)
+            except RayError as error:  # its input was lost with the data worker that held it
+                self._fail(f"{self._name(rank)} failed: {first_line(error)}", error)
+        return [results[rank] for rank in ranks]
+
+    def _check_cluster(self) -> None:
+        """
+        Raises:
+            ClusterLostError: a node with ranks is gone, or the server that knows the cluster.
+        """
+        if self._watch is None or self._watch.lost is None:
+            return
+        there = [n for n, one in self._addresses.items() if one.node in self._watch.lost_nodes]
+        had = f". It had {', '.join(self._name(rank) for rank in there)}" if there else ""
+        self._fail(f"{self._watch.lost}{had}", None, kind=ClusterLostError)
+
+    def _check_progress(self, pending: Mapping[Any, int], timeout: float | None) -> float:
+        """Seconds to wait on before this is to be asked again.
+
+        Raises:
+            RankFailedError: nothing goes on.
+        """
+        found = self._inquire()
+        if timeout is None and not found.dead and found.still() < self._patience:
+            return self._patience - found.still()
+        waiting = ", ".join(self._name(rank) for rank in pending.values())
+        reason = f"no answer within {timeout:g} s from {waiting}" if timeout is not None else (
+            f"no rank has begun another instruction for {self._patience:g} s (timeout_s; if one "
+            "may take longer, raise it)"
+        )
+        self._blame(found, reason)
+
+    def _inquire(self) -> Inquiry:
+        return inquire(dict(enumerate(self._actors)))
+
+    def _died(self, rank: int, error: RayActorError) -> None:
+        text = str(error)
+        self._fail(f"{self._name(rank)} died: {first_line(error)}", error, {_file(rank): text})
+
+    def _raised(self, rank: int, error: RayTaskError, pending: Mapping[Any, int]) -> None:
+        if isinstance(error.cause, ChannelError):
+            found = self._inquire()
+            rank, error = self._own_failure(pending) or (rank, error)
+        cause = error.cause if error.cause is not None else error
+        reason = f"{type(cause).__name__}: {cause}"
+        if isinstance(cause, ChannelError):
+            self._blame(found, f"{self._name(rank)} failed: {reason}", error)
+        if not isinstance(cause, ValueError):
+            reason += f"\n{error}"  # nobody expected it: show where it came from
+        self._fail(f"{self._name(rank)} failed: {reason}", error, {_file(rank): str(error)})
+
+    def _own_failure(self, pending: Mapping[Any, int]) -> tuple[int, RayTaskError] | None:
+        """A rank that has raised what is its own, not that a connection was lost."""
+        ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0)
+        for ref in ready:
+            try:
+                ray.get(ref)
+            except RayTaskError as error:
+                if not isinstance(error.cause, ChannelError):
+                    return pending[ref], error
+            except RayError:
+                continue
+        return None
+
+    def _blame(self, found: Inquiry, reason: str, error: BaseException | None = None) -> NoReturn:
+        """End with the one that the others wait for, and with what each was doing."""
+        looks = look_from_outside({n: a for n, a in self._addresses.items() if n not in found.dead})
+        kill_from_outside({n: self._addresses[n] for n in found.silent if n in self._addresses})
+        names = [self._name(rank) for rank in range(len(self._labels))]
+        message, texts = accusation(names, found, looks, reason, self._patience / 2)
+        self._fail(message, error, texts)
+
+    def _fail(
+        self, message: str, error: BaseException | None, texts: Mapping[str, str] | None = None,
+        kind: type[RunFailedError] = RankFailedError,
+    ) -> NoReturn:  # fmt: skip
+        self._ended = message.partition("\n")[0]
+        if texts:
+            message += f"\ntracebacks and stacks: {keep({'error.txt': message, **texts})}"
+        self.shutdown()
+        raise kind(message) from error
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} (stages {self._labels[rank]}{self._places[rank]})"
+
+    def shutdown(self) -> None:
+        """End all ranks and give their resources back."""
+        self._ended = self._ended or "they were shut down"
+        if self._watch is not None:
+            self._watch.stop()
+            if self._watch.gcs_is_lost:  # Ray's own calls would never return
+                kill_from_outside(self._addresses, everywhere=False)
+                return
+        for actor in self._actors:
+            ray.kill(actor, no_restart=True)
+        self._actors = []
+        remove_placement_group(self._placement)
+
+
+def _file(rank: int) -> str:
+    return f"rank-{rank}.txt"
+
+
+def measured_timeline(results: Sequence[StepResult]) -> Timeline:
+    """All ranks' spans as one timeline that starts at 0."""
+    starts = [span[3] for result in results for span in result.spans]
+    origin = min(starts, default=0.0)
+    return Timeline(
+        tuple(
+            Span(rank, op, stage, microbatch, start - origin, end - origin, *more)
+            for rank, result in enumerate(results)
+            for op, stage, microbatch, start, end, *more in result.spans
+        ),
+        len(results),
+    )

@@ -1,0 +1,240 @@
+"""What an actor runs to measure scaling surfaces: whole modules, on quotas, side by side.
+
+Quotas and colocations need a GPU with green contexts (:mod:`raymm.actors.quota`); that part has
+not run on one yet. On a CPU a module has the whole device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from raymm.actors.memory.to_device import to_device
+from raymm.actors.modules.message import Message, MicrobatchContext
+from raymm.actors.quota import Backend, CudaBackend, SideBySide, StreamPool, StreamSet, Work
+from raymm.actors.rank.module_profiler import WARM_UP_RUNS, ModuleProfiler, ProfileRequest
+
+WHOLE = 1.0
+
+
+@dataclass(frozen=True)
+class SurfaceRequest:
+    """What to measure of a module.
+
+    Attributes:
+        request: one GPU's samples.
+        input_gradients: what it receives of encoders needs a gradient.
+        quotas: shares of the device's multiprocessors; on a CPU only 1.
+    """
+
+    request: ProfileRequest
+    input_gradients: bool
+    quotas: tuple[float, ...] = (WHOLE,)
+
+
+@dataclass(frozen=True)
+class SurfaceTimes:
+    """What was measured.
+
+    Attributes:
+        seconds: of a forward and backward, by quota; quotas below what the device can set apart
+            are missing.
+        activation_bytes: of each layer, as if everything in it were trained.
+        output_shape: of what the module hands on.
+    """
+
+    seconds: dict[float, float]
+    activation_bytes: tuple[int, ...]
+    output_shape: tuple[int, ...]
+
+
+class SurfaceProfiler(ModuleProfiler):
+    """One module, whole, as the run will train it. Arguments as of :class:`ModuleProfiler`."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._flags = [p.requires_grad for p in self._stage.parameters()]
+
+    def surface(self, wanted: SurfaceRequest, repeats: int) -> SurfaceTimes:
+        """Medians of ``repeats`` iterations on every quota, after a warm-up."""
+        inputs, received = self._given(wanted)
+        counted = self._run(inputs, self._given(wanted)[1], trainable=True, count=True)
+        self._restore()
+        activations, shape = tuple(counted.held), counted.output_shape
+        del counted
+        if self._device.type != "cuda":
+            return SurfaceTimes(
+                {WHOLE: self._median(inputs, received, repeats)}, activations, shape
+            )
+        seconds = {}
+        backend = CudaBackend(self._device)
+        possible = [q for q in wanted.quotas if q >= backend.gpu.smallest_quota]
+        with StreamPool(backend, {f"{q:g}": {"module": q} for q in possible}) as pool:
+            for quota in possible:
+                stream = pool.select(f"{quota:g}").streams["module"]
+                torch.cuda.synchronize(self._device)
+                with stream.use():
+                    seconds[quota] = self._median(inputs, received, repeats)
+            self._clear()
+        return SurfaceTimes(seconds, activations, shape)
+
+    def prepare(self, wanted: SurfaceRequest) -> None:
+        """Inputs for :meth:`iterations`, and a first one, for kernels that are chosen at first
+        use. From now on without dropout, which draws random numbers."""
+        self._stage.eval()
+        self._prepared = self._given(wanted)
+        self._iterate(*self._prepared)
+
+    def iterations(self, count: int) -> tuple[Any, Any]:
+        """Events on the current CUDA stream before and after so many forwards and backwards."""
+        inputs, received = self._prepared
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(count):
+            self._iterate(inputs, received)
+        end.record()
+        return start, end
+
+    def _given(self, wanted: SurfaceRequest) -> tuple[dict[str, Any], dict[str, Message]]:
+        received = {
+            name: Message((torch.randn(
+                shape, device=self._device, requires_grad=wanted.input_gradients
+            ),), {})
+            for name, shape in wanted.request.received.items()
+        }
+        return to_device(wanted.request.inputs, self._device), received
+
+    def _restore(self) -> None:
+        """Flags as the run has them, after :meth:`_run` set all of them."""
+        for parameter, flag in zip(self._stage.parameters(), self._flags, strict=True):
+            parameter.requires_grad_(flag)
+        self._clear()
+
+    def forget(self) -> None:
+        """Let go of gradients and inputs; streams that they were made on can end then."""
+        self._prepared = None
+        self._clear()
+
+    def _clear(self) -> None:
+        for parameter in self._stage.parameters():
+            parameter.grad = None
+
+    def _median(
+        self, inputs: dict[str, Any], received: dict[str, Message], repeats: int
+    ) -> float:
+        times = []
+        for _ in range(WARM_UP_RUNS + repeats):
+            if self._device.type != "cuda":
+                start = time.perf_counter()
+                self._iterate(inputs, received)
+                times.append(time.perf_counter() - start)
+                continue
+            torch.cuda.current_stream(self._device).synchronize()
+            before = torch.cuda.Event(enable_timing=True)
+            after = torch.cuda.Event(enable_timing=True)
+            before.record()
+            self._iterate(inputs, received)
+            after.record()
+            after.synchronize()
+            times.append(before.elapsed_time(after) / 1e3)
+        return statistics.median(times[WARM_UP_RUNS:])
+
+    def _iterate(self, inputs: dict[str, Any], received: dict[str, Message]) -> None:
+        """A forward, and what there is of a backward."""
+        gradients = any(self._flags) or any(m.tensors[0].requires_grad for m in received.values())
+        with contextlib.nullcontext() if gradients else torch.no_grad():
+            with self._casting():
+                output = self._stage.run(
+                    dict(inputs), received, MicrobatchContext(1)
+                ).tensors[0]
+            if output.requires_grad:
+                output.backward(None if output.dim() == 0 else torch.ones_like(output))
+        for message in received.values():
+            message.tensors[0].grad = None
+
+
+@dataclass(frozen=True)
+class BesideTimes:
+    """Seconds of an iteration of a module, alone and beside others, on the same
+    multiprocessors."""
+
+    alone: float
+    beside: float
+
+
+class ColocationProfiler:
+    """Several modules of one GPU, side by side on quotas. Not yet run on a GPU.
+
+    Args:
+        arguments: of :class:`SurfaceProfiler`, by module.
+    """
+
+    def __init__(self, arguments: Mapping[str, tuple]) -> None:
+        self._modules = {name: SurfaceProfiler(*given) for name, given in arguments.items()}
+
+    def beside(
+        self,
+        requests: Mapping[str, SurfaceRequest],
+        groups: Sequence[Mapping[str, float]],
+        expected: Sequence[Mapping[str, float]],
+        backend: Backend | None = None,
+    ) -> list[dict[str, BesideTimes]]:
+        """Seconds of an iteration of every module of every group, alone and beside the others.
+
+        Both on the same multiprocessors: quotas are granted in whole groups of these, and how
+        they are rounded depends on who else has some. What a module loses beside the others is
+        then interference alone.
+
+        Modules of a group run as many iterations as make them about as long as the slowest, so
+        that all of them have all others beside them nearly all the time.
+
+        Args:
+            requests: by module.
+            groups: quotas by module.
+            expected: about the seconds by module at these quotas, of each group.
+            backend: of the device, if not :class:`CudaBackend`.
+        """
+        backend = backend or CudaBackend()
+        for name, request in requests.items():
+            self._modules[name].prepare(request)
+        found = []
+        with SideBySide() as threads, StreamPool(
+            backend, {str(index): group for index, group in enumerate(groups)}
+        ) as pool:
+            for index, (group, seconds) in enumerate(zip(groups, expected, strict=True)):
+                longest = max(seconds[name] for name in group) * 3
+                counts = {name: math.ceil(longest / seconds[name]) for name in group}
+                streams = pool.select(str(index))
+                alone: dict[str, float] = {}
+                for name in group:
+                    alone |= self._timed(threads, streams, {name: counts[name]})
+                beside = self._timed(threads, streams, counts)
+                found.append({name: BesideTimes(alone[name], beside[name]) for name in group})
+            for one in self._modules.values():
+                one.forget()
+        return found
+
+    def _timed(
+        self, threads: SideBySide, streams: StreamSet, counts: Mapping[str, int]
+    ) -> dict[str, float]:
+        """Seconds of an iteration of modules that run so many at the same time."""
+        outputs = threads.run(streams, {
+            name: Work(partial(self._modules[name].iterations, count), draws=False)
+            for name, count in counts.items()
+        })
+        events = {name: output.value for name, output in outputs.items()}
+        for _, end in events.values():
+            end.synchronize()
+        return {
+            name: start.elapsed_time(end) / 1e3 / counts[name]
+            for name, (start, end) in events.items()
+        }

@@ -1,0 +1,120 @@
+"""Blocks that keep a part of their activations and make the rest again in the backward pass, or
+have them fetched.
+
+torch's selective checkpointing tells outputs to keep by the operator that made them, so this
+knows no model: whatever a block's feed-forward is, its matrix products are matrix products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from raymm.actors.quota.generators import seed_beside_torch
+from raymm.actors.recompute.offloaded_activations import OffloadedBlocks
+from raymm.kernels.flash.operator import ATTENTION as ATTENTION_OPERATOR
+from raymm.scheduler.costs.recomputation import ATTENTION, KEEP, MATMULS, OFFLOAD, OPTIONS
+
+_aten = torch.ops.aten
+_ATTENTION = (ATTENTION_OPERATOR,) + tuple(
+    getattr(_aten, name).default
+    for name in (
+        "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    )
+    if hasattr(_aten, name)
+)
+_MATMULS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default)
+_KEPT = {MATMULS: frozenset(_ATTENTION + _MATMULS), ATTENTION: frozenset(_ATTENTION)}
+
+
+def recompute_layers(blocks: Sequence[nn.Module], options: Sequence[str]) -> None:
+    """Make blocks run by their options from now on, where gradients are recorded.
+
+    Numbers do not change: what is made again is made by the same operators from the same
+    inputs and the same random numbers.
+
+    Args:
+        blocks: of a stage, in order; their calls are intercepted.
+        options: one of :data:`raymm.scheduler.costs.recomputation.OPTIONS` for each.
+
+    Raises:
+        ValueError: an unknown option, or not one per block.
+    """
+    if len(blocks) != len(options):
+        raise ValueError(f"{len(options)} options for {len(blocks)} blocks")
+    offloaded = OffloadedBlocks()
+    for block, option in zip(blocks, options, strict=True):
+        if option not in OPTIONS:
+            raise ValueError(f"a layer's option is {option!r}; accepted: {', '.join(OPTIONS)}")
+        if option == OFFLOAD:
+            block.forward = offloaded.wrap(block.forward)
+        elif option != KEEP:
+            block.forward = partial(_run, block.forward, option)
+
+
+@contextmanager
+def layers_recomputed(blocks: Sequence[nn.Module], options: Sequence[str]) -> Iterator[None]:
+    """:func:`recompute_layers` for a while."""
+    before = [vars(block).get("forward") for block in blocks]
+    recompute_layers(blocks, options)
+    try:
+        yield
+    finally:
+        for block, forward in zip(blocks, before, strict=True):
+            vars(block).pop("forward", None)
+            if forward is not None:
+                block.forward = forward
+
+
+def _run(forward: Callable[..., Any], option: str, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    kept = _KEPT.get(option)
+    selective = {} if kept is None else {"context_fn": partial(_contexts, kept)}
+    return checkpoint(_drawing_alike(forward), *args, use_reentrant=False, **selective, **kwargs)
+
+
+def _drawing_alike(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that draws the same whenever it is called again. Checkpointing puts torch's
+    generators back; numpy's and Python's, which it does not know, were seeded like them
+    (:mod:`raymm.actors.modules.draws`)."""
+    calls = count()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if next(calls):
+            seed_beside_torch(torch.initial_seed())
+        return forward(*args, **kwargs)
+
+    return run
+
+
+def _contexts(kept: frozenset[Any]) -> Any:
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operator in kept and not _drops_out(operator, args, kwargs):
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def _drops_out(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an attention draws a dropout mask. If its output were kept, the draw would not be
+    made again, and all later ones in the block would be others."""
+    for place, argument in enumerate(operator._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[place] if place < len(args) else kwargs.get(argument.name, 0.0)
+            return given > 0.0
+    return False

@@ -1,0 +1,1 @@
+"""A module on several processes: tensor parallelism, FSDP, shares of samples and tokens."""

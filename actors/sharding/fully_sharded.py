@@ -1,0 +1,137 @@
+"""Parameters of a stage shared out over processes, by torch's FSDP2.
+
+Each process keeps a part of every parameter along its first dimension. Parameters are gathered
+*unit* by unit (a block; a language model's embedding or head): when the unit's forward or backward
+begins, the next one's meanwhile, and let go when it ends. Gradients are summed and scattered, a
+part to each process, as soon as a unit's backward made them. So a process holds whole parameters
+and gradients of a unit or two at a time.
+
+What is around the units (norms, tied embeddings, patch embeddings, projectors) stays whole on every
+process. Its gradients are summed like those of copies, and one process keeps the optimizer's
+state of each parameter (ZeRO-1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from raymm.actors.sharding.tensor_plan import Piece
+
+
+@dataclass(frozen=True)
+class FullyShardedPlan:
+    """Which parameters of a module are shared out. Names are the module's.
+
+    Attributes:
+        shards: over how many processes.
+        lengths: per sharded parameter, how long it is along its first dimension.
+        units: dotted names of the modules whose parameters are gathered together.
+    """
+
+    shards: int
+    lengths: Mapping[str, int]
+    units: tuple[str, ...] = ()
+
+    def piece(self, parameter: str, place: int) -> Piece | None:
+        """What a process holds of a parameter, maybe nothing; None: all of it."""
+        length = self.lengths.get(parameter)
+        if length is None:
+            return None
+        share = -(-length // self.shards)
+        start, stop = (min(share * at, length) for at in (place, place + 1))
+        return Piece(0, ((start, stop),))
+
+    def holders(self, parameter: str, place: int) -> tuple[int, ...]:
+        """The processes whose gradients of this process's piece must be summed."""
+        return (place,) if parameter in self.lengths else tuple(range(self.shards))
+
+    def is_replica(self, parameter: str, place: int) -> bool:
+        """Whether a process before this one holds the very same."""
+        return parameter not in self.lengths and place > 0
+
+
+def fully_sharded_plan(module: nn.Module, units: Sequence[str], shards: int) -> FullyShardedPlan:
+    """The plan of a whole module.
+
+    Args:
+        units: dotted names of its modules whose parameters are shared out. Parameters that other
+            units or the rest of the module use too stay whole, and so do single numbers.
+    """
+    users: dict[int, set[str]] = {}
+    parameters = list(module.named_parameters(remove_duplicate=False))
+    unit_of: dict[str, str] = {}
+    for name, parameter in parameters:
+        unit = next((one for one in units if name.startswith(f"{one}.")), "")
+        unit_of[name] = unit
+        users.setdefault(id(parameter), set()).add(unit)
+    return FullyShardedPlan(
+        shards,
+        {
+            name: parameter.shape[0]
+            for name, parameter in parameters
+            if unit_of[name] and parameter.dim() and len(users[id(parameter)]) == 1
+        },
+        tuple(units),
+    )
+
+
+def language_units(module: nn.Module, blocks: str) -> list[str]:
+    """A language model's blocks, embedding and head."""
+    ends = [module.get_input_embeddings(), module.get_output_embeddings()]
+    return [
+        *block_units(module, blocks),
+        *(name for name, one in module.named_modules() if any(one is end for end in ends)),
+    ]
+
+
+def block_units(module: nn.Module, blocks: str) -> list[str]:
+    """The names of a list of blocks' entries."""
+    return [f"{blocks}.{number}" for number in range(len(module.get_submodule(blocks)))]
+
+
+def shard_parameters(
+    stage: nn.Module,
+    module: nn.Module | None,
+    plan: FullyShardedPlan,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> None:
+    """Give away all but this process's part of a stage's parameters.
+
+    From then on ``stage.run`` must be called by all processes of the group together.
+
+    Args:
+        stage: what has ``run``.
+        module: the stage's part of the planned module, if it has any.
+        group: the processes that share the parameters.
+    """
+    mesh = DeviceMesh.from_group(group, device.type)
+    own = {} if module is None else dict(module.named_parameters())
+    whole = set(stage.parameters()) - {own[name] for name in plan.lengths if name in own}
+    here = {unit for unit in plan.units if any(name.startswith(f"{unit}.") for name in own)}
+    # The stage is the root, so that each unit gathers the next one's parameters ahead. The module
+    # cannot be: its forward may end in the middle.
+    for one in (*(module.get_submodule(unit) for unit in plan.units if unit in here), stage):
+        hooks = one._forward_pre_hooks
+        before = set(hooks)
+        fully_shard(one, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
+        # Sums, not means; gloo knows no reduction with a factor.
+        one.set_gradient_divide_factor(1.0)
+        one.set_force_sum_reduction_for_comms(True)
+        # After hooks that replace the hidden state: backward is over when its gradient is there.
+        for hook in set(hooks) - before:
+            hooks.move_to_end(hook)
+    register_fsdp_forward_method(stage, "run")
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process has of a tensor; shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,86 @@
+"""Which piece of each parameter of a module a process holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from raymm.actors.sharding.tensor_plan import Piece
+
+
+class PiecePlan(Protocol):
+    """Who has what of a module's parameters: a ``TensorPlan`` or a ``FullyShardedPlan``. Processes
+    are numbered by their place among those that share the parameters."""
+
+    def piece(self, parameter: str, place: int) -> Piece | None: ...
+
+    def holders(self, parameter: str, place: int) -> tuple[int, ...]: ...
+
+    def is_replica(self, parameter: str, place: int) -> bool: ...
+
+
+@dataclass(frozen=True)
+class ChainPieces:
+    """The pieces of a module and what goes with it (an encoder and its projector).
+
+    Attributes:
+        plans: by attribute of the stage (``"module"``, ``"projector"``), which is what names of
+            parameters begin with; what has no plan is whole on every process.
+        shards: over how many processes that share a microbatch the parameters are shared out;
+            1 if over those that share its work on every token (tensor parallelism).
+    """
+
+    plans: Mapping[str, PiecePlan] = field(default_factory=dict)
+    shards: int = 1
+
+    def place(self, tp: int, data: int) -> int:
+        """Which of the processes that share parameters one is, from its place among those of
+        tensor parallelism and among those that share a microbatch."""
+        return data if self.shards > 1 else tp
+
+    def piece(self, name: str, place: int) -> Piece | None:
+        """What a process holds of a parameter; None if all of it."""
+        plan, rest = self._find(name)
+        return None if plan is None else plan.piece(rest, place)
+
+    def holders(self, name: str, place: int) -> tuple[int, ...]:
+        """The processes whose gradients add up to that of a process's piece."""
+        plan, rest = self._find(name)
+        if plan is not None:
+            return plan.holders(rest, place)
+        return tuple(range(self.shards)) if self.shards > 1 else (place,)
+
+    def is_replica(self, name: str, place: int) -> bool:
+        """Whether a process before it holds the very same."""
+        plan, rest = self._find(name)
+        return place > 0 if plan is None else plan.is_replica(rest, place)
+
+    def _find(self, name: str) -> tuple[PiecePlan | None, str]:
+        part, _, rest = name.partition(".")
+        return self.plans.get(part), rest
+
+    def add(
+        self, whole: torch.Tensor | None, name: str, place: int, count: int, local: torch.Tensor
+    ) -> torch.Tensor:
+        """Add a process's piece, one of ``count``, to the whole parameter (None: nothing yet,
+        zeros)."""
+        piece = self.piece(name, place)
+        if piece is None:
+            return local.clone() if whole is None else whole + local
+        if whole is None:
+            others = [self.piece(name, other) for other in range(count)]
+            shape = list(local.shape)
+            shape[piece.dim] = max(stop for one in others for _, stop in one.ranges)
+            whole = local.new_zeros(shape)
+        for part, (start, stop) in zip(parts_of(local, piece), piece.ranges, strict=True):
+            whole.narrow(piece.dim, start, stop - start).add_(part)
+        return whole
+
+
+def parts_of(local: torch.Tensor, piece: Piece) -> tuple[torch.Tensor, ...]:
+    """A piece's tensor, range by range."""
+    return local.split([stop - start for start, stop in piece.ranges], piece.dim)

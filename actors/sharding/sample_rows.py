@@ -1,0 +1,100 @@
+"""Fully sharded data parallelism of a stage: which samples of a microbatch each process has.
+
+Shares are contiguous, differ by at most one sample, and follow from the number of samples alone,
+so nothing is said about them and messages have the shapes that receives expect. All processes
+take part in every microbatch, as the layers' parameters are gathered from all: one without a
+sample of its own works on the first one, for nothing.
+
+Legend: ``B`` rows, ``T`` tokens, ``N`` items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from raymm.actors.modules.merge import IGNORE_INDEX
+
+# What a merge policy may return, and which of its dimensions is that of rows.
+_ROWS = {
+    "inputs_embeds": 0, "targets": 0, "attention_mask": 0, "token_type_ids": 0,
+    "token_layout": 1, "position_ids": -2,
+}  # fmt: skip
+
+
+class DealtSamplesError(ValueError):
+    """Inputs that cannot be dealt out by samples."""
+
+
+def shares(count: int, processes: int) -> list[range]:
+    """The samples of every process: in order, as many to within one."""
+    edges = [-(-count * place // processes) for place in range(processes + 1)]
+    return [range(lo, hi) for lo, hi in zip(edges, edges[1:], strict=False)]
+
+
+def take_rows(merged: Mapping[str, Any], place: int, processes: int) -> dict[str, torch.Tensor]:
+    """A process's share of what a merge policy returned. A process without a row of its own
+    gets the first one without a label: its loss and all its gradients are zero.
+
+    Args:
+        merged: ``inputs_embeds`` (B, T, H), ``targets`` (B, T), perhaps ``attention_mask``
+            (B, ...), ``token_type_ids`` (B, T), ``position_ids`` (..., B, T) or (T,) and
+            ``token_layout`` (3, B, T); where there is one row for all, it stays.
+
+    Raises:
+        DealtSamplesError: if there is anything else.
+    """
+    if unknown := sorted(set(merged) - set(_ROWS)):
+        raise DealtSamplesError(
+            f"the merge policy returned {unknown}; with sharding 'fsdp' a language model gets "
+            f"{sorted(_ROWS)} and nothing else"
+        )
+    count = merged["targets"].shape[0]
+    own = shares(count, processes)[place]
+    taken = own or range(1)
+    part = {}
+    for name, value in merged.items():
+        if value.dim() == 1:  # position ids of all rows
+            part[name] = value
+            continue
+        dim = _ROWS[name] % value.dim()
+        rows = value.shape[dim]
+        if rows not in (1, count):
+            raise DealtSamplesError(
+                f"the merge policy returned {name} of shape {tuple(value.shape)}, which has "
+                f"{rows} rows along dimension {dim}; the microbatch has {count}"
+            )
+        part[name] = value if rows == 1 else value.narrow(dim, taken.start, len(taken))
+    if not own:
+        part["targets"] = torch.full_like(part["targets"], IGNORE_INDEX)
+    return part
+
+
+def count_items(inputs: Mapping[str, Any], module: str) -> int:
+    """How many items there are.
+
+    Raises:
+        DealtSamplesError: if not every tensor has its items along its first dimension.
+    """
+    tensors = {n: v for n, v in inputs.items() if isinstance(v, torch.Tensor) and v.dim()}
+    counts = {value.shape[0] for value in tensors.values()}
+    if len(counts) != 1:
+        found = ", ".join(f"{name} {tuple(value.shape)}" for name, value in tensors.items())
+        raise DealtSamplesError(
+            f"{module!r} gets {found or 'no tensor'}; with sharding 'fsdp' the items of a "
+            "microbatch are dealt out along the first dimension, which must be the same for all: "
+            "use sharding zero1 for this module"
+        )
+    return counts.pop()
+
+
+def take_items(inputs: Mapping[str, Any], own: Sequence[int]) -> dict[str, Any]:
+    """A process's items of an encoder's inputs; the first one if it has none."""
+    own = own or range(1)
+    return {
+        name: value[own[0] : own[-1] + 1] if isinstance(value, torch.Tensor) and value.dim()
+        else value
+        for name, value in inputs.items()
+    }

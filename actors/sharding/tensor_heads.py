@@ -1,0 +1,123 @@
+"""How many heads an attention module has, and what it keeps that depends on their number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from raymm.actors.sharding.tensor_rules import Unit, is_key_or_value, is_query, widths
+
+_QUERY_COUNTS = (
+    "num_heads", "num_attention_heads", "n_heads", "n_head", "num_q_heads", "num_query_heads",
+    "head_num", "heads", "nhead", "n_local_heads",
+)
+_KEY_COUNTS = (
+    "num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_k_heads", "num_v_heads",
+    "num_heads_kv", "n_local_kv_heads",
+)
+_GROUPS = ("num_key_value_groups", "num_kv_groups", "n_rep", "kv_groups", "num_groups")
+_SIZES = (
+    "embed_dim", "all_head_size", "hidden_size", "inner_dim", "split_size", "attention_size",
+    "q_size", "proj_dim", "dim", "d_model", "projection_size", "q_dim",
+)
+_HEAD_DIMS = ("head_dim", "head_size", "attention_head_size", "d_head", "dim_head", "d_kv",
+              "key_value_proj_dim")
+_CONFIG_HEADS = (
+    "num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads",
+)
+
+
+CONFIG = "config."
+"""Before a name: an attribute of the module's config, as this module sees it."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Numbers of heads of one attention module.
+
+    Attributes:
+        query, key: query heads, and KV heads.
+    """
+
+    query: int
+    key: int
+
+
+def count_heads(module: nn.Module, unit: Unit) -> Heads | None:
+    """Heads of an attention unit, from what its module keeps, the config and the widths of its
+    projections; None if they do not say."""
+    holder = module.get_submodule(unit.where)
+    configs = [getattr(holder, "config", None), *_configs(module, unit.where)]
+    out = {name: widths(module.get_submodule(name))[1] for name in unit.columns}
+    queries = [width for name, width in out.items() if is_query(name)] or list(out.values())
+    keys = [width for name, width in out.items() if is_key_or_value(name)]
+    head_dim = _first_number((holder,), _HEAD_DIMS)
+    if unit.fused:
+        queries = [widths(module.get_submodule(name))[0] for name in unit.rows]
+    candidates = [
+        _first_number((holder,), _QUERY_COUNTS),
+        *(_first_number((config,), _CONFIG_HEADS) for config in configs),
+        queries[0] // head_dim if head_dim else None,
+    ]
+    query = next((n for n in candidates if n and all(w % n == 0 for w in queries)), None)
+    if query is None:
+        return None
+    if unit.fused:
+        size = queries[0] // query
+        (width,) = out.values()
+        key, rest = divmod(width - queries[0], 2 * size)
+        return Heads(query, key) if key > 0 and not rest and query % key == 0 else None
+    if not keys or keys[0] == queries[0]:
+        return Heads(query, query)
+    candidates = [
+        keys[0] // head_dim if head_dim and keys[0] % head_dim == 0 else None,
+        _first_number((holder, *configs), _KEY_COUNTS),
+        query * keys[0] // queries[0],
+    ]
+    key = next((n for n in candidates if n and all(w % n == 0 for w in keys)), None)
+    return None if key is None or query % key else Heads(query, key)
+
+
+def local_attributes(module: nn.Module, unit: Unit, heads: Heads, tp: int) -> dict[str, int]:
+    """What an attention module has to keep instead when it has its share of the heads: numbers
+    of heads, and widths of all heads together; see :data:`CONFIG`."""
+    holder = module.get_submodule(unit.where)
+    key = max(1, heads.key // tp)
+    values = {
+        **{(name, heads.key): key for name in _KEY_COUNTS},
+        **{(name, heads.query): heads.query // tp for name in _QUERY_COUNTS},
+    }
+    if unit.fused or any(is_key_or_value(name) for name in unit.columns):
+        groups = heads.query // heads.key
+        values |= {(name, groups): heads.query // tp // key for name in _GROUPS}
+    inner = {widths(module.get_submodule(name))[0] for name in unit.rows}
+    values |= {(name, width): width // tp for name in _SIZES for width in inner}
+    local = {
+        name: new
+        for (name, old), new in values.items()
+        if type(vars(holder).get(name)) is int and vars(holder)[name] == old
+    }
+    config = getattr(holder, "config", None)
+    if unit.fused and config is not None:  # they take their output apart by what it says
+        in_config = {n: heads.query // tp for n in _CONFIG_HEADS} | {_KEY_COUNTS[0]: key}
+        local |= {CONFIG + n: new for n, new in in_config.items() if hasattr(config, n)}
+    return local
+
+
+def _configs(module: nn.Module, where: str) -> list[Any]:
+    """Configs of the modules around, the innermost first."""
+    path = where.split(".")
+    around = [module.get_submodule(".".join(path[:n])) for n in range(len(path), -1, -1)]
+    found = [child.config for child in around if getattr(child, "config", None) is not None]
+    return [getattr(c, "get_text_config", lambda c=c: c)() for c in found]
+
+
+def _first_number(owners: Any, names: tuple[str, ...]) -> int | None:
+    for owner in owners:
+        for name in names:
+            value = getattr(owner, name, None)
+            if type(value) is int and value > 0:
+                return value
+    return None

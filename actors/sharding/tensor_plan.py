@@ -1,0 +1,383 @@
+"""Who holds what of a module's parameters, for tensor parallelism: a plan, made from its skeleton.
+
+Nothing here moves a tensor; :mod:`raymm.actors.sharding.tensor_shard` carries a plan out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from raymm.actors.modules.projector import Projector
+from raymm.actors.sharding.tensor_heads import Heads, count_heads, local_attributes
+from raymm.actors.sharding.tensor_rules import (
+    Experts,
+    Rules,
+    StyleError,
+    Unit,
+    find_rules,
+    generic,
+    is_key_or_value,
+    output_head,
+    widths,
+)
+from raymm.actors.weights.source import ModuleSource
+from raymm.scheduler.plan.plan import PlanError
+
+Range = tuple[int, int]
+Ranges = tuple[Range, ...]
+
+COLUMN, ROW = "column", "row"
+GATHERED_COLUMN, SPLIT_ROW = "gathered_column", "split_row"
+EMBEDDING, EXPERTS = "embedding", "experts"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a parameter that a process holds.
+
+    Attributes:
+        dim: along which dim it is cut.
+        ranges: [start, stop) of what is held, in the order in which it lies in the piece;
+            several where a parameter holds several matrices (a fused gate and up).
+    """
+
+    dim: int
+    ranges: Ranges
+
+    @property
+    def length(self) -> int:
+        """How long the piece is along its dim."""
+        return sum(stop - start for start, stop in self.ranges)
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """How a module is sharded over ``tp`` processes. Plain data; names are the module's.
+
+    Attributes:
+        tp: number of processes.
+        styles: per sharded module what its inputs and outputs are; see ``tensor_shard``.
+        attributes: per attention module the numbers that depend on how many heads it has.
+        tails: per module, how many of its last outputs go to the local heads directly.
+        pieces: per sharded parameter, the piece of every process.
+        partial: parameters whose gradient every process has a part of, though it holds all.
+        head: the parameter whose rows are the logits' columns, if it is sharded.
+    """
+
+    tp: int
+    styles: Mapping[str, str] = field(default_factory=dict)
+    attributes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    tails: Mapping[str, int] = field(default_factory=dict)
+    pieces: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
+    partial: frozenset[str] = frozenset()
+    head: str | None = None
+
+    def piece(self, parameter: str, rank: int) -> Piece | None:
+        """What this process holds of a parameter; None: all of it."""
+        pieces = self.pieces.get(parameter)
+        return None if pieces is None else pieces[rank]
+
+    def holders(self, parameter: str, rank: int) -> tuple[int, ...]:
+        """The processes whose gradients of this process's piece must be summed: just itself
+        where its own is complete. They are the same for all holders."""
+        pieces = self.pieces.get(parameter)
+        if pieces is None:
+            return tuple(range(self.tp)) if parameter in self.partial else (rank,)
+        return tuple(other for other in range(self.tp) if pieces[other] == pieces[rank])
+
+    def is_replica(self, parameter: str, rank: int) -> bool:
+        """Whether a process before this one holds the very same piece."""
+        pieces = self.pieces.get(parameter)
+        return rank > 0 if pieces is None else pieces[rank] in pieces[:rank]
+
+    def vocabulary(self, rank: int) -> Range | None:
+        """[start, stop) of the logits that this process makes; None: all of them."""
+        return None if self.head is None else self.pieces[self.head][rank].ranges[0]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a plan may do where a model's rules leave it open; see ``probe_tensor``.
+
+    Attributes:
+        gather: ``"attention"`` or ``"all"``: outputs of columns are put together again there,
+            so that every process computes what lies between columns and rows whole. That is
+            right whatever the model does there, and slower.
+        shard_vocabulary: shard a language model's embedding and output head.
+        fused: how columns that are several projections at once are laid out, by which they
+            need not be gathered: ``"blocks"``, one projection after another; ``"heads"``, all
+            projections of a head together; ``"feed_forward"``, blocks where there are no heads,
+            and attention is gathered.
+        partial: names of parameters, with ``*`` for numbers, of which every process has a part
+            of the gradient though it holds them whole.
+    """
+
+    gather: str = ""
+    shard_vocabulary: bool = True
+    fused: str = ""
+    partial: frozenset[str] = frozenset()
+
+
+def tensor_plan(
+    source: ModuleSource, tp: int, name: str, choices: Choices = Choices()
+) -> TensorPlan:
+    """The plan of a language model, an encoder or a projector.
+
+    Args:
+        name: of the module, for errors.
+
+    Raises:
+        PlanError: if heads or feed-forward widths cannot be dealt out over ``tp``, or Hugging
+            Face's plan for the model has a style that is not supported.
+    """
+    return plan_module(source.skeleton(), tp, name, choices)
+
+
+def plan_module(
+    module: nn.Module, tp: int, name: str, choices: Choices = Choices(), *, ragged: bool = False
+) -> TensorPlan:
+    """:func:`tensor_plan` of a module.
+
+    Args:
+        ragged: accept feed-forwards whose width ``tp`` does not divide. Right without dropout
+            only: processes would draw different random numbers.
+    """
+    try:
+        rules = _rules(module, tp)
+    except StyleError as error:
+        raise PlanError(
+            f"tp of {name!r} is {tp}, but in {type(module).__name__} {error}, which raymm does "
+            "not support; set it to 1"
+        ) from None
+    planner = _Planner(module, tp, name, ragged)
+    for unit in rules.units:
+        planner.add_unit(unit, choices)
+    for experts in rules.experts:
+        planner.add_experts(experts)
+    for parameter in rules.parameters:
+        planner.add_by_heads(parameter)
+    if choices.shard_vocabulary:
+        planner.add_vocabulary()
+    return planner.finish(choices.partial)
+
+
+def _rules(module: nn.Module, tp: int) -> Rules:
+    if isinstance(module, Projector):
+        linear = [n for n, child in module.named_modules() if isinstance(child, nn.Linear)]
+        if len(linear) != 2 or widths(module.get_submodule(linear[0]))[1] % tp:
+            return Rules()
+        return Rules((Unit("layers", False, (linear[0],), (linear[1],)),))
+    return find_rules(module)
+
+
+class _Planner:
+    """Collects a plan."""
+
+    def __init__(self, module: nn.Module, tp: int, name: str, ragged: bool) -> None:
+        self.module, self.tp, self.name, self.ragged = module, tp, name, ragged
+        self.styles: dict[str, str] = {}
+        self.attributes: dict[str, dict[str, int]] = {}
+        self.tails: dict[str, int] = {}
+        self.pieces: dict[str, tuple[Piece, ...]] = {}
+        self.partial: set[str] = set()
+        self.head: str | None = None
+        self.heads: dict[str, Heads] = {}
+
+    def refuse(self, what: str, accepted: str) -> NoReturn:
+        raise PlanError(
+            f"tp of {self.name!r} is {self.tp}, but {type(self.module).__name__} has {what}; "
+            f"accepted: {accepted}"
+        )
+
+    def add_unit(self, unit: Unit, choices: Choices) -> None:
+        gather = choices.gather == "all" or (unit.heads and choices.gather == "attention")
+        if unit.fused and not gather:
+            known = choices.fused in ("blocks", "heads") if unit.heads else choices.fused
+            if not known or not self._add_fused(unit, choices.fused):
+                self._add_gathered(unit)
+        elif unit.gathered or gather:
+            self._add_gathered(unit)
+        elif unit.heads:
+            self._add_heads(unit)
+        else:
+            for column in unit.columns:
+                width = widths(self.module.get_submodule(column))[1]
+                self._shard(column, COLUMN, self._features(column, width))
+            for row in unit.rows:
+                width = widths(self.module.get_submodule(row))[0]
+                self._shard(row, ROW, self._features(row, width))
+
+    def _add_gathered(self, unit: Unit) -> None:
+        for column in unit.columns:
+            width = widths(self.module.get_submodule(column))[1]
+            self._shard(column, GATHERED_COLUMN, shares(width, self.tp))
+        for row in unit.rows:
+            width = widths(self.module.get_submodule(row))[0]
+            self._shard(row, SPLIT_ROW, shares(width, self.tp))
+
+    def _add_fused(self, unit: Unit, layout: str) -> bool:
+        """A column of several projections; False if they cannot be dealt out."""
+        (column,), (row,) = unit.columns, unit.rows
+        inner = widths(self.module.get_submodule(row))[0]
+        if not unit.heads:
+            if inner % self.tp and not self.ragged:
+                return False
+            own = shares(inner, self.tp)
+            blocks = [((lo, hi), (inner + lo, inner + hi)) for lo, hi in own]
+            self._shard(column, COLUMN, blocks)
+            self._shard(row, ROW, own)
+            return True
+        heads = count_heads(self.module, unit)
+        if heads is None or heads.query % self.tp or heads.key % self.tp:
+            return False
+        own, keys = shares(inner, self.tp), inner // heads.query * heads.key
+        if layout == "blocks":
+            own_keys = shares(keys, self.tp)
+            blocks = [
+                (q, *((start + k[0], start + k[1]) for start in (inner, inner + keys)))
+                for q, k in zip(own, own_keys, strict=True)
+            ]
+        else:
+            blocks = shares(inner + 2 * keys, self.tp)
+        self._shard(column, COLUMN, blocks)
+        self._shard(row, ROW, own)
+        self.attributes[unit.where] = local_attributes(self.module, unit, heads, self.tp)
+        return True
+
+    def _add_heads(self, unit: Unit) -> None:
+        heads = count_heads(self.module, unit)
+        if heads is None:
+            self.refuse(f"no number of heads that fits the widths of {unit.where!r}", "1")
+        self._check_heads(heads, unit)
+        self.heads[unit.where] = heads
+        for column in unit.columns:
+            width = widths(self.module.get_submodule(column))[1]
+            count = heads.key if is_key_or_value(column) else heads.query
+            if width % count:
+                self.refuse(f"{width} outputs in {column!r} for {count} heads", "1")
+            self._shard(column, COLUMN, self._by_heads(width, count))
+        for row in unit.rows:
+            width = widths(self.module.get_submodule(row))[0]
+            if width % heads.query:
+                self.refuse(f"{width} inputs in {row!r} for {heads.query} heads", "1")
+            self._shard(row, ROW, self._by_heads(width, heads.query))
+        for norm in unit.partial:
+            inner = self.module.get_submodule(norm)
+            self.partial |= {f"{norm}.{n}" for n, _ in inner.named_parameters()}
+        self.tails |= unit.tails
+        self.attributes[unit.where] = local_attributes(self.module, unit, heads, self.tp)
+
+    def _check_heads(self, heads: Heads, unit: Unit) -> None:
+        if heads.query % self.tp:
+            self.refuse(
+                f"{heads.query} query heads in {unit.where!r}", f"divisors of {heads.query}"
+            )
+        if heads.key % self.tp and self.tp % heads.key:
+            fits = [
+                n for n in range(1, heads.query + 1)
+                if heads.query % n == 0 and (heads.key % n == 0 or n % heads.key == 0)
+            ]
+            self.refuse(
+                f"{heads.key} KV heads in {unit.where!r}, and neither divides the other",
+                ", ".join(map(str, fits)),
+            )
+
+    def _by_heads(self, width: int, count: int) -> list[Range]:
+        """Per process the features of its heads; of the one that it shares if there are fewer."""
+        size, own = width // count, max(1, count // self.tp)
+        first = [rank * count // self.tp for rank in range(self.tp)]
+        return [(head * size, (head + own) * size) for head in first]
+
+    def _features(self, where: str, width: int) -> list[Range]:
+        if width % self.tp and not self.ragged:
+            self.refuse(f"{width} inner features at {where!r}", f"divisors of {width}")
+        return shares(width, self.tp)
+
+    def _shard(self, where: str, style: str, parts: Sequence[Range | Ranges]) -> None:
+        """A linear module: columns are its outputs, rows its inputs; per process one part of
+        them, or several."""
+        ranges = [part if isinstance(part[0], tuple) else (part,) for part in parts]
+        linear = self.module.get_submodule(where)
+        self.styles[where] = style
+        by_output = style in (COLUMN, GATHERED_COLUMN)
+        dim = int(by_output == isinstance(linear, Conv1D))
+        self.pieces[f"{where}.weight"] = tuple(Piece(dim, own) for own in ranges)
+        if by_output and linear.bias is not None:
+            self.pieces[f"{where}.bias"] = tuple(Piece(0, own) for own in ranges)
+
+    def add_experts(self, experts: Experts) -> None:
+        """Every process has a part of every expert."""
+        self.styles[experts.where] = EXPERTS
+        for parameter, (dim, blocks) in experts.dims.items():
+            shape = self.module.get_parameter(parameter).shape
+            if len(shape) != 3:
+                self.refuse(f"{parameter!r} of shape {tuple(shape)}, not of three dims", "1")
+            width = shape[dim] // blocks
+            self.pieces[parameter] = tuple(
+                Piece(dim, tuple((start + b * width, stop + b * width) for b in range(blocks)))
+                for start, stop in self._features(parameter, width)
+            )
+
+    def add_by_heads(self, parameter: str) -> None:
+        """A bare parameter of an attention module with a row per head (attention sinks)."""
+        where = parameter.rpartition(".")[0]
+        length = self.module.get_parameter(parameter).shape[0]
+        heads = self.heads.get(where)
+        if heads is None or length % heads.query:
+            self.refuse(f"{parameter!r} with {length} rows, which are not heads", "1")
+        ranges = self._by_heads(length, heads.query)
+        self.pieces[parameter] = tuple(Piece(0, (r,)) for r in ranges)
+
+    def add_vocabulary(self) -> None:
+        """Embedding and output head, by rows of their weights."""
+        head = output_head(self.module)
+        if head is None:
+            return
+        linear, embedding = self.module.get_submodule(head), self.module.get_input_embeddings()
+        by_rows = isinstance(embedding, nn.Embedding) and embedding.max_norm is None
+        size = widths(linear)[1]
+        if size < self.tp or (not by_rows and embedding.weight is linear.weight):
+            return
+        self._shard(head, COLUMN, shares(size, self.tp))
+        self.head = f"{head}.weight"
+        if by_rows and embedding.num_embeddings >= self.tp:
+            where = next(n for n, m in self.module.named_modules() if m is embedding)
+            ranges = shares(embedding.num_embeddings, self.tp)
+            self.styles[where] = EMBEDDING
+            self.pieces[f"{where}.weight"] = tuple(Piece(0, (r,)) for r in ranges)
+
+    def finish(self, partial: frozenset[str]) -> TensorPlan:
+        for names in tied_names(self.module):
+            pieces = {self.pieces[name] for name in names if name in self.pieces}
+            if len(pieces) > 1:
+                self.refuse(f"one parameter, {names[0]!r}, in modules with different shares", "1")
+            for one in pieces:  # also under names that no sharded module knows it by
+                self.pieces |= dict.fromkeys(names, one)
+            if not pieces and generic(names[0]) in partial:
+                self.partial |= set(names)
+        return TensorPlan(
+            self.tp, self.styles, self.attributes, self.tails, self.pieces,
+            frozenset(self.partial), self.head,
+        )
+
+
+def tied_names(module: nn.Module) -> list[list[str]]:
+    """The names of every parameter; several where it is tied."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return list(names.values())
+
+
+def shares(width: int, tp: int) -> list[Range]:
+    """[start, stop) of ``tp`` contiguous shares; the first ones are one longer if need be."""
+    base, more = divmod(width, tp)
+    bounds = [rank * base + min(rank, more) for rank in range(tp + 1)]
+    return list(zip(bounds, bounds[1:], strict=False))
+
+

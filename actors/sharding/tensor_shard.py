@@ -1,0 +1,280 @@
+"""Carrying out a tensor plan: a module keeps its own part of the parameters and computes with it.
+
+The model's own code runs unchanged. Where a plan shards a module, its inputs and outputs pass
+the operators of :mod:`raymm.kernels.collectives.tensor_parallel`:
+
+| style | before | after |
+| --- | --- | --- |
+| column | gradients of the input are summed, once for all columns side by side | |
+| gathered_column | the same | outputs are put together |
+| row | | outputs are summed, then the bias is added |
+| split_row | the own part of the input is taken | as row |
+| embedding | other processes' tokens are left out | rows are summed |
+| experts | as column, for every input | as row |
+
+Dropout draws the same numbers on all processes: outside attention and feed-forwards as it has
+to be, inside them so that the dropout of one process's heads is that of another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from raymm.actors.sharding.tensor_heads import CONFIG
+from raymm.actors.sharding.tensor_plan import (
+    COLUMN,
+    EMBEDDING,
+    EXPERTS,
+    GATHERED_COLUMN,
+    ROW,
+    SPLIT_ROW,
+    Piece,
+    TensorPlan,
+    tied_names,
+)
+from raymm.kernels.collectives.tensor_group import TensorGroup
+from raymm.kernels.collectives.tensor_parallel import (
+    copy_to_shards,
+    gather_from_shards,
+    reduce_from_shards,
+    split_to_shards,
+)
+
+
+def shard_module(module: nn.Module, plan: TensorPlan, group: TensorGroup) -> None:
+    """Reduce a module, in place, to this process's part of the parameters.
+
+    Args:
+        module: what the plan was made for, whole or pruned to a stage. Frozen parameters stay
+            frozen, tied ones tied; full parameters are let go of.
+
+    Raises:
+        ValueError: if the group has another size than the plan.
+    """
+    if group.size != plan.tp:
+        raise ValueError(f"the group has {group.size} processes, the plan {plan.tp}")
+    _cut_parameters(module, plan, group.rank)
+    entries: dict[str, _Entry] = {}
+    for name, style in plan.styles.items():
+        child = _find(module, name)
+        if child is None:
+            continue
+        if style in (COLUMN, GATHERED_COLUMN):
+            around = _around(module, name)
+            if around not in entries:
+                entries[around] = _Entry(group)
+                entries[around].watch(module.get_submodule(around))
+            child.register_forward_pre_hook(entries[around].take, with_kwargs=True)
+        _SHARD[style](child, plan.pieces.get(f"{name}.weight"), group)
+    for name, length in plan.tails.items():
+        child = _find(module, name)
+        if child is not None:
+            child.register_forward_hook(_tail_hook(length, group))
+    for name, values in plan.attributes.items():
+        child = _find(module, name)
+        if child is not None:
+            _set_attributes(child, values)
+
+
+def _around(module: nn.Module, name: str) -> str:
+    """The innermost module around another that is called: lists are not."""
+    around = name.rpartition(".")[0]
+    while isinstance(module.get_submodule(around), nn.ModuleList | nn.ModuleDict):
+        around = around.rpartition(".")[0]
+    return around
+
+
+def cut_tensor(tensor: torch.Tensor, piece: Piece | None) -> torch.Tensor:
+    """A copy of the piece of a full tensor; the tensor itself if the piece is all of it."""
+    if piece is None:
+        return tensor
+    parts = [tensor.narrow(piece.dim, start, stop - start) for start, stop in piece.ranges]
+    return torch.cat(parts, piece.dim)
+
+
+class _LocalConfig:
+    """A config as a module with its share of the heads is to see it; all else, also what changes
+    later, is the model's."""
+
+    def __init__(self, config: Any, values: dict[str, int]) -> None:
+        self.__dict__.update(values, _config=config)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_config"], name)
+
+
+def _set_attributes(child: nn.Module, values: Mapping[str, int]) -> None:
+    in_config = {n.removeprefix(CONFIG): v for n, v in values.items() if n.startswith(CONFIG)}
+    for name, value in values.items():
+        if not name.startswith(CONFIG):
+            setattr(child, name, value)
+    if in_config:
+        child.config = _LocalConfig(child.config, in_config)
+
+
+def _find(module: nn.Module, name: str) -> nn.Module | None:
+    """A submodule with parameters of its own; None if the stage does not have it."""
+    for part in filter(None, name.split(".")):
+        if part not in module._modules:
+            return None
+        module = module._modules[part]
+    return module if any(True for _ in module.parameters()) else None
+
+
+def _cut_parameters(module: nn.Module, plan: TensorPlan, rank: int) -> None:
+    for tied in tied_names(module):  # one full parameter after another goes
+        if (piece := plan.piece(tied[0], rank)) is None:
+            continue
+        whole = module.get_parameter(tied[0])
+        own = nn.Parameter(cut_tensor(whole.detach(), piece), requires_grad=whole.requires_grad)
+        del whole
+        for name in tied:
+            where, _, leaf = name.rpartition(".")
+            module.get_submodule(where)._parameters[leaf] = own
+
+
+class _Entry:
+    """Where a replicated tensor enters columns that lie side by side: they share one operator,
+    so that the gradients of all are summed over the group at once."""
+
+    def __init__(self, group: TensorGroup) -> None:
+        self._group = group
+        self._seen: tuple[torch.Tensor, int] | None = None
+        self._shared: torch.Tensor | None = None
+
+    def watch(self, around: nn.Module) -> None:
+        """Forget the tensor when the module around the columns is done."""
+        around.register_forward_hook(self._forget, always_call=True)
+
+    def _forget(self, *_: Any) -> None:
+        self._seen = self._shared = None
+
+    def take(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (self._enter(args[0]), *args[1:]), kwargs
+        name = next(iter(kwargs))
+        return args, {**kwargs, name: self._enter(kwargs[name])}
+
+    def _enter(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not (torch.is_grad_enabled() and tensor.requires_grad):
+            return tensor
+        seen = self._seen
+        if seen is None or seen[0] is not tensor or seen[1] != tensor._version:
+            self._seen = (tensor, tensor._version)
+            self._shared = copy_to_shards(tensor, self._group)
+        return self._shared
+
+
+def _sizes(pieces: tuple[Piece, ...]) -> tuple[int, ...]:
+    return tuple(piece.length for piece in pieces)
+
+
+def _shard_column(child: nn.Module, pieces: tuple[Piece, ...], group: TensorGroup) -> None:
+    _set_widths(child)
+
+
+def _shard_gathered_column(
+    child: nn.Module, pieces: tuple[Piece, ...], group: TensorGroup
+) -> None:
+    _set_widths(child)
+    sizes = _sizes(pieces)
+    child.register_forward_hook(lambda _, args, out: gather_from_shards(out, group, sizes))
+
+
+class _Row:
+    """Mixed into a linear module: sums products over the group before the bias is added."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.tensor_sizes is not None:
+            hidden = split_to_shards(hidden, self.tensor_group, self.tensor_sizes)
+        weight = self.weight.T if isinstance(self, Conv1D) else self.weight
+        out = reduce_from_shards(F.linear(hidden, weight), self.tensor_group)
+        # As autocast does: the bias is cast to the product's dtype.
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+
+class _RowLinear(_Row, nn.Linear):
+    pass
+
+
+class _RowConv1D(_Row, Conv1D):
+    pass
+
+
+def _shard_row(
+    child: nn.Module, pieces: tuple[Piece, ...], group: TensorGroup, split: bool = False
+) -> None:
+    _set_widths(child)
+    child.__class__ = _RowConv1D if isinstance(child, Conv1D) else _RowLinear
+    child.tensor_group = group
+    child.tensor_sizes = _sizes(pieces) if split else None
+
+
+def _shard_split_row(child: nn.Module, pieces: tuple[Piece, ...], group: TensorGroup) -> None:
+    _shard_row(child, pieces, group, split=True)
+
+
+def _set_widths(child: nn.Module) -> None:
+    if isinstance(child, Conv1D):
+        child.nx, child.nf = child.weight.shape
+    else:
+        child.out_features, child.in_features = child.weight.shape
+
+
+class _VocabularyShare:
+    """Mixed into an embedding: looks up the tokens of its own rows; the others' come from the
+    sum over the group. Whatever the embedding does besides must be elementwise."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        start, stop = self.tensor_range
+        elsewhere = (ids < start) | (ids >= stop)
+        own = super().forward((ids - start).masked_fill(elsewhere, 0))
+        return reduce_from_shards(own.masked_fill(elsewhere[..., None], 0), self.tensor_group)
+
+
+def _shard_embedding(child: nn.Module, pieces: tuple[Piece, ...], group: TensorGroup) -> None:
+    kind = type(child)
+    child.__class__ = type(kind.__name__, (_VocabularyShare, kind), {})
+    child.tensor_group = group
+    child.tensor_range = start, stop = pieces[group.rank].ranges[0]
+    child.num_embeddings = stop - start
+    if child.padding_idx is not None:
+        inside = start <= child.padding_idx < stop
+        child.padding_idx = child.padding_idx - start if inside else None
+
+
+def _shard_experts(child: nn.Module, pieces: None, group: TensorGroup) -> None:
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        args = tuple(_copy(value, group) for value in args)
+        return args, {name: _copy(value, group) for name, value in kwargs.items()}
+
+    child.register_forward_pre_hook(enter, with_kwargs=True)
+    child.register_forward_hook(lambda _, args, out: reduce_from_shards(out, group))
+
+
+def _copy(value: Any, group: TensorGroup) -> Any:
+    return copy_to_shards(value, group) if isinstance(value, torch.Tensor) else value
+
+
+def _tail_hook(length: int, group: TensorGroup) -> Any:
+    def hook(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+        rest, tail = out.split([out.shape[-1] - length, length], -1)
+        return torch.cat([rest, copy_to_shards(tail, group)], -1)
+
+    return hook
+
+
+_SHARD = {
+    COLUMN: _shard_column,
+    GATHERED_COLUMN: _shard_gathered_column,
+    ROW: _shard_row,
+    SPLIT_ROW: _shard_split_row,
+    EMBEDDING: _shard_embedding,
+    EXPERTS: _shard_experts,
+}

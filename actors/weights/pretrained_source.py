@@ -1,0 +1,212 @@
+"""Models from local folders in transformers' format. Ranks read only their own tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from raymm.actors.modules.brief_error import brief
+from raymm.actors.modules.cut import prune
+from raymm.actors.weights.custom_code import custom_code, own_class, why_not_loaded
+from raymm.actors.weights.model_classes import ModelClassError, find_model_class
+from raymm.actors.weights.source import (
+    ConfigSource,
+    ModuleSource,
+    Part,
+    SourceError,
+    derive_seed,
+    set_tensor,
+)
+from raymm.actors.weights.stored_weights import (
+    WeightsError,
+    WeightsReport,
+    folder_report,
+    quiet_loading,
+)
+
+# What ``missing_weights`` may be.
+FRESH = "fresh"
+
+
+@dataclass(frozen=True)
+class PretrainedSource(ModuleSource):
+    """A local folder that ``save_pretrained`` wrote. Ranks read only their own tensors.
+
+    Attributes:
+        path: the folder; it must hold ``config.json`` and safetensors weights.
+        model_class: a transformers class name; by default the one in the config.
+        language_model: resolve the default through ``AutoModelForCausalLM``'s mapping.
+        trust_remote_code: run Python files that the folder brings (``auto_map``), here and on
+            every rank. Otherwise nothing of them runs, and what transformers cannot load without
+            them is refused.
+        missing_weights: ``"fresh"`` draws weights that the folder lacks, or has in other shapes,
+            from ``seed``; otherwise such a folder is refused.
+        seed: of these.
+    """
+
+    path: str
+    model_class: str | None = None
+    language_model: bool = False
+    frozen: bool | None = None
+    trust_remote_code: bool = False
+    missing_weights: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.missing_weights not in (None, FRESH):
+            raise SourceError(
+                f"missing_weights is {self.missing_weights!r}; accepted: {FRESH!r}, None"
+            )
+        folder = Path(self.path)
+        if not (folder / "config.json").is_file():
+            raise SourceError(
+                f"path is {self.path!r}; expected a folder with config.json and safetensors"
+            )
+        if not any(folder.glob("*.safetensors")):
+            raise SourceError(f"path is {self.path!r}; the folder has no *.safetensors file")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is cached: classes of the folder's own code are imported by every rank."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @cached_property
+    def _auto_config(self) -> PretrainedConfig:
+        try:
+            return transformers.AutoConfig.from_pretrained(
+                self.path, local_files_only=True, trust_remote_code=self.trust_remote_code
+            )
+        except Exception as error:  # a folder may hold anything, and so may its code
+            why = f"{self.path!r}; {type(error).__name__}: {error}"
+            if not self.trust_remote_code:
+                why = why_not_loaded(self.path, "AutoConfig", error)
+            raise SourceError(f"path is {why}") from error
+
+    @cached_property
+    def resolved_class(self) -> type[PreTrainedModel]:
+        config, name = self._auto_config, self.model_class
+        architecture = (config.architectures or [None])[0]
+        own = self._own_class(name, architecture)
+        if own is not None and self.trust_remote_code:
+            return own_class(self.path, own)
+        if name is None and self.language_model and not own:
+            mapping = transformers.AutoModelForCausalLM._model_mapping
+            if type(config) in mapping:
+                return mapping[type(config)]
+        if name is None:
+            name = architecture
+        if name is None:
+            raise SourceError(f"{self.path}: config.json names no architecture; give model_class")
+        try:
+            return find_model_class(name, config)
+        except ModelClassError as error:
+            if own is not None:
+                why = why_not_loaded(self.path, self._auto_class, error)
+                raise SourceError(f"path is {why}") from None
+            raise
+
+    @property
+    def _auto_class(self) -> str:
+        return "AutoModelForCausalLM" if self.language_model else "AutoModel"
+
+    def _own_class(self, wanted: str | None, architecture: str | None) -> str | None:
+        """The class of the folder's own code that would be used: the one asked for, else its
+        architecture, else the one for what the module is; None if transformers has it."""
+        found = custom_code(self.path)
+        by_name = {target.rpartition(".")[2]: target for target in found.values()}
+        if wanted is not None:
+            return by_name.get(wanted)
+        native = architecture is None or hasattr(transformers, architecture)
+        if native and not self.trust_remote_code:
+            return None
+        return by_name.get(architecture or "") or found.get(self._auto_class)
+
+    @cached_property
+    def _config(self) -> PretrainedConfig:
+        config_class = self.resolved_class.config_class
+        if config_class is None or isinstance(self._auto_config, config_class):
+            return self._auto_config
+        return config_class.from_pretrained(self.path, local_files_only=True)
+
+    @property
+    def config(self) -> PretrainedConfig:
+        return self._config
+
+    def skeleton(self) -> nn.Module:
+        return ConfigSource(self.resolved_class, self._config, frozen=self.frozen).skeleton()
+
+    def build(self, part: Part | None = None) -> nn.Module:
+        model_class = self.resolved_class
+        if part is not None:
+            # Same name, pruned in __init__: from_pretrained then builds the rest on meta
+            # and reads only the tensors that are left.
+            base = model_class
+
+            def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+                base.__init__(self, config, *args, **kwargs)
+                self.tie_weights()  # now, not after loading: ties decide who owns what
+                prune(self, part.info, part.lo, part.hi)
+                held = {name for name, _ in self.named_parameters(remove_duplicate=False)}
+                self.all_tied_weights_keys = {
+                    target: origin
+                    for target, origin in self.all_tied_weights_keys.items()
+                    if target in held and origin in held
+                }
+
+            model_class = type(base.__name__, (base,), {"__init__": __init__})
+            model_class.__module__ = base.__module__
+        try:
+            # Where the class says that weights do not matter, transformers draws them.
+            with quiet_loading(), torch.random.fork_rng(devices=[]):
+                torch.manual_seed(derive_seed(self.seed, self.path))
+                model, info = model_class.from_pretrained(
+                    self.path, local_files_only=True, use_safetensors=True, dtype=torch.float32,
+                    trust_remote_code=self.trust_remote_code, ignore_mismatched_sizes=True,
+                    output_loading_info=True,
+                )
+        except (RuntimeError, SafetensorError) as error:
+            raise SourceError(f"path is {self.path!r}; {brief(error)}") from error
+        report = WeightsReport.of(info)
+        self._refuse(report)
+        self._draw(model, report)
+        if part is not None:
+            _restore_ghosts(model)
+        return self._finish(model)
+
+    def check(self) -> list[str]:
+        try:
+            report = folder_report(Path(self.path), self.resolved_class, self._config)
+        except WeightsError as error:
+            raise SourceError(f"path is {self.path!r}; {error}") from error
+        self._refuse(report)
+        return [f"{self.path}: {note}" for note in report.notes(self.resolved_class)]
+
+    def _refuse(self, report: WeightsReport) -> None:
+        why = None if self.missing_weights == FRESH else report.refusal(self.resolved_class)
+        if why is not None:
+            raise SourceError(f"path is {self.path!r}; {why}")
+
+    def _draw(self, model: PreTrainedModel, report: WeightsReport) -> None:
+        """Give fresh parameters the values that any stage and copy of the model would give them;
+        buffers have those of the class."""
+        own = dict(model.named_parameters())
+        if names := [name for name in report.fresh if name in own]:
+            source = ConfigSource(self.resolved_class, self._config, self.seed)
+            for name, value in source.draw(names).items():
+                set_tensor(model, name, value)
+
+
+def _restore_ghosts(model: nn.Module) -> None:
+    """Ghosts were made on the meta device that from_pretrained builds on; bring them home."""
+    for module in model.modules():
+        for name, value in list(module.__dict__.items()):
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                ghost = torch.zeros((), dtype=value.dtype).expand(value.shape)
+                module.__dict__[name] = ghost

@@ -1,0 +1,354 @@
+"""Where a module comes from, and how a rank builds only its part of it.
+
+Four sources, one interface: a live module, a Hugging Face config, a local checkpoint folder
+(:mod:`raymm.actors.weights.pretrained_source`), and a factory function for plain modules. Nothing
+is unpickled from disk and nothing is fetched: folders are read with safetensors and
+``local_files_only``.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from raymm.actors.modules.cut import CutInfo, prune, stage_parameters
+from raymm.actors.modules.seeds import derive_seed
+from raymm.actors.weights.constructed_values import constructed_values
+from raymm.actors.weights.parametrized import (
+    ComputedTensorError,
+    computed_tensors,
+    has_parametrizations,
+    initialize_parametrized,
+    packed,
+    unpacked,
+)
+from raymm.actors.weights.stored_weights import WeightsError, header_tensors
+
+
+class SourceError(ValueError):
+    """A module that cannot be built. Names the field, its value and what is accepted."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Blocks [lo, hi) of a module; what ``info`` says surrounds them comes along."""
+
+    info: CutInfo
+    lo: int
+    hi: int
+
+
+def import_object(target: str) -> Any:
+    """The object that ``"package.module:name"`` names.
+
+    Raises:
+        SourceError: if the path is malformed or there is no such module or name.
+    """
+    module_name, colon, name = target.partition(":")
+    if not colon or not module_name or not name:
+        raise SourceError(f"import path is {target!r}; expected 'package.module:name'")
+    try:
+        return getattr(importlib.import_module(module_name), name)
+    except Exception as error:  # the module is a program: it may raise anything
+        reason = str(error)
+        if not isinstance(error, ImportError | AttributeError):
+            reason = f"{type(error).__name__}: {error}"
+        raise SourceError(f"import path {target!r} does not lead anywhere: {reason}") from error
+
+
+class ModuleSource(ABC):
+    """How to get a module, whole or in part."""
+
+    frozen: bool | None
+
+    @abstractmethod
+    def skeleton(self) -> nn.Module:
+        """The whole structure, with parameters on the meta device where possible."""
+
+    @abstractmethod
+    def build(self, part: Part | None = None) -> nn.Module:
+        """The module with real weights on the CPU in fp32; only ``part`` of it, if given."""
+
+    def check(self) -> list[str]:
+        """Whether weights on disk are the module's, as far as files' headers say.
+
+        Returns:
+            What is to be said of them.
+
+        Raises:
+            SourceError: :meth:`build` would not find all that it needs.
+        """
+        return []
+
+    def for_names(self, names: Iterable[str]) -> ModuleSource:
+        """This source with whatever a rank that owns ``names`` needs to travel with it."""
+        return self
+
+    @property
+    def config(self) -> PretrainedConfig | None:
+        """The Hugging Face config, if there is one."""
+        return getattr(self.skeleton(), "config", None)
+
+    def _finish(self, module: nn.Module) -> nn.Module:
+        """Apply the frozen flag; a module with nothing trainable runs in eval mode."""
+        if self.frozen is not None:
+            for parameter in module.parameters():
+                if parameter.is_floating_point():
+                    parameter.requires_grad_(not self.frozen)
+        return set_mode(module)
+
+
+def set_mode(module: nn.Module) -> nn.Module:
+    """Train mode if anything in the module is trainable, else eval mode."""
+    return module.train(any(p.requires_grad for p in module.parameters()))
+
+
+def on_meta(module: nn.Module) -> nn.Module:
+    """A deep copy whose parameters are on the meta device; buffers are copied.
+
+    Raises:
+        SourceError: an attribute that was computed from parameters once.
+    """
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
+        for p in module.parameters()
+    }
+    try:
+        return copy.deepcopy(module, memo | computed_tensors(module))
+    except ComputedTensorError as error:
+        raise SourceError(str(error)) from None
+
+
+def set_tensor(module: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Replace a (meta) parameter by a real one, keeping ``requires_grad`` and ties."""
+    owner_name, _, leaf = name.rpartition(".")
+    old = module.get_submodule(owner_name)._parameters[leaf]
+    new = nn.Parameter(value, requires_grad=old.requires_grad)
+    for owner in module.modules():
+        for key, parameter in owner._parameters.items():
+            if parameter is old:
+                owner._parameters[key] = new
+
+
+@dataclass(frozen=True)
+class LiveSource(ModuleSource):
+    """A module that exists in the driver. Ranks are sent the tensors they own."""
+
+    structure: nn.Module
+    state: dict[str, torch.Tensor]
+    frozen: bool | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not has_parametrizations(self.structure):
+            return dict(vars(self))
+        return {**vars(self), "structure": packed(self.structure)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        structure = state["structure"]
+        if isinstance(structure, bytes):
+            structure = unpacked(structure)
+        vars(self).update(state, structure=structure)
+
+    @classmethod
+    def of(cls, module: nn.Module) -> LiveSource:
+        return cls(on_meta(module), {n: p.detach() for n, p in module.named_parameters()})
+
+    def skeleton(self) -> nn.Module:
+        return self.structure
+
+    def for_names(self, names: Iterable[str]) -> LiveSource:
+        return replace(self, state={name: self.state[name] for name in names})
+
+    def build(self, part: Part | None = None) -> nn.Module:
+        module = copy.deepcopy(self.structure)
+        for name in _owned(module, part):
+            set_tensor(module, name, self.state[name].clone())
+        if part is not None:
+            prune(module, part.info, part.lo, part.hi)
+        return self._finish(module)
+
+
+def _owned(module: nn.Module, part: Part | None) -> list[str]:
+    if part is None:
+        return [name for name, _ in module.named_parameters()]
+    return stage_parameters(module, part.info, part.lo, part.hi)
+
+
+@dataclass(frozen=True)
+class ConfigSource(ModuleSource):
+    """A Hugging Face model class and config, initialised from a seed.
+
+    Every submodule draws from its own seed, derived from its name, so that any partition
+    gets the same weights as the whole.
+    """
+
+    model_class: type[PreTrainedModel]
+    model_config: PretrainedConfig
+    seed: int = 0
+    frozen: bool | None = None
+
+    def skeleton(self) -> nn.Module:
+        try:
+            with torch.device("meta"):
+                model = self.model_class._from_config(
+                    copy.deepcopy(self.model_config), dtype=torch.float32
+                )
+        except Exception as error:  # sizes that do not fit may fail anywhere in it
+            reason = next(iter(str(error).splitlines()), "")
+            raise SourceError(
+                f"a {self.model_class.__name__} cannot be made of these config values: "
+                f"{type(error).__name__}: {reason}"
+            ) from error
+        return self._finish(model)
+
+    @property
+    def config(self) -> PretrainedConfig:
+        return self.model_config
+
+    def build(self, part: Part | None = None) -> nn.Module:
+        model = self.skeleton()
+        self._initialize(model, _owned(model, part))
+        if part is not None:
+            prune(model, part.info, part.lo, part.hi)
+        return self._finish(model)
+
+    def draw(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Values of some parameters, the same as :meth:`build` gives them.
+
+        Raises:
+            SourceError: the class does not say which.
+        """
+        model = self.skeleton()
+        self._initialize(model, names)
+        return {name: model.get_parameter(name).detach() for name in names}
+
+    def _initialize(self, model: PreTrainedModel, names: Sequence[str]) -> None:
+        initialize_by_name(model, names, self.seed)
+        self._complete(model, names)
+
+    def _complete(self, model: PreTrainedModel, owned: Sequence[str]) -> None:
+        """Values for what ``_init_weights`` leaves as it is, from the class's constructor.
+
+        Raises:
+            SourceError: if that leaves a parameter without values, too.
+        """
+        left = [name for name in owned if torch.isnan(model.get_parameter(name)).any()]
+        if not left:
+            return
+        values = constructed_values(
+            self.model_class, self.model_config, _left_by_init_weights(self.skeleton()),
+            derive_seed(self.seed, "constructor"),
+        )  # fmt: skip
+        for name in left:
+            if name not in values or torch.isnan(values[name]).any():
+                raise SourceError(
+                    f"{type(model).__name__} does not initialise {name!r} from its config; "
+                    "pass a live module or a checkpoint folder instead"
+                )
+            set_tensor(model, name, values[name])
+
+
+def _left_by_init_weights(skeleton: PreTrainedModel) -> set[tuple[int, ...]]:
+    """Shapes of the parameters of a meta model that ``_init_weights`` does not write to. The same
+    on every rank, whatever it owns: what a constructor draws depends on what it makes."""
+    before = {name: p._version for name, p in skeleton.named_parameters()}
+    _init_by_name(skeleton, 0)
+    return {tuple(p.shape) for n, p in skeleton.named_parameters() if p._version == before[n]}
+
+
+def initialize_by_name(model: PreTrainedModel, owned: Sequence[str], seed: int) -> None:
+    """Give a meta model real buffers and real, freshly initialised ``owned`` parameters. What its
+    class's ``_init_weights`` leaves as it is becomes NaN."""
+    for name in owned:
+        meta = model.get_parameter(name)
+        set_tensor(model, name, torch.full(meta.shape, float("nan"), dtype=meta.dtype))
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[key] = torch.zeros_like(buffer, device="cpu")
+    _init_by_name(model, seed)
+
+
+def _init_by_name(model: PreTrainedModel, seed: int) -> None:
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for name, module in reversed(list(model.named_modules())):
+            torch.manual_seed(derive_seed(seed, name))
+            initialize_parametrized(module)
+            _enclosing_model(model, name)._init_weights(module)
+
+
+def _enclosing_model(model: PreTrainedModel, name: str) -> PreTrainedModel:
+    """The innermost PreTrainedModel around a submodule: its class knows how to init it."""
+    path = name.split(".") if name else []
+    for length in range(len(path), -1, -1):
+        candidate = model.get_submodule(".".join(path[:length]))
+        if isinstance(candidate, PreTrainedModel):
+            return candidate
+    return model
+
+
+@dataclass(frozen=True)
+class FactorySource(ModuleSource):
+    """A function that returns a plain module, for models Hugging Face does not have.
+
+    Attributes:
+        target: ``"package.module:function"``.
+        kwargs: arguments of the function.
+        weights: optional safetensors file with the module's state dict.
+        seed: seed of the initial weights.
+    """
+
+    target: str
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    weights: str | None = None
+    seed: int = 0
+    frozen: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.weights is not None and not Path(self.weights).is_file():
+            raise SourceError(f"weights is {self.weights!r}; there is no such file")
+
+    def skeleton(self) -> nn.Module:
+        return on_meta(self._finish(self._make()))
+
+    def _make(self) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_seed(self.seed, self.target))
+            module = import_object(self.target)(**self.kwargs)
+        if not isinstance(module, nn.Module):
+            raise SourceError(f"{self.target} returned {type(module).__name__}, not an nn.Module")
+        return module
+
+    def build(self, part: Part | None = None) -> nn.Module:
+        module = self._make()
+        if self.weights is not None:
+            self._load(module, load_file)
+        if part is not None:
+            prune(module, part.info, part.lo, part.hi)
+        return self._finish(module)
+
+    def check(self) -> list[str]:
+        if self.weights is not None:
+            self._load(self.skeleton().to("meta"), header_tensors)
+        return []
+
+    def _load(
+        self, module: nn.Module, read: Callable[[Path], dict[str, torch.Tensor]]
+    ) -> None:
+        try:
+            module.load_state_dict(read(Path(self.weights)))
+        except (OSError, SafetensorError, WeightsError) as error:
+            raise SourceError(f"weights is {self.weights!r}; it cannot be read: {error}") from None
+        except RuntimeError as error:
+            raise SourceError(f"{self.weights} does not fit {self.target}: {error}") from None

@@ -1,0 +1,84 @@
+"""A mapping problem as a model that sleeps: plans run on actors without GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from benchmarks.emulated_gpu import EmulatedGpu, EmulatedNode, Slice
+from raymm.model.module_dag import DagLoss, DagModule, ModuleDag, every
+from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage
+from raymm.scheduler.multiplex.problem import MappingProblem
+
+# The batch's entry that modules without a producer read, (samples, W).
+ENTRY = "x"
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """What :class:`raymm.runtime.multiplexed_dag.MultiplexedModule` is made of.
+
+    Attributes:
+        dag: nodes that sleep. Those that nothing reads are losses.
+        mapping: of the nodes.
+        backend: of every GPU.
+    """
+
+    dag: ModuleDag
+    mapping: Mapping
+    backend: EmulatedGpu
+
+
+def emulate(
+    problem: MappingProblem, mapping: Mapping, contrastive: Collection[str] = ()
+) -> Emulation:
+    """A problem's modules under a mapping.
+
+    Slices of a module's work become nodes of their own, one after the other: what Spindle does
+    with a module's layers.
+
+    Args:
+        problem: modules, their times, and dependencies.
+        mapping: of the problem.
+        contrastive: modules that read every sample of their producers.
+    """
+    whole, parts, degrees, slices = _whole_slices(mapping)
+    edges = [(parts[a][-1], parts[b][0]) for a, b in problem.edges]
+    for names in parts.values():
+        edges += zip(names, names[1:], strict=False)
+    read = {producer for producer, _ in edges}
+    nodes: dict[str, DagModule] = {}
+    for module, names in parts.items():
+        for name in names:
+            producers = [a for a, b in edges if b == name]
+            compares = module in contrastive and name == names[0]
+            kind = DagModule if name in read else DagLoss
+            nodes[name] = kind(
+                EmulatedNode(degrees[name], name not in read),
+                inputs={p: every(p) if compares else p for p in producers},
+                reads=() if producers else ENTRY, draws=False,
+            )
+    return Emulation(ModuleDag(nodes), whole, EmulatedGpu(problem, slices))
+
+
+def _whole_slices(
+    mapping: Mapping,
+) -> tuple[Mapping, dict[str, list[str]], dict[str, int], dict[str, Slice]]:
+    """A mapping of the slices, those of every module in their order, and of each its degree and
+    what it stands for."""
+    parts: dict[str, list[str]] = {}
+    degrees: dict[str, int] = {}
+    slices: dict[str, Slice] = {}
+    stages = []
+    for stage in mapping.stages:
+        placements = []
+        for one in stage.placements:
+            names = parts.setdefault(one.module, [])
+            name = f"{one.module}__{len(names)}" if mapping.slices > 1 else one.module
+            names.append(name)
+            degrees[name] = len(one.gpus)
+            slices[name] = Slice(one.module, one.slices / mapping.slices)
+            placements.append(replace(one, module=name, slices=1))
+        stages.append(MultiplexStage(tuple(placements), stage.seconds))
+    whole = replace(mapping, stages=tuple(stages), slices=1, bound=0.0)
+    return whole, parts, degrees, slices

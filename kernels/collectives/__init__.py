@@ -1,0 +1,1 @@
+"""What processes do together on tensors: exchanges, gathers, tensor-parallel operators."""

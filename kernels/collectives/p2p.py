@@ -1,0 +1,127 @@
+"""Messages between the ranks of a process group, started early and counted.
+
+Legend: ``n`` ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from raymm.kernels.collectives.waiting import wait
+
+Shape = tuple[tuple[int, ...], torch.dtype]
+
+
+class Pending(NamedTuple):
+    """Messages under way. Sent tensors live until :meth:`wait`."""
+
+    works: tuple[dist.Work, ...]
+    sent: tuple[torch.Tensor, ...]
+    received: tuple[torch.Tensor, ...]
+
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        """What was received, in the order asked for."""
+        for work in self.works:
+            wait(work)
+        return self.received
+
+
+class Exchange:
+    """Point-to-point messages within a group.
+
+    Both ends must ask for the same messages in the same order; shapes are known to both, so
+    nothing but payload travels, and empty tensors do not travel at all.
+
+    Args:
+        group: default: all ranks.
+
+    Attributes:
+        rank, size: this process's place in the group, and n.
+        sent_bytes: payload sent since it was made.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group if group is not None else dist.group.WORLD
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.sent_bytes = 0
+
+    def start(
+        self,
+        sends: Sequence[tuple[int, torch.Tensor]],
+        receives: Sequence[tuple[int, Shape]],
+        device: torch.device,
+    ) -> Pending:
+        """Start messages to and from ranks of the group; returns at once.
+
+        Args:
+            sends: (to, tensor).
+            receives: (from, (shape, dtype)).
+        """
+        received = tuple(
+            torch.empty(shape, dtype=dtype, device=device) for _, (shape, dtype) in receives
+        )
+        sent = tuple(tensor.contiguous() for _, tensor in sends)
+        operations = [
+            dist.P2POp(dist.isend, tensor, group=self.group, group_peer=to)
+            for (to, _), tensor in zip(sends, sent, strict=True)
+            if tensor.numel()
+        ]
+        self.sent_bytes += sum(op.tensor.numel() * op.tensor.element_size() for op in operations)
+        operations += [
+            dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=source)
+            for (source, _), tensor in zip(receives, received, strict=True)
+            if tensor.numel()
+        ]
+        works = tuple(dist.batch_isend_irecv(operations)) if operations else ()
+        return Pending(works, sent, received)
+
+
+def carousel(
+    exchange: Exchange,
+    payload: Sequence[torch.Tensor],
+    payload_shapes: Callable[[int], Sequence[Shape]],
+    visit: Callable[[int, Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+    result_shapes: Callable[[int], Sequence[Shape]],
+    merge: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor] | None]:
+    """Every rank's payload visits every other rank along a ring; results gather on the way
+    and come home. Payload and results each make n - 1 hops: results set out from the first
+    rank visited. While one payload is worked on, the next is on its way.
+
+    Args:
+        payload: this rank's tensors.
+        payload_shapes: of a rank's payload.
+        visit: ``visit(owner, payload) -> results``; its own payload comes first.
+        result_shapes: of the results of a rank's payload; may be none.
+        merge: ``merge(earlier, later) -> results`` of the same payload.
+
+    Returns:
+        What this rank's visit to its own payload gave, and what the others gave, merged (None
+        if there are no others, or no results).
+    """
+    me, n = exchange.rank, exchange.size
+    after, before = (me + 1) % n, (me - 1) % n
+    device = payload[0].device
+
+    def pass_on(tensors: Sequence[torch.Tensor], shapes: Sequence[Shape]) -> Pending:
+        sends = [(after, tensor) for tensor in tensors]
+        return exchange.start(sends, [(before, shape) for shape in shapes], device)
+
+    on_its_way = pass_on(payload, payload_shapes(before)) if n > 1 else None
+    own = visit(me, payload)
+    results: Pending | None = None
+    for hop in range(1, n):
+        owner, following = (me - hop) % n, (me - hop - 1) % n
+        current = on_its_way.wait()
+        if hop < n - 1:
+            on_its_way = pass_on(current, payload_shapes(following))
+        gathered = visit(owner, current)
+        if results is not None:
+            gathered = merge(results.wait(), gathered)
+        if len(gathered):
+            results = pass_on(gathered, result_shapes(following))
+    return own, None if results is None else results.wait()

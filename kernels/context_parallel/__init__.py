@@ -1,0 +1,1 @@
+"""Attention of tokens that several processes have: gathered, in a ring, by heads."""

@@ -1,0 +1,140 @@
+"""Attention over ranks by gathering the keys and values that the rows of a rank see.
+
+*Gather*: those of all ranks, a few heads at a time, the next heads on their way while these
+are computed (Cornstarch v2 §4.3). *Needed*: of those only what some row can see.
+
+Legend: ``B`` sequences, ``Hq`` query heads, ``Hk`` key heads, ``T`` tokens, ``D`` head dim, ``n``
+ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from raymm.kernels.collectives.p2p import Exchange, Pending
+from raymm.kernels.context_parallel.call import ACCUMULATOR, ContextCall, Way
+from raymm.kernels.context_parallel.layout import indices, local_masks, needed_keys
+from raymm.kernels.context_parallel.partial import row_delta
+
+_HEAD_CHUNKS = 4  # of keys and values: one computed, one on its way
+
+
+class _Needs:
+    """Which keys this rank gives to and takes from every rank."""
+
+    def __init__(self, call: ContextCall, only_needed: bool, device: torch.device) -> None:
+        group = call.group
+        me, keys = group.rank, group.keys
+
+        def wanted(rows_of: int, keys_of: int):
+            if not only_needed:
+                return keys.ranges[keys_of]
+            return needed_keys(call.masks, group.queries.ranges[rows_of], keys.ranges[keys_of])
+
+        ranks = range(group.exchange.size)
+        self.others = [rank for rank in ranks if rank != me]
+        self.give = {
+            rank: keys.local(me, wanted(rank, me)).to(device) for rank in self.others
+        }
+        self.own = keys.local(me, wanted(me, me)).to(device)
+        taken = {rank: wanted(me, rank) for rank in ranks}
+        positions = [indices(taken[rank]) for rank in (me, *self.others)]
+        self.counts = [len(part) for part in positions]
+        # Keys come rank by rank; the mask wants them in order of position.
+        self.order = torch.cat(positions).argsort().to(device)
+        ranges = tuple(sorted(r for one in taken.values() for r in one))
+        self.masks = local_masks(call.masks, group.queries.ranges[me], ranges)
+
+    def fetch(self, both: torch.Tensor, exchange: Exchange) -> Pending:
+        """Start to gather keys and values, (2, B, h, Tk, D)."""
+        sends = [(rank, both[:, :, :, self.give[rank]]) for rank in self.others]
+        receives = [
+            (rank, ((*both.shape[:3], count, both.shape[4]), both.dtype))
+            for rank, count in zip(self.others, self.counts[1:], strict=True)
+        ]
+        return exchange.start(sends, receives, both.device)
+
+    def assemble(self, both: torch.Tensor, pending: Pending) -> tuple[torch.Tensor, ...]:
+        """Keys and values that were gathered, in order of position."""
+        parts = [both[:, :, :, self.own], *pending.wait()]
+        return torch.cat(parts, dim=3)[:, :, :, self.order].unbind(0)
+
+    def give_back(
+        self, gradients: torch.Tensor, exchange: Exchange
+    ) -> tuple[torch.Tensor, Pending]:
+        """Start to send gradients (2, B, h, keys, D) of gathered keys to where the keys are.
+
+        Returns:
+            This rank's own share, and the others' on their way.
+        """
+        by_rank = torch.empty_like(gradients)
+        by_rank[:, :, :, self.order] = gradients
+        own, *theirs = by_rank.split(self.counts, dim=3)
+        sends = list(zip(self.others, theirs, strict=True))
+        receives = [
+            (rank, ((*gradients.shape[:3], len(self.give[rank]), gradients.shape[4]),
+                    gradients.dtype))
+            for rank in self.others
+        ]  # fmt: skip
+        return own, exchange.start(sends, receives, gradients.device)
+
+
+def _gather_forward(call: ContextCall, query, key, value, only_needed: bool = False):
+    """Keys and values of all ranks, a few heads at a time; the next heads travel meanwhile."""
+    needs = _Needs(call, only_needed, query.device)
+    outs, lses = [], []
+    for q, k, v in _by_heads([query], torch.stack([key, value]), needs, call.group.exchange):
+        out, lse = call.forward(q, k, v, needs.masks)
+        outs.append(out)
+        lses.append(lse)
+    out = torch.cat(outs, dim=1)
+    return out, (query, key, value, out, torch.cat(lses, dim=1))
+
+
+def _gather_backward(call: ContextCall, grad_out, saved, only_needed: bool = False):
+    """Keys and values are gathered again; their gradients return to their ranks."""
+    query, key, value, out, lse = saved
+    exchange, needs = call.group.exchange, _Needs(call, only_needed, query.device)
+    both = torch.stack([key, value])
+    grads = torch.zeros(both.shape, dtype=ACCUMULATOR, device=both.device)
+    grad_query, returning, head = [], [], 0
+    rows = [grad_out, query, lse, row_delta(grad_out, out)]
+    for do, q, row_lse, delta, k, v in _by_heads(rows, both, needs, exchange):
+        dq, dk, dv = call.backward(do, q, k, v, row_lse, delta, needs.masks)
+        grad_query.append(dq)
+        own, pending = needs.give_back(torch.stack([dk, dv]), exchange)
+        heads = slice(head, head + k.shape[1])
+        grads[:, :, heads].index_add_(3, needs.own, own)
+        returning.append((heads, pending))
+        head = heads.stop
+    for heads, pending in returning:
+        for rank, part in zip(needs.others, pending.wait(), strict=True):
+            grads[:, :, heads].index_add_(3, needs.give[rank], part)
+    return torch.cat(grad_query, dim=1), *grads.unbind(0)
+
+
+def _by_heads(
+    rows: list[torch.Tensor], both: torch.Tensor, needs: _Needs, exchange: Exchange
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """(rows' heads ..., key, value) of a few key heads at a time."""
+    key_heads = both.shape[2]
+    groups = rows[0].shape[1] // key_heads
+    chunks = both.tensor_split(min(_HEAD_CHUNKS, key_heads), dim=2)
+    on_its_way, head = needs.fetch(chunks[0], exchange), 0
+    for number, chunk in enumerate(chunks):
+        following = None
+        if number + 1 < len(chunks):
+            following = needs.fetch(chunks[number + 1], exchange)
+        key, value = needs.assemble(chunk, on_its_way)
+        heads = slice(head * groups, (head + chunk.shape[2]) * groups)
+        yield *(t[:, heads] for t in rows), key, value
+        on_its_way, head = following, head + chunk.shape[2]
+
+
+GATHER = Way(_gather_forward, _gather_backward)
+NEEDED = Way(
+    partial(_gather_forward, only_needed=True), partial(_gather_backward, only_needed=True)
+)

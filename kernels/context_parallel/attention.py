@@ -1,0 +1,224 @@
+"""Attention of tokens that are dealt out over the ranks of a group, with any mask.
+
+Four ways, of the same result (Cornstarch v2 §4.3; LV-XAttn §3):
+
+- ``gather``: every rank gets the keys and values of all others, a few heads at a time, the
+  next heads on their way while these are computed; ``needed``: of those only what its rows
+  can see.
+- ``ring``: keys and values visit every rank; outputs stay.
+- ``ulysses``: heads instead of tokens are dealt out for the time of the attention.
+- ``rotate``: queries, partial outputs and LSE visit every rank; keys and values stay. For
+  cross attention with many more keys than queries.
+
+Legend: ``B`` sequences, ``Hq`` query heads, ``Hk`` key heads, ``Tq`` and ``Tk`` tokens of this
+rank, ``D`` head dim, ``n`` ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from raymm.kernels.context_parallel.all_gather import GATHER, NEEDED
+from raymm.kernels.context_parallel.call import ContextCall, ContextGroup, Way
+from raymm.kernels.context_parallel.ring import RING, ROTATE
+from raymm.kernels.context_parallel.ulysses import ULYSSES
+from raymm.kernels.flash.operands import prepare
+from raymm.kernels.flash.operator import attention_operator
+from raymm.kernels.mask.mask import AttentionMask, as_masks
+
+WAYS: dict[str, Way] = {
+    "gather": GATHER,
+    "needed": NEEDED,
+    "ring": RING,
+    "ulysses": ULYSSES,
+    "rotate": ROTATE,
+}
+METHODS = tuple(WAYS)
+"""What ``method`` may be."""
+
+
+def context_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: AttentionMask | Sequence[AttentionMask],
+    group: ContextGroup,
+    *,
+    method: str = "gather",
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Attention of this rank's rows to the keys of all ranks.
+
+    Args:
+        query: (B, Hq, Tq, D), this rank's rows in ascending order of position.
+        key, value: (B, Hk, Tk, D), this rank's keys. Under autocast all three are cast to its
+            dtype.
+        mask: of the whole sequence; one for all sequences, or one each.
+        group: who has what.
+        method: one of :data:`METHODS`.
+
+    Returns:
+        (B, Hq, Tq, D) in the dtype of the query.
+
+    Raises:
+        MaskError: a mask that does not fit the layouts.
+        ValueError: an unknown method, tensors that do not fit one another or the layout, or
+            Ulysses with a number of heads that the ranks do not divide.
+    """
+    query, key, value = prepare(query, key, value, softcap)
+    _same_width(key, value)
+    call = _call(query, key, mask, group, method, scale, softcap)
+    return _ContextAttention.apply(query, key, value, call, WAYS[method])
+
+
+def recomputed_context_attention(
+    project: nn.Module,
+    hidden: torch.Tensor,
+    visual: torch.Tensor,
+    mask: AttentionMask | Sequence[AttentionMask],
+    group: ContextGroup,
+    *,
+    method: str = "rotate",
+    scale: float | None = None,
+    softcap: float | None = None,
+    made: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Cross attention that keeps neither queries nor keys nor values for the backward pass but
+    makes them again from their inputs (LV-XAttn §3.3). All layers of a model share ``visual``,
+    of which there is then one copy; the attention itself is not computed again.
+
+    Args:
+        project: ``project(hidden, visual) -> (query, key, value)``, shaped as
+            :func:`context_attention` takes them; must be deterministic.
+        hidden, visual: this rank's rows and visual tokens. They and every parameter of
+            ``project`` that wants a gradient get one.
+        method: any of :data:`METHODS` but ``ulysses``, which computes on other tensors than
+            it is given.
+        made: what ``project`` gave for these inputs, if it has been called without autograd;
+            it is not called again before the backward pass then.
+
+    Raises:
+        MaskError, ValueError: as :func:`context_attention`.
+    """
+    if method == "ulysses":
+        raise ValueError(
+            "ulysses keeps the exchanged heads, which recomputation would exchange again; use "
+            f"one of {', '.join(m for m in METHODS if m != 'ulysses')}"
+        )
+    parameters = [p for p in project.parameters() if p.requires_grad]
+    inputs = (project, made, mask, group, method, scale, softcap)
+    return _RecomputedAttention.apply(hidden, visual, inputs, *parameters)
+
+
+def current_autocast(device: str) -> Callable[[], AbstractContextManager[None]]:
+    """Autocast as it is now, to be entered now and again later, with a cache of cast weights of
+    its own: not every PyTorch knows a copy cast without autograd from one cast with it, and
+    the former gives its weight no gradient."""
+    dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        torch.clear_autocast_cache()
+        try:
+            with torch.autocast(device, dtype, enabled):
+                yield
+        finally:
+            torch.clear_autocast_cache()
+
+    return again
+
+
+def _same_width(key: torch.Tensor, value: torch.Tensor) -> None:
+    if key.shape != value.shape:
+        raise ValueError(
+            f"keys and values travel together and must have one shape, got {tuple(key.shape)} "
+            f"and {tuple(value.shape)}"
+        )
+
+
+def _call(query, key, mask, group, method, scale, softcap) -> ContextCall:
+    masks = as_masks(mask, query.shape[0], group.queries.length, group.keys.length)
+    expected = group.queries.sizes[group.rank], group.keys.sizes[group.rank]
+    if (query.shape[2], key.shape[2]) != expected:
+        raise ValueError(
+            f"rank {group.rank} has {query.shape[2]} rows and {key.shape[2]} keys, its layout "
+            f"says {expected[0]} and {expected[1]}"
+        )
+    if method not in METHODS:
+        raise ValueError(f"method is {method!r}; expected one of {', '.join(METHODS)}")
+    size = group.exchange.size
+    if method == "ulysses" and (query.shape[1] % size or key.shape[1] % size):
+        raise ValueError(
+            f"ulysses deals out heads: {query.shape[1]} query and {key.shape[1]} key heads must "
+            f"be multiples of {size} ranks"
+        )
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return ContextCall(group, masks, scale, softcap)
+
+
+class _ContextAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query, key, value, call: ContextCall, way: Way):
+        if way.saves_inputs:
+            def compute(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                out, saved = way.forward(call, *inputs)
+                return out, saved[-1]
+
+            out, lse = attention_operator(compute, query, key, value)
+            saved = query, key, value, out, lse
+        else:
+            out, saved = way.forward(call, query, key, value)
+        ctx.save_for_backward(*saved)
+        ctx.call, ctx.way, ctx.dtype = call, way, query.dtype
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out):
+        gradients = ctx.way.backward(ctx.call, grad_out, ctx.saved_tensors)
+        return *(gradient.to(ctx.dtype) for gradient in gradients), None, None
+
+
+class _RecomputedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden, visual, inputs, *parameters):
+        project, made, mask, group, method, scale, softcap = inputs
+        ctx.autocast = autocast = current_autocast(hidden.device.type)
+        if made is None:
+            with autocast():
+                made = project(hidden, visual)
+        query, key, value = prepare(*made, softcap)
+        _same_width(key, value)
+        call = _call(query, key, mask, group, method, scale, softcap)
+        out, (*_, out, lse) = WAYS[method].forward(call, query, key, value)
+        ctx.save_for_backward(hidden, visual, out, lse)
+        ctx.project, ctx.parameters, ctx.call, ctx.way = project, parameters, call, WAYS[method]
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out):
+        hidden, visual, out, lse = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:2]
+        inputs = [
+            t.detach().requires_grad_(needed)
+            for t, needed in zip((hidden, visual), needs, strict=True)
+        ]
+        with torch.enable_grad(), ctx.autocast():
+            made = prepare(*ctx.project(*inputs), ctx.call.softcap)
+        saved = (*(t.detach() for t in made), out, lse)
+        gradients = ctx.way.backward(ctx.call, grad_out, saved)
+        wanted = [t for t in (*inputs, *ctx.parameters) if t.requires_grad]
+        pairs = [(t, g.to(t.dtype)) for t, g in zip(made, gradients, strict=True)
+                 if t.requires_grad]  # fmt: skip
+        outputs, grads = zip(*pairs, strict=True)
+        found = iter(torch.autograd.grad(outputs, wanted, grads, allow_unused=True))
+        of_inputs = [next(found) if needed else None for needed in needs]
+        return *of_inputs, None, *found

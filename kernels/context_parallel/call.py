@@ -1,0 +1,95 @@
+"""What an attention call over the ranks of a group is, besides its tensors.
+
+Legend: ``B`` sequences, ``Hq`` query heads, ``Hk`` key heads, ``T`` tokens, ``D`` head dim, ``n``
+ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from raymm.kernels.collectives.p2p import Exchange
+from raymm.kernels.context_parallel.layout import ContextLayout, local_masks
+from raymm.kernels.context_parallel.partial import partial_backward, partial_forward
+from raymm.kernels.mask.mask import AttentionMask, MaskError
+
+ACCUMULATOR = torch.float32
+"""Dtype of sums over ranks."""
+
+
+@dataclass(frozen=True)
+class ContextGroup:
+    """The ranks over which a sequence is dealt out, and which tokens they have.
+
+    Attributes:
+        exchange: this rank's end of the group.
+        queries: which rows each rank has.
+        keys: which keys; the same as ``queries`` in self-attention.
+    """
+
+    exchange: Exchange
+    queries: ContextLayout
+    keys: ContextLayout
+
+    def __post_init__(self) -> None:
+        for name, layout in (("queries", self.queries), ("keys", self.keys)):
+            if layout.num_ranks != self.exchange.size:
+                raise MaskError(
+                    f"{name} are dealt out over {layout.num_ranks} ranks, the group has "
+                    f"{self.exchange.size}"
+                )
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the group."""
+        return self.exchange.rank
+
+
+@dataclass(frozen=True)
+class ContextCall:
+    """What an attention call is besides its tensors."""
+
+    group: ContextGroup
+    masks: tuple[AttentionMask, ...]
+    scale: float
+    softcap: float | None
+
+    def masks_of(self, query_rank: int, key_rank: int) -> tuple[AttentionMask, ...]:
+        """Of one rank's rows and one rank's keys."""
+        rows = self.group.queries.ranges[query_rank]
+        return local_masks(self.masks, rows, self.group.keys.ranges[key_rank])
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        masks: Sequence[AttentionMask],
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Output and LSE of rows among a part of the keys."""
+        return partial_forward(query, key, value, masks, self.scale, self.softcap)
+
+    def backward(
+        self, grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor,
+        value: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
+        masks: Sequence[AttentionMask],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        """The part's share of dQ, dK, dV, in fp32."""
+        return partial_backward(
+            grad_out, query, key, value, lse, delta, masks, self.scale, self.softcap
+        )
+
+
+class Way(NamedTuple):
+    """One method: ``forward(call, q, k, v) -> out, saved`` and ``backward(call, dO, saved) ->
+    dQ, dK, dV`` in fp32. ``saves_inputs``: what is saved is (q, k, v, out, LSE)."""
+
+    forward: Callable[..., tuple[torch.Tensor, tuple[torch.Tensor, ...]]]
+    backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    saves_inputs: bool = True
+
+
+def with_tokens(shape: Sequence[int], tokens: int) -> tuple[int, ...]:
+    """A (B, H, T, ...) shape with another number of tokens."""
+    return (*shape[:2], tokens, *shape[3:])

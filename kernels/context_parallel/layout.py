@@ -1,0 +1,133 @@
+"""Which tokens of a sequence each rank of a group has, and which it needs from the others.
+
+Legend: ``n`` ranks, ``T`` tokens. Positions are global; a rank's tokens are in ascending order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+import torch
+
+from raymm.kernels.mask.mask import AttentionMask, MaskError
+
+Ranges = tuple[tuple[int, int], ...]
+_CACHED_PLANS = 256
+
+
+@dataclass(frozen=True)
+class ContextLayout:
+    """Token ranges [start, stop) of every rank; together they are [0, T), each token once.
+
+    Raises:
+        MaskError: ranges out of order, or tokens that nobody or two ranks have.
+    """
+
+    ranges: tuple[Ranges, ...]
+
+    def __post_init__(self) -> None:
+        everything = sorted(r for one in self.ranges for r in one if r[0] < r[1])
+        for one in self.ranges:
+            if any(a[1] > b[0] for a, b in zip(one, one[1:], strict=False)):
+                raise MaskError(f"a rank's ranges must ascend, got {one}")
+        edge = 0
+        for start, stop in everything:
+            if start != edge:
+                what = "have no rank" if start > edge else "are on two ranks"
+                raise MaskError(f"tokens {min(start, edge)} to {max(start, edge)} {what}")
+            edge = stop
+
+    @classmethod
+    def even(cls, length: int, ranks: int) -> ContextLayout:
+        """Contiguous parts that differ by at most one token."""
+        edges = [length * rank // ranks for rank in range(ranks + 1)]
+        return cls(tuple(((a, b),) for a, b in zip(edges, edges[1:], strict=False)))
+
+    @classmethod
+    def of_blocks(
+        cls, blocks: Sequence[Sequence[int]], block: int, length: int
+    ) -> ContextLayout:
+        """From the blocks of each rank (``raymm.scheduler.context_parallel.distribution``)."""
+        return cls(
+            tuple(
+                join_ranges(
+                    [(number * block, min((number + 1) * block, length)) for number in sorted(one)]
+                )
+                for one in blocks
+            )
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        """n."""
+        return len(self.ranges)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Tokens of every rank."""
+        return tuple(sum(stop - start for start, stop in one) for one in self.ranges)
+
+    @property
+    def length(self) -> int:
+        """T."""
+        return sum(self.sizes)
+
+    def positions(self, rank: int) -> torch.Tensor:
+        """(tokens,) int64: global positions of a rank's tokens: also its position ids."""
+        return indices(self.ranges[rank])
+
+    def local(self, rank: int, ranges: Ranges) -> torch.Tensor:
+        """(tokens,) int64: where the tokens of global ``ranges`` lie among a rank's own."""
+        return torch.searchsorted(self.positions(rank), indices(ranges))
+
+
+def indices(ranges: Ranges) -> torch.Tensor:
+    """The positions of ranges, one after another."""
+    parts = [torch.arange(start, stop) for start, stop in ranges]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+
+
+def join_ranges(ranges: Sequence[tuple[int, int]]) -> Ranges:
+    """Ascending ranges with those that touch joined."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        elif start < stop:
+            joined.append((start, stop))
+    return tuple(joined)
+
+
+def ranges_of(chosen: np.ndarray, offset: int = 0) -> Ranges:
+    """Ranges of a (T,) bool array, moved by ``offset``."""
+    edges = np.flatnonzero(np.diff(np.pad(chosen.astype(np.int8), 1))) + offset
+    return tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+@lru_cache(maxsize=_CACHED_PLANS)
+def local_masks(
+    masks: tuple[AttentionMask, ...], queries: Ranges, keys: Ranges
+) -> tuple[AttentionMask, ...]:
+    """The masks of some rows and keys; the same objects for the same arguments, so that what
+    is planned for one layer serves all. Equal masks of a batch stay one object."""
+    made = {mask: mask.select_queries(queries).select_keys(keys) for mask in dict.fromkeys(masks)}
+    return tuple(made[mask] for mask in masks)
+
+
+@lru_cache(maxsize=_CACHED_PLANS)
+def needed_keys(
+    masks: tuple[AttentionMask, ...], queries: Ranges, keys: Ranges
+) -> Ranges:
+    """Those of a rank's ``keys`` that some of the rows ``queries`` sees, in some mask."""
+    positions = indices(keys).numpy()
+    seen = np.zeros(len(positions), dtype=bool)
+    for mask in set(local_masks(masks, queries, keys)):
+        seen |= mask.seen_keys()
+    if not len(positions):
+        return ()
+    wanted = np.zeros(int(positions[-1]) + 1, dtype=bool)
+    wanted[positions[seen]] = True
+    return ranges_of(wanted)

@@ -1,0 +1,71 @@
+"""Attention over ranks with heads dealt out instead of tokens, for the time of the attention
+(DeepSpeed-Ulysses).
+
+Legend: ``B`` sequences, ``Hq`` query heads, ``Hk`` key heads, ``T`` tokens, ``D`` head dim, ``n``
+ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from raymm.kernels.collectives.p2p import Exchange
+from raymm.kernels.context_parallel.call import ContextCall, Way, with_tokens
+from raymm.kernels.context_parallel.layout import ContextLayout
+from raymm.kernels.context_parallel.partial import row_delta
+
+
+def _ulysses_forward(call: ContextCall, query, key, value):
+    """All tokens of a part of the heads, for the time of the attention."""
+    group = call.group
+    q = _to_heads(query, group.queries, group.exchange)
+    k, v = (_to_heads(t, group.keys, group.exchange) for t in (key, value))
+    out, lse = call.forward(q, k, v, call.masks)
+    return _to_tokens(out, group.queries, group.exchange), (q, k, v, out, lse)
+
+
+def _ulysses_backward(call: ContextCall, grad_out, saved):
+    q, k, v, out, lse = saved
+    queries, keys, exchange = call.group.queries, call.group.keys, call.group.exchange
+    do = _to_heads(grad_out, queries, exchange)
+    dq, dk, dv = call.backward(do, q, k, v, lse, row_delta(do, out), call.masks)
+    # Each is whole, not a share: it travels in the dtype it ends in.
+    return (
+        _to_tokens(dq.to(q.dtype), queries, exchange),
+        _to_tokens(dk.to(k.dtype), keys, exchange),
+        _to_tokens(dv.to(v.dtype), keys, exchange),
+    )
+
+
+def _to_heads(local: torch.Tensor, layout: ContextLayout, exchange: Exchange) -> torch.Tensor:
+    """(B, H, tokens of this rank, D) -> (B, H / n, T, D), in order of position."""
+    me, parts = exchange.rank, local.chunk(exchange.size, dim=1)
+    others = [rank for rank in range(exchange.size) if rank != me]
+    shapes = [
+        (rank, (with_tokens(parts[me].shape, layout.sizes[rank]), local.dtype))
+        for rank in others
+    ]
+    pending = exchange.start([(rank, parts[rank]) for rank in others], shapes, local.device)
+    whole = local.new_empty(with_tokens(parts[me].shape, layout.length))
+    for rank, part in zip([me, *others], (parts[me], *pending.wait()), strict=True):
+        whole[:, :, layout.positions(rank).to(local.device)] = part
+    return whole
+
+
+def _to_tokens(whole: torch.Tensor, layout: ContextLayout, exchange: Exchange) -> torch.Tensor:
+    """The inverse of :func:`_to_heads`."""
+    me = exchange.rank
+    others = [rank for rank in range(exchange.size) if rank != me]
+    parts = {
+        rank: whole[:, :, layout.positions(rank).to(whole.device)]
+        for rank in range(exchange.size)
+    }
+    shape = (tuple(parts[me].shape), whole.dtype)
+    pending = exchange.start(
+        [(rank, parts[rank]) for rank in others], [(rank, shape) for rank in others], whole.device
+    )
+    heads = dict(zip(others, pending.wait(), strict=True)) | {me: parts[me]}
+    return torch.cat([heads[rank] for rank in range(exchange.size)], dim=1)
+
+
+ULYSSES = Way(_ulysses_forward, _ulysses_backward, saves_inputs=False)

@@ -1,0 +1,1 @@
+"""The attention operator, what both backends take and give, and a slow reference."""

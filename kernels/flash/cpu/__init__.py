@@ -1,0 +1,1 @@
+"""Attention on CPUs: ATen on blocks that a mask has keys in."""

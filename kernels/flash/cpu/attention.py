@@ -1,0 +1,357 @@
+"""Attention on CPUs for any :class:`AttentionMask`, forward and backward.
+
+Blocks of query rows run ATen's CPU flash attention on the keys that they see and nothing
+else; only where a block sees a key in part is there a mask, of that block and those keys.
+The parts of a block are merged by their LSE in fp32. In the backward pass ATen's kernel is
+given the *whole* row's output and LSE, with which it computes exactly a part's share of the
+gradients. There is never a Tq x Tk mask.
+
+Legend: ``B`` sequences, ``Hq`` query heads, ``Hk`` key heads, ``G = Hq / Hk``, ``Tq`` rows,
+``Tk`` keys, ``D`` head dim, ``n`` rows of a block, ``K`` keys of a part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from raymm.kernels.flash.cpu import dense
+from raymm.kernels.flash.cpu.blocks import Block, Kind, Limits, Part, Plan, plan_blocks
+from raymm.kernels.flash.operands import prepare
+from raymm.kernels.flash.operator import attention_operator
+from raymm.kernels.mask.mask import AttentionMask, as_masks
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+# A call costs about as long as this many multiply-adds per head dim (0.1 ms at 65 GFLOP/s,
+# forward and backward): divided by heads and head dim it is the planner's overhead in pairs.
+CALL_COST = 500_000
+# ATen adds the gradients of keys up in the inputs' dtype, over the rows of one call; over calls
+# we add in fp32. More rows than this gain no time.
+BLOCK_ROWS = 1024
+# Parts of fewer (row, key) pairs have their backward in fp32 also if the inputs are bf16: ATen
+# then multiplies by oneDNN, which compiles code for every new shape (about 5 ms and 1 MB a
+# part, as long as that backward itself). Parts this large gain more than that.
+NATIVE_PAIRS = 2**20
+# The kernel in plain torch operations holds scores of Hq x rows x keys.
+DENSE_LIMITS = {"rows": 256, "keys": 1024, "triangles": False}
+
+
+def cpu_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    masks: AttentionMask | Sequence[AttentionMask],
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(scale * Q K^T where visible) V on the CPU, without a Tq x Tk mask.
+
+    Args:
+        query: (B, Hq, Tq, D); fp32, bf16, fp16 or fp64, any strides.
+        key, value: (B, Hk, Tk, D) of the same dtype; Hq is a multiple of Hk.
+        masks: one per sequence, (Tq, Tk) each, the same object may repeat; or one for all.
+        scale: default ``D ** -0.5``.
+        softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2); in plain torch
+            operations, slower than without.
+
+    Returns:
+        Output (B, Hq, Tq, D) in the inputs' dtype and LSE (B, Hq, Tq) fp32, natural log, not
+        differentiable. Rows that see nothing have output 0 and LSE -inf, and give no gradient.
+
+    Under autocast inputs are cast as `scaled_dot_product_attention` does. Gradients of
+    gradients are refused.
+
+    Raises:
+        ValueError: shapes, dtypes or masks that do not go together.
+    """
+    if query.device.type != "cpu":
+        raise ValueError(f"query, key and value must be on the CPU, are on {query.device}")
+    query, key, value = prepare(query, key, value, softcap)
+    masks = as_masks(masks, query.shape[0], query.shape[2], key.shape[2])
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+    return _CpuAttention.apply(query, key, value, masks, scale, softcap)
+
+
+def cpu_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    masks: tuple[AttentionMask, ...],
+    scale: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output in the dtype of the inputs and LSE in at least fp32, without autograd."""
+    query, key, value = (_unit_stride(t) for t in (query, key, value))
+    batch, heads, rows, _ = query.shape
+    # Memory order (B, Tq, Hq, D): what projections read after attention.
+    out = query.new_zeros(batch, rows, heads, value.shape[-1]).transpose(1, 2)
+    lse = query.new_full((batch, heads, rows), -math.inf, dtype=_wide_dtype(query))
+    with torch.autocast("cpu", enabled=False):
+        for plan, sequences in _plans(query, value, masks, softcap):
+            units = [_unit(query, key, value, out, lse, s) for s in sequences]
+            for block in plan.blocks:
+                _block_forward(block, plan, units, scale, softcap)
+    return out, lse
+
+
+def cpu_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    masks: tuple[AttentionMask, ...],
+    scale: float,
+    softcap: float | None,
+    needs: Sequence[bool] = (True, True, True),
+) -> list[torch.Tensor | None]:
+    """dQ, dK, dV in at least fp32, without autograd. ``out`` and ``lse`` are of all keys that
+    the rows see, of which ``key`` may be a part: gradients are then that part's share."""
+    query, key, value, grad_out = (_unit_stride(t) for t in (query, key, value, grad_out))
+    # Sums over blocks are kept in fp32.
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    grads = [
+        torch.zeros_like(t, dtype=dtype) if needed else None
+        for t, needed in zip((query, key, value), needs, strict=True)
+    ]
+    with torch.autocast("cpu", enabled=False):
+        for plan, sequences in _plans(query, value, masks, softcap):
+            units = [
+                (
+                    *_unit(query, key, value, out, lse, s),
+                    _split_heads(grad_out, s, key.shape[1]),
+                    *(g if g is None else _split_heads(g, s, key.shape[1]) for g in grads),
+                )
+                for s in sequences
+            ]
+            for block in plan.blocks:
+                _block_backward(block, plan, units, scale, softcap)
+    return grads
+
+
+class _CpuAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        masks: tuple[AttentionMask, ...],
+        scale: float,
+        softcap: float | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = attention_operator(
+            lambda q, k, v: cpu_forward(q, k, v, masks, scale, softcap), query, key, value
+        )
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.masks, ctx.scale, ctx.softcap = masks, scale, softcap
+        lse32 = lse.float()
+        ctx.mark_non_differentiable(lse32)
+        return out, lse32
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        grads = cpu_backward(
+            grad_out, query, key, value, out, lse, ctx.masks, ctx.scale, ctx.softcap,
+            ctx.needs_input_grad[:3],
+        )  # fmt: skip
+        return *(g if g is None else g.to(query.dtype) for g in grads), None, None, None
+
+
+def _block_forward(
+    block: Block, plan: Plan, units: list[tuple[torch.Tensor, ...]], scale: float,
+    softcap: float | None,
+) -> None:  # fmt: skip
+    """Write a block's rows of output and LSE."""
+    biases = [_bias(plan, block, part, _wide_dtype(units[0][0])) for part in block.parts]
+    for query, key, value, out, lse in units:
+        rows, results = _take(query, block.rows), []
+        for part, (bias, hidden) in zip(block.parts, biases, strict=True):
+            results.append(
+                _part_forward(
+                    rows, _take(key, part.runs), _take(value, part.runs), part.kind, bias,
+                    scale, softcap,
+                )
+            )  # fmt: skip
+            if hidden is not None:
+                # ATen gives rows that see nothing an LSE of 0.
+                results[-1][1].masked_fill_(hidden, -math.inf)
+        if len(results) == 1:
+            _put(out, block.rows, results[0][0])
+            _put(lse, block.rows, results[0][1])
+            continue
+        total = torch.logsumexp(torch.stack([part_lse for _, part_lse in results]), dim=0)
+        # Rows that see nothing at all: exp(-inf - 0) instead of exp(-inf + inf).
+        finite = total.masked_fill(total == -math.inf, 0.0)
+        merged: torch.Tensor | None = None
+        for part_out, part_lse in results:
+            weight = (part_lse - finite).exp_().unsqueeze(-1)
+            if merged is None:
+                merged = part_out * weight
+            else:
+                merged.addcmul_(part_out.to(merged.dtype), weight)
+        _put(out, block.rows, merged)
+        _put(lse, block.rows, total)
+
+
+def _block_backward(
+    block: Block, plan: Plan, units: list[tuple[torch.Tensor | None, ...]], scale: float,
+    softcap: float | None,
+) -> None:  # fmt: skip
+    """Add what a block's rows contribute to the gradients."""
+    biases = [_bias(plan, block, part, _wide_dtype(units[0][0])) for part in block.parts]
+    for query, key, value, out, lse, grad_out, *grads in units:
+        rows, row_grad, row_out, row_lse = (
+            _take(t, block.rows) for t in (query, grad_out, out, lse)
+        )
+        # exp(-inf - 0) is 0 for rows that see nothing, exp(-inf + inf) is not.
+        row_lse = row_lse.masked_fill(row_lse == -math.inf, 0.0)
+        row_sum = None
+        for part, (bias, _) in zip(block.parts, biases, strict=True):
+            found = _part_backward(
+                row_grad, rows, _take(key, part.runs), _take(value, part.runs), row_out, row_lse,
+                part.kind, bias, scale, softcap,
+            )  # fmt: skip
+            row_sum = found[0] if row_sum is None else _wide(row_sum).add_(found[0])
+            for grad, share in zip(grads[1:], found[1:], strict=True):
+                if grad is not None:
+                    _add(grad, part.runs, share)
+        if grads[0] is not None:
+            _put(grads[0], block.rows, row_sum)
+
+
+def _part_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: Kind,
+    bias: torch.Tensor | None, scale: float, softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Output and LSE of (N, H, n, D) rows among the keys of one part, (N, M, K, D)."""
+    if softcap is not None or value.shape[-1] != query.shape[-1]:
+        return dense.forward(query, key, value, bias, scale, softcap)
+    shape = query.shape
+    if kind is Kind.FULL:
+        query = _fold(query, key)
+    else:
+        key, value = (t.expand(-1, shape[1], -1, -1) for t in (key, value))
+    out, lse = _forward(
+        query, key, value, 0.0, kind is Kind.CAUSAL, attn_mask=bias, scale=scale
+    )
+    return out.reshape(shape), lse.reshape(shape[:3])
+
+
+def _part_backward(
+    grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    out: torch.Tensor, lse: torch.Tensor, kind: Kind, bias: torch.Tensor | None, scale: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Shares of the gradients: (N, H, n, D) and twice (N, M, K, D)."""
+    if softcap is not None or value.shape[-1] != query.shape[-1]:
+        return dense.backward(grad_out, query, key, value, out, lse, bias, scale, softcap)
+    shape, key_heads = query.shape, key.shape[1]
+    if shape[2] * key.shape[2] < NATIVE_PAIRS:
+        grad_out, query, key, value, out = (
+            _wide(t) for t in (grad_out, query, key, value, out)
+        )
+    if kind is Kind.FULL:
+        grad_out, query, out = (_fold(t, key) for t in (grad_out, query, out))
+        lse = lse.reshape(query.shape[:3])
+    else:
+        key, value = (t.expand(-1, shape[1], -1, -1) for t in (key, value))
+    dq, dk, dv = _backward(
+        grad_out, query, key, value, out, lse, 0.0, kind is Kind.CAUSAL, attn_mask=bias,
+        scale=scale,
+    )  # fmt: skip
+    if dk.shape[1] != key_heads:
+        dk, dv = (_wide(t).sum(1, keepdim=True) for t in (dk, dv))
+    return dq.reshape(shape), dk, dv
+
+
+def _fold(rows: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Rows of the heads that share a key head, one after another: every row sees every key,
+    and a matrix product of G n rows is faster than G of n."""
+    if rows.shape[1] == key.shape[1]:
+        return rows
+    return rows.reshape(rows.shape[0], 1, -1, rows.shape[-1])
+
+
+def _bias(
+    plan: Plan, block: Block, part: Part, dtype: torch.dtype
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """What is added to the scores of a masked part, (1, 1, n, K), and which of its rows see
+    nothing (n,), or None if all see something."""
+    if part.kind is not Kind.MASKED:
+        return None, None
+    visible = plan.visible(block, part)
+    bias = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -math.inf)
+    hidden = ~visible.any(dim=1)
+    return bias[None, None], hidden if hidden.any() else None
+
+
+def _take(tensor: torch.Tensor, runs: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Rows or keys, the third dimension, of ``runs``; a view if it is one run."""
+    found = [tensor[:, :, start:stop] for start, stop in runs]
+    return found[0] if len(found) == 1 else torch.cat(found, dim=2)
+
+
+def _put(tensor: torch.Tensor, runs: Sequence[tuple[int, int]], source: torch.Tensor) -> None:
+    at = 0
+    for start, stop in runs:
+        tensor[:, :, start:stop] = source[:, :, at : at + stop - start]
+        at += stop - start
+
+
+def _add(tensor: torch.Tensor, runs: Sequence[tuple[int, int]], source: torch.Tensor) -> None:
+    at = 0
+    for start, stop in runs:
+        tensor[:, :, start:stop] += source[:, :, at : at + stop - start]
+        at += stop - start
+
+
+def _plans(
+    query: torch.Tensor, value: torch.Tensor, masks: tuple[AttentionMask, ...],
+    softcap: float | None,
+) -> Iterator[tuple[Plan, list[slice]]]:  # fmt: skip
+    """Plans with the sequences they are for: those of one mask run together."""
+    work = query.shape[1] * query.shape[-1]
+    # In powers of two, so that plans of like tensors are shared.
+    limits = Limits(2 ** round(math.log2(max(CALL_COST / work, 1))), rows=BLOCK_ROWS)
+    if softcap is not None or value.shape[-1] != query.shape[-1]:
+        limits = Limits(limits.overhead, **DENSE_LIMITS)
+    groups: dict[tuple[bytes, bytes], list[int]] = {}
+    for index, mask in enumerate(masks):
+        tables = mask.query_table.tobytes(), mask.key_table.tobytes()
+        groups.setdefault(tables, []).append(index)
+    for indices in groups.values():
+        yield plan_blocks(masks[indices[0]], limits), [slice(i, i + 1) for i in indices]
+
+
+def _unit(*tensors_and_sequence: Any) -> tuple[torch.Tensor, ...]:
+    """One sequence's tensors with the heads of a key head beside each other: (Hk, G, ...)."""
+    *tensors, sequence = tensors_and_sequence
+    return tuple(_split_heads(t, sequence, tensors[1].shape[1]) for t in tensors)
+
+
+def _split_heads(tensor: torch.Tensor, sequence: slice, key_heads: int) -> torch.Tensor:
+    return tensor[sequence].squeeze(0).unflatten(0, (key_heads, -1))
+
+
+def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(_wide_dtype(tensor))
+
+
+def _wide_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """fp32, or fp64 for fp64."""
+    return torch.promote_types(tensor.dtype, torch.float32)

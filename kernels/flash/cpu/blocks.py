@@ -1,0 +1,301 @@
+"""Cuts a mask into blocks of query rows and, per block, the parts of the keys it sees.
+
+A part is keys that all rows of the block see (no mask needed), a triangle (row i sees the
+first i + 1 keys), or keys that some rows see (a mask of rows x keys is made when the part
+runs). Blocks follow the mask's segments, because rows of one segment share their bounds: an
+isolated image is one block with one part. Segments share a block, also where they lie apart,
+if they see the same keys (all images of an encoder) or are so short that a call for each
+would cost more (small documents, text between small images).
+
+Planning reads the segment table only; nothing here is as long as the sequence, except the
+row arrays that masks of partial parts are made from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from weakref import WeakKeyDictionary
+
+import torch
+
+from raymm.kernels.flash.cpu.pieces import (
+    MatchingKeys,
+    Piece,
+    Ranges,
+    intersect,
+    mask_pieces,
+    size,
+    subtract,
+    union,
+)
+from raymm.kernels.mask.mask import AttentionMask
+
+# A matrix product of n rows takes about (1 + ROW_COST / n) times as long per pair as one of
+# many rows, and adding a mask this much longer (ATen's flash attention, AVX-512).
+ROW_COST = 20
+MASK_COST = 1.2
+# A further run of rows or keys takes this share of a call.
+RUN_COST = 0.25
+# Segments with fewer rows than this may share a block that needs a mask, of so many rows.
+SMALL_ROWS = 128
+SHARED_ROWS = 256
+# Rows of a block of a triangle that needs a mask.
+TRIANGLE_ROWS = 256
+PLANS_PER_MASK = 4
+
+
+class Kind(Enum):
+    """How the rows of a block see the keys of a part."""
+
+    FULL = "every row sees every key"
+    CAUSAL = "row i sees keys 0 to i"
+    MASKED = "some rows see some keys"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Keys that a block of rows sees.
+
+    Attributes:
+        runs: ascending (first key, one past the last); put one after another.
+    """
+
+    kind: Kind
+    runs: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Query rows, and the disjoint parts of the keys that they see.
+
+    Attributes:
+        rows: ascending (first row, one past the last); put one after another.
+    """
+
+    rows: tuple[tuple[int, int], ...]
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What suits the kernel that runs a plan.
+
+    Attributes:
+        overhead: cost of a call, in (row, key) pairs.
+        triangles: whether the kernel has a causal mode.
+        rows, keys: most rows of a block and keys of a part; 0 for any number.
+    """
+
+    overhead: int = 2000
+    triangles: bool = True
+    rows: int = 0
+    keys: int = 0
+
+
+class Plan:
+    """Blocks of a mask; rows in no block see nothing."""
+
+    def __init__(self, mask: AttentionMask, limits: Limits) -> None:
+        keys = MatchingKeys(mask)
+        self.blocks = tuple(
+            block for group in _shared(mask_pieces(mask), keys, limits.overhead)
+            for block in _blocks(group, keys, limits)
+        )  # fmt: skip
+        # The mask itself must not be kept: plans live for as long as their mask.
+        masked = any(part.kind is Kind.MASKED for block in self.blocks for part in block.parts)
+        self._rows = mask.rows() if masked else None
+        self._needs_bits = mask.needs_bits
+
+    def visible(self, block: Block, part: Part) -> torch.Tensor:
+        """(rows, keys) bool of a masked part."""
+        arrays = self._rows
+        keys = torch.cat([torch.arange(*run, dtype=torch.int32) for run in part.runs])
+        bounds = torch.cat([arrays.bounds[:, a:b] for a, b in block.rows], dim=1)
+        lo1, hi1, lo2, hi2 = bounds.unsqueeze(-1)
+        visible = (lo1 <= keys) & (keys < hi1)
+        if (lo2 < hi2).any():
+            visible |= (lo2 <= keys) & (keys < hi2)
+        if self._needs_bits:
+            # Rows of a block have the same attend bits.
+            attend = arrays.attend[block.rows[0][0]]
+            visible &= (torch.cat([arrays.identity[a:b] for a, b in part.runs]) & attend) != 0
+        return visible
+
+
+_plans: WeakKeyDictionary[AttentionMask, dict[Limits, Plan]] = WeakKeyDictionary()
+
+
+def plan_blocks(mask: AttentionMask, limits: Limits) -> Plan:
+    """The plan of a mask; kept while the mask lives, so that all layers share it."""
+    plans = _plans.setdefault(mask, {})
+    if limits not in plans:
+        while len(plans) >= PLANS_PER_MASK:
+            plans.pop(next(iter(plans)))
+        plans[limits] = Plan(mask, limits)
+    return plans[limits]
+
+
+def _shared(pieces: list[Piece], keys: MatchingKeys, overhead: int) -> Iterator[list[Piece]]:
+    """Groups of pieces that share a block: those that see the same keys, and small ones where
+    one call with a mask is cheaper than one each. Pieces of a group have the same attend bits;
+    they may lie apart."""
+    group: list[Piece] = []
+    cost, every, some = 0.0, [], []
+    for piece in sorted(pieces, key=lambda piece: (piece.attend, piece.start)):
+        joins = False
+        if group and group[0].attend == piece.attend:
+            rows = sum(member.rows for member in group) + piece.rows
+            same = every == some == piece.every() == piece.some()
+            if same or (piece.rows < SMALL_ROWS and rows <= SHARED_ROWS):
+                both_every = intersect(every, piece.every())
+                both_some = union([*some, *piece.some()])
+                both = _cost(rows, len(group) + 1, both_every, both_some, piece, keys, overhead)
+                alone = _cost(piece.rows, 1, piece.every(), piece.some(), piece, keys, overhead)
+                joins = both < cost + alone
+        if joins:
+            group.append(piece)
+            cost, every, some = both, both_every, both_some
+            continue
+        if group:
+            yield group
+        group, every, some = [piece], piece.every(), piece.some()
+        cost = _cost(piece.rows, 1, every, some, piece, keys, overhead)
+    if group:
+        yield group
+
+
+def _cost(
+    rows: int, row_runs: int, every: Ranges, some: Ranges, piece: Piece, keys: MatchingKeys,
+    overhead: int,
+) -> float:  # fmt: skip
+    """Pairs of rows with attend bits like the piece's, overheads included: a full and a masked
+    part, or one that masks everything."""
+    full, full_runs = keys.count(every, piece.attend)
+    seen, runs = keys.count(some, piece.attend)
+    together = overhead + (rows + ROW_COST) * MASK_COST * seen + overhead * RUN_COST * runs
+    apart = ((full > 0) + (seen > full)) * overhead + (rows + ROW_COST) * (
+        full + MASK_COST * (seen - full)
+    )
+    apart += overhead * RUN_COST * (full_runs + (runs - full_runs + 1 if seen > full else 0))
+    return min(together, apart) + overhead * RUN_COST * row_runs
+
+
+def _blocks(group: list[Piece], keys: MatchingKeys, limits: Limits) -> Iterator[Block]:
+    """The blocks of pieces that share one."""
+    if len(group) > 1:
+        runs = union((piece.start, piece.stop) for piece in group)
+        for page in _pages(runs, limits.rows):
+            pieces = [
+                piece.cut(max(piece.start, start), min(piece.stop, stop))
+                for start, stop in page
+                for piece in group
+                if piece.start < stop and start < piece.stop
+            ]
+            yield from _block(page, _mixed(pieces, keys), limits)
+        return
+    piece = group[0]
+    crossed = piece.crossed()
+    for start, stop in _cut(range(piece.start, piece.stop), _rows(piece, crossed, keys, limits)):
+        here = piece.cut(start, stop)
+        parts = _mixed([here], keys) if crossed else _exact(here, keys, limits.triangles)
+        yield from _block([(start, stop)], parts, limits)
+
+
+def _rows(piece: Piece, crossed: bool, keys: MatchingKeys, limits: Limits) -> int:
+    """How many rows of a piece a block should have."""
+    rows = piece.rows
+    growing = any(t for _, _, _, t in piece.intervals)
+    if crossed or any(s for _, _, s, _ in piece.intervals):
+        # A window: many rows waste its corners, few rows are slow.
+        width = size(piece.every()) or 1
+        width = max(width, min(b - a + (t - s) * piece.start for a, b, s, t in piece.intervals))
+        rows = min(
+            (128, 192, 256, 384, 512),
+            key=lambda n: (1 + ROW_COST / n) * (width + n) + 3 * limits.overhead / n,
+        )
+    elif growing:
+        # A triangle needs a mask where keys among it do not match.
+        some = piece.some()
+        holes = keys.count(some, piece.attend)[0] < size(some)
+        if holes or not limits.triangles:
+            rows = TRIANGLE_ROWS
+    return min(rows, limits.rows or rows)
+
+
+def _exact(piece: Piece, keys: MatchingKeys, triangles: bool) -> dict[Kind, Ranges]:
+    """The keys of rows of one piece by kind of part, from its corners."""
+    full, causal, masked = [], [], []
+    first, last = piece.start, piece.stop - 1
+    for a, b, s, t in piece.intervals:
+        lo, inner_lo, inner_hi, hi = a + s * first, a + s * last, b + t * first, b + t * last
+        if inner_lo >= inner_hi:
+            masked.append((lo, hi))
+            continue
+        masked.append((lo, inner_lo))
+        triangle = (inner_hi - 1, hi)
+        matching, _ = keys.count([triangle], piece.attend)
+        if t and first < last and triangles and matching == size([triangle]):
+            full.append((inner_lo, inner_hi - 1))
+            causal.append(triangle)
+        else:
+            full.append((inner_lo, inner_hi))
+            masked.append((inner_hi, hi))
+    return {
+        Kind.FULL: keys.matching(union(full), piece.attend),
+        Kind.CAUSAL: causal,
+        Kind.MASKED: keys.matching(union(masked), piece.attend),
+    }
+
+
+def _mixed(pieces: list[Piece], keys: MatchingKeys) -> dict[Kind, Ranges]:
+    """The keys of rows of the same attend bits: what all see, and what else some see."""
+    attend, every = pieces[0].attend, pieces[0].every()
+    for piece in pieces[1:]:
+        every = intersect(every, piece.every())
+    some = union(r for piece in pieces for r in piece.some())
+    return {
+        Kind.FULL: keys.matching(every, attend),
+        Kind.CAUSAL: [],
+        Kind.MASKED: keys.matching(subtract(some, every), attend),
+    }
+
+
+def _block(rows: Ranges, keys: dict[Kind, Ranges], limits: Limits) -> Iterator[Block]:
+    """The block of rows with these keys; none if there are none."""
+    runs, causal = len(keys[Kind.FULL]) + len(keys[Kind.MASKED]), len(keys[Kind.CAUSAL])
+    calls = bool(keys[Kind.FULL]) + causal + bool(keys[Kind.MASKED])
+    if calls > 1:
+        # One call that masks everything, where that is cheaper than several and a merge.
+        joined = union(run for ranges in keys.values() for run in ranges)
+        unmasked = size(keys[Kind.FULL]) + size(keys[Kind.CAUSAL])
+        saved = calls - 1 + RUN_COST * (runs + causal - len(joined))
+        if (size(rows) + ROW_COST) * unmasked * (MASK_COST - 1) < saved * limits.overhead:
+            keys = {Kind.FULL: [], Kind.CAUSAL: [], Kind.MASKED: joined}
+    parts = [Part(Kind.CAUSAL, (run,)) for run in keys[Kind.CAUSAL]]
+    for kind in (Kind.FULL, Kind.MASKED):
+        parts += [Part(kind, tuple(page)) for page in _pages(keys[kind], limits.keys)]
+    if parts:
+        yield Block(tuple(rows), tuple(parts))
+
+
+def _pages(ranges: Ranges, most: int) -> Iterator[Ranges]:
+    """Ranges in portions of at most ``most`` together; 0 for one portion."""
+    page, left = [], most
+    for start, stop in ranges:
+        while most and stop - start >= left:
+            yield [*page, (start, start + left)]
+            start, page, left = start + left, [], most
+        if start < stop:
+            page.append((start, stop))
+            left -= stop - start
+    if page:
+        yield page
+
+
+def _cut(rows: range, most: int) -> Iterator[tuple[int, int]]:
+    """Even pieces of at most ``most`` rows."""
+    pieces = -(-len(rows) // most)
+    edges = [rows.start + len(rows) * i // pieces for i in range(pieces + 1)]
+    return zip(edges[:-1], edges[1:], strict=True)

@@ -1,0 +1,209 @@
+"""A mask's segments as pieces with exact bounds, and sets of keys as ranges.
+
+What the planner of :mod:`raymm.kernels.flash.cpu.blocks` decides with: pieces of rows whose
+intervals neither clip, nor vanish, nor touch within the piece, and counts and runs of the keys
+that attend bits match.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from raymm.kernels.mask.columns import ATTEND, BASES, IDENTITY, KEY_START, SLOPES, START
+from raymm.kernels.mask.mask import AttentionMask
+
+Ranges = list[tuple[int, int]]
+"""Disjoint ascending (first, one past the last)."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows whose one or two intervals are disjoint, never empty and affine: (base of lo, base
+    of hi, slope of lo, slope of hi)."""
+
+    start: int
+    stop: int
+    attend: int
+    intervals: tuple[tuple[int, int, int, int], ...]
+
+    @property
+    def rows(self) -> int:
+        """How many."""
+        return self.stop - self.start
+
+    def cut(self, start: int, stop: int) -> Piece:
+        """Rows [start, stop) of it."""
+        return Piece(start, stop, self.attend, self.intervals)
+
+    def some(self) -> Ranges:
+        """Keys of which each is within an interval of some row, bits aside."""
+        last = self.stop - 1
+        return union([(a + s * self.start, b + t * last) for a, b, s, t in self.intervals])
+
+    def every(self) -> Ranges:
+        """Keys within one interval of every row (the same interval)."""
+        last = self.stop - 1
+        return union([(a + s * last, b + t * self.start) for a, b, s, t in self.intervals])
+
+    def crossed(self) -> bool:
+        """Whether a key may be in one interval of a row and in the other of another row."""
+        return size(self.some()) < sum(
+            b + t * (self.stop - 1) - a - s * self.start for a, b, s, t in self.intervals
+        )
+
+
+def mask_pieces(mask: AttentionMask) -> list[Piece]:
+    """The mask's segments, cut where a bound is clipped and where intervals begin to be empty
+    or to touch, with touching intervals joined. Segments that see nothing are left out."""
+    start, stop, end = mask.query_table[:, START], mask.query_stops, mask.n_keys
+    bases, slopes = mask.query_table[:, BASES], mask.query_table[:, SLOPES]
+    segment, start, stop = _split(start, stop, np.concatenate(
+        [np.where(slopes == 1, edge - bases, -1) for edge in (0, end)], axis=1
+    ))  # fmt: skip
+    attend, bases, slopes = mask.query_table[segment, ATTEND], bases[segment], slopes[segment]
+    value = bases + slopes * start[:, None]
+    below, above = value < 0, value + slopes > end
+    bases = np.where(below, 0, np.where(above, end, bases))
+    slopes = np.where(below | above, 0, slopes)
+    changes = []
+    for x, y, equal in ((0, 1, 0), (2, 3, 0), (0, 3, 1), (2, 1, 1), (0, 2, 0), (1, 3, 0)):
+        # Bound x < bound y (or <=) begins or ceases to hold at one row if one of them moves.
+        ceases = bases[:, y] - bases[:, x] + equal
+        begins = bases[:, x] - bases[:, y] + 1 - equal
+        order = slopes[:, x] - slopes[:, y]
+        changes.append(np.where(order > 0, ceases, np.where(order < 0, begins, -1)))
+    segment, start, stop = _split(start, stop, np.stack(changes, axis=1))
+    pieces: list[Piece] = []
+    for first, after, bits, base, slope in zip(
+        start.tolist(), stop.tolist(), attend[segment].tolist(), bases[segment].tolist(),
+        slopes[segment].tolist(), strict=True,
+    ):  # fmt: skip
+        intervals = _disjoint(first, base, slope) if bits else ()
+        last = pieces[-1] if pieces else None
+        if last and (last.stop, last.attend, last.intervals) == (first, bits, intervals):
+            pieces[-1] = last.cut(last.start, after)
+        elif intervals:
+            pieces.append(Piece(first, after, bits, intervals))
+    return pieces
+
+
+def _split(
+    start: np.ndarray, stop: np.ndarray, changes: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cut segments (S,) at those of their ``changes`` (S, C) that lie inside; the segment,
+    start and stop of every piece."""
+    segment, column = np.nonzero((changes > start[:, None]) & (changes < stop[:, None]))
+    pieces = np.concatenate([
+        np.stack([np.arange(len(start)), start], axis=1),
+        np.stack([segment, changes[segment, column]], axis=1),
+    ])  # fmt: skip
+    pieces = np.unique(pieces, axis=0)
+    segment, first = pieces[:, 0], pieces[:, 1]
+    last = np.append(segment[1:] != segment[:-1], True)
+    return segment, first, np.where(last, stop[segment], np.append(first[1:], 0))
+
+
+def _disjoint(
+    row: int, base: list[int], slope: list[int]
+) -> tuple[tuple[int, int, int, int], ...]:
+    """Intervals of a piece from its clipped bounds; what holds in its first row holds in all."""
+    a, b, c, d = (x + s * row for x, s in zip(base, slope, strict=True))
+    first = (base[0], base[1], slope[0], slope[1])
+    second = (base[2], base[3], slope[2], slope[3])
+    if a >= b:
+        return (second,) if c < d else ()
+    if c >= d:
+        return (first,)
+    if a <= d and c <= b:
+        lo, hi = (0 if a < c or (a == c and not slope[0]) else 2), (1 if b > d else 3)
+        if b == d and slope[1]:
+            hi = 1
+        return ((base[lo], base[hi], slope[lo], slope[hi]),)
+    return (first, second) if a < c else (second, first)
+
+
+class MatchingKeys:
+    """Which keys match attend bits: counts and runs, from the key segments."""
+
+    def __init__(self, mask: AttentionMask) -> None:
+        self._all = not mask.needs_bits
+        self._identity = mask.key_table[:, IDENTITY]
+        self._edges = np.append(mask.key_table[:, KEY_START], mask.n_keys)
+        self._matches: dict[int, tuple[list[int], list[int], list[int]]] = {}
+
+    def count(self, ranges: Ranges, attend: int) -> tuple[int, int]:
+        """How many keys of ``ranges`` match, and in how many runs about."""
+        if self._all or not ranges:
+            return size(ranges), len(ranges)
+        starts, stops, before = self._match(attend)
+        keys = runs = 0
+        for start, stop in ranges:
+            first = bisect_right(stops, start)
+            last = bisect_left(starts, stop)
+            if first < last:
+                keys += before[last] - before[first]
+                keys -= max(start - starts[first], 0) + max(stops[last - 1] - stop, 0)
+                runs += last - first
+        return keys, runs
+
+    def matching(self, ranges: Ranges, attend: int) -> Ranges:
+        """The keys of ``ranges`` that match."""
+        if self._all:
+            return ranges
+        starts, stops, _ = self._match(attend)
+        return [
+            (max(start, starts[i]), min(stop, stops[i]))
+            for start, stop in ranges
+            for i in range(bisect_right(stops, start), bisect_left(starts, stop))
+        ]
+
+    def _match(self, attend: int) -> tuple[list[int], list[int], list[int]]:
+        """Runs of keys that match, and how many keys lie in earlier runs."""
+        if attend not in self._matches:
+            here = np.flatnonzero(np.diff((self._identity & attend) != 0, prepend=0, append=0))
+            starts, stops = self._edges[here[::2]], self._edges[here[1::2]]
+            before = np.concatenate([[0], np.cumsum(stops - starts)])
+            self._matches[attend] = starts.tolist(), stops.tolist(), before.tolist()
+        return self._matches[attend]
+
+
+def size(ranges: Ranges) -> int:
+    """Positions in all ranges together."""
+    return sum(stop - start for start, stop in ranges)
+
+
+def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """Disjoint ascending ranges that cover the same keys."""
+    found: Ranges = []
+    for start, stop in sorted(r for r in ranges if r[0] < r[1]):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], stop))
+        else:
+            found.append((start, stop))
+    return found
+
+
+def intersect(first: Ranges, second: Ranges) -> Ranges:
+    """What is in both."""
+    return union((max(a, c), min(b, d)) for a, b in first for c, d in second)
+
+
+def subtract(ranges: Ranges, taken: Sequence[tuple[int, int]]) -> Ranges:
+    """What of disjoint ascending ``ranges`` is in none of ``taken``, which are so too."""
+    found, i = [], 0
+    for start, stop in ranges:
+        while i < len(taken) and taken[i][1] <= start:
+            i += 1
+        j = i
+        while j < len(taken) and taken[j][0] < stop:
+            if start < taken[j][0]:
+                found.append((start, taken[j][0]))
+            start = max(start, taken[j][1])
+            j += 1
+        if start < stop:
+            found.append((start, stop))
+    return found

@@ -1,0 +1,1 @@
+"""Attention on GPUs: Triton kernels and the tables of work that they read."""

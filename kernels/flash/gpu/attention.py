@@ -1,0 +1,362 @@
+"""Attention on a GPU in Triton, forward and backward, for any :class:`AttentionMask`.
+
+Legend: ``B`` sequences, ``Hq`` query heads, ``Hk`` key heads, ``Tq`` rows, ``Tk`` keys,
+``D`` head dim.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import torch
+import triton
+
+from raymm.kernels.flash.gpu.backward import (
+    attention_backward_key,
+    attention_backward_query,
+    merge_backward,
+    row_statistics,
+)
+from raymm.kernels.flash.gpu.device_tables import (
+    AttentionPlan,
+    DeviceTables,
+    Layout,
+    attention_plan,
+)
+from raymm.kernels.flash.gpu.forward import attention_forward, merge_forward
+from raymm.kernels.flash.gpu.launch_configs import (
+    MERGE_ROWS,
+    SMALL_OPTIONS,
+    STATISTICS_ROWS,
+    AttentionConfig,
+    KernelConfig,
+    attention_config,
+    constants,
+    key_passes,
+    options,
+    padded_head_dim,
+    scales,
+)
+from raymm.kernels.flash.gpu.ops import STRIDE_UNIT
+from raymm.kernels.flash.operator import attention_operator
+from raymm.kernels.mask.mask import AttentionMask
+
+INTERPRETED = not isinstance(attention_forward, triton.JITFunction)
+"""Whether the kernels run on the CPU (TRITON_INTERPRET=1 was set when they were imported)."""
+_ALIGNMENT = 16  # bytes
+
+
+def triton_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    masks: tuple[AttentionMask, ...],
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    processors: int | None = None,
+    config: AttentionConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(softcap(scale Q K^T) where visible) V, differentiable and deterministic.
+
+    Args:
+        query: (B, Hq, Tq, D), bf16, fp16 or fp32; D a multiple of 8 from 32 to 256 (computed
+            as the next power of two).
+        key, value: (B, Hk, Tk, D); Hq is a multiple of Hk. Rows that are not dense in the
+            last dimension, or not aligned to 16 bytes, are copied.
+        masks: one (Tq, Tk) mask per sequence; the same object may stand several times.
+            Plans are cached by these objects, so layers should share them.
+        scale: positive; default ``D ** -0.5``.
+        softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2).
+        processors: multiprocessors to balance long rows over; default those of the device
+            (fewer where a share of the device is used). Results for different numbers may
+            differ in the last bits, as sums are split differently.
+        config: launch configurations; default by table (triton_configs).
+
+    Returns:
+        Output (B, Hq, Tq, D) in the query's dtype, and LSE (B, Hq, Tq) fp32, natural
+        logarithm, without a gradient. Rows that see nothing have output 0, LSE -inf and give
+        no gradient.
+
+    Raises:
+        ValueError: shapes that do not fit, other head dims or dtypes, tensors that are not on
+            a CUDA device (unless Triton interprets), scale or softcap that is not positive.
+    """
+    _check(query, key, value, masks)
+    plan = _plan(query, key, masks, softcap, processors, config)
+    factors = scales(query.shape[-1], scale, softcap)
+    return _Attention.apply(query, key, value, plan, factors, softcap is not None)
+
+
+def triton_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    masks: tuple[AttentionMask, ...],
+    scale: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`triton_attention` without autograd."""
+    _check(query, key, value, masks)
+    plan = _plan(query, key, masks, softcap)
+    with _on(query.device):
+        return _forward(
+            *(_aligned(t) for t in (query, key, value)), plan,
+            scales(query.shape[-1], scale, softcap), softcap is not None,
+        )  # fmt: skip
+
+
+def triton_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    masks: tuple[AttentionMask, ...],
+    scale: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """dQ, dK, dV in fp32, without autograd. ``out`` and ``lse`` are of all keys that the rows
+    see, of which ``key`` may be a part: gradients are then that part's share."""
+    plan = _plan(query, key, masks, softcap)
+    with _on(query.device):
+        return _backward(
+            *(_aligned(t) for t in (query, key, value, out)), lse.contiguous(),
+            _aligned(grad_out), plan, scales(query.shape[-1], scale, softcap),
+            softcap is not None, True, True, torch.float32,
+        )  # fmt: skip
+
+
+def _plan(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    masks: tuple[AttentionMask, ...],
+    softcap: float | None,
+    processors: int | None = None,
+    config: AttentionConfig | None = None,
+) -> AttentionPlan | None:
+    if not len(masks):
+        return None
+    if config is None:
+        config = attention_config(query.shape[-1], query.dtype, softcap=softcap is not None)
+    row_bytes = query.shape[-1] * query.element_size()
+    layout = _layout(query.device, query.shape[1], key.shape[1], row_bytes, processors)
+    return attention_plan(tuple(masks), config, layout, query.device)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, plan, factors, softcap):
+        query, key, value = (_aligned(t) for t in (query, key, value))
+        with _on(query.device):
+            out, lse = attention_operator(
+                lambda q, k, v: _forward(q, k, v, plan, factors, softcap), query, key, value
+            )
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.plan, ctx.factors, ctx.softcap = plan, factors, softcap
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_out, _):
+        if grad_out is None:
+            return (None,) * 6
+        saved = ctx.saved_tensors
+        for_query, for_key, for_value = ctx.needs_input_grad[:3]
+        with _on(grad_out.device):
+            grads = _backward(
+                *saved, _aligned(grad_out), ctx.plan, ctx.factors, ctx.softcap,
+                for_query, for_key or for_value,
+            )  # fmt: skip
+        wanted = zip(grads, ctx.needs_input_grad[:3], strict=True)
+        return (*(grad if needed else None for grad, needed in wanted), None, None, None)
+
+
+def _forward(query, key, value, plan, factors, softcap):
+    batch, n_heads, n_queries, head_dim = query.shape
+    out = torch.empty_like(query)
+    lse = query.new_empty((batch, n_heads, n_queries), dtype=torch.float32)
+    if not out.numel():
+        return out, lse
+    kernel, tables = plan.config.forward, plan.forward
+    part_out, part_lse = lse, lse
+    if tables.slots:
+        rows = tables.slots * n_heads * kernel.block_q
+        part_out = lse.new_empty((rows, padded_head_dim(head_dim)))
+        part_lse = lse.new_empty(rows)
+    _launch(
+        attention_forward, kernel, query, plan, tables, n_heads, softcap,
+        query, key, value, out, lse, part_out, part_lse,
+        plan.bounds, plan.attend, plan.identity, tables.items, tables.runs, *factors[:2],
+        len(tables.items), tables.head_span, plan.layout.group, n_heads, n_queries, key.shape[2],
+        *_strides(query), *_strides(key), *_strides(value), *_strides(out),
+    )  # fmt: skip
+    if tables.slots:
+        merge_forward[_merge_grid(tables, n_heads, kernel.block_q)](
+            part_out, part_lse, out, lse, tables.merges, n_heads, n_queries, *_strides(out),
+            **_merge_constants(head_dim, kernel.block_q),
+        )  # fmt: skip
+    return out, lse
+
+
+def _backward(
+    query, key, value, out, lse, grad_out, plan, factors, softcap, for_query, for_key,
+    dtype=None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    batch, n_heads, n_queries, head_dim = query.shape
+    grad_query = torch.empty_like(query, dtype=dtype) if for_query else None
+    grad_key, grad_value = (
+        torch.empty_like(t, dtype=dtype) if for_key else None for t in (key, value)
+    )
+    if not query.numel():
+        return (*(t if t is None else t.zero_() for t in (grad_query, grad_key, grad_value)),)
+    # The kernels without softcap take LSE off before scores are brought to base 2.
+    factor = math.log2(math.e) / (1.0 if softcap else factors[1])
+    stats = lse.new_empty((batch, n_heads, 2, n_queries))
+    row_statistics[(batch * n_heads * triton.cdiv(n_queries, STATISTICS_ROWS),)](
+        out, grad_out, lse, stats, factor, n_heads, n_queries,
+        *_strides(out), *_strides(grad_out),
+        D=head_dim, BLOCK_D=padded_head_dim(head_dim), ROWS=STATISTICS_ROWS, **SMALL_OPTIONS,
+    )  # fmt: skip
+    inputs = (query, key, value, grad_out, stats)
+    group, n_keys = plan.layout.group, key.shape[2]
+    strides = [s for t in (query, key, value, grad_out) for s in _strides(t)]
+    if for_query:
+        kernel, tables = plan.config.backward_query, plan.backward_query
+        parts = _parts(lse, tables, n_heads, kernel.block_q, head_dim)
+        _launch(
+            attention_backward_query, kernel, query, plan, tables, n_heads, softcap,
+            *inputs, grad_query, parts,
+            plan.bounds, plan.attend, plan.identity, tables.items, tables.runs, *factors,
+            len(tables.items), tables.head_span, group, n_heads, n_queries, n_keys,
+            *strides, *_strides(grad_query),
+        )  # fmt: skip
+        _merge(parts, grad_query, tables, kernel.block_q)
+    if for_key and key.numel():
+        kernel, tables, key_heads = plan.config.backward_key, plan.backward_key, key.shape[1]
+        parts = [_parts(lse, tables, key_heads, kernel.block_k, head_dim) for _ in range(2)]
+        for wanted in key_passes(kernel):
+            _launch(
+                attention_backward_key, kernel, query, plan, tables, key_heads, softcap,
+                *inputs, grad_key, grad_value, *parts,
+                plan.bounds, plan.attend, plan.identity, tables.items, tables.runs, *factors,
+                len(tables.items), tables.head_span, group, key_heads, n_queries, n_keys,
+                *strides, *_strides(grad_key), *_strides(grad_value), **wanted,
+            )  # fmt: skip
+        _merge(parts[0], grad_key, tables, kernel.block_k)
+        _merge(parts[1], grad_value, tables, kernel.block_k)
+    return grad_query, grad_key, grad_value
+
+
+def _launch(
+    function: Any,
+    kernel: KernelConfig,
+    query: torch.Tensor,
+    plan: AttentionPlan,
+    tables: DeviceTables,
+    n_heads: int,
+    softcap: bool,
+    *arguments: Any,
+    **more: Any,
+) -> None:
+    """Run a large kernel: one program per work item and head."""
+    constant = constants(
+        kernel, query.shape[-1], bits=plan.needs_bits, softcap=softcap, interpreted=INTERPRETED
+    )
+    grid = (len(tables.items) * n_heads,)
+    function[grid](*arguments, **constant, **more, **options(kernel))
+
+
+def _parts(like, tables: DeviceTables, n_heads: int, rows: int, head_dim: int) -> torch.Tensor:
+    """Workspace of a split gradient; any fp32 tensor if nothing is split."""
+    if not tables.slots:
+        return like
+    return like.new_empty((tables.slots * n_heads * rows, padded_head_dim(head_dim)))
+
+
+def _merge(parts: torch.Tensor, out: torch.Tensor, tables: DeviceTables, block: int) -> None:
+    if tables.slots:
+        merge_backward[_merge_grid(tables, out.shape[1], block)](
+            parts, out, tables.merges, out.shape[1], out.shape[2], *_strides(out),
+            **_merge_constants(out.shape[-1], block),
+        )  # fmt: skip
+
+
+def _merge_grid(tables: DeviceTables, n_heads: int, block: int) -> tuple[int]:
+    return (len(tables.merges) * n_heads * (block // MERGE_ROWS),)
+
+
+def _merge_constants(head_dim: int, block: int) -> dict[str, int]:
+    padded = padded_head_dim(head_dim)
+    return {"D": head_dim, "BLOCK_D": padded, "M": block, "ROWS": MERGE_ROWS, **SMALL_OPTIONS}
+
+
+def _check(query, key, value, masks) -> None:
+    """Raises ValueError for what the kernels cannot read."""
+    if query.dim() != 4 or key.dim() != 4 or value.shape != key.shape:
+        raise ValueError(
+            "query must be (B, Hq, Tq, D) and key and value (B, Hk, Tk, D), got "
+            f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+        )
+    batch, heads, n_queries, head_dim = query.shape
+    if key.shape[0] != batch or key.shape[3] != head_dim or not key.shape[1]:
+        raise ValueError(f"key {tuple(key.shape)} does not fit query {tuple(query.shape)}")
+    if heads % key.shape[1]:
+        raise ValueError(f"{heads} query heads are not a multiple of {key.shape[1]} key heads")
+    if (
+        len({t.dtype for t in (query, key, value)}) > 1
+        or len({t.device for t in (query, key, value)}) > 1
+    ):
+        raise ValueError("query, key and value must have one dtype and device")
+    if len(masks) != batch:
+        raise ValueError(f"got {len(masks)} masks for a batch of {batch}")
+    for index, mask in enumerate(masks):
+        if mask.shape != (n_queries, key.shape[2]):
+            raise ValueError(
+                f"mask {index} is {mask.shape}, the tensors have {(n_queries, key.shape[2])}"
+            )
+    if not query.is_cuda and not INTERPRETED:
+        raise ValueError(
+            f"tensors must be on a CUDA device, got {query.device} (on CPUs the kernels run "
+            "only interpreted, for tests: TRITON_INTERPRET=1 before anything imports triton)"
+        )
+
+
+def _layout(
+    device: torch.device, query_heads: int, key_heads: int, row_bytes: int, processors: int | None
+) -> Layout:
+    if device.type != "cuda":
+        return Layout(query_heads, key_heads, row_bytes, processors)
+    properties = torch.cuda.get_device_properties(device)
+    processors = properties.multi_processor_count if processors is None else processors
+    return Layout(query_heads, key_heads, row_bytes, processors, properties.L2_cache_size)
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy that starts rows at whole vectors."""
+    strides = [s for s, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+    fits = (
+        tensor.stride(-1) == 1
+        and tensor.data_ptr() % _ALIGNMENT == 0
+        and all(s % STRIDE_UNIT == 0 for s in strides[:-1])
+    )
+    return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Batch, head and token strides in units of STRIDE_UNIT; 0 along dimensions of size 1,
+    whose stride may be anything."""
+    return tuple(
+        stride // STRIDE_UNIT if size > 1 else 0
+        for stride, size in zip(tensor.stride()[:3], tensor.shape[:3], strict=True)
+    )
+
+
+def _on(device: torch.device):
+    """Launches go to the current device, which must be the tensors'."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

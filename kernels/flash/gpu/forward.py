@@ -1,0 +1,165 @@
+"""Forward attention kernel: online softmax over runs of key blocks (FlashAttention-2), one
+program per work item and head; parts of split blocks are merged by LSE (Cornstarch v2
+§3.2.2). Legend and helpers: triton_ops.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from raymm.kernels.flash.gpu.ops import (
+    capped,
+    dot,
+    head_base,
+    item_block,
+    item_slot,
+    item_tiles,
+    load_bounds,
+    load_rows,
+    merge_block,
+    next_block,
+    row_base,
+    slot_base,
+    slot_offsets,
+    store_rows,
+    visible,
+    work_item,
+)
+
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _key_tiles(
+    acc, total, largest, query,
+    key, value, k_t, v_t, n_keys,
+    lo1, length1, lo2, length2, attend, identity,
+    runs, run, n_tiles, inner, multiplier,
+    FULL: tl.constexpr, BITS: tl.constexpr, SOFTCAP: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Add ``n_tiles`` tiles of keys, from ``run`` on, to the running softmax: ``acc`` (M, D),
+    ``total`` (M,) sums of weights, ``largest`` (M,) largest score in base 2."""
+    columns = tl.arange(0, N)
+    block, stop = tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1)
+    for _ in range(n_tiles):
+        start = block * N
+        k = load_rows(row_base(key, start, k_t), k_t, n_keys - start, N, D, BLOCK_D, not FULL)
+        zeros = tl.zeros((query.shape[0], N), tl.float32)
+        scores = capped(dot(query, tl.trans(k), zeros, PRECISION, UPCAST), inner, SOFTCAP)
+        if FULL:
+            new = tl.maximum(largest, tl.max(scores, 1) * multiplier)
+            base = new
+        else:
+            keys = start + columns
+            kinds = keys
+            if BITS:
+                kinds = tl.load(identity + keys, mask=keys < n_keys, other=0)
+            seen = visible(keys[None, :], lo1, length1, lo2, length2, attend, kinds[None, :], BITS)
+            scores = tl.where(seen, scores, float("-inf"))
+            new = tl.maximum(largest, tl.max(scores, 1) * multiplier)
+            base = tl.where(new == float("-inf"), 0.0, new)
+        weights = tl.exp2(scores * multiplier - base[:, None])
+        shrink = tl.exp2(largest - base)
+        total = total * shrink + tl.sum(weights, 1)
+        v = load_rows(row_base(value, start, v_t), v_t, n_keys - start, N, D, BLOCK_D, not FULL)
+        acc = dot(weights.to(v.dtype), v, acc * shrink[:, None], PRECISION, UPCAST)
+        largest = new
+        run, block, stop = next_block(runs, run, block, stop)
+    return acc, total, largest
+
+
+@triton.jit(do_not_specialize=[
+    "n_items", "head_span", "group", "n_heads", "n_queries", "n_keys",
+    "q_b", "q_h", "q_t", "k_b", "k_h", "k_t", "v_b", "v_h", "v_t", "o_b", "o_h", "o_t",
+])  # fmt: skip
+def attention_forward(
+    query, key, value, out, lse, part_out, part_lse,
+    bounds, attend, identity, items, runs,
+    inner, multiplier,
+    n_items, head_span, group, n_heads, n_queries, n_keys,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
+    BITS: tl.constexpr, SOFTCAP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Output and natural-log LSE of a block of rows over the tiles of one work item."""
+    item, head = work_item(items, n_items, head_span)
+    mask, batch, block = item_block(item)
+    full_run, full_tiles = item_tiles(item, True)
+    partial_run, partial_tiles = item_tiles(item, False)
+    start = block * M
+    rows = tl.arange(0, M)
+    q_base = row_base(head_base(query, batch, head, q_b, q_h), start, q_t)
+    q = load_rows(q_base, q_t, n_queries - start, M, D, BLOCK_D, True)
+    k_base = head_base(key, batch, head // group, k_b, k_h)
+    v_base = head_base(value, batch, head // group, v_b, v_h)
+    acc = tl.zeros((M, BLOCK_D), tl.float32)
+    total = tl.zeros((M,), tl.float32)
+    largest = tl.full((M,), float("-inf"), tl.float32)
+    acc, total, largest = _key_tiles(
+        acc, total, largest, q, k_base, v_base, k_t, v_t, n_keys,
+        rows, rows, rows, rows, rows, identity,
+        runs, full_run, full_tiles, inner, multiplier,
+        True, BITS, SOFTCAP, D, BLOCK_D, N, PRECISION, UPCAST,
+    )  # fmt: skip
+    lo1, length1, lo2, length2 = load_bounds(bounds + mask * 4 * n_queries, rows, start, n_queries)
+    kinds = rows
+    if BITS:
+        kinds = tl.load(
+            attend + mask * n_queries + start + rows, mask=start + rows < n_queries, other=0
+        )
+    acc, total, largest = _key_tiles(
+        acc, total, largest, q, k_base, v_base, k_t, v_t, n_keys,
+        lo1[:, None], length1[:, None], lo2[:, None], length2[:, None], kinds[:, None],
+        identity + mask * n_keys,
+        runs, partial_run, partial_tiles, inner, multiplier,
+        False, BITS, SOFTCAP, D, BLOCK_D, N, PRECISION, UPCAST,
+    )  # fmt: skip
+    some = total > 0
+    acc = acc * (1.0 / tl.where(some, total, 1.0))[:, None]
+    row_lse = tl.where(some, (largest + tl.log2(tl.where(some, total, 1.0))) * LN_2, float("-inf"))
+    slot = item_slot(item)
+    if slot < 0:
+        o_base = row_base(head_base(out, batch, head, o_b, o_h), start, o_t)
+        store_rows(o_base, acc, o_t, n_queries - start, M, D, BLOCK_D)
+        position = (batch.to(tl.int64) * n_heads + head) * n_queries + start
+        tl.store(lse + position + rows, row_lse, mask=start + rows < n_queries)
+    else:
+        tl.store(slot_base(part_out, slot, head, n_heads, M, BLOCK_D)
+                 + slot_offsets(M, BLOCK_D), acc)  # fmt: skip
+        tl.store(part_lse + (slot.to(tl.int64) * n_heads + head) * M + rows, row_lse)
+
+
+@triton.jit(do_not_specialize=["n_heads", "n_queries", "o_b", "o_h", "o_t"])
+def merge_forward(
+    part_out, part_lse, out, lse, merges,
+    n_heads, n_queries, o_b, o_h, o_t,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Merge the parts of a block, ROWS rows per program: sum of outputs weighted by
+    exp(part's LSE - whole LSE), in slot order (deterministic)."""
+    batch, head, block, chunk, first, n_slots = merge_block(merges, n_heads, M // ROWS)
+    chunk *= ROWS
+    rows = tl.arange(0, ROWS)
+    start = block * M + chunk
+    largest = tl.full((ROWS,), float("-inf"), tl.float32)
+    for i in range(n_slots):
+        at = ((first + i).to(tl.int64) * n_heads + head) * M + chunk
+        largest = tl.maximum(largest, tl.load(part_lse + at + rows))
+    base = tl.where(largest == float("-inf"), 0.0, largest)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    for i in range(n_slots):
+        at = ((first + i).to(tl.int64) * n_heads + head) * M + chunk
+        weight = tl.exp(tl.load(part_lse + at + rows) - base)
+        part = tl.load(part_out + at * BLOCK_D + slot_offsets(ROWS, BLOCK_D))
+        acc += part * weight[:, None]
+        total += weight
+    some = total > 0
+    acc = acc / tl.where(some, total, 1.0)[:, None]
+    o_base = row_base(head_base(out, batch, head, o_b, o_h), start, o_t)
+    store_rows(o_base, acc, o_t, n_queries - start, ROWS, D, BLOCK_D)
+    position = (batch.to(tl.int64) * n_heads + head) * n_queries + start
+    merged = tl.where(some, largest + tl.log(tl.where(some, total, 1.0)), float("-inf"))
+    tl.store(lse + position + rows, merged, mask=start + rows < n_queries)

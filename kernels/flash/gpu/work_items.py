@@ -1,0 +1,241 @@
+"""Work items of the Triton attention kernels: which tiles each program does, in which order.
+
+Decided on the host, from the runs of a mask (kernels/mask/tiles.py), as small tables:
+
+- *items*: one per block of rows, or several where a block is split; heaviest first, so that
+  light ones fill the end of the grid;
+- *runs*: of blocks of the other side, an item's full ones before its partial ones;
+- *merges*: the split blocks, and where their parts are (Cornstarch v2 §3.2.2: long rows are
+  split into sub-blocks whose outputs are aggregated by LSE).
+
+Pure numpy; the same tables serve the forward kernel and the query's gradient (rows are
+queries, runs are of key blocks) and the gradient of keys and values (the other way around).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+
+from raymm.kernels.flash.gpu.ops import (
+    ITEM_BATCH,
+    ITEM_COLUMNS,
+    ITEM_FULL_RUN,
+    ITEM_FULL_TILES,
+    ITEM_MASK,
+    ITEM_PARTIAL_RUN,
+    ITEM_PARTIAL_TILES,
+    ITEM_SLOT,
+    MERGE_COLUMNS,
+)
+from raymm.kernels.mask.tiles import Tiles
+
+ITEM_TILES = 2
+"""What starting and ending a program costs, in tiles."""
+PART_TILES = 320
+"""What a part costs (its fp32 output written, read and merged), in tiles of one key: 8 bytes
+per element of the output at 25 GB/s and SM against 4 FLOP per element and key at 3.8 TFLOP/s
+and SM (H100 SXM: 3.35 TB/s, 500 TFLOP/s in attention, 132 SMs)."""
+SMALLEST_PART = 4
+"""Tiles; shorter parts would mostly start and end."""
+REPLAYED = 64
+"""Items per processor of which the estimate replays the order."""
+GAIN = 0.02
+"""A finer split must shorten the estimate by this share to be chosen."""
+
+
+@dataclass(frozen=True)
+class WorkTables:
+    """What a kernel reads, as numpy arrays.
+
+    Attributes:
+        items: (n, 8) int32, heaviest first: mask, sequence of the batch, block, first full
+            run, full tiles, first partial run, partial tiles, slot of the workspace (-1 if
+            the block is not split).
+        runs: (R + 1, 2) int32: first block and one past the last. The last row is padding
+            that kernels may read and do not use.
+        merges: (m, 4) int32: sequence, block, first slot, number of slots.
+        slots: parts in the workspace.
+    """
+
+    items: np.ndarray
+    runs: np.ndarray
+    merges: np.ndarray
+    slots: int
+
+
+def makespan(work: np.ndarray, heads: int, processors: int) -> float:
+    """Time to do ``heads`` copies of every item on ``processors``, longest first, each on the
+    processor that is free first. Beyond the longest :data:`REPLAYED` per processor, items
+    count as divisible.
+
+    Args:
+        work: (n,) per item, any unit.
+    """
+    work = np.sort(np.asarray(work, dtype=np.float64))[::-1]
+    if not len(work):
+        return 0.0
+    replayed = min(len(work) * heads, REPLAYED * processors)
+    return max(_replay(work, heads, processors, replayed), work.sum() * heads / processors)
+
+
+@njit(cache=True)
+def _replay(work: np.ndarray, heads: int, processors: int, count: int) -> float:
+    free = [0.0] * processors  # a heap
+    last = 0.0
+    for i in range(count):
+        end = free[0] + work[i // heads]
+        heapq.heapreplace(free, end)
+        last = max(last, end)
+    return last
+
+
+def parts_of(work: np.ndarray, most: int) -> np.ndarray:
+    """(n,) int64: parts of at most ``most`` tiles that every block is cut into, at least 1."""
+    return np.maximum(-(-np.asarray(work, dtype=np.int64) // most), 1)
+
+
+def choose_split(work: np.ndarray, heads: int, processors: int, part_cost: float) -> int | None:
+    """The most tiles that a work item may have; None if nothing is worth splitting.
+
+    The estimated time without splitting is weighed against that with parts of a processor's
+    mean share divided by 1, 2, 4 and 8, with what every part costs; a finer split is taken
+    only if it gains 2%. While the longest block is at most 2% of the mean share, nothing can.
+    A pure function of its arguments: every rank and every run decides the same.
+
+    Args:
+        work: (n,) int64 tiles per block.
+        heads: programs per block.
+        processors: programs that run at a time.
+        part_cost: of writing and merging one part, in tiles.
+    """
+    longest = int(work.max()) if len(work) else 0
+    mean = (work + ITEM_TILES).sum() * heads / processors
+    if longest + ITEM_TILES <= GAIN * mean:
+        return None
+    best, chosen = makespan(work + ITEM_TILES, heads, processors), None
+    for divisor in (1, 2, 4, 8):
+        most = max(int(mean / divisor), SMALLEST_PART)
+        if most >= longest:
+            continue
+        parts = parts_of(work, most)
+        cost = ITEM_TILES + np.where(parts > 1, part_cost, 0.0)
+        estimate = makespan(np.repeat(work / parts + cost, parts), heads, processors)
+        if estimate < best * (1 - GAIN):
+            best, chosen = estimate, most
+    return chosen
+
+
+def head_span(heads: int, group: int, bytes_per_group: int, cache_bytes: int) -> int:
+    """Heads whose programs are launched side by side: as many whole groups as have what they
+    read (``bytes_per_group`` each) in a cache of ``cache_bytes``; a divisor of ``heads``."""
+    groups = heads // group
+    fitting = max(1, min(groups, cache_bytes // max(bytes_per_group, 1)))
+    while groups % fitting:
+        fitting -= 1
+    return fitting * group
+
+
+def work_tables(
+    tiles: Sequence[Tiles],
+    sequences: Sequence[int],
+    sizes: Sequence[int],
+    block: int,
+    most: int | None,
+) -> WorkTables:
+    """Tables of a batch.
+
+    Args:
+        tiles: per distinct mask.
+        sequences: (B,) the mask of every sequence of the batch.
+        sizes: per distinct mask, tokens of the side that the runs are of.
+        block: tokens of one of their blocks.
+        most: tiles of an item; None to split nothing.
+    """
+    own = [_mask_tables(one, size, block, most) for one, size in zip(tiles, sizes, strict=True)]
+    run_offsets = np.cumsum([0] + [len(one.runs) for one in own])
+    items = [np.zeros((0, ITEM_COLUMNS), dtype=np.int64)]
+    merges = [np.zeros((0, MERGE_COLUMNS), dtype=np.int64)]
+    slots = 0
+    for sequence, mask in enumerate(sequences):
+        item, merge = own[mask].items.copy(), own[mask].merges.copy()
+        item[:, ITEM_MASK], item[:, ITEM_BATCH] = mask, sequence
+        item[:, [ITEM_FULL_RUN, ITEM_PARTIAL_RUN]] += run_offsets[mask]
+        item[item[:, ITEM_SLOT] >= 0, ITEM_SLOT] += slots
+        merge[:, 0] = sequence
+        merge[:, 2] += slots
+        items.append(item)
+        merges.append(merge)
+        slots += own[mask].slots
+    joined = np.concatenate(items)
+    work = joined[:, ITEM_FULL_TILES] + joined[:, ITEM_PARTIAL_TILES]
+    padding = np.zeros((1, 2), dtype=np.int64)
+    return WorkTables(
+        joined[np.argsort(-work, kind="stable")].astype(np.int32),
+        np.concatenate([*(one.runs for one in own), padding]).astype(np.int32),
+        np.concatenate(merges).astype(np.int32),
+        slots,
+    )
+
+
+def _mask_tables(tiles: Tiles, size: int, block: int, most: int | None) -> WorkTables:
+    """Tables of one mask for one sequence, items in order of blocks, runs without padding."""
+    owner, first, stop, full = _order(tiles, size, block)
+    length = stop - first
+    # Coordinates of tiles: all blocks' tiles one after another, full ones of a block first.
+    run_at = np.cumsum(length) - length
+    n_blocks = len(tiles.offsets) - 1
+    work = np.bincount(owner, weights=length, minlength=n_blocks).astype(np.int64)
+    block_at = np.cumsum(work) - work
+    parts = parts_of(work, most) if most else np.ones(n_blocks, dtype=np.int64)
+    # Parts of a block differ by at most one tile.
+    part_block = np.repeat(np.arange(n_blocks), parts)
+    part_number = np.arange(len(part_block)) - np.repeat(np.cumsum(parts) - parts, parts)
+    part_at = block_at[part_block] + work[part_block] * part_number // parts[part_block]
+    # Cut runs where parts begin.
+    edges = np.unique(np.concatenate([run_at, part_at[work[part_block] > 0]]))
+    run = np.searchsorted(run_at, edges, side="right") - 1
+    piece_first = first[run] + edges - run_at[run]
+    piece_length = np.append(edges[1:], length.sum()) - edges
+    part_stop = np.append(part_at[1:], length.sum())
+    piece_full = np.append(0, np.cumsum(full[run]))
+    tiles_full = np.append(0, np.cumsum(piece_length * full[run]))
+    begin = np.searchsorted(edges, part_at)
+    end = np.searchsorted(edges, part_stop)
+    n_full = tiles_full[end] - tiles_full[begin]
+    is_split = parts[part_block] > 1
+    slots = np.where(is_split, np.cumsum(is_split) - 1, -1)
+    zeros = np.zeros(len(part_block), dtype=np.int64)
+    first_partial = begin + piece_full[end] - piece_full[begin]
+    n_partial = part_stop - part_at - n_full
+    columns = (zeros, zeros, part_block, begin, n_full, first_partial, n_partial, slots)
+    items = np.stack(columns, axis=1)
+    split = np.flatnonzero(parts > 1)
+    first_slot = np.cumsum(parts[split]) - parts[split]
+    merges = np.stack([np.zeros_like(split), split, first_slot, parts[split]], axis=1)
+    runs = np.stack([piece_first, piece_first + piece_length], axis=1)
+    return WorkTables(items, runs, merges, int(is_split.sum()))
+
+
+def _order(
+    tiles: Tiles, size: int, block: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Owner, first block, stop and full of all runs, by owner, full ones first. A last block
+    that is not whole counts as partial: full tiles are read without a bounds check."""
+    runs = tiles.runs.astype(np.int64)
+    owner = np.repeat(np.arange(len(tiles.offsets) - 1), np.diff(tiles.offsets))
+    first, stop, full = runs[:, 0], runs[:, 1].copy(), runs[:, 2]
+    n_blocks = -(-size // block)
+    cut = (stop == n_blocks) & (full == 1) & (size % block != 0)
+    stop[cut] -= 1
+    tail = np.full(int(cut.sum()), n_blocks - 1)
+    owner = np.concatenate([owner, owner[cut]])
+    first, stop = np.concatenate([first, tail]), np.concatenate([stop, tail + 1])
+    full = np.concatenate([full, np.zeros_like(tail)])
+    kept = stop > first
+    order = np.lexsort((first[kept], 1 - full[kept], owner[kept]))
+    return owner[kept][order], first[kept][order], stop[kept][order], full[kept][order]

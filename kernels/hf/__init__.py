@@ -1,0 +1,1 @@
+"""Where attention is put into transformers' models."""

@@ -1,0 +1,297 @@
+"""Cross attention of Hugging Face models whose text and visual tokens processes share.
+
+    share_cross_attention(model)      # once: MllamaForConditionalGeneration, Idefics, ...
+    share = SharedBatch(...)          # per batch: who has which tokens, who sees what
+    model(**part_of_inputs, **share.arguments())
+
+The model's classes and forwards stay as they are. Self attention finds its mask and whom to call
+in the keyword arguments (``hf_attention``). A cross-attention layer gets those of the visual
+tokens in their place, by a subclass of its own class, and may keep the visual tokens alone for
+the backward pass (LV-XAttn §3.3). Without the arguments the layer is what it was.
+
+A cross-attention layer is told by what it is made of: ``q_proj``, ``k_proj`` and ``v_proj``, and a
+forward that takes ``hidden_states`` and one of :data:`VISUAL_ARGUMENTS`. Whether it then does
+what it must is tried on a few tokens before anything runs.
+
+Legend: ``B`` sequences, ``Hq`` query heads, ``Hk`` key heads, ``T`` text tokens and ``V`` visual
+tokens of this process, ``D`` head dim.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from raymm.kernels.context_parallel.attention import (
+    context_attention,
+    current_autocast,
+    recomputed_context_attention,
+)
+from raymm.kernels.context_parallel.call import ContextGroup
+from raymm.kernels.context_parallel.layout import ContextLayout
+from raymm.kernels.hf.self_attention import ATTEND_ARGUMENT, MASK_ARGUMENT, NAME, can_use, register
+from raymm.kernels.hf.shared_batch import CROSS_ARGUMENT, CrossAttention, chosen
+from raymm.kernels.mask import patterns as mask_patterns
+
+VISUAL_ARGUMENTS = ("cross_attention_states", "key_value_states")
+"""What layers call the tokens that they take keys and values from: Mllama's, and most others'."""
+_HIDDEN = "hidden_states"
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+_TRIED_TOKENS = 3, 2  # text and visual
+_NOISE = 2e-2  # relative; what is wrong is wrong by as much as it is large
+
+
+class CrossAttentionError(ValueError):
+    """A model whose cross attention cannot be shared: names the layer."""
+
+
+def share_cross_attention(model: nn.Module) -> tuple[str, ...]:
+    """Make a model's cross attention understand :class:`raymm.kernels.hf.shared_batch.SharedBatch`,
+    and all attention of its text model raymm's; may be called again.
+
+    Returns:
+        Names of the layers.
+
+    Raises:
+        CrossAttentionError: a model without cross attention, a layer that looks like cross
+            attention and is not made as expected, or one that fails the trial.
+    """
+    if not can_use(model):
+        raise CrossAttentionError(
+            f"{type(model).__name__} does not take its attention from transformers' "
+            "AttentionInterface"
+        )
+    register()
+    found = {
+        name: module for name, module in model.named_modules() if _visual_argument(type(module))
+        and all(isinstance(getattr(module, one, None), nn.Module) for one in _PROJECTIONS)
+    }  # fmt: skip
+    suspects = [
+        name for name, module in model.named_modules() if _looks_like_cross_attention(module)
+        and not any(_is_within(known, name) for known in found)
+    ]  # fmt: skip
+    if suspects:
+        innermost = suspects[-1]
+        kind = type(model.get_submodule(innermost)).__name__
+        raise CrossAttentionError(
+            f"{innermost} ({kind}) is cross attention of an unknown make: "
+            f"{', '.join(_PROJECTIONS)} and a forward that takes {_HIDDEN} and one of "
+            f"{', '.join(VISUAL_ARGUMENTS)} are known"
+        )
+    if not found:
+        raise CrossAttentionError(
+            f"{type(model).__name__} has no cross attention: no layer of "
+            f"{', '.join(_PROJECTIONS)} takes one of {', '.join(VISUAL_ARGUMENTS)}"
+        )
+    before = {m: (type(m), m.config._attn_implementation) for m in found.values()}
+    try:
+        for name, module in found.items():
+            _attend_by(module, NAME)
+            module.__class__ = _shared_class(type(module))
+            _try(name, module)
+    except CrossAttentionError:
+        for module, (kind, implementation) in before.items():
+            _attend_by(module, implementation)
+            module.__class__ = kind
+        raise
+    return tuple(found)
+
+
+def _looks_like_cross_attention(module: nn.Module) -> bool:
+    kind = type(module).__name__.lower()
+    return "cross" in kind and "attention" in kind
+
+
+def _is_within(name: str, outer: str) -> bool:
+    return name == outer or name.startswith(f"{outer}.")
+
+
+def _attend_by(layer: nn.Module, implementation: str) -> None:
+    """Of the layer's own config, not of its sub-configs: a vision tower keeps its attention."""
+    layer.config._attn_implementation = {"": implementation}
+
+
+class _SharedCrossAttention:
+    """First base of the classes of shared layers; the second is the layer's own."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's own forward, with attention to visual tokens of all
+        processes."""
+        cross: CrossAttention | None = kwargs.pop(CROSS_ARGUMENT, None)
+        if cross is None:
+            return super().forward(*args, **kwargs)
+        given = _by_name(super().forward, args, kwargs)
+        name = _visual_argument(type(self))
+        if given.get(name) is None:  # a class of both kinds of attention
+            return super().forward(**given)
+        if given.get("past_key_values") is not None:
+            raise CrossAttentionError("shared cross attention keeps no cache: use_cache=False")
+        tokens = cross.group.keys.sizes[cross.group.rank]
+        given[name] = _visual_tokens(given[name], given[_HIDDEN].shape[0], tokens)
+        given[MASK_ARGUMENT] = cross.masks
+        given.pop(ATTEND_ARGUMENT, None)  # that of self attention
+        recompute = cross.recompute and torch.is_grad_enabled()
+        attended = []
+
+        def attend(query, key, value, masks, **options):
+            attended.append(True)
+            made = query, key[:, :, :tokens], value[:, :, :tokens]
+            method = chosen(cross.method, cross.group, masks, *made[:2], recompute)
+            options = {**options, "method": method}
+            if not recompute:
+                return context_attention(*made, masks, cross.group, **options)
+            torch.set_grad_enabled(True)
+            return recomputed_context_attention(
+                project, hidden, given[name], masks, cross.group, made=made, **options
+            )
+
+        if not recompute:
+            out = super().forward(**given, **{ATTEND_ARGUMENT: attend})
+        else:
+            # Autograd sees nothing of the layer before its attention, which is one function of
+            # hidden states and visual tokens to it.
+            hidden = given[_HIDDEN]
+            kept = {k: v for k, v in given.items() if k not in (_HIDDEN, name, "attention_mask")}
+            project = _Projections(self, partial(super().forward, **kept), name, tokens)
+            with torch.no_grad(), current_autocast(hidden.device.type)():
+                out = super().forward(**given, **{ATTEND_ARGUMENT: attend})
+        if not attended:
+            raise CrossAttentionError(
+                f"{type(self).__name__} did not attend through transformers' AttentionInterface "
+                f"with {NAME!r} (its attn_implementation is "
+                f"{self.config._attn_implementation!r})"
+            )
+        return out
+
+
+class _Projected(Exception):
+    """What a layer was about to attend with."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self.tensors = tensors
+
+
+class _Projections(nn.Module):
+    """A layer up to its attention: ``(hidden (B, T, ...), visual (B, V, ...)) -> query
+    (B, Hq, T, D), key and value (B, Hk, V, D)``."""
+
+    def __init__(self, layer: nn.Module, forward: Any, visual_argument: str, tokens: int) -> None:
+        super().__init__()
+        self.layer, self.run = layer, forward
+        self.visual_argument, self.tokens = visual_argument, tokens
+
+    def forward(self, hidden: torch.Tensor, visual: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run the layer until it attends."""
+
+        def attend(query, key, value, *_, **__):
+            raise _Projected(query, key[:, :, : self.tokens], value[:, :, : self.tokens])
+
+        inputs = {_HIDDEN: hidden, self.visual_argument: visual, "attention_mask": None}
+        if "attention_mask" not in _parameters(type(self.layer)):
+            del inputs["attention_mask"]
+        try:
+            self.run(**inputs, **{ATTEND_ARGUMENT: attend})
+        except _Projected as reached:
+            return reached.tensors
+        raise CrossAttentionError(f"{type(self.layer).__name__} did not attend")
+
+
+@cache
+def _shared_class(plain: type) -> type:
+    if issubclass(plain, _SharedCrossAttention):
+        return plain
+    return type(plain.__name__, (_SharedCrossAttention, plain), {"__doc__": plain.__doc__})
+
+
+@cache
+def _parameters(kind: type) -> frozenset[str]:
+    """Of the forward of a layer's own class."""
+    plain = kind.__bases__[1] if issubclass(kind, _SharedCrossAttention) else kind
+    return frozenset(inspect.signature(plain.forward).parameters)
+
+
+def _visual_argument(kind: type) -> str | None:
+    taken = _parameters(kind)
+    if _HIDDEN not in taken:
+        return None
+    return next((name for name in VISUAL_ARGUMENTS if name in taken), None)
+
+
+def _by_name(forward: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    signature = inspect.signature(forward)
+    given = dict(signature.bind(*args, **kwargs).arguments)
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            given |= given.pop(parameter.name, {})
+    return given
+
+
+def _visual_tokens(visual: torch.Tensor, batch: int, tokens: int) -> torch.Tensor:
+    """(B, V, ...) of what may be (B * tiles, patches, ...); one token stands for none."""
+    visual = visual.reshape(batch, -1, visual.shape[-1])
+    if visual.shape[1] != max(tokens, 1):
+        raise CrossAttentionError(
+            f"cross attention got {visual.shape[1]} visual tokens per sequence, the layout gives "
+            f"this process {max(tokens, 1)}"
+        )
+    return visual
+
+
+class _Alone(NamedTuple):
+    """An exchange of one process."""
+
+    rank: int = 0
+    size: int = 1
+
+
+@torch.enable_grad()
+def _try(name: str, layer: nn.Module) -> None:
+    """Output and gradients of a layer that recomputes, beside those of its own forward."""
+    first = next(layer.parameters())
+    options = {"device": first.device, "dtype": first.dtype}
+    generator = torch.Generator().manual_seed(0)
+    inputs = [
+        torch.randn(1, tokens, projection.in_features, generator=generator)
+        .to(**options).requires_grad_()
+        for tokens, projection in zip(_TRIED_TOKENS, (layer.q_proj, layer.k_proj), strict=True)
+    ]  # fmt: skip
+    texts, visuals = (ContextLayout.even(tokens, 1) for tokens in _TRIED_TOKENS)
+    masks = (mask_patterns.full(*_TRIED_TOKENS),)
+    group = ContextGroup(_Alone(), texts, visuals)
+    given = dict(zip((_HIDDEN, _visual_argument(type(layer))), inputs, strict=True))
+    if "attention_mask" in _parameters(type(layer)):
+        given["attention_mask"] = None
+    wanted = [*inputs, *(p for p in layer.parameters() if p.requires_grad)]
+    results, was_training = [], layer.training
+    layer.eval()
+    try:
+        for recompute in (False, True):
+            told = {CROSS_ARGUMENT: CrossAttention(group, masks, recompute=recompute)}
+            if not recompute:
+                told = {MASK_ARGUMENT: masks}
+            out = layer(**given, **told)
+            out = out[0] if isinstance(out, tuple) else out
+            gradients = torch.autograd.grad(out.float().square().sum(), wanted, allow_unused=True)
+            results.append((out.detach(), *gradients))
+    except Exception as error:
+        raise CrossAttentionError(
+            f"{name} ({type(layer).__name__}) cannot be shared: {error}"
+        ) from error
+    finally:
+        layer.train(was_training)
+    if not all(_alike(one, other) for one, other in zip(*results, strict=True)):
+        raise CrossAttentionError(
+            f"{name} ({type(layer).__name__}) cannot be shared: before its attention it does more "
+            "with hidden states or visual tokens than to make queries, keys and values"
+        )
+
+
+def _alike(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    one, other = one.double(), other.double()
+    return bool((one - other).norm() <= _NOISE * one.norm())

@@ -1,0 +1,288 @@
+"""raymm's attention as an attention implementation of Hugging Face transformers.
+
+    register()
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="raymm")
+    model(input_ids, raymm_mask=masks)
+
+The mask travels as a keyword argument (``TransformersKwargs``), which decoders hand down to
+their layers; a layer with a sliding window narrows it. Without one, the model's own mask is
+used: causal, padding, or whatever its mask function says.
+
+Encoders often hand no keyword arguments down. What their attention must know when tokens are
+shared with other processes is attached to its modules instead (:class:`SharedTokens`).
+
+Both transformers interfaces are registered: with the attention function alone, padding and
+windows would be dropped silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
+
+from raymm.kernels.attention import attention
+from raymm.kernels.mask import patterns as mask_patterns
+from raymm.kernels.mask.convert import from_dense
+from raymm.kernels.mask.mask import AttentionMask, MaskError, unpack_masks
+
+NAME = "raymm"
+"""Value of ``attn_implementation``."""
+MASK_ARGUMENT = "raymm_mask"
+"""Keyword argument of a model's forward: an :class:`AttentionMask`, one per sequence, or
+what :func:`raymm.kernels.mask.mask.pack_masks` made of them."""
+ATTEND_ARGUMENT = "raymm_attend"
+"""Keyword argument of a model's forward, beside the mask: what to call instead of
+:func:`raymm.kernels.attention.attention`, for tokens that are shared with other processes:
+``attend(query, key, value, masks, scale=, softcap=) -> output``."""
+_CACHED_MASKS = 64
+_SHARED = "_raymm_shared_tokens"
+# What changes the scores and has no place in this attention: (argument, what it is).
+_UNSUPPORTED = (
+    ("s_aux", "attention sinks"),
+    ("position_bias", "a position bias"),
+    ("head_mask", "a head mask"),
+)
+
+
+def register() -> None:
+    """Make ``attn_implementation="raymm"`` known to transformers; may be called again."""
+    AttentionInterface.register(NAME, raymm_attention_forward)
+    AttentionMaskInterface.register(NAME, raymm_model_mask)
+
+
+def can_use(model: nn.Module) -> bool:
+    """Whether a transformers model takes its attention from the interface."""
+    return bool(getattr(model, "_can_set_attn_implementation", lambda: False)())
+
+
+@dataclass(frozen=True)
+class ModelMask:
+    """The mask that a model made for itself; masks are built when a layer asks for them.
+
+    Attributes:
+        build: returns the masks, one per sequence or one for all.
+        window: the window of a plain sliding-window layer; a ``raymm_mask`` is narrowed by it.
+    """
+
+    build: Callable[[], tuple[AttentionMask, ...]]
+    window: int | None = None
+
+    @cached_property
+    def masks(self) -> tuple[AttentionMask, ...]:
+        """One per sequence, or one for all."""
+        return self.build()
+
+
+class SharedTokens:
+    """What attention must know where processes share tokens and no keyword argument says so.
+
+    Attributes:
+        attend: as :data:`ATTEND_ARGUMENT`; None where nothing is shared at present.
+        length: tokens of all processes together, for attention without a mask.
+    """
+
+    def __init__(self) -> None:
+        self.attend: Callable[..., torch.Tensor] | None = None
+        self.length = 0
+        self._dense: list[tuple[torch.Tensor, tuple[AttentionMask, ...]]] = []
+
+    def start(self, attend: Callable[..., torch.Tensor], length: int) -> None:
+        """Share tokens from now on."""
+        self.attend, self.length = attend, length
+
+    def stop(self) -> None:
+        """Share nothing."""
+        self.attend, self.length = None, 0
+        self._dense.clear()
+
+    def attach(self, module: nn.Module) -> None:
+        """Tell all attention within ``module``; what is elsewhere sees complete tensors."""
+        for child in module.modules():
+            setattr(child, _SHARED, self)
+
+    def masks_from(self, dense: torch.Tensor) -> tuple[AttentionMask, ...]:
+        """Masks from a dense one, which all layers of a forward are handed: made once."""
+        for known, masks in self._dense:
+            if known is dense:
+                return masks
+        self._dense.append((dense, _from_dense(dense)))
+        return self._dense[-1][1]
+
+
+def raymm_model_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> ModelMask:
+    """The mask interface (``sdpa_mask`` is its model). Causal, windowed and bidirectional masks
+    are written down; others (padding, packed sequences, a model's own function) are built
+    densely, O(Tq * Tk), if no ``raymm_mask`` takes their place."""
+    window = _sliding_window(mask_function)
+    padded = attention_mask is not None and not bool(attention_mask.all())
+    if not padded and q_offset == kv_offset == 0:
+        if mask_function is bidirectional_mask_function:
+            return ModelMask(lambda: (_plain(q_length, kv_length, False, None),))
+        if mask_function is causal_mask_function or window is not None:
+            return ModelMask(lambda: (_plain(q_length, kv_length, True, window),), window)
+    arguments = {**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+
+    def build() -> tuple[AttentionMask, ...]:
+        dense = sdpa_mask(
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset,
+            kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask,
+            **arguments,
+        )  # fmt: skip
+        return _from_dense(dense)
+
+    return ModelMask(build, window)
+
+
+def raymm_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: ModelMask | torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    raymm_mask: torch.Tensor | AttentionMask | Sequence[AttentionMask] | None = None,
+    raymm_attend: Callable[..., torch.Tensor] | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention interface (``sdpa_attention_forward`` is its model).
+
+    Args:
+        query: (B, Hq, Tq, D).
+        key, value: (B, Hk, Tk, D), not repeated.
+        attention_mask: what the model made; unused where there is a ``raymm_mask``. Of all
+            tokens, where they are shared.
+
+    Returns:
+        (B, Tq, Hq, D) and None (there are no attention weights to return).
+
+    Raises:
+        MaskError: a mask that does not fit, or a model whose attention needs more than a mask.
+    """
+    layer = type(module).__name__
+    for name, what in _UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise MaskError(f"{layer} has {what}, which {NAME} attention does not support")
+    if dropout:
+        raise MaskError(
+            f"{layer} has attention dropout {dropout}, which {NAME} attention does not "
+            "support; set attention_dropout to 0 in the model's config"
+        )
+    shared: SharedTokens | None = getattr(module, _SHARED, None)
+    if shared is not None and (shared.attend is None or raymm_attend is not None):
+        shared = None
+    if shared is not None:
+        raymm_attend = shared.attend
+    if raymm_mask is not None:
+        chunk = getattr(getattr(module, "config", None), "attention_chunk_size", None)
+        if chunk is not None:
+            raise MaskError(
+                f"{layer} attends in chunks of {chunk} tokens, which a {MASK_ARGUMENT} would "
+                "override: put the chunks into the mask and set attention_chunk_size to None"
+            )
+        masks = _given(raymm_mask)
+        if sliding_window is None and isinstance(attention_mask, ModelMask):
+            sliding_window = attention_mask.window
+        if sliding_window is not None:
+            masks = tuple(windowed(mask, sliding_window) for mask in masks)
+    elif attention_mask is None:
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", True)
+        lengths = query.shape[2], key.shape[2]
+        if shared is not None:
+            lengths = shared.length, shared.length
+        masks = (_plain(*lengths, bool(is_causal), sliding_window),)
+    elif isinstance(attention_mask, ModelMask):
+        masks = attention_mask.masks
+    elif shared is not None:
+        masks = shared.masks_from(attention_mask)
+    else:
+        masks = _from_dense(attention_mask)
+    if raymm_attend is not None:
+        out = raymm_attend(query, key, value, masks, scale=scaling, softcap=softcap)
+    else:
+        out, _ = attention(query, key, value, masks, scale=scaling, softcap=softcap)
+    return out.transpose(1, 2).contiguous(), None
+
+
+@lru_cache(maxsize=_CACHED_MASKS)
+def windowed(mask: AttentionMask, window: int) -> AttentionMask:
+    """``mask.windowed(window)``, the same object for the same mask: what is planned for one
+    layer's mask serves all."""
+    return mask.windowed(window)
+
+
+def _given(mask: torch.Tensor | AttentionMask | Sequence[AttentionMask]) -> tuple:
+    if isinstance(mask, AttentionMask):
+        return (mask,)
+    return unpack_masks(mask) if isinstance(mask, torch.Tensor) else tuple(mask)
+
+
+@lru_cache(maxsize=_CACHED_MASKS)
+def _plain(
+    n_queries: int, n_keys: int, is_causal: bool, window: int | None
+) -> AttentionMask:
+    if not is_causal:
+        if window is not None:
+            raise MaskError(f"a window of {window} without causality has no mask here")
+        return mask_patterns.full(n_queries, n_keys)
+    if n_queries != n_keys:
+        raise MaskError(
+            f"causal attention of {n_queries} queries to {n_keys} keys: {NAME} attention is "
+            "for training and keeps no cache (use_cache=False)"
+        )
+    return mask_patterns.causal(n_queries, window)
+
+
+def _from_dense(mask: torch.Tensor) -> tuple[AttentionMask, ...]:
+    """Masks from (B or 1, 1, Tq, Tk): bool, or 0 where visible and very negative elsewhere."""
+    if mask.dim() != 4 or mask.shape[1] != 1:
+        raise MaskError(
+            f"an attention_mask is (B, 1, Tq, Tk), the same for all heads; got {tuple(mask.shape)}"
+        )
+    if mask.dtype != torch.bool:
+        visible = mask == 0
+        if bool((~visible & (mask > -1e4)).any()):
+            raise MaskError("an attention_mask that adds a bias has no mask in raymm's sense")
+        mask = visible
+    return tuple(from_dense(one) for one in mask[:, 0])
+
+
+_SLIDING = sliding_window_causal_mask_function(2)
+
+
+def _sliding_window(mask_function: Callable) -> int | None:
+    """The window, if this is transformers' plain sliding window, told by its code; what looks
+    different is built densely."""
+    if getattr(mask_function, "__code__", None) is not _SLIDING.__code__:
+        return None
+    parts = mask_function.__closure__[0].cell_contents
+    known = _SLIDING.__closure__[0].cell_contents
+    if [getattr(part, "__code__", None) for part in parts] != [like.__code__ for like in known]:
+        return None
+    cells = [cell.cell_contents for part in parts for cell in part.__closure__ or ()]
+    return cells[0] if len(cells) == 1 and isinstance(cells[0], int) else None

@@ -1,0 +1,252 @@
+"""Masks from and to other forms: the paper's int64 field, dense bool, FlexAttention.
+
+The int64 field (Cornstarch v2 §4.2, Fig. 4): one per token, bit 0 for text, bits 1 to 62 for
+encoders, bit 63 for causal. It is read as two sets, or text after an image would not see it
+or images would see later text:
+
+- what a query attends to: the field's bits 0 to 62;
+- what a key is: text (bit 0) alone if its causal bit is set, else the field's bits.
+
+A query with the causal bit sees only ``k <= q``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from raymm.kernels.mask.mask import ALL_KINDS, AttentionMask, MaskError, as_masks, query_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from raymm.kernels.mask.tiles import Tiles
+
+CAUSAL_BIT = -(1 << 63)
+"""Bit 63 of an int64."""
+_TEXT = 1
+
+
+def from_bitfield(field: torch.Tensor | np.ndarray) -> AttentionMask:
+    """A mask from the paper's int64 field, (T,).
+
+    Raises:
+        MaskError: not (T,) int64.
+    """
+    field = np.asarray(field)
+    if field.ndim != 1 or field.dtype != np.int64:
+        raise MaskError(f"a bit field is (T,) int64, got {field.shape} {field.dtype}")
+    length = len(field)
+    is_causal = field < 0
+    bits = field & ALL_KINDS
+    starts = np.flatnonzero(np.diff(field, prepend=field[:1] ^ 1) != 0)
+    table = query_rows(
+        starts,
+        hi=np.where(is_causal[starts], 1, length),
+        hi_slope=is_causal[starts],
+        attend=bits[starts],
+    )
+    identity = np.where(is_causal, _TEXT, bits)[starts]
+    return AttentionMask(table, np.stack([starts, identity], axis=1), length, length)
+
+
+def to_bitfield(mask: AttentionMask) -> torch.Tensor:
+    """The paper's int64 field of a mask, (T,).
+
+    Raises:
+        MaskError: the mask is not one that the field can say (cross masks, more than one
+            interval, documents, windows, isolated items); names the first such row.
+    """
+    if mask.n_queries != mask.n_keys:
+        raise MaskError(f"a bit field is for self attention, the mask is {mask.shape}")
+    length = mask.n_queries
+    lo1, hi1, lo2, hi2 = mask.bounds()
+    arrays = mask.rows()
+    attend, identity = arrays.attend.numpy(), arrays.identity.numpy()
+    rows = np.arange(length)
+    whole, past = hi1 == length, hi1 == rows + 1
+    # The last row's past is the whole: what its key is decides.
+    causal = past & ~(whole & (identity != _TEXT))
+    known = np.bitwise_or.reduce(identity) if length else 0
+    attend = attend & known  # bits that no key has say nothing
+    implied = np.where(causal, _TEXT, attend)
+    wrong = (lo1 != 0) | (hi2 > lo2) | ~(whole | past) | (implied != identity)
+    if wrong.any():
+        row = int(np.flatnonzero(wrong)[0])
+        raise MaskError(
+            f"row {row} (keys [{lo1[row]}, {hi1[row]}) and [{lo2[row]}, {hi2[row]}), attend "
+            f"{attend[row]:#x}, identity {identity[row]:#x}) is not one that a bit field can "
+            "say: it sees all keys or all up to itself, and is what it attends to or is text"
+        )
+    return torch.from_numpy(np.where(causal, attend | CAUSAL_BIT, attend))
+
+
+def from_dense(visible: torch.Tensor) -> AttentionMask:
+    """A mask from a dense bool one, (Tq, Tk). O(Tq * Tk): for tests and short sequences.
+
+    Rows of up to two runs of visible keys become intervals; where some row has more, keys
+    are sorted into kinds that such rows see or do not see together.
+
+    Raises:
+        MaskError: not (Tq, Tk) bool, or more than 63 kinds of key would be needed.
+    """
+    if visible.dim() != 2 or visible.dtype != torch.bool:
+        raise MaskError(f"a dense mask is (Tq, Tk) bool, got {visible.shape} {visible.dtype}")
+    dense = visible.cpu().numpy()
+    n_queries, n_keys = dense.shape
+    edges = np.diff(np.pad(dense, ((0, 0), (1, 1))).astype(np.int8), axis=1)
+    bounds = np.zeros((n_queries, 4), dtype=np.int64)
+    scattered = []  # rows of more than two runs
+    for row in range(n_queries):
+        starts, stops = np.flatnonzero(edges[row] == 1), np.flatnonzero(edges[row] == -1)
+        if len(starts) > 2:
+            scattered.append(row)
+            starts, stops = starts[:1], stops[-1:]
+        bounds[row, 0 : 2 * len(starts) : 2] = starts
+        bounds[row, 1 : 2 * len(stops) : 2] = stops
+    kinds = _kinds_of_keys(dense[scattered], bounds[scattered])
+    attend = np.full(n_queries, ALL_KINDS)
+    for row in scattered:
+        seen = kinds[np.flatnonzero(dense[row])]
+        attend[row] = np.bitwise_or.reduce(np.left_shift(1, seen))
+    table = _join_affine(bounds, attend)
+    keys = np.stack([np.arange(n_keys), np.left_shift(1, kinds)], axis=1)
+    return AttentionMask(table, keys, n_queries, n_keys)
+
+
+def _kinds_of_keys(scattered: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    """(Tk,) kind per key: keys that every scattered row within whose span both lie sees or
+    hides alike may share one."""
+    scattered, index = np.unique(scattered, axis=0, return_index=True)
+    n_keys = scattered.shape[1]
+    bounds = bounds[index]
+    kinds = np.zeros(n_keys, dtype=np.int64)
+    if not len(scattered):
+        return kinds
+    position = np.arange(n_keys)
+    within = (bounds[:, :1] <= position) & (position < bounds[:, 1:2])
+    said = np.where(within, np.where(scattered, 1, -1), 0)  # (rows, Tk); 0: does not matter
+    profiles: list[np.ndarray] = []
+    for key in range(n_keys):
+        for kind, profile in enumerate(profiles):
+            if not (said[:, key] * profile == -1).any():
+                profiles[kind] = np.where(profile == 0, said[:, key], profile)
+                kinds[key] = kind
+                break
+        else:
+            kinds[key] = len(profiles)
+            profiles.append(said[:, key])
+    if len(profiles) > 63:
+        raise MaskError(
+            f"the dense mask needs {len(profiles)} kinds of key; a mask has at most 63, besides "
+            "two intervals per row"
+        )
+    return kinds
+
+
+def _join_affine(bounds: np.ndarray, attend: np.ndarray) -> np.ndarray:
+    """A query table of as few segments as rows with bounds that stay or move by one allow."""
+    n_queries = len(bounds)
+    starts, slopes = [], []
+    start = 0
+    while start < n_queries:
+        slope = np.zeros(4, dtype=np.int64)
+        stop = start + 1
+        if stop < n_queries:
+            step = bounds[stop] - bounds[start]
+            if ((step == 0) | (step == 1)).all():
+                slope = step
+        while (
+            stop < n_queries
+            and attend[stop] == attend[start]
+            and (bounds[stop] == bounds[start] + slope * (stop - start)).all()
+        ):
+            stop += 1
+        starts.append(start)
+        slopes.append(slope)
+        start = stop
+    at = np.array(starts, dtype=np.int64)
+    slope = np.array(slopes, dtype=np.int64).reshape(-1, 4)
+    base = bounds[at] - slope * at[:, None]
+    return np.concatenate([at[:, None], attend[at][:, None], base, slope], axis=1)
+
+
+def to_block_mask(
+    mask: AttentionMask | Sequence[AttentionMask],
+    batch: int = 1,
+    block: int = 128,
+    device: torch.device | str = "cpu",
+) -> BlockMask:
+    """FlexAttention's BlockMask, made from tiles and not from a dense mask.
+
+    Args:
+        mask: one for all sequences or one each, of one shape.
+        batch: B.
+        block: FlexAttention's ``BLOCK_SIZE``.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from raymm.kernels.mask.tiles import (
+        key_runs,  # loads the compiler, which other forms do not need
+    )
+
+    first = mask if isinstance(mask, AttentionMask) else mask[0]
+    masks = as_masks(mask, batch, *first.shape)
+    arrays = [one.rows(device) for one in masks]
+    bounds = torch.stack([one.bounds for one in arrays])
+    attend = torch.stack([one.attend for one in arrays])
+    identity = torch.stack([one.identity for one in arrays])
+
+    def visible(b, h, q, k):
+        first = (bounds[b, 0, q] <= k) & (k < bounds[b, 1, q])
+        second = (bounds[b, 2, q] <= k) & (k < bounds[b, 3, q])
+        return (first | second) & ((attend[b, q] & identity[b, k]) != 0)
+
+    n_blocks = -(-first.n_keys // block)
+    tables = [_flex_tables(key_runs(one, block, block), n_blocks) for one in masks]
+    partial, partial_index, full, full_index = (
+        torch.from_numpy(np.stack(part))[:, None].to(device)
+        for part in zip(*tables, strict=True)
+    )
+    return BlockMask.from_kv_blocks(
+        partial, partial_index, full, full_index, BLOCK_SIZE=block, mask_mod=visible,
+        seq_lengths=first.shape,
+    )
+
+
+def _flex_tables(tiles: Tiles, n_blocks: int) -> tuple[np.ndarray, ...]:
+    """Per query block: number and indices of partial tiles, then of full ones (int32)."""
+    n = len(tiles.offsets) - 1
+    tables = []
+    for wanted in (0, 1):
+        counts = np.zeros(n, dtype=np.int32)
+        indices = np.zeros((n, n_blocks), dtype=np.int32)
+        for row in range(n):
+            runs = tiles.runs[tiles.offsets[row] : tiles.offsets[row + 1]]
+            blocks = [np.arange(a, b) for a, b, full in runs if full == wanted]
+            found = np.concatenate(blocks) if blocks else np.zeros(0, dtype=np.int64)
+            counts[row] = len(found)
+            indices[row, : len(found)] = found
+        tables += [counts, indices]
+    return tuple(tables)
+
+
+def from_block_mask(block_mask: BlockMask, batch: int = 0, head: int = 0) -> AttentionMask:
+    """The mask of one sequence and head of a BlockMask, by asking its ``mask_mod`` about every
+    pair: O(Tq * Tk), for tests and short sequences.
+
+    Raises:
+        MaskError: see :func:`from_dense`.
+    """
+    n_queries, n_keys = block_mask.seq_lengths
+    device = block_mask.kv_indices.device
+    query = torch.arange(n_queries, device=device)[:, None]
+    key = torch.arange(n_keys, device=device)[None]
+    b, h = (torch.tensor(value, device=device) for value in (batch, head))
+    visible = block_mask.mask_mod(b, h, query, key)
+    return from_dense(visible.expand(n_queries, n_keys).clone())
+

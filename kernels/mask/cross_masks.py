@@ -1,0 +1,98 @@
+"""Masks of models with cross attention, from the tensors that Hugging Face models take.
+
+Legend: ``B`` sequences, ``T`` text tokens, ``I`` items (images, or the tiles of images), ``V``
+visual tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from raymm.kernels.mask.convert import from_dense
+from raymm.kernels.mask.mask import AttentionMask, MaskError, query_rows
+
+BLIND_ROWS = ("nothing", "everything")
+"""What rows may see that are shown no item."""
+
+
+def cross_masks(
+    shown: torch.Tensor, tokens_per_item: int, *, blind: str = "nothing"
+) -> tuple[AttentionMask, ...]:
+    """Which visual tokens each text token sees, one mask per sequence.
+
+    Idefics: ``cross_masks(image_attention_mask, tokens_per_image)``. Mllama:
+    ``cross_masks(cross_attention_mask.flatten(2), patches_per_tile, blind="everything")``: its
+    rows that are shown no tile attend to all tiles; only the layer's MLP leaves them out.
+
+    Args:
+        shown: (B, T, I), not 0 where a text token is shown an item. The mask of the whole text,
+            the same on every process.
+        tokens_per_item: visual tokens of every item; V is I times as many.
+        blind: one of :data:`BLIND_ROWS`.
+
+    Returns:
+        B masks of T rows and V keys. Sequences that are shown the same have one object.
+
+    Raises:
+        MaskError: not (B, T, I), no tokens per item, an unknown ``blind``, or rows that are
+            shown items in more than 63 different ways besides two runs.
+    """
+    if shown.dim() != 3:
+        raise MaskError(f"shown items are (B, T, I), got {tuple(shown.shape)}")
+    if tokens_per_item < 1:
+        raise MaskError(f"tokens_per_item must be at least 1, got {tokens_per_item}")
+    if blind not in BLIND_ROWS:
+        raise MaskError(f"blind must be one of {', '.join(BLIND_ROWS)}, got {blind!r}")
+    made: dict[bytes, AttentionMask] = {}
+    masks = []
+    for one in (shown != 0).cpu().numpy():
+        sees = one | ~one.any(axis=1, keepdims=True) if blind == "everything" else one
+        masks.append(made.setdefault(sees.tobytes(), _of_items(sees, tokens_per_item)))
+    return tuple(masks)
+
+
+def padded_causal_masks(attention_mask: torch.Tensor) -> tuple[AttentionMask, ...]:
+    """Causal masks that hide padding: one per sequence.
+
+    Args:
+        attention_mask: (B, T), 0 for padding, which is at the ends of a sequence only.
+
+    Returns:
+        B masks of T rows and keys. Padding before the first token sees nothing.
+
+    Raises:
+        MaskError: not (B, T), or padding between tokens.
+    """
+    if attention_mask.dim() != 2:
+        raise MaskError(f"attention_mask is (B, T), got {tuple(attention_mask.shape)}")
+    made: dict[tuple[int, int], AttentionMask] = {}
+    masks = []
+    for number, row in enumerate((attention_mask != 0).cpu().numpy()):
+        tokens = np.flatnonzero(row)
+        first, stop = (int(tokens[0]), int(tokens[-1]) + 1) if len(tokens) else (0, 0)
+        if len(tokens) != stop - first:
+            raise MaskError(f"attention_mask of sequence {number} has padding between tokens")
+        masks.append(made.setdefault((first, stop), _causal_within(len(row), first, stop)))
+    return tuple(masks)
+
+
+def _of_items(sees: np.ndarray, tokens: int) -> AttentionMask:
+    """Of (T, I) bool: a mask of items for rows that differ from the row before them, then every
+    bound times the tokens of an item."""
+    length, items = sees.shape
+    changes = np.flatnonzero((sees[1:] != sees[:-1]).any(axis=1)) + 1
+    starts = np.append(np.zeros(min(length, 1), dtype=np.int64), changes)
+    small = from_dense(torch.from_numpy(sees[starts]))
+    lo, hi, lo2, hi2 = small.bounds() * tokens
+    attend = small.rows().attend.numpy()
+    table = query_rows(starts, lo=lo, hi=hi, lo2=lo2, hi2=hi2, attend=attend)
+    keys = small.key_table * np.array([tokens, 1])
+    return AttentionMask(table, keys, length, items * tokens)
+
+
+def _causal_within(length: int, first: int, stop: int) -> AttentionMask:
+    """Tokens [first, stop) see themselves and what is before; later rows see all of them."""
+    starts = np.array([0, first, stop])
+    table = query_rows(starts, lo=[0, first, first], hi=[0, 1, stop], hi_slope=[0, 1, 0])
+    return AttentionMask(table, np.array([[0, 1]]), length, length)

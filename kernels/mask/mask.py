@@ -1,0 +1,416 @@
+"""The attention mask: a short table of segments that every attention path reads.
+
+A query row ``q`` sees a key ``k`` when
+
+    (lo1(q) <= k < hi1(q)  or  lo2(q) <= k < hi2(q))  and  attend(q) & identity(k) != 0
+
+The four bounds are affine in ``q`` with slope 0 or 1 within a segment of rows, so a mask of
+any length is as long as its number of segments, not its number of tokens. ``attend`` says
+which kinds of token a query may look at, ``identity`` which kind a key is (63 bits;
+Cornstarch v2 §4.2 has both in one field, which cannot say "this image only" or "this
+document only": the intervals can).
+
+The first interval is what a sliding window narrows (a row's past); the second is what it
+keeps whatever the window (its own image, attention sinks, a shared question).
+
+Legend: ``Tq`` query rows, ``Tk`` keys, ``S`` query segments, ``Sk`` key segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from raymm.kernels.mask.columns import (
+    ATTEND,
+    BASES,
+    IDENTITY,
+    KEY_COLUMNS,
+    KEY_START,
+    QUERY_COLUMNS,
+    SLOPES,
+    START,
+)
+from raymm.kernels.mask.picture import draw_mask
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ALL_KINDS = (1 << 63) - 1
+"""Attend bits of a query that may look at every kind of token."""
+
+
+class MaskError(ValueError):
+    """A mask that cannot be: names the field, the value and what is accepted."""
+
+
+@dataclass(frozen=True)
+class RowArrays:
+    """A mask's table expanded to one entry per token (what kernels read).
+
+    Attributes:
+        bounds: (4, Tq) int32: lo1, hi1, lo2, hi2 of every row, within [0, Tk].
+        attend: (Tq,) int64.
+        identity: (Tk,) int64.
+    """
+
+    bounds: torch.Tensor
+    attend: torch.Tensor
+    identity: torch.Tensor
+
+
+class AttentionMask:
+    """Which keys every query of one sequence sees.
+
+    Args:
+        query_table: (S, 10) int64, one row per segment of query rows: first row, attend
+            bits, bases of lo1, hi1, lo2, hi2, and their slopes (0 or 1).
+        key_table: (Sk, 2) int64, one row per segment of keys: first key, identity bits.
+        n_queries: Tq.
+        n_keys: Tk.
+
+    Tables are copied, checked, and neighbours that say the same are joined, so equal masks
+    built the same way have equal tables. A mask is immutable and hashable by identity.
+
+    Raises:
+        MaskError: segments out of order, slopes other than 0 and 1, negative bits.
+    """
+
+    def __init__(
+        self, query_table: np.ndarray, key_table: np.ndarray, n_queries: int, n_keys: int
+    ) -> None:
+        query = np.array(query_table, dtype=np.int64).reshape(-1, QUERY_COLUMNS)
+        key = np.array(key_table, dtype=np.int64).reshape(-1, KEY_COLUMNS)
+        _check_starts("query", query[:, START], n_queries)
+        _check_starts("key", key[:, KEY_START], n_keys)
+        slopes = query[:, SLOPES]
+        if ((slopes != 0) & (slopes != 1)).any():
+            raise MaskError(f"slopes must be 0 or 1, got {sorted(set(slopes.ravel().tolist()))}")
+        if (query[:, ATTEND] < 0).any() or (key[:, IDENTITY] < 0).any():
+            raise MaskError("attend and identity have 63 bits: they must not be negative")
+        self.query_table = _join_equal(query, n_queries)
+        self.key_table = _join_equal(key, n_keys)
+        self.n_queries, self.n_keys = int(n_queries), int(n_keys)
+        self.query_table.flags.writeable = self.key_table.flags.writeable = False
+
+    def __repr__(self) -> str:
+        return (
+            f"AttentionMask({self.n_queries} queries in {len(self.query_table)} segments x "
+            f"{self.n_keys} keys in {len(self.key_table)})"
+        )
+
+    def same_as(self, other: AttentionMask) -> bool:
+        """Whether both have the same sizes and tables."""
+        return (
+            self.shape == other.shape
+            and np.array_equal(self.query_table, other.query_table)
+            and np.array_equal(self.key_table, other.key_table)
+        )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(Tq, Tk)."""
+        return self.n_queries, self.n_keys
+
+    @property
+    def query_stops(self) -> np.ndarray:
+        """(S,) int64: one past the last row of every segment."""
+        return np.append(self.query_table[1:, START], self.n_queries)
+
+    @property
+    def key_stops(self) -> np.ndarray:
+        """(Sk,) int64: one past the last key of every segment."""
+        return np.append(self.key_table[1:, KEY_START], self.n_keys)
+
+    @cached_property
+    def needs_bits(self) -> bool:
+        """False if attend and identity never hide a key that an interval shows."""
+        identities, attends = self.key_table[:, IDENTITY], self.query_table[:, ATTEND]
+        return bool(((np.unique(attends)[:, None] & np.unique(identities)[None]) == 0).any())
+
+    def bounds(self) -> np.ndarray:
+        """(4, Tq) int64: lo1, hi1, lo2, hi2 of every row, cut to [0, Tk]."""
+        lengths = self.query_stops - self.query_table[:, START]
+        rows = np.arange(self.n_queries)
+        bases = np.repeat(self.query_table[:, BASES], lengths, axis=0)
+        slopes = np.repeat(self.query_table[:, SLOPES], lengths, axis=0)
+        return np.clip(bases + slopes * rows[:, None], 0, self.n_keys).T
+
+    def rows(self, device: torch.device | str = "cpu") -> RowArrays:
+        """The table expanded to one entry per token, on ``device``; O(Tq + Tk) bytes."""
+        attend = np.repeat(
+            self.query_table[:, ATTEND], self.query_stops - self.query_table[:, START]
+        )
+        identity = np.repeat(
+            self.key_table[:, IDENTITY], self.key_stops - self.key_table[:, KEY_START]
+        )
+        return RowArrays(
+            torch.from_numpy(np.ascontiguousarray(self.bounds(), dtype=np.int32)).to(device),
+            torch.from_numpy(attend).to(device),
+            torch.from_numpy(identity).to(device),
+        )
+
+    def dense(self, queries: slice = slice(None), keys: slice = slice(None)) -> torch.Tensor:
+        """(Tq, Tk) bool, or the part of it that the slices pick: True where visible."""
+        arrays = self.rows()
+        lo1, hi1, lo2, hi2 = (bound[queries, None] for bound in arrays.bounds)
+        key = torch.arange(self.n_keys)[None, keys]
+        within = ((lo1 <= key) & (key < hi1)) | ((lo2 <= key) & (key < hi2))
+        return within & ((arrays.attend[queries, None] & arrays.identity[None, keys]) != 0)
+
+    def windowed(self, window: int) -> AttentionMask:
+        """The same mask with the first interval of every row narrowed to ``k > q - window``.
+
+        Rows and keys must be counted from the same position (self-attention).
+
+        Raises:
+            MaskError: window below 1.
+        """
+        if window < 1:
+            raise MaskError(f"window must be at least 1 (a token sees itself), got {window}")
+        base = 1 - window
+        table, stops = self.query_table, self.query_stops
+        # lo1 becomes max(lo1, q + base): constant ones change over at q = lo1 - base.
+        crossing = np.where(table[:, SLOPES][:, 0] == 0, table[:, 2] - base, table[:, START])
+        table, starts = _split(table, stops, [crossing])
+        lo = table[:, 2] + table[:, 6] * starts
+        narrower = starts + base >= lo
+        table[narrower, 2], table[narrower, 6] = base, 1
+        return AttentionMask(table, self.key_table, self.n_queries, self.n_keys)
+
+    def select_queries(self, ranges: Sequence[tuple[int, int]]) -> AttentionMask:
+        """The rows of ``ranges`` [start, stop), put one after another; keys stay global."""
+        parts, offset = [], 0
+        for start, stop in _check_ranges("query", ranges, self.n_queries):
+            part = _cut(self.query_table, self.query_stops, start, stop)
+            shift = start - offset  # old row = new row + shift
+            part[:, START] -= shift
+            part[:, BASES] += part[:, SLOPES] * shift
+            parts.append(part)
+            offset += stop - start
+        table = np.concatenate(parts) if parts else np.zeros((0, QUERY_COLUMNS), dtype=np.int64)
+        return AttentionMask(table, self.key_table, offset, self.n_keys)
+
+    def select_keys(self, ranges: Sequence[tuple[int, int]]) -> AttentionMask:
+        """The keys of ``ranges`` [start, stop), which must ascend, put one after another."""
+        ranges = _check_ranges("key", ranges, self.n_keys)
+        edges = np.array(ranges, dtype=np.int64).reshape(-1, 2)
+        if (edges[1:, 0] < edges[:-1, 1]).any():
+            raise MaskError(f"key ranges must ascend and not overlap, got {ranges}")
+        # A moving bound changes its slope where it enters or leaves a range.
+        table, bounds = self.query_table, np.unique(edges)
+        crossings = [
+            np.where(table[:, SLOPES][:, i] == 1, bound - table[:, BASES][:, i], table[:, START])
+            for i in range(4)
+            for bound in [*bounds.tolist(), 0, self.n_keys]
+        ]
+        table, starts = _split(table, self.query_stops, crossings)
+        at = np.clip(table[:, BASES] + table[:, SLOPES] * starts[:, None], 0, self.n_keys)
+        after = np.clip(
+            table[:, BASES] + table[:, SLOPES] * (starts + 1)[:, None], 0, self.n_keys
+        )
+        lengths = edges[:, 1] - edges[:, 0]
+
+        def rank(value: np.ndarray) -> np.ndarray:
+            """How many selected keys lie before a global key."""
+            return np.clip(value[..., None] - edges[:, 0], 0, lengths).sum(axis=-1)
+
+        table[:, SLOPES] = rank(after) - rank(at)
+        table[:, BASES] = rank(at) - table[:, SLOPES] * starts[:, None]
+        keys, offset = [], 0
+        for start, stop in ranges:
+            part = _cut(self.key_table, self.key_stops, start, stop)
+            part[:, KEY_START] += offset - start
+            keys.append(part)
+            offset += stop - start
+        key_table = np.concatenate(keys) if keys else np.zeros((0, KEY_COLUMNS), dtype=np.int64)
+        return AttentionMask(table, key_table, self.n_queries, offset)
+
+    def seen_keys(self) -> np.ndarray:
+        """(Tk,) bool: keys that some row sees; O(Tk) for every different ``attend``."""
+        table, last = self.query_table, self.query_stops - 1
+        top, bottom = (
+            table[:, BASES] + table[:, SLOPES] * row[:, None] for row in (table[:, START], last)
+        )
+        lengths = self.key_stops - self.key_table[:, KEY_START]
+        seen = np.zeros(self.n_keys, dtype=bool)
+        for attend in np.unique(table[:, ATTEND]):
+            changes = np.zeros(self.n_keys + 1, dtype=np.int64)
+            for first in (0, 2):
+                # Bounds move by 0 or 1 a row: what the rows of a segment see is contiguous, and
+                # there is something if the first or the last row's interval is not empty.
+                lo, hi = top[:, first], bottom[:, first + 1]
+                some = (lo < top[:, first + 1]) | (bottom[:, first] < hi)
+                some &= table[:, ATTEND] == attend
+                np.add.at(changes, lo[some].clip(0, self.n_keys), 1)
+                np.add.at(changes, hi[some].clip(0, self.n_keys), -1)
+            kinds = np.repeat((self.key_table[:, IDENTITY] & attend) != 0, lengths)
+            seen |= (np.cumsum(changes[:-1]) > 0) & kinds
+        return seen
+
+    def area(self) -> int:
+        """Number of visible (query, key) pairs, counted without a dense mask."""
+        lo1, hi1, lo2, hi2 = self.bounds()
+        identities = np.unique(self.key_table[:, IDENTITY])
+        attend = np.repeat(
+            self.query_table[:, ATTEND], self.query_stops - self.query_table[:, START]
+        )
+        lengths = self.key_stops - self.key_table[:, KEY_START]
+        total = 0
+        for identity in identities:
+            here = np.repeat(self.key_table[:, IDENTITY] == identity, lengths)
+            before = np.concatenate([[0], np.cumsum(here)])
+
+            def count(lo: np.ndarray, hi: np.ndarray, before: np.ndarray = before) -> np.ndarray:
+                return before[np.maximum(hi, lo)] - before[lo]
+
+            both = count(np.maximum(lo1, lo2), np.minimum(hi1, hi2))
+            seen = count(lo1, hi1) + count(lo2, hi2) - both
+            total += int(seen[(attend & identity) != 0].sum())
+        return total
+
+    def draw(self, width: int = 512) -> Figure:
+        """A picture of the mask, ``width`` pixels a side, readable at any length: darkness is
+        the visible share of the pixel's pairs. Save it with ``.savefig(path)``."""
+        return draw_mask(self, width)
+
+
+def pack_masks(masks: Sequence[AttentionMask]) -> torch.Tensor:
+    """Masks of a batch as one int64 tensor (N, 10), to travel with a microbatch: per mask a
+    header (Tq, Tk, S, Sk), its query segments, its key segments."""
+    rows = []
+    for mask in masks:
+        header = np.zeros((1, QUERY_COLUMNS), dtype=np.int64)
+        header[0, :4] = *mask.shape, len(mask.query_table), len(mask.key_table)
+        keys = np.zeros((len(mask.key_table), QUERY_COLUMNS), dtype=np.int64)
+        keys[:, :KEY_COLUMNS] = mask.key_table
+        rows += [header, mask.query_table, keys]
+    return torch.from_numpy(np.concatenate(rows))
+
+
+def unpack_masks(packed: torch.Tensor) -> tuple[AttentionMask, ...]:
+    """The inverse of :func:`pack_masks`.
+
+    Raises:
+        MaskError: not a packed tensor.
+    """
+    table = packed.cpu().numpy()
+    if table.ndim != 2 or table.shape[1] != QUERY_COLUMNS or table.dtype != np.int64:
+        raise MaskError(
+            f"packed masks are (N, {QUERY_COLUMNS}) int64, got {table.shape} {table.dtype}"
+        )
+    masks, at = [], 0
+    while at < len(table):
+        n_queries, n_keys, n_segments, n_key_segments = table[at, :4].tolist()
+        split, stop = at + 1 + n_segments, at + 1 + n_segments + n_key_segments
+        if n_segments < 0 or n_key_segments < 0 or stop > len(table):
+            raise MaskError(f"packed masks end in row {len(table)}, the header says {stop}")
+        masks.append(
+            AttentionMask(
+                table[at + 1 : split], table[split:stop, :KEY_COLUMNS], n_queries, n_keys
+            )
+        )
+        at = stop
+    return tuple(masks)
+
+
+def as_masks(
+    mask: AttentionMask | Sequence[AttentionMask], batch: int, n_queries: int, n_keys: int
+) -> tuple[AttentionMask, ...]:
+    """One mask per sequence of a batch; a single mask counts for all.
+
+    Raises:
+        MaskError: as many masks as neither 1 nor the batch, or of another shape.
+    """
+    masks = (mask,) if isinstance(mask, AttentionMask) else tuple(mask)
+    if len(masks) == 1:
+        masks *= batch
+    if len(masks) != batch:
+        raise MaskError(f"got {len(masks)} masks for a batch of {batch}; give one, or {batch}")
+    for index, one in enumerate(masks):
+        if one.shape != (n_queries, n_keys):
+            raise MaskError(
+                f"mask {index} of the batch is for {one.n_queries} queries and {one.n_keys} "
+                f"keys, the tensors have {n_queries} and {n_keys}"
+            )
+    return masks
+
+
+def query_rows(
+    starts: Iterable[int],
+    *,
+    lo: Iterable[int] | int = 0,
+    hi: Iterable[int] | int = 0,
+    lo_slope: Iterable[int] | int = 0,
+    hi_slope: Iterable[int] | int = 0,
+    lo2: Iterable[int] | int = 0,
+    hi2: Iterable[int] | int = 0,
+    lo2_slope: Iterable[int] | int = 0,
+    hi2_slope: Iterable[int] | int = 0,
+    attend: Iterable[int] | int = ALL_KINDS,
+) -> np.ndarray:
+    """A query table (S, 10) from its columns; a number stands for a constant column."""
+    starts = np.fromiter(starts, dtype=np.int64)
+    columns = (starts, attend, lo, hi, lo2, hi2, lo_slope, hi_slope, lo2_slope, hi2_slope)
+    return np.stack(
+        [np.broadcast_to(np.asarray(c, dtype=np.int64), starts.shape) for c in columns], axis=1
+    )
+
+
+def _check_starts(what: str, starts: np.ndarray, size: int) -> None:
+    if size < 0:
+        raise MaskError(f"the number of {what} positions must not be negative, got {size}")
+    if not len(starts) and size:
+        raise MaskError(f"{size} {what} positions need at least one {what} segment")
+    if len(starts) and (starts[0] != 0 or (np.diff(starts) < 0).any() or starts[-1] > size):
+        raise MaskError(
+            f"{what} segments must start at 0, ascend and end by {size}, got {starts.tolist()}"
+        )
+
+
+def _check_ranges(
+    what: str, ranges: Sequence[tuple[int, int]], size: int
+) -> list[tuple[int, int]]:
+    for start, stop in ranges:
+        if not 0 <= start <= stop <= size:
+            raise MaskError(f"{what} range [{start}, {stop}) is not within [0, {size})")
+    return [(int(start), int(stop)) for start, stop in ranges]
+
+
+def _join_equal(table: np.ndarray, size: int) -> np.ndarray:
+    """Drop empty segments and those that say the same as the one before."""
+    table = table[np.diff(np.append(table[:, 0], size)) > 0]
+    different = (table[1:, 1:] != table[:-1, 1:]).any(axis=1)
+    return table[np.append(np.ones(min(len(table), 1), dtype=bool), different)]
+
+
+def _cut(table: np.ndarray, stops: np.ndarray, start: int, stop: int) -> np.ndarray:
+    """A copy of the segments that meet [start, stop), the first moved to ``start``."""
+    part = table[(stops > start) & (table[:, 0] < stop)].copy()
+    part[:, 0] = np.maximum(part[:, 0], start)
+    return part
+
+
+def _split(
+    table: np.ndarray, stops: np.ndarray, crossings: Sequence[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Split every segment at those of its ``crossings`` (each (S,)) that lie inside it.
+
+    Returns:
+        The longer table, a copy, and its starts.
+    """
+    rows, starts = [np.arange(len(table))], [table[:, 0]]
+    for crossing in crossings:
+        inside = (crossing > table[:, 0]) & (crossing < stops)
+        rows.append(np.flatnonzero(inside))
+        starts.append(crossing[inside])
+    start, row = np.concatenate(starts), np.concatenate(rows)
+    order = np.lexsort((start, row))
+    longer = table[row[order]].copy()
+    longer[:, 0] = start[order]
+    return longer, longer[:, 0].copy()

@@ -1,0 +1,1 @@
+"""Batches in memory, tried before ranks see them."""

@@ -1,0 +1,136 @@
+"""Batches, looked at before anything of them is sent to a process: a process that cannot use a
+batch ends, and all others with it. Those in memory by the driver; samples of data on disk one by
+one, by the data workers that make batches of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from raymm.actors.modules.brief_error import brief
+from raymm.actors.modules.merge import IGNORE_INDEX, MergeError
+from raymm.actors.stages.language import label_mask
+from raymm.batch.length_trial import LengthTrial
+from raymm.batch.merge_trial import MergeTrial
+from raymm.data.loading.builder import SampleCheck
+from raymm.data.loading.in_memory import split_batch
+from raymm.model.batch_rules import (
+    LABELS,
+    BatchError,
+    Vocabulary,
+    complete_microbatch,
+    said,
+    text_inputs,
+)
+from raymm.model.encoder_trial import EncoderTrial
+
+if TYPE_CHECKING:
+    from raymm.model.multimodal import MultimodalModule
+
+
+class BatchCheck:
+    """What the batches of a model that runs on actors must be.
+
+    Args:
+        model: the description.
+        autocast: dtype that ranks run in under autocast; None without.
+    """
+
+    def __init__(self, model: MultimodalModule, autocast: str | None = None) -> None:
+        source = model.language_model.source(language_model=True)
+        skeleton = source.skeleton()
+        width = skeleton.get_input_embeddings().weight.shape[1]
+        self._encoders = model.encoder_names
+        self._merge = getattr(model.merge, "check", None) or MergeTrial(
+            model.merge, width, model.encoder_names, model.mask, bool(model.mask or model.packing)
+        )
+        self._vocabulary = Vocabulary.of(skeleton)
+        self._length = LengthTrial(source)
+        self._trials = {
+            name: EncoderTrial(model.encoder_spec(name), width, autocast, encoder.example_inputs)
+            for name, encoder in model.encoders.items()
+        }
+
+    def microbatches(self, batch: Any, count: int) -> list[dict[str, Any]]:
+        """Complete microbatches of a step.
+
+        Args:
+            batch: one batch, which is split into ``count`` by rows, or a list of microbatches.
+            count: see there.
+
+        Raises:
+            BatchError: it does not fit, or the step has no label.
+        """
+        if isinstance(batch, Mapping):
+            found = split_batch(self._complete(batch), count)
+        elif isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch):
+            found = []
+            for number, one in enumerate(batch):
+                with _of_microbatch(number):
+                    found.append(self._complete(one))
+        else:
+            raise BatchError(
+                f"the batch is {said(batch)}; accepted: a dict, or a list of at least one "
+                "microbatch"
+            )
+        if not any(bool(label_mask(one[LABELS]).any()) for one in found):
+            raise BatchError(
+                f"{LABELS} of the step has nothing but {IGNORE_INDEX} after the first token of "
+                "each row, which nothing predicts; accepted: at least one label, as the loss is a "
+                "mean over labels"
+            )
+        for number, one in enumerate(found):
+            with _of_microbatch(number):
+                self._try(one)
+        return found
+
+    def of_samples(self) -> SampleCheck:
+        """The same of samples, for other processes: nothing but labels is asked of a step.
+
+        Example inputs are tried here, so that data workers need not try what is like them.
+        """
+        for trial in self._trials.values():
+            trial.try_example()
+        return self._sample
+
+    def _sample(self, microbatch: Mapping[str, Any]) -> None:
+        self._try(self._complete(microbatch))
+
+    def _complete(self, microbatch: Any) -> dict[str, Any]:
+        return complete_microbatch(microbatch, self._encoders, self._vocabulary, to_send=True)
+
+    def _try(self, microbatch: Mapping[str, Any]) -> None:
+        """Refuse what encoders, the merge policy or the language model would refuse."""
+        tokens = {
+            name: self._tokens(name, items) for name, items in microbatch.items()
+            if name in self._trials
+        }
+        length = microbatch[LABELS].shape[1]
+        if None not in tokens.values():
+            try:
+                length = self._merge(text_inputs(microbatch), tokens)
+            except MergeError as error:
+                raise BatchError(str(error)) from None
+            except Exception as error:  # a user's function may raise anything
+                raise BatchError(
+                    f"the merge policy does not take it: {brief(error)}. (If it would on a rank: "
+                    "give the policy a method check, raymm.actors.modules.merge)"
+                ) from error
+        self._length.check(length)
+
+    def _tokens(self, name: str, items: Mapping[str, Any]) -> int | None:
+        try:
+            return self._trials[name].taken(items).tokens
+        except BatchError as error:
+            error.modality = name
+            raise
+
+
+@contextmanager
+def _of_microbatch(number: int) -> Iterator[None]:
+    """Errors of one microbatch of several say which."""
+    try:
+        yield
+    except BatchError as error:
+        raise BatchError(f"microbatch {number}: {error}") from error.__cause__

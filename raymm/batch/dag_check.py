@@ -1,0 +1,89 @@
+"""Batches of a graph of modules, looked at before anything of them is sent to a process."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from raymm.actors.modules.brief_error import brief
+from raymm.actors.multiplexed.node import OutputError, call
+from raymm.actors.probe.example_inputs import in_words
+from raymm.model.batch_rules import BatchError, check_range, check_tensor, said
+from raymm.model.encoder_trial import MAX_SIGNATURES, lookups, signature
+from raymm.scheduler.graph.sample_ranges import Range
+
+if TYPE_CHECKING:
+    from raymm.model.module_dag import ModuleDag
+
+
+class DagCheck:
+    """What the batches of a graph that runs on actors must be. As of
+    :class:`raymm.model.encoder_trial.EncoderTrial`, modules are tried on the meta device with the
+    first batch of every signature; what looks at values cannot be tried, and goes to the processes.
+
+    Args:
+        dag: the graph.
+    """
+
+    def __init__(self, dag: ModuleDag) -> None:
+        self._dag = dag
+        self._ids: OrderedDict[tuple, dict[str, int]] = OrderedDict()
+
+    @cached_property
+    def _skeletons(self) -> nn.ModuleDict:
+        return nn.ModuleDict({name: one.skeleton(name) for name, one in self._dag.nodes.items()})
+
+    def check(self, batch: Mapping[str, torch.Tensor]) -> None:
+        """
+        Raises:
+            BatchError: an entry that modules read cannot be sent, or one of them does not take it.
+            ModelError: an entry is missing, or they differ in samples.
+        """
+        if not isinstance(batch, Mapping):
+            raise BatchError(
+                f"the batch is {said(batch)}; accepted: a dict of tensors, or a list of them"
+            )
+        size = self._dag.batch_size(batch)
+        read = {}
+        for node in self._dag.nodes.values():
+            for entry in node.reads.values():
+                accepted = "a tensor with samples in dimension 0"
+                read[entry] = check_tensor(f"entry {entry!r}", batch[entry], accepted)
+        key = signature(read, size)
+        if key not in self._ids:
+            self._ids[key] = self._try(read, size)
+            if len(self._ids) > MAX_SIGNATURES:
+                self._ids.popitem(last=False)
+        for entry, stop in self._ids[key].items():
+            check_range(f"entry {entry!r}", read[entry], stop, f"0 to {stop - 1}, the module's ids")
+
+    def _try(self, read: Mapping[str, torch.Tensor], size: int) -> dict[str, int]:
+        """How many ids there are of entries that are looked up in tables."""
+        entries = {name: value.to("meta") for name, value in read.items()}
+        made: dict[str, dict[str, torch.Tensor]] = {}
+        try:
+            skeletons = self._skeletons
+        except Exception:  # nothing to try it on: the processes will see
+            return {}
+        with lookups(skeletons, entries) as ids, torch.random.fork_rng(devices=[]):
+            for name, spec in self._dag.reference_specs().items():
+                try:
+                    with torch.no_grad():
+                        made[name] = call(
+                            spec, skeletons[name], entries, made, made, Range(0, size)
+                        )
+                except (NotImplementedError, OutputError):  # of the meta device, or of the model
+                    break
+                except Exception as error:
+                    if "meta" in str(error).lower():  # it looks at values
+                        break
+                    raise BatchError(
+                        f"{name!r} does not take the batch, {in_words(read)}: {brief(error)}; "
+                        "accepted: entries that its forward takes"
+                    ) from error
+        return ids

@@ -1,0 +1,156 @@
+"""The command line: ``raymm train``, ``plan``, ``profile``, ``trace``, ``export``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+
+from raymm.cli.plan import add_plan_arguments, run_plan
+from raymm.cli.profile import add_profile_arguments, run_profile
+from raymm.cli.trace import add_trace_arguments, run_trace
+from raymm.version import __version__
+
+# What a user can set right; anything else is a defect and keeps its traceback.
+EXIT_USER_ERROR = 2
+EXIT_RUN_FAILED = 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code: 0, 1 if the run failed, 2 if what was asked
+    for cannot run (configuration, model, data or cluster do not allow it), 128 + number if a
+    signal ended it (143 for SIGTERM, 130 for SIGINT), with or without a checkpoint; a run that
+    takes its last step all the same ends with 0."""
+    args = _parser().parse_args(arguments)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # import paths in configs, as `python -m` has it
+    from raymm.actors.faults.errors import RunFailedError
+    from raymm.cli.user_errors import USER_ERRORS
+    from raymm.files.run_files import RunFileError
+    from raymm.files.run_owner import OwnerLostError
+    from raymm.runtime.skipped_step import NotFiniteError
+    from raymm.training.stop_request import RunInterruptedError, RunTerminatedError, StopRequest
+
+    console, stop = Console(stderr=True), StopRequest()
+    try:
+        with stop.listening(), _notes_in_a_line():
+            args.run(args)
+    except USER_ERRORS as error:
+        if hasattr(args, "config") and args.config not in str(error):
+            error.add_note(f"(in the configuration {args.config})")
+        console.print(f"[bold red]error:[/] {type(error).__name__}:", highlight=False)
+        for text in (str(error), *getattr(error, "__notes__", ())):
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+        if os.environ.get("RAYMM_TRACEBACK"):
+            raise
+        return EXIT_USER_ERROR
+    except (RunFailedError, NotFiniteError, RunFileError, OwnerLostError) as error:
+        console.print("[bold red]the run failed:[/]", highlight=False)
+        for text in (str(error), *getattr(error, "__notes__", ())):
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+        return EXIT_RUN_FAILED
+    except (RunInterruptedError, RunTerminatedError) as end:  # has said what was saved
+        return 128 + (signal.SIGINT if isinstance(end, KeyboardInterrupt) else signal.SIGTERM)
+    except KeyboardInterrupt:
+        number = stop.reason.number if stop.reason else signal.SIGINT
+        return _stopped(console, signal.Signals(number))
+    except SystemExit as end:  # ray.init(), while it runs, turns SIGTERM into this
+        if end.code != signal.SIGTERM:
+            raise
+        return _stopped(console, signal.SIGTERM)
+    return 0
+
+
+@contextmanager
+def _notes_in_a_line() -> Iterator[None]:
+    """Warnings that are for users say nothing of lines of code."""
+    from raymm.model.multimodal import WeightsWarning
+
+    usual = warnings.formatwarning
+
+    def formatted(message: Any, category: type[Warning], *where: Any, **more: Any) -> str:
+        if issubclass(category, WeightsWarning):
+            return f"note: {message}\n"
+        return usual(message, category, *where, **more)
+
+    warnings.formatwarning = formatted
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
+
+
+def _stopped(console: Console, number: signal.Signals) -> int:
+    console.print(f"stopped by {number.name}")
+    return 128 + number  # as shells report a signal
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="raymm", description="Distributed training of multimodal models on Ray."
+    )
+    parser.add_argument("--version", action="version", version=f"raymm {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    train = commands.add_parser("train", help="train, or go on from the run's last checkpoint")
+    plan = commands.add_parser("plan", help="decide what runs where; show, draw and save it")
+    export = commands.add_parser("export", help="write trained modules as Hugging Face folders")
+    profile = commands.add_parser("profile", help="measure what the layers cost on a real device")
+    for command in (train, plan, export, profile):
+        command.add_argument("config", help="YAML file")
+        command.add_argument(
+            "--set", action="append", default=[], metavar="KEY.PATH=VALUE", dest="overrides",
+            help="change a value of the file (repeatable)",
+        )
+    train.set_defaults(run=_train)
+    add_plan_arguments(plan)
+    plan.set_defaults(run=run_plan)
+    export.add_argument("--out", required=True, help="a new folder")
+    export.set_defaults(run=_export)
+    add_profile_arguments(profile)
+    profile.set_defaults(run=run_profile)
+    trace = commands.add_parser("trace", help="summarise a run's last timeline")
+    add_trace_arguments(trace)
+    trace.set_defaults(run=run_trace)
+    return parser
+
+
+def _train(args: argparse.Namespace) -> None:
+    from raymm.config.build import build_model, build_plan
+    from raymm.config.sections import load_config
+    from raymm.planning.request import PlanRequest
+    from raymm.training.trainer import Trainer
+
+    config = load_config(args.config, args.overrides)
+    model = build_model(config)
+    plan = build_plan(config, model)
+    Trainer(
+        model, PlanRequest.of_config(config) if plan is None else plan, config.data, config.run,
+        optimizer=config.optimizer.build(config.run.steps),
+        resources=config.resources.for_device,
+        threads=config.resources.threads,
+    ).fit()
+
+
+def _export(args: argparse.Namespace) -> None:
+    from raymm.config.build import build_model
+    from raymm.config.sections import load_config
+    from raymm.storage.export import export_model
+
+    config = load_config(args.config, args.overrides)
+    folders = export_model(
+        build_model(config), config.run.storage_path, args.out, config.data.tokenizer,
+        trust_remote_code=config.data.trust_remote_code,
+    )
+    for folder in folders:
+        print(f"wrote {folder}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

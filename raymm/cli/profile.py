@@ -1,0 +1,162 @@
+"""``raymm profile``: measure what the layers of a configured run cost."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from raymm.files.output import OutputFolder
+from raymm.scheduler.costs.layer_costs import LayerCost, ProfileError
+from raymm.scheduler.costs.profile_table import ProfileTable
+from raymm.scheduler.graph.module_graph import ModuleGraph
+
+# Layers of the same shape are one row of the printed table if their times are this close.
+_SAME_WITHIN = 0.25
+_TIMES = ("forward", "backward_input", "backward_weight")
+_SIZES = ("activation_bytes", "parameter_bytes")
+
+
+def add_profile_arguments(command: argparse.ArgumentParser) -> None:
+    """Options of ``raymm profile`` besides the configuration."""
+    command.add_argument(
+        "--out", required=True, help="JSON file to write; a picture goes beside it"
+    )
+    command.add_argument(
+        "--lengths", default="", metavar="N,N,...",
+        help="tokens per sample to run the language model on besides the data's; encoders then "
+        "also run on half and twice as many items",
+    )
+    command.add_argument("--repeats", type=int, default=5, help="runs per measurement (default 5)")
+    command.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default=None,
+        help="instead of the configuration's run.device",
+    )
+    command.add_argument(
+        "--multiplex", action="store_true",
+        help="measure modules' scaling surfaces (GPUs x quota) for raymm plan --multiplex, and on "
+        "GPUs what they cost each other side by side",
+    )
+    command.add_argument(
+        "--gpus", type=int, metavar="N",
+        help="with --multiplex: the most replicas of a module (default: planning.ranks, else 8)",
+    )
+
+
+def run_profile(args: argparse.Namespace) -> None:
+    """Measure, save, print and draw.
+
+    Raises:
+        ConfigError, DataError, ProfileError, ClusterError: naming what is wrong.
+    """
+    from raymm.config.build import build_model
+    from raymm.config.sections import load_config
+    from raymm.costs.full_microbatch import full_microbatch
+    from raymm.costs.profile_files import save_table
+    from raymm.draw.profile import draw_profile
+    from raymm.model.multimodal import module_graph
+    from raymm.profiling.layers import profile_model
+    from raymm.runtime.cluster import connected, pick_device
+
+    lengths = parse_lengths(args.lengths)
+    target = Path(args.out)
+    if target.suffix != ".json":
+        raise ProfileError(f"--out is {args.out!r}; the name must end in .json")
+    if args.repeats < 1:
+        raise ProfileError(f"--repeats is {args.repeats}; it must be at least 1")
+    if args.gpus is not None and not args.multiplex:
+        raise ProfileError("--gpus is of surfaces; accepted with --multiplex")
+    if args.gpus is not None and args.gpus < 1:
+        raise ProfileError(f"--gpus is {args.gpus}; it must be at least 1")
+    if args.lengths and args.multiplex:
+        raise ProfileError("--lengths is of layers; surfaces are of the data's lengths")
+    output = OutputFolder("--out", str(target.parent))
+    output.check()
+    if target.is_dir():
+        raise ProfileError(f"--out is {args.out!r}, which is a folder; give a file")
+    config = load_config(args.config, args.overrides)
+    model = build_model(config)
+    if args.multiplex:
+        from raymm.cli.profile_surfaces import run_surfaces
+
+        run_surfaces(args, config, model, target, output)
+        return
+    microbatch = full_microbatch(config.data, model.encoder_names)
+    with connected():
+        device = pick_device(args.device or config.run.device)
+        table = profile_model(
+            model, microbatch, lengths=lengths, repeats=args.repeats,
+            precision=config.run.precision, device=device,
+            resources=config.resources.for_device(device), threads=config.resources.threads,
+        )
+    graph = module_graph(model)
+    profile = table.at()
+    profile.check(graph)
+    with output.writing():
+        save_table(table, target)
+        picture = draw_profile(
+            profile, target.with_suffix(".png"),
+            projectors=[node.name for node in graph.nodes if node.projector],
+        )
+    console = Console()
+    console.print(profile_rows(table, graph))
+    for name, rows in table.modules.items():
+        lengths_of = ", ".join(f"{row.tokens} tokens of {row.samples}" for row in rows)
+        console.print(f"{name} measured at {lengths_of} samples", highlight=False, soft_wrap=True)
+    for file in (target, picture):
+        console.print(f"wrote {file}", highlight=False, soft_wrap=True)
+
+
+def parse_lengths(text: str) -> tuple[int, ...]:
+    """``"512,1024"`` -> ``(512, 1024)``.
+
+    Raises:
+        ProfileError: if an entry is no whole number.
+    """
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    for part in parts:
+        if not part.isdecimal():
+            raise ProfileError(f"--lengths has {part!r}; give whole numbers, such as 512,1024")
+        if len(part) > 9 or int(part) < 2:
+            raise ProfileError(f"--lengths has {part}; each must be above 1, below 10^9")
+    return tuple(int(part) for part in parts)
+
+
+def profile_rows(table: ProfileTable, graph: ModuleGraph) -> Table:
+    """The default microbatch's costs; neighbouring layers that cost the same share a row."""
+    shown = Table(title=f"one microbatch on {table.device}, {table.dtype}")
+    for name in ("module", "layers", "F ms", "B_d ms", "B_w ms", "activ. MB", "param. MB"):
+        left = name in ("module", "layers")
+        shown.add_column(name, justify="left" if left else "right", no_wrap=True)
+    profile = table.at()
+    for node in graph.nodes:
+        layers = profile.modules[node.name]
+        for lo, hi in _groups(layers, node.num_blocks):
+            count = hi - lo
+            mean = [sum(getattr(c, n) for c in layers[lo:hi]) / count for n in (*_TIMES, *_SIZES)]
+            label = f"{lo}..{hi - 1}, each" if count > 1 else str(lo)
+            if node.projector and lo == node.num_blocks:
+                label = f"{lo} (projector)"
+            shown.add_row(
+                node.name, label, *(f"{1e3 * t:.2f}" for t in mean[:3]),
+                *(f"{size / 1e6:.2f}" for size in mean[3:]),
+            )
+    return shown
+
+
+def _groups(layers: tuple[LayerCost, ...], blocks: int) -> list[tuple[int, int]]:
+    """Ranges of layers that cost about the same; the projector stays alone."""
+    bounds = [0]
+    for index in range(1, len(layers)):
+        if index == blocks or not _alike(layers[bounds[-1]], layers[index]):
+            bounds.append(index)
+    return list(zip(bounds, [*bounds[1:], len(layers)], strict=True))
+
+
+def _alike(a: LayerCost, b: LayerCost) -> bool:
+    if a.parameter_bytes != b.parameter_bytes:
+        return False
+    total_a, total_b = (sum(getattr(c, name) for name in _TIMES) for c in (a, b))
+    return abs(total_a - total_b) <= _SAME_WITHIN * max(total_a, total_b)

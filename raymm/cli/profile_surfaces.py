@@ -1,0 +1,87 @@
+"""``raymm profile --multiplex``: measure scaling surfaces, show and save them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from raymm.cli.plan_styles import write_text
+from raymm.files.output import OutputFolder
+from raymm.profiling.surfaces import SurfaceProfile, profile_surfaces
+from raymm.scheduler.multiplex.interference import colocations_to_json
+from raymm.scheduler.multiplex.surface import surfaces_to_json
+from raymm.scheduler.schedule.memory import GIB
+
+DEFAULT_GPUS = 8
+
+
+def run_surfaces(
+    args: argparse.Namespace, config, model, target: Path, output: OutputFolder
+) -> None:
+    """Measure, print and save: ``target``, and where modules were measured side by side also
+    ``*.colocations.json`` and the fitted ``*.interference.json``.
+
+    Raises:
+        DataError, ProfileError, ClusterError: naming what is wrong.
+    """
+    from raymm.costs.full_microbatch import full_microbatch
+    from raymm.runtime.cluster import connected, pick_device
+
+    microbatch = full_microbatch(config.data, model.encoder_names)
+    with connected():
+        device = pick_device(args.device or config.run.device)
+        found = profile_surfaces(
+            model, microbatch, batch=config.data.batch_size,
+            gpus=args.gpus if args.gpus is not None else config.planning.ranks or DEFAULT_GPUS,
+            repeats=args.repeats, precision=config.run.precision, device=device,
+            resources=config.resources.for_device(device), threads=config.resources.threads,
+            ranks_per_node=config.planning.ranks_per_node,
+        )
+    console = Console()
+    console.print(surfaces_table(found))
+    with output.writing():
+        files = [write_text(target, surfaces_to_json(found.surfaces, found.conditions))]
+        if found.colocations:
+            files.append(write_text(
+                target.with_suffix(".colocations.json"), colocations_to_json(found.colocations)
+            ))
+        if found.fit is not None:
+            files.append(write_text(
+                target.with_suffix(".interference.json"), found.fit.model.to_json()
+            ))
+    if found.fit is not None:
+        console.print(
+            f"interference fitted to {found.fit.samples} colocations: R2 {found.fit.r2:.2f}, error "
+            f"{found.fit.error:.1%} on average, {found.fit.worst_error:.1%} at worst",
+            highlight=False, soft_wrap=True,
+        )
+    for note in found.notes:
+        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+    for file in files:
+        console.print(f"wrote {file}", highlight=False, soft_wrap=True)
+
+
+def surfaces_table(found: SurfaceProfile) -> Table:
+    """Milliseconds of every module by degree and quota."""
+    table = Table(
+        title=f"forward and backward of {found.conditions.batch} samples on "
+        f"{found.conditions.device}, ms",
+        box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), title_justify="left",
+    )
+    steps = found.surfaces[0].steps
+    quotas = sorted({q for surface in found.surfaces for q in surface.quotas})
+    for name in ("module", "GPUs", *(f"{q / steps:.0%}" for q in quotas), "GiB"):
+        table.add_column(name, justify="left" if name == "module" else "right", no_wrap=True)
+    for surface in found.surfaces:
+        for i, degree in enumerate(surface.degrees):
+            times = dict(zip(surface.quotas, surface.seconds[i], strict=True))
+            table.add_row(
+                surface.name if not i else "", str(degree),
+                *(f"{1e3 * times[q]:.3g}" if q in times else "-" for q in quotas),
+                f"{surface.memory_bytes[i] / GIB:.3f}",
+            )
+    return table

@@ -1,0 +1,1 @@
+"""Sections of a configuration, and what is built from them."""

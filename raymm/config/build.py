@@ -1,0 +1,257 @@
+"""From configuration sections to a model description and parallel specs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from raymm.actors.modules.merge import MergePolicy, Prepend, ReplaceTokens
+from raymm.actors.weights.source import FactorySource, SourceError, import_object
+from raymm.config.example_section import example_tensors
+from raymm.config.model_config import model_config
+from raymm.config.sections import (
+    ConfigError,
+    EncoderSection,
+    LayoutSection,
+    ParallelSection,
+    SourceSection,
+    TrainConfig,
+)
+from raymm.data.samples.text import load_tokenizer
+from raymm.files.run_files import write_whole
+from raymm.layout.plan_check import check_fits, differences
+from raymm.model.multimodal import ModalityModule, MultimodalModule, module_graph
+from raymm.model.node_graph import check_mapping
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.scheduler.graph.strict_json import MultiplexError, json_value, read_file
+from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
+from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.search.planner import LAYERS
+
+
+def build_model(config: TrainConfig) -> MultimodalModule:
+    """The model a configuration describes. Holds no weights but the projectors'.
+
+    Raises:
+        ModelError, ConfigError, DataError: naming what does not exist or fit.
+    """
+    seed, trust = config.run.seed, config.model.trust_remote_code
+    encoders = {}
+    for name, section in config.model.encoders.items():
+        with _errors_name(f"model.encoders.{name}"):
+            encoders[name] = ModalityModule(
+                _given(section, seed),
+                section.projector,
+                frozen=section.frozen,
+                projector_frozen=section.projector_frozen,
+                hidden_size=section.hidden_size,
+                model_class=section.model_class,
+                preprocess_callback=_callback("preprocess", section.preprocess),
+                postprocess_module_callback=_callback(
+                    "postprocess_module", section.postprocess_module
+                ),
+                postprocess_projector_callback=_callback(
+                    "postprocess_projector", section.postprocess_projector
+                ),
+                example_inputs=example_tensors(section.example_inputs),
+                seed=seed,
+                trust_remote_code=trust,
+                missing_weights=section.missing_weights,
+            )
+            encoders[name].output_size(encoders[name].source())
+    section = config.model.language_model
+    with _errors_name("model.language_model"):
+        language_model = ModalityModule(
+            _given(section, seed), frozen=section.frozen, model_class=section.model_class,
+            seed=seed, trust_remote_code=trust, missing_weights=section.missing_weights,
+        )
+        language_model.source(language_model=True)
+    mask = config.model.mask
+    if mask is not None and ":" in mask:
+        mask = _callback("model.mask", mask)
+    with _errors_name("model"):
+        return MultimodalModule(
+            encoders, language_model, build_merge(config), mask, config.model.packing,
+            config.model.router_loss,
+        )
+
+
+@contextmanager
+def _errors_name(field: str) -> Iterator[None]:
+    """Errors about a module's source do not know which module of the configuration it is."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"{field}: {error}") from error
+
+
+def _given(section: SourceSection | EncoderSection, seed: int) -> Any:
+    if section.factory is not None:
+        _callback("factory", section.factory)
+        return FactorySource(section.factory, section.kwargs, section.weights, seed=seed)
+    if section.config is not None:
+        return model_config(section.config)
+    return section.path
+
+
+def _callback(field: str, target: str | None) -> Callable[..., Any] | None:
+    if target is None:
+        return None
+    try:
+        found = import_object(target)
+    except SourceError as error:
+        raise ConfigError(f"{field}: {error}") from None
+    if not callable(found):
+        raise ConfigError(f"{field}: {target!r} is a {type(found).__name__}; expected a function")
+    return found
+
+
+def build_merge(config: TrainConfig) -> MergePolicy:
+    """The merge policy a configuration names.
+
+    Raises:
+        ConfigError: if a placeholder is not a single token of the tokenizer, or is for no
+            encoder.
+        DataError: if there is no tokenizer.
+    """
+    merge = config.model.merge
+    if merge == "prepend":
+        return Prepend()
+    if isinstance(merge, str):
+        return _callback("model.merge", merge)
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.trust_remote_code)
+    if missing := sorted(set(config.model.encoders) - set(merge)):
+        raise ConfigError(f"model.merge gives no placeholder token for {missing}")
+    ids = {}
+    for name, token in merge.items():
+        if name not in config.model.encoders:
+            raise ConfigError(
+                f"model.merge names {name!r}; model.encoders are "
+                f"{sorted(config.model.encoders) or 'none'}"
+            )
+        encoded = tokenizer.encode(token, add_special_tokens=False)
+        if len(encoded) != 1:
+            raise ConfigError(
+                f"model.merge.{name} is {token!r}, which is {len(encoded)} tokens; "
+                "expected one token of the tokenizer"
+            )
+        if encoded[0] == tokenizer.unk_token_id and token != tokenizer.unk_token:
+            raise ConfigError(f"model.merge.{name} is {token!r}, which the tokenizer does not know")
+        ids[name] = encoded[0]
+    return ReplaceTokens(ids)
+
+
+def build_plan(config: TrainConfig, model: MultimodalModule) -> Plan | StageMapping | None:
+    """The plan a configuration asks for by layouts or by its ``parallel.plan`` file, which may be a
+    multiplexed mapping; None if raymm is to plan.
+
+    Raises:
+        PlanError, MultiplexError: if it cannot run.
+        ConfigError: if a named file does not exist or is for another model.
+    """
+    section = config.parallel
+    if section.style is not None and (section.plan is not None or section.has_layouts):
+        given = "parallel.plan is" if section.plan is not None else "layouts are"
+        raise ConfigError(
+            f"parallel.style is {section.style!r}, but {given} given, which have their style; it "
+            "is for plans that raymm makes"
+        )
+    if section.style == "multiplexed":
+        _refuse_pipelined_only(section, "parallel.style is 'multiplexed', which has none")
+    if section.plan is not None:
+        return _plan_of_file(section.plan, config, model)
+    if section.has_layouts and section.recompute == LAYERS:
+        raise ConfigError(
+            f"parallel.recompute is {LAYERS!r}, which is for plans that raymm makes; with layouts, "
+            "give recompute_layers of each module"
+        )
+    specs = MultimodalParallelSpec(
+        {name: _spec(f"encoders.{name}", one) for name, one in section.encoders.items()},
+        _spec("language_model", section.language_model),
+        config.data.microbatches,
+        section.schedule or "1f1b",
+        bool(section.recompute),
+    )
+    return specs.plan(model) if section.has_layouts else None
+
+
+def _plan_of_file(
+    path: str, config: TrainConfig, model: MultimodalModule
+) -> Plan | StageMapping:
+    _refuse_pipelined_only(config.parallel, "parallel.plan is given, which has its own")
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"parallel.plan is {path!r}; there is no such file")
+    try:
+        text = read_file(file)
+    except MultiplexError as error:
+        raise ConfigError(f"parallel.plan: {error}") from None
+    if has_placements(text) and config.parallel.has_layouts:
+        raise ConfigError(
+            f"parallel.plan is {path!r}, a mapping, which says what runs where, but layouts "
+            "(parallel.language_model, parallel.encoders) are given too; give one of them, as with "
+            f"--set 'parallel={{plan: {path}}}'"
+        )
+    if has_placements(text):
+        return _mapping_of(path, text, model)
+    try:
+        plan = Plan.from_json(text)
+        check_fits(plan)
+    except PlanError as error:
+        raise PlanError(f"parallel.plan {path!r}: {error}") from None
+    if different := differences(plan.graph, module_graph(model)):
+        raise ConfigError(
+            f"parallel.plan {path!r} was made for another model: {'; '.join(different)}"
+        )
+    if plan.num_microbatches != config.data.microbatches:
+        raise ConfigError(
+            f"parallel.plan has {plan.num_microbatches} microbatches, "
+            f"data.microbatches is {config.data.microbatches}; they must be equal"
+        )
+    return plan
+
+
+def _refuse_pipelined_only(section: ParallelSection, why: str) -> None:
+    for name in ("schedule", "recompute"):
+        if getattr(section, name) is not None:
+            raise ConfigError(
+                f"parallel.{name} is {getattr(section, name)!r}, but {why}; give one of them"
+            )
+
+
+def has_placements(text: str) -> bool:
+    """Whether a file's text is of a multiplexed mapping, not of a plan. What is neither is for
+    their readers to refuse."""
+    try:
+        data = json_value(text, "plan")
+        return "placements" in data["stages"][0]
+    except (ValueError, TypeError, LookupError):
+        return False
+
+
+def _mapping_of(path: str, text: str, model: MultimodalModule) -> StageMapping:
+    try:
+        mapping = StageMapping.from_json(text)
+        check_mapping(model, mapping)
+    except MultiplexError as error:
+        raise MultiplexError(f"parallel.plan {path!r}: {error}") from None
+    return mapping
+
+
+def _spec(where: str, layout: LayoutSection) -> ParallelSpec:
+    try:
+        return ParallelSpec(**layout.model_dump())
+    except PlanError as error:
+        raise PlanError(f"parallel.{where}: {error}") from None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON atomically.
+
+    Raises:
+        RunFileError: it cannot be written.
+    """
+    write_whole(path, json.dumps(value, indent=2))

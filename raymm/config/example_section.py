@@ -1,0 +1,62 @@
+"""Inputs that an encoder can be tried with, as a configuration gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any, Literal
+
+import torch
+from pydantic import model_validator
+
+from raymm.files.section import Count, Section, Tuple
+
+_MOST_NUMBERS = 10**8
+
+
+class ExampleSection(Section):
+    """One tensor: exactly one of ``shape``, ``values``.
+
+    Attributes:
+        shape: numbers of this shape are drawn: normally distributed, or ones of a dtype that is not
+            floating-point.
+        values: the numbers themselves, nested lists.
+        dtype: of the tensor.
+    """
+
+    shape: Tuple[Count] | None = None
+    values: list[Any] | None = None
+    dtype: Literal[
+        "float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8",
+        "bool",
+    ] = "float32"  # fmt: skip
+
+    @model_validator(mode="after")
+    def _one(self) -> ExampleSection:
+        if (self.shape is None) == (self.values is None):
+            raise ValueError("give exactly one of shape, values")
+        if self.shape is not None and prod(self.shape) > _MOST_NUMBERS:
+            raise ValueError(f"shape has more than {_MOST_NUMBERS} numbers")
+        self.tensor()
+        return self
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor; the same every time."""
+        dtype = getattr(torch, self.dtype)
+        if self.values is not None:
+            try:
+                return torch.tensor(self.values, dtype=dtype)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise ValueError(f"values are no tensor of {self.dtype}: {error}") from None
+        if not dtype.is_floating_point:
+            return torch.ones(self.shape, dtype=dtype)
+        return torch.randn(self.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def example_tensors(
+    examples: Mapping[str, ExampleSection] | None,
+) -> dict[str, torch.Tensor] | None:
+    """The tensors by name; None if none are given."""
+    if not examples:
+        return None
+    return {name: section.tensor() for name, section in examples.items()}

@@ -1,0 +1,107 @@
+"""Hugging Face configs of configuration values, whose keys must be the class' own."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import PretrainedConfig
+
+from raymm.files.config_error import ConfigError
+
+# How alike a key and a known one are for the one to be taken for the other, from 0 to 1.
+_ALIKE = 0.7
+
+
+def model_config(values: Mapping[str, Any]) -> PretrainedConfig:
+    """The config that values with a ``model_type`` describe.
+
+    Raises:
+        ConfigError: no such type, a key that the config class does not know (transformers would
+            keep it and never look at it), or a value that the class refuses.
+    """
+    values = dict(values)
+    kind = values.pop("model_type", None)
+    if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
+        like = _like(kind, transformers.CONFIG_MAPPING)
+        raise ConfigError(
+            f"config.model_type is {kind!r}; expected one that transformers knows, such as "
+            f"{like or 'llama or siglip_vision_model'}"
+        )
+    try:
+        config = transformers.CONFIG_MAPPING[kind](**values)
+    except Exception as error:  # each config class has its own checks and error types
+        raise ConfigError(f"config of a {kind!r} model: {error}") from None
+    _check_keys(config, values, "config", _default(type(config)))
+    return config
+
+
+def _check_keys(
+    config: PretrainedConfig, values: Mapping[str, Any], where: str, default: Mapping[str, Any]
+) -> None:
+    known = _known_keys(type(config)) | set(default)
+    for key, value in values.items():
+        # What a class knows, it takes in, or stores under a name that it has anyway.
+        if (
+            key in known or key not in vars(config) or key.startswith("_")
+            or _code_reads(type(config), key)
+        ):
+            inner = vars(config).get(key)
+            if isinstance(inner, PretrainedConfig) and isinstance(value, Mapping):
+                kept = {k: v for k, v in value.items() if k != "model_type"}
+                within = default.get(key)
+                within = within if isinstance(within, dict) else _default(type(inner))
+                _check_keys(inner, kept, f"{where}.{key}", within)
+            continue
+        like = _like(key, known)
+        raise ConfigError(
+            f"{where}.{key}: {type(config).__name__} has no such key"
+            + (f"; did you mean {like}?" if like else f"; accepted: {', '.join(sorted(known))}")
+        )
+
+
+def _like(key: Any, known: Iterable[str]) -> str:
+    return " or ".join(difflib.get_close_matches(str(key), sorted(known), 2, _ALIKE))
+
+
+@cache
+def _default(kind: type[PretrainedConfig]) -> Mapping[str, Any]:
+    """What a config of this class says without being told anything, configs within it too."""
+    try:
+        values = kind().to_dict()
+    except Exception:  # some cannot be made of nothing
+        return {}
+    return {key: value for key, value in values.items() if not key.startswith("_")}
+
+
+@cache
+def _known_keys(kind: type[PretrainedConfig]) -> frozenset[str]:
+    """Fields, their other names, and properties."""
+    known = {field.name for field in fields(kind)} | set(kind.attribute_map)
+    properties = {n for n in dir(kind) if isinstance(getattr(kind, n, None), property)}
+    return frozenset(n for n in known | properties if not n.startswith("_"))
+
+
+def _code_reads(kind: type[PretrainedConfig], key: str) -> bool:
+    """Whether the code of the class' family reads a key that the class does not declare."""
+    pattern = re.compile(
+        rf"config\.{re.escape(key)}\b|(getattr|kwargs\.(get|pop))\([^()\n]*[\"']{re.escape(key)}[\"']"
+    )
+    return any(pattern.search(text) for text in _code(kind))
+
+
+@cache
+def _code(kind: type[PretrainedConfig]) -> tuple[str, ...]:
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    files = Path(file).parent.glob("*.py") if file else ()
+    return tuple(
+        path.read_text(errors="replace") for path in sorted(files)
+        if path.name.startswith(("modeling_", "configuration_"))
+    )

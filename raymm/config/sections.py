@@ -1,0 +1,359 @@
+"""The configuration of a run, as ``raymm train CONFIG.yaml`` reads it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from raymm.actors.optimizer.optimizer import OptimizerConfig
+from raymm.actors.rank.rank_group import RankResources
+from raymm.config.example_section import ExampleSection
+from raymm.data import DataConfig
+from raymm.files.config_error import ConfigError, explain
+from raymm.files.config_file import expand_variables, read_sections
+from raymm.files.section import MOST_COUNT, Count, NonNegative, Seconds, Section, Seed, Text, Tuple
+
+# Threads of one process; torch aborts where the system cannot start as many.
+MOST_THREADS = 1024
+
+
+class SourceSection(Section):
+    """Where a module comes from: exactly one of ``path``, ``config``, ``factory``.
+
+    Attributes:
+        path: local folder that ``save_pretrained`` wrote.
+        config: Hugging Face config values with their ``model_type``; random weights.
+        factory: ``"package.module:function"`` that returns a plain ``nn.Module``.
+        kwargs: the factory's arguments.
+        weights: safetensors file with the factory module's state dict.
+        model_class: transformers class name, or its path within transformers, where config or
+            folder do not say which.
+        missing_weights: ``"fresh"`` draws weights that the folder lacks, or has in other shapes,
+            from ``run.seed``, as for the head of a new task; without it, such a folder is refused.
+        frozen: whether the module's weights stay as they are.
+    """
+
+    path: Text | None = None
+    config: dict[str, Any] | None = None
+    factory: Text | None = None
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    weights: Text | None = None
+    model_class: Text | None = None
+    missing_weights: Literal["fresh"] | None = None
+    frozen: bool = False
+
+    @model_validator(mode="after")
+    def _one_source(self) -> SourceSection:
+        given = [name for name in ("path", "config", "factory") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of path, config, factory; got {given or 'none'}")
+        of_others = ("model_class",) if self.factory is not None else ("kwargs", "weights")
+        if self.path is None:
+            of_others += ("missing_weights",)
+        for name in of_others:
+            if getattr(self, name):
+                raise ValueError(f"{name} is given, but a {given[0]} has none; leave it out")
+        return self
+
+
+class EncoderSection(SourceSection):
+    """An encoder and its projector. Callbacks are import paths (Cornstarch v1, Listing 2).
+
+    Attributes:
+        example_inputs: what a batch has for the encoder, by name, where it cannot be guessed from
+            the encoder's config: ``{pixel_values: {shape: [1, 3, 224, 224], dtype: float32}}``.
+    """
+
+    projector: Literal["linear", "mlp"] | None = "mlp"
+    projector_frozen: bool = False
+    hidden_size: Count | None = None
+    preprocess: Text | None = None
+    postprocess_module: Text | None = None
+    postprocess_projector: Text | None = None
+    example_inputs: dict[Text, ExampleSection] | None = None
+
+
+class ModelSection(Section):
+    """The model.
+
+    Attributes:
+        language_model: the language model.
+        encoders: by modality name, as in ``data.modalities``.
+        merge: ``"prepend"``, or a placeholder token per encoder
+            (``{vision: "<image>"}``), or the import path of a merge policy.
+        mask: which tokens of the merged sequence see which: ``"causal"``, ``"multimodal"``
+            (text is causal, an encoder's tokens see one another), ``"multimodal_isolated"``
+            (an item's tokens see their item), ``"causal_with_own_image"`` (causal, and an
+            item's tokens see all of it), or the import path of a mask policy; default: the
+            language model's own mask.
+        packing: run a microbatch's samples as one sequence without padding, each a document by
+            itself.
+        trust_remote_code: run Python files that folders of models, tokenizers and processors
+            bring (``auto_map``), in every process; otherwise a folder that needs them is refused.
+        router_loss: ``"ignore"`` leaves out what a mixture of experts adds to its loss for its
+            routers; without it, such a model is refused.
+    """
+
+    language_model: SourceSection
+    encoders: dict[str, EncoderSection] = Field(default_factory=dict)
+    merge: Text | dict[str, Text] = "prepend"
+    mask: Text | None = None
+    packing: bool = False
+    trust_remote_code: bool = False
+    router_loss: Literal["ignore"] | None = None
+
+
+# The least is for the class that says which: ParallelSpec.
+Degree = Annotated[int, Field(le=MOST_COUNT)]
+
+
+class LayoutSection(Section):
+    """Layout of one module: see :class:`raymm.runtime.specs.ParallelSpec`, which checks the
+    numbers."""
+
+    pp: Degree = 1
+    chunks: Degree = 1
+    replicas: Degree | None = None
+    tp: Degree = 1
+    cp: Degree = 1
+    dp: Degree = 1
+    sharding: Literal["none", "zero1", "fsdp"] = "none"
+    recompute_layers: Text | Tuple[Text] = "keep"
+    layers: Tuple[int] | None = None
+    ranks: Tuple[int] | None = None
+    quota: float | None = None
+
+
+class ParallelSection(Section):
+    """What runs where. Without ``language_model``, ``encoders`` and ``plan``, raymm plans.
+
+    Attributes:
+        language_model, encoders: layouts by module; what is not named gets one stage on a rank
+            of its own.
+        plan: a file that ``raymm plan`` saved, which is used instead of layouts: a pipelined plan
+            or a multiplexed mapping.
+        style: where raymm plans: ``"pipelined"`` (the default), ``"multiplexed"``, or ``"auto"``,
+            whichever is predicted to be faster.
+        schedule: ``"1f1b"`` (the default of layouts), ``"zero_bubble"`` or ``"gpipe"``; where
+            raymm plans, the only one it tries.
+        recompute: run forwards again for their backward instead of keeping activations. Where
+            raymm plans, ``"layers"`` means: every layer keeps as much as there is memory for; and
+            None: what is fastest within the memory.
+    """
+
+    language_model: LayoutSection = Field(default_factory=LayoutSection)
+    encoders: dict[str, LayoutSection] = Field(default_factory=dict)
+    plan: Text | None = None
+    style: Literal["pipelined", "multiplexed", "auto"] | None = None
+    schedule: Text | None = None
+    recompute: bool | Literal["layers"] | None = None
+
+    @property
+    def has_layouts(self) -> bool:
+        """Whether layouts are given, so that there is nothing to plan."""
+        return bool(self.model_fields_set & {"language_model", "encoders"})
+
+
+class PlanningSection(Section):
+    """What raymm plans for, where it plans. Options of ``raymm plan`` go before it.
+
+    Attributes:
+        ranks: how many devices there will be; those of the cluster by default.
+        device: a device that costs are computed for (``raymm.scheduler.costs.devices``); the
+            cluster's by default.
+        profile: file of ``raymm profile``; its measured costs are used instead.
+        tokens: tokens per sample, by module: the language model's with everything merged in,
+            an encoder's of one item. Where not given, those of the training data.
+        memory_gib: GiB that a device may use; by default 0.9 of the device's memory, without
+            limit on CPUs.
+        ranks_per_node: devices that share a node; decides which links are fast.
+        degrees: which degrees of parallelism within modules may be used beside pipelines:
+            ``auto`` (all), ``none``, or a list of ``tp``, ``cp``, ``dp``; ``tp=4`` up to a degree,
+            ``llm.tp=4`` with this one.
+    """
+
+    ranks: Count | None = None
+    device: Text | None = None
+    profile: Text | None = None
+    tokens: dict[str, int] = Field(default_factory=dict)
+    memory_gib: float | None = Field(default=None, gt=0, le=MOST_COUNT)
+    ranks_per_node: Count = 8
+    degrees: Text | list[Text] = "auto"
+
+
+class ResourcesSection(Section):
+    """What one rank reserves in Ray, and how many threads it computes with."""
+
+    cpus: float = Field(default=1.0, ge=0, le=MOST_COUNT)
+    gpus: float | None = Field(default=None, ge=0, le=MOST_COUNT)
+    custom: dict[Text, Annotated[float, Field(ge=0, le=MOST_COUNT)]] = Field(default_factory=dict)
+    threads: int = Field(default=1, ge=1, le=MOST_THREADS)
+
+    @field_validator("custom")
+    @classmethod
+    def _not_ours(cls, custom: dict[str, float]) -> dict[str, float]:
+        if taken := sorted({"CPU", "GPU"} & set(custom)):
+            raise ValueError(f"{taken[0]} has a field of its own: give cpus or gpus")
+        return custom
+
+    def for_device(self, device: str) -> RankResources:
+        gpus = self.gpus if self.gpus is not None else float(device == "cuda")
+        return RankResources(self.cpus, gpus, self.custom)
+
+
+class OptimizerSection(Section):
+    """AdamW: see :class:`raymm.actors.optimizer.optimizer.OptimizerConfig`. ``total_steps`` is the
+    run's ``steps`` unless given."""
+
+    lr: float = 1e-3
+    betas: Tuple[float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    max_grad_norm: float | None = 1.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegative = 0
+    total_steps: Count | None = None
+    min_lr_ratio: float = 0.0
+
+    @model_validator(mode="after")
+    def _numbers_make_sense(self) -> OptimizerSection:
+        self.build(steps=1)
+        return self
+
+    def build(self, steps: int) -> OptimizerConfig:
+        values = self.model_dump()
+        # A run that ends within its warm-up is a short try of a longer one.
+        values["total_steps"] = self.total_steps or max(steps, self.warmup_steps)
+        return OptimizerConfig(**values)
+
+
+class RunConfig(Section):
+    """How long to run, and what to write where.
+
+    Attributes:
+        storage_path: folder of the run; on a cluster, one that every node can reach. A run
+            whose folder holds a checkpoint goes on from it.
+        steps: optimizer steps in all.
+        checkpoint_every: steps between checkpoints; the last step always writes one.
+        keep_checkpoints: how many to keep.
+        eval_every: steps between held-out evaluations; None for none. The first is before
+            the first step.
+        eval_steps: held-out steps per evaluation; None for all of the held-out data.
+        eval_shuffled: also report the held-out loss with each modality's items given to the
+            wrong samples: the gap to the right ones is what the model gets out of them.
+        log_every: steps between printed lines.
+        seed: of random weights and dropout.
+        precision: ``"fp32"``, or ``"bf16"`` autocast with fp32 parameters.
+        device: ``"cpu"``, ``"cuda"``, or ``"auto"``: CUDA if the cluster has GPUs.
+        timeout_s: seconds a rank may wait for another, and one instruction (a stage's forward of a
+            microbatch, say) may take.
+        steps_in_flight: steps submitted ahead, so that ranks never wait for the driver.
+        max_skipped_steps: a step whose loss or gradients are not finite is not applied; after so
+            many in a row the run ends with an error.
+        log_samples: write ``samples.jsonl``: which samples every step had, by microbatch.
+        allow_changes: fields that may be others than those of the checkpoint that the run goes on
+            from, though that is refused by default (:mod:`raymm.storage.resuming`); as the
+            error has them.
+    """
+
+    storage_path: Text
+    steps: Count
+    checkpoint_every: Count = 100
+    keep_checkpoints: Count = 2
+    eval_every: Count | None = None
+    eval_steps: Count | None = None
+    eval_shuffled: bool = True
+    log_every: Count = 10
+    seed: Seed = 0
+    precision: Literal["fp32", "bf16"] = "fp32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    timeout_s: Seconds = 300.0
+    steps_in_flight: int = Field(default=2, ge=1, le=8)
+    max_skipped_steps: Count = 10
+    log_samples: bool = False
+    allow_changes: list[Text] = Field(default_factory=list)
+
+
+class TrainConfig(Section):
+    """A whole configuration file."""
+
+    run: RunConfig
+    model: ModelSection
+    data: DataConfig
+    parallel: ParallelSection = Field(default_factory=ParallelSection)
+    planning: PlanningSection = Field(default_factory=PlanningSection)
+    optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
+    resources: ResourcesSection = Field(default_factory=ResourcesSection)
+
+    @model_validator(mode="after")
+    def _modalities_match(self) -> TrainConfig:
+        unknown = set(self.data.modalities) - set(self.model.encoders)
+        if unknown:
+            raise ValueError(
+                f"data.modalities has {sorted(unknown)}, but model.encoders are "
+                f"{sorted(self.model.encoders) or 'none'}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _trust_is_for_all_folders(self) -> TrainConfig:
+        if self.model.trust_remote_code:
+            self.data.trust_remote_code = True
+        return self
+
+    @model_validator(mode="after")
+    def _something_to_evaluate(self) -> TrainConfig:
+        if self.run.eval_every is not None and self.data.heldout is None:
+            raise ValueError(
+                f"run.eval_every is {self.run.eval_every}, but data.heldout is not given; give it, "
+                "or leave out the first"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _placeholders_of_the_merge(self) -> TrainConfig:
+        """Data workers need to know them, to compare them with the items of a sample."""
+        merge = self.model.merge if isinstance(self.model.merge, dict) else {}
+        for name, modality in self.data.modalities.items():
+            token = merge.get(name)
+            if token is None:
+                continue
+            if modality.placeholder not in (None, token):
+                raise ValueError(
+                    f"data.modalities.{name}.placeholder is {modality.placeholder!r}, but "
+                    f"model.merge.{name} is {token!r}; leave out the first"
+                )
+            modality.placeholder = token
+        return self
+
+
+def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> TrainConfig:
+    """Read a configuration file.
+
+    Args:
+        path: YAML file.
+        overrides: ``key.path=value`` strings, applied in order.
+
+    Raises:
+        ConfigError: naming the file, or every wrong field.
+    """
+    data = read_sections(path, overrides)
+    try:
+        return parse_config(data)
+    except ConfigError as error:
+        raise ConfigError(f"{path}:\n{error}") from None
+
+
+def parse_config(data: dict[str, Any]) -> TrainConfig:
+    """Check configuration values.
+
+    Raises:
+        ConfigError: naming every wrong field.
+    """
+    try:
+        return TrainConfig.model_validate(expand_variables(data))
+    except ValidationError as error:
+        raise ConfigError(explain(error, TrainConfig)) from None

@@ -1,0 +1,1 @@
+"""What a model costs: counted, estimated, or read from a profile."""

@@ -1,0 +1,238 @@
+"""Analytic costs: what a model's layers would take on a named device, without weights or GPU.
+
+A layer's time is its roofline: the larger of FLOPs at the rate that matrix products reach and
+of bytes at the memory's bandwidth. FLOPs and bytes come from :mod:`raymm.costs.layer_count`.
+
+- Forward: products with weights, and attention.
+- B_d: the same products again (the output's gradient times each weight), and 2.5 times the
+  forward's attention: of flash attention's five backward products one recomputes the scores,
+  the forward has two (Dao, FlashAttention-2, section 3.1.2).
+- B_w: the products once more (input times the output's gradient); attention has no weights.
+
+Blocks hand on fp32 in both dtypes: under autocast the residual stream starts with an fp32
+embedding and stays that.
+
+- Blocks that make activations again (:data:`raymm.scheduler.costs.recomputation.OPTIONS`) run their
+  products again; what is no product takes as long as reading and writing it. Copies to the
+  host's memory and back are hidden by the layer's own forward and backward, as far as those
+  last.
+
+Not counted: communication between the processes of a rank (that is
+:mod:`raymm.scheduler.schedule.process_costs`), the optimizer, and work that is no product (norms,
+activation functions, rotary tables), which fusion may or may not hide; nor the copies of fp32
+weights in the compute dtype that autocast keeps with each microbatch of a trainable module. For
+planning, ratios between layers matter more than their absolute size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import nn
+
+from raymm.costs.layer_count import (
+    LayerCount,
+    Load,
+    LoadError,
+    count_blocks,
+    count_layers,
+    default_tokens,
+)
+from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule
+from raymm.scheduler.costs.devices import DeviceSpec, find_device
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
+from raymm.scheduler.costs.recomputation import ALL, ATTENTION, MATMULS, OFFLOAD, LayerOption
+
+ATTENTION_BACKWARD = 2.5
+_ELEMENT_BYTES = {"bf16": 2, "fp32": 4}
+_FP32_BYTES = 4
+
+
+def analytic_profile(
+    model: MultimodalModule,
+    loads: Mapping[str, Load],
+    device: DeviceSpec | str,
+    dtype: str = "bf16",
+    *,
+    tp: int | Mapping[str, int] = 1,
+    cp: int | Mapping[str, int] = 1,
+) -> CostProfile:
+    """Costs of every layer of a model on one microbatch.
+
+    Args:
+        model: the description; only its structure is used.
+        loads: per module, what a microbatch is to it. The language model's (``"llm"``) is
+            required, with its merged length. An encoder without one gets an item per sample of
+            the language model, with as many tokens as its config says. The projector works on
+            its encoder's tokens.
+        device: a device, or the name of one in :data:`raymm.scheduler.costs.devices.DEVICES`.
+        dtype: compute dtype, ``"bf16"`` or ``"fp32"``.
+        tp, cp: size of the tensor and context parallel group that acts as one rank, for all
+            modules or per module. Times and activations are those of one of its GPUs: divided
+            by both; parameters are divided by ``tp``, outputs by ``cp``.
+
+    Raises:
+        LoadError: on a module that does not exist, or one whose load is missing.
+        DeviceError: on an unknown device, or a dtype it has no rate for.
+    """
+    device = find_device(device) if isinstance(device, str) else device
+    names = (*model.encoder_names, LANGUAGE_MODEL)
+    if unknown := set(loads) - set(names):
+        raise LoadError(f"loads name {sorted(unknown)}; the model's modules are {list(names)}")
+    if LANGUAGE_MODEL not in loads:
+        raise LoadError(f"loads lack {LANGUAGE_MODEL!r}: give Load(samples, merged tokens)")
+    layers: dict[str, tuple[LayerCost, ...]] = {}
+    tokens: dict[str, int] = {}
+    for name in names:
+        spec = model.language_spec() if name == LANGUAGE_MODEL else model.encoder_spec(name)
+        skeleton = spec.source.skeleton()
+        load = loads.get(name) or Load(loads[LANGUAGE_MODEL].samples, default_tokens(skeleton))
+        sizes = {"tp": _size("tp", tp, name), "cp": _size("cp", cp, name)}
+        layers[name] = analytic_layers(
+            skeleton, load, device, dtype, causal=name == LANGUAGE_MODEL, **sizes
+        )
+        projector = getattr(spec, "projector", None)
+        if projector is not None:
+            layers[name] += projector_layers(projector.skeleton(), load, device, dtype, **sizes)
+        tokens[name] = load.total
+    return CostProfile(layers, device.name, dtype, "analytic", tokens)
+
+
+def analytic_layers(
+    module: nn.Module,
+    load: Load,
+    device: DeviceSpec | str,
+    dtype: str = "bf16",
+    *,
+    causal: bool = False,
+    tp: int = 1,
+    cp: int = 1,
+) -> tuple[LayerCost, ...]:
+    """Costs of one module's layers (without projector).
+
+    Args:
+        module: a skeleton; parameters may be on the meta device.
+        load: what it has to do.
+        device, dtype, tp, cp: as for :func:`analytic_profile`.
+        causal: whether it is a causal language model, with head and loss.
+    """
+    layers = _costs(count_layers(module, load, causal), device, dtype, tp, cp)
+    device = find_device(device) if isinstance(device, str) else device
+    seconds = _Roofline(device, dtype, tp, cp, _FP32_BYTES)
+    blocks = count_blocks(module, load, causal)
+    return tuple(
+        replace(layer, options=seconds.options(block, layer.activation_bytes))
+        for layer, block in zip(layers, blocks, strict=True)
+    ) if blocks else layers
+
+
+def projector_layers(
+    projector: nn.Module,
+    load: Load,
+    device: DeviceSpec | str,
+    dtype: str = "bf16",
+    *,
+    tp: int = 1,
+    cp: int = 1,
+) -> tuple[LayerCost]:
+    """The cost of a projector as its encoder's last layer, one entry."""
+    counts = count_layers(projector, load)
+    total = sum(counts, LayerCount())
+    total = replace(total, output_elements=counts[-1].output_elements)
+    # The last product gives the compute dtype.
+    return _costs((total,), device, dtype, tp, cp, _ELEMENT_BYTES.get(dtype, _FP32_BYTES))
+
+
+def _size(what: str, value: int | Mapping[str, int], module: str) -> int:
+    size = value.get(module, 1) if isinstance(value, Mapping) else value
+    if type(size) is not int or size < 1:
+        raise LoadError(f"{what} of {module!r} is {size!r}; it must be a whole number >= 1")
+    return size
+
+
+def _costs(
+    counts: tuple[LayerCount, ...], device: DeviceSpec | str, dtype: str, tp: int, cp: int,
+    output_bytes: int = _FP32_BYTES,
+) -> tuple[LayerCost, ...]:
+    device = find_device(device) if isinstance(device, str) else device
+    seconds = _Roofline(device, dtype, tp, cp, output_bytes)
+    return tuple(seconds.cost(count) for count in counts)
+
+
+class _Roofline:
+    """Times of counted layers on one GPU of a tensor and context parallel group."""
+
+    def __init__(
+        self, device: DeviceSpec, dtype: str, tp: int, cp: int, output_bytes: int
+    ) -> None:
+        self._output_bytes = output_bytes
+        self._rate = device.peak(dtype) * device.efficiency
+        self._bandwidth = device.memory_bandwidth
+        self._to_host = device.to_host
+        self._bytes = _ELEMENT_BYTES[dtype]
+        self._tp, self._cp = tp, cp
+
+    def _seconds(self, flops: float, traffic: float, weights: float) -> float:
+        shared = self._tp * self._cp
+        bytes_moved = traffic / shared + weights / self._tp
+        return max(flops / shared / self._rate, bytes_moved / self._bandwidth)
+
+    def _kept(self, count: LayerCount) -> float:
+        """Bytes that autograd keeps."""
+        kept = count.kept_elements * self._bytes + count.kept_fp32 * _FP32_BYTES
+        return kept / (self._tp * self._cp)
+
+    def options(self, block: LayerCount, activation_bytes: int) -> tuple[LayerOption, ...]:
+        """What a layer may do with the activations of its block. What is outside the block is
+        kept; what is no product is as long as its traffic."""
+        cost, kept = self.cost(block), self._kept(block)
+        outside = activation_bytes - round(kept)
+        shared = self._tp * self._cp
+        stream = block.output_elements * _FP32_BYTES / self._cp
+        attention = block.attention_elements * self._bytes / shared
+        products = block.product_elements * self._bytes / shared
+        remade = max(0.0, kept - products - attention) + products
+        without_attention = self._seconds(
+            block.matmul_flops,
+            (block.traffic_elements - block.attention_traffic) * self._bytes,
+            block.weight_elements * self._bytes,
+        )
+        found = [
+            (MATMULS, remade / self._bandwidth, stream + products + attention),
+            (ATTENTION, without_attention, stream + attention),
+            (ALL, cost.forward, stream),
+        ]
+        if self._to_host is not None:
+            way = kept / self._to_host
+            backward = cost.backward_input + cost.backward_weight
+            hidden = max(0.0, way - cost.forward) + max(0.0, way - backward)
+            found.append((OFFLOAD, hidden, 0.0))
+        return tuple(
+            LayerOption(name, seconds, outside + round(held))
+            for name, seconds, held in found if held < kept
+        )
+
+    def cost(self, count: LayerCount) -> LayerCost:
+        """Of a layer, or a part of one."""
+        traffic = count.traffic_elements * self._bytes
+        weights = count.weight_elements * self._bytes
+        return LayerCost(
+            forward=self._seconds(count.matmul_flops + count.attention_flops, traffic, weights),
+            backward_input=self._seconds(
+                count.matmul_flops + ATTENTION_BACKWARD * count.attention_flops, traffic, weights
+            ),
+            # The weights' gradients are written in fp32.
+            backward_weight=self._seconds(
+                count.matmul_flops, traffic, count.weight_elements * _FP32_BYTES
+            ),
+            activation_bytes=round(self._kept(count)),
+            parameter_bytes=round(count.parameters * _FP32_BYTES / self._tp),
+            output_bytes=round(count.output_elements * self._output_bytes / self._cp),
+            replicated_bytes=min(
+                count.replicated * _FP32_BYTES, round(count.parameters * _FP32_BYTES / self._tp)
+            ),
+            key_value_bytes=round(
+                count.key_value_elements * self._bytes / (self._tp * self._cp)
+            ),
+        )

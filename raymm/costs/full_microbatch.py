@@ -1,0 +1,33 @@
+"""The microbatch that profiles are measured on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from raymm.data import DataConfig, local_steps
+from raymm.scheduler.costs.layer_costs import ProfileError
+
+# Steps of data that are looked through for a microbatch with every modality.
+MAX_STEPS = 8
+
+
+def full_microbatch(config: DataConfig, modalities: Sequence[str]) -> dict[str, Any]:
+    """A microbatch with every modality: of the first step that has one, that with the most
+    items, and of those the one with the most text.
+
+    Raises:
+        ProfileError: if there is none in the first :data:`MAX_STEPS` steps.
+    """
+    seen: set[str] = set()
+    for step in local_steps(config, steps=MAX_STEPS):
+        found = [
+            (sum(map(len, meta.items.values())), meta.num_samples * meta.seq_len, -index)
+            for index, meta in enumerate(step.meta) if set(modalities) <= set(meta.items)
+        ]
+        if found:
+            return step.microbatches[-max(found)[2]]
+        seen |= {name for meta in step.meta for name in meta.items}
+    missing = sorted(set(modalities) - seen)
+    what = f"no sample with {missing}" if missing else f"no microbatch with all of {modalities}"
+    raise ProfileError(f"the first {MAX_STEPS} steps of data.train have {what}; nothing to run")

@@ -1,0 +1,35 @@
+"""Measured costs of layers in files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from raymm.scheduler.costs.layer_costs import ProfileError
+from raymm.scheduler.costs.profile_table import ProfileTable
+from raymm.scheduler.graph.strict_json import MultiplexError, read_file
+
+
+def save_table(table: ProfileTable, path: str | os.PathLike[str]) -> Path:
+    """Write a table as JSON, whole or not at all."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.tmp")
+    temporary.write_text(table.to_json())
+    temporary.replace(target)
+    return target
+
+
+def load_table(path: str | os.PathLike[str]) -> ProfileTable:
+    """Read what :func:`save_table` wrote.
+
+    Raises:
+        ProfileError: if there is no such file, or something in it is wrong; names the file.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ProfileError(f"profile is {str(path)!r}; there is no such file")
+    try:
+        return ProfileTable.from_json(read_file(file))
+    except (ProfileError, MultiplexError) as error:
+        raise ProfileError(f"{path}: {error}") from None

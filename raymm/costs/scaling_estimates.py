@@ -1,0 +1,344 @@
+"""Scaling surfaces before anything was measured: estimates from a model's FLOPs and traffic.
+
+For each data-parallel degree d a module's layers are counted on the samples that each GPU then has
+(:mod:`raymm.costs.analytic`), so weights are read as often as they would be. For each quota a:
+
+- A module whose products fill the device takes exactly as long as :mod:`raymm.costs.analytic` says
+on all
+  multiprocessors; how much of that is arithmetic and how much is traffic comes from the same counts
+  (:class:`raymm.scheduler.multiplex.roofline.ModuleWork` joins the two).
+- Arithmetic takes longer the fewer multiprocessors there are, and a module uses no more of them
+  than its average product has tiles of :data:`TILE` x :data:`TILE` outputs, on a whole device
+  either. That is why small encoders gain little from one. :func:`filled_profile` gives the planner
+  of pipelines layer costs by the same rule.
+- A share of :attr:`ModuleWork.saturation` of the multiprocessors reaches the full memory bandwidth.
+- Gradients are summed over the d replicas by a ring over the device's links, not hidden behind the
+  backward.
+
+Not counted: kernel launches, the optimizer, messages between modules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from raymm.actors.modules.blocks import find_blocks
+from raymm.actors.quota import Multiprocessors
+from raymm.costs.analytic import analytic_layers, projector_layers
+from raymm.costs.layer_count import Load, LoadError, count_layers, default_tokens
+from raymm.model.module_dag import ModuleDag
+from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule, module_graph
+from raymm.scheduler.costs.devices import DeviceSpec, Links
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
+from raymm.scheduler.graph.strict_json import MultiplexError
+from raymm.scheduler.multiplex.interference import Interference
+from raymm.scheduler.multiplex.roofline import RIDGE, ModuleWork
+from raymm.scheduler.multiplex.surface import ScalingSurface
+from raymm.scheduler.schedule.process_costs import all_reduce_seconds
+
+# Outputs of a matrix product that one multiprocessor makes at a time, on a side: the usual tile
+# of cuBLAS's kernels on large products.
+TILE = 128
+# A rate that takes no time, so that what remains of a roofline is its other side.
+_NO_TIME = 1e30
+# Of a module that does nothing that is counted; a surface needs a time.
+_LEAST_SECONDS = 1e-9
+
+# Multiprocessors, and how many are set apart together: NVIDIA's data sheets, and the CUDA
+# programming guide on green contexts (compute capability 8: at least 4; 9: groups of 8).
+MULTIPROCESSORS: Mapping[str, Multiprocessors] = {
+    "A40": Multiprocessors(84, 4),
+    "A100-40GB": Multiprocessors(108, 4),
+    "A100-80GB": Multiprocessors(108, 4),
+    "H100": Multiprocessors(132, 8),
+    "H200": Multiprocessors(132, 8),
+    "L4": Multiprocessors(58, 4),
+    "RTX4090": Multiprocessors(128, 4),
+}
+
+# While m uses the bus, which is a share B(m) of its time, others use a share R of it, the sum of
+# theirs. Where both do, each gets its part of the bandwidth and m's transfers take 1 + R as long:
+# a delay of B(m) * R of its time. Nothing measured; eq. 8 of Mosaic with e3 = 1, for two modules.
+BANDWIDTH_SHARES = Interference(product=1.0, unit="relative", coupling="own")
+
+
+@dataclass(frozen=True)
+class ModuleShape:
+    """What estimates need of a module; no weights.
+
+    Attributes:
+        name: of it.
+        module: its skeleton.
+        projector: that of an encoder's projector, its last layer.
+        causal: whether it is a causal language model, with head and loss.
+        trainable: per layer.
+        before: per layer, whether something trainable is before it, so that it has B_d.
+    """
+
+    name: str
+    module: nn.Module
+    projector: nn.Module | None
+    causal: bool
+    trainable: tuple[bool, ...]
+    before: tuple[bool, ...]
+
+    def layers(self, load: Load, device: DeviceSpec, dtype: str) -> tuple[LayerCost, ...]:
+        """Costs of its layers, as of :func:`raymm.costs.analytic.analytic_profile`."""
+        found = analytic_layers(self.module, load, device, dtype, causal=self.causal)
+        if self.projector is not None:
+            found += projector_layers(self.projector, load, device, dtype)
+        return found
+
+    def seconds(self, layers: Sequence[LayerCost]) -> float:
+        """Forward and backward, with the frozen rules."""
+        return math.fsum(
+            cost.forward + cost.backward_input * earlier + cost.backward_weight * trained
+            for cost, trained, earlier in zip(layers, self.trainable, self.before, strict=True)
+        )
+
+    def tiles(self, load: Load) -> float:
+        """Tiles of the average product of its layers."""
+        elements = math.fsum(one.product_elements for one in count_layers(
+            self.module, load, self.causal
+        ))
+        products = [
+            p for m in self.module.modules() if not isinstance(m, nn.Embedding)
+            for p in m._parameters.values() if p is not None and p.dim() > 1
+        ]
+        return max(1.0, elements / max(1, len(products)) / TILE**2)
+
+
+def shapes_of(model: MultimodalModule | ModuleDag) -> tuple[ModuleShape, ...]:
+    """The modules of a model that are mapped: all but losses without weight matrices (a contrastive
+    loss), which run where their inputs are made."""
+    if isinstance(model, ModuleDag):
+        return _dag_shapes(model)
+    graph = module_graph(model)
+    found, trained = [], False
+    for node in graph.nodes:  # the language model is last
+        language = node.name == LANGUAGE_MODEL
+        spec = model.language_spec() if language else model.encoder_spec(node.name)
+        projector = getattr(spec, "projector", None)
+        found.append(ModuleShape(
+            node.name, spec.source.skeleton(), projector and projector.skeleton(), language,
+            node.trainable, _before(node.trainable, language and trained),
+        ))
+        trained = trained or any(node.trainable)
+    return tuple(found)
+
+
+def edges_of(
+    model: MultimodalModule | ModuleDag, modules: Sequence[str]
+) -> tuple[tuple[str, str], ...]:
+    """(producer, consumer) pairs among these modules."""
+    edges = model.graph.edges if isinstance(model, ModuleDag) else module_graph(model).edges
+    return tuple((a, b) for a, b in edges if a in modules and b in modules)
+
+
+def _dag_shapes(dag: ModuleDag) -> tuple[ModuleShape, ...]:
+    found, trained = [], {}
+    for name in dag.graph.order:
+        modality = dag.nodes[name].modality
+        skeleton, projector = modality.source().skeleton(), modality.projector
+        trainable = _trainable_layers(skeleton)
+        if projector is not None:
+            trainable += (any(p.requires_grad for p in projector.parameters()),)
+        earlier = any(trained[use.producer] for use in dag.graph.by_name[name].uses)
+        trained[name] = earlier or any(trainable)
+        if not dag.nodes[name].loss or any(p.dim() > 1 for p in skeleton.parameters()):
+            found.append(ModuleShape(
+                name, skeleton, projector, _is_language_model(skeleton), trainable,
+                _before(trainable, earlier),
+            ))
+    return tuple(found)
+
+
+def _is_language_model(module: nn.Module) -> bool:
+    head = getattr(module, "get_output_embeddings", lambda: None)()
+    return head is not None and "CausalLM" in type(module).__name__
+
+
+def _trainable_layers(module: nn.Module) -> tuple[bool, ...]:
+    path = find_blocks(module)
+    if path is None or len(module.get_submodule(path)) < 2:
+        return (any(p.requires_grad for p in module.parameters()),)
+    flags = [
+        any(p.requires_grad for p in block.parameters()) for block in module.get_submodule(path)
+    ]
+    outside = (p for n, p in module.named_parameters() if not n.startswith(path + "."))
+    if any(p.requires_grad for p in outside):
+        flags[0] = flags[-1] = True
+    return tuple(flags)
+
+
+def _before(trainable: Sequence[bool], earlier: bool) -> tuple[bool, ...]:
+    return tuple(earlier or any(trainable[:index]) for index in range(len(trainable)))
+
+
+def batch_loads(
+    shapes: Sequence[ModuleShape], tokens: Mapping[str, int], batch: int
+) -> dict[str, Load]:
+    """Loads of a batch of which only lengths are known: one item per sample.
+
+    Raises:
+        LoadError: on an unknown module, a number below 1, or a length that nobody says.
+    """
+    names = [shape.name for shape in shapes]
+    for name in tokens:
+        if name not in names:
+            raise LoadError(f"tokens name {name!r}; the model's modules are {', '.join(names)}")
+    found = {}
+    for shape in shapes:
+        each = tokens.get(shape.name)
+        if each is None:
+            try:
+                each = default_tokens(shape.module)
+            except LoadError as error:
+                raise LoadError(f"tokens of {shape.name!r} are not given: {error}") from None
+        found[shape.name] = Load(batch, each)
+    return found
+
+
+def local_load(load: Load, parts: int) -> Load:
+    """The largest of so many equal parts of a load."""
+    samples = -(-load.samples // parts)
+    labels = None if load.labels is None else min(-(-load.labels // parts), samples * load.tokens)
+    return Load(samples, load.tokens, labels)
+
+
+def estimated_surface(
+    shape: ModuleShape,
+    load: Load,
+    device: DeviceSpec,
+    *,
+    gpus: int,
+    steps: int,
+    dtype: str = "bf16",
+    links: Links | None = None,
+    factor: float = 1.0,
+) -> ScalingSurface:
+    """A module's surface on a device, at powers of two of the GPUs that have a sample each.
+
+    Args:
+        shape: the module.
+        load: of the whole batch.
+        device: where. CPUs have no quotas: there the only one is the whole device.
+        gpus, steps: of the pool, and of a GPU's quota.
+        dtype: compute dtype.
+        links: that gradients are summed over; None: that takes no time.
+        factor: times are multiplied by this (what a measurement says of the estimate).
+
+    Raises:
+        DeviceError: a dtype that the device has no rate for.
+        MultiplexError: steps finer than what the device can set apart.
+    """
+    check_steps(device.name, steps)
+    degrees = [1 << j for j in range(min(gpus, load.samples).bit_length())]
+    works = [_work(shape, local_load(load, d), device, dtype, factor) for d in degrees]
+    parts = MULTIPROCESSORS.get(device.name)
+    quotas = tuple(range(1, steps + 1)) if parts else (steps,)
+    reduced = math.fsum(
+        cost.parameter_bytes
+        for cost, trained in zip(
+            shape.layers(local_load(load, 1), device, dtype), shape.trainable, strict=True
+        ) if trained
+    )
+    return ScalingSurface(
+        shape.name, tuple(degrees), quotas, steps,
+        tuple(
+            tuple(
+                work.seconds(1, q / steps) + (
+                    all_reduce_seconds(reduced, d, links.between(range(d))) if links else 0.0
+                )
+                for q in quotas
+            )
+            for d, work in zip(degrees, works, strict=True)
+        ),
+        tuple(work.state_bytes + work.activation_bytes for work in works),
+        tuple(works[0].bandwidth(q / steps) for q in quotas),
+    )
+
+
+def filled_profile(
+    profile: CostProfile, shapes: Sequence[ModuleShape], loads: Mapping[str, Load],
+    device: DeviceSpec,
+) -> CostProfile:
+    """An analytic profile of microbatches in which modules too small to fill the device take
+    longer, as they do in :func:`estimated_surface`.
+
+    Args:
+        profile: of the microbatch.
+        shapes: the model's modules.
+        loads: of the microbatch.
+        device: the profile's.
+    """
+    layers = dict(profile.modules)
+    for shape in shapes:
+        slower = _work(shape, loads[shape.name], device, profile.dtype, 1.0).seconds(1, 1.0)
+        slower /= shape.seconds(shape.layers(loads[shape.name], device, profile.dtype))
+        layers[shape.name] = slowed_layers(layers[shape.name], slower)
+    return replace(profile, modules=layers)
+
+
+def slowed_layers(layers: Sequence[LayerCost], factor: float) -> tuple[LayerCost, ...]:
+    """Layers that take so many times as long."""
+    return tuple(
+        replace(
+            cost, forward=cost.forward * factor, backward_input=cost.backward_input * factor,
+            backward_weight=cost.backward_weight * factor,
+            options=tuple(one._replace(seconds=one.seconds * factor) for one in cost.options),
+        )
+        for cost in layers
+    )
+
+
+def measured_factor(
+    shape: ModuleShape, load: Load, measured: Sequence[LayerCost], device: DeviceSpec, dtype: str
+) -> float:
+    """What measured layers of a microbatch take, as a multiple of their estimate."""
+    return shape.seconds(measured) / _work(shape, load, device, dtype, 1.0).seconds(1, 1.0)
+
+
+def check_steps(device: str, steps: int) -> None:
+    """
+    Raises:
+        MultiplexError: a step of a quota is less than what the device can set apart.
+    """
+    parts = MULTIPROCESSORS.get(device)
+    if parts is not None and 1 / steps < parts.smallest_quota:
+        raise MultiplexError(
+            f"steps is {steps}: a step of quota would be {parts.total / steps:.1f} of the "
+            f"{parts.total} multiprocessors of {device}, which sets {parts.granularity} apart at a "
+            f"time; accepted: 1 to {parts.groups}"
+        )
+
+
+def _work(
+    shape: ModuleShape, load: Load, device: DeviceSpec, dtype: str, factor: float
+) -> ModuleWork:
+    """Of the samples of one GPU."""
+    layers = shape.layers(load, device, dtype)
+    compute = shape.seconds(
+        shape.layers(load, replace(device, memory_bandwidth=_NO_TIME), dtype)
+    )
+    no_flops = {name: _NO_TIME for name in device.flops}
+    memory = shape.seconds(shape.layers(load, replace(device, flops=no_flops), dtype))
+    # Layers take the larger of the two each; the surface's smooth ridge must not add to that.
+    compute, memory = max(compute, _LEAST_SECONDS), max(memory, _LEAST_SECONDS)
+    ridge = (compute**RIDGE + memory**RIDGE) ** (1 / RIDGE)
+    scale = factor * max(shape.seconds(layers), _LEAST_SECONDS) / ridge
+    parts = MULTIPROCESSORS.get(device.name)
+    profile = CostProfile({shape.name: layers}, device.name, dtype)
+    flags = list(zip(layers, shape.trainable, shape.before, strict=True))
+    return ModuleWork(
+        shape.name, compute * scale, memory * scale,
+        parallel=1.0 if parts is None else min(1.0, shape.tiles(load) / parts.total),
+        state_bytes=sum(profile.state_bytes(cost, trained) for cost, trained, _ in flags),
+        activation_bytes=sum(
+            cost.activation_bytes for cost, trained, earlier in flags if trained or earlier
+        ),
+    )

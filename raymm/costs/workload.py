@@ -1,0 +1,192 @@
+"""How much one microbatch is to each module: what analytic costs are computed for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from raymm.actors.modules.blocks import find_blocks
+from raymm.actors.modules.merge import IGNORE_INDEX, Prepend
+from raymm.actors.modules.message import MicrobatchContext
+from raymm.costs.layer_count import Load, LoadError, default_tokens
+from raymm.data.sampling.batching import ItemTokens
+from raymm.model.batch_rules import complete_microbatch
+from raymm.model.encoder_trial import skeleton_chain
+from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule
+
+# Tokens of an item of an encoder that does not say and cannot be asked.
+ASSUMED_TOKENS = 256
+# Of one sample; more is a mistake.
+MOST_TOKENS = 10**9
+
+
+@dataclass(frozen=True)
+class Loads:
+    """Loads by module, and remarks a person should see."""
+
+    by_module: Mapping[str, Load]
+    notes: tuple[str, ...] = ()
+
+
+def loads_of_microbatch(model: MultimodalModule, microbatch: Mapping[str, Any]) -> Loads:
+    """The loads of a real microbatch.
+
+    An encoder's tokens come from running its skeleton, without weights or memory (torch's meta
+    device), on the shapes of one item; where that does not work, from its config.
+
+    Args:
+        model: the description.
+        microbatch: as :meth:`MultimodalModule.forward` takes it.
+    """
+    microbatch = complete_microbatch(microbatch, model.encoder_names)
+    loads: dict[str, Load] = {}
+    notes: list[str] = []
+    lengths = microbatch["attention_mask"].sum(dim=1)
+    rows = len(lengths)
+    for name in model.encoder_names:
+        items = microbatch.get(name)
+        sizes = _encoder_tokens(model, name, items)
+        if sizes is None:
+            notes.append(
+                f"encoder {name!r} does not say how many tokens an item has; {ASSUMED_TOKENS} "
+                f"assumed (planning.tokens.{name} would say)"
+            )
+            sizes = ASSUMED_TOKENS, ASSUMED_TOKENS
+        inside, handed_on = sizes
+        index = items["sample_index"] if items else torch.arange(rows)
+        loads[name] = Load(len(index), inside)
+        if isinstance(model.merge, Prepend):
+            lengths = lengths + torch.bincount(index, minlength=rows) * handed_on
+    labels = int((microbatch["labels"][:, 1:] != IGNORE_INDEX).sum())
+    longest = max(int(lengths.max()), 1)
+    loads[LANGUAGE_MODEL] = Load(rows, longest, min(labels, rows * longest))
+    return Loads(loads, tuple(notes))
+
+
+def item_tokens(
+    model: MultimodalModule, items: Mapping[str, Mapping[str, Any]]
+) -> dict[str, ItemTokens]:
+    """Tokens of an item of every encoder that says, or can be asked.
+
+    Args:
+        model: the description.
+        items: modality -> the encoder's inputs of one item or several of the same shapes; of an
+            encoder without one, its config is asked.
+    """
+    found = {}
+    for name in model.encoder_names:
+        sizes = _encoder_tokens(model, name, items.get(name))
+        if sizes is not None:
+            inside, handed_on = sizes
+            found[name] = ItemTokens(inside, handed_on * isinstance(model.merge, Prepend))
+    return found
+
+
+def loads_of_tokens(
+    model: MultimodalModule, tokens: Mapping[str, int], samples: int = 1, text: int | None = None
+) -> Loads:
+    """The loads of microbatches of which only lengths are known.
+
+    Args:
+        model: the description.
+        tokens: per module, tokens of a sample (an encoder has one item per sample). An encoder
+            that is not in it has as many as its config says.
+        samples: per microbatch.
+        text: the longest text of a sample, for a language model that is not in ``tokens``.
+
+    Raises:
+        LoadError: on an unknown module, a number below 1, or a length that nobody says.
+    """
+    check_tokens(model, tokens)
+    names = (*model.encoder_names, LANGUAGE_MODEL)
+    notes = []
+    lengths = dict(tokens)
+    for name in model.encoder_names:
+        if name not in lengths:
+            try:
+                lengths[name] = default_tokens(model.encoder_spec(name).source.skeleton())
+            except LoadError as error:
+                raise LoadError(f"tokens of {name!r} are not given: {error}") from None
+    if LANGUAGE_MODEL not in lengths:
+        if text is None:
+            raise LoadError(
+                f"tokens of {LANGUAGE_MODEL!r} are not given; say how long a merged sample is, "
+                f"e.g. {LANGUAGE_MODEL}=4096"
+            )
+        prepends = isinstance(model.merge, Prepend)
+        more = sum(lengths[name] for name in model.encoder_names) if prepends else 0
+        lengths[LANGUAGE_MODEL] = text + more
+        notes.append(
+            f"a sample is taken to have {text + more} tokens in the language model: the longest "
+            "text allowed" + (" and all of the encoders' tokens" if more else "")
+        )
+    return Loads({name: Load(samples, lengths[name]) for name in names}, tuple(notes))
+
+
+def changed_tokens(loads: Loads, tokens: Mapping[str, int]) -> Loads:
+    """The same samples with other lengths."""
+    changed = {
+        name: replace(load, tokens=tokens[name], labels=None) if name in tokens else load
+        for name, load in loads.by_module.items()
+    }
+    return Loads(changed, loads.notes)
+
+
+def check_tokens(model: MultimodalModule, tokens: Mapping[str, int]) -> None:
+    """
+    Raises:
+        LoadError: on an unknown module or a number below 1.
+    """
+    names = (*model.encoder_names, LANGUAGE_MODEL)
+    for name, number in tokens.items():
+        if name not in names:
+            raise LoadError(f"tokens name {name!r}; the model's modules are {', '.join(names)}")
+        if type(number) is not int or not 1 <= number <= MOST_TOKENS:
+            raise LoadError(
+                f"tokens of {name!r} is {number!r}; it must be a whole number >= 1, at most "
+                f"{MOST_TOKENS}"
+            )
+
+
+def _encoder_tokens(
+    model: MultimodalModule, name: str, items: Mapping[str, Any] | None
+) -> tuple[int, int] | None:
+    """Tokens of an item in an encoder's blocks, and of what it hands on."""
+    stage = skeleton_chain(model.encoder_spec(name))
+    if items:
+        one = {k: v[:1].to("meta") for k, v in items.items() if k != "sample_index"}
+        seen = _Entering(stage.module)
+        try:
+            with torch.no_grad():
+                handed_on = stage.run(one, {}, MicrobatchContext(1)).tensors[0].shape[1]
+            return seen.tokens or handed_on, handed_on
+        except Exception:  # not every forward runs without data; then the config is asked
+            pass
+        finally:
+            seen.close()
+    try:
+        tokens = default_tokens(stage.module)
+    except LoadError:
+        return None
+    return tokens, tokens
+
+
+class _Entering:
+    """Notes the length of the hidden state that enters a module's first block."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.tokens: int | None = None
+        path = find_blocks(module)
+        first = module if path is None else next(iter(module.get_submodule(path)), module)
+        self._handle = first.register_forward_pre_hook(self._note, with_kwargs=True)
+
+    def _note(self, _: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        if isinstance(hidden, torch.Tensor) and hidden.dim() == 3:
+            self.tokens = hidden.shape[1]
+
+    def close(self) -> None:
+        self._handle.remove()

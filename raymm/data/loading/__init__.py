@@ -1,0 +1,1 @@
+"""Data workers, and what they build."""

@@ -1,0 +1,255 @@
+"""Builds the microbatches of one step in this process; workers and local runs both use it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from raymm.data.loading.shuffle import shuffle_modality
+from raymm.data.loading.sources import open_split
+from raymm.data.readers import Dataset
+from raymm.data.samples.collate import (
+    EncodedSample,
+    Microbatch,
+    MicrobatchMeta,
+    Stack,
+    collate,
+    describe,
+)
+from raymm.data.samples.config import DataConfig
+from raymm.data.samples.errors import DataError, RowError, SampleError
+from raymm.data.samples.headers import check_media, pillow_limit
+from raymm.data.samples.media import Media, media_name
+from raymm.data.samples.processors import Processor, load_processor, processor_input
+from raymm.data.samples.sample import Sample
+from raymm.data.samples.text import TextEncoder, check_vocabulary, load_tokenizer
+from raymm.data.sampling.sampler import flat, group_by_modality, is_grouped, split_evenly
+
+_REASONS_SHOWN = 3
+
+
+# Raises a ValueError that says what of a microbatch of one sample the model cannot take; it may
+# have a ``modality`` whose items are at fault.
+SampleCheck = Callable[[Microbatch], None]
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A sample that was left out under ``on_error: skip``."""
+
+    id: str
+    path: str | None
+    reason: str
+    column: str | None = None
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class BuiltStep:
+    """Microbatches of a step as tensors, their metadata, and what was left out."""
+
+    microbatches: list[Microbatch]
+    meta: list[MicrobatchMeta]
+    skipped: list[Skipped]
+
+
+def check_data(config: DataConfig) -> None:
+    """Find before any actor starts what a data worker would fail on.
+
+    Indexes both splits; checks that the tokenizer folder exists, processors import, and
+    placeholders are tokens.
+
+    Raises:
+        DataError: names the field and the value.
+    """
+    for split in ("train", "heldout"):
+        if getattr(config, split) is not None:
+            open_split(config, split)
+    check_tools(config)
+
+
+def check_tools(config: DataConfig) -> None:
+    """The part of ``check_data`` that does not read the samples."""
+    if not Path(config.tokenizer).is_dir():
+        raise DataError(f"data.tokenizer: {config.tokenizer!r} is not a local folder")
+    for name, modality in config.modalities.items():
+        field = f"data.modalities.{name}.processor"
+        load_processor(modality.processor, field, config.trust_remote_code)
+    placeholders = any(m.placeholder or m.placeholder_tokens for m in config.modalities.values())
+    if placeholders or config.vocabulary is not None:
+        tokenizer = load_tokenizer(config.tokenizer, config.trust_remote_code)
+        TextEncoder(tokenizer, config.max_length, config.modalities)
+        if config.vocabulary is not None:
+            check_vocabulary(tokenizer, config.tokenizer, config.vocabulary)
+
+
+def most_groups(config: DataConfig, indices: Sequence[int] | Sequence[Sequence[int]]) -> int:
+    """Microbatches of a step of these samples if none is skipped; otherwise fewer."""
+    if is_grouped(indices):
+        return len(indices)
+    return -(-len(indices) // (config.batch_size // config.microbatches))
+
+
+class StepBuilder:
+    """Reads, decodes, tokenizes and collates the samples of a step.
+
+    Args:
+        config: the data configuration.
+        dataset: the split's samples.
+        check: looks whether the model can take a sample; None if nobody asks.
+
+    Tokenizer and processors are loaded at the first use.
+    """
+
+    def __init__(self, config: DataConfig, dataset: Dataset, check: SampleCheck | None = None):
+        self.config, self.dataset, self._check = config, dataset, check
+
+    @cached_property
+    def tokenizer(self):
+        return load_tokenizer(self.config.tokenizer, self.config.trust_remote_code)
+
+    @cached_property
+    def text(self) -> TextEncoder:
+        return TextEncoder(
+            self.tokenizer, self.config.max_length, self.config.modalities, self.config.vocabulary
+        )
+
+    @cached_property
+    def processors(self) -> dict[str, Processor]:
+        return {
+            name: load_processor(
+                modality.processor, f"data.modalities.{name}.processor",
+                self.config.trust_remote_code,
+            )
+            for name, modality in self.config.modalities.items()
+        }
+
+    @cached_property
+    def pad_id(self) -> int:
+        """Masked everywhere, so any id of the vocabulary will do."""
+        ids = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
+        return next(id for id in ids if id is not None)
+
+    def build(
+        self,
+        indices: Sequence[int] | Sequence[Sequence[int]],
+        shuffled: Sequence[str] = (),
+        stack: Stack = torch.stack,
+    ) -> BuiltStep:
+        """The step of these samples.
+
+        Given groups are microbatches as they are; under ``on_error: skip`` an unusable sample
+        leaves its group, and a group without samples the step.
+
+        Samples that are not in groups are sorted by the modalities they have and cut into
+        microbatches of equal size. Under ``on_error: skip`` an unusable sample is dropped and the
+        rest of the step is cut again into the same number of microbatches (sizes then differ by
+        at most one), or one per sample when fewer are left. Which samples, and in which
+        microbatch, depends on nothing but ``indices`` and the files.
+
+        Args:
+            indices: samples of the step, of which fewer than ``batch_size`` give fewer
+                microbatches; or groups of samples, none empty.
+            shuffled: modalities whose items are dealt to other samples (``shuffle_modality``).
+            stack: see ``collate``.
+
+        Raises:
+            SampleError: an unusable sample under ``on_error: raise``.
+            DataError: no usable sample left, or items that cannot be stacked.
+        """
+        groups, skipped = self._groups(indices)
+        if not groups:
+            reasons = "; ".join(f"{s.id!r}: {s.reason}" for s in skipped[:_REASONS_SHOWN])
+            raise DataError(f"none of the step's {len(skipped)} samples is usable: {reasons}")
+        microbatches = [
+            collate(group, self.pad_id, self.config.columns, stack) for group in groups
+        ]
+        # Seeded by the step's samples: the same on every worker and after a resume.
+        seed = np.random.SeedSequence([self.config.seed, *flat(indices)]).generate_state(1)[0]
+        generator = torch.Generator().manual_seed(int(seed))
+        for name in shuffled:
+            microbatches = [shuffle_modality(mb, name, generator) for mb in microbatches]
+        meta = [
+            describe(microbatch, [sample.id for sample in group])
+            for microbatch, group in zip(microbatches, groups, strict=True)
+        ]
+        return BuiltStep(microbatches, meta, skipped)
+
+    def _groups(
+        self, indices: Sequence[int] | Sequence[Sequence[int]]
+    ) -> tuple[list[list[EncodedSample]], list[Skipped]]:
+        """The samples of every microbatch, and what was left out."""
+        if is_grouped(indices):
+            encoded = [self._encode_all(group) for group in indices]
+            skipped = [one for _, left_out in encoded for one in left_out]
+            return [samples for samples, _ in encoded if samples], skipped
+        samples, skipped = self._encode_all(group_by_modality(indices, self.dataset.counts))
+        return split_evenly(samples, most_groups(self.config, indices)), skipped
+
+    def _encode_all(self, indices: Sequence[int]) -> tuple[list[EncodedSample], list[Skipped]]:
+        samples, skipped = [], []
+        for index in indices:
+            try:
+                samples.append(self.encode(self.dataset[index]))
+            except SampleError as error:
+                if self.config.on_error == "raise":
+                    raise
+                source = self.dataset.names[int(self.dataset.sources[index])]
+                skipped.append(
+                    Skipped(error.sample_id, error.path, error.reason, error.column, source)
+                )
+        return samples, skipped
+
+    def encode(self, sample: Sample) -> EncodedSample:
+        """Token ids, labels and item tensors of one sample.
+
+        Raises:
+            SampleError: names the sample, the column and, for a media file, its path.
+        """
+        input_ids, labels = self.text.encode(sample)
+        media = {
+            name: [self._item(name, sample, item) for item in items]
+            for name, items in sample.media.items()
+        }
+        encoded = EncodedSample(sample.id, input_ids, labels, media)
+        if self._check is not None:
+            self._check_sample(sample, encoded)
+        return encoded
+
+    def _check_sample(self, sample: Sample, encoded: EncodedSample) -> None:
+        try:
+            self._check(collate([encoded], self.pad_id, self.config.columns))
+        except (ValueError, DataError) as error:
+            name = getattr(error, "modality", None)
+            items = sample.media.get(name, ())
+            path = media_name(items[0]) if len(items) == 1 else None
+            column = sample.columns.get(name, self.config.columns[name]) if name else None
+            raise SampleError(
+                sample.id, path, str(error), column, sample.place or None
+            ) from error
+
+    def _item(self, name: str, sample: Sample, item: Media) -> dict[str, torch.Tensor]:
+        """The tensors of an item that is within the limits."""
+        modality = self.config.modalities[name]
+        frames = item if isinstance(item, tuple) else (item,)
+        try:
+            for frame in frames:
+                check_media(frame, self.config.limits)
+            with pillow_limit(self.config.max_image_pixels):
+                inputs = [processor_input(frame, modality.input) for frame in frames]
+                given = inputs if isinstance(item, tuple) else inputs[0]
+                tensors = self.processors[name](given)
+                return {key: torch.as_tensor(value) for key, value in tensors.items()}
+        except DataError:
+            raise
+        except Exception as error:  # a decoder raises whatever its format library raises
+            reason = f"cannot be read ({type(error).__name__}: {error})"
+            if isinstance(error, RowError):
+                reason = error.reason
+            column = sample.columns.get(name, modality.column)
+            raise SampleError(
+                sample.id, media_name(item), reason, column, sample.place or None
+            ) from error

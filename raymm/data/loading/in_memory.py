@@ -1,0 +1,84 @@
+"""Microbatches in memory: cut from batches, and as the actors read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from raymm.data.loading.object_store import StoredTensors
+from raymm.data.samples.collate import MicrobatchMeta, describe
+from raymm.model.batch_rules import IDS, INDEX, BatchError, text_inputs
+
+
+def split_batch(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """Split a batch by rows into ``count`` microbatches of equal size.
+
+    Args:
+        batch: a complete one (:func:`raymm.model.batch_rules.complete_microbatch`).
+        count: of microbatches.
+
+    Raises:
+        BatchError: rows do not divide, or tensors have not the items along their first dimension.
+    """
+    rows = len(batch[IDS])
+    if rows % count:
+        raise BatchError(
+            f"the batch has {rows} rows, which do not divide into num_microbatches={count}"
+        )
+    size = rows // count
+    return [_rows_of(batch, start, start + size) for start in range(0, rows, size)]
+
+
+def _rows_of(batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in batch.items():
+        if not isinstance(value, Mapping):
+            found[name] = value[start:stop]
+            continue
+        check_dealt(name, value, "to split a batch")
+        index = value[INDEX]
+        chosen = (index >= start) & (index < stop)
+        if chosen.any():
+            found[name] = {key: one[chosen] for key, one in value.items()}
+            found[name][INDEX] = index[chosen] - start
+    return found
+
+
+def check_dealt(name: str, items: Mapping[str, torch.Tensor], purpose: str) -> None:
+    """
+    Args:
+        name: of the modality.
+        items: its tensors and ``sample_index``.
+        purpose: why items are to be dealt out.
+
+    Raises:
+        BatchError: a tensor has not its items along the first dimension.
+    """
+    count = len(items[INDEX])
+    for key, one in items.items():
+        if len(one) != count:
+            raise BatchError(
+                f"{key!r} of {name!r} has shape {tuple(one.shape)} for {count} items; accepted "
+                f"{purpose}: items along the first dimension of every tensor"
+            )
+
+
+def describe_microbatches(
+    microbatches: Sequence[Mapping[str, Any]], encoders: Sequence[str]
+) -> tuple[list[dict[str, Any]], list[MicrobatchMeta]]:
+    """Complete microbatches (:func:`raymm.model.batch_rules.complete_microbatch`) as parts per
+    reader, with their metadata."""
+    meta = [
+        describe(one, [str(row) for row in range(one["input_ids"].shape[0])])
+        for one in microbatches
+    ]
+    parts = []
+    for one in microbatches:
+        # Torch's own format of storages cannot be read again for every dtype (uint16, float8).
+        part = {name: StoredTensors(one[name]) for name in encoders if name in one}
+        parts.append({**part, "text": text_inputs(one)})
+    return parts, meta
+
+

@@ -1,0 +1,248 @@
+"""Steps of training data, from Ray data workers or built in this process."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+
+from raymm.actors.faults.fault_folder import keep
+from raymm.actors.faults.inquiry import (
+    ANSWER_TIMEOUT_S,
+    inquire,
+    kill_from_outside,
+    look_from_outside,
+)
+from raymm.actors.faults.stacks import Look
+from raymm.data.loading.builder import SampleCheck, Skipped, StepBuilder, check_tools, most_groups
+from raymm.data.loading.sources import open_split
+from raymm.data.loading.worker import StoredStep, part_names, start_worker
+from raymm.data.readers import Dataset
+from raymm.data.samples.collate import MicrobatchMeta
+from raymm.data.samples.config import DataConfig
+from raymm.data.samples.errors import DataError, DataWorkerError
+from raymm.data.sampling.batching import Sampler, training_sampler
+from raymm.data.sampling.sampler import EpochSampler, State, flat
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step's data.
+
+    Attributes:
+        index: from 0, counted from where the loader started.
+        microbatches: from ``StepLoader``, {"text": ref, modality: ref} (``ray.get`` of a ref
+            gives a dict of tensors; ``join_parts`` makes the microbatch of the parts), valid as
+            long as the refs are held; from ``local_steps``, the microbatches themselves.
+        meta: one per microbatch.
+        state_after: data position to resume at after this step.
+        skipped: samples left out (``on_error: skip``).
+        owner: the worker that built the step.
+    """
+
+    index: int
+    microbatches: list[dict]
+    meta: list[MicrobatchMeta]
+    state_after: State
+    skipped: list[Skipped]
+    owner: object = field(default=None, repr=False, compare=False)
+
+
+def local_steps(
+    config: DataConfig,
+    split: str = "train",
+    start_state: State | None = None,
+    steps: int | None = None,
+    shuffled: Sequence[str] = (),
+    sampler: Sampler | None = None,
+) -> Iterator[Step]:
+    """The steps of ``StepLoader`` with the same bytes, built in this process without Ray."""
+    dataset = open_split(config, split)
+    builder = StepBuilder(config, dataset)
+    plan = _plan(config, dataset, split, start_state, steps, sampler)
+    for number, (indices, state_after) in enumerate(plan):
+        built = builder.build(indices, shuffled)
+        yield Step(number, built.microbatches, built.meta, state_after, built.skipped)
+
+
+class StepLoader:
+    """Iterator over steps, loaded ahead by Ray actors (start Ray first).
+
+    The driver only sees metadata: tensors stay in the object store (what is below Ray's 100 KB,
+    mostly text, in this process's part of it). Step ``i`` is built by
+    worker ``i % num_workers`` and steps come out in order, so the stream is that of
+    ``local_steps`` whatever the number of workers. At most ``prefetch_steps`` steps beyond the
+    last one handed out are being built or waiting. Also a context manager.
+
+    Args:
+        config: the data configuration.
+        split: "train" (endless) or "heldout" (one pass in a fixed order; its last step may have
+            fewer samples and microbatches).
+        start_state: ``Step.state_after`` to go on from; None for the beginning.
+        steps: stop after so many.
+        shuffled: modalities whose items are given to other samples (``shuffle_modality``), for
+            the held-out loss without them.
+        sampler: what steps of the training data consist of; by default
+            ``training_sampler(config, dataset)``, which knows nothing of the model.
+        dataset: the split's samples, if they were opened already.
+        check: looks whether the model can take a sample (``StepBuilder``).
+
+    Raises:
+        DataError: here, before any actor starts, for a missing file, malformed row, unknown
+            processor or a state that does not fit; from ``next()`` for an unusable sample
+            (``SampleError``), or a worker that is not started within ``worker_timeout``.
+        DataWorkerError: from ``next()``: a worker died, or did not load a step in that time.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        split: str = "train",
+        start_state: State | None = None,
+        steps: int | None = None,
+        shuffled: Sequence[str] = (),
+        sampler: Sampler | None = None,
+        dataset: Dataset | None = None,
+        check: SampleCheck | None = None,
+    ):
+        unknown = [name for name in shuffled if name not in config.modalities]
+        if unknown:
+            raise DataError(f"shuffled: {unknown} not among modalities {list(config.modalities)}")
+        dataset = open_split(config, split) if dataset is None else dataset
+        check_tools(config)
+        self.config, self.path, self.num_samples = config, dataset.path, len(dataset)
+        self._plan = enumerate(_plan(config, dataset, split, start_state, steps, sampler))
+        stored = ray.put(dataset)
+        self._names = part_names(config)
+        checks = [] if check is None else [ray.put(check)]
+        self._workers = [
+            start_worker(config, stored, shuffled, checks) for _ in range(config.num_workers)
+        ]
+        # Of those that have started, for when one does not answer any more.
+        self._places: dict[int, dict] = {}
+        self._pending: deque = deque()
+
+    def __iter__(self) -> "StepLoader":
+        return self
+
+    def __next__(self) -> Step:
+        self._fill()
+        if not self._pending:
+            self.close()
+            raise StopIteration
+        index, indices, state_after, (ref, *parts) = self._pending.popleft()
+        stored = self._wait(index, indices, ref)
+        self._fill()
+        microbatches = self._microbatches(stored.meta, parts)
+        return Step(
+            index, microbatches, stored.meta, state_after, stored.skipped, self._worker(index)
+        )
+
+    def close(self) -> None:
+        """Let go of the workers; they end when the last ``Step`` they built is dropped."""
+        # Ray may have ended before a generator that holds this: cancelling would start another.
+        for *_, (ref, *_) in self._pending if ray.is_initialized() else ():
+            ray.cancel(ref)  # a worker that never started would wait for a place to do it
+        self._pending.clear()
+        self._plan = iter(())
+        self._workers = []
+
+    def __enter__(self) -> "StepLoader":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def _worker(self, index: int) -> ray.actor.ActorHandle:
+        return self._workers[index % self.config.num_workers]
+
+    def _fill(self) -> None:
+        room = self.config.prefetch_steps - len(self._pending)
+        for index, (indices, state_after) in islice(self._plan, max(room, 0)):
+            groups = most_groups(self.config, indices)
+            load = self._worker(index).load.options(num_returns=1 + groups * len(self._names))
+            self._pending.append((index, indices, state_after, load.remote(indices, groups)))
+
+    def _microbatches(
+        self, meta: Sequence[MicrobatchMeta], refs: Sequence[ray.ObjectRef]
+    ) -> list[dict[str, ray.ObjectRef]]:
+        """Each microbatch's own parts, of the refs of all that there might have been."""
+        width = len(self._names)
+        return [
+            {
+                name: ref
+                for name, ref in zip(
+                    self._names, refs[number * width : (number + 1) * width], strict=True
+                )
+                if name in one.shapes
+            }
+            for number, one in enumerate(meta)
+        ]
+
+    def _wait(self, index: int, indices: Sequence, ref: ray.ObjectRef) -> StoredStep:
+        number = index % self.config.num_workers
+        who = f"data worker {number} of {self.config.num_workers}"
+        what = f"step {index}, samples {flat(indices)} (counted from 0) of {self.path}"
+        try:
+            result = ray.get(ref, timeout=self.config.worker_timeout)
+        except GetTimeoutError:
+            ray.cancel(ref)
+            raise self._late(number, who, what) from None
+        except RayError as error:
+            verb = "died while loading" if isinstance(error, RayActorError) else "failed to load"
+            failure = DataWorkerError(f"{who} {verb} {what}")
+            failure.add_note(str(error))  # Ray's account: process, node, likely causes
+            raise failure from None
+        if isinstance(result, DataError):
+            raise result
+        if number not in self._places:
+            self._places[number] = self._place(number)
+        return result
+
+    def _place(self, number: int) -> dict | None:
+        """Where a worker lives that has started; None if it does not answer."""
+        try:
+            return ray.get(self._workers[number].describe.remote(), timeout=ANSWER_TIMEOUT_S)
+        except (GetTimeoutError, RayError):
+            return None
+
+    def _late(self, number: int, who: str, what: str) -> Exception:
+        """What to say of a worker that takes too long: is it stuck, or was it never started?"""
+        late = f"did not load {what} within worker_timeout ({self.config.worker_timeout:g} s)"
+        state = ray._private.state.actors(self._workers[number]._actor_id.hex())["State"]
+        if state not in ("ALIVE", "DEAD"):
+            return DataError(
+                f"{who} {late}: it has not started yet; are there no "
+                f"{self.config.worker_cpus} CPUs (worker_cpus) free to start it?"
+            )
+        place = self._places.get(number) or self._place(number)
+        if place is None:
+            return DataWorkerError(f"{who} {late}: it has never answered")
+        found = inquire({number: self._workers[number]})
+        looks = look_from_outside({number: place["address"]})
+        kill_from_outside({number: place["address"]})  # it would not obey Ray
+        look = looks.get(number, Look("out of reach", ""))
+        said = found.reports.get(number) or f"does not answer; it is {look.state}"
+        return DataWorkerError(
+            f"{who} (process {place['pid']} on {place['host']}) {late}: it {said}\n"
+            f"stacks: {keep({f'data-worker-{number}.txt': look.stacks})}"
+        )
+
+
+def _plan(
+    config: DataConfig,
+    dataset: Dataset,
+    split: str,
+    start_state: State | None,
+    steps: int | None,
+    sampler: Sampler | None,
+) -> Iterator[tuple[list[int] | list[list[int]], State]]:
+    if split == "train":
+        sampler = training_sampler(config, dataset) if sampler is None else sampler
+        sampler.check(start_state)
+        return islice(sampler.batches(start_state), steps)
+    in_order = EpochSampler(len(dataset), config.batch_size, config.shuffle, config.seed)
+    in_order.check(start_state)
+    return islice(in_order.one_pass(start_state), steps)

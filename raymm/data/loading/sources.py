@@ -1,0 +1,45 @@
+"""The data set of a split: its sources, opened."""
+
+from raymm.data.readers import (
+    Dataset,
+    Mixture,
+    Reader,
+    ReaderOptions,
+    Repeated,
+    open_source,
+)
+from raymm.data.samples.config import DataConfig, SourceConfig
+from raymm.data.samples.errors import DataError
+from raymm.data.samples.rows import TEXT_ROLES
+
+
+def open_split(config: DataConfig, split: str) -> Dataset:
+    """The data set of ``"train"`` or ``"heldout"``.
+
+    Raises:
+        DataError: unknown or unset split, or what the readers raise.
+    """
+    if split not in ("train", "heldout"):
+        raise DataError(f"split must be 'train' or 'heldout', got {split!r}")
+    sources = config.sources(split)
+    if not sources:
+        raise DataError(f"data.{split} is not set")
+    readers = [_open(config, source) for source in sources]
+    return readers[0] if len(readers) == 1 else Mixture(readers)
+
+
+def _open(config: DataConfig, source: SourceConfig) -> Reader | Repeated:
+    reader = open_source(source.path, source.format, _options(config, source))
+    return reader if source.repeat == 1 else Repeated(reader, source.repeat, config.seed)
+
+
+def _options(config: DataConfig, source: SourceConfig) -> ReaderOptions:
+    columns = {name: source.columns.get(name, column) for name, column in config.columns.items()}
+    return ReaderOptions(
+        name=source.name or "",
+        columns={name: column for name, column in columns.items() if column is not None},
+        text_columns={r: source.columns[r] for r in TEXT_ROLES if r in source.columns},
+        frames=frozenset(name for name, one in config.modalities.items() if one.frames),
+        skip=config.on_error == "skip",
+        limits=config.limits,
+    )

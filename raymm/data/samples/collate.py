@@ -1,0 +1,151 @@
+"""Encoded samples -> the tensors of one microbatch.
+
+Legend: ``B`` samples, ``T`` tokens of the longest sample.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from raymm.data.samples.errors import DataError
+from raymm.data.samples.text import IGNORE_INDEX
+
+# From the tensors of a microbatch's items to one of a further first dimension: ``torch.stack``,
+# or what leaves that to a later copy (``raymm.data.loading.object_store.ItemStack``).
+Stack = Callable[[Sequence[torch.Tensor]], Any]
+Microbatch = dict  # {"input_ids", "attention_mask", "labels": (B, T) int64; modality: {...}}
+
+
+@dataclass(frozen=True)
+class EncodedSample:
+    """A sample as tensors: token ids, labels and per modality the tensors of each item."""
+
+    id: str
+    input_ids: list[int]
+    labels: list[int]
+    media: dict[str, list[dict[str, torch.Tensor]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MicrobatchMeta:
+    """What the driver knows of a microbatch: enough to lower a program, no tensor.
+
+    Attributes:
+        num_samples: B.
+        seq_len: T.
+        tokens: text tokens that are not padding.
+        lengths: the same per row.
+        label_tokens: number of ``labels[:, 1:] != -100``; the step's loss divides by their sum.
+        items: modality -> for each item, the row it belongs to (ascending).
+        shapes: {"text" or modality: {tensor name: shape}}.
+        sample_ids: ids of the B rows.
+        dtypes: {"text" or modality: {tensor name: dtype, as torch writes it}}.
+    """
+
+    num_samples: int
+    seq_len: int
+    tokens: int
+    lengths: tuple[int, ...]
+    label_tokens: int
+    items: dict[str, list[int]]
+    shapes: dict[str, dict[str, tuple[int, ...]]]
+    sample_ids: tuple[str, ...]
+    dtypes: dict[str, dict[str, str]]
+
+
+def collate(
+    samples: Sequence[EncodedSample],
+    pad_id: int,
+    columns: Mapping[str, str] | None = None,
+    stack: Stack = torch.stack,
+) -> Microbatch:
+    """One microbatch of at least one sample, padded on the right to its longest.
+
+    Args:
+        samples: in the order of the rows.
+        pad_id: token id of padding.
+        columns: modality -> column, for errors.
+        stack: makes one of the tensors of all items.
+
+    Returns:
+        {"input_ids", "attention_mask", "labels"}: (B, T) int64, and for every modality that some
+        sample has, {encoder argument: (items, ...), "sample_index": (items,) int64}.
+
+    Raises:
+        DataError: items of a modality that differ in tensor names, shapes or dtypes.
+    """
+    B, T = len(samples), max(len(sample.input_ids) for sample in samples)
+    microbatch: Microbatch = {
+        "input_ids": torch.full((B, T), pad_id),
+        "attention_mask": torch.zeros((B, T), dtype=torch.int64),
+        "labels": torch.full((B, T), IGNORE_INDEX),
+    }
+    for row, sample in enumerate(samples):
+        length = len(sample.input_ids)
+        microbatch["input_ids"][row, :length] = torch.tensor(sample.input_ids)
+        microbatch["attention_mask"][row, :length] = 1
+        microbatch["labels"][row, :length] = torch.tensor(sample.labels)
+    for name in dict.fromkeys(name for sample in samples for name in sample.media):
+        microbatch[name] = _stack_items(samples, name, (columns or {}).get(name), stack)
+    return microbatch
+
+
+def _stack_items(
+    samples: Sequence[EncodedSample], name: str, column: str | None, stack: Stack
+) -> dict[str, torch.Tensor]:
+    rows = [row for row, sample in enumerate(samples) for _ in sample.media.get(name, ())]
+    items = [item for sample in samples for item in sample.media.get(name, ())]
+    first = _signature(items[0])
+    for row, item in zip(rows, items, strict=True):
+        if _signature(item) != first:
+            where = f"modality {name!r}" + (f", column {column!r}" if column else "")
+            raise DataError(
+                f"{where}: an item of sample {samples[row].id!r} has {_signature(item)}, but "
+                f"one of sample {samples[rows[0]].id!r} of the same microbatch has {first}. "
+                "Items of a microbatch must have the same shape: let the processor resize, crop "
+                "or pad to one size, or, where no sample has several, give every sample a "
+                "microbatch of its own (data.microbatches equal to data.batch_size)"
+            )
+    stacked = {key: stack([item[key] for item in items]) for key in items[0]}
+    return stacked | {"sample_index": torch.tensor(rows)}
+
+
+def _signature(item: dict[str, torch.Tensor]) -> dict[str, tuple]:
+    return {key: (tuple(value.shape), value.dtype) for key, value in sorted(item.items())}
+
+
+def split_parts(microbatch: Microbatch) -> dict[str, dict[str, torch.Tensor]]:
+    """{"text": {...}, modality: {...}}: what different stages need, apart."""
+    text = {key: value for key, value in microbatch.items() if not isinstance(value, dict)}
+    parts = {key: value for key, value in microbatch.items() if isinstance(value, dict)}
+    return {"text": text} | parts
+
+
+def join_parts(parts: dict[str, dict[str, torch.Tensor]]) -> Microbatch:
+    """The inverse of ``split_parts``."""
+    return {**parts["text"], **{name: part for name, part in parts.items() if name != "text"}}
+
+
+def describe(microbatch: Microbatch, sample_ids: Sequence[str]) -> MicrobatchMeta:
+    """The microbatch's ``MicrobatchMeta``."""
+    parts = split_parts(microbatch)
+    B, T = microbatch["input_ids"].shape
+    return MicrobatchMeta(
+        num_samples=B,
+        seq_len=T,
+        tokens=int(microbatch["attention_mask"].sum()),
+        lengths=tuple(microbatch["attention_mask"].sum(dim=1).tolist()),
+        label_tokens=int((microbatch["labels"][:, 1:] != IGNORE_INDEX).sum()),
+        items={k: v["sample_index"].tolist() for k, v in parts.items() if k != "text"},
+        shapes={
+            part: {key: tuple(value.shape) for key, value in tensors.items()}
+            for part, tensors in parts.items()
+        },
+        sample_ids=tuple(sample_ids),
+        dtypes={
+            part: {key: str(value.dtype) for key, value in tensors.items()}
+            for part, tensors in parts.items()
+        },
+    )

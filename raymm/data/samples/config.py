@@ -1,0 +1,319 @@
+"""The ``data:`` section of a run's configuration."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from raymm.data.samples.limits import Limits
+from raymm.data.samples.rows import TEXT_ROLES
+from raymm.files.section import MOST_COUNT, Count, Seconds, Section, Seed, Text
+
+# A microbatch keeps its text tensors under these names, beside the modalities.
+TEXT_KEYS = ("input_ids", "attention_mask", "labels")
+RESERVED_NAMES = (*TEXT_ROLES, *TEXT_KEYS)
+
+# How often a source's samples may come per epoch, whose order is kept in memory.
+MOST_REPEAT = 10_000
+# Actors of Ray; far above what a cluster has.
+MOST_WORKERS = 10_000
+# Bytes, pixels and sound samples of an item.
+Size = Annotated[int, Field(ge=1, le=2**60)]
+
+
+class ModalityDataConfig(Section):
+    """Where a modality's files are named and what turns one item into tensors.
+
+    Attributes:
+        column: column of the row that holds its items: a path, bytes, {"path", "bytes"} or a
+            list of them. Of tar shards an extension (``raymm.data.readers.tar_shards``).
+        processor: ``"pkg.mod:fn"``, a function from one item to its dict of tensors; or a local
+            folder of a Hugging Face image processor, feature extractor, or of both.
+        input: what a function gets. ``"file"``: the item's path, or a binary file
+            (``io.BytesIO``) where it has none, both of which Pillow, soundfile,
+            ``read_image`` and ``read_audio`` take. ``"bytes"``: the encoded item. ``"image"``:
+            an upright RGB ``PIL.Image``.
+        frames: every item is made of frames: a list in the column is one item, a list of lists
+            several. The processor gets a list.
+        part: type of this modality's parts in list-form messages; by default the modality's or
+            the column's name (also without its last s), and ``image`` for ``vision``.
+        placeholder: token that stands for this modality in the text; by default that of
+            ``model.merge``.
+        placeholder_tokens: how many tokens an item gets from the encoder: each placeholder in
+            the text is repeated so often. If None, the text has to hold as many as the encoder
+            gives.
+    """
+
+    column: Text
+    processor: Text
+    input: Literal["file", "bytes", "image"] = "file"
+    frames: bool = False
+    part: Text | None = None
+    placeholder: Text | None = None
+    placeholder_tokens: Count | None = None
+
+
+class SourceConfig(Section):
+    """One source of samples.
+
+    Attributes:
+        path: file, folder or glob.
+        format: ``"json"`` (or JSONL), ``"parquet"``, ``"tar"`` (webdataset's shards) or
+            ``"datasets"`` (a folder of ``save_to_disk``); by suffix if None.
+        name: samples carry it; by default the file's name without its suffix.
+        columns: where columns have other names in this source: ``text``, ``messages``, ``id``
+            or a modality -> column; null says that this source lacks the modality.
+        repeat: how often each of its samples comes per epoch, which mixes sources in other
+            proportions than their sizes. 2 is all of them twice, 0.1 a tenth of them, 1.5 all of
+            them and half of them again: that part is drawn with ``data.seed`` and the same in
+            every epoch.
+    """
+
+    path: Text
+    format: Literal["json", "parquet", "tar", "datasets"] | None = None
+    name: Text | None = None
+    columns: dict[str, Text | None] = Field(default_factory=dict)
+    repeat: float = Field(default=1.0, gt=0, le=MOST_REPEAT)
+
+    @field_validator("columns")
+    @classmethod
+    def _text_has_a_column(cls, columns):
+        for role in TEXT_ROLES:
+            if role in columns and columns[role] is None:
+                raise ValueError(f"{role!r} needs the name of a column, got null")
+        return columns
+
+
+class RebalanceConfig(Section):
+    """When steps are planned anew with the costs that were measured while training.
+
+    Attributes:
+        every: steps from one look at what was measured to the next.
+        gain: how much faster the steps to come must be predicted to get, at least, for them to
+            be planned anew: 0.02 for 2 percent.
+    """
+
+    every: Count = 50
+    gain: float = Field(default=0.02, ge=0, lt=1)
+
+
+class BatchingConfig(Section):
+    """Which samples share a step and a microbatch.
+
+    Attributes:
+        method: ``"random"``: a permutation cut into steps of ``batch_size`` samples, and these,
+            sorted by modality, into microbatches of equally many. Otherwise an epoch is planned
+            from the sizes of all samples, which are scanned before the run starts:
+            ``"balanced"``: the microbatches of a step are equal in every modality and in cost
+            (``raymm.scheduler.minibatch.balanced``); how many samples that takes differs.
+            ``"length_grouped"``: samples of similar length together, equally many.
+        budgets: modality, or ``"text"`` -> units that no microbatch exceeds; what is not named
+            gets what ``batch_size / microbatches`` samples have on average, and a little more.
+        units: modality -> ``"pkg.mod:fn"``, from the (M, 3) int64 array of its items (of an image
+            width, height, frames; of a sound length, Hz, channels) to (M,) whole units. Without
+            one an item counts as the tokens that the model's encoder makes of it. Units of
+            ``"text"`` are tokens of the language model.
+        alike: how different in size microbatches of a step may be, relative to their mean, for
+            steps that mix more: 0 to 1 (``plan_balanced``).
+        source_weight: how much the mix of sources counts beside sizes.
+        cache: folder that scans are kept in; by default below ``~/.cache/raymm``.
+        rebalance: plan what is left of an epoch anew, with seconds that were measured instead of
+            units, where that pays: steps from one look to the next, a :class:`RebalanceConfig`,
+            or True for its defaults.
+    """
+
+    method: Literal["random", "balanced", "length_grouped"] = "random"
+    budgets: dict[str, Count] = Field(default_factory=dict)
+    units: dict[str, Text] = Field(default_factory=dict)
+    alike: float | None = Field(default=None, ge=0, le=1)
+    source_weight: float | None = Field(default=None, ge=0, le=MOST_COUNT)
+    cache: Text | None = None
+    rebalance: RebalanceConfig | None = None
+
+    @field_validator("rebalance", mode="before")
+    @classmethod
+    def _every_alone(cls, value):
+        if isinstance(value, bool):
+            return {} if value else None
+        return {"every": value} if type(value) is int else value
+
+    @model_validator(mode="after")
+    def _options_are_of_the_method(self):
+        of_balanced = [n for n in ("budgets", "alike", "source_weight") if n in self.options]
+        of_balanced += ["rebalance"] if self.rebalance is not None else []
+        if self.method != "balanced" and of_balanced:
+            raise ValueError(f"{of_balanced[0]} needs method 'balanced', not {self.method!r}")
+        if self.method == "random" and (self.units or self.cache):
+            raise ValueError("method 'random' plans nothing: it takes neither units nor cache")
+        return self
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What was given of the planner's options."""
+        given = {
+            "budgets": self.budgets or None,
+            "alike": self.alike,
+            "source_weight": self.source_weight,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+
+def as_sources(value: Any) -> list[Any]:
+    """Sources of what a configuration may say: a path, a source, or a list of both. Sources
+    without a name get their file's, numbered where several would have the same."""
+    values = value if isinstance(value, list | tuple) else [value]
+    values = [{"path": one} if isinstance(one, str | Path) else one for one in values]
+    sources = []
+    for one in values:
+        one = one.model_dump() if isinstance(one, SourceConfig) else one
+        if isinstance(one, dict) and isinstance(one.get("path"), Path):
+            one = {**one, "path": str(one["path"])}
+        sources.append(one)
+    plain = [one for one in sources if isinstance(one, dict) and isinstance(one.get("path"), str)]
+    stems = Counter(Path(one["path"]).stem for one in plain if not one.get("name"))
+    seen: Counter = Counter()
+    for one in plain:
+        stem = Path(one["path"]).stem
+        if not one.get("name") and stems[stem] > 1 and len(plain) > 1:
+            seen[stem] += 1
+            sources[sources.index(one)] = {**one, "name": f"{stem}-{seen[stem]}"}
+    return sources
+
+
+class DataConfig(Section):
+    """Data of a run. Paths are read by the driver and by every data worker's node.
+
+    Attributes:
+        train: the training samples: a path, a :class:`SourceConfig`, or a list of both.
+        heldout: the same for evaluation, or None.
+        tokenizer: local folder of a Hugging Face tokenizer.
+        modalities: by name, as in the model's ``encoders``.
+        batch_size: samples per step, over all microbatches.
+        microbatches: microbatches per step; divides ``batch_size``.
+        max_length: text tokens kept per sample.
+        shuffle: a new seeded permutation each epoch; else file order.
+        batching: which samples share a step: a method, or a :class:`BatchingConfig`. Held-out
+            data is one pass in a fixed order whatever it says.
+        seed: of the permutations.
+        num_workers: Ray actors that decode and tokenize. The stream does not depend on it.
+        prefetch_steps: steps loaded ahead of the one in use.
+        on_error: what to do with a sample that cannot be used (malformed row, corrupt image or
+            audio, an item above a limit, no label token within ``max_length``, placeholders
+            that do not match the items): "raise", or "skip" and report it in ``Step.skipped``.
+        max_image_pixels, max_audio_samples, max_item_bytes, max_row_group_bytes: what an item
+            may have at most, checked before it is decoded or read: see
+            :class:`raymm.data.samples.limits.Limits`.
+        worker_cpus: CPUs that each data worker reserves in Ray (a fraction is fine).
+        worker_timeout: seconds to wait for a step before the run ends with an error.
+        trust_remote_code: run Python files that folders of the tokenizer and of processors bring
+            (``auto_map``); in a configuration, ``model.trust_remote_code`` says it for all.
+        vocabulary: token ids that the language model has embeddings for; by default those of the
+            model that is trained.
+    """
+
+    train: list[SourceConfig] = Field(min_length=1)
+    heldout: list[SourceConfig] | None = Field(default=None, min_length=1)
+    tokenizer: Text
+    modalities: dict[str, ModalityDataConfig] = Field(default_factory=dict)
+    batch_size: Count
+    microbatches: Count
+    max_length: int = Field(default=512, ge=2, le=MOST_COUNT)
+    shuffle: bool = True
+    batching: BatchingConfig = Field(default_factory=BatchingConfig)
+    seed: Seed = 0
+    num_workers: int = Field(default=1, ge=1, le=MOST_WORKERS)
+    prefetch_steps: Count = 2
+    on_error: Literal["raise", "skip"] = "raise"
+    max_image_pixels: Size = Limits.max_image_pixels
+    max_audio_samples: Size = Limits.max_audio_samples
+    max_item_bytes: Size = Limits.max_item_bytes
+    max_row_group_bytes: Size = Limits.max_row_group_bytes
+    worker_cpus: float = Field(default=0.1, ge=0, le=MOST_COUNT)
+    worker_timeout: Seconds = 300.0
+    trust_remote_code: bool = False
+    vocabulary: Count | None = None
+
+    @field_validator("train", "heldout", mode="before")
+    @classmethod
+    def _list_of_sources(cls, value):
+        return value if value is None else as_sources(value)
+
+    @field_validator("batching", mode="before")
+    @classmethod
+    def _method_alone(cls, value):
+        return {"method": value} if isinstance(value, str) else value
+
+    @field_validator("modalities")
+    @classmethod
+    def _names_are_free(cls, modalities):
+        for name in modalities:
+            if name in RESERVED_NAMES:
+                raise ValueError(
+                    f"a modality cannot be named {name!r}; taken by the text: {RESERVED_NAMES}"
+                )
+        return modalities
+
+    @model_validator(mode="after")
+    def _microbatches_divide(self):
+        if self.batch_size % self.microbatches:
+            raise ValueError(
+                f"batch_size ({self.batch_size}) must be divisible by "
+                f"microbatches ({self.microbatches})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _batching_fits(self):
+        batching = self.batching
+        if batching.method != "random" and not self.shuffle:
+            raise ValueError(
+                f"shuffle must be true with batching {batching.method!r}, which does not keep the "
+                "order of files"
+            )
+        for field, accepted in (
+            ("budgets", [*self.modalities, "text"]), ("units", list(self.modalities))
+        ):
+            if unknown := sorted(set(getattr(batching, field)) - set(accepted)):
+                raise ValueError(
+                    f"batching.{field}: unknown modality {unknown[0]!r}; accepted: "
+                    f"{', '.join(accepted)}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _sources_fit(self):
+        accepted = [*TEXT_ROLES, *self.modalities]
+        for split in ("train", "heldout"):
+            for number, source in enumerate(getattr(self, split) or ()):
+                if unknown := sorted(set(source.columns) - set(accepted)):
+                    raise ValueError(
+                        f"{split}.{number}.columns: unknown key {unknown[0]!r}; accepted: "
+                        f"{', '.join(accepted)}"
+                    )
+            names = Counter(source.name for source in getattr(self, split) or () if source.name)
+            if twice := [name for name, count in names.items() if count > 1]:
+                raise ValueError(f"{split}: two sources have the name {twice[0]!r}")
+        return self
+
+    def sources(self, split: str) -> list[SourceConfig]:
+        """The sources of ``"train"`` or ``"heldout"``; none if it is not set."""
+        value = getattr(self, split)
+        if value is None:
+            return []
+        return [SourceConfig.model_validate(source) for source in as_sources(value)]
+
+    @property
+    def limits(self) -> Limits:
+        """The limits of items."""
+        return Limits(
+            self.max_image_pixels,
+            self.max_audio_samples,
+            self.max_item_bytes,
+            self.max_row_group_bytes,
+        )
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Modality name -> column of its paths."""
+        return {name: modality.column for name, modality in self.modalities.items()}

@@ -1,0 +1,200 @@
+"""What a media file's header says: its kind and how large it is when decoded.
+
+Nothing is decoded here, and nothing larger than the file is ever allocated.
+"""
+
+import re
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from raymm.data.samples.errors import RowError
+from raymm.data.samples.limits import MAX_SAMPLE_RATE, REFERENCE_RATE, Limits
+from raymm.data.samples.media import MediaBytes, MediaRange, media_size, open_media
+
+IMAGE, AUDIO, OTHER = "image", "audio", "other"
+
+_HEAD = 32  # bytes that tell the format
+_IMAGES = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF87a", b"GIF89a", b"BM", b"II*\0", b"MM\0*",
+           b"II+\0", b"MM\0+", b"\0\0\0\x0cjP  ", b"\xff\x4f\xff\x51", b"P5", b"P6")
+_SOUNDS = (b"fLaC", b"OggS", b"ID3", b"\xff\xfb", b"\xff\xf3", b"\xff\xf2", b"caff", b".snd")
+_PILLOW = threading.RLock()
+# What libsndfile's log says of WAV, AIFF and AU; of W64, which has no other line; of RF64.
+_CUT_OFF = tuple(map(re.compile, (
+    r"(?m)^\s*(?:data|SSND|Data Size)\s*: (?P<said>\d+) \(should be (?P<found>\d+)\)",
+    r"(?m)^riff\s*: (?P<said>\d+) \(should be (?P<found>\d+)\)",
+    r"frame count (?P<found>\d+) does not match value from 'ds64' chunk of (?P<said>\d+)",
+)))
+# What writers that cannot seek leave as a size (ffmpeg, sox).
+_UNKNOWN_SIZE = 0x7FFF0000
+
+
+@dataclass(frozen=True)
+class Header:
+    """What is known of an item before it is decoded.
+
+    Attributes:
+        kind: ``"image"``, ``"audio"``, or ``"other"`` for what is neither (then only its
+            size in bytes is known).
+        width, height: pixels of an image.
+        frames, rate, channels: of a sound; frames per channel, Hz.
+    """
+
+    kind: str
+    width: int = 0
+    height: int = 0
+    frames: int = 0
+    rate: int = 0
+    channels: int = 0
+
+
+def check_media(media: str | MediaBytes | MediaRange, limits: Limits) -> Header:
+    """The header of an item that keeps the limits.
+
+    Raises:
+        RowError: the item does not exist, is empty, cannot be one of its format, or is above a
+            limit, which is named.
+    """
+    try:
+        size = media_size(media)
+    except FileNotFoundError:
+        raise RowError("the file does not exist") from None
+    except OSError as error:
+        raise RowError(f"cannot be read ({type(error).__name__}: {error})") from None
+    if not size:
+        raise RowError("the file is empty")
+    if size > limits.max_item_bytes:
+        raise RowError(
+            f"it has {size:,} bytes, above data.max_item_bytes ({limits.max_item_bytes:,})"
+        )
+    try:
+        with open_media(media) as file:
+            header = _read(file)
+    except RowError:
+        raise
+    except Exception as error:  # a decoder raises whatever its format library raises
+        raise RowError(f"cannot be read ({type(error).__name__}: {error})") from None
+    _check(header, limits)
+    return header
+
+
+def kind_of(item: str | Path | BinaryIO) -> str:
+    """``"image"``, ``"audio"`` or ``"other"``, by the first bytes of a path or binary file."""
+    if isinstance(item, str | Path):
+        with open(item, "rb") as file:
+            return _kind(file.read(_HEAD))
+    head = item.read(_HEAD)
+    item.seek(0)
+    return _kind(head)
+
+
+def _kind(head: bytes) -> str:
+    if head.startswith(_IMAGES) or head[4:12] in (b"ftypavif", b"ftypavis"):
+        return IMAGE
+    if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
+        return IMAGE
+    if head[:4] in (b"RIFF", b"RF64") and head[8:12] == b"WAVE":
+        return AUDIO
+    if head[:4] == b"FORM" and head[8:12] in (b"AIFF", b"AIFC"):
+        return AUDIO
+    return AUDIO if head.startswith(_SOUNDS) else OTHER
+
+
+def _read(file: BinaryIO) -> Header:
+    head = file.read(_HEAD)
+    file.seek(0)
+    kind = _kind(head)
+    if kind == IMAGE:
+        webp = head[8:12] == b"WEBP"
+        return Header(IMAGE, *(_webp_size(head) if webp else _image_size(file)))
+    return _sound(file) if kind == AUDIO else Header(OTHER)
+
+
+def _webp_size(head: bytes) -> tuple[int, int]:
+    """Of the canvas. Pillow would allocate it on opening."""
+    kind = head[12:16]
+    if kind == b"VP8X":
+        wide, high = head[24:27] + b"\0", head[27:30] + b"\0"
+        return struct.unpack("<I", wide)[0] + 1, struct.unpack("<I", high)[0] + 1
+    if kind == b"VP8L" and head[20] == 0x2F:
+        bits = struct.unpack("<I", head[21:25])[0]
+        return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    if kind == b"VP8 " and head[23:26] == b"\x9d\x01\x2a":
+        wide, high = struct.unpack("<HH", head[26:30])
+        return wide & 0x3FFF, high & 0x3FFF
+    raise ValueError("not a WebP header")
+
+
+def _image_size(file: BinaryIO) -> tuple[int, int]:
+    from PIL import Image
+
+    with pillow_limit(None), Image.open(file) as image:  # the size is judged by ``_check``
+        return image.size
+
+
+def _sound(file: BinaryIO) -> Header:
+    import soundfile
+
+    with soundfile.SoundFile(file) as sound:
+        check_whole(sound)
+        return Header(
+            AUDIO, frames=sound.frames, rate=sound.samplerate, channels=sound.channels
+        )
+
+
+def check_whole(sound: Any) -> None:
+    """Look whether a ``soundfile.SoundFile`` has all the data that its header announces;
+    libsndfile reads what is there and says the rest in its log.
+
+    Raises:
+        RowError: it ends before.
+    """
+    for pattern in _CUT_OFF:
+        if match := pattern.search(sound.extra_info):
+            said, found = int(match["said"]), int(match["found"])
+            if found < said < _UNKNOWN_SIZE:
+                raise RowError(
+                    f"the file is cut off: its header announces {said:,} "
+                    f"{'frames' if 'ds64' in match[0] else 'bytes'}, it has {found:,}"
+                )
+
+
+def _check(header: Header, limits: Limits) -> None:
+    if header.kind == IMAGE:
+        pixels = header.width * header.height
+        if not pixels:
+            raise RowError(f"the image has no pixels ({header.width} x {header.height})")
+        if pixels > limits.max_image_pixels:
+            raise RowError(
+                f"{header.width} x {header.height} = {pixels:,} pixels, above "
+                f"data.max_image_pixels ({limits.max_image_pixels:,})"
+            )
+    if header.kind == AUDIO:
+        if header.frames <= 0:
+            raise RowError("the file holds no sound")
+        if not 0 < header.rate <= MAX_SAMPLE_RATE:
+            raise RowError(f"its sample rate is {header.rate:,} Hz, above {MAX_SAMPLE_RATE:,}")
+        samples = header.frames * max(header.channels, -(-REFERENCE_RATE // header.rate))
+        if samples > limits.max_audio_samples:
+            raise RowError(
+                f"{header.frames:,} frames of {header.channels} channels at {header.rate:,} Hz "
+                f"are {samples:,} samples, above data.max_audio_samples "
+                f"({limits.max_audio_samples:,})"
+            )
+
+
+@contextmanager
+def pillow_limit(pixels: int | None) -> Iterator[None]:
+    """Let Pillow open images of so many pixels; it refuses those of more than twice as many."""
+    from PIL import Image
+
+    with _PILLOW:
+        before, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, pixels
+        try:
+            yield
+        finally:
+            Image.MAX_IMAGE_PIXELS = before

@@ -1,0 +1,182 @@
+"""Where media stand in the text: list-form messages, placeholder tokens, and their counts."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from raymm.data.samples.config import ModalityDataConfig
+from raymm.data.samples.errors import DataError, SampleError
+from raymm.data.samples.sample import Sample
+
+_PROBE = "raymmprobe"
+
+
+@dataclass(frozen=True)
+class Placeholder:
+    """How a modality shows in token ids.
+
+    Attributes:
+        token: as text.
+        id: as a token.
+        repeat: tokens that one in the text becomes; None leaves them as they are.
+    """
+
+    token: str
+    id: int
+    repeat: int | None
+
+
+def find_placeholders(
+    tokenizer, modalities: Mapping[str, ModalityDataConfig]
+) -> dict[str, Placeholder]:
+    """The placeholders of the modalities that have one.
+
+    Raises:
+        DataError: a placeholder is not one token of the tokenizer.
+    """
+    found = {}
+    for name, modality in modalities.items():
+        token = modality.placeholder
+        if token is None:
+            if modality.placeholder_tokens is not None:
+                raise DataError(
+                    f"data.modalities.{name}.placeholder_tokens is "
+                    f"{modality.placeholder_tokens}, but there is no placeholder to repeat; say "
+                    f"data.modalities.{name}.placeholder or model.merge.{name}"
+                )
+            continue
+        ids = tokenizer.encode(token, add_special_tokens=False)
+        if len(ids) != 1 or (ids[0] == tokenizer.unk_token_id and token != tokenizer.unk_token):
+            raise DataError(
+                f"data.modalities.{name}.placeholder is {token!r}, which is "
+                f"{len(ids)} tokens or unknown; expected one token of the tokenizer"
+            )
+        found[name] = Placeholder(token, ids[0], modality.placeholder_tokens)
+    return found
+
+
+def part_types(modalities: Mapping[str, ModalityDataConfig]) -> dict[str, str]:
+    """Type of a message's part -> modality."""
+    types: dict[str, str] = {}
+    for name, modality in modalities.items():
+        column = modality.column
+        names = [name, column, column.removesuffix("s")] + ["image"] * (name == "vision")
+        for one in [modality.part] if modality.part else names:
+            types.setdefault(one, name)
+    return types
+
+
+def check_parts(sample: Sample, types: Mapping[str, str]) -> None:
+    """Refuse list-form messages whose media parts do not match the sample's items.
+
+    Messages without a media part are left alone: their text may hold placeholders.
+
+    Raises:
+        SampleError: a part of a type that is no modality, one with media of its own, or another
+            number of parts than of items.
+    """
+    found: Counter = Counter()
+    for number, message in enumerate(sample.messages or ()):
+        for place, part in enumerate(_media_parts(message)):
+            where, kind = f"messages[{number}], media part {place}", part["type"]
+            if kind not in types:
+                raise text_error(
+                    sample,
+                    f"{where} has type {kind!r}; known are {sorted(types) or 'none'} "
+                    "(data.modalities.NAME.part says another)",
+                )
+            own = [k for k, v in part.items() if k not in ("type", "text") and v is not None]
+            if own:
+                reason = f"{where} has {own[0]!r}; media belong in a column of the row"
+                raise text_error(sample, reason)
+            found[types[kind]] += 1
+    for name in sorted(set(types.values())) if found else ():
+        items = len(sample.media.get(name, ()))
+        if items != found[name]:
+            raise text_error(
+                sample,
+                f"the messages have {found[name]} {name} parts, but the row has {items} {name} "
+                "items",
+            )
+
+
+def flatten_parts(
+    messages: Sequence[dict], types: Mapping[str, str], placeholders: Mapping[str, Placeholder]
+) -> list[dict]:
+    """Messages with string content: a media part becomes its placeholder, or nothing where
+    the modality has none (then it is merged elsewhere)."""
+
+    def text(part: dict) -> str:
+        if part["type"] == "text":
+            return part["text"]
+        name = types[part["type"]]
+        return placeholders[name].token if name in placeholders else ""
+
+    return [
+        {**one, "content": "".join(map(text, one["content"]))}
+        if isinstance(one["content"], list) else one
+        for one in messages
+    ]
+
+
+def template_takes_parts(tokenizer, kind: str, token: str) -> bool:
+    """Whether a chat template writes the placeholder itself for a part of some type."""
+    content = [{"type": kind}, {"type": "text", "text": _PROBE}]
+    try:
+        text = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+    except Exception:  # a template is a program: it may raise anything
+        return False
+    # One that knows only strings would print the list as it is.
+    return _PROBE in text and "'type'" not in text and '"type"' not in text and token in text
+
+
+def repeat_placeholders(
+    input_ids: Sequence[int], placeholders: Mapping[str, Placeholder]
+) -> list[int]:
+    """Token ids with every placeholder as often as its item has tokens."""
+    times = {one.id: one.repeat for one in placeholders.values() if one.repeat}
+    if not times:
+        return list(input_ids)
+    return [token for token in input_ids for _ in range(times.get(token, 1))]
+
+
+def check_counts(
+    sample: Sample, input_ids: Sequence[int], kept: int, placeholders: Mapping[str, Placeholder]
+) -> None:
+    """Refuse a sample whose placeholders do not match its items.
+
+    Args:
+        sample: the sample.
+        input_ids: all of its tokens, placeholders repeated.
+        kept: how many of them are within ``max_length``.
+        placeholders: by modality.
+
+    Raises:
+        SampleError: names both numbers.
+    """
+    for name, one in placeholders.items():
+        items, found = len(sample.media.get(name, ())), list(input_ids).count(one.id)
+        count = found // (one.repeat or 1)
+        if one.repeat and count != items or bool(found) != bool(items):
+            raise text_error(
+                sample,
+                f"its text has {count} placeholders {one.token!r} for {items} {name} items; the "
+                "two must be equal" + ("" if one.repeat else " or both 0"),
+            )
+        if found != list(input_ids[:kept]).count(one.id):
+            raise text_error(
+                sample,
+                f"max_length ({kept}) cuts off some of its {found} {name} tokens ({one.token!r})",
+            )
+
+
+def _media_parts(message: dict) -> list[dict]:
+    content = message["content"]
+    return [part for part in content if part["type"] != "text"] if isinstance(content, list) else []
+
+
+def text_error(sample: Sample, reason: str) -> SampleError:
+    """What is wrong with the text of a sample."""
+    role = "messages" if sample.text is None else "text"
+    column = sample.columns.get(role, role)
+    return SampleError(sample.id, None, reason, column, sample.place or None)

@@ -1,0 +1,183 @@
+"""From a media file to the tensors of one item."""
+
+import importlib
+import io
+import json
+from collections.abc import Callable
+from math import gcd
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+
+from raymm.actors.weights.custom_code import custom_code, why_not_loaded
+from raymm.data.samples.errors import DataError
+from raymm.data.samples.headers import AUDIO, IMAGE, check_whole, kind_of
+from raymm.data.samples.media import MediaBytes, MediaRange, open_media, read_media
+from raymm.data.samples.pixels import to_rgb
+
+# From one item (or a list of its frames) to its tensors.
+Processor = Callable[[Any], dict[str, torch.Tensor]]
+File = str | Path | BinaryIO
+
+
+def processor_input(media: str | MediaBytes | MediaRange, kind: str) -> Any:
+    """What a processor gets of an item, see ``ModalityDataConfig.input``."""
+    if kind == "file":
+        return media if isinstance(media, str) else io.BytesIO(read_media(media))
+    if kind == "bytes":
+        return read_media(media)
+    with open_media(media) as file:
+        return read_image(file)
+
+
+def load_processor(
+    name: str, field: str = "processor", trust_remote_code: bool = False
+) -> Processor:
+    """The function behind ``ModalityDataConfig.processor``.
+
+    Args:
+        name: ``"pkg.mod:fn"`` or a local folder of a Hugging Face image processor, feature
+            extractor, or processor of both, of which the item's kind decides. Folders get RGB
+            images (transparency over white, EXIF rotation applied; lists of them where items
+            are made of frames) or mono sound resampled to the extractor's rate.
+        field: name of the configuration field, for errors.
+        trust_remote_code: run Python files that a folder brings, if it names some.
+
+    Raises:
+        DataError: it cannot be imported or is not such a folder.
+    """
+    if Path(name).is_dir():
+        return _folder_processor(Path(name), field, trust_remote_code)
+    module, separator, function = name.partition(":")
+    if not separator or not module or not function:
+        raise DataError(
+            f"{field}: {name!r} is neither 'package.module:function' nor an existing folder"
+        )
+    try:
+        loaded = getattr(importlib.import_module(module), function)
+    except Exception as error:  # the module is a program: it may raise anything
+        reason = f"{type(error).__name__}: {error}"
+        raise DataError(f"{field}: cannot import {name!r}: {reason}") from error
+    if not callable(loaded):
+        raise DataError(f"{field}: {name!r} is not a function")
+    return loaded
+
+
+def read_image(path: File):
+    """An RGB ``PIL.Image`` of a path or binary file, as :func:`raymm.data.samples.pixels.to_rgb`
+    has it.
+
+    Raises:
+        ValueError: more pixels than ``PIL.Image.MAX_IMAGE_PIXELS`` (which is
+            ``data.max_image_pixels`` while a step is built), PostScript, or pixels of which nothing
+            says what is white.
+    """
+    from PIL import Image
+
+    with Image.open(path) as image:
+        limit = Image.MAX_IMAGE_PIXELS
+        if limit is not None and image.width * image.height > limit:
+            raise ValueError(f"{image.width} x {image.height} pixels, above {limit:,}")
+        if image.format == "EPS":
+            raise ValueError("PostScript is a program, not a picture")
+        return to_rgb(image)
+
+
+def read_audio(path: File, rate: int) -> np.ndarray:
+    """(samples,) float32 mono sound of a path or binary file, at ``rate`` Hz. Integers are scaled
+    to [-1, 1); floats are as they are.
+
+    Raises:
+        ValueError: no sound, less than the header says, or samples that are not finite.
+    """
+    import soundfile
+    from scipy.signal import resample_poly
+
+    with soundfile.SoundFile(path) as file:
+        check_whole(file)
+        source_rate, frames = file.samplerate, file.frames
+        sound = file.read(dtype="float32", always_2d=True)
+    if len(sound) < frames:
+        raise ValueError(f"the file ends after {len(sound):,} of {frames:,} frames: it is cut off")
+    if not np.isfinite(sound).all():
+        wrong = np.argwhere(~np.isfinite(sound))
+        frame, channel = (int(place) for place in wrong[0])
+        raise ValueError(
+            f"{len(wrong):,} of {sound.size:,} samples are not finite, the first "
+            f"({sound[frame, channel]}) in frame {frame:,}"
+        )
+    mono = sound.mean(axis=1)
+    if not len(mono):
+        raise ValueError("the file holds no sound")
+    if source_rate == rate:
+        return mono
+    common = gcd(source_rate, rate)
+    return resample_poly(mono, rate // common, source_rate // common).astype(np.float32)
+
+
+def _folder_processor(folder: Path, field: str, trust_remote_code: bool) -> Processor:
+    from transformers import AutoFeatureExtractor, AutoImageProcessor
+
+    kinds = _kinds_in(folder, field)
+    try:
+        images = IMAGE in kinds and AutoImageProcessor.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+        sounds = AUDIO in kinds and AutoFeatureExtractor.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:  # a folder may hold anything
+        kinds_of_code = set(custom_code(folder)) & {"AutoImageProcessor", "AutoFeatureExtractor"}
+        if kinds_of_code and not trust_remote_code:
+            why = why_not_loaded(folder, sorted(kinds_of_code)[0], error)
+            raise DataError(f"{field}: {why}") from None
+        raise DataError(f"{field}: cannot load {str(folder)!r}: {error}") from error
+
+    def process(item: File | list) -> dict[str, torch.Tensor]:
+        if isinstance(item, list):
+            if not images:
+                raise ValueError(f"frames need an image processor; {folder} has none")
+            return dict(images(images=[read_image(one) for one in item], return_tensors="pt"))
+        kind = next(iter(kinds)) if len(kinds) == 1 else kind_of(item)
+        if kind == AUDIO:
+            rate = sounds.sampling_rate
+            found = sounds(read_audio(item, rate), sampling_rate=rate, return_tensors="pt")
+        else:
+            found = images(images=read_image(item), return_tensors="pt")
+        return {key: _only_item(key, value) for key, value in found.items()}
+
+    return process
+
+
+def _kinds_in(folder: Path, field: str) -> set[str]:
+    """What a folder has a processor for, by the files that ``save_pretrained`` writes."""
+    single, both = folder / "preprocessor_config.json", folder / "processor_config.json"
+    kinds = set()
+    try:
+        if single.is_file():
+            config = json.loads(single.read_text())
+            kinds.add(AUDIO if "feature_extractor_type" in config else IMAGE)
+        if both.is_file():
+            config = json.loads(both.read_text())
+            kinds |= {IMAGE} if config.get("image_processor") else set()
+            kinds |= {AUDIO} if config.get("feature_extractor") else set()
+    except (OSError, ValueError, AttributeError) as error:
+        raise DataError(f"{field}: cannot load {str(folder)!r}: {error}") from error
+    if not kinds:
+        raise DataError(
+            f"{field}: {str(folder)!r} has no preprocessor_config.json and no "
+            "processor_config.json with an image processor or feature extractor"
+        )
+    return kinds
+
+
+def _only_item(key: str, value: Any) -> torch.Tensor:
+    value = torch.as_tensor(value)
+    if value.shape[0] != 1:
+        raise ValueError(
+            f"the processor returned {key!r} of shape {tuple(value.shape)} for one item; "
+            "patches of varying number need a processor function of their own"
+        )
+    return value[0]

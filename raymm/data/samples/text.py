@@ -1,0 +1,280 @@
+"""Token ids and labels of one sample."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from raymm.actors.weights.custom_code import custom_code, why_not_loaded
+from raymm.data.samples.config import ModalityDataConfig
+from raymm.data.samples.errors import DataError
+from raymm.data.samples.placeholders import (
+    check_counts,
+    check_parts,
+    find_placeholders,
+    flatten_parts,
+    part_types,
+    repeat_placeholders,
+    template_takes_parts,
+    text_error,
+)
+from raymm.data.samples.rows import LEARNED_ROLE
+from raymm.data.samples.sample import Sample
+
+IGNORE_INDEX = -100  # torch's cross_entropy ignores it; so does every Hugging Face model
+
+
+def load_tokenizer(folder: str, trust_remote_code: bool = False):
+    """Tokenizer of a local folder.
+
+    Args:
+        folder: the folder.
+        trust_remote_code: run Python files that it brings, if it names some.
+
+    Raises:
+        DataError: the folder does not exist, holds no tokenizer, or one that needs its own code.
+    """
+    if not Path(folder).is_dir():
+        raise DataError(f"data.tokenizer: {folder!r} is not a local folder")
+    from transformers import AutoTokenizer  # seconds to import; the driver may not need it
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:  # a folder may hold anything
+        if not trust_remote_code and "AutoTokenizer" in custom_code(folder):
+            why = why_not_loaded(folder, "AutoTokenizer", error)
+            raise DataError(f"data.tokenizer: {why}") from None
+        raise DataError(
+            f"data.tokenizer: no tokenizer in {folder!r}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def check_vocabulary(tokenizer, folder: str, vocabulary: int) -> None:
+    """Compare a tokenizer with the embeddings of a model. Tokens that were added to it may lie
+    beyond, as those of some text models do: samples with them are refused.
+
+    Raises:
+        DataError: tokens of its own vocabulary have no embeddings.
+    """
+    added = set(tokenizer.added_tokens_decoder)
+    largest = max((i for i in tokenizer.get_vocab().values() if i not in added), default=-1)
+    if largest >= vocabulary:
+        raise DataError(
+            f"data.tokenizer: {folder!r} has token ids up to {largest}, but the language model has "
+            f"embeddings for {vocabulary} ids only (vocab_size); they do not belong together"
+        )
+
+
+def encode_text(tokenizer, sample: Sample, max_length: int) -> tuple[list[int], list[int]]:
+    """``TextEncoder.encode`` without modalities: no placeholder is known."""
+    return TextEncoder(tokenizer, max_length).encode(sample)
+
+
+class TextEncoder:
+    """Makes token ids and labels of samples.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        max_length: tokens kept.
+        modalities: what the media parts of list-form messages mean, and placeholders.
+        vocabulary: token ids that the model has embeddings for; None if that is not known.
+
+    Raises:
+        DataError: a placeholder is not one token of the tokenizer.
+    """
+
+    def __init__(
+        self,
+        tokenizer,
+        max_length: int,
+        modalities: Mapping[str, ModalityDataConfig] | None = None,
+        vocabulary: int | None = None,
+    ):
+        modalities = modalities or {}
+        self._vocabulary = vocabulary
+        self.tokenizer, self.max_length = tokenizer, max_length
+        self._placeholders = find_placeholders(tokenizer, modalities)
+        self._types = part_types(modalities)
+        self._special = _special_ids(tokenizer)
+        # Part types that the chat template writes as the right placeholder by itself.
+        self._native = {
+            kind for kind, name in self._types.items()
+            if name in self._placeholders and tokenizer.chat_template
+            and template_takes_parts(tokenizer, kind, self._placeholders[name].token)
+        }
+
+    def encode(self, sample: Sample) -> tuple[list[int], list[int]]:
+        """Token ids and labels of a sample, both of the same length <= ``max_length``.
+
+        ``text``: every token but the first is a label. ``messages``: the tokens of each
+        assistant message and its end-of-turn token are labels; all else is -100. What a template
+        writes after the end-of-turn token (ChatML's newline) is not a label, nor is a
+        placeholder. Parts of list-form messages go to a chat template that knows them; for one
+        that takes strings they become text with placeholders.
+
+        Raises:
+            SampleError: no text, one with half a character (a lone surrogate, as "\\ud800" of JSON
+                is), no label within ``max_length``, placeholders that do not match
+                the items, or a chat template whose rendering of the first messages is not a
+                prefix of its rendering of all of them: labels would be wrong.
+            DataError: ``messages`` and a tokenizer without a chat template.
+        """
+        _check_characters(sample)
+        if sample.text is not None:
+            input_ids = self._expand(self._tokenize(sample))
+            labels = list(input_ids)
+        else:
+            input_ids, labels = self._encode_messages(sample)
+        for placeholder in self._placeholders.values():
+            labels = [
+                IGNORE_INDEX if token == placeholder.id else label
+                for token, label in zip(input_ids, labels, strict=True)
+            ]
+        length = len(input_ids)
+        check_counts(sample, input_ids, self.max_length, self._placeholders)
+        input_ids, labels = input_ids[: self.max_length], labels[: self.max_length]
+        self._check_vocabulary(sample, input_ids)
+        if labels:
+            labels[0] = IGNORE_INDEX  # nothing predicts the first token
+        if all(label == IGNORE_INDEX for label in labels):
+            empty = sample.text is not None and not sample.text.strip()
+            raise text_error(
+                sample,
+                f"no label token among its first {len(labels)} of {length} tokens "
+                f"(max_length is {self.max_length})" + (": the text is empty" if empty else "")
+                + _roles_without_labels(sample),
+            )
+        return input_ids, labels
+
+    def _check_vocabulary(self, sample: Sample, input_ids: Sequence[int]) -> None:
+        largest = max(input_ids, default=-1)
+        if self._vocabulary is not None and largest >= self._vocabulary:
+            token = self.tokenizer.convert_ids_to_tokens(largest)
+            raise text_error(
+                sample,
+                f"the token {token!r} has the id {largest}, but the language model has embeddings "
+                f"for {self._vocabulary} ids only",
+            )
+
+    def _tokenize(self, sample: Sample) -> list[int]:
+        try:
+            return self.tokenizer(sample.text)["input_ids"]
+        except Exception as error:  # a tokenizer raises whatever its library raises
+            reason = f"the tokenizer fails on it ({type(error).__name__}: {error})"
+            raise text_error(sample, reason) from error
+
+    def _expand(self, input_ids: Sequence[int]) -> list[int]:
+        return repeat_placeholders(input_ids, self._placeholders)
+
+    def _encode_messages(self, sample: Sample) -> tuple[list[int], list[int]]:
+        if not self.tokenizer.chat_template:
+            raise DataError(
+                f"sample {sample.id!r} has 'messages', but the tokenizer "
+                f"{self.tokenizer.name_or_path!r} has no chat template"
+            )
+        messages = self._messages(sample)
+        input_ids = self._render(sample, messages)
+        labels = [IGNORE_INDEX] * len(input_ids)
+        for number, message in enumerate(messages):
+            if message["role"] != LEARNED_ROLE:
+                continue
+            # An assistant turn is what it adds to the prompt that a model would be given.
+            prompt = self._render(sample, messages[:number], add_generation_prompt=True)
+            last = number + 1 == len(messages)
+            turn = input_ids if last else self._render(sample, messages[: number + 1])
+            if turn[: len(prompt)] != prompt or input_ids[: len(turn)] != turn:
+                raise text_error(
+                    sample,
+                    f"the chat template is not prefix-consistent at messages[{number}]: the "
+                    "tokens of the conversation so far change when the next message is added",
+                )
+            stop = _end_of_turn(self.tokenizer, turn, len(prompt), self._special)
+            labels[len(prompt) : stop] = input_ids[len(prompt) : stop]
+        return input_ids, labels
+
+    def _messages(self, sample: Sample) -> list[dict]:
+        """The messages as the chat template takes them."""
+        lists = [one["content"] for one in sample.messages if isinstance(one["content"], list)]
+        if not lists:
+            return sample.messages
+        check_parts(sample, self._types)
+        kinds = {part["type"] for parts in lists for part in parts} - {"text"}
+        if self._native and kinds <= self._native:
+            return [
+                {**one, "content": [{k: v for k, v in part.items() if v is not None}
+                                    for part in one["content"]]}
+                if isinstance(one["content"], list) else one
+                for one in sample.messages
+            ]
+        return flatten_parts(sample.messages, self._types, self._placeholders)
+
+    def _render(self, sample: Sample, messages: list[dict], add_generation_prompt=False):
+        """Token ids of some messages, placeholders repeated."""
+        try:
+            input_ids = self.tokenizer.apply_chat_template(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=True,
+                return_dict=False,
+            )
+        except Exception as error:  # a template is a program: it may raise anything
+            if not messages:
+                raise text_error(
+                    sample,
+                    "messages[0] is the assistant's, and the chat template writes no assistant's "
+                    "turn without a message before it; begin with one of the user or the system "
+                    f"({error})",
+                ) from error
+            raise text_error(
+                sample, f"the chat template failed on its first {len(messages)} messages: {error}"
+            ) from error
+        return self._expand(input_ids)
+
+
+def _roles_without_labels(sample: Sample) -> str:
+    roles = {message["role"] for message in sample.messages or ()}
+    if not roles or LEARNED_ROLE in roles:
+        return ""
+    return (
+        f": no message has the role {LEARNED_ROLE!r}, whose tokens are what is learned; the roles "
+        f"are {sorted(roles)}. Rename the one that answers (gpt, model, bot) to {LEARNED_ROLE!r} "
+        "and the one that asks (human) to 'user'"
+    )
+
+
+def _check_characters(sample: Sample) -> None:
+    for where, text in _strings(sample):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            code = ord(text[error.start])
+            raise text_error(
+                sample,
+                f"{where} has a lone surrogate, U+{code:04X}, at character {error.start}, which is "
+                "half of a character; accepted: text that can be written as UTF-8",
+            ) from None
+
+
+def _strings(sample: Sample) -> Iterator[tuple[str, str]]:
+    """All text of a sample, and where it is."""
+    if sample.text is not None:
+        yield "the text", sample.text
+    for number, message in enumerate(sample.messages or ()):
+        content = message["content"]
+        parts = content if isinstance(content, list) else [{"text": content}]
+        for value in (message["role"], *(part.get("text") for part in parts)):
+            if isinstance(value, str):
+                yield f"messages[{number}]", value
+
+
+def _special_ids(tokenizer) -> frozenset[int]:
+    added = tokenizer.added_tokens_decoder
+    return frozenset(tokenizer.all_special_ids) | {id for id in added if added[id].special}
+
+
+def _end_of_turn(tokenizer, ids: Sequence[int], start: int, special: frozenset[int]) -> int:
+    """End of the turn ``ids[start:]``: after its last special token if only space follows."""
+    for stop in range(len(ids), start, -1):
+        if ids[stop - 1] in special:
+            return stop if not tokenizer.decode(ids[stop:]).strip() else len(ids)
+    return len(ids)

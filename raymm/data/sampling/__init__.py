@@ -1,0 +1,1 @@
+"""Which samples make a step."""

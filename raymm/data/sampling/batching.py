@@ -1,0 +1,139 @@
+"""From ``data.batching`` to the sampler of a run: scans the samples where steps are planned."""
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from raymm.data.readers import Dataset
+from raymm.data.samples.config import DataConfig
+from raymm.data.samples.errors import DataError
+from raymm.data.sampling.group_sampler import GroupSampler
+from raymm.data.sampling.rebalanced_sampler import RebalancedSampler
+from raymm.data.sampling.sampler import EpochSampler
+from raymm.data.sampling.scan_cache import default_cache
+from raymm.data.sampling.scan_result import SampleScan, Units
+from raymm.data.sampling.scanner import Progress, scan
+from raymm.scheduler.minibatch.budgets import suggest_budgets
+from raymm.scheduler.minibatch.problem import MiniBatchError, SampleSizes, checked_budgets
+
+Sampler = EpochSampler | GroupSampler
+
+
+@dataclass(frozen=True)
+class ItemTokens:
+    """What a model makes of one item of a modality.
+
+    Attributes:
+        encoder: tokens in the encoder's blocks.
+        prepended: tokens that the language model gets beside those of the text.
+    """
+
+    encoder: int = 1
+    prepended: int = 0
+
+
+def training_sampler(
+    config: DataConfig,
+    dataset: Dataset,
+    tokens: Mapping[str, ItemTokens] | None = None,
+    progress: Progress | None = None,
+) -> Sampler:
+    """What the steps of the training data consist of.
+
+    Args:
+        config: the data configuration.
+        dataset: its training samples.
+        tokens: modality -> tokens of an item; without, an item is one unit.
+        progress: of the scan, see :func:`raymm.data.scan`.
+
+    Raises:
+        DataError: sizes that cannot be planned, or what the scan raises.
+    """
+    batching = config.batching
+    if batching.method == "random":
+        return EpochSampler(len(dataset), config.batch_size, config.shuffle, config.seed)
+    cache = batching.cache or default_cache()
+    try:
+        found = scan(dataset, config, cache=cache, progress=progress)
+    except OSError as error:
+        raise DataError(
+            f"data.batching.cache: cannot keep the scan of the samples in {str(cache)!r}: {error}"
+        ) from error
+    sizes = sample_sizes(found, config, tokens or {})
+    samples = config.batch_size // config.microbatches
+    try:
+        # What has hundreds of tokens, always the same number, fills groups in whole pieces: the
+        # planner weighs that for small numbers only.
+        common = np.maximum(np.gcd.reduce(sizes.values, axis=0), 1)
+        coarse = replace_values(sizes, sizes.values // common)
+        options = batching.options
+        if "budgets" in options:
+            suggested = suggest_budgets(coarse, samples) * common
+            budgets = dict(zip(sizes.names, suggested.tolist(), strict=True)) | batching.budgets
+            budgets = np.array(checked_budgets(sizes, list(budgets.values())))
+            options["budgets"] = (budgets // common).tolist()
+        sizes = coarse
+        kind = GroupSampler if batching.rebalance is None else RebalancedSampler
+        sampler = kind(
+            sizes, config.microbatches, samples, batching.method, config.seed, **options
+        )
+        sampler.open()  # plans an epoch: now is the time for errors
+    except MiniBatchError as error:
+        raise DataError(f"data.batching: {error}") from error
+    return sampler
+
+
+def replace_values(sizes: SampleSizes, values: np.ndarray) -> SampleSizes:
+    """The same samples with other sizes."""
+    return SampleSizes(sizes.names, values, sizes.sources, sizes.padded)
+
+
+def sample_sizes(
+    found: SampleScan, config: DataConfig, tokens: Mapping[str, ItemTokens]
+) -> SampleSizes:
+    """Units of every sample: per modality those of ``data.batching.units`` or else the encoder's
+    tokens, and under ``"text"`` the tokens of the language model.
+
+    Raises:
+        DataError: a function of units that cannot be imported or does not give units.
+    """
+    units: dict[str, Units] = {}
+    text = found.text_tokens.copy()
+    for name, counts in found.counts.items():
+        of_item = tokens.get(name, ItemTokens())
+        text += counts * of_item.prepended
+        if name in config.batching.units:
+            units[name] = _units(name, config.batching.units[name])
+        else:
+            units[name] = lambda items, each=of_item.encoder: np.full(len(items), each, np.int64)
+    sizes = found.sizes(units)
+    values = np.concatenate([sizes.values[:, :-1], text[:, None]], axis=1)
+    return replace_values(sizes, values)
+
+
+def _units(modality: str, name: str) -> Units:
+    """The function behind ``data.batching.units``, with its results checked."""
+    field = f"data.batching.units.{modality}"
+    module, _, function = name.partition(":")
+    try:
+        loaded = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise DataError(
+            f"{field}: cannot import {name!r} as 'package.module:function': {error}"
+        ) from error
+
+    def checked(items: np.ndarray) -> np.ndarray:
+        try:
+            result = np.asarray(loaded(items))
+        except Exception as error:  # whatever a user's function raises
+            raise DataError(f"{field}: {name!r} raised {type(error).__name__}: {error}") from error
+        if result.shape != (len(items),) or result.dtype.kind not in "iu" or (result < 0).any():
+            raise DataError(
+                f"{field}: {name!r} must give {len(items)} whole numbers from 0, got "
+                f"{result.dtype} of shape {result.shape}"
+            )
+        return result
+
+    return checked

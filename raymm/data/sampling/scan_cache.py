@@ -1,0 +1,131 @@
+"""Scans on disk: one ``.npz`` without pickles per data set, tokenizer and configuration."""
+
+import hashlib
+import json
+import os
+import tempfile
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from raymm.data.readers import Dataset, Mixture, Repeated
+from raymm.data.samples.config import DataConfig
+from raymm.data.sampling.scan_result import SampleScan
+
+_VERSION = 1
+_TOKENIZER_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".vocab", ".bpe")
+_LENGTHS, _HEADERS = "counts/", "items/"
+
+
+def default_cache() -> Path:
+    """``scans`` below ``$RAYMM_CACHE``, or below ``~/.cache/raymm``."""
+    return Path(os.environ.get("RAYMM_CACHE") or Path.home() / ".cache" / "raymm") / "scans"
+
+
+def scan_key(dataset: Dataset, config: DataConfig) -> str:
+    """Hex digest of all that a scan depends on: files by path, size and modification time,
+    columns, contents of the tokenizer's files, and the configuration of text and limits."""
+    readers = dataset.readers if isinstance(dataset, Mixture) else [dataset]
+    sources = [
+        {
+            "reader": type(reader).__name__,
+            "name": reader.name,
+            "files": [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in reader.files],
+            "columns": reader.columns,
+            "text_columns": dict(reader.options.text_columns),
+        }
+        | ({"rows": reader.digest} if isinstance(reader, Repeated) else {})
+        for reader in readers
+    ]
+    fields = {"modalities", "max_length", "on_error", "vocabulary"} | set(vars(config.limits))
+    known = {
+        "version": _VERSION,
+        "sources": sources,
+        "tokenizer": _fingerprint(Path(config.tokenizer)),
+        "config": config.model_dump(mode="json", include=fields),
+    }
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+
+
+def _fingerprint(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for file in sorted(folder.iterdir()):
+        if file.is_file() and file.suffix in _TOKENIZER_SUFFIXES:
+            digest.update(f"{file.name} {file.stat().st_size} ".encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def save_scan(folder: str | Path, key: str, scan: SampleScan) -> Path:
+    """Write a scan, whole or not at all."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    arrays = {
+        "key": np.array(key),
+        "text_tokens": scan.text_tokens,
+        "sources": scan.sources,
+        "source_names": np.array(scan.source_names, dtype=np.str_),
+        "unusable": scan.unusable,
+        "reasons": np.array(scan.reasons, dtype=np.str_),
+    }
+    arrays |= {_LENGTHS + name: counts for name, counts in scan.counts.items()}
+    arrays |= {_HEADERS + name: items for name, items in scan.items.items()}
+    handle, temporary = tempfile.mkstemp(dir=folder, prefix=key[:16], suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            np.savez_compressed(file, **arrays)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, _file(folder, key))
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    return _file(folder, key)
+
+
+def load_scan(
+    folder: str | Path, key: str, dataset: Dataset, config: DataConfig
+) -> SampleScan | None:
+    """The scan of a key; None if there is none or what is there is damaged."""
+    try:
+        # The zip's checksums are compared while the arrays are read.
+        with np.load(_file(Path(folder), key), allow_pickle=False) as stored:
+            arrays = {name: stored[name] for name in stored.files}
+        scan = SampleScan(
+            arrays["text_tokens"],
+            {name: arrays[_LENGTHS + name] for name in config.modalities},
+            {name: arrays[_HEADERS + name] for name in config.modalities},
+            arrays["sources"],
+            tuple(arrays["source_names"].tolist()),
+            arrays["unusable"],
+            tuple(arrays["reasons"].tolist()),
+        )
+        good = arrays["key"].tolist() == key and _is_whole(scan, dataset)
+    except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile, zlib.error,
+            NotImplementedError, RuntimeError, MemoryError, IndexError):
+        return None
+    return scan if good else None
+
+
+def _is_whole(scan: SampleScan, dataset: Dataset) -> bool:
+    """Whether the parts fit each other and the data set."""
+    n = len(dataset)
+    arrays = [scan.text_tokens, scan.sources, scan.unusable, *scan.counts.values(),
+              *scan.items.values()]
+    return (
+        all(one.dtype == np.int64 for one in arrays)
+        and all(one.shape == (n,) for one in (scan.text_tokens, scan.sources))
+        and all(one.shape == (n,) for one in scan.counts.values())
+        and all(not one.size or one.min() >= 0 for one in arrays)
+        and all(scan.items[k].shape == (scan.counts[k].sum(), 3) for k in scan.counts)
+        and scan.source_names == tuple(dataset.names)
+        and bool((scan.sources == dataset.sources).all())
+        and scan.unusable.shape == (len(scan.reasons),)
+        and bool((scan.unusable < n).all())
+    )
+
+
+def _file(folder: Path, key: str) -> Path:
+    return folder / f"{key}.npz"

@@ -1,0 +1,193 @@
+"""Sizes of all samples of a data set, without decoding one: what balanced batches need.
+
+Text is tokenized; of images and sounds only headers are read. Worker processes share the
+samples out, and the result is kept in a cache (``raymm.data.sampling.scan_cache``).
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+
+from raymm.data.readers import Dataset
+from raymm.data.samples.config import DataConfig
+from raymm.data.samples.errors import RowError, SampleError
+from raymm.data.samples.headers import AUDIO, IMAGE, Header, check_media
+from raymm.data.samples.media import media_name
+from raymm.data.samples.sample import Sample
+from raymm.data.samples.text import TextEncoder, load_tokenizer
+from raymm.data.sampling.scan_cache import load_scan, save_scan, scan_key
+from raymm.data.sampling.scan_result import SampleScan
+
+# Samples a worker takes at a time, and so the granularity of progress.
+_CHUNK = 256
+# A worker process needs seconds to start: fewer samples than this are not worth one.
+_SAMPLES_PER_WORKER = 10_000
+_MAX_WORKERS = 16
+
+Progress = Callable[[int, int], None]  # (samples done, samples in all)
+
+
+def scan(
+    dataset: Dataset,
+    config: DataConfig,
+    workers: int | None = None,
+    cache: str | Path | None = None,
+    progress: Progress | None = None,
+) -> SampleScan:
+    """Sizes of every sample.
+
+    Args:
+        dataset: of ``open_split``.
+        config: says tokenizer, ``max_length``, modalities, limits and ``on_error``.
+        workers: processes; by default one per CPU and 10,000 samples. 1 scans in this
+            process. A script that starts more needs ``if __name__ == "__main__":`` around its
+            top-level code, as everywhere with multiprocessing.
+        cache: folder that results are kept in; None keeps none. A cached result is used if
+            files, columns, tokenizer and the configuration are the same; media files that are
+            replaced under their name are not noticed.
+        progress: called in this process with (samples done, samples in all).
+
+    Raises:
+        SampleError: the first unusable sample, unless ``on_error`` is ``"skip"``.
+        DataError: no tokenizer, or what the readers raise.
+    """
+    key = scan_key(dataset, config) if cache is not None else None
+    if key is not None and (found := load_scan(cache, key, dataset, config)) is not None:
+        if progress is not None:
+            progress(len(dataset), len(dataset))
+        return found
+    result = _joined(dataset, config, list(_parts(dataset, config, workers, progress)))
+    if key is not None:
+        save_scan(cache, key, result)
+    return result
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What was found in consecutive samples."""
+
+    tokens: list[int]
+    counts: dict[str, list[int]]
+    items: dict[str, list[tuple[int, int, int]]]
+    unusable: list[tuple[int, SampleError]]
+
+
+class _Scanner:
+    """Scans ranges of samples in one process."""
+
+    def __init__(self, dataset: Dataset, config: DataConfig):
+        self.dataset, self.config = dataset, config
+        tokenizer = load_tokenizer(config.tokenizer, config.trust_remote_code)
+        self.text = TextEncoder(
+            tokenizer, config.max_length, config.modalities, config.vocabulary
+        )
+
+    def scan(self, start: int, stop: int) -> _Part:
+        names = list(self.config.modalities)
+        part = _Part([], {name: [] for name in names}, {name: [] for name in names}, [])
+        for index in range(start, stop):
+            try:
+                sample = self.dataset[index]
+                tokens = len(self.text.encode(sample)[0])
+                items = {name: self._items(name, sample) for name in names}
+            except SampleError as error:
+                error.__cause__ = error.__context__ = None  # may not be picklable
+                part.unusable.append((index, error))
+                tokens, items = 0, {name: [] for name in names}
+                if self.config.on_error == "raise":
+                    return part
+            part.tokens.append(tokens)
+            for name in names:
+                part.counts[name].append(len(items[name]))
+                part.items[name].extend(items[name])
+        return part
+
+    def _items(self, name: str, sample: Sample) -> list[tuple[int, int, int]]:
+        found = []
+        for item in sample.media.get(name, ()):
+            frames = item if isinstance(item, tuple) else (item,)
+            try:
+                headers = [check_media(frame, self.config.limits) for frame in frames]
+            except RowError as error:
+                column = sample.columns[name]
+                raise SampleError(
+                    sample.id, media_name(item), error.reason, column, sample.place or None
+                ) from None
+            found.append(_numbers(headers))
+        return found
+
+
+def _numbers(headers: list[Header]) -> tuple[int, int, int]:
+    first = headers[0]
+    if first.kind == IMAGE:
+        return first.width, first.height, len(headers)
+    return (first.frames, first.rate, first.channels) if first.kind == AUDIO else (0, 0, 0)
+
+
+def _parts(
+    dataset: Dataset, config: DataConfig, workers: int | None, progress: Progress | None
+) -> Iterator[_Part]:
+    total, done = len(dataset), 0
+    ranges = [(start, min(start + _CHUNK, total)) for start in range(0, total, _CHUNK)]
+    if workers is None:
+        workers = min(len(os.sched_getaffinity(0)), total // _SAMPLES_PER_WORKER, _MAX_WORKERS)
+    run = _in_this_process if workers <= 1 else _in_workers
+    for (start, stop), part in zip(ranges, run(dataset, config, ranges, workers), strict=True):
+        if part.unusable and config.on_error == "raise":
+            raise part.unusable[0][1]
+        done += stop - start
+        if progress is not None:
+            progress(done, total)
+        yield part
+
+
+def _in_this_process(dataset, config, ranges, _workers) -> Iterator[_Part]:
+    scanner = _Scanner(dataset, config)
+    for start, stop in ranges:
+        yield scanner.scan(start, stop)
+
+
+def _in_workers(dataset, config, ranges, workers) -> Iterator[_Part]:
+    # Not forked: this process may have threads (Ray, torch), whose locks a fork would copy.
+    pool = ProcessPoolExecutor(
+        min(workers, len(ranges)), get_context("spawn"), _start_worker, (dataset, config)
+    )
+    try:
+        yield from pool.map(_scan_range, ranges)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_scanner: _Scanner | None = None  # of a worker process
+
+
+def _start_worker(dataset: Dataset, config: DataConfig) -> None:
+    global _scanner
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    _scanner = _Scanner(dataset, config)
+
+
+def _scan_range(bounds: tuple[int, int]) -> _Part:
+    return _scanner.scan(*bounds)
+
+
+def _joined(dataset: Dataset, config: DataConfig, parts: list[_Part]) -> SampleScan:
+    def joined(lists: list[list], width: int | None = None) -> np.ndarray:
+        flat = np.asarray([value for one in lists for value in one], dtype=np.int64)
+        return flat.reshape(-1, width) if width else flat
+
+    unusable = [pair for part in parts for pair in part.unusable]
+    return SampleScan(
+        joined([part.tokens for part in parts]),
+        {name: joined([part.counts[name] for part in parts]) for name in config.modalities},
+        {name: joined([part.items[name] for part in parts], 3) for name in config.modalities},
+        np.asarray(dataset.sources, np.int64),
+        tuple(dataset.names),
+        np.asarray([index for index, _ in unusable], np.int64),
+        tuple(str(error) for _, error in unusable),
+    )

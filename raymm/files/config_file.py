@@ -1,0 +1,210 @@
+"""Configuration files: YAML as people write it, without what readers of YAML disagree on."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Hashable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from raymm.files.config_error import ConfigError
+
+# Sections in each other; a configuration has about eight. Beyond, Python's stack would end first.
+MOST_DEPTH = 50
+# Values of a file with its aliases written out: ten lines of aliases of aliases make billions.
+MOST_VALUES = 100_000
+# No configuration is larger; a file of weights or data given by mistake is.
+MOST_BYTES = 2**22
+
+_VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+_TAG = "tag:yaml.org,2002:"
+# Numbers that YAML 1.1 and 1.2 read differently: 010 is 8 or 10, 1:30 is 90 or a text.
+_AMBIGUOUS = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)$")
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain data, every key once, and ``1e-4`` is a number as in JSON."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self.depth = getattr(self, "depth", 0) + 1
+        if self.depth > MOST_DEPTH:
+            raise yaml.composer.ComposerError(
+                None, None, f"nested deeper than {MOST_DEPTH}", self.peek_event().start_mark
+            )
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
+        # As written: what a merge (<<) brings in may be overridden.
+        written = getattr(node, "written", node.value)
+        seen: set[Hashable] = set()
+        for key, _ in written if isinstance(node, yaml.MappingNode) else ():
+            merges = key.tag == f"{_TAG}merge"
+            name = key.value if merges else self.construct_object(key, deep=True)
+            if isinstance(name, Hashable):
+                if name in seen:
+                    raise _wrong(key, f"the key {name!r} is twice in the same section")
+                seen.add(name)
+        return super().construct_mapping(node, deep)
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        if not hasattr(node, "written"):  # an aliased section is flattened at every use
+            node.written = list(node.value)
+        super().flatten_mapping(node)
+
+    def construct_number(self, node: yaml.ScalarNode) -> int | float:
+        if _AMBIGUOUS.match(node.value):
+            raise _wrong(
+                node, f"the number {node.value!r} is read differently by versions of YAML; write "
+                "it as a decimal number, or a text in quotes"
+            )
+        if node.tag == f"{_TAG}int":
+            return self.construct_yaml_int(node)
+        return self.construct_yaml_float(node)
+
+
+def _wrong(node: yaml.Node, reason: str) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, reason, node.start_mark)
+
+
+for _kind in ("int", "float"):
+    _Loader.add_constructor(_TAG + _kind, _Loader.construct_number)
+# YAML 1.1 wants a dot in every float, so that 1e-4 would be a text.
+_Loader.add_implicit_resolver(
+    f"{_TAG}float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
+
+def parse_yaml(text: str, what: str) -> Any:
+    """What a YAML text says.
+
+    Raises:
+        ConfigError: no YAML; a key twice in a section, or one that is no text; an alias of
+            something around it; more than :data:`MOST_VALUES` or deeper than :data:`MOST_DEPTH`.
+    """
+    try:
+        value = yaml.load(text, _Loader)  # noqa: S506  a SafeLoader
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
+        # ValueError: a date such as 2024-13-45, a number of thousands of digits.
+        raise ConfigError(f"{what} is not YAML that can be used: {error}") from None
+    _check_size(value, what)
+    return value
+
+
+def _check_size(value: Any, what: str) -> None:
+    level, left = [value], MOST_VALUES
+    for _ in range(MOST_DEPTH + 1):
+        inner = (
+            one for outer in level if isinstance(outer, dict | list | tuple | set)
+            for one in (outer.values() if isinstance(outer, dict) else outer)
+        )
+        level = list(islice(inner, left + 1))
+        left -= len(level)
+        if left < 0:
+            raise ConfigError(f"{what} has more than {MOST_VALUES} values, aliases written out")
+    if level:
+        raise ConfigError(
+            f"{what} has sections nested deeper than {MOST_DEPTH}, or an alias of a section in "
+            "that section"
+        )
+
+
+def read_text(path: str | os.PathLike[str], what: str, most: int = MOST_BYTES) -> str:
+    """The text of a file in UTF-8, a byte order mark left out.
+
+    Raises:
+        ConfigError: there is no such file, it cannot be read, or it has more than ``most`` bytes;
+            names ``what`` and the file.
+    """
+    file = Path(path)
+    where = f"{what} is {str(path)!r}"
+    try:
+        if file.is_dir():
+            raise ConfigError(f"{where}, which is a folder; give a file")
+        if not file.exists():
+            raise ConfigError(f"{where}; there is no such file")
+        with open(file, "rb") as stream:
+            data = stream.read(most + 1)
+        if len(data) > most:
+            raise ConfigError(f"{where}, which has more than {most:,} bytes")
+        return data.decode("utf-8-sig")
+    except ConfigError:
+        raise
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{where}, which is not UTF-8: {error.reason} at byte {error.start}; save it as UTF-8"
+        ) from None
+    except (OSError, ValueError) as error:  # ValueError: a path with a null character
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{where}, which cannot be read: {reason}") from None
+
+
+def read_sections(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The sections of a configuration file, with overrides applied in order.
+
+    Raises:
+        ConfigError: naming the file, or the override.
+    """
+    data = parse_yaml(read_text(path, "config"), str(path))
+    if data is None:
+        raise ConfigError(f"{path} is empty; it needs the sections run, model and data")
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} holds a {type(data).__name__}, not sections")
+    for override in overrides:
+        apply_override(data, override)
+    return data
+
+
+def expand_variables(value: Any, where: str = "") -> Any:
+    """Replace ``${NAME}`` and ``${NAME:-default}`` in strings by environment variables, and a
+    leading ``~`` by the home folder.
+
+    Raises:
+        ConfigError: if a variable without default is not set.
+    """
+    if isinstance(value, dict):
+        prefix = f"{where}." if where else ""
+        return {k: expand_variables(v, f"{prefix}{k}") for k, v in value.items()}
+    if isinstance(value, list):
+        return [expand_variables(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if not isinstance(value, str):
+        return value
+
+    def replace(match: re.Match[str]) -> str:
+        name, default = match.groups()
+        if name not in os.environ and default is None:
+            raise ConfigError(f"{where}: the environment variable {name} is not set")
+        return os.environ.get(name) or default or ""
+
+    expanded = _VARIABLE.sub(replace, value)
+    return os.path.expanduser(expanded) if expanded.startswith("~") else expanded
+
+
+def apply_override(data: dict[str, Any], override: str) -> None:
+    """Apply one ``a.b.c=value`` in place; the value is read as YAML.
+
+    Raises:
+        ConfigError: if it has no ``=``, goes through something that is no section, or its value
+            is no YAML.
+    """
+    path, equals, text = override.partition("=")
+    *parents, last = path.split(".")
+    if not equals or not all((*parents, last)):
+        raise ConfigError(f"--set takes key.path=value, got {override!r}")
+    target = data
+    for name in parents:
+        if target.get(name) is None:
+            target[name] = {}
+        if not isinstance(target[name], dict):
+            raise ConfigError(f"--set {override}: {name!r} is a value, not a section")
+        # A copy: other sections may be aliases of it, which an override does not mean.
+        target[name] = dict(target[name])
+        target = target[name]
+    target[last] = parse_yaml(text, f"--set {override}")
+

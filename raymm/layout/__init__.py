@@ -1,0 +1,1 @@
+"""From layouts to stages: builders, ownership of parameters, checks of plans."""

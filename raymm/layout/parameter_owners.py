@@ -1,0 +1,92 @@
+"""Who holds which parameters together with whom: what every process is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from raymm.actors.optimizer.gradient_reduction import Family, Holder, SharedParameter
+from raymm.actors.optimizer.optimizer import Holdings
+from raymm.actors.sharding.parameter_pieces import ChainPieces
+from raymm.scheduler.plan.process_grid import Processes
+
+
+def holdings(
+    processes: Processes,
+    owned: Mapping[str, Mapping[str, int]],
+    pieces: Mapping[str, ChainPieces],
+) -> tuple[Holdings, ...]:
+    """What each process has of parameters that others have too: tied embeddings, and all of a
+    module that has several copies, shares out microbatches, or has fewer pieces than processes.
+
+    Args:
+        processes: the plan's.
+        owned: elements to update of the parameters that each stage of the plan owns, by name.
+        pieces: per module.
+    """
+    groups = _groups(processes, owned, pieces)
+    shared: list[list[SharedParameter]] = [[] for _ in processes.all]
+    counted: list[set[tuple[str, str]]] = [set() for _ in processes.all]
+    written: list[set[tuple[str, str]]] = [set() for _ in processes.all]
+    for group, is_first in groups:
+        if len(group.holders) > 1:
+            for process in group.family.processes:
+                shared[process].append(group)
+        if is_first:
+            process, stage, name = group.holders[0]
+            written[process].add((stage, name))
+            if group.owner is not None:
+                process, stage, name = next(h for h in group.holders if h.process == group.owner)
+            counted[process].add((stage, name))
+    return tuple(
+        Holdings(tuple(s), frozenset(c), frozenset(w))
+        for s, c, w in zip(shared, counted, written, strict=True)
+    )
+
+
+def families(every: Sequence[Holdings]) -> tuple[Family, ...]:
+    """All families of several processes, in one order: their groups are made together."""
+    found = {one.family for holding in every for one in holding.shared}
+    return tuple(sorted(family for family in found if len(family.processes) > 1))
+
+
+def _groups(
+    processes: Processes,
+    owned: Mapping[str, Mapping[str, int]],
+    pieces: Mapping[str, ChainPieces],
+) -> list[tuple[SharedParameter, bool]]:
+    """Holders whose gradients add up, in an order that follows from the plan, and whether no
+    group before has the very same piece."""
+    plan = processes.plan
+    places: dict[tuple[str, str, tuple[int, ...]], list[Holder]] = {}
+    for stage in plan.topological_stages:
+        chain = pieces[stage.module]
+        for name in owned[stage.name]:
+            for number in processes.of_rank(stage.rank):
+                place = place_of(processes, number, chain)
+                key = (stage.module, name, chain.holders(name, place))
+                places.setdefault(key, []).append(Holder(number, stage.name, name))
+    # Of fully sharded modules: what is not sharded.
+    sharded = {stage.module for stage in plan.stages if stage.sharding != "none"}
+    loads: dict[int, int] = {}
+    groups = []
+    for (module, name, _), holders in places.items():
+        group = SharedParameter(tuple(holders))
+        if module in sharded and len(group.family.processes) > 1:
+            group = replace(group, owner=_lightest(group, loads, owned[holders[0].stage][name]))
+        place = place_of(processes, holders[0].process, pieces[module])
+        groups.append((group, not pieces[module].is_replica(name, place)))
+    return groups
+
+
+def place_of(processes: Processes, number: int, pieces: ChainPieces) -> int:
+    """A process's place among those that share a module's parameters."""
+    process = processes.all[number]
+    return pieces.place(process.tp, processes.data_place(process))
+
+
+def _lightest(group: SharedParameter, loads: dict[int, int], size: int) -> int:
+    """The holder that has least to update so far."""
+    owner = min(group.family.processes, key=lambda process: (loads.get(process, 0), process))
+    loads[owner] = loads.get(owner, 0) + size
+    return owner

@@ -1,0 +1,72 @@
+"""Is a plan one of this model, and does it fit? Asked before anything starts."""
+
+from __future__ import annotations
+
+from raymm.actors.quota import Multiprocessors, QuotaError, partition
+from raymm.scheduler.graph.module_graph import ModuleGraph
+from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.schedule.lower import full_program
+from raymm.scheduler.schedule.memory import check_memory
+
+
+def check_fits(plan: Plan) -> None:
+    """
+    Raises:
+        PlanError: if a rank needs more memory than the plan's limit; see
+            :func:`raymm.scheduler.schedule.memory.check_memory`.
+    """
+    if plan.memory_limit is None or plan.profile is None:
+        return
+    check_memory(plan, full_program(plan))
+
+
+def check_grants(plan: Plan, gpu: Multiprocessors) -> None:
+    """
+    Raises:
+        PlanError: if a rank has quotas that the device cannot set apart: smaller than a group of
+            its multiprocessors, or more of them than it has groups.
+    """
+    for rank in range(plan.num_ranks):
+        try:
+            if quotas := plan.quotas(rank):
+                partition(quotas, gpu)
+        except QuotaError as error:
+            raise PlanError(f"rank {rank}: {error}") from None
+
+
+def differences(planned: ModuleGraph, model: ModuleGraph) -> list[str]:
+    """What a plan's graph has other than a model's, in words; empty if they are equal."""
+    found = []
+    nodes = {node.name: node for node in planned.nodes}
+    own = {node.name: node for node in model.nodes}
+    for name in sorted(nodes.keys() - own.keys()):
+        found.append(f"the plan has a module {name!r}, the model has not")
+    for name in sorted(own.keys() - nodes.keys()):
+        found.append(f"the model has a module {name!r}, the plan has not")
+    for name, node in own.items():
+        if name not in nodes:
+            continue
+        theirs = nodes[name]
+        if theirs.num_blocks != node.num_blocks:
+            found.append(
+                f"{name!r} has {theirs.num_blocks} blocks in the plan, {node.num_blocks} in the "
+                "model"
+            )
+        elif theirs.projector != node.projector:
+            where = "plan" if theirs.projector else "model"
+            found.append(f"{name!r} has a projector in the {where} only")
+        elif theirs.trainable != node.trainable:
+            layer = next(
+                i for i, (a, b) in enumerate(zip(theirs.trainable, node.trainable, strict=True))
+                if a != b
+            )
+            what = ("frozen", "trained")
+            found.append(
+                f"layer {layer} of {name!r} is {what[theirs.trainable[layer]]} in the plan, "
+                f"{what[node.trainable[layer]]} in the model"
+            )
+    if not found and set(planned.edges) != set(model.edges):
+        found.append(f"the plan's edges are {planned.edges}, the model's {model.edges}")
+    if not found and planned != model:
+        found.append("modules or edges are in another order")
+    return found

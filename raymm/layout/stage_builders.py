@@ -1,0 +1,271 @@
+"""From a model description and a plan to what each rank builds and owns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from raymm.actors.modules.blocks import find_blocks
+from raymm.actors.probe.attention import probe_shared_tokens
+from raymm.actors.probe.callbacks import Cuts, check_chain, module_inputs, probe_chain
+from raymm.actors.probe.cut import ProbeError, probe_language_model, trains_without_blocks
+from raymm.actors.probe.items import probe_shared_items
+from raymm.actors.probe.plain_torch import plain_torch
+from raymm.actors.probe.tensor import probe_tensor
+from raymm.actors.recompute.recomputed_layers import recompute_layers
+from raymm.actors.sharding.fully_sharded import (
+    block_units,
+    fully_sharded_plan,
+    language_units,
+)
+from raymm.actors.sharding.parameter_pieces import ChainPieces
+from raymm.actors.sharding.sample_rows import DealtSamplesError, count_items
+from raymm.actors.sharding.tensor_plan import tensor_plan
+from raymm.actors.stages.encoder import EncoderSpec, EncoderStage, encoder_stage_parameters
+from raymm.actors.stages.language import (
+    LanguageSpec,
+    LanguageStage,
+    language_stage_parameters,
+)
+from raymm.actors.weights.source import LiveSource, set_mode
+from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule
+from raymm.scheduler.graph.module_graph import ModuleNode
+from raymm.scheduler.plan.plan import Plan, PlanError, Stage
+
+Retry = Callable[[Mapping[str, Any]], None]
+
+
+def reloadable_modules(model: MultimodalModule) -> frozenset[str]:
+    """Modules whose frozen weights can be had again from where they came from, so that no
+    checkpoint need hold them."""
+    sources = {name: encoder.source() for name, encoder in model.encoders.items()}
+    sources[LANGUAGE_MODEL] = model.language_model.source(language_model=True)
+    return frozenset(n for n, source in sources.items() if not isinstance(source, LiveSource))
+
+
+@dataclass(frozen=True)
+class StageBuilders:
+    """What the ranks of a plan are built from.
+
+    Attributes:
+        build: per stage, a picklable function that builds it whole: shared by nobody.
+        owned: per stage, elements of the parameters that it owns, by name; 0 for frozen ones.
+        pieces: per module, which piece of each parameter a process holds.
+        retries: per encoder that is cut or shared out, whether that also does for other inputs:
+            raises a ``ProbeError`` if not.
+    """
+
+    build: dict[str, Callable[[], nn.Module]]
+    owned: dict[str, dict[str, int]]
+    pieces: dict[str, ChainPieces]
+    retries: dict[str, Retry] = field(default_factory=dict)
+
+
+@plain_torch()
+def stage_builders(model: MultimodalModule, plan: Plan) -> StageBuilders:
+    """
+    Raises:
+        ProbeError: if a module cannot be cut, or its tokens or parameters shared out, as planned.
+        PlanError: if the model's sizes do not fit the plan's degrees.
+    """
+    made = StageBuilders({}, {}, {})
+    for node in plan.graph.nodes:
+        first = plan.replicas(node.name)[0][0]
+        is_cut = first.layers[1] < node.num_blocks
+        if node.name == LANGUAGE_MODEL:
+            spec: Any = model.language_spec()
+            example = None
+            if is_cut:
+                spec = replace(spec, cut=probe_language_model(spec.source))
+            names, build = language_stage_parameters, _build_language
+        else:
+            spec = model.encoder_spec(node.name)
+            example = model.encoders[node.name].example_inputs
+            spec = probe_chain(spec, _cuts(plan, node), example)
+            if example is not None and max(first.tp, first.cp, first.fsdp) > 1:
+                example = module_inputs(spec, example)
+            names, build = encoder_stage_parameters, _build_encoder
+        if first.cp > 1:
+            _check_tokens(node.name, spec, example, first.cp)
+        if first.fsdp > 1:
+            _check_samples(node.name, spec, example)
+        if first.cp > 1 or first.fsdp > 1:
+            _check_layer_drop(node.name, spec, example)
+        made.pieces[node.name] = pieces = _pieces(node.name, spec, first, example)
+        cuts = _cuts(plan, node)
+        if node.name != LANGUAGE_MODEL and (cuts or max(first.tp, first.cp) > 1):
+            made.retries[node.name] = partial(_try_inputs, spec, cuts, first, pieces)
+        sizes = parameter_sizes(spec)
+        parts: dict[tuple, tuple[dict[str, int], Callable[[], nn.Module]]] = {}
+        for stage in plan.module_stages(node.name):
+            (lo, hi), options = part = stage.layers, stage.layer_options
+            if part not in parts:  # copies of the module have it in common
+                own = {name: sizes[name] for name in names(spec, lo, hi)}
+                parts[part] = own, partial(build, _slim(spec, own, lo, hi), lo, hi, options)
+            made.owned[stage.name], made.build[stage.name] = parts[part]
+    return made
+
+
+def _try_inputs(
+    spec: EncoderSpec, cuts: Cuts, stage: Stage, pieces: ChainPieces, example: Mapping[str, Any]
+) -> None:
+    """
+    Raises:
+        ProbeError: if stages and shards that were made for other inputs do not do for these.
+    """
+    check_chain(spec, cuts, example)
+    given = module_inputs(spec, example) if max(stage.tp, stage.cp) > 1 else None
+    if stage.cp > 1:
+        _check_tokens(spec.name, spec, given, stage.cp)
+    if stage.tp > 1 and probe_tensor(spec.source, stage.tp, spec.name, given) != (
+        pieces.plans["module"]
+    ):
+        raise ProbeError(f"tp of {spec.name!r} is {stage.tp}, and they need other shards of it")
+
+
+def _cuts(plan: Plan, node: ModuleNode) -> Cuts:
+    """Where a plan cuts an encoder's chain."""
+    starts = {stage.layers[0] for stage in plan.module_stages(node.name)}
+    return Cuts(any(0 < lo < node.num_blocks for lo in starts), node.num_blocks in starts)
+
+
+def _skeletons(spec: EncoderSpec | LanguageSpec) -> dict[str, nn.Module]:
+    """A module's structure and its projector's, by what names of parameters begin with."""
+    skeletons = {"module": spec.source.skeleton()}
+    if isinstance(spec, EncoderSpec) and spec.projector is not None:
+        skeletons["projector"] = spec.projector.skeleton()
+    return skeletons
+
+
+def parameter_sizes(spec: EncoderSpec | LanguageSpec) -> dict[str, int]:
+    """Elements of every parameter of a module and its projector; 0 for frozen ones."""
+    return {
+        f"{part}.{name}": parameter.numel() if parameter.requires_grad else 0
+        for part, skeleton in _skeletons(spec).items()
+        for name, parameter in skeleton.named_parameters()
+    }
+
+
+def _check_layer_drop(
+    module: str, spec: EncoderSpec | LanguageSpec, example: dict[str, Any] | None
+) -> None:
+    """
+    Raises:
+        PlanError: if training draws which layers to leave out: each process would draw for itself,
+            and one that leaves a layer out does not come to what the others do together in it.
+    """
+    if trains_without_blocks(spec.source, isinstance(spec, LanguageSpec), example):
+        raise PlanError(
+            f"{module!r} leaves out layers at random in training; with cp above 1 or sharding "
+            "'fsdp' it must not: set the probability in its config to 0 (layerdrop)"
+        )
+
+
+def _check_tokens(
+    module: str, spec: EncoderSpec | LanguageSpec, example: dict[str, Any] | None, cp: int
+) -> None:
+    """
+    Raises:
+        ProbeError: if a module's tokens cannot be dealt out over processes.
+    """
+    try:
+        if isinstance(spec, LanguageSpec):
+            probe_shared_tokens(spec.source, spec.mask is not None)
+        else:
+            probe_shared_items(spec.source, example)
+    except ProbeError as error:
+        raise ProbeError(f"cp of {module!r} is {cp}; accepted: 1. {error}") from error
+
+
+def _check_samples(
+    module: str, spec: EncoderSpec | LanguageSpec, example: dict[str, Any] | None
+) -> None:
+    """
+    Raises:
+        PlanError: if a module's samples cannot be dealt out over processes.
+    """
+    if any(
+        isinstance(one, _BatchNorm) and skeleton.training
+        for skeleton in (set_mode(part) for part in _skeletons(spec).values())
+        for one in skeleton.modules()
+    ):
+        raise PlanError(
+            f"sharding of {module!r} is 'fsdp', which deals samples out over processes, and it has "
+            "norms over all samples (batch norm); use dp with sharding none or zero1"
+        )
+    if isinstance(spec, EncoderSpec) and example is not None:
+        try:
+            count_items(example, module)
+        except DealtSamplesError as error:
+            raise PlanError(f"sharding of {module!r}: {error}") from None
+
+
+def _pieces(
+    module: str, spec: EncoderSpec | LanguageSpec, stage: Stage, example: dict[str, Any] | None
+) -> ChainPieces:
+    """Which piece of a module's parameters each process of a rank holds.
+
+    Raises:
+        PlanError: if they cannot be shared out as planned.
+    """
+    if stage.shards > 1:
+        skeleton = spec.source.skeleton()
+        blocks = spec.cut.blocks if spec.cut else find_blocks(skeleton)
+        if blocks is None:
+            raise PlanError(
+                f"sharding of {module!r} is 'fsdp', and no list of blocks was found in it, whose "
+                "parameters it shares out; use none or zero1"
+            )
+        units = language_units if isinstance(spec, LanguageSpec) else block_units
+        plan = fully_sharded_plan(skeleton, units(skeleton, blocks), stage.shards)
+        return ChainPieces({"module": plan}, stage.shards)
+    tp = stage.tp
+    if tp == 1:
+        return ChainPieces()
+    plans = {"module": probe_tensor(spec.source, tp, module, example)}
+    projector = getattr(spec, "projector", None)
+    if projector is not None:
+        plans["projector"] = tensor_plan(projector, tp, f"{module} projector")
+    return ChainPieces(plans)
+
+
+def _slim(
+    spec: EncoderSpec | LanguageSpec, own: Iterable[str], lo: int, hi: int
+) -> EncoderSpec | LanguageSpec:
+    """The spec with only the live tensors that a stage owns."""
+    def names(prefix: str) -> list[str]:
+        return [n.removeprefix(prefix) for n in own if n.startswith(prefix)]
+
+    slim = replace(spec, source=spec.source.for_names(names("module.")))
+    if isinstance(slim, EncoderSpec) and slim.projector is not None:
+        slim = replace(slim, projector=slim.projector.for_names(names("projector.")))
+    return slim
+
+
+def _build_encoder(
+    spec: EncoderSpec, lo: int, hi: int, layer_options: Sequence[str] = ()
+) -> nn.Module:
+    return _recomputing(EncoderStage.build(spec, lo, hi), spec, lo, layer_options)
+
+
+def _build_language(
+    spec: LanguageSpec, lo: int, hi: int, layer_options: Sequence[str] = ()
+) -> nn.Module:
+    return _recomputing(LanguageStage.build(spec, lo, hi), spec, lo, layer_options)
+
+
+def _recomputing(
+    stage: EncoderStage | LanguageStage, spec: EncoderSpec | LanguageSpec, lo: int,
+    layer_options: Sequence[str],
+) -> nn.Module:  # fmt: skip
+    """The stage, whose blocks from ``lo`` on do with their activations what the plan says."""
+    if layer_options:
+        blocks = spec.cut.blocks if spec.cut else find_blocks(stage.module)
+        whole = [stage.module] if blocks is None else stage.module.get_submodule(blocks)
+        recompute_layers(list(whole)[lo : lo + len(layer_options)], layer_options)
+    return stage

@@ -1,0 +1,1 @@
+"""Descriptions of models, their losses, and what a batch must be."""

@@ -1,0 +1,270 @@
+"""What a microbatch has to be, for both styles and for the reference in one process.
+
+Nothing is converted but what means the same: a mask of bools, and padding on the left, which is
+moved to the right.
+
+Legend: ``B`` rows, ``T`` tokens of the longest, ``N`` items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from raymm.actors.modules.merge import IGNORE_INDEX
+
+IDS, LABELS, MASK, INDEX = "input_ids", "labels", "attention_mask", "sample_index"
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+class BatchError(ValueError):
+    """A batch that does not fit the model. Names the key, what it has and what is accepted.
+    Nothing of the batch has been sent anywhere: the model goes on with the next one.
+
+    Attributes:
+        modality: whose items are at fault; None if it is not known to be one's.
+    """
+
+    modality: str | None = None
+
+
+class Vocabulary(NamedTuple):
+    """How many ids a language model reads, and how many it predicts."""
+
+    ids: int
+    labels: int
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Vocabulary:
+        """Of a language model, or its skeleton."""
+        ids = len(module.get_input_embeddings().weight)
+        head = module.get_output_embeddings()
+        return cls(ids, ids if head is None else len(head.weight))
+
+
+def complete_microbatch(
+    microbatch: Mapping[str, Any],
+    encoders: Sequence[str],
+    vocabulary: Vocabulary | None = None,
+    to_send: bool = False,
+) -> dict[str, Any]:
+    """A microbatch with attention mask and sample indices, padded on the right; without modalities
+    that are None.
+
+    Args:
+        microbatch: as of :meth:`raymm.MultimodalModule.forward`.
+        encoders: the model's.
+        vocabulary: of its language model; None if nobody asks.
+        to_send: it goes to other processes: tensors are on the CPU and need no gradient.
+
+    Raises:
+        BatchError: it does not fit; see :meth:`raymm.MultimodalModule.forward` for what does.
+    """
+    if not isinstance(microbatch, Mapping):
+        raise BatchError(
+            f"a microbatch is {said(microbatch)}; accepted: a dict with {IDS}, {LABELS} and a "
+            "dict of tensors per modality"
+        )
+    accepted = (IDS, LABELS, MASK, *encoders)
+    for name, value in microbatch.items():
+        if name not in accepted:
+            raise BatchError(
+                f"the batch has {name!r} ({said(value)}), which nothing in the model reads; "
+                f"accepted: {', '.join(accepted)}"
+            )
+    text = _text(microbatch, vocabulary, to_send)
+    rows = len(text[IDS])
+    items = {
+        name: _items(name, microbatch[name], rows, to_send)
+        for name in microbatch if name in encoders and microbatch[name] is not None
+    }
+    return {**items, **text}
+
+
+def check_tensor(name: str, value: Any, accepted: str, to_send: bool = True) -> torch.Tensor:
+    """A tensor that can be worked with.
+
+    Args:
+        name: of it, for errors.
+        value: perhaps one.
+        accepted: what errors say.
+        to_send: see :func:`complete_microbatch`.
+
+    Raises:
+        BatchError: no tensor, one of another layout than dense, or one that cannot be sent.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise BatchError(f"{name} is {said(value)}; accepted: {accepted}")
+    if value.is_nested or value.is_quantized or value.layout is not torch.strided:
+        raise BatchError(f"{name} is {said(value)}; accepted: {accepted}, dense")
+    if value.is_complex() or value.is_meta:
+        raise BatchError(f"{name} is {said(value)}; accepted: {accepted}, of real numbers")
+    if to_send and value.device.type != "cpu":
+        raise BatchError(
+            f"{name} is on the device {str(value.device)!r}; accepted: tensors on the CPU "
+            "(.cpu()), which are sent to where they are needed"
+        )
+    if to_send and value.requires_grad:
+        raise BatchError(
+            f"{name} has requires_grad; accepted: tensors without (.detach()), as no gradient "
+            "comes back to what a batch has"
+        )
+    return value
+
+
+def _text(
+    microbatch: Mapping[str, Any], vocabulary: Vocabulary | None, to_send: bool
+) -> dict[str, torch.Tensor]:
+    accepted = "an int64 tensor (rows, tokens)"
+    ids = check_tensor(IDS, microbatch.get(IDS), accepted, to_send)
+    if ids.dtype != torch.int64 or ids.dim() != 2 or not ids.numel():
+        raise BatchError(
+            f"{IDS} is {said(ids)}; accepted: {accepted} with at least one row and one token"
+        )
+    shape = tuple(ids.shape)
+    accepted = f"an int64 tensor of the shape of {IDS}, {shape}, {IGNORE_INDEX} where there is none"
+    labels = check_tensor(LABELS, microbatch.get(LABELS), accepted, to_send)
+    if labels.dtype != torch.int64 or labels.shape != ids.shape:
+        raise BatchError(f"{LABELS} is {said(labels)}; accepted: {accepted}")
+    mask = microbatch.get(MASK)
+    accepted = f"a tensor of bools or integers of the shape of {IDS}, {shape}, or None for all"
+    if mask is None:
+        mask = torch.ones_like(ids)
+    mask = check_tensor(MASK, mask, accepted, to_send)
+    if mask.dtype not in _INTEGERS or mask.shape != ids.shape:
+        raise BatchError(f"{MASK} is {said(mask)}; accepted: {accepted}")
+    mask = mask.to(ids.dtype)
+    check_range(MASK, mask, 2, "1 for a token, 0 for padding")
+    if vocabulary is not None:
+        check_range(IDS, ids, vocabulary.ids, f"0 to {vocabulary.ids - 1}, the model's vocabulary")
+        check_range(
+            LABELS, labels, vocabulary.labels,
+            f"0 to {vocabulary.labels - 1}, what the model predicts, and {IGNORE_INDEX}",
+            IGNORE_INDEX,
+        )
+    return _padded_right(ids, labels, mask)
+
+
+def check_range(
+    name: str, values: torch.Tensor, stop: int, accepted: str, also: int | None = None
+) -> None:
+    """Look whether integers are from 0 to below ``stop``, or ``also``.
+
+    Raises:
+        BatchError: one is not; says which, and what is accepted.
+    """
+    low, high = (int(value) for value in values.aminmax())
+    if low >= 0 and high < stop:
+        return
+    wrong = (values < 0) | (values >= stop)
+    if also is not None:
+        wrong &= values != also
+    if wrong.any():
+        place = tuple(wrong.nonzero()[0].tolist())
+        raise BatchError(f"{name}{list(place)} is {values[place].item()}; accepted: {accepted}")
+
+
+def _padded_right(
+    ids: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """The rows' tokens from the left on: where there is padding says nothing about a row."""
+    if not mask.all():
+        rises = (mask[:, 1:] > mask[:, :-1]).sum(dim=1)
+        runs = mask[:, 0] + rises
+        if (runs != 1).any():
+            row = int((runs != 1).nonzero()[0])
+            has = "no 1" if not runs[row] else f"{int(runs[row])} runs of 1"
+            raise BatchError(
+                f"{MASK}[{row}] has {has}; accepted: rows of at least one token, and padding only "
+                "before or after it"
+            )
+        wrong = (labels != IGNORE_INDEX) & (mask == 0)
+        if wrong.any():
+            place = tuple(wrong.nonzero()[0].tolist())
+            raise BatchError(
+                f"{LABELS}{list(place)} is {int(labels[place])} where {MASK} is 0; accepted: "
+                f"{IGNORE_INDEX} for padding"
+            )
+        if rises.any():
+            order = torch.argsort(mask, dim=1, descending=True, stable=True)
+            ids, labels, mask = (one.gather(1, order) for one in (ids, labels, mask))
+    return {IDS: ids, LABELS: labels, MASK: mask}
+
+
+def _items(name: str, value: Any, rows: int, to_send: bool) -> dict[str, torch.Tensor]:
+    accepted = (
+        "a dict of the encoder's keyword arguments to tensors, items along their first dimension"
+    )
+    if not isinstance(value, Mapping):
+        raise BatchError(
+            f"{name!r} is {said(value)}; accepted: {accepted}, or None where there are none"
+        )
+    tensors = {
+        key: check_tensor(f"{key!r} of {name!r}", one, "a tensor of all items", to_send)
+        for key, one in value.items() if key != INDEX
+    }
+    if not tensors:
+        raise BatchError(f"{name!r} has no tensor; accepted: {accepted}, or None")
+    for key, one in tensors.items():
+        if not isinstance(key, str) or not one.numel():
+            raise BatchError(
+                f"{key!r} of {name!r} is {said(one)}; accepted: tensors of at least one item by "
+                "name; None in place of the dict, where there are no items"
+            )
+        if not one.dim():
+            raise BatchError(f"{key!r} of {name!r} is {said(one)}; accepted: {accepted}")
+    return {**tensors, INDEX: _sample_index(name, tensors, value.get(INDEX), rows, to_send)}
+
+
+def _sample_index(
+    name: str, tensors: Mapping[str, torch.Tensor], index: Any, rows: int, to_send: bool
+) -> torch.Tensor:
+    sizes = {key: len(one) for key, one in tensors.items()}
+    shown = ", ".join(f"{key!r}: {count}" for key, count in sizes.items())
+    if index is None:
+        if set(sizes.values()) != {rows}:
+            raise BatchError(
+                f"{name!r} has items ({shown}) for {rows} rows and no {INDEX!r}; accepted: an item "
+                f"per row, or {INDEX!r}, an int64 tensor with the row of every item"
+            )
+        return torch.arange(rows)
+    accepted = f"an int64 tensor with the row, 0 to {rows - 1}, of every item ({shown})"
+    field = f"{INDEX!r} of {name!r}"
+    index = check_tensor(field, index, accepted, to_send)
+    if index.dtype != torch.int64 or index.dim() != 1 or len(index) not in sizes.values():
+        raise BatchError(f"{field} is {said(index)}; accepted: {accepted}")
+    check_range(field, index, rows, accepted)
+    return index
+
+
+def said(value: Any) -> str:
+    """What an error calls a value."""
+    if value is None:
+        return "missing"
+    if isinstance(value, torch.Tensor):
+        kind = "" if value.layout is torch.strided else f"{_short(value.layout)} "
+        kind += "nested " * value.is_nested + "quantised " * value.is_quantized
+        shape = "" if value.is_nested else f" and shape {tuple(value.shape)}"
+        where = "" if value.device.type == "cpu" else f" on {value.device}"
+        return f"a {kind}tensor of dtype {_short(value.dtype)}{shape}{where}"
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"a {type(value).__name__} of dtype {value.dtype} and shape {value.shape}"
+    if isinstance(value, str | int | float | bool):
+        return repr(value)[:80]
+    if isinstance(value, Sequence):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"
+
+
+def _short(value: torch.dtype | torch.layout) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def text_inputs(microbatch: Mapping[str, Any]) -> dict[str, Any]:
+    """What the first language stage reads: text tensors and every modality's rows."""
+    text = {k: v for k, v in microbatch.items() if not isinstance(v, Mapping)}
+    index = {k: v["sample_index"] for k, v in microbatch.items() if isinstance(v, Mapping)}
+    return {**text, "sample_index": index}

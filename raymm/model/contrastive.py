@@ -1,0 +1,77 @@
+"""Contrastive losses between towers, and CLIP as a graph of modules."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import CLIPModel, CLIPTextModelWithProjection, CLIPVisionModelWithProjection
+
+from raymm.actors.multiplexed.node import OutputError
+from raymm.model.module_dag import DagLoss, DagModule, ModuleDag, every
+
+
+class ContrastiveLoss(nn.Module):
+    """InfoNCE in both directions, as CLIP has it: every sample of one tower against all samples
+    of the other.
+
+    Args:
+        logit_scale: the logarithm that logits are first scaled with.
+        learnable: train it.
+    """
+
+    def __init__(self, logit_scale: float = math.log(1 / 0.07), learnable: bool = True) -> None:
+        super().__init__()
+        self.logit_scale = nn.Parameter(torch.tensor(float(logit_scale)), requires_grad=learnable)
+
+    def forward(
+        self, first: torch.Tensor, second: torch.Tensor, own: slice | None = None
+    ) -> torch.Tensor:
+        """Losses of some samples.
+
+        Args:
+            first, second: (B, D) embeddings of all samples of the batch.
+            own: which samples' losses to return; by default all.
+
+        Returns:
+            (b,), the mean of both directions per sample.
+
+        Raises:
+            OutputError: the towers have different numbers of samples.
+        """
+        if len(first) != len(second):
+            raise OutputError(
+                f"first has {len(first)} samples and second {len(second)}; accepted: as many, a "
+                "pair for every sample"
+            )
+        own = own or slice(0, first.shape[0])
+        first, second = F.normalize(first, dim=-1), F.normalize(second, dim=-1)
+        scale = self.logit_scale.exp()
+        labels = torch.arange(own.start, own.stop, device=first.device)
+        forth = F.cross_entropy(scale * first[own] @ second.T, labels, reduction="none")
+        back = F.cross_entropy(scale * second[own] @ first.T, labels, reduction="none")
+        return (forth + back) / 2
+
+
+def clip_dag(model: CLIPModel) -> ModuleDag:
+    """A CLIP model as nodes ``image``, ``text`` and ``contrastive``, with its own weights.
+
+    The batch has ``pixel_values``, ``input_ids`` and ``attention_mask``; the loss is that of
+    ``model(..., return_loss=True)``.
+    """
+    with torch.device("meta"):
+        vision = CLIPVisionModelWithProjection(model.config.vision_config)
+        text = CLIPTextModelWithProjection(model.config.text_config)
+    vision.vision_model, vision.visual_projection = model.vision_model, model.visual_projection
+    text.text_model, text.text_projection = model.text_model, model.text_projection
+    loss = ContrastiveLoss()
+    loss.logit_scale = model.logit_scale
+    return ModuleDag({
+        "image": DagModule(vision, reads="pixel_values", outputs="image_embeds"),
+        "text": DagModule(text, reads=("input_ids", "attention_mask"), outputs="text_embeds"),
+        "contrastive": DagLoss(
+            loss, inputs={"first": every("image"), "second": every("text")}, draws=False
+        ),
+    })

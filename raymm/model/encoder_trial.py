@@ -1,0 +1,299 @@
+"""Trying items on an encoder in this process, before they are sent to a rank.
+
+What an encoder takes, nobody but its forward knows. So the first items of every new signature
+(keyword arguments, dtypes, shapes) run through its skeleton on the meta device: without weights,
+memory or values. Where that fails, perhaps because the forward looks at values, a shallow copy with
+random weights runs on the items themselves, and is right.
+
+Legend: ``N`` items, ``H`` width of the language model's embeddings.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+from raymm.actors.modules.brief_error import brief
+from raymm.actors.modules.message import MicrobatchContext
+from raymm.actors.probe.example_inputs import ExampleError, example_inputs, in_words
+from raymm.actors.probe.small_model import shrink_config, small_model
+from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
+from raymm.actors.weights.source import on_meta
+from raymm.model.batch_rules import INDEX, BatchError, check_range, said
+
+Items = Mapping[str, torch.Tensor]
+
+# Signatures that are remembered; images of their natural sizes have no end of them.
+MAX_SIGNATURES = 4096
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a trial found out of items of a signature.
+
+    Attributes:
+        tokens: that the encoder hands on per item; None if it could not be tried.
+        ids: keyword -> how many ids the table has that the argument is looked up in.
+    """
+
+    tokens: int | None = None
+    ids: Mapping[str, int] = field(default_factory=dict)
+
+
+class EncoderTrial:
+    """Tries items on one encoder, once per signature.
+
+    Args:
+        spec: the encoder with its projector and callbacks.
+        width: H; None if the language model does not say.
+        autocast: dtype that ranks run in under autocast; None without.
+        example: keyword arguments that it takes, for errors, where its config does not say.
+    """
+
+    def __init__(
+        self, spec: EncoderSpec, width: int | None, autocast: str | None = None,
+        example: Items | None = None,
+    ) -> None:
+        self._spec, self._width = spec, width
+        self._autocast, self._example = autocast, example
+        self._found: OrderedDict[tuple, Taken] = OrderedDict()
+        self._has_callbacks = any(
+            (spec.preprocess, spec.postprocess_module, spec.postprocess_projector)
+        )
+        self._skeleton: EncoderStage | None = None
+        self._small: EncoderStage | None = None
+        self._ran = False  # the module of the last trial, to its end
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For other processes: what was found out, without modules and their weights."""
+        spec = replace(self._spec, source=self._spec.source.for_names(()))
+        return {**vars(self), "_spec": spec, "_skeleton": None, "_small": None}
+
+    def try_example(self) -> None:
+        """Remember what becomes of the example, which is of one item or more."""
+        example = {k: v for k, v in (self._example or {}).items() if isinstance(v, torch.Tensor)}
+        if example and len({len(value) for value in example.values() if value.dim()}) == 1:
+            count = len(next(iter(example.values())))
+            with suppress(BatchError):  # whoever has such items will be told
+                self.taken({**example, INDEX: torch.arange(count)})
+
+    def taken(self, items: Items) -> Taken:
+        """What becomes of items.
+
+        Args:
+            items: the encoder's tensors and ``sample_index``, as
+                :func:`raymm.model.batch_rules.complete_microbatch` gives them.
+
+        Raises:
+            BatchError: the encoder, its callbacks or its projector do not take them, do not read
+                one of them, or make something else of them than (N, tokens, H).
+        """
+        tensors = {key: value for key, value in items.items() if key != INDEX}
+        count = len(items[INDEX])
+        key = signature(tensors, count)
+        if self._has_callbacks:  # they may want another number of items
+            key = (count, *key)
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._try(tensors, count)
+            if len(self._found) > MAX_SIGNATURES:
+                self._found.popitem(last=False)
+        for name, stop in found.ids.items():
+            field_name = f"{name!r} of {self._spec.name!r}"
+            check_range(field_name, tensors[name], stop, f"0 to {stop - 1}, the encoder's ids")
+        return found
+
+    def _try(self, tensors: Items, count: int) -> Taken:
+        try:
+            if self._skeleton is None:
+                self._skeleton = skeleton_chain(self._spec)
+            found = self._run(self._skeleton, {k: v.to("meta") for k, v in tensors.items()})
+        except Exception:  # not every forward runs without data
+            try:
+                if self._small is None:
+                    self._small = _small_chain(self._spec)
+            except Exception:  # nothing to try it on: the ranks will see
+                return Taken()
+            try:
+                autocast = self._autocast and getattr(torch, self._autocast)
+                with torch.autocast("cpu", autocast) if autocast else nullcontext():
+                    found = self._run(self._small, {k: v.clone() for k, v in tensors.items()})
+            except Exception as error:
+                if self._ran and self._spec.postprocess_module is not None:
+                    return Taken()  # a callback may want a block that the copy does not have
+                raise BatchError(self._refusal(tensors, error)) from error
+        features, unread, ids = found
+        if unread:
+            raise BatchError(
+                f"{unread[0]!r} of {self._spec.name!r} ({said(tensors[unread[0]])}) is read by "
+                "nothing in the encoder or its callbacks; accepted: keyword arguments that are"
+            )
+        wanted = (count, "tokens", *([self._width] if self._width else ["width"]))
+        shape = tuple(features.shape)
+        if len(shape) != 3 or shape[0] != count or self._width not in (None, shape[2]):
+            raise BatchError(
+                f"{self._spec.name!r} makes features of shape {shape} of {in_words(tensors)} for "
+                f"{count} items; accepted: items of which it makes {wanted}".replace("'", "")
+            )
+        return Taken(shape[1], ids)
+
+    def _run(
+        self, chain: EncoderStage, tensors: Items
+    ) -> tuple[torch.Tensor, list[str], dict[str, int]]:
+        """Features, what was not read, and what was looked up in tables of how many ids."""
+        reads = _Reads(tensors)
+        self._ran = False
+        done = chain.module.register_forward_hook(self._note_end)
+        with (
+            reads.followed(chain), lookups(chain.module, tensors) as ids,
+            torch.random.fork_rng(devices=[]), torch.no_grad(), done,
+        ):
+            message = chain.run(dict(tensors), {}, MicrobatchContext(1))
+        return message.tensors[0], reads.unread, ids
+
+    def _note_end(self, *_: Any) -> None:
+        self._ran = True
+
+    def _refusal(self, tensors: Items, error: Exception) -> str:
+        example = self._example
+        if example is None:
+            try:
+                example = example_inputs(self._small.module)
+            except ExampleError:
+                pass
+        accepted = "" if example is None else f"; accepted: for example {in_words(example)}"
+        return f"encoder {self._spec.name!r} does not take {in_words(tensors)}: {brief(error)}" + (
+            accepted
+        )
+
+
+def signature(tensors: Items, count: int) -> tuple:
+    """What decides whether an encoder takes items, besides their values: the same for any number
+    of them where they are all along the first dimension."""
+    return tuple(
+        (key, value.dtype, len(value) == count, tuple(value.shape)[len(value) == count :])
+        for key, value in sorted(tensors.items())
+    )
+
+
+def skeleton_chain(spec: EncoderSpec) -> EncoderStage:
+    """The whole encoder with projector and callbacks on the meta device."""
+    module = on_meta(spec.source.skeleton()).to("meta")
+    projector = spec.projector and on_meta(spec.projector.skeleton()).to("meta")
+    return EncoderStage(spec, 0, spec.num_layers, module, projector)
+
+
+def _small_chain(spec: EncoderSpec) -> EncoderStage:
+    """The same on the CPU, with few blocks, random weights, and all ids."""
+    skeleton = spec.source.skeleton()
+    if isinstance(skeleton, PreTrainedModel):
+        config = shrink_config(skeleton.config)
+        for name, value in vars(skeleton.config).items():
+            if name == "vocab_size" or name.endswith("_token_id"):
+                setattr(config, name, copy.copy(value))
+        with torch.random.fork_rng(devices=[]):
+            module: nn.Module = type(skeleton)._from_config(config, dtype=torch.float32)
+        module.train(skeleton.training)
+    else:
+        module = small_model(spec.source).train(skeleton.training)
+    projector = spec.projector and spec.projector.build()
+    return EncoderStage(spec, 0, spec.num_layers, module, projector)
+
+
+class _Reads(TorchFunctionMode):
+    """Sees which of some tensors are read by a chain's module and callbacks."""
+
+    def __init__(self, tensors: Items) -> None:
+        super().__init__()
+        self._keys = {_storage(value): key for key, value in tensors.items()}
+        self._left = set(tensors)
+        self._inside = 0
+
+    @property
+    def unread(self) -> list[str]:
+        return sorted(self._left)
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._inside and self._left:
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, torch.Tensor):
+                    self._left.discard(self._keys.get(_storage(leaf)))
+        return function(*args, **(kwargs or {}))
+
+    @contextmanager
+    def followed(self, chain: EncoderStage) -> Iterator[None]:
+        """While a chain runs. Its own code, which sorts its inputs, counts for nothing."""
+        spec, handles = chain.spec, []
+        chain.spec = replace(
+            spec, preprocess=self._within(spec.preprocess),
+            postprocess_module=self._within(spec.postprocess_module),
+            postprocess_projector=self._within(spec.postprocess_projector),
+        )
+        handles.append(chain.module.register_forward_pre_hook(self._enter, prepend=True))
+        handles.append(chain.module.register_forward_hook(self._leave, always_call=True))
+        try:
+            with self:
+                yield
+        finally:
+            chain.spec = spec
+            for handle in handles:
+                handle.remove()
+
+    def _within(self, callback: Callable | None) -> Callable | None:
+        if callback is None:
+            return None
+
+        def run(*args: Any) -> Any:
+            self._inside += 1
+            try:
+                return callback(*args)
+            finally:
+                self._inside -= 1
+
+        return run
+
+    def _enter(self, *_: Any) -> None:
+        self._inside += 1
+
+    def _leave(self, *_: Any) -> None:
+        self._inside -= 1
+
+
+@contextmanager
+def lookups(module: nn.Module, tensors: Items) -> Iterator[dict[str, int]]:
+    """While a module runs: which of its tensors are looked up in a table, and how many ids the
+    smallest has."""
+    keys = {_storage(value): key for key, value in tensors.items()}
+    found: dict[str, int] = {}
+
+    def look_up(table: nn.Embedding, args: tuple) -> None:
+        key = keys.get(_storage(args[0])) if args else None
+        if key is not None:
+            found[key] = min(table.num_embeddings, found.get(key, table.num_embeddings))
+
+    handles = [
+        part.register_forward_pre_hook(look_up)
+        for part in module.modules() if isinstance(part, nn.Embedding)
+    ]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """What views of a tensor have in common with it, on the meta device too."""
+    return tensor.untyped_storage()._cdata

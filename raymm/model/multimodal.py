@@ -1,0 +1,533 @@
+"""Describing a multimodal model: encoders with projectors, and a language model.
+
+Names follow Cornstarch v1, Listings 1 and 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from raymm.actors.modules.blocks import checkpoints_itself, find_blocks, num_blocks
+from raymm.actors.modules.draws import module_draws
+from raymm.actors.modules.merge import MergePolicy, Prepend
+from raymm.actors.modules.message import Message, MicrobatchContext
+from raymm.actors.modules.projector import KINDS, Projector, ProjectorConfig
+from raymm.actors.modules.seeds import derive_seed
+from raymm.actors.modules.token_layout import MASKS, MaskPolicy
+from raymm.actors.probe.attention import probe_mask, probe_shared_tokens
+from raymm.actors.quota.generators import generators_kept
+from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
+from raymm.actors.stages.language import LanguageSpec, LanguageStage, label_mask
+from raymm.actors.weights.model_classes import find_model_class
+from raymm.actors.weights.pretrained_source import PretrainedSource
+from raymm.actors.weights.source import (
+    ConfigSource,
+    LiveSource,
+    ModuleSource,
+    set_mode,
+)
+from raymm.kernels.mask.patterns import MAX_KIND
+from raymm.model.batch_rules import Vocabulary, complete_microbatch, text_inputs
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+
+LANGUAGE_MODEL = "llm"
+_RESERVED = frozenset({LANGUAGE_MODEL, "text", "input_ids", "attention_mask", "labels"})
+
+
+class WeightsWarning(UserWarning):
+    """Of a model folder: weights that are drawn anew, as was asked for, or are of no use."""
+
+
+class ModelError(ValueError):
+    """A model description that does not fit together. Names the field and its value."""
+
+
+class ModalityModule(nn.Module):
+    """One encoder with its projector, or the language model.
+
+    Args:
+        module: a live ``nn.Module``; a Hugging Face config (random weights, drawn from
+            ``seed``); the path of a local checkpoint folder (its weights are read by the
+            ranks that need them, never by the driver); or a
+            :class:`raymm.actors.weights.source.ModuleSource` such as ``FactorySource``.
+        projector: ``"linear"``, ``"mlp"``, a live ``nn.Module``, or None for no projector
+            (the encoder's output then must be as wide as the language model).
+        frozen: True or False sets ``requires_grad`` of the whole module; None leaves a live
+            module as it is and makes any other trainable. A module with nothing trainable
+            runs in eval mode.
+        projector_frozen: the same for the projector.
+        hidden_size: width of the encoder's output features, where the config does not say.
+        model_class: transformers class name, or its path within transformers, where config or
+            folder do not say which.
+        preprocess_callback: ``f(inputs) -> inputs`` before the encoder.
+        postprocess_module_callback: ``f(inputs, output) -> output`` after the encoder.
+        postprocess_projector_callback: ``f(inputs, output) -> output`` after the projector.
+        example_inputs: what a batch has for the encoder, before its preprocess callback, where
+            that cannot be guessed from its config: what it is tried with before it is cut.
+        seed: of random weights.
+        trust_remote_code: run Python files that a checkpoint folder brings, here and on every
+            rank; otherwise such a folder is refused where transformers does not know its classes.
+        missing_weights: ``"fresh"`` draws weights that a checkpoint folder lacks, or has in other
+            shapes, from ``seed``, as for the head of a new task; otherwise it is refused.
+
+    Raises:
+        ModelError, SourceError: naming the argument and what is accepted.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | PretrainedConfig | ModuleSource | str | os.PathLike[str],
+        projector: str | nn.Module | None = None,
+        *,
+        frozen: bool | None = None,
+        projector_frozen: bool | None = None,
+        hidden_size: int | None = None,
+        model_class: str | type[PreTrainedModel] | None = None,
+        preprocess_callback: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        postprocess_module_callback: Callable[[dict[str, Any], Any], Any] | None = None,
+        postprocess_projector_callback: Callable[[dict[str, Any], Any], Any] | None = None,
+        example_inputs: dict[str, torch.Tensor] | None = None,
+        seed: int = 0,
+        trust_remote_code: bool = False,
+        missing_weights: str | None = None,
+    ) -> None:
+        super().__init__()
+        if missing_weights is not None and not isinstance(module, str | os.PathLike):
+            raise ModelError(
+                f"missing_weights is {missing_weights!r}, but module is a {type(module).__name__}; "
+                "it is for the path of a checkpoint folder"
+            )
+        if isinstance(projector, str) and projector not in KINDS:
+            raise ModelError(
+                f"projector is {projector!r}; accepted: {', '.join(KINDS)}, an nn.Module, None"
+            )
+        self.module: nn.Module | None = None
+        self.projector: nn.Module | None = None
+        self._given = None if isinstance(module, nn.Module) else module
+        self._model_class = model_class
+        self._frozen = frozen
+        self._projector_frozen = projector_frozen
+        self._projector_kind = projector if isinstance(projector, str) else None
+        self._seed = seed
+        self._hidden_size = hidden_size
+        self._trust_remote_code = trust_remote_code
+        self._missing_weights = missing_weights
+        self.preprocess_callback = preprocess_callback
+        self.postprocess_module_callback = postprocess_module_callback
+        self.postprocess_projector_callback = postprocess_projector_callback
+        self.example_inputs = example_inputs
+        if isinstance(module, nn.Module):
+            self.module = module
+            if frozen is not None:
+                module.requires_grad_(not frozen)
+            set_mode(module)
+        if isinstance(projector, nn.Module):
+            self.projector = projector
+            if projector_frozen is not None:
+                projector.requires_grad_(not projector_frozen)
+
+    def source(self, language_model: bool = False) -> ModuleSource:
+        """Where ranks get this module from."""
+        given, frozen = self._given, self._frozen
+        if self.module is not None:
+            return LiveSource.of(self.module)
+        if isinstance(given, ModuleSource):
+            return given if frozen is None else _with_frozen(given, frozen)
+        if isinstance(given, PretrainedConfig):
+            model_class = self._class_for(given, language_model)
+            return ConfigSource(model_class, given, seed=self._seed, frozen=frozen)
+        if isinstance(given, str | os.PathLike):
+            name = self._model_class
+            name = name.__name__ if isinstance(name, type) else name
+            return PretrainedSource(
+                os.fspath(given), name, language_model, frozen, self._trust_remote_code,
+                self._missing_weights, self._seed,
+            )
+        raise ModelError(
+            f"module is a {type(given).__name__}; accepted: an nn.Module, a Hugging Face config, "
+            "the path of a checkpoint folder, a ModuleSource"
+        )
+
+    def _class_for(self, config: PretrainedConfig, language_model: bool) -> type[PreTrainedModel]:
+        if isinstance(self._model_class, type):
+            return self._model_class
+        if isinstance(self._model_class, str):
+            return find_model_class(self._model_class, config)
+        auto = transformers.AutoModelForCausalLM if language_model else transformers.AutoModel
+        if type(config) not in auto._model_mapping:
+            raise ModelError(
+                f"{auto.__name__} knows no model for {type(config).__name__}; give model_class"
+            )
+        return auto._model_mapping[type(config)]
+
+    def output_size(self, source: ModuleSource) -> int:
+        """Width of the module's output features.
+
+        Raises:
+            ModelError: if neither ``hidden_size`` nor the module says, or they contradict.
+        """
+        given, config = self._hidden_size, source.config
+        stated = [
+            value
+            for holder in (config, self.module)
+            for name in ("hidden_size", "d_model", "n_embd")
+            if isinstance(value := getattr(holder, name, None), int)
+        ]
+        if given is None and not stated:
+            raise ModelError("the module does not say how wide its output is; give hidden_size")
+        if given is None:
+            return stated[0]
+        if stated and self.postprocess_module_callback is None:
+            # Some models add a layer of another width at the end, whose config names it too.
+            known = config.to_dict().values() if isinstance(config, PretrainedConfig) else stated
+            if given not in known:
+                raise ModelError(
+                    f"hidden_size is {given}, but the module gives features of width {stated[0]} "
+                    "and no postprocess_module_callback changes them"
+                )
+        return given
+
+    def build_projector(self, name: str, in_features: int, out_features: int) -> None:
+        """Make the projector that was asked for by kind; check the one that was given.
+
+        Raises:
+            ModelError: if widths do not match.
+        """
+        if self._projector_kind is not None and self.projector is None:
+            config = ProjectorConfig(self._projector_kind, in_features, out_features)
+            source = ConfigSource(
+                Projector, config, derive_seed(self._seed, name), self._projector_frozen
+            )
+            self.projector = source.build()
+        if self.projector is None:
+            if in_features != out_features:
+                raise ModelError(
+                    f"encoder {name!r} gives features of width {in_features}, the language model "
+                    f"takes {out_features}; give a projector: {', '.join(KINDS)}, or an nn.Module"
+                )
+            return
+        _check_projector(name, self.projector, in_features, out_features)
+
+    def freeze(self, module: bool = True, projector: bool = False) -> ModalityModule:
+        """Set what is frozen: the module, the projector."""
+        self._frozen = module
+        self._projector_frozen = projector
+        if self.module is not None:
+            set_mode(self.module.requires_grad_(not module))
+        if self.projector is not None:
+            set_mode(self.projector.requires_grad_(not projector))
+        return self
+
+    def materialize(self, language_model: bool = False) -> nn.Module:
+        """The whole module with weights, in this process."""
+        if self.module is None:
+            self.module = self.source(language_model).build()
+        return self.module
+
+
+def _with_frozen(source: ModuleSource, frozen: bool) -> ModuleSource:
+    return dataclasses.replace(source, frozen=frozen)
+
+
+def check_weights(module: str, source: ModuleSource) -> None:
+    """
+    Raises:
+        SourceError: weights on disk are not those of the module.
+    """
+    for note in source.check():
+        warnings.warn(f"{module}: {note}", WeightsWarning, stacklevel=3)
+
+
+def _embedding_width(source: ModuleSource) -> int | None:
+    """Width of the language model's input embeddings; None if it does not say. Not the
+    config's hidden size: some models (OPT-350m) project their embeddings up to it."""
+    skeleton = source.skeleton()
+    find = getattr(skeleton, "get_input_embeddings", None)
+    weight = getattr(find() if find else None, "weight", None)
+    return None if weight is None else weight.shape[1]
+
+
+def _check_projector(
+    name: str, projector: nn.Module, in_features: int, out_features: int
+) -> None:
+    linears = [m for m in projector.modules() if isinstance(m, nn.Linear)]
+    if not linears:
+        return
+    if linears[0].in_features != in_features:
+        raise ModelError(
+            f"projector of encoder {name!r} takes width {linears[0].in_features}, but the "
+            f"encoder gives {in_features}; set hidden_size if a callback changes the width"
+        )
+    if linears[-1].out_features != out_features:
+        raise ModelError(
+            f"projector of encoder {name!r} gives width {linears[-1].out_features}, but the "
+            f"language model takes {out_features}"
+        )
+
+
+class MultimodalModule(nn.Module):
+    """Encoders that feed a language model.
+
+    ``forward`` runs everything in this process: it is the reference that parallel training
+    is compared with. Encoders become attributes ``{name}_encoder``.
+
+    Args:
+        encoders: by modality name, as in the data.
+        language_model: a :class:`ModalityModule` or anything it accepts as ``module``.
+        preprocess_callback: the merge policy, ``f(encoder_outputs, inputs) -> inputs``
+            (:mod:`raymm.actors.modules.merge`); default: put modality tokens before the text.
+        mask: which tokens of the merged sequence see which: a name of
+            :data:`raymm.actors.modules.token_layout.MASKS` (``"causal"``, ``"multimodal"``,
+            ``"multimodal_isolated"``, ``"causal_with_own_image"``) or a mask policy. Default:
+            the language model's own mask.
+        packing: run a microbatch's rows as one sequence without padding, each row a document by
+            itself; the loss is the same. The language model must obey masks and position ids.
+        router_loss: what becomes of a loss that the language model adds to its cross entropy, as
+            mixtures of experts do for their routers if their config says so: None to refuse such a
+            model, ``"ignore"`` to leave it out.
+
+    Raises:
+        ModelError: if names are reserved or widths do not match.
+        SourceError: a folder or a file lacks weights; what else is to be said of them, a
+            :class:`WeightsWarning` says.
+    """
+
+    def __init__(
+        self,
+        encoders: Mapping[str, ModalityModule] | None = None,
+        language_model: Any = None,
+        preprocess_callback: MergePolicy | None = None,
+        mask: str | MaskPolicy | None = None,
+        packing: bool = False,
+        router_loss: str | None = None,
+    ) -> None:
+        super().__init__()
+        if router_loss not in (None, "ignore"):
+            raise ModelError(f"router_loss is {router_loss!r}; accepted: 'ignore', None")
+        self.router_loss = router_loss
+        if not isinstance(language_model, ModalityModule):
+            language_model = ModalityModule(language_model)
+        self.language_model = language_model
+        self.merge: MergePolicy = preprocess_callback or Prepend()
+        self.mask = _mask_policy(mask)
+        self.packing = packing
+        self._drawn: tuple[int, int, int, int] | None = None
+        self.encoder_names = tuple(encoders or {})
+        llm_source = language_model.source(language_model=True)
+        if self.mask is not None:
+            if len(self.encoder_names) > MAX_KIND:
+                raise ModelError(
+                    f"a mask tells at most {MAX_KIND} encoders apart, got {len(self.encoder_names)}"
+                )
+            probe_mask(llm_source)
+        if packing:
+            probe_shared_tokens(llm_source, self.mask is not None, "have its samples packed")
+        width = _embedding_width(llm_source)
+        check_weights("the language model", llm_source)
+        for name, encoder in (encoders or {}).items():
+            if name in _RESERVED or not name.isidentifier():
+                raise ModelError(
+                    f"an encoder is named {name!r}; it must be an identifier other than "
+                    f"{', '.join(sorted(_RESERVED))}"
+                )
+            source = encoder.source()
+            check_weights(f"encoder {name!r}", source)
+            in_features = encoder.output_size(source)
+            out_features = width or language_model.output_size(llm_source)
+            encoder.build_projector(name, in_features, out_features)
+            self.add_module(f"{name}_encoder", encoder)
+
+    @property
+    def encoders(self) -> dict[str, ModalityModule]:
+        return {name: getattr(self, f"{name}_encoder") for name in self.encoder_names}
+
+    def freeze(self, encoders: bool = True, projectors: bool = False, llm: bool = True) -> None:
+        """Set what is frozen everywhere at once; the defaults are alignment training."""
+        for encoder in self.encoders.values():
+            encoder.freeze(encoders, projectors)
+        self.language_model.freeze(llm)
+
+    def encoder_spec(self, name: str) -> EncoderSpec:
+        """The encoder as data for the ranks."""
+        encoder = self.encoders[name]
+        source = encoder.source()
+        projector = None if encoder.projector is None else LiveSource.of(encoder.projector)
+        return EncoderSpec(
+            name=name,
+            source=source,
+            num_blocks=num_blocks(source.skeleton()),
+            projector=projector,
+            preprocess=encoder.preprocess_callback,
+            postprocess_module=encoder.postprocess_module_callback,
+            postprocess_projector=encoder.postprocess_projector_callback,
+        )
+
+    def language_spec(self) -> LanguageSpec:
+        """The language model as data for the ranks."""
+        source = self.language_model.source(language_model=True)
+        return LanguageSpec(
+            LANGUAGE_MODEL, source, num_blocks(source.skeleton()), self.merge,
+            mask=self.mask, encoders=self.encoder_names, packing=self.packing,
+        )
+
+    def materialize(self) -> MultimodalModule:
+        """Load every part's weights into this process (``forward`` does it when needed)."""
+        for encoder in self.encoders.values():
+            encoder.materialize()
+        self.language_model.materialize(language_model=True)
+        return self
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        label_tokens: int | None = None,
+        **modalities: dict[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Loss of a microbatch, in this process.
+
+        Args:
+            input_ids: (B, T) int64, at least one of each; ids of the vocabulary, padding too.
+            labels: (B, T) int64, -100 where there is none, as for padding; the first of a row
+                never counts.
+            attention_mask: (B, T) bools or integers, 1 for real tokens, of which every row has
+                one; None for all. Padding is before or after a row's tokens.
+            label_tokens: what to divide by; the microbatch's own label count by default.
+            **modalities: per encoder, a dict of its keyword arguments, tensors with at least one
+                item, and ``sample_index`` (n_items,) int64: the row each item belongs to
+                (default: item i to row i, where there are as many items as rows). None for none.
+
+        Returns:
+            Scalar: sum of token cross entropies over label tokens / ``label_tokens``.
+
+        Raises:
+            BatchError: a key, dtype, shape or value that is not accepted.
+        """
+        self.materialize()
+        microbatch = complete_microbatch(
+            {"input_ids": input_ids, "labels": labels, "attention_mask": attention_mask,
+             **modalities}, self.encoder_names, Vocabulary.of(self.language_model.module),
+        )
+        if label_tokens is None:
+            label_tokens = int(label_mask(microbatch["labels"]).sum())
+        received: dict[str, Message] = {}
+        for name in self.encoder_names:
+            if name in microbatch:
+                encoder = self.encoders[name]
+                stage = EncoderStage(
+                    self._light_encoder_spec(name), 0, 2, encoder.module, encoder.projector
+                )
+                try:
+                    received[name] = stage.run(
+                        microbatch[name], {}, self._context(name, label_tokens)
+                    )
+                finally:
+                    stage.detach()
+        stage = LanguageStage(
+            LanguageSpec(
+                LANGUAGE_MODEL, None, 1, self.merge, mask=self.mask, encoders=self.encoder_names,
+                packing=self.packing,
+            ),
+            0, 1, self.language_model.module,
+        )
+        try:
+            message = stage.run(
+                text_inputs(microbatch), received, self._context(LANGUAGE_MODEL, label_tokens)
+            )
+        finally:
+            stage.detach()
+        return message.tensors[0]
+
+    @contextlib.contextmanager
+    def drawing(self, seed: int, step: int, microbatch: int, batch: int = 0) -> Iterator[None]:
+        """Within it, :meth:`forward` draws the random numbers (dropout, blocks to skip) that ranks
+        draw in this microbatch of this step of a run, however the modules are cut; the generators
+        are left as they were.
+
+        Args:
+            seed: of the run, as of :class:`raymm.runtime.pipelined.MultimodalParallelModule`.
+            step: its steps are counted from 0.
+            microbatch: its number within the batch, from 0.
+            batch: number of the ``execute`` before the optimizer's step, from 0.
+
+        Raises:
+            ModelError: a module with gradient checkpointing of its own, whose backward would draw
+                other numbers.
+        """
+        for name, part in self.materialize().named_children():
+            if part.module is not None and checkpoints_itself(part.module):
+                raise ModelError(f"{name} has gradient checkpointing of its own; disable it")
+        self._drawn = seed, step, microbatch, batch
+        try:
+            with generators_kept():
+                yield
+        finally:
+            self._drawn = None
+
+    def _context(self, module: str, label_tokens: int) -> MicrobatchContext:
+        if self._drawn is None:
+            return MicrobatchContext(label_tokens)
+        seed, step, microbatch, batch = self._drawn
+        draws = module_draws(seed, step, module, microbatch, batch=batch)
+        return MicrobatchContext(label_tokens, microbatch, draws=draws)
+
+    def _light_encoder_spec(self, name: str) -> EncoderSpec:
+        encoder = self.encoders[name]
+        return EncoderSpec(
+            name, None, 1, encoder.projector, encoder.preprocess_callback,
+            encoder.postprocess_module_callback, encoder.postprocess_projector_callback,
+        )
+
+    def trainable_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Trainable parameters by name."""
+        return ((n, p) for n, p in self.named_parameters() if p.requires_grad)
+
+
+def _mask_policy(mask: str | MaskPolicy | None) -> MaskPolicy | None:
+    if mask is None or callable(mask):
+        return mask
+    if not isinstance(mask, str) or mask not in MASKS:
+        raise ModelError(f"mask is {mask!r}; expected a function or one of {', '.join(MASKS)}")
+    return MASKS[mask]
+
+
+def module_graph(model: MultimodalModule) -> ModuleGraph:
+    """The model's graph: every encoder feeds the language model, nothing else."""
+    nodes = []
+    for name in model.encoder_names:
+        spec = model.encoder_spec(name)
+        flags = _trainable_blocks(spec.source.skeleton(), spec.num_blocks)
+        if spec.projector is not None:
+            flags += (_any_trainable(spec.projector.skeleton()),)
+        nodes.append(ModuleNode(name, flags, spec.projector is not None))
+    language = model.language_spec()
+    flags = _trainable_blocks(language.source.skeleton(), language.num_blocks)
+    nodes.append(ModuleNode(LANGUAGE_MODEL, flags))
+    return ModuleGraph(tuple(nodes), tuple((n, LANGUAGE_MODEL) for n in model.encoder_names))
+
+
+def _any_trainable(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())
+
+
+def _trainable_blocks(module: nn.Module, count: int) -> tuple[bool, ...]:
+    """Per block: is anything trainable in it? What is outside the blocks counts with the
+    first and the last block (one of them owns it, or both if it is tied)."""
+    path = find_blocks(module)
+    if path is None or count == 1:
+        return (_any_trainable(module),)
+    flags = [_any_trainable(block) for block in module.get_submodule(path)]
+    if any(p.requires_grad for n, p in module.named_parameters() if not n.startswith(path + ".")):
+        flags[0] = flags[-1] = True
+    return tuple(flags)

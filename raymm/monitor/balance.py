@@ -1,0 +1,107 @@
+"""How alike the microbatches of a step are, and how evenly copies of modules were busy.
+
+From a step's metadata (``MicrobatchMeta``), and from its measured timeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from raymm.data import ItemTokens, MicrobatchMeta
+from raymm.scheduler.minibatch.metrics import dist_ratio
+from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.program.timeline import Timeline
+
+TEXT = "text"
+
+
+def microbatch_loads(
+    meta: Sequence[MicrobatchMeta], modalities: Sequence[str], packed: bool,
+    tokens: Mapping[str, ItemTokens] | None = None,
+) -> np.ndarray:
+    """(microbatches, modalities + 1) int64, what each of them is to every encoder, in elements of
+    its inputs, and to the language model, in tokens with padding.
+
+    Args:
+        meta: of a step.
+        modalities: names, in the order of the columns; the text is the last.
+        packed: whether rows are packed into one sequence instead of padded to the longest.
+        tokens: how many tokens items put before the text.
+    """
+    loads = np.zeros((len(meta), len(modalities) + 1), np.int64)
+    for row, one in enumerate(meta):
+        lengths = np.array(one.lengths, np.int64)
+        for column, name in enumerate(modalities):
+            shapes = one.shapes.get(name, {})
+            loads[row, column] = sum(
+                int(np.prod(shape)) for key, shape in shapes.items() if key != "sample_index"
+            )
+            prepended = (tokens or {}).get(name, ItemTokens()).prepended
+            owners = np.array(one.items.get(name, ()), np.int64)
+            lengths += prepended * np.bincount(owners, minlength=len(lengths))
+        loads[row, -1] = lengths.sum() if packed else lengths.max(initial=0) * len(lengths)
+    return loads
+
+
+def step_balance(
+    meta: Sequence[MicrobatchMeta], modalities: Sequence[str], packed: bool,
+    tokens: Mapping[str, ItemTokens] | None, plan: Plan, timeline: Timeline,
+) -> dict[str, Any]:
+    """A step's figures for ``metrics.jsonl``; 0 is best for ``dist_ratio``, 1 for the others.
+
+    Returns:
+        ``microbatches``: how many; ``dist_ratio``: per modality and ``"text"``, what microbatches
+        lack of the largest on average (OmniBal, eq. 2); ``efficiency``: mean cost of a microbatch
+        over the largest, if every modality costs the same over the step; ``measured``: the same
+        of the seconds that ranks computed for each; ``copies``: per module that has some, mean
+        seconds of its copies over the largest.
+    """
+    copies = {
+        name: mean_over_max(_copies_busy(plan, name, timeline))
+        for name in dict.fromkeys(stage.module for stage in plan.stages)
+        if len(plan.replicas(name)) > 1
+    }
+    return {**batch_balance(meta, modalities, packed, tokens, timeline), "copies": copies}
+
+
+def batch_balance(
+    meta: Sequence[MicrobatchMeta], modalities: Sequence[str], packed: bool,
+    tokens: Mapping[str, ItemTokens] | None, timeline: Timeline,
+) -> dict[str, Any]:
+    """:func:`step_balance` without ``copies``."""
+    loads = microbatch_loads(meta, modalities, packed, tokens)
+    totals = loads.sum(0)
+    cost = (loads / np.where(totals > 0, totals, 1)).sum(1)
+    names = (*modalities, TEXT)
+    return {
+        "microbatches": len(meta),
+        "dist_ratio": {
+            name: round(dist_ratio(loads[None, :, column]), 4) for column, name in enumerate(names)
+        },
+        "efficiency": mean_over_max(cost),
+        "measured": mean_over_max(_busy(timeline, range(len(meta)))),
+    }
+
+
+def _busy(timeline: Timeline, microbatches: Iterable[int]) -> list[float]:
+    """Seconds of compute per microbatch, over all ranks."""
+    seconds = dict.fromkeys(microbatches, 0.0)
+    for span in timeline.compute():
+        if span.microbatch in seconds:
+            seconds[span.microbatch] += span.end - span.start
+    return list(seconds.values())
+
+
+def _copies_busy(plan: Plan, module: str, timeline: Timeline) -> list[float]:
+    of_stage = timeline.stage_busy()
+    return [
+        sum(of_stage.get(stage.name, 0.0) for stage in chain) for chain in plan.replicas(module)
+    ]
+
+
+def mean_over_max(values: Sequence[float] | np.ndarray) -> float:
+    """How even values are: 1 if all are the same."""
+    return round(1.0 - dist_ratio(np.asarray(values, np.float64)[None, :]), 4)

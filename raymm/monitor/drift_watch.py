@@ -1,0 +1,84 @@
+"""Says once, in a run, that its plan was made for other costs than it has."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from raymm.costs.profile_files import save_table
+from raymm.data import MicrobatchMeta
+from raymm.model.multimodal import LANGUAGE_MODEL
+from raymm.monitor.rebalancing import WARM_UP_STEPS
+from raymm.scheduler.costs.layer_costs import ProfileError
+from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.program.timeline import Timeline
+from raymm.scheduler.schedule.plan_drift import Drift, PlanDrift
+
+FILE = "measured_profile.json"
+# A busiest rank whose share of all compute is this much more than planned, for so many steps on
+# end, is a reason to plan anew.
+EXCESS = 0.25
+STEPS = 20
+
+
+class DriftWatch:
+    """Compares every step with the plan's profile, where there is one.
+
+    Args:
+        plan: of the run.
+        folder: of the run, for :data:`FILE`.
+        say: prints a line.
+    """
+
+    def __init__(self, plan: Plan, folder: Path, say: Callable[[str], None]) -> None:
+        self._drift = None if plan.profile is None else PlanDrift(plan)
+        self._folder, self._say = folder, say
+        self._seen, self._above, self._said = 0, 0, False
+
+    def after_step(
+        self, step: int, meta: Sequence[MicrobatchMeta], timeline: Timeline
+    ) -> dict[str, Any]:
+        """For ``metrics.jsonl``, under ``plan_drift``: the busiest ``rank``, its share of all
+        ranks' compute, ``measured`` and ``expected``."""
+        self._seen += 1
+        if self._drift is None or self._seen <= WARM_UP_STEPS:
+            return {}
+        drift = self._drift.observe(timeline)
+        if drift is None:
+            return {}
+        self._above = self._above + 1 if drift.excess > EXCESS else 0
+        if self._above >= STEPS and not self._said:
+            self._said = True
+            self._report(step, drift, meta)
+        return {"plan_drift": {
+            "rank": drift.rank, "measured": round(drift.measured, 4),
+            "expected": round(drift.expected, 4),
+        }}  # fmt: skip
+
+    def _report(self, step: int, drift: Drift, meta: Sequence[MicrobatchMeta]) -> None:
+        text = (
+            f"step {step:>5}  plan drift: rank {drift.rank}, of whose stages {drift.stage} takes "
+            f"longest, does {drift.measured:.0%} of the compute, and {drift.expected:.0%} were "
+            f"planned"
+        )
+        try:
+            table = self._drift.profile(_samples(meta), datetime.now(UTC).isoformat("T", "seconds"))
+        except ProfileError as error:
+            self._say(f"{text}; measure with `raymm profile` and plan anew ({error})")
+            return
+        file = save_table(table, self._folder / FILE)
+        self._say(f"{text}; `raymm plan CONFIG --profile {file}` plans with measured costs")
+
+
+def _samples(meta: Sequence[MicrobatchMeta]) -> dict[str, int]:
+    """Per module, the median of its sequences or items in a microbatch that has some."""
+    found = {LANGUAGE_MODEL: [one.num_samples for one in meta]}
+    for one in meta:
+        for name, items in one.items.items():
+            found.setdefault(name, []).append(len(items))
+    return {
+        name: max(1, int(statistics.median(counts))) for name, counts in found.items() if counts
+    }

@@ -1,0 +1,70 @@
+"""What a run leaves to look at: loss curve, schedule, trace."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from raymm.config.build import write_json
+from raymm.draw import draw_loss, draw_plan, draw_timelines
+from raymm.planning.plan_view import rank_names
+from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.program.program import Op, Program
+from raymm.scheduler.program.timeline import Timeline, chrome_trace
+from raymm.scheduler.schedule.simulate import simulate
+
+# Steps whose measured costs predict the next one's timeline.
+COST_STEPS = 8
+
+
+class RunReport:
+    """Collects timelines during a run and draws it at the end.
+
+    Args:
+        folder: the run's folder.
+        plan: the run's plan.
+    """
+
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        self._folder = folder
+        self._plan = plan
+        self._recent: deque[tuple[int, Program, Timeline]] = deque(maxlen=COST_STEPS + 1)
+
+    def add(self, step: int, program: Program, timeline: Timeline) -> None:
+        """Note a step's program and what was measured."""
+        self._recent.append((step, program, timeline))
+
+    def write(self, history: Sequence[Mapping[str, Any]]) -> dict[str, Path]:
+        """Write plan, pictures and trace; returns them by what they are."""
+        folder = self._folder
+        files = {"plan": folder / "plan.json", "plan picture": folder / "plan.png"}
+        write_json(files["plan"], self._plan.to_dict())
+        draw_plan(self._plan, files["plan picture"])
+        files["metrics"] = folder / "metrics.jsonl"
+        if any("loss" in row for row in history):
+            files["loss curve"] = folder / "loss.png"
+            draw_loss(history, files["loss curve"])
+        if self._recent:
+            step, program, measured = self._recent[-1]
+            predicted = simulate(program, self._predicting_costs())
+            names = rank_names(self._plan)
+            timelines = [("predicted", predicted), ("measured", measured)]
+            files["schedule"] = folder / "schedule.png"
+            draw_timelines(
+                timelines, files["schedule"], rank_names=names, title=f"step {step}"
+            )
+            files["trace"] = folder / "trace.json"
+            write_json(files["trace"], chrome_trace(timelines, names))
+        return files
+
+    def _predicting_costs(self) -> dict[tuple[str, Op], float]:
+        """Median costs of the steps before the one shown, so that it is a prediction."""
+        before = list(self._recent)[:-1] or list(self._recent)
+        samples: dict[tuple[str, Op], list[float]] = {}
+        for _, _, timeline in before:
+            for key, seconds in timeline.costs().items():
+                samples.setdefault(key, []).append(seconds)
+        return {key: statistics.median(values) for key, values in samples.items()}

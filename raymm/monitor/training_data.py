@@ -1,0 +1,107 @@
+"""What a run's steps consist of, decided before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+
+from raymm.costs.workload import item_tokens
+from raymm.data import (
+    DataConfig,
+    GroupSampler,
+    ItemTokens,
+    SampleError,
+    Sampler,
+    StepBuilder,
+    open_split,
+    training_sampler,
+)
+from raymm.data.readers import Dataset
+from raymm.model.multimodal import MultimodalModule
+from raymm.monitor.progress import ScanProgress
+
+# Samples that are tried to find one whose item can be decoded.
+TRIED = 16
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """How the training data are taken.
+
+    Attributes:
+        dataset: the samples; None for batches in memory.
+        sampler: steps of them.
+        tokens: per modality, where steps are planned, what the model makes of an item.
+    """
+
+    dataset: Dataset | None = None
+    sampler: Sampler | None = None
+    tokens: Mapping[str, ItemTokens] = field(default_factory=dict)
+
+
+def training_data(
+    data: Any, model: MultimodalModule, state: Any = None, console: Console | None = None,
+    dataset: Dataset | None = None,
+) -> TrainingData:
+    """Scan and plan what ``data.batching`` asks for, and look whether a position fits.
+
+    Args:
+        data: of the run.
+        model: its encoders say how many tokens items are.
+        state: position of the checkpoint that the run goes on from.
+        console: for progress; None for none.
+        dataset: the training samples, if they are open.
+
+    Raises:
+        DataError: data that cannot be planned, or a position of another batching or other data.
+    """
+    if not isinstance(data, DataConfig):
+        return TrainingData()
+    dataset = open_split(data, "train") if dataset is None else dataset
+    if data.batching.method == "random":
+        sampler = training_sampler(data, dataset)
+        sampler.check(state)
+        return TrainingData(dataset, sampler)
+    tokens = item_tokens(model, one_item_each(data, dataset))
+    console = console or Console(quiet=True)
+    with ScanProgress(console) as progress:
+        sampler = training_sampler(data, dataset, tokens, progress)
+    sampler.open(state)
+    console.print(_summary(sampler), highlight=False, soft_wrap=True)
+    return TrainingData(dataset, sampler, tokens)
+
+
+def give_examples(model: MultimodalModule, data: DataConfig, dataset: Dataset) -> None:
+    """Let encoders that were given no ``example_inputs`` be tried with the data's first items."""
+    for name, item in one_item_each(data, dataset).items():
+        if model.encoders[name].example_inputs is None:
+            model.encoders[name].example_inputs = {
+                key: value.float() if value.is_floating_point() else value
+                for key, value in item.items()
+            }
+
+
+def one_item_each(data: DataConfig, dataset: Dataset) -> dict[str, dict[str, Any]]:
+    """Inputs of one item per modality, of the first samples that have one."""
+    builder = StepBuilder(data, dataset)
+    found: dict[str, dict[str, Any]] = {}
+    for name in data.modalities:
+        for index in dataset.counts[name].nonzero()[0][:TRIED]:
+            try:
+                item = builder.encode(dataset[int(index)]).media[name][0]
+            except SampleError:  # reported, or left out, when its turn comes
+                continue
+            found[name] = {key: value[None] for key, value in item.items()}
+            break
+    return found
+
+
+def _summary(sampler: GroupSampler) -> str:
+    planner = sampler.planner
+    return (
+        f"batching {planner['method']}: {len(sampler.sizes)} samples, about "
+        f"{planner['samples']} in each of {planner['groups']} microbatches"
+    )

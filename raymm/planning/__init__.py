@@ -1,0 +1,1 @@
+"""Plans: request, search, result, views."""

@@ -1,0 +1,186 @@
+"""Which degrees of tensor, context and data parallelism planning may give a model's modules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from raymm.actors.probe.attention import probe_shared_tokens
+from raymm.actors.probe.callbacks import module_inputs
+from raymm.actors.probe.cut import ProbeError
+from raymm.actors.probe.items import probe_shared_items
+from raymm.actors.probe.tensor import probe_tensor
+from raymm.actors.sharding.tensor_plan import TensorPlan, tensor_plan
+from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule
+from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.search.module_degrees import KINDS, DegreeChoices, degrees_of
+
+# Fewer tokens of a microbatch per process are not worth sharing out.
+LEAST_TOKENS = 1024
+_ENTRY = re.compile(r"(?:(?P<module>\w+)\.)?(?P<kind>tp|cp|dp)(?:=(?P<number>\d+))?")
+Refused = tuple[str, str, int]
+"""A module, a kind of parallelism and its degree."""
+
+
+@dataclass(frozen=True)
+class DegreeRequest:
+    """What may be searched.
+
+    Attributes:
+        most: per kind that may be used, the highest degree; None for any.
+        fixed: per (module, kind), the degree that it has to be.
+    """
+
+    most: Mapping[str, int | None]
+    fixed: Mapping[tuple[str, str], int]
+
+    @classmethod
+    def of(cls, wanted: str | Sequence[str]) -> DegreeRequest:
+        """``"auto"``: everything; ``"none"``: nothing; or a list (or its entries with commas
+        between them) of kinds, ``tp``, ``cp``, ``dp``, which may be used, ``tp=4`` up to a
+        degree, ``llm.tp=4`` with this degree in this module.
+
+        Raises:
+            PlanError: on an entry that is none of these.
+        """
+        entries = wanted.split(",") if isinstance(wanted, str) else list(wanted)
+        entries = [entry.strip() for entry in entries]
+        if entries == ["auto"]:
+            return cls(dict.fromkeys(KINDS), {})
+        if entries == ["none"]:
+            return cls({}, {})
+        most: dict[str, int | None] = {}
+        fixed: dict[tuple[str, str], int] = {}
+        for entry in entries:
+            match = _ENTRY.fullmatch(entry)
+            number = match and match["number"] and int(match["number"])
+            if not match or number == 0 or (match["module"] and number is None):
+                raise PlanError(
+                    f"degrees has {entry!r}; accepted: auto, none, or a list of tp, cp, dp, of "
+                    "which each may have a highest degree (tp=4) or one for a module (llm.tp=4)"
+                )
+            if match["module"]:
+                fixed[match["module"], match["kind"]] = number
+            else:
+                most[match["kind"]] = number
+        return cls(most, fixed)
+
+    def __bool__(self) -> bool:
+        return bool(self.most or self.fixed)
+
+    def check(self, modules: Sequence[str]) -> None:
+        """
+        Raises:
+            PlanError: if it names a module that is not among these.
+        """
+        for module, kind in self.fixed:
+            if module not in modules:
+                raise PlanError(
+                    f"degrees has {module}.{kind}; the model's modules are {', '.join(modules)}"
+                )
+
+    def choices(
+        self, model: MultimodalModule, devices: int, num_microbatches: int,
+        tokens: Mapping[str, int], refused: frozenset[Refused] = frozenset(),
+    ) -> dict[str, DegreeChoices]:
+        """Per module, what it may have: powers of two; ``tp`` that deals heads and feed-forwards
+        out evenly, ``cp`` that leaves each process :data:`LEAST_TOKENS` tokens, ``dp`` that
+        divides the microbatches.
+
+        Args:
+            model: the description.
+            devices: how many there are.
+            num_microbatches: of a step.
+            tokens: per module, those of a microbatch.
+            refused: what the model's code does not allow, as of :func:`refused_degrees`.
+
+        Raises:
+            PlanError: if a degree that was fixed cannot be.
+        """
+        found = {}
+        for module in (*model.encoder_names, LANGUAGE_MODEL):
+            allowed = {
+                kind: tuple(
+                    degree for degree in self._degrees(module, kind, devices)
+                    if (module, kind, degree) not in refused
+                )
+                for kind in KINDS
+            }
+            if (module, "cp") not in self.fixed:
+                most = max(1, tokens.get(module, 0) // LEAST_TOKENS)
+                allowed["cp"] = tuple(n for n in allowed["cp"] if n <= most)
+            allowed["dp"] = tuple(n for n in allowed["dp"] if num_microbatches % n == 0)
+            if (module, "tp") not in self.fixed:
+                allowed["tp"] = tuple(n for n in allowed["tp"] if _divides(model, module, n))
+            for kind, some in allowed.items():
+                if not some:
+                    raise PlanError(
+                        f"degrees has {module}.{kind}={self.fixed[module, kind]}, which "
+                        + (
+                            f"does not divide {num_microbatches} microbatches" if kind == "dp"
+                            else "the model's code does not allow"
+                        )
+                    )
+            for degree in allowed["tp"]:
+                if (module, "tp") in self.fixed and degree > 1:
+                    _tensor_plan(model, module, degree)
+            found[module] = DegreeChoices(**allowed)
+        return found
+
+    def _degrees(self, module: str, kind: str, devices: int) -> Iterator[int]:
+        if (module, kind) in self.fixed:
+            yield self.fixed[module, kind]
+            return
+        yield 1
+        most = self.most.get(kind, 1)
+        degree = 2
+        while degree <= (devices if most is None else min(most, devices)):
+            yield degree
+            degree *= 2
+
+
+def _divides(model: MultimodalModule, module: str, tp: int) -> bool:
+    """Whether every process has its own share of heads and feed-forwards."""
+    if tp == 1:
+        return True
+    try:
+        plan = _tensor_plan(model, module, tp)
+    except PlanError:
+        return False
+    copied = any(plan.is_replica(name, rank) for name in plan.pieces for rank in range(tp))
+    return bool(plan.pieces) and not copied
+
+
+def _tensor_plan(model: MultimodalModule, module: str, tp: int) -> TensorPlan:
+    causal = module == LANGUAGE_MODEL
+    spec = model.language_spec() if causal else model.encoder_spec(module)
+    return tensor_plan(spec.source, tp, module)
+
+
+def refused_degrees(model: MultimodalModule, plan: Plan) -> dict[Refused, str]:
+    """Degrees of a plan under which a shrunk copy of the model computes something else, and why:
+    what would be refused when the plan is started."""
+    refused: dict[Refused, str] = {}
+    for node in plan.graph.nodes:
+        name, degrees = node.name, degrees_of(plan, node.name)
+        causal = name == LANGUAGE_MODEL
+        spec = model.language_spec() if causal else model.encoder_spec(name)
+        example = None if causal else model.encoders[name].example_inputs
+        if example is not None and max(degrees.tp, degrees.cp) > 1:
+            example = module_inputs(spec, example)
+        if degrees.cp > 1:
+            try:
+                if causal:
+                    probe_shared_tokens(spec.source, spec.mask is not None)
+                else:
+                    probe_shared_items(spec.source, example)
+            except (ProbeError, PlanError) as error:
+                for degree in range(2, plan.num_processes + 1):
+                    refused[name, "cp", degree] = str(error)
+        if degrees.tp > 1:
+            try:
+                probe_tensor(spec.source, degrees.tp, name, example)
+            except (ProbeError, PlanError) as error:
+                refused[name, "tp", degrees.tp] = str(error)
+    return refused

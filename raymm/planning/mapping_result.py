@@ -1,0 +1,64 @@
+"""What came of planning a mapping."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
+from raymm.scheduler.multiplex.problem import MappingProblem
+
+
+@dataclass(frozen=True)
+class MappingResult:
+    """A mapping, and what others would have made of the same modules.
+
+    Attributes:
+        problem: what was mapped: surfaces, dependencies, GPUs, memory, interference.
+        mapping: what to run (:class:`raymm.runtime.multiplexed_dag.MultiplexedModule`).
+        baselines: per baseline its mapping, or why it has none.
+        source: where the times come from, in words.
+        estimated: whether they are estimates, not measurements.
+        interference: what is known of modules disturbing each other, in words.
+        batch: samples of an iteration; None if nobody said.
+        unfit: why the mapping does not fit in memory, if it does not.
+        notes: remarks a person should see.
+    """
+
+    problem: MappingProblem
+    mapping: StageMapping
+    baselines: Mapping[str, StageMapping | str]
+    source: str
+    estimated: bool
+    interference: str
+    batch: int | None = None
+    unfit: str | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of an iteration's forward and backward."""
+        return self.mapping.seconds
+
+    @cached_property
+    def memory(self) -> tuple[int, ...]:
+        """Bytes on each GPU over the whole iteration; see :func:`gpu_memory`."""
+        return gpu_memory(self.problem, self.mapping)
+
+
+def gpu_memory(problem: MappingProblem, mapping: StageMapping) -> tuple[int, ...]:
+    """Bytes on each GPU over a whole training iteration: all modules that it ever runs keep
+    their weights there, and their activations until the backward, which goes through the stages
+    in reverse. (The solver's limit is of one stage at a time.)"""
+    used = [0] * mapping.gpus
+    most: dict[tuple[int, str], int] = {}
+    for stage in mapping.stages:
+        for one in stage.placements:
+            degree = len(one.gpus).bit_length() - 1
+            size = int(problem.memory[problem.names.index(one.module), degree])
+            for gpu in one.gpus:  # a sliced module's slices share its weights
+                most[gpu, one.module] = max(most.get((gpu, one.module), 0), size)
+    for (gpu, _), size in most.items():
+        used[gpu] += size
+    return tuple(used)

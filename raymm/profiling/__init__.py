@@ -1,0 +1,1 @@
+"""Layers, surfaces and plans, measured."""

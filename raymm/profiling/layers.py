@@ -1,0 +1,199 @@
+"""Measuring what a run's layers cost: one Ray actor per module, one after another."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+from raymm.actors.rank.module_profiler import ModuleProfiler, ModuleTimes, ProfileRequest
+from raymm.actors.rank.rank_group import START_TIMEOUT_S, RankResources, check_capacity
+from raymm.costs.layer_count import LayerCount, Load, count_layers
+from raymm.layout.stage_builders import reloadable_modules, stage_builders
+from raymm.model.batch_rules import complete_microbatch
+from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule, text_inputs
+from raymm.runtime.specs import MultimodalParallelSpec
+from raymm.scheduler.costs.layer_costs import LayerCost, ProfileError
+from raymm.scheduler.costs.profile_table import Measurement, ProfileTable
+
+# Seconds all repeats of one module at one length may take.
+MEASURE_TIMEOUT_S = 3600.0
+_IGNORE = -100
+_FP32_BYTES = 4
+_ELEMENT_BYTES = {"bf16": 2, "fp32": _FP32_BYTES}
+
+
+def profile_model(
+    model: MultimodalModule,
+    microbatch: Mapping[str, Any],
+    *,
+    lengths: Sequence[int] = (),
+    repeats: int = 5,
+    precision: str = "fp32",
+    device: str = "cpu",
+    resources: RankResources | None = None,
+    threads: int = 1,
+) -> ProfileTable:
+    """Measure every layer of a model on the connected Ray cluster.
+
+    Each module runs whole in an actor of its own, with a rank's resources, and no other beside
+    it. Encoders run on the microbatch's items; with ``lengths``, also on half and on twice as
+    many. The language model runs on the microbatch's text with random encoder outputs merged
+    into it; with ``lengths``, also on random text.
+
+    Args:
+        model: the description.
+        microbatch: a real one, as :meth:`MultimodalModule.forward` takes it, in which every
+            encoder has items.
+        lengths: tokens per sample for the language model, besides those of the microbatch.
+        repeats: runs per measurement, of which the median is taken.
+        precision, device, resources, threads: as the run will have them
+            (:class:`raymm.runtime.pipelined.MultimodalParallelModule`).
+
+    Raises:
+        ProfileError: naming what is out of range, or what failed in which module.
+        ClusterError: if the cluster lacks the resources of one rank.
+    """
+    _check(model, microbatch, lengths, repeats)
+    resources = resources or RankResources(gpus=1.0 if device == "cuda" else 0.0)
+    check_capacity(1, resources)
+    microbatch = complete_microbatch(microbatch, model.encoder_names)
+    plan = MultimodalParallelSpec(num_microbatches=1).plan(model)
+    builders = stage_builders(model, plan).build
+    reloadable = reloadable_modules(model)
+    autocast = "bfloat16" if precision == "bf16" else None
+    modules: dict[str, tuple[Measurement, ...]] = {}
+    default: dict[str, int] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    about: dict[str, str] = {}
+    for name in (*model.encoder_names, LANGUAGE_MODEL):
+        arguments = (
+            builders[f"{name}.0"], device, autocast, name in reloadable, threads,
+        )
+        requests = _requests(name, model, microbatch, shapes, lengths)
+        about, times = _measure(name, arguments, requests, repeats, resources)
+        shapes[name] = times[0].output_shape
+        default[name] = times[0].tokens
+        modules[name] = _measurements(_counts(model, name), times, _ELEMENT_BYTES[precision])
+    versions = {k: v for k, v in about.items() if k != "device"}
+    return ProfileTable(
+        modules, default, about["device"], precision,
+        {**versions, "ray": ray.__version__},
+        datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+    )
+
+
+def _check(
+    model: MultimodalModule, microbatch: Mapping[str, Any], lengths: Sequence[int], repeats: int
+) -> None:
+    if type(repeats) is not int or repeats < 1:
+        raise ProfileError(f"repeats is {repeats!r}; it must be a whole number above 0")
+    for name in model.encoder_names:
+        if not microbatch.get(name):
+            raise ProfileError(f"the microbatch has no items for encoder {name!r}")
+    config = model.language_spec().source.config
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    longest = getattr(config, "max_position_embeddings", None)
+    for length in lengths:
+        if type(length) is not int or length < 2:
+            raise ProfileError(f"lengths has {length!r}; each must be a whole number above 1")
+        if isinstance(longest, int) and length > longest:
+            raise ProfileError(
+                f"lengths has {length}; the language model takes at most {longest} positions"
+            )
+
+
+def _requests(
+    name: str,
+    model: MultimodalModule,
+    microbatch: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    lengths: Sequence[int],
+) -> Iterator[ProfileRequest]:
+    """The real microbatch first, then other sizes."""
+    if name != LANGUAGE_MODEL:
+        items = microbatch[name]
+        yield ProfileRequest(items, {})
+        count = len(items["sample_index"])
+        for other in sorted({max(1, count // 2), 2 * count} - {count}) if lengths else ():
+            index = torch.arange(other) % count
+            yield ProfileRequest({key: value[index] for key, value in items.items()}, {})
+        return
+    text = text_inputs(microbatch)
+    present = {n: shapes[n] for n in model.encoder_names}
+    yield ProfileRequest(text, present)
+    labels = text["labels"]
+    share = float((labels[:, 1:] != _IGNORE).sum()) / labels[:, 1:].numel()
+    vocabulary = model.language_spec().source.skeleton().get_input_embeddings().weight.shape[0]
+    generator = torch.Generator().manual_seed(0)
+    for length in sorted(set(lengths)):
+        ids = torch.randint(vocabulary, (labels.shape[0], length), generator=generator)
+        labelled = max(1, round(share * (length - 1)))
+        given = ids.clone()
+        given[:, : length - labelled] = _IGNORE
+        yield ProfileRequest(
+            {"input_ids": ids, "labels": given, "attention_mask": torch.ones_like(ids),
+             "sample_index": {}}, {}, plain_text=True,
+        )
+
+
+def _measure(
+    name: str, arguments: tuple, requests: Iterator[ProfileRequest], repeats: int,
+    resources: RankResources,
+) -> tuple[dict[str, str], list[ModuleTimes]]:
+    remote = ray.remote(ModuleProfiler).options(
+        num_cpus=resources.cpus, num_gpus=resources.gpus,
+        resources=dict(resources.custom) or None, max_restarts=0,
+    )
+    actor = remote.remote(*arguments)
+    try:
+        about = ray.get(actor.describe.remote(), timeout=START_TIMEOUT_S)
+        times = [
+            ray.get(actor.measure.remote(request, repeats), timeout=MEASURE_TIMEOUT_S)
+            for request in requests
+        ]
+    except GetTimeoutError:
+        raise ProfileError(f"profiling {name!r}: no answer within the time limit") from None
+    except RayTaskError as error:
+        cause = error.cause if error.cause is not None else error
+        raise ProfileError(
+            f"profiling {name!r} failed: {type(cause).__name__}: {cause}"
+        ) from error
+    except RayError as error:  # the actor died: out of memory, for one
+        raise ProfileError(f"profiling {name!r} failed: {error}") from error
+    finally:
+        ray.kill(actor, no_restart=True)
+    return about, times
+
+
+def _counts(model: MultimodalModule, name: str) -> list[LayerCount]:
+    """What there is to count per layer, for one token."""
+    causal = name == LANGUAGE_MODEL
+    spec = model.language_spec() if causal else model.encoder_spec(name)
+    result = [*count_layers(spec.source.skeleton(), Load(1, 1), causal)]
+    if getattr(spec, "projector", None) is not None:
+        result.append(sum(count_layers(spec.projector.skeleton(), Load(1, 1)), LayerCount()))
+    return result
+
+
+def _measurements(
+    counts: Sequence[LayerCount], times: Sequence[ModuleTimes], element_bytes: int
+) -> tuple[Measurement, ...]:
+    """In order of length; of two of the same length the first, which is the real one."""
+    rows: dict[int, Measurement] = {}
+    for one in times:
+        layers = tuple(
+            LayerCost(
+                t.forward, t.backward_input, t.backward_weight, t.activation_bytes,
+                _FP32_BYTES * count.parameters, t.output_bytes, _FP32_BYTES * count.replicated,
+                round(one.tokens * count.key_value_elements * element_bytes), t.options,
+            )
+            for t, count in zip(one.layers, counts, strict=True)
+        )
+        rows.setdefault(one.tokens, Measurement(one.tokens, one.samples, layers))
+    return tuple(rows[tokens] for tokens in sorted(rows))

@@ -1,0 +1,113 @@
+"""Really running plans, to pick by measurement (OmniBal §4.2 does so with partitions)."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raymm.actors.rank.rank_group import RankResources, check_capacity
+from raymm.model.multimodal import MultimodalModule
+from raymm.runtime.pipelined import MultimodalParallelModule
+from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.schedule.lower import full_program
+from raymm.scheduler.search.judge import Option
+
+WARM_UP_STEPS = 2
+STEPS = 5
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A plan that was run: predicted seconds of a step, the median of the measured ones, and
+    all of them."""
+
+    option: Option
+    seconds: float
+    steps: tuple[float, ...]
+
+    @property
+    def error(self) -> float:
+        """How far the prediction was off: 0.1 if the step takes 10% longer than predicted."""
+        return self.seconds / self.option.seconds - 1
+
+
+def distinct_options(options: Sequence[Option], count: int) -> list[Option]:
+    """The first options that differ in what runs where or when, whatever their names say: a
+    zero-bubble schedule that finds nothing to improve is 1F1B.
+
+    Raises:
+        PlanError: if ``count`` is below 1.
+    """
+    if count < 1:
+        raise PlanError(f"measure is {count}; it must be at least 1")
+    chosen: dict[Any, Option] = {}
+    for option in options:
+        if len(chosen) == count:
+            break
+        key = _places(option.plan), full_program(option.plan).ranks
+        chosen.setdefault(key, option)
+    return list(chosen.values())
+
+
+def measure_options(
+    model: MultimodalModule,
+    options: Sequence[Option],
+    microbatch: Mapping[str, Any],
+    *,
+    steps: int = STEPS,
+    device: str = "cpu",
+    precision: str = "fp32",
+    resources: RankResources | None = None,
+    threads: int = 1,
+    say: Callable[[Measured], None] = lambda _: None,
+) -> list[Measured]:
+    """Run plans on the connected cluster, one after another, in the order given.
+
+    Every microbatch of a step is the same real one, as the predictions assume. Ranks are started
+    once for all plans that differ in schedule only, and ended before the next are started.
+
+    Args:
+        model: the description.
+        options: plans.
+        microbatch: a real one.
+        steps: measured steps per plan, after :data:`WARM_UP_STEPS`.
+        device, precision, resources, threads: as the run will have them.
+        say: called with each plan's result.
+
+    Raises:
+        ClusterError: before anything starts, if the cluster is too small for one of them.
+    """
+    resources = resources or RankResources(gpus=1.0 if device == "cuda" else 0.0)
+    check_capacity(max(option.plan.num_processes for option in options), resources)
+    groups: dict[Any, list[Option]] = {}
+    for option in options:
+        groups.setdefault(_places(option.plan), []).append(option)
+    results: dict[int, Measured] = {}
+    for group in groups.values():
+        with MultimodalParallelModule(
+            model, group[0].plan, precision=precision, device=device, resources=resources,
+            threads=threads,
+        ) as parallel:
+            for option in group:
+                parallel.reschedule(option.plan)
+                seconds = _run(parallel, microbatch, steps)
+                results[id(option)] = Measured(option, statistics.median(seconds), seconds)
+                say(results[id(option)])
+    return [results[id(option)] for option in options]
+
+
+def _places(plan: Plan) -> Any:
+    return tuple(sorted((s.name, s.layers, s.rank, s.degrees, s.sharding) for s in plan.stages))
+
+
+def _run(
+    parallel: MultimodalParallelModule, microbatch: Mapping[str, Any], steps: int
+) -> tuple[float, ...]:
+    prepared = parallel.prepare([microbatch] * parallel.plan.num_microbatches)
+    seconds = []
+    for _ in range(WARM_UP_STEPS + steps):
+        seconds.append(parallel.submit(prepared).result().timeline.makespan)
+        parallel.optimizer.zero_grad()
+    return tuple(seconds[WARM_UP_STEPS:])

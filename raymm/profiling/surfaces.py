@@ -1,0 +1,369 @@
+"""Measuring scaling surfaces and what colocated modules cost each other (Mosaic §3.3).
+
+T(d, a) is measured on one device with the samples that each of d replicas would have; what the d
+replicas' sum of gradients takes is added from the links' data-sheet figures. Bandwidth use is the
+traffic that :mod:`raymm.costs.layer_count` counts over the measured time, relative to the device's
+peak: a lower bound, as what is no product is not counted. On CPUs there are no quotas: only whole
+devices are measured, and no bandwidth.
+
+On GPUs (quotas, colocations) this has not run yet; it is written against
+:mod:`raymm.actors.quota`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+from raymm.actors.rank.module_profiler import ProfileRequest
+from raymm.actors.rank.rank_group import START_TIMEOUT_S, RankResources, check_capacity
+from raymm.actors.rank.surface_profiler import (
+    WHOLE,
+    ColocationProfiler,
+    SurfaceProfiler,
+    SurfaceRequest,
+    SurfaceTimes,
+)
+from raymm.costs.layer_count import Load
+from raymm.costs.named_devices import CPU, device_called
+from raymm.costs.scaling_estimates import ModuleShape, shapes_of
+from raymm.costs.workload import loads_of_microbatch
+from raymm.layout.stage_builders import reloadable_modules, stage_builders
+from raymm.model.batch_rules import complete_microbatch
+from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule, text_inputs
+from raymm.profiling.layers import MEASURE_TIMEOUT_S
+from raymm.runtime.specs import MultimodalParallelSpec
+from raymm.scheduler.costs.devices import DeviceSpec, Links, find_device
+from raymm.scheduler.costs.layer_costs import CostProfile, ProfileError
+from raymm.scheduler.multiplex.interference import (
+    Colocation,
+    InterferenceFit,
+    fit_interference,
+)
+from raymm.scheduler.multiplex.problem import STEPS
+from raymm.scheduler.multiplex.surface import ScalingSurface, SurfaceConditions
+from raymm.scheduler.schedule.process_costs import all_reduce_seconds
+
+_FP32_BYTES = 4
+# What modules of a group get of the device's steps, in tenths.
+PAIRS = ((5, 5), (3, 7), (7, 3))
+TRIPLES = ((3, 3, 4),)
+
+
+@dataclass(frozen=True)
+class SurfaceProfile:
+    """What was measured.
+
+    Attributes:
+        surfaces: one per module.
+        colocations: of pairs and triples; none on CPUs.
+        fit: of eq. 8 to them; None without enough.
+        conditions: what it was measured with.
+        notes: what a person should know of the numbers.
+    """
+
+    surfaces: tuple[ScalingSurface, ...]
+    colocations: tuple[Colocation, ...]
+    fit: InterferenceFit | None
+    conditions: SurfaceConditions
+    notes: tuple[str, ...]
+
+
+def profile_surfaces(
+    model: MultimodalModule,
+    microbatch: Mapping[str, Any],
+    *,
+    batch: int,
+    gpus: int,
+    steps: int = STEPS,
+    repeats: int = 5,
+    precision: str = "fp32",
+    device: str = "cpu",
+    resources: RankResources | None = None,
+    threads: int = 1,
+    ranks_per_node: int = 8,
+) -> SurfaceProfile:
+    """Measure the scaling surface of every module on the connected Ray cluster.
+
+    Args:
+        model: the description.
+        microbatch: a real one in which every encoder has items; its samples are repeated or left
+            out to make batches of other sizes.
+        batch: samples of an iteration.
+        gpus: the largest degree; powers of two up to it, and up to ``batch``, are measured.
+        steps: of a GPU's quota.
+        repeats: runs per measurement, of which the median is taken.
+        precision, device, resources, threads: as of :func:`raymm.profiling.layers.profile_model`.
+        ranks_per_node: GPUs that share a node.
+
+    Raises:
+        ProfileError: naming what is out of range, or what failed in which module.
+        ClusterError: if the cluster lacks the resources of one rank.
+    """
+    for name, value in (("batch", batch), ("gpus", gpus), ("steps", steps), ("repeats", repeats)):
+        if type(value) is not int or value < 1:
+            raise ProfileError(f"{name} is {value!r}; it must be a whole number above 0")
+    missing = [name for name in model.encoder_names if not microbatch.get(name)]
+    if missing:
+        raise ProfileError(f"the microbatch has no items for encoder {missing[0]!r}")
+    resources = resources or RankResources(gpus=1.0 if device == "cuda" else 0.0)
+    check_capacity(1, resources)
+    work = _Work(
+        model, complete_microbatch(microbatch, model.encoder_names), batch, gpus, steps, repeats,
+        precision, device, resources, threads, ranks_per_node,
+    )
+    return work.measured()
+
+
+def resized_microbatch(microbatch: Mapping[str, Any], samples: int) -> dict[str, Any]:
+    """A microbatch of so many samples: its own, again and again, the last time not all.
+
+    Args:
+        microbatch: a complete one (:func:`raymm.model.batch_rules.complete_microbatch`).
+        samples: rows.
+    """
+    rows = microbatch["input_ids"].shape[0]
+    wanted = torch.arange(samples) % rows
+    result: dict[str, Any] = {}
+    for name, value in microbatch.items():
+        if not isinstance(value, Mapping):
+            result[name] = value[wanted]
+            continue
+        index = value["sample_index"]
+        items = [
+            (int(i), copy * rows + int(index[i]))
+            for copy in range(-(-samples // rows)) for i in range(len(index))
+            if copy * rows + int(index[i]) < samples
+        ]
+        # Every module of every replica has something to do.
+        items = items or [(0, 0)]
+        chosen = torch.tensor([i for i, _ in items])
+        result[name] = {k: v[chosen] for k, v in value.items() if k != "sample_index"}
+        result[name]["sample_index"] = torch.tensor([row for _, row in items])
+    return result
+
+
+@dataclass(frozen=True)
+class _Work:
+    model: MultimodalModule
+    microbatch: Mapping[str, Any]
+    batch: int
+    gpus: int
+    steps: int
+    repeats: int
+    precision: str
+    device: str
+    resources: RankResources
+    threads: int
+    ranks_per_node: int
+
+    @property
+    def degrees(self) -> list[int]:
+        return [1 << j for j in range(min(self.gpus, self.batch).bit_length())]
+
+    def measured(self) -> SurfaceProfile:
+        """All of it."""
+        shapes = {shape.name: shape for shape in shapes_of(self.model)}
+        arguments = self._arguments()
+        cuda = self.device == "cuda"
+        quotas = tuple(q / self.steps for q in range(1, self.steps + 1)) if cuda else (WHOLE,)
+        outputs: dict[tuple[str, int], tuple[int, ...]] = {}
+        requests: dict[tuple[str, int], SurfaceRequest] = {}
+        times: dict[tuple[str, int], SurfaceTimes] = {}
+        name = ""
+        for name, shape in shapes.items():
+            with _actor(SurfaceProfiler, self.resources, arguments[name], name) as ask:
+                name_of_device = ask("describe", timeout=START_TIMEOUT_S)["device"]
+                for degree in self.degrees:
+                    one = self._request(shape, degree, outputs, quotas)
+                    found = ask("surface", one, self.repeats)
+                    outputs[name, degree] = found.output_shape
+                    requests[name, degree], times[name, degree] = one, found
+        spec = device_called(name_of_device) if cuda else find_device(CPU)
+        surfaces = tuple(self._surface(shape, requests, times, spec) for shape in shapes.values())
+        colocations = ()
+        if cuda and len(shapes) > 1:
+            colocations = self._colocations(arguments, requests, times, surfaces)
+        fit = fit_interference(colocations, coupling="own") if len(colocations) >= 3 else None
+        loads = loads_of_microbatch(self.model, self.microbatch).by_module
+        conditions = SurfaceConditions(
+            self.batch, name_of_device, self.precision,
+            {name: loads[name].tokens for name in shapes},
+        )
+        return SurfaceProfile(surfaces, colocations, fit, conditions, self._notes(spec))
+
+    def _arguments(self) -> dict[str, tuple]:
+        plan = MultimodalParallelSpec(num_microbatches=1).plan(self.model)
+        builders = stage_builders(self.model, plan).build
+        reloadable = reloadable_modules(self.model)
+        autocast = "bfloat16" if self.precision == "bf16" else None
+        return {
+            name: (builders[f"{name}.0"], self.device, autocast, name in reloadable, self.threads)
+            for name in (*self.model.encoder_names, LANGUAGE_MODEL)
+        }
+
+    def _request(
+        self, shape: ModuleShape, degree: int, outputs: Mapping[tuple[str, int], tuple[int, ...]],
+        quotas: tuple[float, ...],
+    ) -> SurfaceRequest:
+        local = resized_microbatch(self.microbatch, -(-self.batch // degree))
+        if shape.name != LANGUAGE_MODEL:
+            return SurfaceRequest(ProfileRequest(local[shape.name], {}), False, quotas)
+        received = {name: outputs[name, degree] for name in self.model.encoder_names}
+        return SurfaceRequest(
+            ProfileRequest(text_inputs(local), received), shape.before[0], quotas
+        )
+
+    def _surface(
+        self, shape: ModuleShape, requests: Mapping[tuple[str, int], SurfaceRequest],
+        times: Mapping[tuple[str, int], SurfaceTimes], spec: DeviceSpec | None,
+    ) -> ScalingSurface:
+        parameters = shape.layers(Load(1, 1), find_device(CPU), "fp32")
+        trained = math.fsum(
+            c.parameter_bytes for c, t in zip(parameters, shape.trainable, strict=True) if t
+        )
+        profile = CostProfile({}, dtype=self.precision)
+        state = sum(
+            profile.state_bytes(c, t) for c, t in zip(parameters, shape.trainable, strict=True)
+        )
+        first = times[shape.name, 1].seconds
+        quotas = tuple(q for q in range(1, self.steps + 1) if q / self.steps in first)
+        links = spec and Links(spec.within_node, spec.across_nodes, self.ranks_per_node)
+
+        def reduction(degree: int) -> float:
+            link = links and links.between(range(degree))
+            return all_reduce_seconds(trained, degree, link)
+
+        return ScalingSurface(
+            shape.name, tuple(self.degrees), quotas, self.steps,
+            tuple(
+                tuple(times[shape.name, d].seconds[q / self.steps] + reduction(d) for q in quotas)
+                for d in self.degrees
+            ),
+            tuple(
+                state + sum(
+                    held for held, t, b in zip(
+                        times[shape.name, d].activation_bytes, shape.trainable, shape.before,
+                        strict=True,
+                    ) if t or b
+                )
+                for d in self.degrees
+            ),
+            self._bandwidth(shape, requests[shape.name, 1], times[shape.name, 1], quotas, spec),
+        )
+
+    def _bandwidth(
+        self, shape: ModuleShape, request: SurfaceRequest, times: SurfaceTimes,
+        quotas: tuple[int, ...], spec: DeviceSpec | None,
+    ) -> tuple[float, ...]:
+        """Counted traffic over measured time, of the peak; 0 where the peak is not known."""
+        if spec is None or self.device != "cuda":
+            return (0.0,) * len(quotas)
+        traffic_only = replace(spec, flops={name: 1e30 for name in spec.flops})
+        if shape.name == LANGUAGE_MODEL:
+            rows, tokens = request.request.inputs["input_ids"].shape
+            received = sum(math.prod(s[:2]) for s in request.request.received.values())
+            load = Load(rows, tokens + received // rows)
+        else:
+            load = Load(*times.output_shape[:2])
+        seconds = shape.seconds(shape.layers(load, traffic_only, self.precision))
+        return tuple(min(1.0, seconds / times.seconds[q / self.steps]) for q in quotas)
+
+    def _colocations(
+        self, arguments: Mapping[str, tuple], requests: Mapping[tuple[str, int], SurfaceRequest],
+        times: Mapping[tuple[str, int], SurfaceTimes], surfaces: tuple[ScalingSurface, ...],
+    ) -> tuple[Colocation, ...]:
+        """With the fewest samples per GPU, so that the modules fit into memory together."""
+        degree = self.degrees[-1]
+        by_name = {surface.name: surface for surface in surfaces}
+        groups, expected = [], []
+        for size, shares in ((2, PAIRS), (3, TRIPLES)):
+            for names in itertools.combinations(by_name, size):
+                for tenths in shares:
+                    steps = [round(t * self.steps / 10) for t in tenths]
+                    known = all(
+                        q in by_name[n].quotas for n, q in zip(names, steps, strict=True)
+                    )
+                    if known and sum(steps) <= self.steps:
+                        group = dict(zip(names, (q / self.steps for q in steps), strict=True))
+                        groups.append(group)
+                        expected.append(
+                            {n: times[n, degree].seconds[q] for n, q in group.items()}
+                        )
+        with _actor(ColocationProfiler, self.resources, (arguments,), "colocations") as ask:
+            wanted = {name: requests[name, degree] for name in by_name}
+            measured = ask("beside", wanted, groups, expected)
+        found = []
+        for group, seconds in zip(groups, measured, strict=True):
+            use = {n: by_name[n].bandwidth_at(round(q * self.steps)) for n, q in group.items()}
+            for name in group:
+                others = [use[other] for other in group if other != name]
+                one = seconds[name]
+                found.append(Colocation(one.alone, ((use[name], *others),), one.beside))
+        return tuple(found)
+
+    def _notes(self, spec: DeviceSpec | None) -> tuple[str, ...]:
+        notes = []
+        if len(self.degrees) > 1:
+            links = spec and f"{spec.name}'s links ({spec.within_node.bandwidth / 1e9:g} GB/s)"
+            notes.append(
+                "one device was measured, with each replica's samples; sums of gradients "
+                + (f"are added from {links}" if links else "are left out: links are not known")
+            )
+        if self.device != "cuda":
+            notes.append(
+                "CPUs have no quotas: only whole devices are measured; no bandwidth use and no "
+                "colocations either, so interference is not known"
+            )
+            return tuple(notes)
+        notes.append("quotas are granted in whole groups of multiprocessors: what was measured at "
+                     "a quota had the groups nearest to it")  # fmt: skip
+        notes.append(
+            "bandwidth use is not known: the device is not in raymm's table" if spec is None else
+            f"bandwidth use: counted traffic of products and attention over measured time, of "
+            f"{spec.name}'s {spec.memory_bandwidth / 1e9:g} GB/s; a lower bound"
+        )
+        return tuple(notes)
+
+
+class _actor:
+    """An actor for the time of a ``with``; gives a function that calls it.
+
+    Failures become :class:`ProfileError`, naming what was measured.
+    """
+
+    def __init__(self, kind: type, resources: RankResources, arguments: tuple, what: str) -> None:
+        self._make = ray.remote(kind).options(
+            num_cpus=resources.cpus, num_gpus=resources.gpus,
+            resources=dict(resources.custom) or None, max_restarts=0,
+        )
+        self._arguments, self._what = arguments, what
+
+    def __enter__(self):
+        self._actor = self._make.remote(*self._arguments)
+        return self._ask
+
+    def _ask(self, method: str, *arguments: Any, timeout: float = MEASURE_TIMEOUT_S) -> Any:
+        try:
+            return ray.get(getattr(self._actor, method).remote(*arguments), timeout=timeout)
+        except GetTimeoutError:
+            raise ProfileError(
+                f"profiling {self._what!r}: no answer within {timeout:g} s"
+            ) from None
+        except RayTaskError as error:
+            cause = error.cause if error.cause is not None else error
+            raise ProfileError(
+                f"profiling {self._what!r} failed: {type(cause).__name__}: {cause}"
+            ) from error
+        except RayError as error:  # the actor died: out of memory, for one
+            raise ProfileError(f"profiling {self._what!r} failed: {error}") from error
+
+    def __exit__(self, *error: object) -> None:
+        ray.kill(self._actor, no_restart=True)

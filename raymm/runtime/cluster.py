@@ -1,0 +1,72 @@
+"""Connecting to Ray: a cluster that is there, or an embedded one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+
+from raymm.actors.rank.rank_group import ClusterError
+from raymm.runtime.embedded_ray import start_embedded_ray
+
+
+def connect(quiet: bool = True) -> bool:
+    """Join the cluster of ``RAY_ADDRESS`` (set inside ``ray job submit``), or the session that
+    is already connected, or start an embedded Ray on this machine.
+
+    Args:
+        quiet: do not repeat what actors print.
+
+    Returns:
+        Whether an embedded Ray was started (and should be shut down in the end).
+
+    Raises:
+        ClusterError: if there is no cluster at ``RAY_ADDRESS``, or an embedded one does not
+            come up.
+    """
+    if ray.is_initialized():
+        return False
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # import paths in configs; ranks have it, too
+    # What one rank raises is said once; others that lost it would each add a traceback.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+    address = os.environ.get("RAY_ADDRESS")
+    embedded = address in (None, "", "local")
+    handler = signal.getsignal(signal.SIGTERM)
+    options = {"log_to_driver": not quiet, "logging_level": "ERROR"}
+    if embedded:
+        start_embedded_ray(**options)
+    else:
+        try:
+            ray.init(**options)
+        except (ConnectionError, TimeoutError) as error:
+            raise ClusterError(f"RAY_ADDRESS is {address!r}; cannot connect: {error}") from None
+    if threading.current_thread() is threading.main_thread():
+        # ray.init() makes SIGTERM raise SystemExit, and then lays a handler of its C++ side over
+        # that one, which aborts the process three seconds later, in the middle of an orderly end.
+        ours = callable(handler) or handler is signal.SIG_IGN
+        signal.signal(signal.SIGTERM, handler if ours else signal.getsignal(signal.SIGTERM))
+    return embedded
+
+
+@contextmanager
+def connected(quiet: bool = True) -> Iterator[None]:
+    """:func:`connect` for the length of a block."""
+    embedded = connect(quiet)
+    try:
+        yield
+    finally:
+        if embedded:
+            ray.shutdown()
+
+
+def pick_device(wanted: str) -> str:
+    """``"auto"`` is CUDA if the connected cluster has GPUs."""
+    if wanted != "auto":
+        return wanted
+    return "cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"

@@ -1,0 +1,143 @@
+"""A graph of nodes under a mapping: who has copies of what, and the programs of its batches."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from raymm.actors.multiplexed.gpu_actor import GpuSpec
+from raymm.actors.multiplexed.iteration_meta import IterationResult
+from raymm.actors.multiplexed.node import NodeSpec
+from raymm.actors.rank.rank_actor import remember
+from raymm.scheduler.graph.node_graph import NodeGraph
+from raymm.scheduler.multiplex.check_program import check_program
+from raymm.scheduler.multiplex.instructions import Direction, MultiplexProgram, Part, Run
+from raymm.scheduler.multiplex.lowering import copies_of, lower, turns_of
+from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
+from raymm.scheduler.program.program import Op
+from raymm.scheduler.program.timeline import Span, Timeline
+
+_OPS = {Direction.FORWARD: Op.FORWARD, Direction.BACKWARD: Op.BACKWARD}
+
+
+class ProgramKind(NamedTuple):
+    """Which program.
+
+    Attributes:
+        batch: samples.
+        train, reduce, update: as of :func:`raymm.scheduler.multiplex.lowering.lower`.
+    """
+
+    batch: int
+    train: bool = True
+    reduce: bool = True
+    update: bool = False
+
+    @property
+    def key(self) -> str:
+        """A name of it."""
+        return "/".join(map(str, self))
+
+
+class MappedGraph:
+    """A graph and a mapping of it.
+
+    Args:
+        graph: what is run.
+        mapping: where and when.
+        lockstep: every stage begins on all GPUs at once.
+
+    Attributes:
+        turns: what runs side by side.
+        copies: GPUs with a copy, by node.
+
+    Raises:
+        MultiplexError: a mapping that is not of this graph.
+    """
+
+    def __init__(self, graph: NodeGraph, mapping: StageMapping, lockstep: bool = False) -> None:
+        self.graph, self.mapping, self.lockstep = graph, mapping, lockstep
+        self.turns = turns_of(graph, mapping)
+        self.copies = copies_of(self.turns)
+        self._programs: OrderedDict[ProgramKind, MultiplexProgram] = OrderedDict()
+        self.program(ProgramKind(mapping.gpus))  # refuses what does not fit, before anything starts
+
+    def program(self, kind: ProgramKind) -> MultiplexProgram:
+        """The checked program."""
+        program = self._programs.get(kind)
+        if program is None:
+            program = lower(
+                self.graph, self.mapping, kind.batch, train=kind.train, reduce=kind.reduce,
+                update=kind.update, lockstep=self.lockstep,
+            )
+            check_program(self.graph, program)
+        remember(self._programs, kind, program)
+        return program
+
+    def gpu_specs(self, nodes: Iterable[NodeSpec], **options: Any) -> list[GpuSpec]:
+        """Of every GPU, what its process is built from.
+
+        Args:
+            nodes: all of the graph's.
+            **options: fields of :class:`GpuSpec` that are the same for all.
+        """
+        nodes, mapping = tuple(nodes), self.mapping
+        return [
+            GpuSpec(
+                gpu, mapping.gpus, self.graph,
+                tuple(one for one in nodes if gpu in self.copies[one.name]),
+                self.turns, mapping.steps, self.copies, **options,
+            )
+            for gpu in range(mapping.gpus)
+        ]
+
+
+def forward_parts(program: MultiplexProgram, gpu: int) -> list[Part]:
+    """What a GPU runs forward."""
+    return [
+        part
+        for one in program.instructions[gpu]
+        if isinstance(one, Run) and one.direction is Direction.FORWARD
+        for part in one.parts
+    ]
+
+
+def losses_of(results: Iterable[IterationResult], losses: Iterable[str]) -> dict[str, float]:
+    """All GPUs' parts of losses, added up."""
+    found = dict.fromkeys(losses, 0.0)
+    for result in results:
+        for name, value in result.losses.items():
+            found[name] += value
+    return found
+
+
+def timeline_of(gpus: Sequence[Sequence[IterationResult]], turns: bool = False) -> Timeline:
+    """When each node ran on each GPU, from the first one's beginning.
+
+    Args:
+        gpus: results of a step's iterations, by GPU.
+        turns: a span's ``microbatch`` is the turn, not the number of the iteration.
+    """
+    origin = min(result.start for results in gpus for result in results)
+    return Timeline(
+        tuple(
+            Span(
+                gpu, _OPS[Direction(one.direction)], one.node, one.turn if turns else number,
+                one.start - origin, one.end - origin,
+            )
+            for gpu, results in enumerate(gpus)
+            for number, result in enumerate(results)
+            for one in result.runs
+        ),
+        len(gpus),
+    )
+
+
+def cut_entries(
+    batch: Mapping[str, torch.Tensor], names: Iterable[str], part: Part
+) -> dict[str, torch.Tensor]:
+    """A part's samples of entries. Copies: views would bring the whole batch along."""
+    return {name: batch[name][slice(*part.samples)].clone() for name in dict.fromkeys(names)}

@@ -1,0 +1,280 @@
+"""A multimodal model that runs multiplexed on Ray actors: start it, step it, read it back."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from raymm.actors.multiplexed.group import GpuGroup
+from raymm.actors.multiplexed.iteration_meta import (
+    GpuStepResult,
+    IterationMeta,
+    IterationResult,
+)
+from raymm.actors.optimizer.optimizer import OptimizerConfig
+from raymm.actors.quota import Backend
+from raymm.actors.rank.rank_group import RankResources, StepHandle
+from raymm.data import MicrobatchMeta
+from raymm.data.loading.in_memory import check_dealt
+from raymm.layout.stage_builders import reloadable_modules
+from raymm.model.batch_rules import BatchError
+from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule
+from raymm.model.node_graph import check_mapping, multimodal_graph, multimodal_nodes
+from raymm.runtime.cluster import connect
+from raymm.runtime.mapped_graph import (
+    MappedGraph,
+    ProgramKind,
+    forward_parts,
+    losses_of,
+    timeline_of,
+)
+from raymm.runtime.parallel_module import ParallelModule, StepOutput, parameter_name
+from raymm.runtime.skipped_step import SkippedStep, skipped_step
+from raymm.scheduler.graph.sample_ranges import rows_of
+from raymm.scheduler.multiplex.instructions import Direction, MultiplexProgram, Part, Route
+from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
+
+
+class PendingMultiplexedStep:
+    """A step under way. :meth:`result` waits for it."""
+
+    def __init__(
+        self, handle: StepHandle[GpuStepResult], label_tokens: int, keep: Any,
+        skipped: Callable[[float | None, Sequence[IterationResult]], SkippedStep | None],
+    ) -> None:  # fmt: skip
+        self._handle, self._label_tokens, self._skipped = handle, label_tokens, skipped
+        self._keep = keep  # whoever owns the input references must outlive the step
+
+    def result(self) -> StepOutput:
+        """The step's output. A span's ``stage`` is the module, its rank the GPU.
+
+        Raises:
+            RankFailedError: a process died or a module raised; by name.
+        """
+        results = self._handle.result()
+        gpus = [one.iterations for one in results]
+        losses = losses_of((one for here in gpus for one in here), [LANGUAGE_MODEL])
+        last = gpus[0][-1]
+        return StepOutput(
+            loss=losses[LANGUAGE_MODEL], label_tokens=self._label_tokens,
+            timeline=timeline_of(gpus), grad_norm=last.grad_norm,
+            learning_rate=last.learning_rate,
+            peak_bytes=tuple(one.peak_bytes for one in results),
+            skipped=self._skipped(losses[LANGUAGE_MODEL], [here[-1] for here in gpus]),
+        )
+
+
+class MultiplexedParallelModule(ParallelModule):
+    """A :class:`MultimodalModule` on one Ray actor per GPU, whose modules share GPUs as a mapping
+    says. The methods are those of :class:`raymm.MultimodalParallelModule`.
+
+    A step's microbatches run one after another, each whole through whole modules, and their
+    gradients are accumulated; a mapping is planned for a step of one microbatch. Samples are
+    dealt out over a module's GPUs, also where their numbers of items differ; where none of a
+    GPU's samples has a modality, its encoder does not run there. Loss, gradients and updates are
+    those of one process. Dropout draws other numbers than in the pipelined style.
+
+    Args:
+        model: the description. Its live weights are sent to the GPUs that the mapping names.
+        mapping: stages, GPUs and quotas of the modules (``raymm plan --multiplex``).
+        optimizer: AdamW, its schedule, and clipping.
+        precision: ``"fp32"``, or ``"bf16"`` for autocast with fp32 parameters.
+        device: ``"cpu"`` or ``"cuda"`` (one GPU per process).
+        resources: what each process reserves in Ray; by default one CPU, and a GPU on CUDA.
+        threads: intra-op threads per process.
+        seed: of dropout.
+        timeout_s: seconds that any wait for modules or other GPUs may take.
+        microbatches: that one batch is split into, where microbatches are not given.
+        lockstep, backend, group: as of :class:`raymm.MultiplexedModule`.
+
+    Raises:
+        MultiplexError, ModelError: before any actor starts, for a mapping that cannot run the
+            model (:func:`raymm.model.node_graph.check_mapping`).
+        ClusterError: the cluster is too small.
+    """
+
+    def __init__(
+        self,
+        model: MultimodalModule,
+        mapping: StageMapping,
+        *,
+        optimizer: OptimizerConfig | None = None,
+        precision: str = "fp32",
+        device: str = "cpu",
+        resources: RankResources | None = None,
+        threads: int = 1,
+        seed: int = 0,
+        timeout_s: float = 300.0,
+        microbatches: int = 1,
+        lockstep: bool = False,
+        backend: Callable[[], Backend] | None = None,
+        group: GpuGroup | None = None,
+    ) -> None:
+        super().__init__(model, optimizer, precision, device, seed)
+        check_mapping(model, mapping)
+        self.mapping, self.microbatches = mapping, microbatches
+        self._mapped = MappedGraph(multimodal_graph(model), mapping, lockstep)
+        connect()
+        specs = self._mapped.gpu_specs(
+            multimodal_nodes(model), optimizer=self.optimizer_config,
+            autocast=self._autocast,
+            reloadable=reloadable_modules(model), backend=backend, device=device,
+            threads=threads, timeout_s=timeout_s,
+        )
+        self.group = GpuGroup.of(specs, resources, group)
+        self._generation = self.group.generation
+        self._check_weights()
+
+    @property
+    def plan(self) -> StageMapping:
+        """The mapping."""
+        return self.mapping
+
+    def _arranged(self, microbatch: dict[str, Any]) -> dict[str, Any]:
+        for name in self._encoders:
+            if name in microbatch:
+                check_dealt(name, microbatch[name], "to deal them out over GPUs")
+        return _items_by_row(microbatch)
+
+    def submit(
+        self,
+        prepared: tuple[Sequence[Mapping[str, Any]], Sequence[MicrobatchMeta]],
+        update: bool = False,
+        forward_only: bool = False,
+        keep: Any = None,
+    ) -> PendingMultiplexedStep:
+        parts, meta = prepared
+        self._tried.check(parts, meta)
+        label_tokens = sum(one.label_tokens for one in meta)
+        iterations: list[tuple[str, IterationMeta]] = []
+        inputs: list[dict[tuple[int, Part], Any]] = [{} for _ in range(self.mapping.gpus)]
+        for number, (data, one) in enumerate(zip(parts, meta, strict=True)):
+            ends = update and number + 1 == len(meta)
+            kind = ProgramKind(one.num_samples, not forward_only, ends, ends)
+            program = self._mapped.program(kind)
+            self.group.load(kind.key, program)
+            offsets = {name: _offsets(name, one) for name in self._encoders}
+            layout = _layout_key(one, program, offsets, forward_only)
+            told = IterationMeta(
+                self._step, self._seed, layout, self.group.is_new_layout(layout),
+                {LANGUAGE_MODEL: 1.0}, training=not forward_only, keep_gradients=True,
+                offsets=offsets, label_tokens=label_tokens, microbatch=number,
+                sample_ids=tuple(one.sample_ids), batch=self._accumulated,
+            )
+            iterations.append((kind.key, told))
+            for gpu, here in enumerate(inputs):
+                for part in forward_parts(program, gpu):
+                    if told.rows(part.node, part.samples):
+                        name = "text" if part.node == LANGUAGE_MODEL else part.node
+                        here[number, part] = data[name]
+        handle = self.group.submit(iterations, inputs)
+        batches = () if forward_only else self._note_batch(meta, update)
+        self._step += update
+        skipped = partial(self._skipped_step, self._step, batches)
+        return PendingMultiplexedStep(handle, label_tokens, keep, skipped)
+
+    def _skipped_step(
+        self, step: int, batches: Sequence[Sequence[MicrobatchMeta]], loss: float | None,
+        results: Sequence[IterationResult],
+    ) -> SkippedStep | None:  # fmt: skip
+        reports = [one.not_finite for one in results]
+        return skipped_step(
+            step, loss, results[0].grad_norm, reports, self._mapped.graph.edges, batches
+        )
+
+    def update(self) -> float | None:
+        results = self.group.run_epilogue()
+        self._step += 1
+        skipped = self._skipped_step(self._step, self._take_batches(), None, results)
+        self._say_skipped(skipped, callers=4)  # of optimizer.step()
+        return results[0].grad_norm
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """Accumulated gradients of all trainable parameters, by the model's names: copies have
+        each their part, until the optimizer's step sums them; here they are summed."""
+        named: dict[str, torch.Tensor | None] = {}
+        for part in self.group.call("gradients"):
+            for place, tensor in part.items():
+                full = parameter_name(*place)
+                known = named.get(full)
+                both = known is not None and tensor is not None
+                named[full] = known + tensor if both else tensor if known is None else known
+        return named
+
+    def parameters(self, trainable_only: bool = True) -> dict[str, torch.Tensor]:
+        """Parameters by the model's names."""
+        return {
+            parameter_name(node, name): value
+            for gpu, here in enumerate(self.group.call("parameters", trainable_only))
+            for (node, name), value in here.items()
+            if self._mapped.copies[node][0] == gpu
+        }
+
+    def quotas(self) -> list[str]:
+        """Per GPU, what every module was granted in every turn."""
+        return self.group.call("quotas")
+
+    def shutdown(self) -> None:
+        """End all processes, unless another model has taken them over."""
+        if self.group.generation == self._generation:
+            super().shutdown()
+
+
+def _items_by_row(microbatch: Mapping[str, Any]) -> dict[str, Any]:
+    """A microbatch whose items come in the order of the rows that they belong to, so that what
+    consecutive samples have is consecutive, too."""
+    found: dict[str, Any] = {}
+    for name, value in microbatch.items():
+        if not isinstance(value, Mapping):
+            found[name] = value
+            continue
+        index = value["sample_index"]
+        order = torch.argsort(index, stable=True)
+        in_order = torch.equal(order, torch.arange(len(order)))
+        found[name] = value if in_order else {key: one[order] for key, one in value.items()}
+    return found
+
+
+def _offsets(name: str, meta: MicrobatchMeta) -> tuple[int, ...]:
+    """Of every sample the first of its items of a modality, then how many there are.
+
+    Raises:
+        BatchError: items are not in the order of their samples.
+    """
+    rows = list(meta.items.get(name, ()))
+    if rows != sorted(rows):
+        raise BatchError(f"sample_index of {name!r} is {rows}; accepted: ascending row numbers")
+    counts = [0] * meta.num_samples
+    for row in rows:
+        counts[row] += 1
+    return (0, *accumulate(counts))
+
+
+def _layout_key(
+    meta: MicrobatchMeta,
+    program: MultiplexProgram,
+    offsets: Mapping[str, tuple[int, ...]],
+    forward_only: bool,
+) -> str:
+    """What the shapes of everything that modules hand on follow from, but for the number of
+    items; and which messages there are, as the first of each says what it looks like."""
+    shapes = [
+        (name, sorted(
+            (key, tuple(shape[1:]), meta.dtypes[name][key])
+            for key, shape in meta.shapes[name].items()
+        ))
+        for name in sorted(offsets) if name in meta.shapes
+    ]
+    filled = [
+        bool(rows_of(piece.samples, offsets.get(piece.node)))
+        for listed in program.instructions for one in listed
+        if isinstance(one, Route) and one.direction is Direction.FORWARD
+        for piece in (*one.sends, *one.receives)
+    ]
+    key = repr((forward_only, meta.num_samples, shapes, filled))
+    return hashlib.sha256(key.encode()).hexdigest()[:16]

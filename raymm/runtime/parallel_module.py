@@ -1,0 +1,306 @@
+"""What models that run on Ray actors have in common, in whichever style: steps, and what a user
+reads back of them."""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from raymm.actors.optimizer.optimizer import OptimizerConfig
+from raymm.actors.probe.plain_torch import plain_torch
+from raymm.batch.check import BatchCheck
+from raymm.batch.tried_inputs import TriedInputs, check_loss
+from raymm.data import MicrobatchMeta
+from raymm.data.loading.builder import SampleCheck
+from raymm.data.loading.in_memory import describe_microbatches
+from raymm.layout.stage_builders import reloadable_modules
+from raymm.model.multimodal import LANGUAGE_MODEL, ModelError, MultimodalModule
+from raymm.runtime.skipped_step import MAX_NAMED, SkippedStep, SkippedStepWarning
+from raymm.scheduler.program.timeline import Timeline
+
+# Batches between two updates whose samples are remembered.
+MAX_BATCHES = 1024
+
+Itself = TypeVar("Itself", bound="ParallelModule")
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """Outcome of a step.
+
+    Attributes:
+        loss: sum of token cross entropies / label tokens, over the whole step.
+        label_tokens: label tokens of the step.
+        timeline: what every rank did and when.
+        grad_norm: global gradient norm before clipping, if the step clipped.
+        learning_rate: the rate used, if the step updated parameters.
+        peak_bytes: per rank, the most memory that one of its processes held.
+        skipped: why the optimizer's step was not applied; None if it was, or there was none.
+    """
+
+    loss: float
+    label_tokens: int
+    timeline: Timeline
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    peak_bytes: tuple[int, ...] = ()
+    skipped: SkippedStep | None = None
+
+
+class PendingOutput(Protocol):
+    """A step under way."""
+
+    def result(self) -> StepOutput:
+        """Wait for it.
+
+        Raises:
+            RankFailedError: a process died or raised.
+        """
+
+
+class ParallelModule(ABC):
+    """A :class:`MultimodalModule` on Ray actors.
+
+    Args:
+        model: the description.
+        optimizer: AdamW, its schedule, and clipping.
+        precision: ``"fp32"``, or ``"bf16"`` for autocast with fp32 parameters.
+        device: ``"cpu"`` or ``"cuda"``.
+        seed: of dropout.
+
+    Attributes:
+        plan: what runs where.
+        group: its processes; for checkpoints they have ``save`` and ``load``.
+        microbatches: that a batch in memory is split into.
+        skipped: of the last :meth:`train_step` or ``optimizer.step()``, why it was not applied;
+            None if it was.
+
+    Raises:
+        ValueError: another precision or device.
+        ProbeError: a module that returns what training would drop.
+    """
+
+    plan: Any
+    group: Any
+    microbatches: int
+    skipped: SkippedStep | None = None
+
+    def __init__(
+        self,
+        model: MultimodalModule,
+        optimizer: OptimizerConfig | None,
+        precision: str,
+        device: str,
+        seed: int,
+    ) -> None:
+        if precision not in ("fp32", "bf16"):
+            raise ValueError(f"precision is {precision!r}; accepted: fp32, bf16")
+        if device not in ("cpu", "cuda"):
+            raise ValueError(f"device is {device!r}; accepted: cpu, cuda")
+        self.model = model
+        self.optimizer_config = optimizer or OptimizerConfig()
+        self._autocast = "bfloat16" if precision == "bf16" else None
+        self._encoders = model.encoder_names
+        self._check = BatchCheck(model, self._autocast)
+        self._tried = TriedInputs(model)
+        check_loss(model)
+        self._seed, self._step = seed, 0
+        self._batches: list[Sequence[MicrobatchMeta]] = []
+        self._accumulated = 0  # batches, since the last update
+
+    @property
+    def optimizer(self) -> ParallelOptimizer:
+        """For step loops: ``optimizer.step()`` and ``optimizer.zero_grad()``."""
+        return ParallelOptimizer(self)
+
+    @property
+    def steps_taken(self) -> int:
+        """Optimizer steps so far."""
+        return self._step
+
+    def reloadable(self) -> frozenset[str]:
+        """Modules whose frozen weights no checkpoint need hold."""
+        return reloadable_modules(self.model)
+
+    def restore_step(self, step: int) -> None:
+        """Say how many optimizer steps the loaded state has taken."""
+        self._step = step
+
+    def execute(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepOutput:
+        """Forward and backward of one step; gradients accumulate until ``optimizer.step()``.
+
+        Args:
+            batch: one batch, which is split into microbatches by rows, or a list of
+                microbatches. See :meth:`MultimodalModule.forward` for the keys.
+
+        Raises:
+            BatchError: it does not fit the model, or does not divide into microbatches. Nothing
+                was sent to a process: the model goes on with the next batch, and gradients that
+                have accumulated are as they were.
+            RankFailedError: a process died or raised. All have ended.
+        """
+        return self.submit(self.prepare(batch)).result()
+
+    def train_step(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepOutput:
+        """:meth:`execute` and the optimizer's step in one call per process. A step that is not
+        finite is not applied: ``skipped`` of the output says why, and a
+        :class:`raymm.runtime.skipped_step.SkippedStepWarning`."""
+        output = self.submit(self.prepare(batch), update=True).result()
+        self._say_skipped(output.skipped)
+        return output
+
+    def evaluate(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepOutput:
+        """Loss only: no gradients."""
+        return self.submit(self.prepare(batch), forward_only=True).result()
+
+    @plain_torch()
+    def prepare(
+        self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]
+    ) -> tuple[list[dict[str, Any]], list[MicrobatchMeta]]:
+        """Microbatches as parts per reader, with their metadata.
+
+        Raises:
+            BatchError: see :meth:`execute`.
+        """
+        found = self._check.microbatches(batch, self.microbatches)
+        return describe_microbatches([self._arranged(one) for one in found], self._encoders)
+
+    def sample_check(self) -> SampleCheck:
+        """What data workers ask of every sample: errors that :meth:`execute` would raise."""
+        return self._check.of_samples()
+
+    def _arranged(self, microbatch: dict[str, Any]) -> dict[str, Any]:
+        """A complete microbatch in the order that the style wants."""
+        return microbatch
+
+    @abstractmethod
+    def submit(
+        self,
+        prepared: tuple[Sequence[Mapping[str, Any]], Sequence[MicrobatchMeta]],
+        update: bool = False,
+        forward_only: bool = False,
+        keep: Any = None,
+    ) -> PendingOutput:
+        """Start a step and return at once; steps run in the order they were submitted.
+
+        Args:
+            prepared: per microbatch, ``{"text": ..., modality: ...}`` where each value is a
+                dict of tensors or a Ray reference to one; and its metadata.
+            update: clip gradients and step the optimizer afterwards.
+            forward_only: compute the loss without gradients.
+            keep: held until the step's result was read.
+
+        Raises:
+            BatchError: inputs of an encoder of other names or dtypes than it was tried with, which
+                it cannot take.
+        """
+
+    @abstractmethod
+    def update(self) -> float | None:
+        """Clip, update and zero accumulated gradients; returns the global gradient norm. Where
+        it, or a loss, is not finite, nothing is updated, as of :meth:`train_step`."""
+
+    def _note_batch(
+        self, meta: Sequence[MicrobatchMeta], update: bool
+    ) -> tuple[Sequence[MicrobatchMeta], ...]:
+        """A batch that is trained on; returns those since the update before."""
+        self._accumulated += 1
+        if len(self._batches) < MAX_BATCHES:
+            self._batches.append(meta)
+        return self._take_batches() if update else ()
+
+    def _take_batches(self) -> tuple[Sequence[MicrobatchMeta], ...]:
+        found = tuple(self._batches)
+        self._batches.clear()
+        self._accumulated = 0
+        return found
+
+    def _say_skipped(self, skipped: SkippedStep | None, callers: int = 3) -> None:
+        self.skipped = skipped
+        if skipped is not None:
+            warnings.warn(str(skipped), SkippedStepWarning, stacklevel=callers)
+
+    def zero_grad(self) -> None:
+        """Forget accumulated gradients."""
+        self._take_batches()
+        self.group.call("zero_grad")
+
+    def not_finite_tensors(self) -> list[str]:
+        """Names, as in checkpoints, of parameters and optimizer state with values that are not
+        finite, and how many."""
+        found = self.group.call("not_finite_tensors")
+        return list(dict.fromkeys(name for names in found for name in names))
+
+    def _check_weights(self) -> None:
+        """
+        Raises:
+            ModelError: weights that the model starts with are not finite, by name.
+        """
+        if names := self.not_finite_tensors():
+            self.shutdown()
+            raise not_finite_weights(names)
+
+    @abstractmethod
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """Accumulated gradients of all trainable parameters, by the model's names.
+
+        Holders of a shared parameter (tied embeddings, copies of a module) have each their
+        part, until the optimizer's step sums them; here they are summed.
+        """
+
+    @abstractmethod
+    def parameters(self, trainable_only: bool = True) -> dict[str, torch.Tensor]:
+        """Parameters by the model's names."""
+
+    def load_into(self, model: nn.Module) -> None:
+        """Copy trained parameters back into a live model."""
+        with torch.no_grad():
+            own = dict(model.named_parameters())
+            for name, tensor in self.parameters().items():
+                own[name].copy_(tensor)
+
+    def shutdown(self) -> None:
+        """End all processes."""
+        self.group.shutdown()
+
+    def __enter__(self: Itself) -> Itself:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+
+class ParallelOptimizer:
+    """``step()`` and ``zero_grad()`` of all processes at once, like a torch optimizer."""
+
+    def __init__(self, parallel: ParallelModule) -> None:
+        self._parallel = parallel
+
+    def step(self) -> float | None:
+        """Clip, update and zero gradients; returns the global gradient norm. A step that is not
+        finite is not applied, as of :meth:`ParallelModule.train_step`."""
+        return self._parallel.update()
+
+    def zero_grad(self) -> None:
+        """Forget accumulated gradients (``step`` does so too)."""
+        self._parallel.zero_grad()
+
+
+def not_finite_weights(names: Sequence[str]) -> ModelError:
+    """An error about weights that a model starts with."""
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ModelError(
+        f"weights that are not finite: {', '.join(names[:MAX_NAMED])}{more}; accepted: finite "
+        "numbers. Look at what wrote the file, or the module, that they come from"
+    )
+
+
+def parameter_name(module: str, name: str) -> str:
+    """``("vision", "module.x")`` -> ``"vision_encoder.module.x"``."""
+    return f"{'language_model' if module == LANGUAGE_MODEL else module + '_encoder'}.{name}"

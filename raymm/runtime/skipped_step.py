@@ -1,0 +1,193 @@
+"""Steps that were not applied, as something in them was not finite: where it began."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from raymm.actors.optimizer.finite import Place
+from raymm.data import MicrobatchMeta
+from raymm.model.multimodal import LANGUAGE_MODEL
+from raymm.scheduler.plan.stage import stage_module
+
+# Places and sample ids that are named; all beginnings are counted.
+MAX_NAMED = 8
+
+_WHAT = {
+    "output": "the output of {}", "gradient": "the gradient that {} hands back",
+    "parameters": "the gradients of parameters of {}",
+}
+
+
+class SkippedStepWarning(UserWarning):
+    """A step that was not applied, in a program of one's own."""
+
+
+class NotFiniteError(RuntimeError):
+    """What is not finite goes no further: too many steps in a row that cannot be applied, or
+    parameters that no checkpoint should have. Names them."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where values that are not finite began: what it was made of was finite.
+
+    Attributes:
+        module, stage: by name.
+        what: ``"output"``, ``"gradient"`` (that the stage handed back), or ``"parameters"``: their
+            gradients, which are sums over microbatches and copies.
+        microbatch: its number in its batch; None for parameters.
+        batch: number of the batch, of several whose gradients were accumulated.
+        sample_ids: of the samples whose rows were not finite; of all of the microbatch's where
+            rows are not of samples.
+        parameters: names of the first ones.
+    """
+
+    module: str
+    stage: str
+    what: str
+    microbatch: int | None = None
+    batch: int = 0
+    sample_ids: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        text = _WHAT[self.what].format(self.stage)
+        if self.parameters:
+            text += f" ({', '.join(self.parameters)}), summed over microbatches"
+        if self.microbatch is not None:
+            text += f", microbatch {self.microbatch}"
+        if self.batch:
+            text += f" of batch {self.batch}"
+        if self.sample_ids:
+            more = ", ..." if len(self.sample_ids) > MAX_NAMED else ""
+            text += f", samples {', '.join(map(repr, self.sample_ids[:MAX_NAMED]))}{more}"
+        return text
+
+
+@dataclass(frozen=True)
+class SkippedStep:
+    """Why an optimizer step was not applied. Parameters, the optimizer's state and running
+    statistics are those before it.
+
+    Attributes:
+        step: its number, from 1: it counts, also for the learning rate's schedule.
+        loss: of the last batch of the step; None if it was not in the same call.
+        grad_norm: global gradient norm before clipping; NaN if a loss was not finite.
+        began: where, in the order of data flow; at most :data:`MAX_NAMED`.
+        beginnings: how many there were.
+    """
+
+    step: int
+    loss: float | None
+    grad_norm: float
+    began: tuple[Origin, ...]
+    beginnings: int
+
+    def __str__(self) -> str:
+        loss = "" if self.loss is None else f"loss {self.loss:g}, "
+        text = f"step {self.step} was not applied: {loss}gradient norm {self.grad_norm:g}"
+        if self.began:
+            text += f"; it began in {self.began[0]}"
+        if self.beginnings > 1:
+            text += f", and in {self.beginnings - 1} more"
+        return text
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``metrics.jsonl``: numbers that are not finite as text, as JSON has none."""
+        return {
+            "loss": None if self.loss is None else f"{self.loss:g}",
+            "grad_norm": f"{self.grad_norm:g}", "beginnings": self.beginnings,
+            "began": [asdict(one) for one in self.began],
+        }
+
+
+def skipped_step(
+    step: int,
+    loss: float | None,
+    grad_norm: float,
+    reports: Iterable[Sequence[Place] | None],
+    edges: Sequence[tuple[str, str]],
+    batches: Sequence[Sequence[MicrobatchMeta]] = (),
+) -> SkippedStep | None:
+    """What processes report of an update; None if it was applied.
+
+    Args:
+        step, loss, grad_norm: of it.
+        reports: of every process, what was not finite; None if the step was applied.
+        edges: between stages, as (producer, consumer).
+        batches: since the update before, their microbatches; () if samples have no names.
+    """
+    found = [report for report in reports if report is not None]
+    if not found:
+        return None
+    began = _beginnings({place for report in found for place in report}, edges)
+    merged: dict[Place, set[int]] = {}
+    for place in began:
+        merged.setdefault(place._replace(rows=()), set()).update(place.rows)
+    origins = [
+        _origin(place, sorted(rows), batches) for place, rows in merged.items()
+    ]
+    return SkippedStep(step, loss, grad_norm, tuple(origins[:MAX_NAMED]), len(origins))
+
+
+def _beginnings(places: set[Place], edges: Sequence[tuple[str, str]]) -> list[Place]:
+    """Outputs that were not finite though those that they were made of were; else gradients;
+    else gradients of parameters. In the order of data flow."""
+    order = {stage: number for number, stage in enumerate(_in_order(edges))}
+    for kind, sources in (
+        ("output", edges), ("gradient", [(dst, src) for src, dst in edges]), ("parameters", ()),
+    ):
+        of_kind = [place for place in places if place.kind == kind]
+        there = {(place.stage, place.batch, place.microbatch) for place in of_kind}
+        began = [
+            place for place in of_kind
+            if not any((src, place.batch, place.microbatch) in there
+                       for src, dst in sources if dst == place.stage)
+        ]  # fmt: skip
+        if began:
+            sign = -1 if kind == "gradient" else 1
+            return sorted(began, key=lambda place: (
+                place.batch, place.microbatch, sign * order.get(place.stage, 0), place
+            ))  # fmt: skip
+    return []
+
+
+def _in_order(edges: Sequence[tuple[str, str]]) -> list[str]:
+    """Stages, each after those that it gets something of."""
+    left = dict.fromkeys(stage for edge in edges for stage in edge)
+    found: list[str] = []
+    while left:
+        ready = [one for one in left if not any(d == one and s in left for s, d in edges)]
+        found += ready
+        for one in ready:
+            del left[one]
+    return found
+
+
+def _origin(
+    place: Place, rows: Sequence[int], batches: Sequence[Sequence[MicrobatchMeta]]
+) -> Origin:
+    module = stage_module(place.stage) or place.stage
+    if place.microbatch < 0:
+        return Origin(module, place.stage, place.kind, parameters=place.names)
+    ids: Sequence[str] = [str(row) for row in rows]
+    if batches:
+        known = place.batch < len(batches)
+        meta = batches[place.batch][place.microbatch] if known else None
+        ids = () if meta is None else _samples(place, rows, meta)
+    return Origin(
+        module, place.stage, place.kind, place.microbatch, place.batch, tuple(ids)
+    )
+
+
+def _samples(place: Place, rows: Sequence[int], meta: MicrobatchMeta) -> Sequence[str]:
+    """Ids of the samples that rows are of."""
+    module = stage_module(place.of) or place.of
+    owners: Sequence[int] = meta.items.get(module, ())
+    if module == LANGUAGE_MODEL:
+        owners = range(meta.num_samples)
+    if not rows or place.count != len(owners):
+        return meta.sample_ids
+    return [meta.sample_ids[row] for row in sorted({owners[row] for row in rows})]

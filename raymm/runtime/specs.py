@@ -1,0 +1,268 @@
+"""How each module is laid out, and the Plan that follows."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule, module_graph
+from raymm.runtime.pipelined import MultimodalParallelModule
+from raymm.scheduler.costs.recomputation import OPTIONS
+from raymm.scheduler.graph.module_graph import ModuleNode
+from raymm.scheduler.plan.plan import SCHEDULES, Plan, PlanError, Stage
+from raymm.scheduler.plan.plan_error import check_number
+from raymm.scheduler.plan.rank_quotas import check_quota
+from raymm.scheduler.plan.stage import SHARDINGS
+from raymm.scheduler.search.partition import Ranges, even_layers
+from raymm.scheduler.search.stage_space import make_plan
+
+
+@dataclass(frozen=True)
+class ParallelSpec:
+    """Layout of one module.
+
+    Attributes:
+        pp: number of ranks in its pipeline.
+        dp: copies of the module, among which the microbatches are shared out; gradients are
+            summed over them. Modules may have different degrees.
+        cp: context parallel degree: every rank is that many processes, among which each sample's
+            tokens (of an encoder: each item's) are dealt out so that work and count balance.
+        tp: tensor parallel degree: every rank is that many processes, which share the
+            parameters of each layer. With both, it is ``cp * tp``.
+        sharding: ``"zero1"``: the optimizer's state of a parameter is kept by one of the
+            processes that have it (``dp`` and ``cp``), which updates it for all. ``"fsdp"``:
+            that, and each of those processes keeps a part of the blocks' parameters, gradients
+            and optimizer state (torch's FSDP2); the samples of every microbatch are then dealt
+            out over ``dp`` processes, so there are no copies. Not with ``tp`` or schedule
+            ``"zero_bubble"``. ``"none"``: all keep everything.
+        chunks: stages per rank; the module is cut into ``pp * chunks`` stages, and stage i is on
+            the pipeline's rank ``i % pp`` (Megatron's interleaved schedule).
+        recompute_layers: what blocks do with their activations, one of
+            :data:`raymm.scheduler.costs.recomputation.OPTIONS` for all or for each: ``"keep"``
+            them, keep what ``"matmuls"`` and attention or only ``"attention"`` gave and make the
+            rest again in the backward, or make ``"all"`` again. Numbers do not change.
+        replicas: the former name of ``dp``.
+        layers: layers per stage, if they are not to be split evenly. The projector is an
+            encoder's last layer, so ``layers=(12, 1)`` gives it a stage of its own.
+        ranks: the ranks of the pipeline, copy after copy. By default ranks of its own; modules
+            that name the same rank share it.
+        quota: share of the multiprocessors that its stages run on wherever they share a rank with
+            stages of another module that has one, side by side with those. Such modules' quotas
+            are at most 1 in all. None: it takes turns, with the whole device to itself.
+
+    Raises:
+        PlanError: naming the field and what is accepted. It does not know which module it is of:
+            errors of :class:`MultimodalParallelSpec`, and of a configuration, say that.
+    """
+
+    pp: int = 1
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    chunks: int = 1
+    sharding: str = "none"
+    recompute_layers: str | tuple[str, ...] = "keep"
+    replicas: int | None = None
+    layers: tuple[int, ...] | None = None
+    ranks: tuple[int, ...] | None = None
+    quota: float | None = None
+
+    def __post_init__(self) -> None:
+        check_quota("quota", self.quota)
+        if self.replicas is not None:
+            warnings.warn("replicas is now called dp", FutureWarning, stacklevel=3)
+            if self.dp not in (1, self.replicas):
+                raise PlanError(f"dp is {self.dp} and replicas, its former name, {self.replicas}")
+            object.__setattr__(self, "dp", self.replicas)
+            object.__setattr__(self, "replicas", None)
+        if self.sharding not in SHARDINGS:
+            raise PlanError(f"sharding is {self.sharding!r}; accepted: {', '.join(SHARDINGS)}")
+        if self.pp == 0:
+            raise PlanError("pp is 0; a module needs at least one stage")
+        for name in ("pp", "chunks", "dp", "cp", "tp"):
+            check_number(name, getattr(self, name))
+        if self.sharding == "fsdp" and self.tp > 1:
+            raise PlanError(
+                f"sharding is 'fsdp' and tp {self.tp}; with tp above 1, sharding may be none or "
+                "zero1"
+            )
+        for name, wanted, what in (
+            ("layers", self.stages, "stage"), ("ranks", self.pp * self.copies, "rank"),
+        ):
+            value = getattr(self, name)
+            for number in value or ():
+                check_number(name, number, 1 if name == "layers" else 0)
+            if value is not None and len(value) != wanted:
+                factors = f"pp={self.pp}"
+                other = ("chunks", self.chunks) if name == "layers" else ("dp", self.copies)
+                if other[1] > 1:
+                    factors += f", {other[0]}={other[1]}"
+                raise PlanError(
+                    f"{name} is {tuple(value)}; it needs one entry per {what} ({factors})"
+                )
+
+    @property
+    def of_stages(self) -> dict[str, Any]:
+        """What it says of every one of the module's stages."""
+        fsdp = self.dp if self.sharding == "fsdp" else 1
+        return {"cp": self.cp, "tp": self.tp, "sharding": self.sharding, "fsdp": fsdp}
+
+    @property
+    def copies(self) -> int:
+        """Copies of the module, each with a rank per pipeline place."""
+        return 1 if self.sharding == "fsdp" else self.dp
+
+    @property
+    def stages(self) -> int:
+        """Stages of one copy."""
+        return self.pp * self.chunks
+
+
+@dataclass(frozen=True)
+class MultimodalParallelSpec:
+    """Layout of a whole model (Cornstarch v1, Listing 1).
+
+    Attributes:
+        encoder_specs: by encoder name; one stage each where not given.
+        language_model_spec: the language model's.
+        num_microbatches: microbatches per step.
+        schedule: ``"1f1b"``, ``"zero_bubble"`` or ``"gpipe"``.
+        recompute: whether stages keep only their inputs and run their forward again for the
+            backward. The loss's stage, which needs its activations at once, and stages that
+            begin with layers without backward keep theirs.
+    """
+
+    encoder_specs: Mapping[str, ParallelSpec] = field(default_factory=dict)
+    language_model_spec: ParallelSpec = field(default_factory=ParallelSpec)
+    num_microbatches: int = 1
+    schedule: str = "1f1b"
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise PlanError(f"schedule is {self.schedule!r}; accepted: {', '.join(SCHEDULES)}")
+        check_number("num_microbatches", self.num_microbatches)
+        for name, spec in (*self.encoder_specs.items(), (LANGUAGE_MODEL, self.language_model_spec)):
+            if self.num_microbatches % spec.copies:
+                raise PlanError(
+                    f"dp of {name!r} is {spec.dp}, which does not divide the step's "
+                    f"num_microbatches={self.num_microbatches} into equal shares"
+                )
+
+    def plan(self, model: MultimodalModule) -> Plan:
+        """The plan for a model.
+
+        Raises:
+            PlanError: if the specs do not fit the model.
+        """
+        graph = module_graph(model)
+        if unknown := set(self.encoder_specs) - set(model.encoder_names):
+            raise PlanError(
+                f"encoder_specs name {sorted(unknown)}; the model's encoders are "
+                f"{', '.join(model.encoder_names) or 'none'}"
+            )
+        specs = {n: self.encoder_specs.get(n, ParallelSpec()) for n in model.encoder_names}
+        specs[LANGUAGE_MODEL] = self.language_model_spec
+        cut = make_plan(
+            graph,
+            {node.name: split_layers(node, specs[node.name]) for node in graph.nodes},
+            self.num_microbatches, self.schedule, recompute=self.recompute,
+        )
+        taken = {rank for spec in specs.values() for rank in spec.ranks or ()}
+        free = iter(rank for rank in range(10**6) if rank not in taken)
+        stages: list[Stage] = []
+        for name, spec in specs.items():
+            options = _layer_options(graph.node(name), spec)
+            stages += (
+                replace(stage, layer_options=options[slice(*stage.layers)])
+                for stage in _placed(cut.module_stages(name), spec, free)
+            )
+        return replace(cut, stages=_with_quotas(stages, specs), shared_ranks=None)
+
+    def apply(self, model: MultimodalModule, **options):
+        """Start the model on the connected Ray cluster; returns a
+        :class:`raymm.runtime.pipelined.MultimodalParallelModule`. Options are its keyword
+        arguments."""
+        return MultimodalParallelModule(model, self.plan(model), **options)
+
+
+def _placed(
+    stages: tuple[Stage, ...], spec: ParallelSpec, free: Iterator[int]
+) -> Iterator[Stage]:
+    """A module's stages in every copy, each on its rank."""
+    ranks = spec.ranks or [next(free) for _ in range(spec.pp * spec.copies)]
+    for copy in range(spec.copies):
+        for stage in stages:
+            rank = ranks[copy * spec.pp + stage.index % spec.pp]
+            yield replace(stage, rank=rank, replica=copy, **spec.of_stages)
+
+
+def _with_quotas(
+    stages: Sequence[Stage], specs: Mapping[str, ParallelSpec]
+) -> tuple[Stage, ...]:
+    """The stages, with their module's quota where another module's with one shares their rank.
+
+    Raises:
+        PlanError: a quota of a module that shares no rank with another one that has a quota.
+    """
+    on_rank: dict[int, set[str]] = {}
+    for stage in stages:
+        if specs[stage.module].quota is not None:
+            on_rank.setdefault(stage.rank, set()).add(stage.module)
+    found = tuple(
+        replace(stage, quota=specs[stage.module].quota)
+        if len(on_rank.get(stage.rank, ())) > 1 else stage
+        for stage in stages
+    )
+    for name, spec in specs.items():
+        own = [stage for stage in found if stage.module == name]
+        if spec.quota is not None and all(stage.quota is None for stage in own):
+            ranks = sorted({stage.rank for stage in own})
+            raise PlanError(
+                f"quota of {name!r} is {spec.quota}, and no other module with a quota is on its "
+                f"ranks {ranks}; accepted: quotas of modules that name the same ranks"
+            )
+    return found
+
+
+def _layer_options(node: ModuleNode, spec: ParallelSpec) -> tuple[str, ...]:
+    """What each of a module's blocks does with its activations; none if all keep them.
+
+    Raises:
+        PlanError: an unknown option, or not one per block.
+    """
+    given = spec.recompute_layers
+    options = (given,) * node.num_blocks if isinstance(given, str) else tuple(given)
+    if len(options) != node.num_blocks or not set(options) <= set(OPTIONS):
+        raise PlanError(
+            f"recompute_layers of {node.name!r} is {given!r}; accepted: one of "
+            f"{', '.join(OPTIONS)}, or a list of one for each of its {node.num_blocks} blocks"
+        )
+    return () if set(options) == {"keep"} else options
+
+
+def split_layers(node: ModuleNode, spec: ParallelSpec) -> Ranges:
+    """Layer ranges of a module's stages; blocks are split evenly where ``layers`` is not
+    given, and the projector goes with the last blocks.
+
+    Raises:
+        PlanError: if there are fewer blocks than stages, or ``layers`` does not add up.
+    """
+    if spec.layers is not None:
+        if any(count < 1 for count in spec.layers) or sum(spec.layers) != node.num_layers:
+            raise PlanError(
+                f"layers of {node.name!r} is {tuple(spec.layers)}; it must add up to the module's "
+                f"{node.num_layers} layers, each at least 1"
+            )
+        return tuple(pairwise(accumulate(spec.layers, initial=0)))
+    if spec.stages > node.num_blocks:
+        what = "pp" if spec.chunks == 1 else "pp * chunks"
+        raise PlanError(
+            f"{what} of {node.name!r} is {spec.stages}, but it can be cut into at most "
+            f"{node.num_blocks} stages"
+        )
+    *first, (last, _) = even_layers(node.num_blocks, spec.stages)
+    return (*first, (last, node.num_layers))

@@ -1,0 +1,1 @@
+"""Checkpoints, manifests, exports, and what a run that goes on may change."""

@@ -1,0 +1,110 @@
+"""Export: a run's trained modules as ordinary Hugging Face folders."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from raymm.actors.optimizer.finite import not_finite
+from raymm.data.samples.text import load_tokenizer
+from raymm.files.output import OutputFolder
+from raymm.files.run_files import PARTIAL
+from raymm.model.multimodal import MultimodalModule
+from raymm.runtime.skipped_step import MAX_NAMED
+from raymm.storage.checkpoint import CheckpointStore, load_into_model
+
+
+class ExportError(RuntimeError):
+    """Nothing to export, or nowhere to put it."""
+
+
+def export_model(
+    model: MultimodalModule, storage: str, output: str, tokenizer: str | None = None,
+    say: Callable[[str], None] = print,
+    trust_remote_code: bool = False,
+) -> list[Path]:
+    """Write the modules of the newest checkpoint that is whole.
+
+    Args:
+        model: the run's model description; it is materialized in this process.
+        storage: the run's folder.
+        output: a folder that does not exist yet; it gets ``language_model/``,
+            ``{encoder}_encoder/`` and ``{encoder}_projector/``.
+        tokenizer: folder of a tokenizer to put with the language model.
+        say: is told of newer checkpoints that are corrupt.
+        trust_remote_code: run Python files that the tokenizer's folder brings.
+
+    Returns:
+        The folders written. Modules that Hugging Face has no class for are written as
+        ``model.safetensors`` with their state dict.
+
+    Raises:
+        ExportError: if there is no checkpoint, ``output`` exists, or a weight is not finite.
+        ConfigError: if ``output`` cannot be written.
+        CheckpointError: if no checkpoint is whole, or it is of another model.
+    """
+    target = Path(output)
+    parent = OutputFolder("output", str(target.parent))
+    parent.check()
+    if target.exists():
+        raise ExportError(f"output is {output!r}, which exists; give a new folder")
+    checkpoint = CheckpointStore(storage).newest()
+    if checkpoint is None:
+        raise ExportError(f"{storage!r} has no checkpoint")
+    for line in checkpoint.warnings():
+        say(line)
+    load_into_model(model, checkpoint.folder)
+    _check_finite(model, checkpoint.folder)
+    temporary = target.with_name(f".{target.name}{PARTIAL}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    with parent.writing():
+        names = _save_modules(model, temporary)
+        if tokenizer is not None:
+            loaded = load_tokenizer(tokenizer, trust_remote_code)
+            loaded.save_pretrained(temporary / "language_model")
+        temporary.rename(target)
+    return [target / name for name in names]
+
+
+def _check_finite(model: MultimodalModule, checkpoint: Path) -> None:
+    """
+    Raises:
+        ExportError: weights of the checkpoint, or of a frozen module's own folder, that are not
+            finite. Of buffers, only NaN: an additive mask is infinite.
+    """
+    tensors = [(name, one.detach()) for name, one in model.named_parameters()]
+    tensors += [(name, one) for name, one in model.named_buffers() if bool(one.isnan().any())]
+    if names := not_finite(tensors):
+        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+        raise ExportError(
+            f"with {checkpoint} the model has weights that are not finite: "
+            f"{', '.join(names[:MAX_NAMED])}{more}; nothing is written. Look at the folders that "
+            "frozen modules come from, or export an earlier checkpoint (move later ones away)"
+        )
+
+
+def _save_modules(model: MultimodalModule, folder: Path) -> list[str]:
+    """Writes every module; returns the names of their folders."""
+    names = ["language_model"]
+    _save(model.language_model.module, folder / "language_model")
+    for name, encoder in model.encoders.items():
+        _save(encoder.module, folder / f"{name}_encoder")
+        names.append(f"{name}_encoder")
+        if encoder.projector is not None:
+            _save(encoder.projector, folder / f"{name}_projector")
+            names.append(f"{name}_projector")
+    return names
+
+
+def _save(module: nn.Module, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    if isinstance(module, PreTrainedModel):
+        module.save_pretrained(folder)
+        return
+    tensors = {name: tensor.contiguous() for name, tensor in module.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors")

@@ -1,0 +1,156 @@
+"""A checkpoint's manifest: what the checkpoint consists of, and what its files must be."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import xxhash
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
+
+from raymm.actors.optimizer.checkpoint_shards import ShardError, ShardFile, verify_shards
+from raymm.files.run_files import write_whole
+
+CHECKPOINT_FORMAT = 2
+MANIFEST = "manifest.json"
+
+# A plain file beside the manifest: no folder, no parent, nothing hidden.
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be read, or is not of this run. Says which file and why."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class FileEntry(_Strict):
+    """What a shard must be: its size in bytes, and XXH3 of 128 bits of them."""
+
+    size: int = Field(ge=0)
+    xxh3_128: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+
+
+class Manifest(_Strict):
+    """What a checkpoint consists of.
+
+    Attributes:
+        format: :data:`CHECKPOINT_FORMAT`.
+        step: optimizer steps taken.
+        index: file of every tensor.
+        files: what every file must be.
+        plan: what it was written under, as of :func:`raymm.layout.plan_data.plan_to_dict`.
+        run: what the run was made of (:func:`raymm.storage.run_description.describe_run`), to
+            compare with when it goes on; empty outside of a trainer's run.
+        trainer: the trainer's own state (position in the data).
+    """
+
+    format: Literal[2] = CHECKPOINT_FORMAT
+    step: int = Field(ge=0)
+    index: dict[str, str]
+    files: dict[str, FileEntry]
+    plan: dict[str, Any]
+    run: dict[str, Any]
+    trainer: dict[str, Any]
+
+    @model_validator(mode="after")
+    def _names_are_files_here(self) -> Manifest:
+        for name in self.files:
+            if not _FILE_NAME.fullmatch(name):
+                raise ValueError(f"files has {name!r}; accepted: NAME.safetensors, without folder")
+        if unknown := sorted(set(self.index.values()) - set(self.files)):
+            raise ValueError(f"index has file {unknown[0]!r}, which files lacks")
+        return self
+
+    @property
+    def shards(self) -> dict[str, ShardFile]:
+        """The files, as readers of shards take them."""
+        return {name: ShardFile(one.size, one.xxh3_128) for name, one in self.files.items()}
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Commit a checkpoint, whose shards are on disk, by one atomic rename.
+
+    Raises:
+        RunFileError: it cannot be written; the checkpoint does not count then.
+    """
+    text = json.dumps(manifest.model_dump())
+    values = {"checksum": _checksum(json.loads(text)), **json.loads(text)}
+    write_whole(folder / MANIFEST, json.dumps(values))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check a checkpoint's manifest: not its shards, which readers verify
+    (:class:`raymm.actors.optimizer.checkpoint_shards.StoredTensors`), or :func:`verify_checkpoint`.
+
+    Raises:
+        CheckpointError: it is missing, of another format, or is not what was written.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no {MANIFEST}: not a checkpoint, or a damaged one")
+    try:
+        values = json.loads(path.read_bytes().decode(), object_pairs_hook=_once)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a field twice
+        raise CheckpointError(f"{path} is damaged: {error}") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} is damaged: it holds no object")
+    if (found := values.get("format")) != CHECKPOINT_FORMAT:
+        raise CheckpointError(
+            f"{path}: format is {found!r:.80}; this raymm reads {CHECKPOINT_FORMAT}, which has "
+            "checksums. Export it with the raymm that wrote it, or begin in another storage_path"
+        )
+    stated, due = values.pop("checksum", None), _checksum(values)
+    if stated != due:
+        raise CheckpointError(
+            f"{path} was changed after it was written: its checksum is {stated!r:.80}, what it "
+            f"says has {due!r}. If you have edited it on purpose, put that in"
+        )
+    try:
+        return Manifest.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "it"
+        raise CheckpointError(
+            f"{path} is damaged: {where}: {first['msg'].removeprefix('Value error, ')}"
+        ) from None
+
+
+def verify_checkpoint(folder: Path, manifest: Manifest) -> None:
+    """Compare every byte of a checkpoint's shards with what was written, several files at a time.
+
+    Raises:
+        CheckpointError: naming files that are missing or others.
+    """
+    try:
+        verify_shards(folder, manifest.shards, manifest.index)
+    except ShardError as error:
+        raise CheckpointError(str(error)) from None
+
+
+def _checksum(values: dict[str, Any]) -> str:
+    """Of what a manifest says, however it is laid out in its file."""
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    return xxhash.xxh3_128(text.encode()).hexdigest()
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"it has the field {twice!r:.80} more than once in an object")
+    return found

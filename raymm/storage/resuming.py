@@ -1,0 +1,171 @@
+"""What may be different when a run goes on from a checkpoint, and what may not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from raymm.storage.manifest import CheckpointError, Manifest
+
+# Differences that an error or a line names of one field.
+SHOWN = 5
+_MISSING = object()
+
+
+class ResumeError(CheckpointError):
+    """A run that is not the checkpoint's. Names every field, what it was and what it is."""
+
+
+class Rule(NamedTuple):
+    """What a change of a field means.
+
+    Attributes:
+        fields: pattern of their names; of several that fit, the first rule counts.
+        accepted: whether the run goes on (and says so), or only where ``run.allow_changes`` names
+            the field.
+        why: what the change does.
+    """
+
+    fields: str
+    accepted: bool
+    why: str
+
+
+RULES = (
+    # Progress and rates: the usual reasons to go on with another file.
+    Rule("run.steps", True, ""),
+    Rule("optimizer.total_steps", True, "the rest of the learning rate's schedule is another one"),
+    Rule("optimizer.*", True, "it holds from the next step on"),
+    Rule("run.precision", True, "numbers are rounded otherwise"),
+    Rule("run.seed", False, "weights that no checkpoint has, and dropout, would be others"),
+    # Which samples a step has. The position in the data is counted in samples or planned steps.
+    Rule("data.*.times", True, "files were written again; what was read of them is the same"),
+    Rule("data.train.*.name", True, "samples and metrics name it"),
+    Rule("data.train*", False, "the position in the epoch would mean other samples"),
+    Rule("data.seed", False, "the rest of the epoch would repeat samples and leave some out"),
+    Rule("data.shuffle", False, "the rest of the epoch would repeat samples and leave some out"),
+    Rule("data.batch_size", True, "the epoch goes on at the same sample, in steps of another size"),
+    Rule("data.microbatches", True, "the same samples in other microbatches"),
+    Rule("data.batching*", True, "what is left of the epoch is planned anew"),
+    Rule("data.heldout*", True, "held-out losses cannot be compared with those before"),
+    Rule("data.batches", True, "batches in memory are taken in turn"),
+    # What the model is given.
+    Rule("data.tokenizer*", False, "token ids, or the template around them, would mean others"),
+    Rule("data.modalities.*.processor_files*", False, "the encoder would be given other numbers"),
+    Rule("data.*", True, "samples are prepared otherwise from the next step on"),
+    # What the model computes. Names, shapes and dtypes must fit both ways in any case.
+    Rule("model.parameters*", False, ""),
+    Rule("model.packing", True, "the same loss"),
+    Rule("model.*.config.*drop*", True, "it holds from the next step on"),
+    Rule("model.*.weights.times", True, "files were written again; what was read is the same"),
+    Rule("model.*.weights*", False, "frozen weights, which no checkpoint has, would be others"),
+    Rule("model.*", False, "the model would compute something else with the same weights"),
+)
+# No option helps against these: something would be lost or made up.
+_NEVER = "model.parameters"
+
+
+def compare(
+    folder: Path, manifest: Manifest, run: Mapping[str, Any], allowed: Sequence[str] = ()
+) -> list[str]:
+    """Compare a run that wants to go on with what a checkpoint says of itself.
+
+    Args:
+        folder: the checkpoint.
+        manifest: its manifest.
+        run: :func:`raymm.storage.run_description.describe_run` of the run.
+        allowed: names of fields that may have changed (``run.allow_changes``).
+
+    Returns:
+        A line for every field that has changed and may.
+
+    Raises:
+        ResumeError: naming every field that has changed and may not.
+    """
+    if not manifest.run:
+        raise ResumeError(
+            f"{folder} does not say what its run was made of: no trainer has saved it"
+        )
+    said: list[str] = []
+    refused: dict[str, str] = {}
+    for field in sorted({*manifest.run, *run}):
+        was, now = manifest.run.get(field, _MISSING), run.get(field, _MISSING)
+        lines: dict[Rule, list[str]] = {}
+        for place, before, after in _differences(field, was, now):
+            lines.setdefault(_rule(place, before, after), []).append(
+                _line(place, before, after)
+            )
+        for rule, changes in lines.items():
+            text = _shortened(changes) + (f" ({rule.why})" if rule.why else "")
+            if rule.accepted or (field in allowed and field != _NEVER):
+                said.append(text)
+            else:
+                refused[field] = text
+    if refused:
+        raise ResumeError(_refusal(folder, refused))
+    return [f"changed since step {manifest.step}: {text}" for text in said]
+
+
+def _refusal(folder: Path, refused: Mapping[str, str]) -> str:
+    cure = "Put back what it was, or give another run.storage_path to begin a new run"
+    if _NEVER in refused:
+        cure += "; `raymm export` with the old settings gives it the weights to begin with"
+    else:
+        cure += (
+            ". If the change is meant, and this run is to go on with it: run.allow_changes: "
+            f"[{', '.join(refused)}]"
+        )
+    return "\n".join([
+        f"this run cannot go on from {folder}, which is of another one:", *refused.values(), cure,
+    ])
+
+
+def _rule(place: str, was: Any, now: Any) -> Rule:
+    rule = next((rule for rule in RULES if fnmatchcase(place, rule.fields)), None)
+    if rule is None:
+        return Rule(place, True, "")
+    if ".config." in place and _MISSING in (was, now):
+        return Rule(place, True, "other versions of transformers have other fields")
+    return rule
+
+
+def _line(place: str, was: Any, now: Any) -> str:
+    if place.startswith(f"{_NEVER}."):
+        name = place.removeprefix(f"{_NEVER}.")
+        if now is _MISSING:
+            return f"{name} is in the checkpoint, and not in the model"
+        if was is _MISSING:
+            return f"{name} is in the model, and not in the checkpoint"
+        return f"{name} is {now} in the model, and {was} in the checkpoint"
+    return f"{place} is {_shown(now)}, was {_shown(was)}"
+
+
+def _shown(value: Any) -> str:
+    return "not there" if value is _MISSING else f"{value!r:.80}"
+
+
+def _shortened(changes: list[str]) -> str:
+    more = len(changes) - SHOWN
+    return "; ".join(changes[:SHOWN]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _differences(place: str, was: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Innermost places where two values differ."""
+    if type(was) is type(now) and was == now:
+        return
+    if isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
+        was, now = dict(enumerate(was)), dict(enumerate(now))
+    if not (isinstance(was, dict) and isinstance(now, dict)):
+        yield place, was, now
+        return
+    keys = {**was, **now}
+    if "times" in keys and was.get("digest") != now.get("digest"):
+        del keys["times"]  # of files: written again, of course
+        if was.get("files") != now.get("files"):
+            del keys["digest"]  # which of them is said
+    for key in keys:
+        yield from _differences(
+            f"{place}.{key}", was.get(key, _MISSING), now.get(key, _MISSING)
+        )

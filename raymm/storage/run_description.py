@@ -1,0 +1,159 @@
+"""What a run is made of, as plain data: checkpoints have it, and a run that goes on is compared
+with it (:mod:`raymm.storage.resuming`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from raymm.actors.optimizer.optimizer import OptimizerConfig
+from raymm.actors.weights.pretrained_source import PretrainedSource
+from raymm.actors.weights.source import FactorySource, LiveSource, ModuleSource
+from raymm.config.sections import RunConfig
+from raymm.data import DataConfig
+from raymm.data.readers import Dataset, Mixture, Repeated
+from raymm.model.multimodal import LANGUAGE_MODEL, ModalityModule, MultimodalModule
+from raymm.storage.fingerprints import fingerprint_of_files
+
+# Of a Hugging Face config: says nothing of what the model computes.
+_NOT_COMPUTED = {
+    "architectures", "dtype", "finetuning_task", "id2label", "label2id", "model_type",
+    "output_attentions", "output_hidden_states", "return_dict", "tokenizer_class", "torch_dtype",
+    "transformers_version", "use_cache",
+}
+# What a tokenizer's folder, which may be a model's, has of it.
+_TOKENIZER_FILES = (
+    "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",
+    "*.model", "*.bpe", "chat_template*", "*.jinja", "additional_chat_templates/*.jinja",
+)
+# Of data: how they are loaded, not which they are.
+_LOADING = {
+    "train", "heldout", "tokenizer", "modalities", "num_workers", "prefetch_steps", "worker_cpus",
+    "worker_timeout",
+}
+
+
+def describe_run(
+    run: RunConfig,
+    model: MultimodalModule,
+    optimizer: OptimizerConfig,
+    data: DataConfig | Sequence[Any],
+    splits: Mapping[str, Dataset],
+) -> dict[str, Any]:
+    """Values by the names of their fields in a configuration; plain JSON.
+
+    Args:
+        run: how long, and how.
+        model: its description; nothing of it is built.
+        optimizer: AdamW and its schedule.
+        data: of the run.
+        splits: the samples of ``"train"`` and, if there are any, ``"heldout"``.
+
+    Raises:
+        OSError: a file of the data, the tokenizer, a processor or a frozen module cannot be read.
+    """
+    found: dict[str, Any] = {f"run.{n}": getattr(run, n) for n in ("steps", "seed", "precision")}
+    found |= {f"optimizer.{name}": value for name, value in vars(optimizer).items()}
+    found |= _of_data(data, splits)
+    found |= {
+        "model.merge": _named(model.merge), "model.mask": _named(model.mask),
+        "model.packing": model.packing, "model.parameters": {},
+    }
+    for name, part in (*model.encoders.items(), (LANGUAGE_MODEL, model.language_model)):
+        source = part.source(language_model=name == LANGUAGE_MODEL)
+        skeleton = source.skeleton()
+        found |= _of_module(f"model.{name}", part, source, skeleton)
+        found["model.parameters"] |= _parameters(f"{name}/module", skeleton)
+        if part.projector is not None:
+            found["model.parameters"] |= _parameters(f"{name}/projector", part.projector)
+    return json.loads(json.dumps(found, default=str))
+
+
+def _of_data(data: Any, splits: Mapping[str, Dataset]) -> dict[str, Any]:
+    if not isinstance(data, DataConfig):
+        return {"data.batches": len(data)}
+    found: dict[str, Any] = {
+        f"data.{name}": value
+        for name, value in data.model_dump(mode="json", exclude=_LOADING).items()
+    }
+    for split, dataset in splits.items():
+        readers = dataset.readers if isinstance(dataset, Mixture) else [dataset]
+        found[f"data.{split}"] = [
+            {
+                "name": reader.name, "rows": len(reader), "columns": dict(reader.columns),
+                "text_columns": dict(reader.options.text_columns),
+                "repeated": reader.digest if isinstance(reader, Repeated) else None,
+                **fingerprint_of_files(reader.files),
+            }
+            for reader in readers
+        ]
+    tokenizer = Path(data.tokenizer)
+    files = {file for pattern in _TOKENIZER_FILES for file in tokenizer.glob(pattern)}
+    found["data.tokenizer"] = fingerprint_of_files(sorted(files), tokenizer)
+    for name, modality in data.modalities.items():
+        values = modality.model_dump(mode="json")
+        found |= {f"data.modalities.{name}.{key}": value for key, value in values.items()}
+        if (folder := Path(modality.processor)).is_dir():
+            settings = sorted(folder.glob("*processor*.json"))
+            found[f"data.modalities.{name}.processor_files"] = fingerprint_of_files(settings)
+    return found
+
+
+def _of_module(
+    where: str, part: ModalityModule, source: ModuleSource, skeleton: nn.Module
+) -> dict[str, Any]:
+    found: dict[str, Any] = {f"{where}.class": type(skeleton).__qualname__}
+    config = source.config
+    values = _computed(config.to_dict()) if hasattr(config, "to_dict") else {}
+    found |= {f"{where}.config.{key}": value for key, value in values.items()}
+    if isinstance(source, FactorySource):
+        found[f"{where}.factory"] = {"target": source.target, "kwargs": source.kwargs}
+    for name in ("preprocess", "postprocess_module", "postprocess_projector"):
+        found[f"{where}.{name}"] = _named(getattr(part, f"{name}_callback"))
+    if isinstance(source, LiveSource) or all(p.requires_grad for p in skeleton.parameters()):
+        return found  # all its values are in checkpoints
+    if isinstance(source, PretrainedSource):
+        files = sorted(Path(source.path).glob("*.safetensors"))
+        found[f"{where}.weights"] = fingerprint_of_files(files)
+    elif getattr(source, "weights", None) is not None:
+        found[f"{where}.weights"] = fingerprint_of_files([Path(source.weights)])
+    else:
+        found[f"{where}.seed"] = source.seed
+    return found
+
+
+def _computed(values: Any) -> Any:
+    """A config's values without those that say nothing of what the model computes."""
+    if not isinstance(values, dict):
+        return values
+    return {
+        key: _computed(value) for key, value in values.items()
+        if key not in _NOT_COMPUTED and not str(key).startswith("_")
+        and "attn_implementation" not in str(key)
+    }
+
+
+def _parameters(where: str, module: nn.Module) -> dict[str, str]:
+    """Of every parameter and persistent buffer: its dtype, shape, and whether it is trained."""
+    return {
+        f"{where}.{name}": f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} "
+        + (("trained" if tensor.requires_grad else "frozen")
+           if isinstance(tensor, nn.Parameter) else "buffer")
+        for name, tensor in module.state_dict(keep_vars=True).items()
+    }
+
+
+def _named(value: Any) -> Any:
+    """A function or a policy, by its name and what it holds."""
+    if value is None or isinstance(value, str):
+        return value
+    kind = value if hasattr(value, "__qualname__") else type(value)
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {"name": name, **dataclasses.asdict(value)}
+    return name

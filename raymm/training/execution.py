@@ -1,0 +1,65 @@
+"""What the trainer asks of a plan, whichever style it is of: how to check, start and watch it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from raymm.model.multimodal import MultimodalModule
+from raymm.monitor.watched_run import WatchedRun, WatchedStep
+from raymm.runtime.parallel_module import ParallelModule
+from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
+from raymm.scheduler.plan.plan import Plan
+from raymm.training.multiplexed_execution import MultiplexedExecution
+from raymm.training.pipelined_execution import PipelinedExecution
+
+
+class StepWatch(Protocol):
+    """What a style makes of the steps of a run."""
+
+    def after_step(self, step: WatchedStep) -> dict[str, Any]:
+        """Look at a step; what ``metrics.jsonl`` gets of it."""
+
+    def write(self, history: Sequence[Mapping[str, Any]]) -> dict[str, Path]:
+        """Write what there is to look at; returns files by what they are."""
+
+
+class Execution(Protocol):
+    """A plan, as the trainer sees it.
+
+    Attributes:
+        plan: itself.
+        num_processes: that it runs in.
+    """
+
+    plan: Plan | StageMapping
+    num_processes: int
+
+    def save(self, folder: Path) -> None:
+        """Write it to a run's folder."""
+
+    def check(self, model: MultimodalModule, data: Any, device: str) -> None:
+        """
+        Raises:
+            ValueError: it cannot run this model on these data; by field and value.
+        """
+
+    def unkept(self, model: MultimodalModule, data: Any) -> str | None:
+        """Why a run that goes on cannot keep it; None if it can."""
+
+    def describe(self, device: str, data: Any) -> list[str]:
+        """What runs, in words: the first line is continued by the trainer."""
+
+    def start(self, model: MultimodalModule, **options: Any) -> ParallelModule:
+        """Start the processes."""
+
+    def watch(self, run: WatchedRun) -> StepWatch:
+        """Of a run that has started."""
+
+
+def execution_of(plan: Plan | StageMapping) -> Execution:
+    """Of a plan or a mapping."""
+    if isinstance(plan, Plan):
+        return PipelinedExecution(plan)
+    return MultiplexedExecution(plan)

@@ -1,0 +1,97 @@
+"""Pipelined plans, as the trainer sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from raymm.config.build import write_json
+from raymm.data import DataConfig
+from raymm.layout.plan_check import differences
+from raymm.model.multimodal import MultimodalModule, module_graph
+from raymm.monitor.balance import step_balance
+from raymm.monitor.drift_watch import DriftWatch
+from raymm.monitor.rebalancing import rebalancing
+from raymm.monitor.report import RunReport
+from raymm.monitor.watched_run import WatchedRun, WatchedStep
+from raymm.runtime.pipelined import MultimodalParallelModule
+from raymm.scheduler.plan.plan import Plan
+
+
+class PipelinedExecution:
+    """Stages on ranks of their own (:class:`raymm.training.execution.Execution`)."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.num_processes = plan.num_processes
+
+    def save(self, folder: Path) -> None:
+        """Write ``plan.json``."""
+        write_json(folder / "plan.json", self.plan.to_dict())
+
+    def check(self, model: MultimodalModule, data: Any, device: str) -> None:
+        """Nothing that starting does not check."""
+
+    def unkept(self, model: MultimodalModule, data: Any) -> str | None:
+        """It is of another model, or of another number of microbatches."""
+        different = differences(self.plan.graph, module_graph(model))
+        if different:
+            return f"the checkpoint's plan is of another model: {'; '.join(different)}"
+        wanted = data.microbatches if isinstance(data, DataConfig) else None
+        if wanted is not None and self.plan.num_microbatches != wanted:
+            return (
+                f"the checkpoint's plan has {self.plan.num_microbatches} microbatches, the data "
+                f"{wanted}"
+            )
+        return None
+
+    def describe(self, device: str, data: Any) -> list[str]:
+        """Stages, ranks and microbatches."""
+        plan = self.plan
+        more = f"{plan.num_processes} processes, " if plan.num_processes > plan.num_ranks else ""
+        return [
+            f"{len(plan.stages)} stages on {plan.num_ranks} ranks ({more}{device}), "
+            f"{plan.num_microbatches} microbatches per step"
+        ]
+
+    def start(self, model: MultimodalModule, **options: Any) -> MultimodalParallelModule:
+        """Start the ranks; options as of :class:`MultimodalParallelModule`."""
+        return MultimodalParallelModule(model, self.plan, **options)
+
+    def watch(self, run: WatchedRun) -> PipelinedWatch:
+        """Balance, rebalancing, drift from the plan's profile, and the report."""
+        return PipelinedWatch(run, self.plan)
+
+
+class PipelinedWatch:
+    """Watches the steps of a pipelined run (:class:`raymm.training.execution.StepWatch`)."""
+
+    def __init__(self, run: WatchedRun, plan: Plan) -> None:
+        self._run, self._plan = run, plan
+        self._report = RunReport(run.folder, plan)
+        self._rebalancing = rebalancing(
+            run.data, run.training.sampler, plan, run.model.packing, run.folder,
+            run.parallel.steps_taken, run.say,
+        )
+        self._drift = DriftWatch(plan, run.folder, run.say)
+
+    def after_step(self, step: WatchedStep) -> dict[str, Any]:
+        """``balance``, and ``plan_drift`` where the plan has a profile."""
+        run, timeline = self._run, step.timeline
+        program = run.parallel.program([sorted(one.items) for one in step.meta])
+        self._report.add(step.number, program, timeline)
+        learnt = self._rebalancing and self._rebalancing.after_step(
+            step.number, step.state_after, len(step.meta), step.complete, timeline
+        )
+        return {
+            "balance": step_balance(
+                step.meta, run.model.encoder_names, run.model.packing, run.training.tokens,
+                self._plan, timeline,
+            ) | (learnt or {}),
+            **self._drift.after_step(step.number, step.meta, timeline),
+        }
+
+    def write(self, history: Sequence[Mapping[str, Any]]) -> dict[str, Path]:
+        """Plan, pictures and trace."""
+        return self._report.write(history)

@@ -1,0 +1,333 @@
+"""The steps of a run: submit ahead, read results in order, evaluate, checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from raymm.config.sections import RunConfig
+from raymm.data import DataConfig, MicrobatchMeta, Skipped, StepLoader
+from raymm.data.loading.builder import SampleCheck
+from raymm.monitor.metrics import MetricsLog, SampleLog
+from raymm.monitor.progress import RunProgress, heldout_line, skipped_line, step_line
+from raymm.monitor.training_data import TrainingData
+from raymm.monitor.watched_run import WatchedStep
+from raymm.runtime.parallel_module import ParallelModule, PendingOutput, StepOutput
+from raymm.runtime.skipped_step import NotFiniteError, SkippedStep
+from raymm.storage.checkpoint import CheckpointStore
+from raymm.training.execution import StepWatch
+from raymm.training.stop_request import StopRequest
+
+# Skipped samples that a run reports one by one; all are counted.
+SKIPPED_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A step's data: parts and metadata per microbatch, and where the data goes on."""
+
+    parts: Sequence[Mapping[str, Any]]
+    meta: Sequence[MicrobatchMeta]
+    state_after: Any
+    skipped: Sequence[Skipped]
+    owner: Any
+
+
+class Batches:
+    """The data of a run.
+
+    Args:
+        data: a :class:`DataConfig`, or batches in memory.
+        training: how the training data are taken.
+        check: looks whether the model can take a sample of data on disk.
+    """
+
+    def __init__(
+        self, data: DataConfig | Sequence[Any], training: TrainingData,
+        check: SampleCheck | None = None,
+    ) -> None:
+        self._data, self._training, self._check = data, training, check
+
+    def train(self, state: Any, steps: int, parallel: ParallelModule) -> Iterator[Batch]:
+        """Training data from a position on."""
+        if isinstance(self._data, DataConfig):
+            with StepLoader(
+                self._data, "train", start_state=state, steps=steps,
+                sampler=self._training.sampler, dataset=self._training.dataset,
+                check=self._check,
+            ) as loader:
+                for step in loader:
+                    yield Batch(
+                        step.microbatches, step.meta, step.state_after, step.skipped, step.owner
+                    )
+            return
+        start = (state or {}).get("position", 0)
+        for position in range(start, start + steps):
+            parts, meta = parallel.prepare(self._data[position % len(self._data)])
+            yield Batch(parts, meta, {"position": position + 1}, (), None)
+
+    @property
+    def modalities(self) -> tuple[str, ...] | None:
+        """Those of the held-out data; None if there are no held-out data."""
+        if not isinstance(self._data, DataConfig) or not self._data.heldout:
+            return None
+        return tuple(self._data.modalities)
+
+    def heldout(self, steps: int | None, shuffled: Sequence[str]) -> StepLoader:
+        """One pass over the held-out data, with some modalities' items in the wrong samples."""
+        return StepLoader(
+            self._data, "heldout", steps=steps, shuffled=shuffled, check=self._check
+        )
+
+
+class TrainingLoop:
+    """The steps of one fit.
+
+    A checkpoint that is due after a step that was not applied is written after the next one that
+    is: it would be of the same parameters, and one of those kept would have to go for it.
+
+    Args:
+        run: how long, and what to write when.
+        batches: the data.
+        parallel: the model that runs.
+        store: for checkpoints.
+        metrics: gets a row per step and per evaluation.
+        samples: gets every step's samples; None if nobody asks for them.
+        watch: looks at every step.
+        progress: says how far it is.
+        stop: is looked at between steps.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        batches: Batches,
+        parallel: ParallelModule,
+        store: CheckpointStore,
+        metrics: MetricsLog,
+        samples: SampleLog | None,
+        watch: StepWatch,
+        progress: RunProgress,
+        stop: StopRequest,
+    ) -> None:
+        self._run, self._batches, self._parallel, self._store = run, batches, parallel, store
+        self._metrics, self._samples = metrics, samples
+        self._watch, self._progress = watch, progress
+        self._pending: deque[tuple[int, Batch, PendingOutput, float]] = deque()
+        self._last_read = time.perf_counter()
+        self._reported: set[str] = set()
+        self._in_a_row = steps_not_applied(metrics.rows, at_the_end=True)
+        self._owed = False  # a checkpoint
+        self._stop = stop
+        self._first = self._saved = parallel.steps_taken
+        self._position: Any = None
+        self._unevaluated: int | None = None  # a step whose evaluation was left out
+
+    def run(self, state: Any) -> str | None:
+        """Take the steps that are left, with the data from a position on.
+
+        Returns:
+            None if all were taken. If somebody asked to stop: after which step, and what is saved.
+
+        Raises:
+            NotFiniteError: too many steps in a row that could not be applied, or a checkpoint that
+                would not be finite.
+        """
+        with self._stop.deferred():
+            self._take_steps(state)
+            return self._stopped()
+
+    @property
+    def unsaved_steps(self) -> int:
+        """Steps after the last checkpoint, those under way included."""
+        return self._parallel.steps_taken - self._saved
+
+    def _take_steps(self, state: Any) -> None:
+        first, last = self._first, self._run.steps
+        if first == 0:
+            self._evaluate(0)
+        self._last_read = time.perf_counter()
+        batches = self._batches.train(state, last - first, self._parallel)
+        for batch, waited in _timed(self._stop.until_asked(batches)):
+            pending = self._parallel.submit(
+                (batch.parts, batch.meta), update=True, keep=batch.owner
+            )
+            step, self._position = self._parallel.steps_taken, batch.state_after
+            self._pending.append((step, batch, pending, waited))
+            if self._stops_at(step):
+                self._drain(0)
+                if self._is_due(step, self._run.eval_every) or step == last:
+                    self._evaluate(step)
+                self._owed |= step % self._run.checkpoint_every == 0
+                if step == last or self._owed and not self._in_a_row:
+                    self._save()
+                self._last_read = time.perf_counter()
+            else:
+                self._drain(self._run.steps_in_flight - 1)
+        self._drain(0)
+
+    def _save(self) -> None:
+        self._store.save(self._parallel, {"data": self._position})
+        self._saved, self._owed = self._parallel.steps_taken, False
+
+    def _stopped(self) -> str | None:
+        """What became of a run that was asked to stop; saves what is not saved."""
+        step, last, reason = self._parallel.steps_taken, self._run.steps, self._stop.reason
+        if reason is None or step == last and self._unevaluated is None:
+            return None
+        if self.unsaved_steps:
+            self._save()
+        latest = self._store.current
+        if step == self._first:
+            saved = f"the last checkpoint is {latest}" if latest else "there is nothing to save"
+            return f"stopped by {reason.why}: no step was taken, {saved}"
+        text = f"stopped by {reason.why} after step {step} of {last}: all of it is in {latest}"
+        if self._unevaluated is not None:
+            text += f". The held-out evaluation after step {self._unevaluated} was left out"
+        return text if step == last else f"{text}. Start the same again to go on from there"
+
+    def _is_due(self, step: int, every: int | None) -> bool:
+        return every is not None and step % every == 0
+
+    def _stops_at(self, step: int) -> bool:
+        """Whether the pipeline must be empty after this step."""
+        return (
+            self._owed
+            or step == self._run.steps
+            or step % self._run.checkpoint_every == 0
+            or self._is_due(step, self._run.eval_every)
+        )
+
+    def _drain(self, leave: int) -> None:
+        while len(self._pending) > leave:
+            step, batch, pending, waited = self._pending.popleft()
+            output = pending.result()
+            now = time.perf_counter()
+            self._store.check_owner()  # what is logged is in the folder, too
+            row = self._row(step, batch, output, now - self._last_read, waited)
+            self._last_read = now
+            self._metrics.add(row)
+            if self._samples is not None:
+                self._samples.add(
+                    step, [m.sample_ids for m in batch.meta], [s.id for s in batch.skipped]
+                )
+            self._progress.advance(output.loss)
+            self._count_skipped(output.skipped)
+            self._report_skipped(step, batch.skipped)
+            if step % self._run.log_every == 0 or step == self._run.steps:
+                self._progress.line(step_line(row, self._run.steps))
+
+    def _count_skipped(self, skipped: SkippedStep | None) -> None:
+        if skipped is None:
+            self._in_a_row = 0
+            return
+        self._in_a_row += 1
+        self._progress.not_applied(str(skipped))
+        if self._in_a_row >= self._run.max_skipped_steps:
+            raise NotFiniteError(
+                f"{self._in_a_row} steps in a row were not applied, as their loss or gradients "
+                f"were not finite (run.max_skipped_steps is {self._run.max_skipped_steps}). Last: "
+                f"{skipped}. The last checkpoint is {self._store.latest() or 'none'}. Look at "
+                "these samples; a lower optimizer.lr, or optimizer.max_grad_norm, may help"
+            )
+
+    def _report_skipped(self, step: int, skipped: Sequence[Skipped]) -> None:
+        """Say once why a sample is left out, not every epoch, and only of the first few."""
+        for sample in skipped:
+            if sample.id not in self._reported and len(self._reported) < SKIPPED_SHOWN:
+                self._reported.add(sample.id)
+                self._progress.line(skipped_line(step, sample))
+
+    def _row(
+        self, step: int, batch: Batch, output: StepOutput, seconds: float, waited: float
+    ) -> dict[str, Any]:
+        span = output.timeline.makespan or 1.0
+        watched = self._watch.after_step(WatchedStep(
+            step, batch.meta, batch.state_after, not batch.skipped, output.timeline
+        ))
+        return {
+            "step": step,
+            "loss": output.loss,
+            "label_tokens": output.label_tokens,
+            "grad_norm": output.grad_norm,
+            "learning_rate": output.learning_rate,
+            "seconds": round(seconds, 4),
+            "tokens_per_s": round(sum(m.tokens for m in batch.meta) / seconds, 1),
+            "stage_busy": {
+                name: round(busy / span, 4) for name, busy in output.timeline.stage_busy().items()
+            },
+            "skipped": len(batch.skipped),
+            "peak_memory_bytes": list(output.peak_bytes),
+            # How long the driver waited for data. Ranks were busy with the step before meanwhile,
+            # if one was under way: they stood still for as long at most.
+            "data_wait_s": round(waited, 4),
+            **watched,
+            **({} if output.skipped is None else {"not_applied": output.skipped.to_dict()}),
+        }
+
+    def _evaluate(self, step: int) -> None:
+        if self._run.eval_every is None or self._batches.modalities is None:
+            return
+        loss, skipped = self._heldout_loss()
+        self._report_skipped(step, skipped)
+        row: dict[str, Any] = {
+            "step": step, "heldout_loss": loss, "heldout_skipped": len(skipped)
+        }
+        for name in self._batches.modalities if self._run.eval_shuffled else ():
+            wrong, _ = self._heldout_loss((name,))
+            row[f"heldout_loss_shuffled_{name}"] = wrong
+            row[f"heldout_gap_{name}"] = wrong - row["heldout_loss"]
+        if self._stop.reason is not None:
+            self._unevaluated = step
+            return
+        self._metrics.add(row)
+        self._progress.line(heldout_line(row))
+
+    def _heldout_loss(self, shuffled: Sequence[str] = ()) -> tuple[float, list[Skipped]]:
+        """Held-out loss per label token; and the samples left out of it."""
+        total, tokens = 0.0, 0
+        skipped: list[Skipped] = []
+        pending: deque[PendingOutput] = deque()
+
+        def read() -> None:
+            nonlocal total, tokens
+            output = pending.popleft().result()
+            total += output.loss * output.label_tokens
+            tokens += output.label_tokens
+
+        with self._batches.heldout(self._run.eval_steps, shuffled) as loader:
+            for step in self._stop.until_asked(loader):
+                skipped += step.skipped
+                pending.append(self._parallel.submit(
+                    (step.microbatches, step.meta), forward_only=True, keep=step
+                ))
+                if len(pending) >= self._run.steps_in_flight:
+                    read()
+        while pending:
+            read()
+        return total / max(tokens, 1), skipped
+
+
+def _timed(batches: Iterator[Batch]) -> Iterator[tuple[Batch, float]]:
+    """Batches with the seconds that each was waited for."""
+    start = time.perf_counter()
+    for batch in batches:
+        yield batch, time.perf_counter() - start
+        start = time.perf_counter()
+
+
+def steps_not_applied(rows: Sequence[dict[str, Any]], at_the_end: bool = False) -> int:
+    """How many steps were not applied; ``at_the_end``: since the last one that was."""
+    steps = ["not_applied" in row for row in rows if "loss" in row]
+    if at_the_end:
+        return len(list(takewhile(bool, reversed(steps))))
+    return sum(steps)
+
+
+def last_step(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The last row of a step that was taken; empty if there is none."""
+    return next((row for row in reversed(rows) if "loss" in row), {})

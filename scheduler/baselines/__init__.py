@@ -1,0 +1,1 @@
+"""What mappings are compared with."""

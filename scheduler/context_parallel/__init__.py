@@ -1,0 +1,1 @@
+"""Which process has which of a sample's tokens, and what attention then sends."""

@@ -1,0 +1,307 @@
+"""Which rank of a context-parallel group gets which blocks of a sequence's tokens.
+
+Attention work per block differs (:mod:`raymm.scheduler.context_parallel.workload`), everything
+else a layer does costs the same for every token. ``balanced``, the default, gives every rank
+equally many tokens *and* equal attention work; Cornstarch's LPT (v2 §3.2.1) looks at attention
+alone and can leave one rank with many more tokens than another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from raymm.scheduler.context_parallel import swaps as token_swaps
+from raymm.scheduler.context_parallel.workload import DEFAULT_BLOCK
+
+# ``balanced`` is content this near to its lower bound,
+TOLERANCE = 5e-5
+# and stops after this many comparisons, about a millisecond.
+BUDGET = 300_000
+
+
+class TokenDistributionError(ValueError):
+    """What cannot be distributed: names the field, the value and what is accepted."""
+
+
+@dataclass(frozen=True)
+class TokenDistribution:
+    """Blocks of one sequence dealt out to ranks.
+
+    Attributes:
+        policy: which policy made it.
+        n_tokens: tokens of the sequence.
+        block: tokens per block; the last block may have fewer.
+        blocks: block numbers of every rank, ascending, so that a rank's tokens keep their
+            order.
+        work: work of every rank, in the unit of the work that was given.
+        tokens: tokens of every rank.
+        bound: no distribution (for ``exact``, and ``balanced``: with equal counts) has a
+            largest work below this.
+        status: ``optimal`` if the largest work is at the bound; else ``feasible`` if ``exact``
+            ran out of time, and ``heuristic`` for what does not prove anything.
+    """
+
+    policy: str
+    n_tokens: int
+    block: int
+    blocks: tuple[tuple[int, ...], ...]
+    work: tuple[int, ...]
+    tokens: tuple[int, ...]
+    bound: int
+    status: str
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks share the sequence."""
+        return len(self.blocks)
+
+    @property
+    def imbalance(self) -> float:
+        """Largest work over mean work; 1 is perfect."""
+        return max(self.work) * self.ranks / sum(self.work) if any(self.work) else 1.0
+
+    @property
+    def gap(self) -> float:
+        """How far the largest work is above the bound, relative to it."""
+        return max(self.work) / self.bound - 1.0 if self.bound else 0.0
+
+    @property
+    def token_imbalance(self) -> float:
+        """Largest number of tokens over mean; what MLPs and norms feel."""
+        return max(self.tokens) * self.ranks / self.n_tokens if self.n_tokens else 1.0
+
+    def ranges(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """Tokens of a rank as ascending [start, stop) ranges, neighbouring blocks joined."""
+        result: list[tuple[int, int]] = []
+        for number in self.blocks[rank]:
+            start, stop = number * self.block, min((number + 1) * self.block, self.n_tokens)
+            if result and result[-1][1] == start:
+                start = result.pop()[0]
+            result.append((start, stop))
+        return tuple(result)
+
+
+def distribute(
+    work: np.ndarray,
+    ranks: int,
+    policy: str = "balanced",
+    *,
+    n_tokens: int | None = None,
+    block: int = DEFAULT_BLOCK,
+    seed: int = 0,
+    time_limit_s: float = 10.0,
+) -> TokenDistribution:
+    """Deal out blocks to ranks.
+
+    Policies; all but the two LPT ones give every rank equally many tokens to within one block:
+
+    - ``balanced``: equal work as well. LPT of equal cardinality, then exchanges between ranks;
+      the same result everywhere for the same work, within milliseconds.
+    - ``exact``: the same goal with CP-SAT until it is proven or the time is over.
+    - ``contiguous``: one range per rank (ring attention's).
+    - ``zigzag``: one range from the head and its mirror from the tail, which balances causal
+      masks (and no others).
+    - ``random``: seeded.
+    - ``lpt``: heaviest block first, to the least loaded rank, whatever the token counts
+      (Cornstarch v1 App. A; Graham 1969).
+    - ``paper_lpt``: the same in order of position, as Cornstarch v2's Algorithm 1 is printed.
+
+    Args:
+        work: (blocks,) integers, work per block in any unit.
+        ranks: size of the context-parallel group.
+        policy: one of the above.
+        n_tokens: tokens of the sequence. Default: every block is full.
+        block: tokens per block.
+        seed: of ``random`` and of the solver of ``exact``.
+        time_limit_s: seconds for ``exact``.
+
+    Raises:
+        TokenDistributionError: an unknown policy; ranks, block or time below what is accepted;
+            work that is negative, not integers, not one per block, or so large that sums
+            overflow.
+    """
+    work = _checked_work(work)
+    if ranks < 1:
+        raise TokenDistributionError(f"ranks must be at least 1, got {ranks}")
+    if block < 1:
+        raise TokenDistributionError(f"block must be at least 1, got {block}")
+    if not time_limit_s > 0:
+        raise TokenDistributionError(f"time_limit_s must be above 0, got {time_limit_s}")
+    if policy not in POLICIES:
+        raise TokenDistributionError(f"policy must be one of {sorted(POLICIES)}, got {policy!r}")
+    n_tokens = len(work) * block if n_tokens is None else n_tokens
+    if -(-n_tokens // block) != len(work) or n_tokens < 0:
+        raise TokenDistributionError(
+            f"n_tokens = {n_tokens} makes {-(-n_tokens // block)} blocks of {block} tokens, "
+            f"work has {len(work)}"
+        )
+    last = len(work) - 1 if n_tokens % block else -1
+    # A shorter last block may make up for a whole one only where that rank has one more.
+    pinned = last if len(work) % ranks else -1
+    rank_of, bound = POLICIES[policy](
+        work, ranks, pinned=pinned, seed=seed, time_limit_s=time_limit_s
+    )
+    return _result(policy, work, ranks, n_tokens, block, rank_of, bound)
+
+
+def _checked_work(work: np.ndarray) -> np.ndarray:
+    work = np.asarray(work)
+    if work.ndim != 1 or (work.dtype.kind not in "iu" and len(work)):
+        raise TokenDistributionError(
+            f"work must be integers, one per block, got {work.dtype} of shape {work.shape}"
+        )
+    work = np.ascontiguousarray(work, dtype=np.int64)
+    if len(work) and work.min() < 0:
+        at = int(work.argmin())
+        raise TokenDistributionError(f"work must not be negative, got {work[at]} for block {at}")
+    if len(work) and float(work.sum(dtype=np.float64)) >= token_swaps.MAX_WORK:
+        raise TokenDistributionError(
+            f"the sum of work must be below {token_swaps.MAX_WORK}, got about "
+            f"{work.sum(dtype=np.float64):.3g}"
+        )
+    return work
+
+
+def _result(
+    policy: str, work: np.ndarray, ranks: int, n_tokens: int, block: int,
+    rank_of: np.ndarray, bound: int,
+) -> TokenDistribution:
+    counts = np.bincount(rank_of, minlength=ranks)
+    tokens = counts * block
+    if len(work):
+        tokens[rank_of[-1]] -= len(work) * block - n_tokens
+    # Stable, so every rank's blocks ascend; 16 bits are sorted digit by digit.
+    small = np.uint16 if ranks <= 1 << 16 else np.int64
+    order = np.argsort(rank_of.astype(small), kind="stable")
+    before = np.concatenate([[0], np.cumsum(work[order])])
+    stops = np.cumsum(counts)
+    loads = before[stops] - before[stops - counts]
+    numbers, edges = order.tolist(), [0, *stops.tolist()]
+    blocks = tuple(tuple(numbers[a:b]) for a, b in zip(edges, edges[1:], strict=False))
+    unproven = "feasible" if policy == "exact" else "heuristic"
+    return TokenDistribution(
+        policy=policy,
+        n_tokens=int(n_tokens),
+        block=int(block),
+        blocks=blocks,
+        work=tuple(loads.tolist()),
+        tokens=tuple(tokens.tolist()),
+        bound=bound,
+        status="optimal" if loads.max() <= bound else unproven,
+    )
+
+
+def _descending(work: np.ndarray) -> np.ndarray:
+    """Blocks by descending work, of equal work by position."""
+    if not len(work):
+        return np.zeros(0, dtype=np.int64)
+    below = work.max() - work
+    return np.argsort(below.astype(np.uint16) if below.max() < 1 << 16 else below, kind="stable")
+
+
+def _equal_counts_bound(work: np.ndarray, order: np.ndarray, ranks: int) -> int:
+    """A largest work that no distribution with counts equal to within one gets below.
+
+    For every k some rank has k + 1 of the k * ranks + 1 heaviest blocks, and beside them as
+    many others as make up its count: at least the lightest of both kinds.
+    """
+    before = np.concatenate([[0], np.cumsum(work[order])])
+    heavy = np.arange(0, len(work), ranks)  # k * ranks
+    k = np.arange(len(heavy))
+    lightest = len(work) - np.maximum(len(work) // ranks - 1 - k, 0)
+    least = before[heavy + 1] - before[heavy - k] + before[-1] - before[lightest]
+    return max(_any_counts_bound(work, ranks), int(least.max(initial=0)))
+
+
+def _any_counts_bound(work: np.ndarray, ranks: int) -> int:
+    return max(-(-int(work.sum()) // ranks), int(work.max())) if len(work) else 0
+
+
+def _counts(blocks: int, ranks: int, long_first: bool) -> np.ndarray:
+    """Blocks per rank, equal to within one."""
+    number = np.arange(ranks)
+    longer = number < blocks % ranks if long_first else number >= ranks - blocks % ranks
+    return blocks // ranks + longer
+
+
+def _balanced(work: np.ndarray, ranks: int, pinned: int, **_: Any) -> tuple[np.ndarray, int]:
+    order = _descending(work)
+    members, counts, loads = token_swaps.lpt_equal_counts(work, order, ranks, pinned)
+    bound = _equal_counts_bound(work, order, ranks)
+    token_swaps.exchange(work, members, counts, loads, int(bound * (1 + TOLERANCE)), BUDGET)
+    return token_swaps.ranks_of(members, counts, len(work)), bound
+
+
+def _exact(
+    work: np.ndarray, ranks: int, pinned: int, seed: int, time_limit_s: float
+) -> tuple[np.ndarray, int]:
+    from raymm.scheduler.context_parallel.exact import (
+        solve_equal_counts,  # OR-tools only where asked for
+    )
+
+    start, bound = _balanced(work, ranks, pinned)
+    blocks = [np.flatnonzero(start == rank).tolist() for rank in range(ranks)]
+    blocks, bound = solve_equal_counts(
+        work, blocks, pinned, bound, time_limit_s, seed
+    )
+    rank_of = np.zeros(len(work), dtype=np.int64)
+    for rank, mine in enumerate(blocks):
+        rank_of[mine] = rank
+    return rank_of, bound
+
+
+def _contiguous(work: np.ndarray, ranks: int, **_: Any) -> tuple[np.ndarray, int]:
+    counts = _counts(len(work), ranks, long_first=False)
+    return np.repeat(np.arange(ranks), counts), _any_counts_bound(work, ranks)
+
+
+def _zigzag(work: np.ndarray, ranks: int, **_: Any) -> tuple[np.ndarray, int]:
+    # Rank r has chunks r and 2 * ranks - 1 - r; the first ranks have one block more.
+    each = len(work) // (2 * ranks)
+    head = np.full(ranks, each)
+    tail = _counts(len(work), ranks, long_first=True) - head
+    # Of two more per rank, one belongs to the head.
+    head += tail > each + 1
+    tail = _counts(len(work), ranks, long_first=True) - head
+    numbers = np.arange(ranks)
+    return (
+        np.repeat(np.concatenate([numbers, numbers[::-1]]), np.concatenate([head, tail[::-1]])),
+        _any_counts_bound(work, ranks),
+    )
+
+
+def _random(
+    work: np.ndarray, ranks: int, pinned: int, seed: int, **_: Any
+) -> tuple[np.ndarray, int]:
+    order = np.random.default_rng(seed).permutation(len(work))
+    if pinned >= 0:  # to the front, where ranks have one block more
+        at = int(np.flatnonzero(order == pinned)[0])
+        order[[0, at]] = order[[at, 0]]
+    rank_of = np.empty(len(work), dtype=np.int64)
+    rank_of[order] = np.arange(len(work)) % ranks
+    return rank_of, _any_counts_bound(work, ranks)
+
+
+def _lpt(work: np.ndarray, ranks: int, **_: Any) -> tuple[np.ndarray, int]:
+    return token_swaps.lpt(work, _descending(work), ranks), _any_counts_bound(work, ranks)
+
+
+def _paper_lpt(work: np.ndarray, ranks: int, **_: Any) -> tuple[np.ndarray, int]:
+    return token_swaps.lpt(work, np.arange(len(work)), ranks), _any_counts_bound(work, ranks)
+
+
+POLICIES: dict[str, Callable[..., tuple[np.ndarray, int]]] = {
+    "balanced": _balanced,
+    "exact": _exact,
+    "contiguous": _contiguous,
+    "zigzag": _zigzag,
+    "random": _random,
+    "lpt": _lpt,
+    "paper_lpt": _paper_lpt,
+}
+"""Per name: from (work, ranks, pinned block, seed, time limit) to the rank of every block and
+a lower bound of the largest work."""

@@ -1,0 +1,1 @@
+"""What layers cost: devices, profiles, options of recomputation."""

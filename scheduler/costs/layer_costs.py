@@ -1,0 +1,304 @@
+"""What a layer costs, and what of it a training step really pays: the frozen rules."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+from raymm.scheduler.costs.devices import DeviceError, Link, Links
+from raymm.scheduler.costs.recomputation import KEEP, OPTIONS, LayerOption
+from raymm.scheduler.graph.module_graph import ModuleGraph
+from raymm.scheduler.graph.strict_json import MultiplexError, json_value
+
+PROFILE_FORMAT = 1
+# AdamW keeps a gradient and two moments beside each trainable weight, all in fp32.
+TRAINED_COPIES = 4
+MOMENTS = 2
+
+
+class ProfileError(ValueError):
+    """A cost profile that is malformed or is not of this model."""
+
+
+def profile_data(text: str) -> Any:
+    """What a profile's JSON holds.
+
+    Raises:
+        ProfileError: if it is none.
+    """
+    try:
+        return json_value(text, "the profile")
+    except MultiplexError as error:
+        raise ProfileError(str(error)) from None
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer on one microbatch, as if everything in it were trainable.
+
+    Attributes:
+        forward: seconds of F.
+        backward_input: seconds of B_d, the gradient of the layer's input.
+        backward_weight: seconds of B_w, the gradient of its parameters.
+        activation_bytes: what autograd keeps from forward to backward.
+        parameter_bytes: its parameters in fp32.
+        output_bytes: what it hands to the next layer.
+        replicated_bytes: of ``parameter_bytes``, what tensor parallelism does not share out
+            (norms, convolutions, positions).
+        key_value_bytes: keys and values of its attention in the compute dtype; 0 if not known
+            (a profile of before it was counted), or if it has none.
+        options: what else it may do with its activations, if known: seconds that this adds to a
+            forward and backward, and bytes that it keeps instead of ``activation_bytes``.
+    """
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    activation_bytes: int = 0
+    parameter_bytes: int = 0
+    output_bytes: int = 0
+    replicated_bytes: int = 0
+    key_value_bytes: int = 0
+    options: tuple[LayerOption, ...] = ()
+
+    def __post_init__(self) -> None:
+        numbers = {name: getattr(self, name) for name in NUMBERS}
+        for name, seconds, nbytes in self.options:
+            if name not in OPTIONS or name == KEEP:
+                raise ProfileError(
+                    f"options have {name!r}; accepted: {', '.join(OPTIONS[1:])}"
+                )
+            numbers |= {f"seconds of {name!r}": seconds, f"bytes of {name!r}": nbytes}
+        for name, value in numbers.items():
+            if not 0 <= value < math.inf:  # NaN fails too
+                raise ProfileError(f"{name} is {value}; it must be at least 0 and finite")
+        if self.replicated_bytes > self.parameter_bytes:
+            raise ProfileError(
+                f"replicated_bytes is {self.replicated_bytes}; it must be at most "
+                f"parameter_bytes={self.parameter_bytes}"
+            )
+
+    @property
+    def choices(self) -> tuple[LayerOption, ...]:
+        """All it may do with its activations; to keep them is the first."""
+        return (LayerOption(KEEP, 0.0, self.activation_bytes), *self.options)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> LayerCost:
+        """Inverse of ``asdict``, also from JSON.
+
+        Raises:
+            TypeError: on an unknown key, or a value of the wrong kind.
+        """
+        options = tuple(LayerOption(*one) for one in data.get("options", ()))
+        return cls(**{**data, "options": options})
+
+
+NUMBERS = tuple(entry.name for entry in fields(LayerCost) if entry.name != "options")
+"""Fields of a :class:`LayerCost` that are numbers."""
+
+
+@dataclass(frozen=True)
+class CostProfile:
+    """Costs of every layer of a model on one kind of microbatch.
+
+    Attributes:
+        modules: per module, one :class:`LayerCost` per layer (as the module graph counts).
+        device: what it was measured on, or planned for.
+        dtype: compute dtype, ``"fp32"`` or ``"bf16"``; frozen weights are kept in it.
+        source: ``"measured"`` or ``"analytic"``.
+        tokens: per module, tokens of the microbatch.
+        versions: versions of the packages it was measured with.
+        links: what the processes of a rank and the copies of a module talk over; if None,
+            that takes no time.
+    """
+
+    modules: Mapping[str, tuple[LayerCost, ...]]
+    device: str = "unknown"
+    dtype: str = "fp32"
+    source: str = "analytic"
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    links: Links | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("fp32", "bf16"):
+            raise ProfileError(f"dtype is {self.dtype!r}; accepted: fp32, bf16")
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of the compute dtype."""
+        return 2 if self.dtype == "bf16" else 4
+
+    def state_share(self, trainable: bool, moments_shared_by: int = 1) -> float:
+        """Bytes that a layer's state takes per one of its ``parameter_bytes``: a trained
+        weight in fp32 with its gradient and AdamW moments, a frozen one in the compute
+        dtype.
+
+        Args:
+            moments_shared_by: processes among which the moments are dealt out (ZeRO-1).
+        """
+        if trainable:
+            return TRAINED_COPIES - MOMENTS * (1 - 1 / moments_shared_by)
+        return 0.5 if self.dtype == "bf16" else 1
+
+    def state_bytes(self, cost: LayerCost, trainable: bool, moments_shared_by: int = 1) -> int:
+        """What a layer keeps whatever runs, in bytes; see :meth:`state_share`."""
+        return int(cost.parameter_bytes * self.state_share(trainable, moments_shared_by))
+
+    @cached_property
+    def shared_layers(self) -> dict[Any, tuple[LayerCost, ...]]:
+        """What :mod:`raymm.scheduler.schedule.process_costs` has worked out already."""
+        return {}
+
+    def check(self, graph: ModuleGraph) -> None:
+        """
+        Raises:
+            ProfileError: if modules or layer counts are not the graph's.
+        """
+        for node in graph.nodes:
+            if node.name not in self.modules:
+                raise ProfileError(
+                    f"the profile lacks module {node.name!r}; it has {sorted(self.modules)}"
+                )
+            if len(self.modules[node.name]) != node.num_layers:
+                raise ProfileError(
+                    f"the profile of {node.name!r} has {len(self.modules[node.name])} layers, "
+                    f"the module {node.num_layers}"
+                )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"format": PROFILE_FORMAT, **asdict(self)}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> CostProfile:
+        """Inverse of :meth:`to_dict`.
+
+        Raises:
+            ProfileError: on a missing or unknown key or a value of the wrong kind.
+        """
+        try:
+            if data["format"] != PROFILE_FORMAT:
+                raise ProfileError(f"format is {data['format']!r}; accepted: {PROFILE_FORMAT}")
+            rest = {k: v for k, v in data.items() if k not in ("format", "modules", "links")}
+            rest["links"] = _links(data.get("links"))
+            modules = {
+                str(name): tuple(LayerCost.from_dict(layer) for layer in layers)
+                for name, layers in data["modules"].items()
+            }
+            return cls(modules, **rest)
+        except KeyError as error:
+            raise ProfileError(f"the profile lacks the key {error}") from None
+        except (TypeError, AttributeError) as error:
+            raise ProfileError(f"the profile has a wrong key or value: {error}") from None
+        except DeviceError as error:
+            raise ProfileError(f"links: {error}") from None
+
+    @classmethod
+    def from_json(cls, text: str) -> CostProfile:
+        return cls.from_dict(profile_data(text))
+
+
+def _links(data: Mapping[str, Any] | None) -> Links | None:
+    if data is None:
+        return None
+    within, across = Link(**data["within_node"]), Link(**data["across_nodes"])
+    rest = {k: v for k, v in data.items() if k not in ("within_node", "across_nodes")}
+    return Links(within, across, **rest)
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """What a training step runs of a layer, in seconds; zero is what it does not run."""
+
+    forward: float
+    recompute: float
+    backward_input: float
+    backward_weight: float
+
+    @property
+    def total(self) -> float:
+        """1F + 1B, what partitions balance (Cornstarch v2 §3.1)."""
+        return self.forward + self.recompute + self.backward_input + self.backward_weight
+
+    @property
+    def backward(self) -> float:
+        return self.backward_input + self.backward_weight
+
+
+def trainable_before(
+    graph: ModuleGraph, present: Collection[str] | None = None
+) -> dict[str, tuple[bool, ...]]:
+    """Per module and layer: is anything trainable strictly before the layer, in its module
+    or in a module that feeds it, however far back (Cornstarch v2 eq. 3 across modalities)?
+
+    Eq. 3 taken literally also marks the first trainable layer itself, whose input needs no
+    gradient; it is not marked here.
+
+    Args:
+        graph: the module graph.
+        present: modules a microbatch uses; all by default.
+    """
+    result: dict[str, tuple[bool, ...]] = {}
+    after: dict[str, bool] = {}
+    for name in graph.topological:
+        if present is not None and name not in present:
+            result[name] = (False,) * graph.node(name).num_layers
+            after[name] = False
+            continue
+        flag = any(after[producer] for producer in graph.producers(name))
+        flags = []
+        for trainable in graph.node(name).trainable:
+            flags.append(flag)
+            flag = flag or trainable
+        result[name] = tuple(flags)
+        after[name] = flag
+    return result
+
+
+def layer_work(
+    graph: ModuleGraph, profile: CostProfile, recompute: bool = False
+) -> dict[str, tuple[LayerWork, ...]]:
+    """The frozen rules (Cornstarch v1 §4.2, v2 eq. 1-3), per module and layer.
+
+    B_w only where the layer is trainable; B_d only where something trainable is before it;
+    with recomputation, one more forward only where there is a backward at all.
+
+    Raises:
+        ProfileError: if the profile is not of this graph.
+    """
+    profile.check(graph)
+    before = trainable_before(graph)
+    return {
+        node.name: tuple(
+            LayerWork(
+                cost.forward,
+                cost.forward if recompute and (trainable or earlier) else 0.0,
+                cost.backward_input if earlier else 0.0,
+                cost.backward_weight if trainable else 0.0,
+            )
+            for cost, trainable, earlier in zip(
+                profile.modules[node.name], node.trainable, before[node.name], strict=True
+            )
+        )
+        for node in graph.nodes
+    }
+
+
+def unaware_work(graph: ModuleGraph, profile: CostProfile) -> dict[str, tuple[LayerWork, ...]]:
+    """What a planner that knows nothing of frozen layers believes: everything is trained."""
+    profile.check(graph)
+    return {
+        name: tuple(
+            LayerWork(c.forward, 0.0, c.backward_input, c.backward_weight)
+            for c in profile.modules[name]
+        )
+        for name in (node.name for node in graph.nodes)
+    }

@@ -1,0 +1,275 @@
+"""Measured costs at several lengths, and the cost profile at any length between them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from raymm.scheduler.costs.layer_costs import (
+    NUMBERS,
+    CostProfile,
+    LayerCost,
+    ProfileError,
+    profile_data,
+)
+from raymm.scheduler.costs.recomputation import LayerOption
+
+TABLE_FORMAT = 1
+_INTEGER_FIELDS = (
+    "activation_bytes", "parameter_bytes", "output_bytes", "replicated_bytes", "key_value_bytes",
+)
+# Tables of before they were counted lack them.
+_OPTIONAL_FIELDS = ("replicated_bytes", "key_value_bytes", "options")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A module's layers on one microbatch.
+
+    Attributes:
+        tokens: of the whole microbatch, padding included, as the module's blocks see them.
+        samples: sequences (for an encoder: items) they belong to.
+        layers: one cost per layer.
+    """
+
+    tokens: int
+    samples: int
+    layers: tuple[LayerCost, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "samples"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ProfileError(f"{name} is {value!r}; it must be a whole number above 0")
+        if not self.layers:
+            raise ProfileError("layers is empty; a module has at least one")
+
+
+@dataclass(frozen=True)
+class ProfileTable:
+    """Measurements of every module of a model on one kind of device.
+
+    Attributes:
+        modules: per module, measurements of increasing ``tokens``.
+        default: per module, ``tokens`` of a real microbatch of the run.
+        device, dtype, versions: as in :class:`raymm.scheduler.costs.layer_costs.CostProfile`.
+        date: when it was measured, ISO 8601.
+
+    Raises:
+        ProfileError: naming what does not fit.
+    """
+
+    modules: Mapping[str, tuple[Measurement, ...]]
+    default: Mapping[str, int]
+    device: str = "unknown"
+    dtype: str = "fp32"
+    versions: Mapping[str, str] = field(default_factory=dict)
+    date: str = ""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("fp32", "bf16"):
+            raise ProfileError(f"dtype is {self.dtype!r}; accepted: fp32, bf16")
+        for name, rows in self.modules.items():
+            if not rows:
+                raise ProfileError(f"modules.{name} is empty; it needs at least one measurement")
+            tokens = [row.tokens for row in rows]
+            if tokens != sorted(set(tokens)):
+                raise ProfileError(f"tokens of modules.{name} are {tokens}; they must increase")
+            counts = {len(row.layers) for row in rows}
+            if len(counts) > 1:
+                raise ProfileError(
+                    f"modules.{name} has measurements of {sorted(counts)} layers; all must have "
+                    "the same number"
+                )
+        if set(self.default) != set(self.modules):
+            raise ProfileError(
+                f"default is of modules {sorted(self.default)}; it must be of "
+                f"{sorted(self.modules)}"
+            )
+
+    def at(
+        self, tokens: Mapping[str, int] | None = None, extrapolate: bool = False
+    ) -> CostProfile:
+        """The profile of a microbatch.
+
+        Between two measured lengths every number is interpolated linearly. (Attention grows
+        with the square, so a line lies above it: by at most a quarter of the attention time's
+        increase from one measured length to the next, divided by their ratio; measure closer
+        lengths where that matters.)
+
+        Args:
+            tokens: per module, tokens of the whole microbatch; those of the default microbatch
+                where not given.
+            extrapolate: outside the measured lengths, go on with the line through the two
+                nearest measurements (through zero, if there is only one) instead of failing.
+
+        Raises:
+            ProfileError: on an unknown module, a number that is no length, or a length that was
+                not measured.
+        """
+        tokens = dict(tokens or {})
+        if unknown := set(tokens) - set(self.modules):
+            raise ProfileError(
+                f"tokens name {sorted(unknown)}; the table has {sorted(self.modules)}"
+            )
+        wanted = {name: tokens.get(name, self.default[name]) for name in self.modules}
+        modules = {
+            name: self._layers(name, wanted[name], extrapolate) for name in self.modules
+        }
+        return CostProfile(
+            modules, self.device, self.dtype, "measured", wanted, dict(self.versions)
+        )
+
+    def _layers(self, name: str, tokens: int, extrapolate: bool) -> tuple[LayerCost, ...]:
+        if type(tokens) is not int or tokens < 1:
+            raise ProfileError(f"tokens of {name!r} is {tokens!r}; it must be a whole number >= 1")
+        rows = self.modules[name]
+        for row in rows:
+            if row.tokens == tokens:
+                return row.layers
+        low, high = rows[0].tokens, rows[-1].tokens
+        if not low < tokens < high and not extrapolate:
+            measured = f"{low}" if low == high else f"{low} to {high}"
+            raise ProfileError(
+                f"tokens of {name!r} is {tokens}, but {measured} were measured; profile more "
+                "lengths, or extrapolate"
+            )
+        if len(rows) == 1:
+            return tuple(_between(_nothing(c), c, tokens / high) for c in rows[0].layers)
+        index = next(
+            (i for i in range(1, len(rows)) if tokens < rows[i].tokens), len(rows) - 1
+        )
+        before, after = rows[index - 1], rows[index]
+        share = (tokens - before.tokens) / (after.tokens - before.tokens)
+        return tuple(
+            _between(a, b, share) for a, b in zip(before.layers, after.layers, strict=True)
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"format": TABLE_FORMAT, **asdict(self)}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1)
+
+    @classmethod
+    def from_dict(cls, data: Any) -> ProfileTable:
+        """Inverse of :meth:`to_dict`.
+
+        Raises:
+            ProfileError: naming the field that is missing, unknown or of the wrong kind.
+        """
+        _mapping(data, "the profile")
+        if "format" not in data:
+            raise ProfileError("the profile lacks the key 'format'")
+        if data["format"] != TABLE_FORMAT:
+            raise ProfileError(f"format is {data['format']!r}; accepted: {TABLE_FORMAT}")
+        names = [f.name for f in fields(cls)]
+        _keys(data, "the profile", ["format", *names], required=["modules", "default"])
+        for name in ("device", "dtype", "date"):
+            if name in data and not isinstance(data[name], str):
+                raise ProfileError(f"{name} is {data[name]!r}; it must be a string")
+        for name in ("default", "versions"):
+            _mapping(data.get(name, {}), name)
+        modules = {}
+        for name, rows in _mapping(data["modules"], "modules").items():
+            where = f"modules.{name}"
+            modules[name] = tuple(
+                _measurement(row, f"{where}[{i}]") for i, row in enumerate(_list(rows, where))
+            )
+        for name, value in data["default"].items():
+            if type(value) is not int or value < 1:
+                raise ProfileError(f"default.{name} is {value!r}; it must be a whole number >= 1")
+        return cls(modules, **{n: data[n] for n in names if n != "modules" and n in data})
+
+    @classmethod
+    def from_json(cls, text: str) -> ProfileTable:
+        return cls.from_dict(profile_data(text))
+
+
+def _nothing(cost: LayerCost) -> LayerCost:
+    """What a layer costs without tokens: its parameters."""
+    return LayerCost(
+        0.0, 0.0, 0.0, parameter_bytes=cost.parameter_bytes,
+        replicated_bytes=cost.replicated_bytes,
+        options=tuple(LayerOption(name, 0.0, 0) for name, _, _ in cost.options),
+    )
+
+
+def _between(a: LayerCost, b: LayerCost, share: float) -> LayerCost:
+    """``a`` at 0, ``b`` at 1; never below zero."""
+    def between(start: float, end: float) -> float:
+        return max(0.0, start + (end - start) * share)
+
+    values: dict[str, Any] = {}
+    for name in NUMBERS:
+        value = between(getattr(a, name), getattr(b, name))
+        values[name] = round(value) if name in _INTEGER_FIELDS else value
+    ends = {one.name: one for one in b.options}
+    values["options"] = tuple(
+        LayerOption(
+            one.name, between(one.seconds, ends[one.name].seconds),
+            round(between(one.nbytes, ends[one.name].nbytes)),
+        )
+        for one in a.options if one.name in ends
+    )
+    return LayerCost(**values)
+
+
+def _measurement(data: Any, where: str) -> Measurement:
+    _keys(_mapping(data, where), where, [f.name for f in fields(Measurement)])
+    layers = tuple(
+        _layer(layer, f"{where}.layers[{i}]")
+        for i, layer in enumerate(_list(data["layers"], f"{where}.layers"))
+    )
+    try:
+        return Measurement(data["tokens"], data["samples"], layers)
+    except ProfileError as error:
+        raise ProfileError(f"{where}: {error}") from None
+
+
+def _layer(data: Any, where: str) -> LayerCost:
+    names = [f.name for f in fields(LayerCost)]
+    _keys(
+        _mapping(data, where), where, names,
+        required=[name for name in names if name not in _OPTIONAL_FIELDS],
+    )
+    for name in NUMBERS:
+        value = data.get(name, 0)
+        kinds = int if name in _INTEGER_FIELDS else int | float
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise ProfileError(f"{where}.{name} is {value!r}; it must be a number")
+    for number, one in enumerate(_list(data.get("options", []), f"{where}.options")):
+        if [type(value) for value in _list(one, f"{where}.options[{number}]")] not in (
+            [str, float, int], [str, int, int],
+        ):
+            raise ProfileError(
+                f"{where}.options[{number}] is {one!r}; it must be [name, seconds, bytes]"
+            )
+    try:
+        return LayerCost.from_dict(data)
+    except ProfileError as error:
+        raise ProfileError(f"{where}: {error}") from None
+
+
+def _keys(
+    data: Mapping[str, Any], where: str, known: Sequence[str], required: Sequence[str] = ()
+) -> None:
+    if unknown := sorted(set(data) - set(known)):
+        raise ProfileError(f"{where} has unknown keys {unknown}; accepted: {sorted(known)}")
+    for name in required or known:
+        if name not in data:
+            raise ProfileError(f"{where} lacks the key {name!r}")
+
+
+def _mapping(value: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ProfileError(f"{where} is a {type(value).__name__}; it must be an object")
+    return value
+
+
+def _list(value: Any, where: str) -> list[Any]:
+    if not isinstance(value, list | tuple):
+        raise ProfileError(f"{where} is a {type(value).__name__}; it must be a list")
+    return list(value)

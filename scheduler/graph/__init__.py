@@ -1,0 +1,1 @@
+"""Modules and nodes, who reads whom; reading plain data strictly."""

@@ -1,0 +1,1 @@
+"""Steps and microbatches in balance, by sizes or by measured costs."""

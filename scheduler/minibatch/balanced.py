@@ -1,0 +1,355 @@
+"""Mini-batches that are equally large in every modality, in all groups of every step.
+
+OmniBal's ISF draws groups until they happen to be full and drops what is left. Here the number
+of steps is fixed first and the samples are dealt out to exactly that many groups:
+
+1. The samples, sorted by size, are dealt at random to *pools* of some steps each, so that every
+   pool has the same distribution of sizes and, in every epoch, other samples.
+2. A pool's samples are levelled over its groups (:mod:`raymm.scheduler.minibatch.levelling`): equal
+   in every modality, in cost, and in how much comes from every data set. What fits no group goes
+   on to the next pool; the last one gets more steps if it must.
+3. All groups are sorted by size and cut into steps of groups that are nearly the same. Samples
+   of equal size are exchanged between steps so that each has its share of every data set, others
+   within a step for what is left of the difference.
+4. Steps, and the ranks within each, are shuffled.
+
+With measured costs (:mod:`raymm.scheduler.minibatch.measured_costs`) seconds of every module are
+levelled instead of units, which then only count for budgets; and where copies of a module differ
+in speed, the samples of every step are dealt anew over its groups in the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from raymm.scheduler.minibatch.budgets import least_groups, suggest_budgets
+from raymm.scheduler.minibatch.costs import CostModel, even_costs
+from raymm.scheduler.minibatch.levelling import exchange_steps, level, spread_sources
+from raymm.scheduler.minibatch.measured_costs import PARTS, MeasuredCosts
+from raymm.scheduler.minibatch.problem import (
+    MiniBatchError,
+    MiniBatchPlan,
+    SampleSizes,
+    checked,
+    checked_budgets,
+    generator,
+)
+from raymm.scheduler.minibatch.replica_shares import deal_to_copies
+from raymm.scheduler.minibatch.replicas import checked_serving, place
+
+# Groups that compete for a sample; more level better, and take longer.
+POOL_GROUPS = 128
+# Weights of cost and of data sets beside the modalities, each of which has 1.
+COST_WEIGHT = 0.3
+SOURCE_WEIGHT = 0.3
+# A step whose groups are above their mean by less, relative to the mean group, is left alone.
+TOLERANCE = 2e-4
+TRIES = 200
+# With many groups only so many are looked at for an exchange instead of the whole step, and half
+# as often: to plan fast counts for more, and steps are more alike to begin with.
+MANY_GROUPS = 20_000
+CANDIDATES = 4
+# Samples that find no group in a trial pool, relative to all of it, with which the last pool
+# is trusted to cope.
+SPILL = 0.002
+# Scale of units beside measured costs: they count for budgets, and for nearly nothing else.
+UNMEASURED = 1e-3
+# Size differences below this do not keep groups apart, so that steps mix several data sets.
+ALIKE = 0.01
+
+
+def plan_balanced(
+    sizes: SampleSizes,
+    ranks: int,
+    budgets: Sequence[int] | None = None,
+    *,
+    samples_per_group: float = 4.0,
+    model: CostModel | None = None,
+    measured: MeasuredCosts | None = None,
+    serving: Mapping[str, int] | None = None,
+    source_weight: float = SOURCE_WEIGHT,
+    alike: float | None = None,
+    seed: int = 0,
+    epoch: int = 0,
+) -> MiniBatchPlan:
+    """Plan an epoch in which every sample is taken exactly once.
+
+    Args:
+        sizes: of all samples.
+        ranks: data-parallel ranks.
+        budgets: units per modality that no group may exceed. Default: those of
+            :func:`raymm.scheduler.minibatch.budgets.suggest_budgets` for ``samples_per_group``.
+        samples_per_group: about how many samples a group should have, without budgets.
+        model: what samples cost; default: every modality costs the same over the whole data.
+        measured: what units cost, instead of ``model``. Where copies of a module are not equally
+            fast, group g of a step is for copy g mod n, and those of fast ones may be larger
+            than the others, but not than ``budgets`` that are given.
+        serving: replicas of the encoders of modalities. Where they are fewer than ``ranks`` each
+            serves as many neighbouring ranks, and their loads are balanced too; of more, several
+            share a rank's units (:func:`raymm.scheduler.minibatch.replicas.shares`).
+        source_weight: how much the groups' mix of data sets counts beside their sizes; 0 for
+            not at all.
+        alike: groups whose sizes differ by less than this, relative to the mean group, are
+            dealt to steps at random: 0 for the best balance; at 1 steps mix groups of all sizes.
+            Default: :data:`ALIKE` for several data sets, 0 for one, which has nothing to mix.
+        seed, epoch: the same numbers make the same plan on every machine; every epoch differs.
+
+    Returns:
+        A packed plan without samples left out. If there are fewer samples than groups (tiny
+        data whose samples need a group each) some groups are empty.
+
+    Raises:
+        MiniBatchError: fewer samples than ranks, a sample above a budget, options out of range.
+    """
+    checked(sizes, ranks)
+    if source_weight < 0:
+        raise MiniBatchError(f"source_weight must not be negative, got {source_weight}")
+    if alike is None:
+        alike = ALIKE if sizes.sources.any() else 0.0
+    if not 0 <= alike <= 1:
+        raise MiniBatchError(f"alike must be from 0 to 1, got {alike}")
+    checked_serving(serving or {}, sizes, ranks)
+    random = generator(seed, epoch)
+    given = budgets is not None
+    if budgets is None:
+        budgets = suggest_budgets(sizes, samples_per_group)
+    budgets = checked_budgets(sizes, budgets)
+    least = max(1, -(-least_groups(sizes, budgets) // ranks))
+    if measured is None:
+        levelled = sizes
+        features, limits = _features(sizes, budgets, model or even_costs(sizes), source_weight)
+    else:
+        levelled, weights = measured.in_units(sizes)
+        features, limits = _measured_features(sizes, budgets, levelled, weights, source_weight)
+    group_of, groups = _group(features, limits, len(sizes.names), ranks, least, random)
+
+    sums = [
+        np.bincount(group_of, column, groups).astype(np.int64) for column in levelled.values.T
+    ]
+    order = _similar_together(np.stack(sums, 1), levelled.totals, ranks, alike, random)
+    samples, offsets = _by_group(group_of, order)
+    _spread_sources(samples, offsets, ranks, sizes, random)
+    # All but sources.
+    columns = len(sizes.names) + (1 if measured is None else len(sizes.names))
+    exchange_steps(
+        np.ascontiguousarray(features[:, :columns]), samples, offsets, ranks, limits[:columns],
+        TOLERANCE,
+        TRIES if groups <= MANY_GROUPS else TRIES // 2,
+        ranks if groups <= MANY_GROUPS else CANDIDATES,
+    )
+    shuffled = random.permuted(np.arange(groups).reshape(-1, ranks), axis=1)
+    if serving:
+        shuffled = place(shuffled, samples, offsets, sizes, serving)
+    shuffled = shuffled[random.permutation(len(shuffled))].ravel()
+    samples, offsets = _reordered(samples, offsets, shuffled)
+    if measured is not None and measured.copies:
+        hard = np.array(budgets) if given else np.full(len(budgets), np.inf)
+        samples, offsets = deal_to_copies(samples, offsets, ranks, sizes, measured, hard)
+    return MiniBatchPlan(
+        method="balanced", ranks=ranks, samples=samples, offsets=offsets,
+        left_out=np.zeros(0, np.int64), packed=True, budgets=budgets, seed=seed, epoch=epoch,
+    )
+
+
+def _features(
+    sizes: SampleSizes, budgets: tuple[int, ...], model: CostModel, source_weight: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """(N, C) what is levelled, each column with its share of the total times the root of its
+    weight, and (C,) budgets in the same unit. First the modalities, then cost, then sources."""
+    modalities = len(sizes.names)
+    totals, weights = [float(total) for total in sizes.totals], [1.0] * modalities
+    cost = model.of_units(sizes.values).sum(1)
+    totals.append(float(cost.sum()))
+    weights.append(COST_WEIGHT)
+    counts = np.bincount(sizes.sources)
+    if len(counts) > 1 and source_weight:
+        totals += counts.tolist()
+        # A data set counts by its share: one that is rare cannot be in every group.
+        weights += list(source_weight * len(counts) * counts / len(sizes))
+    # The mean group is 1 if there are as many groups as the fullest modality needs.
+    fullest = max(total / budget for total, budget in zip(sizes.totals, budgets, strict=True))
+    means = np.array(totals) / max(fullest, 1.0)
+    scale = np.sqrt(weights) / np.where(means > 0, means, 1.0)
+    result = np.zeros((len(sizes), len(totals)))
+    np.multiply(sizes.values, scale[:modalities], out=result[:, :modalities])
+    result[:, modalities] = cost * scale[modalities]
+    if len(totals) > modalities + 1:
+        columns = modalities + 1 + sizes.sources
+        result[np.arange(len(sizes)), columns] = scale[columns]
+    limits = np.full(len(totals), np.inf)
+    # Sums of scaled numbers are not exact: half a unit more lets in nothing that is too much.
+    limits[:modalities] = (np.array(budgets) + 0.5) * scale[:modalities]
+    return result, limits
+
+
+def _measured_features(
+    sizes: SampleSizes, budgets: tuple[int, ...], levelled: SampleSizes, weights: np.ndarray,
+    source_weight: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    """As :func:`_features`: first costs, then units for their budgets alone, then sources."""
+    modalities = len(sizes.names)
+    costs, _ = _features(levelled, tuple(b * PARTS for b in budgets), even_costs(levelled),
+                         source_weight)  # fmt: skip
+    units, limits = _features(sizes, budgets, even_costs(sizes), 0.0)
+    result = np.concatenate(
+        [
+            costs[:, :modalities] * np.sqrt(weights),
+            units[:, :modalities] * UNMEASURED,
+            costs[:, modalities + 1 :],
+        ],
+        axis=1,
+    )
+    free = np.full(costs.shape[1] - modalities - 1, np.inf)
+    return result, np.concatenate(
+        [np.full(modalities, np.inf), limits[:modalities] * UNMEASURED, free]
+    )
+
+
+def _group(
+    features: np.ndarray, limits: np.ndarray, modalities: int, ranks: int, least: int,
+    random: np.random.Generator,
+) -> tuple[np.ndarray, int]:
+    """(N,) group of every sample, and how many groups."""
+    n = len(features)
+    size = features[:, :modalities].sum(1)
+    order = random.permutation(n)
+    order = order[np.argsort(-size[order], kind="stable")]
+    group_of = np.empty(n, np.int64)
+    steps = _enough_steps(features, limits, order, ranks, least, group_of, random)
+
+    pools, pool_steps = _pools(steps, ranks)
+    of_pool = np.minimum(_dealt(n, steps, random) // pool_steps, pools - 1)
+    by_pool = np.argsort(of_pool.astype(np.uint16 if pools <= 1 << 16 else np.int64),
+                         kind="stable")
+    stops = np.cumsum(np.bincount(of_pool, minlength=pools))
+    carried, first = np.zeros(0, np.int64), 0
+    for pool in range(pools):
+        mine = order[by_pool[stops[pool - 1] if pool else 0 : stops[pool]]]
+        if len(carried):
+            mine = np.concatenate([carried, mine])
+            mine = mine[np.argsort(-size[mine], kind="stable")]
+        count = pool_steps if pool < pools - 1 else steps - pool_steps * (pools - 1)
+        spilled = level(features, mine, limits, count * ranks, group_of)
+        while pool == pools - 1 and spilled:
+            count += max(1, spilled * count // (2 * len(mine)))
+            spilled = level(features, mine, limits, count * ranks, group_of)
+        found = group_of[mine] >= 0
+        _fill_empty(group_of, mine[found], count * ranks)
+        group_of[mine[found]] += first
+        first += count * ranks
+        carried = mine[~found]
+    return group_of, first
+
+
+def _pools(steps: int, ranks: int) -> tuple[int, int]:
+    """How many pools, and steps in each; the last one has the rest as well."""
+    pool_steps = max(1, POOL_GROUPS // ranks)
+    return max(1, steps // pool_steps), pool_steps
+
+
+def _dealt(n: int, slots: int, random: np.random.Generator) -> np.ndarray:
+    """(n,) a slot for every place, such that every run of ``slots`` places from a multiple of it
+    has every slot once."""
+    rounds = -(-n // slots)
+    dealt = np.broadcast_to(np.arange(slots), (rounds, slots))
+    return random.permuted(dealt, axis=1).ravel()[:n]
+
+
+def _enough_steps(
+    features: np.ndarray, limits: np.ndarray, order: np.ndarray, ranks: int, least: int,
+    group_of: np.ndarray, random: np.random.Generator,
+) -> int:
+    """Steps with which nearly all samples of a trial pool find a group."""
+    steps, n = least, len(order)
+    while steps * ranks < n:
+        pools, pool_steps = _pools(steps, ranks)
+        if pools == 1:
+            return steps  # the only pool looks for itself
+        trial = order[_dealt(n, steps, random) < pool_steps]
+        spilled = level(features, trial, limits, pool_steps * ranks, group_of)
+        if spilled <= SPILL * len(trial):
+            return steps
+        steps += max(1, spilled * steps // (2 * len(trial)))
+    return steps
+
+
+def _fill_empty(group_of: np.ndarray, samples: np.ndarray, groups: int) -> None:
+    """Give every empty group a sample of a group that has several, as far as there are."""
+    counts = np.bincount(group_of[samples], minlength=groups)
+    for empty in np.flatnonzero(counts == 0):
+        giver = int(counts.argmax())
+        if counts[giver] < 2:
+            return
+        group_of[samples[np.flatnonzero(group_of[samples] == giver)[-1]]] = empty
+        counts[giver] -= 1
+        counts[empty] += 1
+
+
+def _similar_together(
+    sums: np.ndarray, totals: Sequence[int], ranks: int, alike: float,
+    random: np.random.Generator,
+) -> np.ndarray:
+    """(groups,) an order in which neighbours are similar in every modality.
+
+    Sorted by the modality with the fewest units first. One with more different values than
+    there are steps to tell them apart is cut into classes, so that the next one counts as well.
+    Within a class groups are sorted by the last one, to within ``alike`` of the mean group.
+    """
+    groups = len(sums)
+    columns = sorted(range(sums.shape[1]), key=lambda column: totals[column])
+    classes = max(1, round((groups // ranks) ** (1 / len(columns))))
+    keys = []
+    for column in columns[:-1]:
+        values, ranked = np.unique(sums[:, column], return_inverse=True)
+        if len(values) > 4 * classes:
+            place_of = np.empty(groups, np.int64)
+            place_of[np.argsort(sums[:, column], kind="stable")] = np.arange(groups)
+            ranked = place_of * classes // groups
+        keys.append(ranked)
+    last = sums[:, columns[-1]]
+    width = max(alike * totals[columns[-1]] / groups, 1.0)
+    keys.append(np.floor(last / width + random.random()) if width > 1 else last)
+    return np.lexsort([random.random(groups), *keys[::-1]])
+
+
+def _by_group(group_of: np.ndarray, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Samples group after group, groups in the given order, and where groups begin."""
+    place_of = np.empty(len(order), np.int64)
+    place_of[order] = np.arange(len(order))
+    of_sample = place_of[group_of]
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(of_sample, minlength=len(order)))])
+    return np.argsort(of_sample, kind="stable"), offsets
+
+
+def _spread_sources(
+    samples: np.ndarray, offsets: np.ndarray, ranks: int, sizes: SampleSizes,
+    random: np.random.Generator,
+) -> None:
+    """Exchange samples of equal sizes between steps, in place, for equal mixes of data sets."""
+    if not sizes.sources.any():
+        return
+    key = np.zeros(len(sizes), np.int64)
+    for column in sizes.values.T:
+        key = key * (int(column.max()) + 1) + column
+        # Numbered anew where needed, so that keys stay small however many modalities there are.
+        if int(key.max()) >= 1 << 31:
+            key = np.unique(key, return_inverse=True)[1]
+    step_of = np.repeat(np.arange(len(offsets) - 1) // ranks, np.diff(offsets))
+    places = random.permutation(len(samples))
+    places = places[np.argsort(key[samples[places]], kind="stable")]
+    cells = np.flatnonzero(np.diff(key[samples[places]], prepend=-1, append=-1))
+    spread_sources(
+        samples, step_of, places, cells, sizes.sources, int(sizes.sources.max()) + 1
+    )
+
+
+def _reordered(
+    samples: np.ndarray, offsets: np.ndarray, order: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Samples and offsets with the groups in another order."""
+    counts = np.diff(offsets)[order]
+    stops = np.cumsum(counts)
+    starts = np.repeat(offsets[:-1][order] - (stops - counts), counts)
+    return samples[starts + np.arange(len(samples))], np.concatenate([[0], stops])

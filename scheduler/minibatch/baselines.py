@@ -1,0 +1,94 @@
+"""What balanced mini-batches are compared with: samples of fixed number per group, padded."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from raymm.scheduler.minibatch.problem import (
+    MiniBatchError,
+    MiniBatchPlan,
+    SampleSizes,
+    checked,
+    generator,
+)
+
+# Of transformers' LengthGroupedSampler: samples sorted together, in batches of all ranks.
+MEGABATCHES = 50
+
+
+def plan_random(
+    sizes: SampleSizes, ranks: int, batch: int = 4, *,
+    sharded: bool = False, seed: int = 0, epoch: int = 0,
+) -> MiniBatchPlan:
+    """A random permutation, cut into groups of ``batch`` samples; the last step is dropped
+    unless it is whole, as ``drop_last`` of samplers does.
+
+    Args:
+        sizes, ranks: as everywhere.
+        batch: samples per group.
+        sharded: every rank shuffles a contiguous part of the data of its own, as Megatron-LM's
+            ``MegatronPretrainingRandomSampler`` does.
+        seed, epoch: as everywhere.
+
+    Raises:
+        MiniBatchError: fewer samples than one step needs, or a batch below 1.
+    """
+    random = generator(seed, epoch)
+    if sharded:
+        bucket = len(sizes) // max(ranks * batch, 1) * batch
+        shards = np.arange(bucket * ranks).reshape(ranks, -1, max(batch, 1))
+        shards = np.stack([random.permutation(s.ravel()).reshape(s.shape) for s in shards], 1)
+        order = np.concatenate([shards.ravel(), np.arange(bucket * ranks, len(sizes))])
+    else:
+        order = random.permutation(len(sizes))
+    return _fixed("random", order, sizes, ranks, batch, seed, epoch)
+
+
+def plan_length_grouped(
+    sizes: SampleSizes, ranks: int, batch: int = 4, *,
+    modality: str | None = None, seed: int = 0, epoch: int = 0,
+) -> MiniBatchPlan:
+    """Samples of similar length together, as transformers' ``LengthGroupedSampler``: a random
+    permutation, sorted within megabatches of 50 steps (fewer if there are not 4 of them), the
+    longest sample of all in the first step.
+
+    Args:
+        sizes, ranks: as everywhere.
+        batch: samples per group.
+        modality: whose length. Default: the last one.
+        seed, epoch: as everywhere.
+
+    Raises:
+        MiniBatchError: fewer samples than one step needs, a batch below 1, unknown modality.
+    """
+    length = sizes.values[:, sizes.column(modality or sizes.names[-1])]
+    step = max(ranks, 1) * max(batch, 1)
+    order = generator(seed, epoch).permutation(len(sizes))
+    mega = step * max(1, min(len(sizes) // (step * 4), MEGABATCHES))
+    parts = [order[at : at + mega] for at in range(0, len(order), mega)]
+    parts = [part[np.argsort(-length[part], kind="stable")] for part in parts]
+    if parts:
+        longest = max(range(len(parts)), key=lambda i: length[parts[i][0]])
+        parts[0][0], parts[longest][0] = parts[longest][0], parts[0][0]
+        order = np.concatenate(parts)
+    return _fixed("length_grouped", order, sizes, ranks, batch, seed, epoch)
+
+
+def _fixed(
+    method: str, order: np.ndarray, sizes: SampleSizes, ranks: int, batch: int, seed: int,
+    epoch: int,
+) -> MiniBatchPlan:
+    checked(sizes, ranks)
+    if batch < 1:
+        raise MiniBatchError(f"batch must be at least 1, got {batch}")
+    steps = len(order) // (ranks * batch)
+    if not steps:
+        raise MiniBatchError(
+            f"{len(order)} samples are fewer than {ranks} ranks with {batch} each"
+        )
+    planned = steps * ranks * batch
+    return MiniBatchPlan(
+        method=method, ranks=ranks, samples=order[:planned],
+        offsets=np.arange(0, planned + 1, batch), left_out=np.sort(order[planned:]),
+        packed=False, budgets=None, seed=seed, epoch=epoch,
+    )

@@ -1,0 +1,121 @@
+"""Budgets of a group per modality, and how many groups they need at least."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+
+from raymm.scheduler.minibatch.levelling import level
+from raymm.scheduler.minibatch.problem import MiniBatchError, SampleSizes, checked_budgets
+
+# Room above the mean group in the modalities that are not counted in a few large units.
+SLACK = Fraction(104, 100)
+# A budget of more units than this is not searched for: its groups differ by a percent or two.
+COARSE = 64
+# How far from the wanted one the search looks, relative to it; on how many samples; and how
+# many groups more than the bound, relative to it, end a trial.
+REACH = (0.9, 1.15)
+TRIAL_SAMPLES = 1024
+TRIAL_EVERY = 32
+TRIAL_EXCESS = 0.15
+
+
+def least_groups(sizes: SampleSizes, budgets: Sequence[int]) -> int:
+    """No partition within the budgets has fewer groups.
+
+    Per modality the larger of volume over budget and, for every threshold t up to half the
+    budget, Martello and Toth's bound (L2, 1990): samples above ``budget - t`` share with none of
+    at least t, those above half the budget not with each other.
+
+    Raises:
+        MiniBatchError: see :func:`raymm.scheduler.minibatch.problem.checked_budgets`.
+    """
+    budgets = checked_budgets(sizes, budgets)
+    return max(
+        [_martello_toth(sizes.values[:, column], budget) for column, budget in enumerate(budgets)]
+    )
+
+
+def _martello_toth(values: np.ndarray, budget: int) -> int:
+    values = np.sort(values)
+    before = np.concatenate([[0], np.cumsum(values)])
+    thresholds = np.unique(np.concatenate([[0], values[2 * values <= budget]]))
+    above = np.searchsorted(values, budget - thresholds, side="right")
+    half = np.searchsorted(values, budget // 2, side="right")
+    start = np.searchsorted(values, thresholds, side="left")
+    # Of samples in (budget / 2, budget - t] each has its own group, with room for smaller ones.
+    between = np.maximum(above - half, 0)
+    room = between * budget - np.maximum(before[above] - before[half], 0)
+    small = np.maximum(before[np.minimum(half, above)] - before[start], 0)
+    more = -(-np.maximum(small - room, 0) // budget)
+    return int((len(values) - above + between + more).max())
+
+
+def suggest_budgets(sizes: SampleSizes, samples_per_group: float = 4.0) -> tuple[int, ...]:
+    """Budgets for groups of about so many samples that all modalities fill up together.
+
+    As OmniBal §5.1, one modality is given and the others follow from the ratios of the totals.
+    Given is the one with the fewest units per group, and of the budgets near the wanted one that
+    which samples fill best: images of 5 tiles fill 10 or 15, but not 12. The others get
+    :data:`SLACK`, without which hardly any group would fill up in all.
+
+    Raises:
+        MiniBatchError: fewer than one sample per group, or no sample.
+    """
+    if not samples_per_group >= 1 or not len(sizes):
+        raise MiniBatchError(
+            f"samples_per_group must be at least 1 and samples present, got {samples_per_group} "
+            f"and {len(sizes)} samples"
+        )
+    used = [column for column, total in enumerate(sizes.totals) if total]
+    if not used:
+        return (1,) * len(sizes.names)
+    given = min(used, key=lambda column: sizes.totals[column])
+    wanted = sizes.totals[given] * samples_per_group / len(sizes)
+    if wanted > COARSE:
+        return _budgets(sizes, given, math.ceil(wanted))
+    # Every so many-th of many samples in order of size stands for all of them.
+    many = np.random.default_rng(0).integers(0, len(sizes), TRIAL_EVERY * TRIAL_SAMPLES)
+    drawn = sizes.values[many] if len(sizes) > len(many) else sizes.values
+    places = np.linspace(0, len(drawn) - 1, TRIAL_SAMPLES).astype(int)
+    trial = drawn[np.lexsort(drawn.T)[places]]
+    if not trial[:, given].any():
+        return _budgets(sizes, given, math.ceil(wanted))
+    low, high = (max(1, math.ceil(reach * wanted)) for reach in REACH)
+    candidates = {_budgets(sizes, given, units) for units in range(low, high + 1)}
+    return min(
+        candidates,
+        key=lambda budgets: (
+            # In steps of 2%: what fills a little better is not worth going further.
+            50 * _groups_needed(trial, budgets) * budgets[given] // trial[:, given].sum(),
+            abs(budgets[given] - wanted), budgets,
+        ),
+    )
+
+
+def _budgets(sizes: SampleSizes, given: int, units: int) -> tuple[int, ...]:
+    """The budgets that go with so many units of one modality, at least the largest sample."""
+    largest = sizes.values.max(0)
+    units = max(units, int(largest[given]))
+    result = []
+    for column, total in enumerate(sizes.totals):
+        share = Fraction(total, sizes.totals[given]) * units
+        wanted = units if column == given else math.ceil(share * SLACK)
+        result.append(max(1, wanted, int(largest[column])))
+    return tuple(result)
+
+
+def _groups_needed(values: np.ndarray, budgets: tuple[int, ...]) -> int:
+    """In how many groups levelling fits the samples; if too many, a number that is too large."""
+    limits = np.array(budgets, np.float64)
+    scaled = values / limits
+    order = np.argsort(-scaled.sum(1), kind="stable")
+    least = max(1, math.ceil(scaled.sum(0).max()))
+    most = math.ceil(least * (1 + TRIAL_EXCESS))
+    groups, group_of = least, np.empty(len(values), np.int64)
+    while groups < most and level(scaled, order, 1.0 + 0.5 / limits, groups, group_of):
+        groups += max(1, least // 100)
+    return groups

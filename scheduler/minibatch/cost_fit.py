@@ -1,0 +1,163 @@
+"""Learning what modules cost from measured steps, with the older ones forgotten little by little.
+
+Per module seconds are fitted as ``fixed + linear * units + square * squares`` with coefficients
+that are not negative, and per copy of a module a factor where some take longer than others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from scipy.optimize import nnls
+
+from raymm.scheduler.minibatch.measured_costs import MeasuredCosts, ModuleCost
+
+# Microbatches of a module that must be known before its costs are said.
+LEAST_MICROBATCHES = 8
+# What speaks for plain units where microbatches are too much alike to tell coefficients apart:
+# relative to what is known of a coefficient, of the fixed part and of the squares.
+PREFERENCE = 1e-4
+# A microbatch that took this many times what was expected counts as so many times: a process
+# that stood still for a moment says nothing of costs, while what is slower for good soon shows.
+SURPRISE = 3.0
+# Rounds of coefficients for given factors of copies, and factors for given coefficients.
+ROUNDS = 20
+
+
+class CostFit:
+    """Costs of the modules of a run, step after step.
+
+    Args:
+        names: the modalities, as of :func:`raymm.scheduler.minibatch.measured_costs.group_units`.
+        copies: copies of modules, by modality; one where not given.
+        half_life: steps after which what was measured counts half.
+    """
+
+    def __init__(
+        self, names: Sequence[str], copies: Mapping[str, int] | None = None,
+        half_life: float = 50.0,
+    ) -> None:  # fmt: skip
+        self.names = tuple(names)
+        self._modules = {
+            name: _ModuleFit((copies or {}).get(name, 1), 0.5 ** (1.0 / half_life))
+            for name in names
+        }
+
+    def observe(
+        self, units: np.ndarray, squares: np.ndarray, seconds: np.ndarray
+    ) -> float | None:
+        """Add a step.
+
+        Args:
+            units, squares: (n, M) of its microbatches.
+            seconds: (n, M), what every module took for each on all its stages.
+
+        Returns:
+            How far off what was known before predicts the step: the sum of the errors of all
+            microbatches and modules over the sum of seconds. None if too little was known.
+        """
+        off, total = 0.0, 0.0
+        known = True
+        for column, name in enumerate(self.names):
+            there = np.flatnonzero((units[:, column] > 0) & (seconds[:, column] > 0))
+            fit = self._modules[name]
+            expected = fit.observe(
+                units[there, column], squares[there, column], seconds[there, column], there
+            )
+            if expected is None:
+                known = known and not len(there)
+                continue
+            off += float(np.abs(expected - seconds[there, column]).sum())
+            total += float(seconds[there, column].sum())
+        return off / total if known and total > 0 else None
+
+    def costs(self) -> MeasuredCosts | None:
+        """What is known by now; None if that is nothing."""
+        known = {name: fit for name, fit in self._modules.items() if fit.known}
+        if not known:
+            return None
+        return MeasuredCosts(
+            {name: fit.cost for name, fit in known.items()},
+            {name: fit.factors for name, fit in known.items() if len(fit.factors) > 1},
+        )
+
+
+class _ModuleFit:
+    """Least squares of one module, kept as sums: over copies ``k``, of products of a
+    microbatch's (1, units, squares) with each other and with its seconds."""
+
+    def __init__(self, copies: int, keep: float) -> None:
+        self._keep = keep
+        self._products = np.zeros((copies, 3, 3))
+        self._moments = np.zeros((copies, 3))
+        self._count = np.zeros(copies)
+        self._seen = 0
+        self.cost = ModuleCost()
+        self.factors = (1.0,) * copies
+
+    @property
+    def known(self) -> bool:
+        return self._seen >= LEAST_MICROBATCHES
+
+    def observe(
+        self, units: np.ndarray, squares: np.ndarray, seconds: np.ndarray, slots: np.ndarray
+    ) -> np.ndarray | None:
+        """Add microbatches; returns what was expected of them, None if nothing was."""
+        copies = slots % len(self.factors)
+        rows = np.stack([np.ones(len(units)), units, squares], 1)
+        expected = None
+        if self.known:
+            expected = rows @ np.array(self.cost) * np.array(self.factors)[copies]
+            seconds = np.where(
+                expected > 0, np.minimum(seconds, SURPRISE * expected), seconds
+            )
+        self._products *= self._keep
+        self._moments *= self._keep
+        self._count *= self._keep
+        np.add.at(self._products, copies, rows[:, :, None] * rows[:, None, :])
+        np.add.at(self._moments, copies, rows * seconds[:, None])
+        np.add.at(self._count, copies, 1.0)
+        self._seen += len(units)
+        if self.known:
+            self._solve()
+        return expected
+
+    def _solve(self) -> None:
+        factors = np.array(self.factors)
+        seen = self._count > 0
+        coefficients = np.zeros(3)
+        for _ in range(ROUNDS if len(factors) > 1 else 1):
+            coefficients = non_negative(
+                np.einsum("k,kij->ij", factors**2, self._products), factors @ self._moments
+            )
+            explained = np.einsum("i,kij,j->k", coefficients, self._products, coefficients)
+            usable = seen & (explained > 0)
+            wanted = np.where(
+                usable, self._moments @ coefficients / np.where(usable, explained, 1.0), factors
+            )
+            wanted = np.maximum(wanted, 1e-3)
+            before, factors = factors, wanted / wanted.mean()
+            if np.abs(factors - before).max() < 1e-6:
+                break
+        self.cost = ModuleCost(*coefficients.tolist())
+        self.factors = tuple(factors.tolist())
+
+
+def non_negative(products: np.ndarray, moments: np.ndarray) -> np.ndarray:
+    """(3,) coefficients, none negative, of the least squares with these sums.
+
+    Minimises ``x @ products @ x - 2 * moments @ x`` and, by :data:`PREFERENCE`, the square of
+    the first and the last coefficient.
+
+    Args:
+        products: (3, 3), sums of products of (1, units, squares).
+        moments: (3,), sums of their products with seconds.
+    """
+    diagonal = np.diag(products)
+    scale = np.where(diagonal > 0, np.sqrt(np.maximum(diagonal, 1e-300)), 1.0)
+    matrix = products / np.outer(scale, scale)
+    matrix += np.diag(np.array([PREFERENCE, 1e-9, PREFERENCE]))
+    lower = np.linalg.cholesky(matrix)
+    found, _ = nnls(lower.T, np.linalg.solve(lower, moments / scale))
+    return found / scale

@@ -1,0 +1,67 @@
+"""What a sample costs: linear in its units, and quadratic where its units attend to each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from raymm.scheduler.minibatch.problem import MiniBatchError, SampleSizes
+
+
+@dataclass(frozen=True)
+class UnitCost:
+    """Cost of x units of one sample: ``linear * x + quadratic * x**2``, in any one unit.
+
+    Packed samples do not attend to each other, so a group costs what its samples cost.
+    """
+
+    linear: float = 1.0
+    quadratic: float = 0.0
+
+
+def transformer_cost(
+    parameters: float, layers: int, hidden: int, *,
+    tokens_per_unit: int = 1, causal: bool = False, units_attend: bool = True,
+) -> UnitCost:
+    """FLOPs of a transformer's forward pass (Megatron-LM's count: 2 per parameter and token, and
+    ``4 * layers * hidden`` per pair of tokens, half of it under a causal mask).
+
+    Args:
+        parameters: of all layers.
+        layers, hidden: how many, and how wide.
+        tokens_per_unit: e.g. 1025 for a 448-pixel tile in patches of 14.
+        causal: whether tokens see only those before.
+        units_attend: False if attention stays within a unit, as within an image tile.
+    """
+    linear = 2.0 * parameters * tokens_per_unit
+    pairs = 4.0 * layers * hidden * tokens_per_unit**2 * (0.5 if causal else 1.0)
+    return UnitCost(linear, pairs) if units_attend else UnitCost(linear + pairs, 0.0)
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Cost of every modality's module, in one unit, so that they can be added.
+
+    Attributes:
+        modalities: a cost per modality, in the order of the sizes.
+    """
+
+    modalities: tuple[UnitCost, ...]
+
+    def of_units(self, values: np.ndarray) -> np.ndarray:
+        """(..., M) units to (..., M) float64 cost, each row as one sample."""
+        if values.shape[-1] != len(self.modalities):
+            raise MiniBatchError(
+                f"the cost model has {len(self.modalities)} modalities, the sizes have "
+                f"{values.shape[-1]}"
+            )
+        x = values.astype(np.float64)
+        linear = np.array([cost.linear for cost in self.modalities])
+        quadratic = np.array([cost.quadratic for cost in self.modalities])
+        return x * (linear + x * quadratic)
+
+
+def even_costs(sizes: SampleSizes) -> CostModel:
+    """All modalities cost the same over the whole data: for when nothing else is known."""
+    return CostModel(tuple(UnitCost(1.0 / total if total else 0.0) for total in sizes.totals))

@@ -1,0 +1,1 @@
+"""Searches for a mapping."""

@@ -1,0 +1,150 @@
+"""Iterated local search over stages, where an exact search would take too long."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+from raymm.scheduler.multiplex.problem import MappingProblem, bits
+from raymm.scheduler.multiplex.solver.sequences import in_order_within, total_seconds
+from raymm.scheduler.multiplex.solver.stage_evaluation import ROUNDING, StageEvaluator
+
+# Changes of one kick out of a local optimum.
+KICKS = (2, 3, 4)
+
+
+def improve(
+    evaluator: StageEvaluator, stages: Sequence[int], within: int, kicks: int, seed: int,
+    better: Callable[[list[int]], None] | None = None, floor: float = 0.0,
+    searches: int | None = None,
+) -> list[int]:
+    """Stages of the modules ``within`` that take less time, as far as found.
+
+    Steps: move a module to another stage or one of its own, swap two modules, merge two stages;
+    of all steps the one that may save most by the bounds of the new stages is tried first. Where
+    no step saves anything, a few random ones are made and the descent begins again.
+
+    Args:
+        evaluator: of stages.
+        stages: where to begin, sets of modules in order.
+        within: the modules.
+        kicks: how often to begin again.
+        seed: of the random steps.
+        better: called with every improvement.
+        floor: stop when the seconds are as few as this.
+        searches: begin no more after so many searches within stages.
+    """
+    rng = random.Random(seed)
+    last = None if searches is None else evaluator.searches + searches
+    best = _descend(evaluator, list(stages), within, better, None)
+    best_seconds = total_seconds(evaluator, best)
+    for _ in range(kicks):
+        if best_seconds <= floor * (1 + ROUNDING) or within.bit_count() < 2:
+            break
+        if last is not None and evaluator.searches > last:
+            break
+        started = _kicked(evaluator.problem, best, within, rng)
+        found = _descend(evaluator, started, within, better, best_seconds)
+        seconds = total_seconds(evaluator, found)
+        if seconds < best_seconds * (1 - ROUNDING):
+            best, best_seconds = found, seconds
+    return best
+
+
+def _descend(
+    evaluator: StageEvaluator, stages: list[int], within: int,
+    better: Callable[[list[int]], None] | None, below: float | None,
+) -> list[int]:
+    """Improve while a step does; ``better`` hears of what takes less than ``below``."""
+    if below is None and better is not None:
+        better(stages)
+    while True:
+        found = _best_step(evaluator, stages, within)
+        if found is None:
+            return stages
+        stages = found
+        if better is not None:
+            seconds = total_seconds(evaluator, stages)
+            if below is None or seconds < below:
+                better(stages)
+                below = seconds
+
+
+def _best_step(evaluator: StageEvaluator, stages: list[int], within: int) -> list[int] | None:
+    seconds = {stage: evaluator.result(stage).seconds for stage in stages}
+    hopeful = []
+    for gone, new in steps(evaluator.problem, stages):
+        now = sum(seconds[stage] for stage in gone)
+        least = sum(evaluator.known_bound(stage) for stage in new)
+        if least < now * (1 - ROUNDING):
+            hopeful.append((least - now, gone, new))
+    hopeful.sort()
+    for _, gone, new in hopeful:
+        now = sum(seconds[stage] for stage in gone)
+        left = [stage for stage in stages if stage not in gone]
+        ordered = in_order_within(evaluator.problem, [*left, *new], within)
+        if ordered and _below(evaluator, new, now * (1 - ROUNDING)):
+            return ordered
+    return None
+
+
+def _below(evaluator: StageEvaluator, stages: Sequence[int], seconds: float) -> bool:
+    """Whether stages are found to take less than so many seconds in all.
+
+    Most are not, so first one search per stage asks only that.
+    """
+    for solve in (False, True):
+        least = [evaluator.known_bound(stage) for stage in stages]
+        for i, stage in enumerate(stages):
+            below = seconds - sum(least[:i]) - sum(least[i + 1 :])
+            found = evaluator.result(stage) if solve else evaluator.probe(stage, below)
+            if not found.seconds < below:
+                return False
+            least[i] = found.seconds if solve else found.bound
+    return True
+
+
+def steps(
+    problem: MappingProblem, stages: Sequence[int]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(stages that go, stages that come) of every step after which no stage has dependent
+    modules; whether an order is left is not checked."""
+    conflicts = {stage: 0 for stage in stages}
+    for stage in stages:
+        for m in bits(stage):
+            conflicts[stage] |= problem.related[m]
+    for stage in stages:
+        for m in bits(stage):
+            one = 1 << m
+            rest = stage ^ one
+            if rest:
+                yield (stage,), (rest, one)
+            for other in stages:
+                if other == stage:
+                    continue
+                if not conflicts[other] & one:
+                    yield (stage, other), (rest, other | one) if rest else (other | one,)
+                if other < stage:
+                    continue
+                for n in bits(other):
+                    if problem.related[m] & other & ~(1 << n):
+                        break
+                    if not problem.related[n] & rest:
+                        yield (stage, other), (rest | 1 << n, other ^ 1 << n | one)
+    for i, stage in enumerate(stages):
+        for other in stages[i + 1 :]:
+            if not conflicts[stage] & other and stage.bit_count() > 1 < other.bit_count():
+                yield (stage, other), (stage | other,)
+
+
+def _kicked(
+    problem: MappingProblem, stages: list[int], within: int, rng: random.Random
+) -> list[int]:
+    for _ in range(rng.choice(KICKS)):
+        for gone, new in rng.sample(found := list(steps(problem, stages)), min(10, len(found))):
+            left = [stage for stage in stages if stage not in gone]
+            ordered = in_order_within(problem, [*left, *new], within)
+            if ordered:
+                stages = ordered
+                break
+    return stages

@@ -1,0 +1,243 @@
+"""Mappings that fit in memory over a whole iteration, by branch and bound over degrees.
+
+The searches know of memory within a stage. A mapping of theirs is a lower bound of all that also
+fit over the iteration, and often fits itself once the stages' GPUs are renumbered
+(:func:`raymm.scheduler.multiplex.iteration_memory.balanced`). If not, some module must take fewer
+bytes of the pool, which with data parallelism means another degree: one branch per module, in which
+only degrees with less than the mapping's bytes are allowed, is solved again.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+import numpy as np
+
+from raymm.scheduler.graph.strict_json import MultiplexError
+from raymm.scheduler.multiplex.iteration_memory import (
+    balanced,
+    fits_iteration,
+    iteration_memory,
+    stage_memory,
+)
+from raymm.scheduler.multiplex.mapping import Mapping
+from raymm.scheduler.multiplex.problem import MappingProblem
+
+Allowed = tuple[tuple[int, ...], ...]
+# Mappings on the way down to the first that fits.
+DIVE = 30
+UNFIT = "; does not fit in memory over an iteration"
+
+
+def fitted(
+    problem: MappingProblem, mapping: Mapping, solve: Callable[[MappingProblem], Mapping],
+    most: int, stop: Callable[[], bool],
+) -> Mapping:
+    """The best mapping found that fits over the iteration, with a bound of all that do.
+
+    Args:
+        problem: its ``memory_over`` is ``"iteration"``.
+        mapping: its best without that.
+        solve: of the same problem with fewer degrees allowed, memory within stages only.
+        most: mappings to solve for beside the given one and those of the first dive.
+        stop: asked between them; the best so far is returned when it says True.
+
+    Returns:
+        ``mapping`` itself, with a remark in ``method``, if nothing fits as far as was found.
+    """
+    search = _Branches(problem, solve)
+    mapping = balanced(problem, mapping)
+    if fits_iteration(problem, mapping):
+        return mapping
+    search.dive(mapping, stop)
+    open_: list[tuple[float, int, Allowed | None, Mapping]] = [(mapping.bound, 0, None, mapping)]
+    unresolved, count, solved = np.inf, 0, 0
+    while open_ and solved < most and not stop():
+        bound, _, allowed, found = heapq.heappop(open_)
+        if search.best is not None and bound >= search.best.seconds:
+            continue
+        spent = search.footprint(found)
+        if int(spent.sum()) <= problem.gpus * problem.memory_bytes:
+            # It would fit if GPUs were one: other mappings of the same degrees may.
+            unresolved = min(unresolved, bound)
+        for m in range(len(problem.names)):
+            # Branches before this one have less for an earlier module; leave them that.
+            branch = search.less(allowed, m, int(spent[m]))
+            for other in range(m):
+                branch = search.at_least(branch, other, int(spent[other]))
+            if branch is None or solved >= most or stop():
+                unresolved = unresolved if branch is None else min(unresolved, bound)
+                continue
+            made = search.solved(branch)
+            if made is None:
+                continue
+            solved += 1
+            least = max(bound, made.bound)
+            if not search.offer(made) and (
+                search.best is None or least < search.best.seconds
+            ):
+                count += 1
+                heapq.heappush(open_, (least, count, branch, made))
+            elif search.best is made or fits_iteration(problem, made):
+                unresolved = min(unresolved, least)
+    lower = min([unresolved, *(one[0] for one in open_)])
+    if search.best is None:
+        return replace(mapping, method=mapping.method + UNFIT)
+    lower = min(max(lower, mapping.bound), search.best.seconds)
+    return replace(
+        search.best, bound=lower, method=mapping.method + ", memory over an iteration"
+    )
+
+
+class _Branches:
+    """Restrictions of degrees, and the best mapping that fits."""
+
+    def __init__(
+        self, problem: MappingProblem, solve: Callable[[MappingProblem], Mapping]
+    ) -> None:
+        self.problem, self.solve = problem, solve
+        self.best: Mapping | None = None
+        degrees = np.array(problem.degrees)
+        runs = np.isfinite(problem.seconds).any(2)
+        # (M, J) bytes of the pool.
+        self.bytes = np.where(runs, problem.memory * degrees, -1)
+        self.least = np.where(runs, problem.seconds.min(2), np.inf)
+
+    def footprint(self, mapping: Mapping) -> np.ndarray:
+        """(M,) bytes of the pool that each module takes."""
+        result = np.zeros(len(self.problem.names), np.int64)
+        for stage in mapping.stages:
+            for one in stage.placements:
+                m = self.problem.names.index(one.module)
+                result[m] = self.bytes[m, len(one.gpus).bit_length() - 1]
+        return result
+
+    def all(self) -> Allowed:
+        """What the problem itself allows."""
+        return tuple(
+            tuple(d for j, d in enumerate(self.problem.degrees) if row[j] >= 0)
+            for row in self.bytes
+        )
+
+    def _only(
+        self, allowed: Allowed | None, m: int, keep: Callable[[int], bool]
+    ) -> Allowed | None:
+        allowed = self.all() if allowed is None else allowed
+        left = tuple(
+            d for d in allowed[m] if keep(int(self.bytes[m, d.bit_length() - 1]))
+        )
+        return (*allowed[:m], left, *allowed[m + 1 :]) if left else None
+
+    def less(self, allowed: Allowed | None, m: int, bytes_: int) -> Allowed | None:
+        """Only degrees with which the module takes less; None if there are none."""
+        return self._only(allowed, m, lambda size: size < bytes_)
+
+    def at_least(self, allowed: Allowed | None, m: int, bytes_: int) -> Allowed | None:
+        """Only degrees with which the module takes as much; None if there are none."""
+        return None if allowed is None else self._only(allowed, m, lambda size: size >= bytes_)
+
+    def solved(
+        self, allowed: Allowed, heavier: Collection[str] = (), factor: float = 1.0
+    ) -> Mapping | None:
+        """The best of a branch, balanced, with some modules taken to need so many times the bytes;
+        None if even the least bytes are too many."""
+        least = sum(
+            min(int(self.bytes[m, d.bit_length() - 1]) for d in degrees)
+            for m, degrees in enumerate(allowed)
+        )
+        if least > self.problem.gpus * self.problem.memory_bytes:
+            return None
+        try:
+            restricted = replace(
+                self.problem, allowed=allowed, memory_over="stage", surfaces=tuple(
+                    replace(one, memory_bytes=tuple(int(factor * b) for b in one.memory_bytes))
+                    if one.name in heavier else one for one in self.problem.surfaces
+                ),
+            )
+        except MultiplexError:
+            return None
+        return balanced(self.problem, self.solve(restricted))
+
+    def offer(self, mapping: Mapping) -> bool:
+        """Keep it if it fits and is the best so far; whether it fits."""
+        if not fits_iteration(self.problem, mapping):
+            return False
+        if self.best is None or mapping.seconds < self.best.seconds:
+            self.best = mapping
+        return True
+
+    def dive(self, mapping: Mapping, stop: Callable[[], bool]) -> None:
+        """To some mapping that fits: less for those modules that it costs least, until the pool's
+        bytes are enough; and where they are but one GPU has too much, less on the fullest GPU of
+        the most uneven stage."""
+        allowed, limit = self.all(), self.problem.memory_bytes
+        for _ in range(DIVE):
+            spent = self.footprint(mapping)
+            seconds = {
+                self.problem.names.index(one.module): stage.seconds
+                for stage in mapping.stages for one in stage.placements
+            }
+            used = iteration_memory(self.problem, mapping)
+            full = max(range(len(used)), key=lambda g: used[g])
+            some = set(range(len(spent)))
+            if spent.sum() <= self.problem.gpus * limit:
+                if not stop():
+                    made = self._evened(allowed, mapping, used[full] - limit)
+                    if made is not None and self.offer(made):
+                        return
+                # Enough in all: what is on the fullest GPU must be somewhere else.
+                some = {
+                    self.problem.names.index(one.module)
+                    for stage in mapping.stages for one in stage.placements if full in one.gpus
+                }
+            while True:
+                m = self._cheapest(allowed, spent, some, seconds)
+                if m is None:
+                    return
+                allowed = self.less(allowed, m, int(spent[m]))
+                spent[m] = self._fastest(allowed, m)[1]
+                if spent.sum() <= self.problem.gpus * limit:
+                    break
+            made = None if stop() else self.solved(allowed)
+            if made is None or self.offer(made):
+                return
+            mapping = made
+
+    def _evened(self, allowed: Allowed, mapping: Mapping, excess: int) -> Mapping | None:
+        """Of the same branch, with less on the fullest GPU of the most uneven stage: its modules
+        are taken to be as much heavier as makes them fill a GPU sooner."""
+        loads = [stage_memory(self.problem, one, mapping.gpus) for one in mapping.stages]
+        uneven = max(
+            range(len(loads)), key=lambda s: max(loads[s]) - sum(loads[s]) / len(loads[s])
+        )
+        room = max(loads[uneven]) - excess
+        if room < 1:
+            return None
+        names = [one.module for one in mapping.stages[uneven].placements]
+        return self.solved(allowed, names, self.problem.memory_bytes / room)
+
+    def _fastest(self, allowed: Allowed, m: int) -> tuple[float, int]:
+        """Seconds and bytes of the module's fastest degree."""
+        return min(
+            (float(self.least[m, d.bit_length() - 1]), int(self.bytes[m, d.bit_length() - 1]))
+            for d in allowed[m]
+        )
+
+    def _cheapest(
+        self, allowed: Allowed, spent: np.ndarray, some: Collection[int],
+        seconds: dict[int, float],
+    ) -> int | None:
+        """Of some modules, that which makes its stage least longer per byte if it takes less;
+        among those that need not at all, the one with most time to spare."""
+        best = None
+        for m in sorted(some):
+            fewer = self.less(allowed, m, int(spent[m]))
+            if fewer is None:
+                continue
+            alone, size = self._fastest(fewer, m)
+            longer = max(0.0, alone - seconds[m]) / (int(spent[m]) - size)
+            if best is None or (longer, alone / seconds[m], m) < best:
+                best = longer, alone / seconds[m], m
+        return None if best is None else best[2]

@@ -1,0 +1,266 @@
+"""Which partition into stages is best where almost nothing depends on anything: bounds and proof.
+
+With n independent modules there are 2^n stages and far more sequences. Any mapping is a partition
+of the modules into stages, so the linear program over all stages (set partitioning) is a lower
+bound; dependencies between modules are left out, which keeps it one. Its columns are priced over
+all stages at once, with their bounds as cost, and only stages that its solution uses are solved (as
+in :mod:`raymm.scheduler.multiplex.solver.sequence_dp`). Stages whose reduced cost exceeds what is
+left between the bounds are in no better partition; of the others CP-SAT chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from ortools.linear_solver import pywraplp
+from ortools.sat.python import cp_model
+
+from raymm.scheduler.multiplex.problem import MappingProblem, bits
+from raymm.scheduler.multiplex.solver.sequence_dp import REFINEMENT
+from raymm.scheduler.multiplex.solver.sequences import in_order_within, total_seconds
+from raymm.scheduler.multiplex.solver.stage_evaluation import ROUNDING, StageEvaluator
+
+# Columns added to the linear program at once, and looked at for that.
+PRICED = 40
+TIGHTENED = 20_000
+# Most stages that CP-SAT chooses from, its work per choice, and the unit of its whole numbers.
+MOST_CHOICES = 3_000
+CHOICE_WORK = 2.0
+UNITS = 10**9
+USED = 1e-6
+CHUNK_BITS = 10
+
+
+class TooManyStages(Exception):
+    """More sets of independent modules than allowed."""
+
+
+def independent_sets(problem: MappingProblem, within: int, limit: int) -> np.ndarray:
+    """(N,) all non-empty sets of modules that may share a stage.
+
+    Raises:
+        TooManyStages: more than ``limit``.
+    """
+    result = np.zeros(1, np.int64)
+    for m in bits(within):
+        more = result[(result & problem.related[m]) == 0] | (1 << m)
+        if len(result) + len(more) > limit:
+            raise TooManyStages
+        result = np.concatenate([result, more])
+    return result[1:]
+
+
+class _Columns:
+    """All stages of some modules with what is known to be their least cost."""
+
+    def __init__(self, evaluator: StageEvaluator, within: int, limit: int) -> None:
+        self.evaluator = evaluator
+        self.modules = list(bits(within))
+        self.stages = np.sort(independent_sets(evaluator.problem, within, limit))
+        # Of quota alone; the better bounds are for those that matter.
+        self.cost = evaluator.bounds.bounds(self.stages, 1)
+        self.tight = np.zeros(len(self.stages), np.bool_)
+        for stage in self.stages[[self.at(s) for s in self._seen(within)]]:
+            self.update(int(stage))
+        rows = len(evaluator.problem.names)
+        self._parts = [
+            (self.stages >> first & ((1 << CHUNK_BITS) - 1)).astype(np.int16)
+            for first in range(0, rows, CHUNK_BITS)
+        ]
+
+    def _seen(self, within: int) -> list[int]:
+        return [stage for stage in self.evaluator.results if not stage & ~within]
+
+    def at(self, stage: int) -> int:
+        """Index of a stage."""
+        return int(np.searchsorted(self.stages, stage))
+
+    def update(self, stage: int) -> None:
+        """Take over a better bound."""
+        at = self.at(stage)
+        self.cost[at] = max(self.cost[at], self.evaluator.known_bound(stage))
+
+    def tighten(self, which: np.ndarray) -> np.ndarray:
+        """Compute the better bounds of some stages, by index: (n,) by how much they rise."""
+        result = np.zeros(len(which))
+        new = np.flatnonzero(~self.tight[which] & np.isfinite(self.cost[which]))
+        at = which[new]
+        self.tight[which] = True
+        better = np.maximum(self.cost[at], self.evaluator.bounds.bounds(self.stages[at]))
+        result[new] = better - self.cost[at]
+        self.cost[at] = better
+        return result
+
+    def sums(self, duals: np.ndarray) -> np.ndarray:
+        """(N,) sum of the modules' duals (M,) of every stage."""
+        total = np.zeros(len(self.stages))
+        for c, part in enumerate(self._parts):
+            table = np.zeros(1)
+            for value in duals[c * CHUNK_BITS : (c + 1) * CHUNK_BITS]:
+                table = np.concatenate([table, table + value])
+            total += table[part]
+        return total
+
+
+class _Program:
+    """The linear program over some of the stages."""
+
+    def __init__(self, columns: _Columns, chosen: list[int]) -> None:
+        self.columns = columns
+        self.solver = pywraplp.Solver.CreateSolver("GLOP")
+        self.rows = {m: self.solver.Constraint(1.0, 1.0) for m in columns.modules}
+        self.variables: dict[int, pywraplp.Variable] = {}
+        self.solver.Objective().SetMinimization()
+        self.add(chosen)
+
+    def add(self, chosen: list[int]) -> None:
+        """Add stages by index."""
+        for at in chosen:
+            if at in self.variables or not np.isfinite(self.columns.cost[at]):
+                continue
+            self.columns.tighten(np.array([at]))
+            variable = self.variables[at] = self.solver.NumVar(0.0, self.solver.infinity(), "")
+            for m in bits(int(self.columns.stages[at])):
+                self.rows[m].SetCoefficient(variable, 1.0)
+
+    def solve(self) -> tuple[float, np.ndarray, list[int]]:
+        """Bound, reduced costs of all stages (N,) and the stages in use, after adding whatever
+        has a negative reduced cost."""
+        count = len(self.columns.evaluator.problem.names)
+        while True:
+            for at, variable in self.variables.items():
+                self.solver.Objective().SetCoefficient(variable, float(self.columns.cost[at]))
+            self.solver.Solve()
+            duals = np.zeros(count)
+            for m, row in self.rows.items():
+                duals[m] = row.dual_value()
+            value = float(duals.sum())
+            reduced = self.columns.cost - self.columns.sums(duals)
+            new = self._negative(reduced, -ROUNDING * value)
+            worst = float(reduced.min())
+            if not new:
+                used = [at for at, x in self.variables.items() if x.solution_value() > USED]
+                # At most one stage per module, each with at least the worst reduced cost.
+                return value + len(self.rows) * min(0.0, worst), reduced, used
+            self.add(new)
+
+    def _negative(self, reduced: np.ndarray, below: float) -> list[int]:
+        """Stages to add, by index; updates reduced costs (N,) to the better bounds of those it
+        looks at."""
+        count = min(TIGHTENED, len(reduced) - 1)
+        while True:
+            least = np.argpartition(reduced, count)[: count + 1]
+            rose = self.columns.tighten(least)
+            reduced[least] += rose
+            least = least[np.argsort(reduced[least], kind="stable")[:PRICED]]
+            new = [int(at) for at in least if reduced[at] < below and at not in self.variables]
+            if new or not rose.any():
+                return new
+
+
+def best_partition(
+    evaluator: StageEvaluator, within: int, known: list[int], limit: int, nodes: int,
+    rounds: int, better: Callable[[list[int]], None], proven: Callable[[float], None],
+) -> tuple[list[int], float]:
+    """Better stages of the modules ``within``, and a lower bound of any stages' seconds.
+
+    Args:
+        evaluator: of stages; its ``nodes`` are what a stage gets at first.
+        known: stages to begin with, sets of modules in order.
+        limit: most stages to consider.
+        nodes: most effort for one stage.
+        rounds: most rounds of bounding and solving.
+        better, proven: called with every better sequence and every higher bound.
+
+    Raises:
+        TooManyStages: more than ``limit``.
+    """
+    columns = _Columns(evaluator, within, limit)
+    best, upper, lower = list(known), total_seconds(evaluator, known), 0.0
+    program = _Program(
+        columns, [columns.at(s) for s in [*(1 << m for m in columns.modules), *known]]
+    )
+    for _ in range(rounds):
+        bound, reduced, used = program.solve()
+        lower = max(lower, min(bound, upper))
+        proven(lower)
+        gap = upper - bound
+        if gap <= upper * ROUNDING:
+            return best, upper
+        if _raised(columns, used, gap, nodes):
+            continue
+        # The program's stages are known as well as they can be: now whole stages only.
+        hopeful = np.flatnonzero(reduced < gap)
+        reduced[hopeful] += columns.tighten(hopeful)
+        hopeful = hopeful[reduced[hopeful] < gap]
+        if len(hopeful) > MOST_CHOICES:
+            hopeful = np.sort(hopeful[np.argsort(reduced[hopeful], kind="stable")][:MOST_CHOICES])
+            complete = False
+        else:
+            complete = True
+        chosen, value = _choose(columns, hopeful, upper)
+        if chosen is None:
+            if complete and value == np.inf:
+                proven(upper)
+                return best, upper
+            return best, lower
+        if complete:
+            lower = max(lower, min(value, upper))
+            proven(lower)
+        progress = _raised(columns, [columns.at(s) for s in chosen], gap, nodes)
+        found = in_order_within(evaluator.problem, chosen, within)
+        seconds = total_seconds(evaluator, chosen)
+        if found and seconds < upper * (1 - ROUNDING):
+            upper, best, progress = seconds, found, True
+            better(found)
+        if not progress:
+            return best, lower
+    return best, lower
+
+
+def _raised(columns: _Columns, used: list[int], gap: float, nodes: int) -> bool:
+    """Learn more about stages; whether anything became known."""
+    evaluator, progress = columns.evaluator, False
+    for at in used:
+        stage, before = int(columns.stages[at]), float(columns.cost[at])
+        if stage in evaluator.results:
+            result = evaluator.results[stage]
+            if not result.exact and result.nodes < nodes:
+                evaluator.refined(stage, min(nodes, result.nodes * REFINEMENT))
+                progress = True
+        elif evaluator.probe(stage, before + gap).bound <= before * (1 + ROUNDING):
+            evaluator.result(stage)
+            progress = True
+        columns.update(stage)
+        progress = progress or columns.cost[at] > before * (1 + ROUNDING)
+    return progress
+
+
+def _choose(
+    columns: _Columns, hopeful: np.ndarray, upper: float
+) -> tuple[list[int] | None, float]:
+    """The best partition into some of the stages at their known cost, and a bound of it; None and
+    infinity if none is below ``upper``."""
+    model = cp_model.CpModel()
+    take = [model.new_bool_var("") for _ in hopeful]
+    scale = UNITS / upper
+    cost = np.floor(columns.cost[hopeful] * scale).astype(np.int64)
+    for m in columns.modules:
+        model.add_exactly_one(
+            take[i] for i, at in enumerate(hopeful) if int(columns.stages[at]) >> m & 1
+        )
+    total = sum(int(c) * x for c, x in zip(cost, take, strict=True))
+    model.add(total < UNITS)
+    model.minimize(total)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = 0
+    solver.parameters.max_deterministic_time = CHOICE_WORK
+    status = solver.solve(model)
+    if status == cp_model.INFEASIBLE:
+        return None, np.inf
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return None, 0.0
+    chosen = [int(columns.stages[at]) for i, at in enumerate(hopeful) if solver.value(take[i])]
+    return chosen, solver.best_objective_bound / scale

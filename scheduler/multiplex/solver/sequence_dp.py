@@ -1,0 +1,202 @@
+"""The best sequence of stages by dynamic programming over what is done, exact.
+
+A state is a set of modules closed under dependencies (a downset); a stage is any non-empty set of
+modules that are ready, so every legal sequence is a path. Stages begin with a lower bound as cost
+and are solved only when they are on the best path: once all of that path's are, nothing better
+exists (lazy shortest path).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numba import njit
+
+from raymm.scheduler.multiplex.problem import bits
+from raymm.scheduler.multiplex.solver.sequences import total_seconds
+from raymm.scheduler.multiplex.solver.stage_evaluation import ROUNDING, StageEvaluator
+
+# How much more a stage's search may try each time it turns out not to be exact.
+REFINEMENT = 8
+
+
+class TooManyTransitions(Exception):
+    """The graph of states is larger than allowed."""
+
+
+class StateGraph:
+    """Downsets of some modules and the stages that lead from one to another.
+
+    Attributes:
+        states: (D,) the downsets, by number of modules, the empty one first.
+        source, target: (E,) indices of states, by source.
+        stage: (E,) the modules of the transition.
+
+    Raises:
+        TooManyTransitions: more than ``limit``.
+    """
+
+    def __init__(self, evaluator: StageEvaluator, within: int, limit: int) -> None:
+        problem = evaluator.problem
+        modules = list(bits(within))
+        before = {m: problem.ancestors[m] & within for m in modules}
+        # Where nothing depends on anything, stages may run in any order: take them in that of
+        # their first modules.
+        ordered = not any(before.values())
+        layer, states, sources, stages = {0}, [], [], []
+        count = 0
+        while layer:
+            following: set[int] = set()
+            for state in sorted(layer):
+                ready = sum(
+                    1 << m for m in modules if not state >> m & 1 and not before[m] & ~state
+                )
+                found = _subsets(ready, ordered)
+                count += len(found)
+                if count > limit:
+                    raise TooManyTransitions
+                states.append(state)
+                stages.append(found)
+                following.update((found | state).tolist())
+            layer = following
+            # A layer of this loop is reached by one more stage, not by one more module.
+            layer -= set(states)
+        order = sorted(range(len(states)), key=lambda i: (states[i].bit_count(), states[i]))
+        self.states = np.array([states[i] for i in order], np.int64)
+        self.stage = np.concatenate([stages[i] for i in order])
+        sources = np.repeat(np.arange(len(order)), [len(stages[i]) for i in order])
+        self.source = sources
+        by_value = np.argsort(self.states)
+        wanted = self.states[self.source] | self.stage
+        self.target = by_value[np.searchsorted(self.states, wanted, sorter=by_value)]
+        self.size = np.array([int(s).bit_count() for s in self.states])
+
+    def keep(self, which: np.ndarray) -> None:
+        """Leave out all other transitions."""
+        self.source, self.target = self.source[which], self.target[which]
+        self.stage = self.stage[which]
+
+    def to_end(self, cost: np.ndarray) -> np.ndarray:
+        """(D,) least cost from each state to the last; ``cost`` is (E,)."""
+        least = np.full(len(self.states), np.inf)
+        least[-1] = 0.0
+        # Sources of a layer have the same size, so their targets are complete before them.
+        edges = np.searchsorted(self.size[self.source], np.arange(self.size[-1] + 1))
+        for k in range(self.size[-1] - 1, -1, -1):
+            part = slice(edges[k], edges[k + 1])
+            if part.start == part.stop:
+                continue
+            sources = self.source[part]
+            first = np.flatnonzero(np.diff(sources, prepend=-1))
+            least[sources[first]] = np.minimum.reduceat(
+                cost[part] + least[self.target[part]], first
+            )
+        return least
+
+    def from_start(self, cost: np.ndarray) -> np.ndarray:
+        """(D,) least cost from the first state to each."""
+        least = np.full(len(self.states), np.inf)
+        least[0] = 0.0
+        edges = np.searchsorted(self.size[self.source], np.arange(self.size[-1] + 1))
+        for k in range(self.size[-1]):
+            part = slice(edges[k], edges[k + 1])
+            np.minimum.at(least, self.target[part], cost[part] + least[self.source[part]])
+        return least
+
+    def path(self, cost: np.ndarray, to_end: np.ndarray) -> list[int]:
+        """The transitions of a best path."""
+        result, state = [], 0
+        while state != len(self.states) - 1:
+            first, last = np.searchsorted(self.source, [state, state + 1])
+            at = first + int(np.argmin(cost[first:last] + to_end[self.target[first:last]]))
+            result.append(at)
+            state = int(self.target[at])
+        return result
+
+
+@njit(cache=True)
+def _subsets(modules: int, with_first: bool) -> np.ndarray:
+    """Non-empty subsets, ascending; with ``with_first`` only those with the lowest member."""
+    first = modules & -modules if with_first else 0
+    others = modules & ~first
+    count, rest = 1, others
+    while rest:
+        count *= 2
+        rest &= rest - 1
+    result = np.empty(count, np.int64)
+    some = 0
+    for i in range(count):
+        result[i] = some | first
+        some = (some - others) & others
+    return result if first else result[1:]
+
+
+def best_sequence(
+    evaluator: StageEvaluator, within: int, known: list[int], transitions: int, nodes: int,
+    searches: int, better: Callable[[list[int]], None], proven: Callable[[float], None],
+) -> tuple[list[int], float]:
+    """The best stages of the modules ``within``, and a lower bound of any stages' seconds.
+
+    Args:
+        evaluator: of stages; its ``nodes`` are what a stage gets at first.
+        known: stages to begin with, sets of modules in order.
+        transitions: most transitions between states.
+        nodes: most effort for one stage; a stage that is not exact with that is taken at its
+            bound, and the result may then not be proven.
+        searches: stop after so many searches within stages; the result may then not be proven.
+        better, proven: called with every better sequence and every higher bound.
+
+    Raises:
+        TooManyTransitions: more than allowed.
+    """
+    graph = StateGraph(evaluator, within, transitions)
+    upper, best = total_seconds(evaluator, known), list(known)
+    distinct, inverse = np.unique(graph.stage, return_inverse=True)
+    cost = evaluator.bounds.bounds(distinct)
+    for stage, result in evaluator.results.items():
+        at = int(np.searchsorted(distinct, stage))
+        if at < len(distinct) and distinct[at] == stage:
+            cost[at] = max(cost[at], result.bound)
+    pruned_at, last = np.inf, evaluator.searches + searches
+    while True:
+        of_edge = cost[inverse]
+        to_end = graph.to_end(of_edge)
+        lower = float(to_end[0])
+        if not lower < upper * (1 - ROUNDING):
+            proven(upper)
+            return best, upper
+        proven(lower)
+        if upper < pruned_at:
+            least = graph.from_start(of_edge)[graph.source] + of_edge + to_end[graph.target]
+            keep = least < upper * (1 - ROUNDING)
+            graph.keep(keep)
+            inverse, of_edge = inverse[keep], of_edge[keep]
+            pruned_at = upper
+        path = graph.path(of_edge, to_end)
+        progress = dead = False
+        for at in path:
+            stage, known = int(graph.stage[at]), cost[inverse[at]]
+            # The path is of use only if this stage takes less than this.
+            found = evaluator.probe(stage, (known + upper - lower) * (1 - ROUNDING))
+            if found.bound > known * (1 + ROUNDING):
+                cost[inverse[at]], progress = found.bound, True
+                dead = dead or found.bound >= (known + upper - lower) * (1 - ROUNDING)
+        if dead and evaluator.searches <= last:
+            continue
+        for at in path:
+            stage = int(graph.stage[at])
+            seen = stage in evaluator.results
+            result = evaluator.result(stage)
+            if seen and not result.exact and result.nodes < nodes:
+                result = evaluator.refined(stage, min(nodes, result.nodes * REFINEMENT))
+                seen = False
+            progress |= not seen
+            cost[inverse[at]] = max(cost[inverse[at]], result.bound)
+        found = [int(graph.stage[at]) for at in path]
+        seconds = total_seconds(evaluator, found)
+        if seconds < upper * (1 - ROUNDING):
+            upper, best = seconds, found
+            better(found)
+        if not progress or evaluator.searches > last:
+            return best, lower

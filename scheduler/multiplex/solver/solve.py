@@ -1,0 +1,245 @@
+"""One way in: find a mapping of a problem, and say how it was found and how good it is."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from raymm.scheduler.graph.strict_json import MultiplexError, number, whole
+from raymm.scheduler.multiplex.mapping import Mapping
+from raymm.scheduler.multiplex.problem import MappingProblem
+from raymm.scheduler.multiplex.solver.greedy import merge_greedily
+from raymm.scheduler.multiplex.solver.local_search import improve
+from raymm.scheduler.multiplex.solver.memory_search import fitted
+from raymm.scheduler.multiplex.solver.partition_columns import TooManyStages, best_partition
+from raymm.scheduler.multiplex.solver.sequence_dp import TooManyTransitions, best_sequence
+from raymm.scheduler.multiplex.solver.sequences import (
+    alone_in_turn,
+    components,
+    mapping_of,
+    total_seconds,
+)
+from raymm.scheduler.multiplex.solver.stage_evaluation import Interrupted, StageEvaluator
+
+STRATEGIES = ("auto", "greedy", "exact", "local_search")
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How far a search goes; counts of work, not seconds, so that results are reproducible.
+
+    Attributes:
+        transitions: most transitions between states of the dynamic program.
+        stages: most stages of the partition program.
+        nodes: most placements that one search within a stage tries.
+        searches: within stages, for the dynamic program.
+        rounds: rounds of the partition program.
+        kicks: new beginnings of the local search, at most.
+        tries: searches within stages after which the local search makes no new beginning.
+        branches: mappings with fewer degrees to solve for, where memory over the iteration is
+            short.
+    """
+
+    transitions: int
+    stages: int
+    nodes: int
+    searches: int
+    rounds: int
+    kicks: int
+    tries: int
+    branches: int = 24
+
+
+AUTO = Effort(500_000, 2**20, nodes=130_000, searches=2_300, rounds=1, kicks=80, tries=8_000)
+LOCAL = Effort(0, 0, nodes=130_000, searches=0, rounds=0, kicks=80, tries=60_000)
+INTERRUPTED = ", interrupted"
+# Modules, squared, up to which all branches are solved for.
+FEW = 64
+# Of the partition program, when solving again with fewer degrees.
+FEW_STAGES = 2**12
+# Of the local search, before the dynamic program.
+FIRST_KICKS = 2
+EXACT = Effort(
+    20_000_000, 2**22, nodes=40_000_000, searches=2**62, rounds=100_000, kicks=80, tries=100_000,
+    branches=2_000,
+)
+
+
+def solve(
+    problem: MappingProblem, strategy: str = "auto", *, seed: int = 0,
+    deadline_seconds: float | None = None, stop: Callable[[], bool] | None = None,
+    effort: Effort | None = None,
+) -> Mapping:
+    """A mapping with its predicted seconds, a proven bound, and in ``method`` what made it.
+
+    The modules are cut into parts between which no stage can lie, and each part is solved:
+
+    - ``"greedy"``: Algorithm 1 of Mosaic §3.4, on this code's evaluation of stages, which
+      finds what CP-SAT, as printed, does.
+    - ``"local_search"``: from there by moving, swapping, merging and splitting.
+    - ``"exact"``: dynamic programming over stage sequences, or, with many independent modules, a
+      set partitioning program, until it is proven that nothing is better. May take very long; give
+      a deadline.
+    - ``"auto"``: exact where the states are few, otherwise local search and one round of the
+      partition program, whose bound remains as the gap.
+
+    If that does not fit in memory over the iteration, stages' GPUs are renumbered, and if need be
+    it is solved again with fewer degrees allowed
+    (:func:`raymm.scheduler.multiplex.solver.memory_search.fitted`); where nothing fits, ``method``
+    says so and the mapping is the fastest whose stages fit by themselves.
+
+    Without a deadline or ``stop`` the result depends on the arguments only.
+
+    Args:
+        problem: what to map.
+        strategy: one of :data:`STRATEGIES`.
+        seed: of the local search.
+        deadline_seconds: return the best so far after this long.
+        stop: asked often; return the best so far when it says True. So does Ctrl-C.
+        effort: how far to go, if not as the strategy does by default.
+
+    Raises:
+        MultiplexError: an unknown strategy or a negative seed or deadline.
+    """
+    if not isinstance(problem, MappingProblem):
+        raise MultiplexError(f"problem is {problem!r:.80}; it must be a MappingProblem")
+    if strategy not in STRATEGIES:
+        raise MultiplexError(
+            f"strategy is {strategy!r:.80}; accepted: {', '.join(STRATEGIES)}"
+        )
+    whole(seed, "seed")
+    if deadline_seconds is not None and deadline_seconds != math.inf:
+        number(deadline_seconds, "deadline_seconds", 0.0)
+    until = None if deadline_seconds is None else time.monotonic() + deadline_seconds
+
+    def stopped() -> bool:
+        late = until is not None and time.monotonic() >= until
+        return late or (stop is not None and stop())
+
+    if effort is None:
+        effort = {"exact": EXACT, "local_search": LOCAL}.get(strategy, AUTO)
+    found = _solve(problem, strategy, seed, effort, stopped)
+    if problem.memory_bytes is None or problem.memory_over == "stage":
+        return found
+    # Many more may follow, each with the first's bound at least.
+    again = replace(
+        effort, tries=effort.tries // 16, kicks=min(effort.kicks, 4),
+        stages=min(effort.stages, FEW_STAGES),
+    )
+    return fitted(
+        problem, found,
+        lambda restricted: _solve(
+            restricted, strategy, seed, effort if strategy == "exact" else again, stopped
+        ),
+        _branches(problem, effort), lambda: INTERRUPTED in found.method or stopped(),
+    )
+
+
+def _branches(problem: MappingProblem, effort: Effort) -> int:
+    """Fewer where each takes long."""
+    return max(1, effort.branches * FEW // max(FEW, len(problem.names) ** 2))
+
+
+def _solve(
+    problem: MappingProblem, strategy: str, seed: int, effort: Effort, stop: Callable[[], bool]
+) -> Mapping:
+    """Memory within stages only."""
+    search = _Search(problem, stop)
+    interrupted = ""
+    try:
+        for part in search.best:
+            search.solve_part(part, strategy, seed, effort)
+    except (Interrupted, KeyboardInterrupt):
+        interrupted = INTERRUPTED
+    return search.mapping(strategy, interrupted)
+
+
+class _Search:
+    """The best of every part so far; there is always one, so an interruption loses nothing."""
+
+    def __init__(self, problem: MappingProblem, stop: Callable[[], bool]) -> None:
+        self.evaluator = StageEvaluator(problem)
+        self.best = {part: alone_in_turn(problem, part) for part in components(problem)}
+        for stages in self.best.values():
+            total_seconds(self.evaluator, stages)
+        self.evaluator.stop = stop
+        self.bound = {
+            part: max(self.evaluator.known_bound(stage) for stage in stages)
+            for part, stages in self.best.items()
+        }
+        self.done: dict[int, str] = {}
+
+    def solve_part(self, part: int, strategy: str, seed: int, effort: Effort) -> None:
+        """Solve one part as far as the strategy goes."""
+        if part.bit_count() == 1:
+            self.done[part] = "single"
+            self.raise_bound(part, self.evaluator.result(part).bound)
+            return
+        self.better(part, merge_greedily(self.evaluator, part))
+        self.done[part] = "greedy"
+        if strategy in ("auto", "exact"):
+            # A good beginning leaves the exact search fewer stages to solve.
+            self._local_search(part, seed, min(FIRST_KICKS, effort.kicks), effort.tries)
+            if self._exact_sequence(part, effort):
+                self._refine(part, effort)
+                return
+        if not strategy.startswith("greedy"):
+            self._local_search(part, seed, effort.kicks, effort.tries)
+            self._refine(part, effort)
+        if strategy in ("auto", "exact"):
+            self._exact_partition(part, effort)
+
+    def _exact_sequence(self, part: int, effort: Effort) -> bool:
+        try:
+            best_sequence(
+                self.evaluator, part, self.best[part], effort.transitions, effort.nodes,
+                effort.searches, lambda stages: self.better(part, stages),
+                lambda bound: self.raise_bound(part, bound),
+            )
+        except TooManyTransitions:
+            return False
+        self.done[part] = "dynamic programming"
+        return True
+
+    def _local_search(self, part: int, seed: int, kicks: int, tries: int) -> None:
+        improve(
+            self.evaluator, self.best[part], part, kicks, seed,
+            lambda stages: self.better(part, stages), self.bound[part], tries,
+        )
+        self.done[part] = "local search"
+
+    def _refine(self, part: int, effort: Effort) -> None:
+        """A search compares many stages a little; those of its result deserve more."""
+        for stage in self.best[part]:
+            self.evaluator.refined(stage, effort.nodes)
+
+    def _exact_partition(self, part: int, effort: Effort) -> None:
+        try:
+            best_partition(
+                self.evaluator, part, self.best[part], effort.stages, effort.nodes, effort.rounds,
+                lambda stages: self.better(part, stages),
+                lambda bound: self.raise_bound(part, bound),
+            )
+        except TooManyStages:
+            return
+        self.done[part] += " and partition program"
+
+    def better(self, part: int, stages: list[int]) -> None:
+        """Keep stages of a part if they are the best so far."""
+        if total_seconds(self.evaluator, stages) < total_seconds(self.evaluator, self.best[part]):
+            self.best[part] = list(stages)
+
+    def raise_bound(self, part: int, bound: float) -> None:
+        """Keep a bound of a part if it is the highest so far."""
+        self.bound[part] = max(self.bound[part], bound)
+
+    def mapping(self, strategy: str, interrupted: str) -> Mapping:
+        """All parts together."""
+        seconds = {p: total_seconds(self.evaluator, stages) for p, stages in self.best.items()}
+        bound = sum(min(self.bound[p], seconds[p]) for p in self.best)
+        stages = [stage for found in self.best.values() for stage in found]
+        ways = sorted({self.done.get(p, "in turn") for p in self.best if p.bit_count() > 1})
+        method = f"{strategy} ({', '.join(ways) or 'single modules'}{interrupted})"
+        return mapping_of(self.evaluator, stages, bound, method)

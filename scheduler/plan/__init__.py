@@ -1,0 +1,1 @@
+"""A plan of a pipeline: stages, ranks, processes, who sends what to whom."""

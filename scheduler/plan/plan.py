@@ -1,0 +1,397 @@
+"""The Plan: everything there is to decide about a run, as plain serialisable data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from itertools import accumulate
+from math import gcd, prod
+from typing import Any
+
+from raymm.scheduler.costs.layer_costs import CostProfile, ProfileError
+from raymm.scheduler.costs.recomputation import OPTIONS
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.graph.strict_json import MultiplexError, json_value
+from raymm.scheduler.plan.plan_error import PlanError, check_number
+from raymm.scheduler.plan.plan_json import graph_of, integers, only, policy_of, stage_of, typed
+from raymm.scheduler.plan.policy import Policy
+from raymm.scheduler.plan.rank_quotas import check_quotas, rank_quotas
+from raymm.scheduler.plan.stage import SHARDINGS, Degrees, Stage
+
+PLAN_FORMAT = 1
+SCHEDULES = ("1f1b", "zero_bubble", "gpipe")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What runs where: stages over ranks, microbatches, schedule.
+
+    Several stages may share a rank (the rank then takes turns between them; modules with quotas
+    run side by side); every rank is one process on one device, one Ray actor.
+
+    Attributes:
+        graph: the model's modules.
+        stages: all stages.
+        num_microbatches: microbatches per step.
+        schedule: ``"1f1b"``, ``"zero_bubble"`` (1F1B's memory, less idle time) or ``"gpipe"``.
+        profile: what the layers cost, if known; schedules that depend on costs use it.
+        memory_limit: bytes one rank may use, if it is to be checked (needs ``profile``).
+        activation_limits: per rank, bytes of activations that ``"zero_bubble"`` may hold; by
+            default what 1F1B holds.
+        policy: how ``"zero_bubble"`` chooses; by default several are tried at every lowering.
+        shared_ranks: ranks that several stages take turns on. A plan made in code need not
+            say; a plan file must, so that a rank written twice by mistake is noticed.
+    """
+
+    graph: ModuleGraph
+    stages: tuple[Stage, ...]
+    num_microbatches: int
+    schedule: str = "1f1b"
+    profile: CostProfile | None = None
+    memory_limit: int | None = None
+    activation_limits: tuple[int, ...] | None = None
+    policy: Policy | None = None
+    shared_ranks: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_microbatches < 1:
+            raise PlanError(f"num_microbatches is {self.num_microbatches}; it must be at least 1")
+        if self.schedule not in SCHEDULES:
+            raise PlanError(f"schedule is {self.schedule!r}; accepted: {', '.join(SCHEDULES)}")
+        known = {node.name for node in self.graph.nodes}
+        for stage in self.stages:
+            if stage.module not in known:
+                raise PlanError(f"stage {stage.name}: modules are {sorted(known)}")
+        for node in self.graph.nodes:
+            self._check_replicas(node)
+        if self.profile is not None:
+            try:
+                self.profile.check(self.graph)
+            except ProfileError as error:
+                raise PlanError(f"profile: {error}") from None
+        self._check_shared_ranks()
+        self._check_processes()
+        check_quotas(self.stages)
+        ranks = sorted({stage.rank for stage in self.stages})
+        if ranks != list(range(len(ranks))):
+            raise PlanError(f"ranks are {ranks}; they must be 0..{len(ranks) - 1} without gaps")
+        limits = self.activation_limits
+        if limits is not None and len(limits) != len(ranks):
+            raise PlanError(
+                f"activation_limits has {len(limits)} entries; it needs one per rank ({len(ranks)})"
+            )
+
+    def _check_shared_ranks(self) -> None:
+        stages: dict[int, list[str]] = {}
+        for stage in self.stages:
+            stages.setdefault(stage.rank, []).append(stage.name)
+        shared = tuple(sorted(rank for rank, names in stages.items() if len(names) > 1))
+        if self.shared_ranks is None:
+            object.__setattr__(self, "shared_ranks", shared)
+        for rank in shared:
+            if rank not in self.shared_ranks:
+                raise PlanError(
+                    f"rank {rank} is used by stages {', '.join(stages[rank])}; give each its own "
+                    "rank, or add the rank to shared_ranks if they are to take turns on it"
+                )
+
+    def _check_processes(self) -> None:
+        widths: dict[int, Stage] = {}
+        degrees: dict[str, Stage] = {}
+        for stage in self.stages:
+            if stage.sharding not in SHARDINGS:
+                raise PlanError(
+                    f"sharding of stage {stage.name} is {stage.sharding!r}; accepted: "
+                    f"{', '.join(SHARDINGS)}"
+                )
+            for name, degree in stage.degrees._asdict().items():
+                check_number(f"{name} of stage {stage.name}", degree)
+            self._check_sharding(stage)
+            for known, what in ((widths, f"rank {stage.rank}"), (degrees, stage.module)):
+                key = stage.rank if known is widths else stage.module
+                other = known.setdefault(key, stage)
+                for name, mine, theirs in zip(
+                    Degrees._fields, stage.degrees, other.degrees, strict=True
+                ):
+                    if mine != theirs:
+                        raise PlanError(
+                            f"{name} of stage {stage.name} is {mine} and of {other.name} {theirs}; "
+                            f"all stages of {what} must have the same"
+                        )
+
+    def _check_layer_options(self, stage: Stage, blocks: int) -> None:
+        options = stage.layer_options
+        if not options:
+            return
+        if len(options) != max(blocks, 0) or not set(options) <= set(OPTIONS):
+            raise PlanError(
+                f"layer_options of stage {stage.name} are {list(options)}; there must be one for "
+                f"each of its {max(blocks, 0)} blocks, of {', '.join(OPTIONS)}"
+            )
+        if set(options) == {OPTIONS[0]}:
+            return
+        if stage.recompute:
+            raise PlanError(
+                f"stage {stage.name} has layer_options and recompute, which runs all of it again; "
+                "give one of them"
+            )
+        if self.schedule == "zero_bubble":
+            raise PlanError(
+                f"layer_options of stage {stage.name} with schedule 'zero_bubble', whose two "
+                "backward passes would each recompute; use '1f1b' or 'gpipe', or recompute"
+            )
+
+    def _check_sharding(self, stage: Stage) -> None:
+        first = self.replicas(stage.module)[0][0]
+        if stage.sharding != first.sharding:
+            raise PlanError(
+                f"sharding of stage {stage.name} is {stage.sharding!r} and of {first.name} "
+                f"{first.sharding!r}; all stages of {stage.module} must have the same"
+            )
+        if stage.sharding != "fsdp":
+            if stage.fsdp > 1:
+                raise PlanError(
+                    f"fsdp of stage {stage.name} is {stage.fsdp} and its sharding "
+                    f"{stage.sharding!r}; fsdp above 1 needs sharding 'fsdp'"
+                )
+            return
+        if stage.tp > 1:
+            raise PlanError(
+                f"sharding of stage {stage.name} is 'fsdp' and its tp {stage.tp}; with tp above 1, "
+                "sharding may be none or zero1"
+            )
+        if stage.replica:
+            raise PlanError(
+                f"sharding of stage {stage.name} is 'fsdp', which has no copies of a module; "
+                "use fsdp, the degree over which samples are dealt out"
+            )
+        if stage.shards > 1 and self.schedule == "zero_bubble":
+            raise PlanError(
+                f"schedule is 'zero_bubble', which computes gradients of weights apart, and "
+                f"sharding of {stage.module!r} 'fsdp', which gives its weights away before; "
+                "use schedule 1f1b or gpipe, or sharding zero1"
+            )
+
+    def _check_replicas(self, node: ModuleNode) -> None:
+        chains = self.replicas(node.name)
+        if not chains:
+            raise PlanError(f"module {node.name!r} has no stage; it needs at least one")
+        numbers = [chain[0].replica for chain in chains]
+        if numbers != list(range(len(numbers))):
+            raise PlanError(f"replicas of {node.name!r} are {numbers}; they must be 0.. in order")
+        for stages in chains:
+            self._check_layers(node, stages)
+
+    def _check_layers(self, node: ModuleNode, stages: tuple[Stage, ...]) -> None:
+        expected = 0
+        for index, stage in enumerate(stages):
+            lo, hi = stage.layers
+            if stage.index != index:
+                raise PlanError(f"stages of {node.name!r} must be numbered 0.. in order")
+            if lo != expected or hi <= lo:
+                if lo == expected:
+                    what = "be empty"
+                else:
+                    what = "overlap" if lo < expected else "leave a gap"
+                raise PlanError(
+                    f"stage {stage.name}: layers [{lo}, {hi}) would {what}; "
+                    f"it must start at {expected} and hold at least one layer"
+                )
+            expected = hi
+            self._check_layer_options(stage, min(hi, node.num_blocks) - lo)
+        if expected != node.num_layers:
+            raise PlanError(
+                f"stages of {node.name!r} cover layers [0, {expected}); "
+                f"the module has {node.num_layers}"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        return 1 + max(stage.rank for stage in self.stages)
+
+    def module_stages(self, module: str) -> tuple[Stage, ...]:
+        """All stages of a module, replica by replica."""
+        return tuple(stage for chain in self.replicas(module) for stage in chain)
+
+    def replicas(self, module: str) -> tuple[tuple[Stage, ...], ...]:
+        """A module's stages per replica."""
+        return self._chains.get(module, ())
+
+    @cached_property
+    def _chains(self) -> Mapping[str, tuple[tuple[Stage, ...], ...]]:
+        chains: dict[str, dict[int, list[Stage]]] = {}
+        for stage in self.stages:
+            chains.setdefault(stage.module, {}).setdefault(stage.replica, []).append(stage)
+        return {
+            module: tuple(tuple(found[number]) for number in sorted(found))
+            for module, found in chains.items()
+        }
+
+    def runs(self, stage: Stage, microbatch: int) -> bool:
+        """Whether a microbatch that has the stage's module goes through this replica of it."""
+        return microbatch % len(self.replicas(stage.module)) == stage.replica
+
+    def processes(self, rank: int) -> int:
+        """Processes of a rank."""
+        return prod(self.degrees(rank))
+
+    def degrees(self, rank: int) -> Degrees:
+        """How a rank is several processes."""
+        return self._rank_degrees[rank]
+
+    def rank_processes(self, rank: int) -> range:
+        """The numbers of a rank's processes; ranks have theirs one after another."""
+        first = self._first_processes
+        return range(first[rank], first[rank + 1])
+
+    @cached_property
+    def num_processes(self) -> int:
+        """Processes of all ranks, one device each."""
+        return self._first_processes[-1]
+
+    @cached_property
+    def _rank_degrees(self) -> Mapping[int, Degrees]:
+        return {stage.rank: stage.degrees for stage in self.stages}
+
+    @cached_property
+    def _first_processes(self) -> tuple[int, ...]:
+        counts = [self.processes(rank) for rank in range(self.num_ranks)]
+        return tuple(accumulate(counts, initial=0))
+
+    def sharers(self, stage: Stage) -> int:
+        """Processes that have the same parameters as one of a stage's: over copies of its module,
+        and by tokens."""
+        return len(self.replicas(stage.module)) * stage.cp * stage.fsdp
+
+    def rank_stages(self, rank: int) -> tuple[Stage, ...]:
+        """Stages of a rank, producers before consumers."""
+        return tuple(s for s in self.topological_stages if s.rank == rank)
+
+    def quotas(self, rank: int) -> dict[str, float]:
+        """By module, shares of a rank's multiprocessors; empty if nothing runs side by side."""
+        return rank_quotas(self.rank_stages(rank), rank)
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Stage]:
+        return {stage.name: stage for stage in self.stages}
+
+    @cached_property
+    def topological_stages(self) -> tuple[Stage, ...]:
+        return tuple(s for m in self.graph.topological for s in self.module_stages(m))
+
+    @cached_property
+    def stage_edges(self) -> tuple[tuple[str, str], ...]:
+        """Directed data edges between stages, within modules and between them. Of copies, only
+        those are joined that some microbatch goes through both of."""
+        edges = []
+        for node in self.graph.nodes:
+            for chain in self.replicas(node.name):
+                names = [stage.name for stage in chain]
+                edges += list(zip(names, names[1:], strict=False))
+        for src, dst in self.graph.edges:
+            # Microbatch m goes through copy m % p of the one and m % c of the other.
+            period = gcd(len(self.replicas(src)), len(self.replicas(dst)))
+            edges += [
+                (producer[-1].name, consumer[0].name)
+                for producer in self.replicas(src)
+                for consumer in self.replicas(dst)
+                if producer[0].replica % period == consumer[0].replica % period
+            ]
+        return tuple(edges)
+
+    @cached_property
+    def stage_producers(self) -> Mapping[str, tuple[str, ...]]:
+        """Per stage, the stages it receives from."""
+        return {
+            stage.name: tuple(src for src, dst in self.stage_edges if dst == stage.name)
+            for stage in self.stages
+        }
+
+    @cached_property
+    def stage_consumers(self) -> Mapping[str, tuple[str, ...]]:
+        """Per stage, the stages it sends to."""
+        return {
+            stage.name: tuple(dst for src, dst in self.stage_edges if src == stage.name)
+            for stage in self.stages
+        }
+
+    @cached_property
+    def depth(self) -> Mapping[str, int]:
+        """Stages on the longest path from a stage to the loss, itself included."""
+        depth: dict[str, int] = {}
+        for stage in reversed(self.topological_stages):
+            after = [depth[dst] for dst in self.stage_consumers[stage.name]]
+            depth[stage.name] = 1 + max(after, default=0)
+        return depth
+
+    @cached_property
+    def warm_up(self) -> Mapping[str, int]:
+        """Microbatches that a stage may have under way in 1F1B: its depth, and where copies of
+        another module share out what it makes, as many as keep all of them busy."""
+        under_way: dict[str, int] = {}
+        for stage in reversed(self.topological_stages):
+            own = len(self.replicas(stage.module))
+            after = [
+                under_way[dst] * max(1, len(self.replicas(self.by_name[dst].module)) // own)
+                for dst in self.stage_consumers[stage.name]
+            ]
+            under_way[stage.name] = 1 + max(after, default=0)
+        return under_way
+
+    def trainable(self, stage: Stage) -> bool:
+        lo, hi = stage.layers
+        return any(self.graph.node(stage.module).trainable[lo:hi])
+
+    def to_dict(self) -> dict[str, Any]:
+        data = {"format": PLAN_FORMAT, **asdict(self)}
+        data["profile"] = self.profile and self.profile.to_dict()
+        return data
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+        """Inverse of :meth:`to_dict`.
+
+        Raises:
+            PlanError: on a missing or unknown key, a value of another type, or a plan
+                that cannot run.
+        """
+        try:
+            if data["format"] != PLAN_FORMAT:
+                raise PlanError(f"format is {data['format']!r}; accepted: {PLAN_FORMAT}")
+            only(data, "plan", ("format", *(field.name for field in fields(cls))))
+            profile = data.get("profile")
+            limits, policy = data.get("activation_limits"), data.get("policy")
+            return cls(
+                graph=graph_of(data["graph"]),
+                stages=tuple(stage_of(stage) for stage in data["stages"]),
+                num_microbatches=typed(data, "num_microbatches", int),
+                schedule=typed(data, "schedule", str),
+                profile=None if profile is None else CostProfile.from_dict(profile),
+                memory_limit=typed(data, "memory_limit", int)
+                if data.get("memory_limit") is not None
+                else None,
+                activation_limits=None if limits is None else integers(data, "activation_limits"),
+                policy=None if policy is None else policy_of(policy),
+                shared_ranks=integers({"shared_ranks": [], **data}, "shared_ranks"),
+            )
+        except ProfileError as error:
+            raise PlanError(f"profile: {error}") from None
+        except KeyError as error:
+            raise PlanError(f"plan lacks the key {error}") from None
+        except (TypeError, IndexError, AttributeError) as error:
+            raise PlanError(f"plan has a value of the wrong kind: {error}") from None
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        try:
+            data = json_value(text, "plan")
+        except MultiplexError as error:
+            raise PlanError(str(error)) from None
+        if not isinstance(data, dict):
+            raise PlanError(f"plan is {data!r:.80}; it must be an object")
+        return cls.from_dict(data)

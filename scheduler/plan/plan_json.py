@@ -1,0 +1,89 @@
+"""Reading the parts of a plan file, with errors that name the field.
+
+All raise :class:`~raymm.scheduler.plan.plan_error.PlanError`, and ``KeyError`` where a key is
+missing. """
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan.plan_error import PlanError
+from raymm.scheduler.plan.policy import Policy
+from raymm.scheduler.plan.stage import Stage
+
+
+def graph_of(data: Mapping[str, Any]) -> ModuleGraph:
+    """The module graph."""
+    only(data, "graph", ("nodes", "edges"))
+    nodes = tuple(node_of(node) for node in data["nodes"])
+    edges = tuple(tuple(edge) for edge in data["edges"])
+    for edge in edges:
+        if [type(end) for end in edge] != [str, str]:
+            raise PlanError(f"edge is {list(edge)}; it must be [producer, consumer]")
+    try:
+        return ModuleGraph(nodes, edges)
+    except ValueError as error:
+        raise PlanError(f"graph: {error}") from None
+
+
+def node_of(data: Mapping[str, Any]) -> ModuleNode:
+    """One of its modules."""
+    only(data, "node", ("name", "trainable", "projector"))
+    flags = tuple(data["trainable"])
+    if any(type(flag) is not bool for flag in flags):
+        raise PlanError(f"trainable is {list(flags)}; it must be a list of true and false")
+    return ModuleNode(typed(data, "name", str), flags, typed(data, "projector", bool))
+
+
+def stage_of(data: Mapping[str, Any]) -> Stage:
+    """A stage."""
+    only(data, "stage", tuple(field.name for field in fields(Stage)))
+    layers = tuple(data["layers"])
+    if [type(layer) for layer in layers] != [int, int]:
+        raise PlanError(f"layers is {list(layers)}; it must be [first, one past the last]")
+    return Stage(
+        typed(data, "module", str), typed(data, "index", int), layers, typed(data, "rank", int),
+        typed({"replica": 0, **data}, "replica", int),
+        typed({"recompute": False, **data}, "recompute", bool),
+        typed({"cp": 1, **data}, "cp", int),
+        typed({"tp": 1, **data}, "tp", int),
+        typed({"sharding": "none", **data}, "sharding", str),
+        typed({"fsdp": 1, **data}, "fsdp", int),
+        tuple(data.get("layer_options", ())),
+        data.get("quota"),  # the plan checks it
+    )
+
+
+def policy_of(data: Mapping[str, Any]) -> Policy:
+    """A policy of the zero-bubble schedule."""
+    only(data, "policy", tuple(field.name for field in fields(Policy)))
+    try:
+        return Policy(**{**data, "priority": tuple(data["priority"])})
+    except ValueError as error:
+        raise PlanError(f"policy: {error}") from None
+
+
+def only(data: Mapping[str, Any], where: str, known: tuple[str, ...]) -> None:
+    """Refuse keys that are not known."""
+    if unknown := set(data) - set(known):
+        raise PlanError(
+            f"{where}: unknown keys {sorted(map(str, unknown))}; accepted: {sorted(known)}"
+        )
+
+
+def integers(data: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    """A list of whole numbers."""
+    if any(type(value) is not int for value in data[key]):
+        raise PlanError(f"{key} is {data[key]!r}; it must be a list of whole numbers")
+    return tuple(data[key])
+
+
+def typed(data: Mapping[str, Any], key: str, kind: type) -> Any:
+    """A value of exactly this type."""
+    value = data[key]
+    if type(value) is not kind:  # not isinstance: True is no rank, though bool is an int
+        raise PlanError(f"{key} is {value!r}; it must be of type {kind.__name__}")
+    return value

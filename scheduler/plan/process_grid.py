@@ -1,0 +1,153 @@
+"""From a plan's ranks to processes: a rank may be a grid of several.
+
+Processes that differ in their ``fsdp`` place share every microbatch's samples, those that differ
+in ``cp`` every sample's tokens, and those that differ in ``tp`` every layer's parameters. All of
+them run the rank's instructions in the same order, so a step is scheduled, checked and simulated
+for ranks, and what the processes of a rank have to tell one another cannot deadlock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.plan.resharding import Resharding
+
+
+class Process(NamedTuple):
+    """One process: the plan's rank, and its place in the rank's grid."""
+
+    rank: int
+    fsdp: int
+    cp: int
+    tp: int
+
+
+class Lane(NamedTuple):
+    """Processes at both ends of an edge that have a tensor in common: the senders all hold it,
+    the receivers are all to have it. By number."""
+
+    senders: tuple[int, ...]
+    receivers: tuple[int, ...]
+
+    @property
+    def resharding(self) -> Resharding:
+        return Resharding(len(self.senders), len(self.receivers))
+
+
+Edge = tuple[str, str]
+
+
+def lanes_between_ranks(
+    edges: Sequence[Edge], ranks: Mapping[str, int]
+) -> tuple[tuple[Edge, tuple[Lane, ...]], ...]:
+    """The lanes of messages along data edges and back, where every rank is one process.
+
+    Args:
+        edges: data edges between stages.
+        ranks: of every stage.
+    """
+    return tuple(
+        (edge, (Lane((ranks[edge[0]],), (ranks[edge[1]],)),))
+        for src, dst in edges
+        if ranks[src] != ranks[dst]
+        for edge in ((src, dst), (dst, src))
+    )
+
+
+class Processes:
+    """A plan's processes, numbered rank by rank, tensor-parallel neighbours next to each other.
+
+    Attributes:
+        plan: the plan.
+        all: every process, in order of its number.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.all = tuple(
+            Process(rank, fsdp, cp, tp)
+            for rank in range(plan.num_ranks)
+            for fsdp in range(plan.degrees(rank).fsdp)
+            for cp in range(plan.degrees(rank).cp)
+            for tp in range(plan.degrees(rank).tp)
+        )
+        counts = [plan.processes(rank) for rank in range(plan.num_ranks)]
+        self._first = list(accumulate(counts, initial=0))
+
+    def of_rank(self, rank: int) -> range:
+        """The numbers of all of a rank's processes."""
+        return range(self._first[rank], self._first[rank + 1])
+
+    def data_place(self, process: Process) -> int:
+        """Its place in its :meth:`data_group`."""
+        return process.fsdp * self.plan.degrees(process.rank).cp + process.cp
+
+    def data_group(self, process: Process) -> tuple[int, ...]:
+        """The processes that share a microbatch with one, its samples or their tokens, and have
+        its part of the layers."""
+        return self._alike(process, tp=process.tp)
+
+    def sample_group(self, process: Process) -> tuple[int, ...]:
+        """The processes that share a microbatch's samples with one, and have its tokens of each
+        and its part of the layers."""
+        return self._alike(process, cp=process.cp, tp=process.tp)
+
+    def token_group(self, process: Process) -> tuple[int, ...]:
+        """The processes that share the tokens of one's samples, and have its part of the
+        layers."""
+        return self._alike(process, fsdp=process.fsdp, tp=process.tp)
+
+    def tensor_group(self, process: Process) -> tuple[int, ...]:
+        """The processes that share parameters with one, and have its tokens."""
+        return self._alike(process, fsdp=process.fsdp, cp=process.cp)
+
+    def _alike(self, process: Process, **places: int) -> tuple[int, ...]:
+        return tuple(
+            number
+            for number in self.of_rank(process.rank)
+            if all(getattr(self.all[number], name) == place for name, place in places.items())
+        )
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Every group of several processes within a rank: all of them, and by what they share."""
+        found: dict[tuple[int, ...], None] = {}
+        for process in self.all:
+            for group in (
+                tuple(self.of_rank(process.rank)),
+                self.data_group(process),
+                self.sample_group(process),
+                self.token_group(process),
+                self.tensor_group(process),
+            ):
+                if len(group) > 1:
+                    found[group] = None
+        return tuple(found)
+
+    @cached_property
+    def remote_edges(self) -> tuple[Edge, ...]:
+        """Directed edges of messages between ranks: data edges, and their reverse."""
+        by_name = self.plan.by_name
+        return tuple(
+            edge
+            for src, dst in self.plan.stage_edges
+            if by_name[src].rank != by_name[dst].rank
+            for edge in ((src, dst), (dst, src))
+        )
+
+    def lanes(self, edge: Edge) -> tuple[Lane, ...]:
+        """Who has messages with whom on a directed edge. Within a module, processes keep their
+        share of the samples and tokens; what a module hands to another is whole."""
+        sender, receiver = (self.plan.by_name[stage] for stage in edge)
+        theirs = tuple(tuple(self.of_rank(stage.rank)) for stage in (sender, receiver))
+        if sender.module != receiver.module:
+            return (Lane(*theirs),)
+        tp = sender.tp
+        return tuple(
+            Lane(*(numbers[place * tp : (place + 1) * tp] for numbers in theirs))
+            for place in range(sender.fsdp * sender.cp)
+        )

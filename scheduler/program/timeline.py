@@ -1,0 +1,146 @@
+"""Timelines: when each rank did what, measured by actors or predicted by the simulator."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from raymm.scheduler.plan.stage import stage_module
+from raymm.scheduler.program.program import COMPUTE, Op
+
+_start = attrgetter("start")
+
+
+class Span(NamedTuple):
+    """One instruction's execution. Times are seconds since the step's start; a RECV span
+    is time spent waiting for the message. ``peer`` is set for SEND and RECV. ``quota`` is the
+    share of the rank's multiprocessors that it ran on, beside others."""
+
+    rank: int
+    op: str
+    stage: str
+    microbatch: int
+    start: float
+    end: float
+    peer: str = ""
+    quota: float = 1.0
+
+    @property
+    def device_seconds(self) -> float:
+        """Seconds that the whole device would have taken, as far as the simulator knows: what
+        it takes as a cost."""
+        return (self.end - self.start) * self.quota
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Spans of one step over all ranks. The executor and the simulator both make it."""
+
+    spans: tuple[Span, ...]
+    num_ranks: int
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the first span's start to the last one's end."""
+        if not self.spans:
+            return 0.0
+        return max(s.end for s in self.spans) - min(s.start for s in self.spans)
+
+    def compute(self) -> tuple[Span, ...]:
+        return tuple(s for s in self.spans if s.op in COMPUTE)
+
+    def busy(self, rank: int) -> float:
+        """Seconds a rank spent in forwards and backwards; those that run side by side count
+        once."""
+        total, until = 0.0, -math.inf
+        for span in sorted((s for s in self.compute() if s.rank == rank), key=_start):
+            total += max(0.0, span.end - max(span.start, until))
+            until = max(until, span.end)
+        return total
+
+    def bubble(self, rank: int) -> float:
+        """Fraction of the step in which a rank computes nothing."""
+        return 1.0 - self.busy(rank) / self.makespan if self.makespan else 0.0
+
+    @property
+    def mean_bubble(self) -> float:
+        """Over all ranks."""
+        return sum(map(self.bubble, range(self.num_ranks))) / max(1, self.num_ranks)
+
+    def stage_busy(self) -> dict[str, float]:
+        """Seconds of compute per stage."""
+        busy: dict[str, float] = {}
+        for span in self.compute():
+            busy[span.stage] = busy.get(span.stage, 0.0) + span.end - span.start
+        return busy
+
+    def costs(self) -> dict[tuple[str, Op], float]:
+        """Median :attr:`Span.device_seconds` per (stage, compute op): what the simulator
+        takes."""
+        samples: dict[tuple[str, Op], list[float]] = {}
+        for span in self.compute():
+            samples.setdefault((span.stage, Op(span.op)), []).append(span.device_seconds)
+        return {key: statistics.median(values) for key, values in samples.items()}
+
+    def to_json(self) -> str:
+        return json.dumps({"num_ranks": self.num_ranks, "spans": [list(s) for s in self.spans]})
+
+    @classmethod
+    def from_json(cls, text: str) -> Timeline:
+        data = json.loads(text)
+        return cls(tuple(Span(*span) for span in data["spans"]), data["num_ranks"])
+
+
+def chrome_trace(
+    timelines: Iterable[tuple[str, Timeline]], rank_names: Mapping[int, str] | None = None
+) -> dict[str, Any]:
+    """Timelines as a Chrome/Perfetto trace: one process per timeline, one thread per rank, and
+    one for each module that runs side by side with others on it.
+
+    Args:
+        timelines: (label, timeline) pairs, e.g. ``[("measured", t), ("predicted", p)]``.
+        rank_names: what to call each rank.
+    """
+    events: list[dict[str, Any]] = []
+    for pid, (label, timeline) in enumerate(timelines):
+        events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": label}})
+        for rank in range(timeline.num_ranks):
+            events.append(_thread(pid, rank, _rank_name(rank, rank_names)))
+        beside: dict[tuple[int, str], int] = {}  # threads of (rank, module)
+        for span in timeline.spans:
+            tid = span.rank
+            if span.quota < 1:
+                place = span.rank, stage_module(span.stage)
+                if place not in beside:
+                    beside[place] = timeline.num_ranks + len(beside)
+                    name = f"{_rank_name(span.rank, rank_names)}, {place[1]} on {span.quota:g}"
+                    events.append(_thread(pid, beside[place], name))
+                tid = beside[place]
+            events.append(
+                {
+                    "ph": "X",
+                    "name": f"{span.op} {span.stage} #{span.microbatch}"
+                    if span.microbatch >= 0
+                    else span.op,
+                    "cat": span.op,
+                    "pid": pid,
+                    "tid": tid,
+                    "ts": span.start * 1e6,
+                    "dur": (span.end - span.start) * 1e6,
+                    "args": {"stage": span.stage, "microbatch": span.microbatch, "peer": span.peer},
+                }
+            )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _rank_name(rank: int, names: Mapping[int, str] | None) -> str:
+    return (names or {}).get(rank, f"rank {rank}")
+
+
+def _thread(pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}

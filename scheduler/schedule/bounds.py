@@ -1,0 +1,144 @@
+"""Lower bounds on a step's time: no schedule of the plan, good or bad, can be faster."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.schedule.stage_costs import StageCost, stage_costs
+from raymm.scheduler.schedule.step_graph import ActiveStages, active_stages, full_step
+
+
+def lower_bound(
+    plan: Plan,
+    delays: Mapping[tuple[str, str], float] | None = None,
+    activation_limits: Mapping[int, float] | None = None,
+) -> float:
+    """Seconds that a step with every modality in every microbatch takes at least.
+
+    For every rank: its first input cannot be there before the shortest way to it; then it
+    has all its work to do; and after its last gradient the stages before it still have theirs
+    to pass on. The last B_w of a rank need not come before its last gradient, but no more of
+    them can wait than there is memory for. And no microbatch is faster than its own path to
+    the loss and back.
+
+    Args:
+        plan: with a profile.
+        delays: seconds a message takes, per directed edge; 0 where missing.
+        activation_limits: bytes of activations per rank; no limit where missing.
+    """
+    return _Bound(plan, delays or {}, activation_limits or {}).seconds()
+
+
+class _Bound:
+    def __init__(
+        self,
+        plan: Plan,
+        delays: Mapping[tuple[str, str], float],
+        limits: Mapping[int, float],
+    ) -> None:
+        self.plan = plan
+        self.delays = delays
+        self.limits = limits
+        self.costs = stage_costs(plan)
+        # Microbatches that go through the same copies of all modules are alike.
+        self.active = tuple(dict.fromkeys(active_stages(plan, full_step(plan))))
+        everywhere = frozenset(plan.by_name)
+        self.head = self._heads(everywhere)
+        self.tail = self._tails(everywhere)
+
+    def seconds(self) -> float:
+        ranks = range(self.plan.num_ranks)
+        return max([self._path(), *(self._rank(rank) for rank in ranks)])
+
+    def _delay(self, src: str, dst: str) -> float:
+        same = self.plan.by_name[src].rank == self.plan.by_name[dst].rank
+        return 0.0 if same else self.delays.get((src, dst), 0.0)
+
+    def _heads(self, run: frozenset[str]) -> dict[str, float]:
+        """When the first input of the stages of ``run`` can be there at the earliest."""
+        head: dict[str, float] = {}
+        for stage in self.plan.topological_stages:
+            # Of several replicas of a producer one delivers the first microbatch.
+            by_module: dict[str, float] = {}
+            for producer in self.plan.stage_producers[stage.name]:
+                if producer not in run:
+                    continue
+                there = (
+                    head[producer] + self.costs[producer].forward
+                    + self._delay(producer, stage.name)
+                )
+                module = self.plan.by_name[producer].module
+                by_module[module] = min(by_module.get(module, there), there)
+            head[stage.name] = max(by_module.values(), default=0.0)
+        return head
+
+    def _tails(self, run: frozenset[str]) -> dict[str, float]:
+        """What is left to do at least, in ``run``, after a stage has sent its last gradient."""
+        tail: dict[str, float] = {}
+        for stage in self.plan.topological_stages:
+            owed: dict[str, float] = {}
+            for producer in self.plan.stage_producers[stage.name]:
+                owes = any(producer in a.needs_backward for a in self.active)
+                if producer not in run or not owes:
+                    continue
+                cost = self.costs[producer]
+                after = (
+                    self._delay(stage.name, producer) + cost.backward_input
+                    + max(cost.backward_weight, tail[producer])
+                )
+                module = self.plan.by_name[producer].module
+                owed[module] = min(owed.get(module, after), after)
+            tail[stage.name] = max(owed.values(), default=0.0)
+        return tail
+
+    def _path(self) -> float:
+        """The longest of all microbatches' own ways to the loss and back."""
+        longest = 0.0
+        for active in self.active:
+            sink = next(
+                s for s in self.plan.stages
+                if s.name in active.stages and not self.plan.stage_consumers[s.name]
+            )
+            head = self._heads(active.stages)[sink.name]
+            tail = self._tails(active.stages)[sink.name]
+            last = self.costs[sink.name].backward_weight
+            once = self._once(sink, active)
+            longest = max(longest, head + max(once, once - last + tail))
+        return longest
+
+    def _once(self, stage: Stage, active: ActiveStages) -> float:
+        """Seconds of a stage's work on one microbatch that passes through it."""
+        cost = self.costs[stage.name]
+        if stage.name not in active.needs_backward:
+            return cost.forward
+        again = cost.forward if stage.recompute else 0.0
+        return cost.forward + again + cost.backward_input + cost.backward_weight
+
+    def _rank(self, rank: int) -> float:
+        stages = self.plan.rank_stages(rank)
+        work, waiting, tails = 0.0, 0.0, [math.inf]
+        for stage in stages:
+            active = next((a for a in self.active if stage.name in a.stages), None)
+            if active is None:
+                continue
+            count = sum(
+                self.plan.runs(stage, m) for m in range(self.plan.num_microbatches)
+            )
+            work += count * self._once(stage, active)
+            if stage.name in active.needs_input_grad:
+                tails.append(self.tail[stage.name])
+                cost = self.costs[stage.name]
+                waiting += self._can_wait(stage, cost, count) * cost.backward_weight
+            else:  # nobody waits for it
+                tails.append(0.0)
+        head = min((self.head[s.name] for s in stages), default=0.0)
+        return head + max(work, work - waiting + min(tails))
+
+    def _can_wait(self, stage: Stage, cost: StageCost, count: int) -> int:
+        """How many of a stage's B_w can come after its last B_d."""
+        if stage.rank not in self.limits or not cost.activation_bytes:
+            return count
+        room = self.limits[stage.rank] * (1 + 1e-9) / cost.activation_bytes
+        return int(min(count, max(1, room)))

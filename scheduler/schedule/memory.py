@@ -1,0 +1,112 @@
+"""The memory a process of a rank needs: weights, optimizer state, and activations that live at
+once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.program.program import COMPUTE, Op, Program
+from raymm.scheduler.schedule.list_schedule import UNKNOWN_SIZES, Schedule, Task
+from raymm.scheduler.schedule.stage_costs import StageCost, stage_costs
+
+GIB = 2**30
+
+
+def peak_bytes(tasks: Iterable[Task], sizes: Mapping[str, StageCost]) -> int:
+    """The most bytes of activations that one rank holds at any time.
+
+    A forward keeps its activations until its backward (B_w where it is split), a checkpointed
+    one its inputs, and from its recomputation on its activations too. Layers that make some of
+    theirs again hold those while their backward runs, one layer at a time; in a turn all begin
+    before any ends. Not counted: outputs under way to another rank.
+
+    Args:
+        tasks: of the rank, in order.
+        sizes: bytes per stage.
+    """
+    held: dict[tuple[str, int], int] = {}
+    total = peak = remade = freed = 0
+    last = -1
+    for stage, microbatch, op, turn, _ in tasks:
+        if turn < 0 or turn != last:  # what went before has ended
+            total, remade, freed, last = total - freed, 0, 0, turn
+        size = sizes.get(stage, UNKNOWN_SIZES)
+        key = (stage, microbatch)
+        if op is Op.FORWARD or op is Op.RECOMPUTE:
+            more = size.activation_bytes
+        elif op is Op.FORWARD_CHECKPOINTED:
+            more = size.input_bytes
+        elif op is Op.BACKWARD_INPUT:
+            continue
+        else:  # the microbatch is done with, or never kept anything
+            if key in held:
+                remade += size.remade_bytes
+                peak = max(peak, total + remade)
+            freed += held.pop(key, 0)
+            continue
+        held[key] = held.get(key, 0) + more
+        total += more
+        peak = max(peak, total)
+    return peak
+
+
+def activation_peaks(
+    plan: Plan, schedule: Schedule | Program, sizes: Mapping[str, StageCost]
+) -> tuple[int, ...]:
+    """Per rank, :func:`peak_bytes` of a schedule or program."""
+    if isinstance(schedule, Program):
+        ranks: Sequence[Sequence[Task]] = [
+            [Task(i.stage, i.microbatch, i.op, i.turn) for i in rank if i.op in COMPUTE]
+            for rank in schedule.ranks
+        ]
+    else:
+        ranks = schedule.tasks
+    return tuple(peak_bytes(rank, sizes) for rank in ranks)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes that each process of a rank needs: ``state`` is weights, gradients and optimizer
+    moments, ``activations`` the most that live at once."""
+
+    state: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.state + self.activations
+
+
+def rank_memory(plan: Plan, program: Program) -> tuple[RankMemory, ...]:
+    """Per rank, what a plan with a profile needs under a program."""
+    sizes = stage_costs(plan)
+    return tuple(
+        RankMemory(sum(sizes[s.name].state_bytes for s in plan.rank_stages(rank)), peak)
+        for rank, peak in enumerate(activation_peaks(plan, program, sizes))
+    )
+
+
+def check_memory(plan: Plan, program: Program) -> None:
+    """
+    Raises:
+        PlanError: if a rank needs more than the plan's ``memory_limit``; a plan without
+            limit or profile passes.
+    """
+    if plan.memory_limit is None or plan.profile is None:
+        return
+    for rank, need in enumerate(rank_memory(plan, program)):
+        if need.total > plan.memory_limit:
+            names = ", ".join(stage.name for stage in plan.rank_stages(rank))
+            several = f", each of its {n} processes," if (n := plan.processes(rank)) > 1 else ""
+            raise PlanError(
+                f"rank {rank} ({names}){several} needs {_size(need.total)}: {_size(need.state)} of "
+                f"weights and optimizer state, {_size(need.activations)} of activations; "
+                f"memory_limit is {_size(plan.memory_limit)}"
+            )
+
+
+def _size(count: float) -> str:
+    """In GiB, unless that would hide by how much a small model is over its limit."""
+    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count:,} bytes"

@@ -1,0 +1,115 @@
+"""How long messages take: from a plan's edges and the links between its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from raymm.scheduler.costs.devices import Link, Links
+from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.schedule.process_costs import gather_seconds
+from raymm.scheduler.schedule.stage_costs import StageCost, stage_costs
+
+Edge = tuple[str, str]
+
+
+class Transfer(NamedTuple):
+    """One message of a directed edge: ``seconds`` it occupies the link, then ``latency``
+    until it is there. Messages of one edge follow one another."""
+
+    seconds: float = 0.0
+    latency: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.seconds + self.latency
+
+
+def edge_transfers(
+    plan: Plan,
+    within_node: Link,
+    across_nodes: Link,
+    ranks_per_node: int,
+    sizes: Mapping[str, StageCost] | None = None,
+) -> dict[Edge, Transfer]:
+    """Per directed edge between two ranks, what one message takes. A gradient is as large as
+    the output it belongs to. Processes fill nodes in order of their numbers.
+
+    Between ranks of several processes every byte travels once, over as many links as the end
+    with fewer processes has (:mod:`raymm.scheduler.plan.resharding`). Before that a module gathers
+    its tokens if it hands them to another one, or reduces and scatters the gradient that it hands
+    back; after it the receivers gather their shares. All of this is counted as latency: it delays
+    the message, and keeps no link between ranks busy.
+
+    Args:
+        plan: the plan.
+        within_node, across_nodes: the links.
+        ranks_per_node: how many processes share a node.
+        sizes: bytes per stage; the plan's own by default.
+
+    Raises:
+        ValueError: if no sizes are known, or ``ranks_per_node`` is below 1.
+    """
+    if ranks_per_node < 1:
+        raise ValueError(f"ranks_per_node is {ranks_per_node}; it must be at least 1")
+    sizes = stage_costs(plan) if sizes is None else sizes
+    links = Links(within_node, across_nodes, ranks_per_node)
+    transfers = {}
+    for src, dst in plan.stage_edges:
+        producer, consumer = plan.by_name[src], plan.by_name[dst]
+        if producer.rank == consumer.rank:
+            continue
+        for edge, ends in (
+            ((src, dst), (producer, consumer)), ((dst, src), (consumer, producer)),
+        ):
+            transfers[edge] = _transfer(plan, *ends, sizes[src].output_bytes, links)
+    return transfers
+
+
+def _transfer(
+    plan: Plan, sender: Stage, receiver: Stage, size: int, links: Links
+) -> Transfer:
+    """One message of ``size`` bytes, all processes together."""
+    theirs, ours = plan.rank_processes(sender.rank), plan.rank_processes(receiver.rank)
+    link = links.within_node
+    if {p // links.per_node for p in theirs} != {p // links.per_node for p in ours}:
+        link = links.across_nodes
+    seconds = size / min(len(theirs), len(ours)) / link.bandwidth
+    if sender.module == receiver.module:  # every share of the tokens goes its own way
+        held = size * receiver.tp / len(ours)
+        gathered = gather_seconds(held, receiver.tp, links.between(ours))
+    else:
+        back = receiver.module in plan.graph.producers(sender.module)
+        sharing = len(theirs) if back else len(theirs) // sender.tp
+        gathered = gather_seconds(size, sharing, links.between(theirs))
+        gathered += gather_seconds(size, len(ours), links.between(ours))
+    return Transfer(seconds, link.latency + gathered)
+
+
+@dataclass(frozen=True)
+class Network:
+    """The links between processes, which fill nodes in order. Messages take no time by default."""
+
+    within_node: Link = Link(0.0, float("inf"))
+    across_nodes: Link = Link(0.0, float("inf"))
+    ranks_per_node: int = 1_000_000
+
+    @property
+    def links(self) -> Links:
+        """The same as what processes of a rank talk over."""
+        return Links(self.within_node, self.across_nodes, self.ranks_per_node)
+
+    def transfers(self, plan: Plan) -> dict[Edge, Transfer]:
+        """What a message takes, per directed edge."""
+        return edge_transfers(plan, self.within_node, self.across_nodes, self.ranks_per_node)
+
+    def delays(self, plan: Plan) -> dict[Edge, float]:
+        """Seconds of a message per directed edge, if its link is free."""
+        return delays(self.transfers(plan))
+
+
+def delays(transfers: Mapping[Edge, Transfer]) -> dict[Edge, float]:
+    """Seconds from a send to its arrival, on a free link: what lowerings take."""
+    return {edge: transfer.total for edge, transfer in transfers.items()}
+

@@ -1,0 +1,131 @@
+"""Whether stages take what their plan was made for, and the profile that says what they take."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from raymm.scheduler.costs.layer_costs import LayerCost, ProfileError
+from raymm.scheduler.costs.profile_table import Measurement, ProfileTable
+from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.program.program import Op
+from raymm.scheduler.program.timeline import Timeline
+from raymm.scheduler.schedule.stage_costs import op_seconds
+
+# Steps after which what was measured counts half.
+HALF_LIFE_STEPS = 10.0
+
+
+@dataclass(frozen=True)
+class Drift:
+    """The rank that is busiest, and what the plan made of it.
+
+    Attributes:
+        rank: which.
+        stage: the one of its stages that takes longest.
+        measured, expected: its share of the compute of all ranks, as measured and as planned.
+    """
+
+    rank: int
+    stage: str
+    measured: float
+    expected: float
+
+    @property
+    def excess(self) -> float:
+        """How much larger its share is than was expected, relative to that: 0 for as planned."""
+        return self.measured / self.expected - 1 if self.expected else float("inf")
+
+
+class PlanDrift:
+    """Compares measured steps with a plan's profile.
+
+    Args:
+        plan: with a profile.
+
+    Raises:
+        ProfileError: it has none.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        if plan.profile is None:
+            raise ProfileError("the plan has no profile to compare measured steps with")
+        self._plan = plan
+        self._expected_of = op_seconds(plan)
+        self._keep = 0.5 ** (1.0 / HALF_LIFE_STEPS)
+        self._measured: dict[str, float] = defaultdict(float)
+        self._expected: dict[str, float] = defaultdict(float)
+
+    def observe(self, timeline: Timeline) -> Drift | None:
+        """Add a step; what all steps up to now say, of which older ones say less. None if the
+        profile expects no rank that works to take any time."""
+        for sums in (self._measured, self._expected):
+            for stage in sums:
+                sums[stage] *= self._keep
+        for span in timeline.compute():
+            self._measured[span.stage] += span.device_seconds
+            # What did not run in this step, as an encoder without items, was not expected to.
+            self._expected[span.stage] += self._expected_of[span.stage, Op(span.op)]
+        measured, expected = (self._by_rank(s) for s in (self._measured, self._expected))
+        if not sum(measured.values()) or not sum(expected.values()):
+            return None
+        rank = max(measured, key=lambda r: measured[r])
+        return Drift(
+            rank,
+            max((s.name for s in self._plan.rank_stages(rank)), key=lambda n: self._measured[n]),
+            measured[rank] / sum(measured.values()),
+            expected[rank] / sum(expected.values()),
+        )
+
+    def _by_rank(self, sums: Mapping[str, float]) -> dict[int, float]:
+        found: dict[int, float] = defaultdict(float)
+        for stage, seconds in sums.items():
+            found[self._plan.by_name[stage].rank] += seconds
+        return found
+
+    def profile(self, samples: Mapping[str, int], date: str = "") -> ProfileTable:
+        """The plan's profile with the seconds of every stage's layers times measured over
+        expected: what to plan anew with. Bytes stay.
+
+        Args:
+            samples: per module, sequences or items of a microbatch.
+            date: ISO 8601.
+
+        Raises:
+            ProfileError: the plan's profile does not say of how many tokens it is.
+        """
+        profile = self._plan.profile
+        if lacking := sorted(set(profile.modules) - set(profile.tokens)):
+            raise ProfileError(f"the plan's profile does not say tokens of {lacking}")
+        modules = {}
+        for name, layers in profile.modules.items():
+            scaled = list(layers)
+            for stage in self._plan.replicas(name)[0]:
+                ratio = self._ratio(name, stage.index)
+                for layer in range(*stage.layers):
+                    scaled[layer] = _times(layers[layer], ratio)
+            modules[name] = (
+                Measurement(int(profile.tokens[name]), samples.get(name, 1), tuple(scaled)),
+            )
+        return ProfileTable(
+            modules, {name: int(profile.tokens[name]) for name in modules}, profile.device,
+            profile.dtype, dict(profile.versions), date,
+        )
+
+    def _ratio(self, module: str, index: int) -> float:
+        """Measured over expected of a stage, over all its copies; of one that never ran or was
+        expected to take no time, that of everything."""
+        names = [chain[index].name for chain in self._plan.replicas(module)]
+        measured = sum(self._measured[name] for name in names)
+        expected = sum(self._expected[name] for name in names)
+        if measured and expected:
+            return measured / expected
+        return sum(self._measured.values()) / sum(self._expected.values())
+
+
+def _times(cost: LayerCost, ratio: float) -> LayerCost:
+    return replace(
+        cost, forward=cost.forward * ratio, backward_input=cost.backward_input * ratio,
+        backward_weight=cost.backward_weight * ratio,
+    )

@@ -1,0 +1,138 @@
+"""What a layer costs one process, where several share the tokens (``cp``) or parameters (``tp``)
+of a rank, or copies of a module (``dp``) sum gradients.
+
+Everything follows from the profile's numbers of whole layers; with ``n`` processes in a group
+and B bytes, a ring's all-reduce sends ``2 (n-1)/n B`` per process, a gather ``(n-1)/n B``.
+Assumed:
+
+- Compute is shared out evenly: times are divided by ``cp * tp``. Nothing is taken off for smaller
+  matrix products, for which there is no measurement.
+- ``tp`` sums the residual stream, in the compute dtype, twice per block forward and twice backward
+  (Megatron-LM, Shoeybi et al. 2019, section 3), once each for a projector; nothing else is
+  computed meanwhile. The stream is as large as the hidden state that a block receives.
+- ``cp`` gathers keys and values (``gather`` of :mod:`raymm.scheduler.context_parallel.traffic`, an
+upper
+  bound of what the cheapest method sends), and sums their gradients in fp32. What a profile does
+  not know of keys and values is as much as queries have.
+- Activations are divided by ``cp``. By ``tp`` only what lies within a block is; the residual stream
+  and what norms make of it, :data:`WHOLE_COPIES` times the hidden state, is on every process.
+- A layer that makes activations again sums and gathers again what its forward did.
+- Parameters, and their gradients, are divided by ``tp``, but for a layer's ``replicated_bytes``;
+  by ``cp`` not. With ``"zero1"``, AdamW's moments are divided by ``dp * cp`` as well.
+- With ``"fsdp"`` the parameters, gradients and moments of a stage are divided by ``fsdp * cp``, and
+  one layer at a time is whole (what is outside the blocks always is, which is left out). Each
+  pass gathers parameters in fp32 while it computes, a backward also reduces gradients; it takes
+  as long as the longer of the two.
+- Gradients are summed over ``dp * cp`` once a step, while the backward of the stage's last
+  microbatch runs. What is not hidden by that is charged to B_w, spread evenly over the
+  microbatches, so that schedules, bounds and simulations need not know of it.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from raymm.scheduler.costs.devices import Link
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
+from raymm.scheduler.costs.recomputation import REMADE, LayerOption
+from raymm.scheduler.graph.module_graph import ModuleNode
+from raymm.scheduler.plan.stage import Degrees
+
+# The residual stream at both norms of a block in fp32, what an RMS norm keeps beside it, and the
+# two norms' results in the compute dtype: 3 to 5 hidden states in fp32, by kind of norm and dtype.
+WHOLE_COPIES = 4
+_FP32_BYTES = 4
+
+
+def process_layers(
+    profile: CostProfile,
+    node: ModuleNode,
+    degrees: Degrees,
+    token_link: Link | None = None,
+    tensor_link: Link | None = None,
+) -> tuple[LayerCost, ...]:
+    """A module's layers as one of a rank's processes has them.
+
+    Output bytes stay those of the whole rank: what travels between ranks does not depend on how
+    many processes they are.
+
+    Args:
+        profile: costs of whole layers.
+        node: the module.
+        degrees: how its ranks are several processes.
+        token_link, tensor_link: what the processes of a rank talk over, those that share tokens
+            and those that share parameters; where None, that takes no time.
+    """
+    layers = profile.modules[node.name]
+    if degrees == Degrees():
+        return layers
+    key = (node.name, degrees, token_link, tensor_link)
+    if key not in profile.shared_layers:
+        profile.shared_layers[key] = tuple(
+            _process_layer(
+                profile, layers, index, index >= node.num_blocks, degrees, token_link, tensor_link
+            )
+            for index in range(len(layers))
+        )
+    return profile.shared_layers[key]
+
+
+def _process_layer(
+    profile: CostProfile, layers: tuple[LayerCost, ...], index: int, projector: bool,
+    degrees: Degrees, token_link: Link | None, tensor_link: Link | None,
+) -> LayerCost:
+    cost, cp, tp = layers[index], degrees.cp, degrees.tp
+    # Groups by parameters among the processes: each has its share of the tokens.
+    shares = prod(degrees) // tp
+    # The hidden state in fp32, of all tokens. A last layer hands on something else: a loss.
+    stream = layers[index - 1].output_bytes if index else cost.output_bytes
+    in_dtype = stream * profile.element_bytes / _FP32_BYTES
+    sums = (1 if projector else 2) * all_reduce_seconds(in_dtype / shares, tp, tensor_link)
+    keys = 0.0 if projector else (cost.key_value_bytes or 2 * in_dtype) * cp / (tp * shares)
+    gradients = keys * (1 + _FP32_BYTES / profile.element_bytes)
+    # A projector keeps its input, and its output only if the loss needs it.
+    whole = min((1 if projector else WHOLE_COPIES) * stream, cost.activation_bytes)
+    shared = cost.parameter_bytes - cost.replicated_bytes
+    gathered = sums + gather_seconds(keys, cp, token_link)
+
+    def held(size: int) -> int:
+        first = min(whole, size)
+        return round((first + (size - first) / tp) / shares)
+
+    return LayerCost(
+        forward=cost.forward / (shares * tp) + gathered,
+        backward_input=cost.backward_input / (shares * tp)
+        + sums + gather_seconds(gradients, cp, token_link),
+        backward_weight=cost.backward_weight / (shares * tp),
+        activation_bytes=held(cost.activation_bytes),
+        parameter_bytes=cost.replicated_bytes + -(-shared // tp),
+        output_bytes=cost.output_bytes,
+        replicated_bytes=cost.replicated_bytes,
+        key_value_bytes=round(keys / cp),
+        options=tuple(
+            LayerOption(
+                one.name,
+                one.seconds / (shares * tp) + (gathered if one.name in REMADE else 0.0),
+                held(one.nbytes),
+            )
+            for one in cost.options
+        ),
+    )
+
+
+def all_reduce_seconds(size: float, processes: int, link: Link | None) -> float:
+    """A ring's all-reduce of ``size`` bytes."""
+    return 2 * gather_seconds(size, processes, link)
+
+
+def gather_seconds(size: float, processes: int, link: Link | None) -> float:
+    """A ring's all-gather of what has ``size`` bytes once it is together; a reduce-scatter
+    takes the same. What is empty is not sent."""
+    if link is None or processes == 1 or not size:
+        return 0.0
+    return (processes - 1) * (link.latency + size / processes / link.bandwidth)
+
+
+def exposed_seconds(reduction: float, backward: float) -> float:
+    """Seconds of a sum of gradients that the last microbatch's backward does not hide."""
+    return max(0.0, reduction - backward)

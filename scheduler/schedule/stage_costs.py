@@ -1,0 +1,184 @@
+"""What the stages of a plan cost: seconds per op and bytes, summed from the layers' costs.
+
+Where a rank is several processes, costs are those of one of them, alike for all, with what it
+waits for the others (:mod:`raymm.scheduler.schedule.process_costs`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, trainable_before
+from raymm.scheduler.costs.recomputation import KEEP, LayerOption, remade_bytes
+from raymm.scheduler.graph.module_graph import ModuleNode
+from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.program.program import Op
+from raymm.scheduler.schedule.process_costs import (
+    all_reduce_seconds,
+    exposed_seconds,
+    gather_seconds,
+    process_layers,
+)
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """One stage on one microbatch, as one of its rank's processes has it.
+
+    Attributes:
+        forward: seconds of F (and of a recomputation).
+        backward_input: seconds of B_d, of the layers that have something trainable before
+            them.
+        backward_weight: seconds of B_w, of the trainable layers, and a microbatch's share of what
+            the step's sum of gradients takes after the last backward.
+        input_bytes: what it receives, which is what a checkpointed forward keeps.
+        activation_bytes: what autograd keeps of the layers that have a backward.
+        output_bytes: what its rank hands on, all processes together.
+        state_bytes: weights, and gradients and AdamW moments of the trainable ones.
+        remade_bytes: the most that a backward makes again, or fetches, at one time: of the layer
+            that keeps least of its activations.
+    """
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    input_bytes: int = 0
+    activation_bytes: int = 0
+    output_bytes: int = 0
+    state_bytes: int = 0
+    remade_bytes: int = 0
+
+    def seconds(self) -> dict[Op, float]:
+        """Per compute op; what a stage does not need is simply not in its program."""
+        return {
+            Op.FORWARD: self.forward,
+            Op.FORWARD_NO_GRAD: self.forward,
+            Op.FORWARD_CHECKPOINTED: self.forward,
+            Op.RECOMPUTE: self.forward,
+            Op.BACKWARD: self.backward_input + self.backward_weight,
+            Op.BACKWARD_INPUT: self.backward_input,
+            Op.BACKWARD_WEIGHT: self.backward_weight,
+        }
+
+
+def stage_costs(plan: Plan, profile: CostProfile | None = None) -> dict[str, StageCost]:
+    """Per stage of a plan, with the frozen rules (see :mod:`raymm.scheduler.costs.layer_costs`).
+
+    Args:
+        plan: the plan.
+        profile: layer costs; the plan's own by default.
+
+    Raises:
+        ValueError: if neither the plan nor the caller has a profile.
+    """
+    profile = profile or plan.profile
+    if profile is None:
+        raise ValueError("the plan has no cost profile")
+    profile.check(plan.graph)
+    before = trainable_before(plan.graph)
+    return {
+        stage.name: _stage_cost(plan, stage, profile, before[stage.module])
+        for stage in plan.stages
+    }
+
+
+def _stage_cost(
+    plan: Plan, stage: Stage, profile: CostProfile, before: tuple[bool, ...]
+) -> StageCost:
+    lo, hi = stage.layers
+    node = plan.graph.node(stage.module)
+    layers = _shared_layers(plan, stage, profile, node)[lo:hi]
+    trainable = node.trainable[lo:hi]
+    earlier = before[lo:hi]
+    if lo > 0:
+        received = profile.modules[stage.module][lo - 1].output_bytes // (stage.cp * stage.fsdp)
+    else:  # whole: a process picks its tokens after the merge
+        received = sum(
+            profile.modules[producer][-1].output_bytes
+            for producer in plan.graph.producers(stage.module)
+        )
+    forward = sum(c.forward for c in layers)
+    kept = _kept(stage, layers, [t or b for t, b in zip(trainable, earlier, strict=True)])
+    backward_input = sum(c.backward_input for c, b in zip(layers, earlier, strict=True) if b)
+    # Whatever is made again is made before the first gradient of its layer.
+    backward_input += sum(option.seconds for _, option in kept)
+    trained = [c for c, t in zip(layers, trainable, strict=True) if t]
+    backward_weight = sum(c.backward_weight for c in trained)
+    sharers = plan.sharers(stage)
+    moments = sharers if stage.sharding == "zero1" else 1
+    state = sum(profile.state_bytes(c, t, moments) for c, t in zip(layers, trainable, strict=True))
+    trained_bytes = sum(c.parameter_bytes for c in trained)
+    link = None
+    if sharers > 1 and profile.links is not None:
+        link = profile.links.between(_sharers(plan, stage))
+    if stage.shards > 1:
+        held = [c.parameter_bytes for c in layers]
+        state = -(-state // stage.shards) + max(held)
+        gather = gather_seconds(sum(held), stage.shards, link)
+        reduction = gather_seconds(trained_bytes, stage.shards, link)
+        forward = max(forward, gather)
+        if trained or any(earlier):
+            backward_weight = max(backward_weight, gather + reduction - backward_input)
+    elif trained:
+        reduction = all_reduce_seconds(trained_bytes, sharers, link)
+        steps = max(1, plan.num_microbatches // len(plan.replicas(stage.module)))
+        backward_weight += exposed_seconds(reduction, backward_input + backward_weight) / steps
+    return StageCost(
+        forward=forward,
+        backward_input=backward_input,
+        backward_weight=backward_weight,
+        input_bytes=received,
+        activation_bytes=sum(option.nbytes for _, option in kept),
+        output_bytes=layers[-1].output_bytes,
+        state_bytes=state,
+        remade_bytes=max((remade_bytes(o, c.activation_bytes) for c, o in kept), default=0),
+    )
+
+
+def _kept(
+    stage: Stage, layers: tuple[LayerCost, ...], backward: list[bool]
+) -> list[tuple[LayerCost, LayerOption]]:
+    """What a stage's layers that have a backward do with their activations. Of an option that the
+    profile does not know it is assumed that it makes all again and keeps all."""
+    found = []
+    for index, cost in enumerate(layers):
+        if not backward[index]:
+            continue
+        name = stage.layer_options[index] if index < len(stage.layer_options) else KEEP
+        unknown = LayerOption(name, cost.forward, cost.activation_bytes)
+        found.append((cost, next((o for o in cost.choices if o.name == name), unknown)))
+    return found
+
+
+def _shared_layers(
+    plan: Plan, stage: Stage, profile: CostProfile, node: ModuleNode
+) -> tuple[LayerCost, ...]:
+    """The module's layers as one of the stage's processes has them."""
+    links, tp = profile.links, stage.tp
+    numbers = plan.rank_processes(stage.rank)
+    if links is None or len(numbers) == 1:
+        return process_layers(profile, node, stage.degrees)
+    # Of all groups by parameters, the one on the slowest link is waited for.
+    by_parameters = [
+        links.between(numbers[first : first + tp]) for first in range(0, len(numbers), tp)
+    ]
+    slowest = max(by_parameters, key=lambda link: link.seconds(1))
+    return process_layers(profile, node, stage.degrees, links.between(numbers), slowest)
+
+
+def _sharers(plan: Plan, stage: Stage) -> list[int]:
+    """Processes of all copies of a stage."""
+    return [
+        process
+        for chain in plan.replicas(stage.module)
+        for process in plan.rank_processes(chain[stage.index].rank)
+    ]
+
+
+def op_seconds(plan: Plan, profile: CostProfile | None = None) -> dict[tuple[str, Op], float]:
+    """Seconds per (stage, compute op), as the lowerings and the simulator take them."""
+    return {
+        (name, op): seconds
+        for name, cost in stage_costs(plan, profile).items()
+        for op, seconds in cost.seconds().items()
+    }

@@ -1,0 +1,82 @@
+"""The part of the stage graph that each microbatch of a step uses."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from raymm.scheduler.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class ActiveStages:
+    """What one microbatch runs.
+
+    Attributes:
+        stages: the stages it passes through.
+        needs_backward: those that have something trainable in them or before them.
+        needs_input_grad: those that owe a gradient to a stage before them.
+    """
+
+    stages: frozenset[str]
+    needs_backward: frozenset[str]
+    needs_input_grad: frozenset[str]
+
+
+def active_stages(
+    plan: Plan, present: Sequence[Collection[str]], forward_only: bool = False
+) -> list[ActiveStages]:
+    """Per microbatch, what it uses.
+
+    A stage with nothing trainable in it or before it has no backward and no gradient edge
+    (Cornstarch v1 §4.2); whether something trainable lies before a stage is asked per
+    microbatch, because a text-only microbatch has no projector before its language model.
+
+    Args:
+        plan: the plan.
+        present: per microbatch, the modules it has input for besides the sink (which always
+            runs). Whatever takes their outputs runs as well.
+        forward_only: for evaluation: no stage has a backward.
+
+    Raises:
+        ValueError: if ``present`` names a module that the plan does not have.
+    """
+    cache: dict[tuple[frozenset[str], tuple[int, ...]], ActiveStages] = {}
+    counts = [len(plan.replicas(node.name)) for node in plan.graph.nodes]
+    result = []
+    for microbatch, modules in enumerate(present):
+        key = (frozenset(modules), tuple(microbatch % count for count in counts))
+        if key not in cache:
+            cache[key] = _active(plan, key[0], microbatch, forward_only)
+        result.append(cache[key])
+    return result
+
+
+def full_step(plan: Plan) -> list[list[str]]:
+    """Per microbatch, the modules of a step in which every microbatch has every modality."""
+    return [[node.name for node in plan.graph.nodes]] * plan.num_microbatches
+
+
+def _active(
+    plan: Plan, modules: frozenset[str], microbatch: int, forward_only: bool
+) -> ActiveStages:
+    known = {node.name for node in plan.graph.nodes}
+    if unknown := modules - known:
+        raise ValueError(
+            f"a microbatch has input for {sorted(unknown)}; modules are {sorted(known)}"
+        )
+    running = set(modules)
+    for module in plan.graph.topological:
+        if module == plan.graph.sink or running.intersection(plan.graph.producers(module)):
+            running.add(module)
+    run = {s.name for s in plan.stages if s.module in running and plan.runs(s, microbatch)}
+    needs: set[str] = set()
+    owes: set[str] = set()
+    for stage in plan.topological_stages:
+        if stage.name not in run or forward_only:
+            continue
+        if any(src in needs for src in plan.stage_producers[stage.name]):
+            owes.add(stage.name)
+        if plan.trainable(stage) or stage.name in owes:
+            needs.add(stage.name)
+    return ActiveStages(frozenset(run), frozenset(needs), frozenset(owes))

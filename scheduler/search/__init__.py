@@ -1,0 +1,1 @@
+"""Plans that are searched for: partitions, stage counts, degrees, layouts."""

@@ -1,0 +1,138 @@
+"""Layouts: ways to put the stages of a model on ranks. Each gives a Plan that runs.
+
+- modality parallel (Cornstarch v1 §4.1): every stage of every module has its own rank;
+  :meth:`raymm.scheduler.search.stage_space.StageSpace.plan`, or :func:`chunked` for several stages
+  of a module per rank;
+- encoders colocated (Megatron style): one chain, whose first ranks each hold a stage of every
+  encoder;
+- encoders replicated (Llama style): every rank of the language model holds all encoders
+  whole. Where Llama's cross-attention needs the features on every rank and encodes each image
+  on all of them, here the copies share the microbatches out among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from raymm.scheduler.graph.module_graph import ModuleGraph
+from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.search.partition import Ranges, partition_matrix
+from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
+
+
+def chunked(space: StageSpace, counts: Mapping[str, int], chunks: int) -> Plan:
+    """Interleaved: a module with several ranks has ``chunks`` stages on each of them, rank by
+    rank in turn (Megatron's virtual pipeline stages). The pipeline fills and drains in
+    smaller steps, for more messages.
+
+    Modules with a single rank, with a layer that has no backward (after the first), or with
+    too few layers keep one stage per rank.
+
+    Raises:
+        StageSearchError: if no module can have so many chunks, or a module not so many stages.
+    """
+    graph = space.graph
+    if chunks < 2:
+        raise StageSearchError(f"chunks is {chunks}; it must be at least 2")
+    partitions: dict[str, Ranges] = {}
+    any_chunked = False
+    for node in graph.nodes:
+        ranks = counts[node.name]
+        _check_stages(graph, node.name, ranks)
+        worthwhile = ranks > 1 and all(space.backward[node.name][1:])
+        many = chunks if worthwhile and node.num_layers >= chunks * ranks else 1
+        any_chunked |= many > 1
+        partitions[node.name] = partition_matrix(
+            space.stage_seconds(node.name), ranks * many, None
+        )
+    if not any_chunked:
+        raise StageSearchError(f"no module can have {chunks} chunks on each of its ranks")
+    plan = space.made_of(partitions)
+    first, stages = 0, []
+    for module in graph.topological:
+        for stage in plan.module_stages(module):
+            stages.append(replace(stage, rank=first + stage.index % counts[module]))
+        first += counts[module]
+    return replace(plan, stages=tuple(stages), shared_ranks=None)
+
+
+def colocated(space: StageSpace, encoder_ranks: int, language_ranks: int) -> Plan:
+    """Megatron style: encoders side by side on the first ranks, stage by stage, then the
+    language model (or whatever the encoders feed).
+
+    An encoder with fewer layers than ranks uses the last ones, next to its consumer.
+
+    Raises:
+        StageSearchError: if the model is not encoders into one module, or that module has
+            fewer layers than ranks.
+    """
+    graph = space.graph
+    encoders = encoders_into_sink(graph)
+    if encoder_ranks < 1:
+        raise StageSearchError(f"encoder_ranks is {encoder_ranks}; it must be at least 1")
+    _check_stages(graph, graph.sink, language_ranks)
+    counts = {name: min(encoder_ranks, graph.node(name).num_layers) for name in encoders}
+    partitions = {
+        name: partition_matrix(space.stage_seconds(name), count, None)
+        for name, count in {**counts, graph.sink: language_ranks}.items()
+    }
+    plan = space.made_of(partitions)
+
+    def rank(stage: Stage) -> int:
+        if stage.module == graph.sink:
+            return encoder_ranks + stage.index
+        return encoder_ranks - counts[stage.module] + stage.index
+
+    used = sorted({rank(stage) for stage in plan.stages})
+    stages = tuple(replace(s, rank=used.index(rank(s))) for s in plan.stages)
+    return replace(plan, stages=stages, shared_ranks=None)
+
+
+def replicated(space: StageSpace, ranks: int) -> Plan:
+    """Llama style: the language model over all ranks, and on each of them a whole copy of
+    every encoder, which takes its share of the microbatches.
+
+    Raises:
+        StageSearchError: if the model is not encoders into one module, or that module has
+            fewer layers than ranks.
+    """
+    graph = space.graph
+    encoders = encoders_into_sink(graph)
+    _check_stages(graph, graph.sink, ranks)
+    partitions = {name: ((0, graph.node(name).num_layers),) for name in encoders}
+    partitions[graph.sink] = partition_matrix(space.stage_seconds(graph.sink), ranks, None)
+    plan = space.made_of(partitions)
+    copies = min(ranks, space.num_microbatches)
+    stages = [
+        replace(stage, rank=copy, replica=copy)
+        for name in encoders
+        for copy in range(copies)
+        for stage in plan.module_stages(name)
+    ]
+    stages += [replace(s, rank=s.index) for s in plan.module_stages(graph.sink)]
+    return replace(plan, stages=tuple(stages), shared_ranks=None)
+
+
+def _check_stages(graph: ModuleGraph, module: str, stages: int) -> None:
+    layers = graph.node(module).num_layers
+    if not 1 <= stages <= layers:
+        raise StageSearchError(
+            f"module {module!r} cannot have {stages} stages; it has {layers} layers"
+        )
+
+
+def encoders_into_sink(graph: ModuleGraph) -> list[str]:
+    """The modules that feed the sink, if all others do.
+
+    Raises:
+        StageSearchError: if there are none, or one does something else.
+    """
+    encoders = [node.name for node in graph.nodes if node.name != graph.sink]
+    for name in encoders:
+        if graph.consumers(name) != (graph.sink,) or graph.producers(name):
+            raise StageSearchError(f"this layout is for encoders that feed {graph.sink!r} only; "
+                                   f"{name!r} does not")
+    if not encoders:
+        raise StageSearchError("this layout is for models with encoders; there are none")
+    return encoders

@@ -1,0 +1,145 @@
+"""How many processes share a module, and plans whose modules are shared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from raymm.scheduler.costs.layer_costs import CostProfile
+from raymm.scheduler.graph.module_graph import ModuleGraph
+from raymm.scheduler.plan.plan import Plan, PlanError, Stage
+from raymm.scheduler.plan.stage import Degrees
+from raymm.scheduler.schedule.process_costs import process_layers
+
+KINDS = ("tp", "cp", "dp")
+
+
+class ModuleDegrees(NamedTuple):
+    """Of a module beside its pipeline: copies, and how each of its ranks is several processes."""
+
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    sharding: str = "none"
+
+    @property
+    def of_rank(self) -> Degrees:
+        """Of each rank."""
+        return Degrees(self.cp, self.tp)
+
+    @property
+    def devices(self) -> int:
+        """Devices of one stage, in all copies."""
+        return self.dp * self.cp * self.tp
+
+    @property
+    def text(self) -> str:
+        """E.g. ``"tp 4, dp 2"``; empty if nothing is shared."""
+        return ", ".join(f"{kind} {n}" for kind in KINDS if (n := getattr(self, kind)) > 1)
+
+
+def rank_text(degrees: Degrees) -> str:
+    """How a rank is several processes, e.g. ``"tp 4, cp 2"``; empty if it is one."""
+    order = sorted(degrees._asdict().items(), key=lambda one: (*KINDS, one[0]).index(one[0]))
+    return ", ".join(f"{kind} {degree}" for kind, degree in order if degree > 1)
+
+
+ALONE = ModuleDegrees()
+SharedModules = Mapping[str, ModuleDegrees]
+"""Degrees by module; nothing is shared of those that are missing."""
+
+
+def degrees_of(plan: Plan, module: str) -> ModuleDegrees:
+    """What a plan says of a module."""
+    chains = plan.replicas(module)
+    stage = chains[0][0]
+    return ModuleDegrees(len(chains), stage.cp, stage.tp, stage.sharding)
+
+
+@dataclass(frozen=True)
+class DegreeChoices:
+    """The degrees that a module may have.
+
+    Attributes:
+        tp, cp, dp: numbers, in ascending order.
+
+    Raises:
+        PlanError: naming what is no number above 0, or empty.
+    """
+
+    tp: Sequence[int] = (1,)
+    cp: Sequence[int] = (1,)
+    dp: Sequence[int] = (1,)
+
+    def __post_init__(self) -> None:
+        for kind in KINDS:
+            values = getattr(self, kind)
+            if not values or any(type(value) is not int or value < 1 for value in values):
+                raise PlanError(
+                    f"{kind} is {tuple(values)}; it must be whole numbers, each at least 1"
+                )
+
+    @property
+    def may_be_alone(self) -> bool:
+        """Whether the module need not be shared."""
+        return all(1 in getattr(self, kind) for kind in KINDS)
+
+    def within(
+        self, devices: int, per_node: int, num_microbatches: int, sharding: str
+    ) -> Iterator[ModuleDegrees]:
+        """Those with which one stage fits on so many devices, tensor parallelism on one node,
+        and copies that divide the microbatches."""
+        for tp in self.tp:
+            if tp > per_node or per_node % tp:
+                continue
+            for cp in self.cp:
+                for dp in self.dp:
+                    if dp * cp * tp <= devices and num_microbatches % dp == 0:
+                        shared = sharding if dp * cp > 1 else "none"
+                        yield ModuleDegrees(dp, cp, tp, shared)
+
+
+def process_profile(
+    graph: ModuleGraph, profile: CostProfile, degrees: SharedModules
+) -> CostProfile:
+    """The profile as processes see it, wherever they are: those of a rank talk over the fast link
+    if a node has room for them."""
+    modules = {}
+    for node in graph.nodes:
+        one = degrees.get(node.name, ALONE)
+        links = profile.links
+        token_link = tensor_link = None
+        if links is not None:
+            token_link = links.between(range(one.cp * one.tp))
+            tensor_link = links.between(range(one.tp))
+        modules[node.name] = process_layers(profile, node, one.of_rank, token_link, tensor_link)
+    return replace(profile, modules=modules)
+
+
+def with_degrees(plan: Plan, degrees: SharedModules) -> Plan:
+    """A plan of one stage per rank with its modules shared.
+
+    Ranks are numbered so that groups are near each other: those of many processes first, which
+    lets tensor parallel groups begin where nodes do; and stage by stage, copies of a stage
+    next to each other, because gradients are many more bytes than the messages of a pipeline.
+    """
+    if all(one == ALONE for one in degrees.values()):
+        return plan
+    order = {name: at for at, name in enumerate(plan.graph.topological)}
+
+    def of(stage: Stage) -> ModuleDegrees:
+        return degrees.get(stage.module, ALONE)
+
+    copies = [
+        replace(stage, replica=copy, cp=of(stage).cp, tp=of(stage).tp, sharding=of(stage).sharding)
+        for stage in plan.stages
+        for copy in range(of(stage).dp)
+    ]
+    near = sorted(
+        copies,
+        key=lambda s: (-of(s).cp * of(s).tp, order[s.module], s.index, s.replica),
+    )
+    ranks = {stage.name: rank for rank, stage in enumerate(near)}
+    stages = tuple(replace(stage, rank=ranks[stage.name]) for stage in copies)
+    return replace(plan, stages=stages, shared_ranks=None)

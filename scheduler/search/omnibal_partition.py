@@ -1,0 +1,275 @@
+"""OmniBal's balanced model partitioning (§4.2): candidates around an anchor, the best of
+which are then really run."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from raymm.scheduler.search.partition import PartitionError, Ranges, even_layers, partition_layers
+
+DEFAULT_TOP = 8
+
+
+@dataclass(frozen=True)
+class PartitionCandidate:
+    """A partition and how it ranks.
+
+    Attributes:
+        ranges: layers ``[lo, hi)`` of each stage.
+        variance: eq. 4, the sum of squared differences of the stages' forward times from
+            their mean; seconds squared.
+        communication: eq. 5, bytes over all cuts.
+        score: what candidates are ranked by, from 0 (best in both) to 2.
+    """
+
+    ranges: Ranges
+    variance: float
+    communication: float
+    score: float
+
+
+@dataclass(frozen=True)
+class MeasuredCandidates:
+    """What :func:`best_by_running` found: the best candidate, and for every candidate, in
+    the order given, its median seconds and all of its measurements."""
+
+    best: PartitionCandidate
+    seconds: tuple[float, ...]
+    measurements: tuple[tuple[float, ...], ...]
+
+
+def greedy_anchor(forward: Sequence[float], stages: int) -> Ranges:
+    """OmniBal's anchor: each stage in turn takes the layers that bring it nearest to an
+    equal share of the forward time that is left.
+
+    Raises:
+        PartitionError: if there are fewer layers than stages, or a time is negative or not
+            finite.
+    """
+    partition_layers(forward, stages)  # checks the arguments
+    num_layers, cuts, left = len(forward), [0], sum(forward)
+    for index in range(stages - 1):
+        others = stages - 1 - index
+        share, end, time = left / (others + 1), cuts[-1] + 1, forward[cuts[-1]]
+        while end < num_layers - others and abs(time + forward[end] - share) <= abs(time - share):
+            time += forward[end]
+            end += 1
+        cuts.append(end)
+        left -= time
+    return tuple(zip(cuts, [*cuts[1:], num_layers], strict=True))
+
+
+def jitters(anchor: Ranges, radius: int) -> Iterator[Ranges]:
+    """Every valid partition whose cuts are each within ``radius`` layers of the anchor's,
+    once: up to ``(2 * radius + 1) ** (stages - 1)``, one at a time."""
+    num_layers = anchor[-1][1]
+    windows = [range(lo - radius, lo + radius + 1) for lo, _ in anchor[1:]]
+    for cuts in itertools.product(*windows):
+        bounds = (0, *cuts, num_layers)
+        if all(lo < hi for lo, hi in itertools.pairwise(bounds)):
+            yield tuple(itertools.pairwise(bounds))
+
+
+def partition_candidates(
+    forward: Sequence[float],
+    output_bytes: Sequence[float],
+    stages: int,
+    radius: int = 1,
+    anchor: Ranges | None = None,
+    top: int = DEFAULT_TOP,
+) -> tuple[PartitionCandidate, ...]:
+    """The best of the anchor's :func:`jitters` by VAR(forward) + SUM(communication).
+
+    Seconds squared and bytes cannot be added, so each is first scaled to 0..1 by its range
+    over all jitters (what does not vary counts as 0).
+
+    Exact for any radius and any number of stages. The stages' mean forward time is the same
+    for every partition, so both terms, and their ranges, are sums over stages and cuts: the
+    ranking is a search for the ``top`` shortest paths through a graph with a node per cut
+    and jitter, which are found best first without enumerating the rest, by looking at about
+    ``top * stages * (2 * radius + 1)`` partial ones.
+
+    Args:
+        forward: seconds of each layer's forward.
+        output_bytes: bytes that each layer hands to the next.
+        stages: number of stages.
+        radius: how many layers a cut may move.
+        anchor: where to start; :func:`greedy_anchor` by default. An anchor with the least
+            bottleneck of 1F + 1B (:func:`~raymm.scheduler.search.partition.partition_layers`)
+            knows frozen layers.
+        top: how many to return.
+
+    Returns:
+        Up to ``top`` candidates, best first.
+
+    Raises:
+        PartitionError: if the lists differ in length, the anchor is no partition of these
+            layers, or as :func:`greedy_anchor`.
+        ValueError: if ``radius`` or ``top`` is out of range.
+    """
+    if radius < 0 or top < 1:
+        raise ValueError(f"radius is {radius} and top {top}; accepted: radius >= 0, top >= 1")
+    if len(output_bytes) != len(forward):
+        raise PartitionError(
+            f"output_bytes has {len(output_bytes)} entries; "
+            f"it needs one per layer ({len(forward)})"
+        )
+    partition_layers(output_bytes, stages)  # checks the volumes
+    greedy = greedy_anchor(forward, stages)
+    anchor = greedy if anchor is None else anchor
+    _check_anchor(anchor, len(forward), stages)
+
+    terms = _Terms(forward, output_bytes, stages)
+    levels = _levels(anchor, radius, len(forward))
+    variances = _extremes(levels, terms.variance)
+    volumes = _extremes(levels, terms.communication)
+
+    def score(lo: int, hi: int) -> float:
+        total = 0.0
+        for term, (least, most) in ((terms.variance, variances), (terms.communication, volumes)):
+            if most > least:
+                total += (term(lo, hi) - least / stages) / (most - least)
+        return total
+
+    found = []
+    for bounds in itertools.islice(_best_first(levels, score), top):
+        ranges = tuple(itertools.pairwise(bounds))
+        found.append(
+            PartitionCandidate(
+                ranges,
+                sum(terms.variance(lo, hi) for lo, hi in ranges),
+                sum(terms.communication(lo, hi) for lo, hi in ranges),
+                max(sum(score(lo, hi) for lo, hi in ranges), 0.0),
+            )
+        )
+    return tuple(sorted(found, key=lambda candidate: candidate.score))
+
+
+class _Terms:
+    """Contributions of one stage ``[lo, hi)`` to eq. 4 and eq. 5."""
+
+    def __init__(
+        self, forward: Sequence[float], output_bytes: Sequence[float], stages: int
+    ) -> None:
+        self.prefix = [0.0, *itertools.accumulate(map(float, forward))]
+        self.mean = self.prefix[-1] / stages
+        self.output_bytes = output_bytes
+
+    def variance(self, lo: int, hi: int) -> float:
+        return (self.prefix[hi] - self.prefix[lo] - self.mean) ** 2
+
+    def communication(self, lo: int, hi: int) -> float:
+        """What the stage sends; the last one sends nothing."""
+        return float(self.output_bytes[hi - 1]) if hi < len(self.output_bytes) else 0.0
+
+
+def _levels(anchor: Ranges, radius: int, num_layers: int) -> list[list[int]]:
+    """Per cut (with 0 and the end) where it may be. Cuts that leave too few layers before or
+    after them are not in it; a path through it must still ascend."""
+    stages = len(anchor)
+    inner = [
+        [
+            cut
+            for cut in range(lo - radius, lo + radius + 1)
+            if index <= cut <= num_layers - stages + index
+        ]
+        for index, (lo, _) in enumerate(anchor[1:], start=1)
+    ]
+    return [[0], *inner, [num_layers]]
+
+
+def _distances(
+    levels: Sequence[Sequence[int]],
+    term: Callable[[int, int], float],
+    choose: Callable[..., float],
+) -> list[dict[int, float]]:
+    """Per level and cut, the least (or most) sum of terms from there to the end; a cut from
+    which no path ascends to the end is not in it."""
+    result: list[dict[int, float]] = [{cut: 0.0 for cut in levels[-1]}]
+    for level in reversed(levels[:-1]):
+        after = result[-1]
+        options = {
+            cut: [term(cut, end) + rest for end, rest in after.items() if end > cut]
+            for cut in level
+        }
+        result.append({cut: choose(values) for cut, values in options.items() if values})
+    return result[::-1]
+
+
+def _extremes(
+    levels: Sequence[Sequence[int]], term: Callable[[int, int], float]
+) -> tuple[float, float]:
+    """Least and most sum of terms over all paths; equal where they differ by rounding only."""
+    least, most = (_distances(levels, term, choose)[0][0] for choose in (min, max))
+    return (least, least) if math.isclose(least, most, rel_tol=1e-12) else (least, most)
+
+
+def _best_first(
+    levels: Sequence[Sequence[int]], term: Callable[[int, int], float]
+) -> Iterator[tuple[int, ...]]:
+    """All ascending paths through the levels, cheapest first (to within 1e-9).
+
+    Equal layers make very many paths equally good up to rounding; of these the longest goes
+    first, so that they are finished one after the other instead of all begun.
+    """
+    to_end = _distances(levels, term, min)
+    queue = [(0.0, 0, 0.0, (0,))]
+    while queue:
+        *_, so_far, path = heapq.heappop(queue)
+        if len(path) == len(levels):
+            yield path
+            continue
+        for cut, rest in to_end[len(path)].items():
+            if cut > path[-1]:
+                cost = so_far + term(path[-1], cut)
+                key = (round(cost + rest, 9), -len(path))
+                heapq.heappush(queue, (*key, cost, (*path, cut)))
+
+
+def _check_anchor(anchor: Ranges, num_layers: int, stages: int) -> None:
+    bounds = [0, *(hi for _, hi in anchor)]
+    pairs = tuple(itertools.pairwise(bounds))
+    if (
+        len(anchor) != stages
+        or tuple(map(tuple, anchor)) != pairs
+        or bounds[-1] != num_layers
+        or any(lo >= hi for lo, hi in pairs)
+    ):
+        raise PartitionError(
+            f"anchor is {anchor}; it must cut {num_layers} layers into {stages} non-empty "
+            f"ranges, e.g. {even_layers(num_layers, stages)}"
+        )
+
+
+def best_by_running(
+    candidates: Sequence[PartitionCandidate],
+    measure: Callable[[PartitionCandidate], float],
+    repeats: int = 3,
+) -> MeasuredCandidates:
+    """OmniBal eq. 3: run every candidate and take the fastest.
+
+    All candidates are measured once before any is measured again, so that a machine that
+    slows down meanwhile is unfair to none. Medians are compared.
+
+    Args:
+        candidates: what to try, e.g. from :func:`partition_candidates`.
+        measure: runs a candidate and returns its seconds.
+        repeats: measurements of each.
+
+    Raises:
+        ValueError: if there is nothing to measure.
+    """
+    if not candidates or repeats < 1:
+        raise ValueError(
+            f"there are {len(candidates)} candidates and repeats is {repeats}; "
+            "each must be at least 1"
+        )
+    rounds = [[float(measure(candidate)) for candidate in candidates] for _ in range(repeats)]
+    measurements = tuple(zip(*rounds, strict=True))
+    seconds = tuple(statistics.median(values) for values in measurements)
+    return MeasuredCandidates(candidates[seconds.index(min(seconds))], seconds, measurements)

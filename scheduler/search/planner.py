@@ -1,0 +1,234 @@
+"""The planner: from a model's costs and a number of ranks to the plan to run.
+
+It searches stage counts exactly under 1F1B
+(:func:`~raymm.scheduler.search.stage_search.joint_search`), then tries the best of them with
+better schedules and several chunks per rank, and the other layouts; everything is judged by
+simulated iteration time with messages, within the memory limit. If it may, it then looks for
+degrees of tensor, context and data parallelism under which pipelines are faster still
+(:mod:`~raymm.scheduler.search.degree_search`). """
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from raymm.scheduler.costs.layer_costs import CostProfile
+from raymm.scheduler.graph.module_graph import ModuleGraph
+from raymm.scheduler.plan.plan import SCHEDULES, Plan, PlanError
+from raymm.scheduler.plan.plan_error import check_choices, check_number
+from raymm.scheduler.schedule.network import Network
+from raymm.scheduler.search.degree_search import search_degrees
+from raymm.scheduler.search.judge import Candidates, Proposal
+from raymm.scheduler.search.layouts import chunked, colocated, replicated
+from raymm.scheduler.search.module_degrees import DegreeChoices
+from raymm.scheduler.search.stage_memory import ModuleMemory, StageMemory
+from raymm.scheduler.search.stage_search import joint_search
+from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
+
+LAYOUTS = ("modality_parallel", "colocated", "replicated")
+SEARCHED_SCHEDULES = ("1f1b", "zero_bubble")
+CHUNKS = (2, 3, 4)
+LAYERS = "layers"
+RECOMPUTE = (False, LAYERS, True)
+"""What stages may do to fit: nothing; their layers keep as much as there is room for; or they keep
+what they receive only."""
+# Beside layouts: ranks of several processes and copies, in pipelines.
+DEGREES = "degrees"
+# Plans with degrees that are tried with every schedule.
+DEGREE_FINALISTS = 2
+# Plans of the stage search that are tried with every schedule.
+FINALISTS = 3
+
+
+def propose(
+    graph: ModuleGraph,
+    profile: CostProfile,
+    ranks: int,
+    num_microbatches: int,
+    *,
+    memory_limit: int | None = None,
+    network: Network | None = None,
+    recompute: bool | str | None = None,
+    schedules: Sequence[str] = SEARCHED_SCHEDULES,
+    layouts: Sequence[str] = LAYOUTS,
+    chunks: Sequence[int] = CHUNKS,
+    degrees: Mapping[str, DegreeChoices] | None = None,
+) -> Proposal:
+    """Plan a model.
+
+    Args:
+        graph, profile: the model and what its layers cost.
+        ranks: how many devices there are; a plan may use fewer.
+        num_microbatches: microbatches per step.
+        memory_limit: bytes per rank; no limit if None.
+        network: what messages take.
+        recompute: whether stages recompute; ``"layers"``: layers keep as much as there is room
+            for; if None, a layout does the one or the other only if it does not fit otherwise.
+        schedules: of ``"1f1b"``, ``"zero_bubble"`` and ``"gpipe"``.
+        layouts: of :data:`LAYOUTS`.
+        chunks: stages of a module per rank that are tried besides one.
+        degrees: per module, the degrees it may have beside its pipeline; where missing, each of
+            its ranks is one process. Plans without degrees are judged all the same (unless 1 is
+            not among the choices), so the best is never slower than it would be without. The
+            search over degrees is not exact.
+
+    Raises:
+        StageSearchError: if nothing fits.
+        ProfileError: if the profile is not of this graph.
+        PlanError: on an unknown layout or schedule, none at all, or a number that is none.
+    """
+    check_number("ranks", ranks)
+    check_number("num_microbatches", num_microbatches)
+    if memory_limit is not None:
+        check_number("memory_limit", memory_limit)
+    check_choices("layouts", layouts, LAYOUTS)
+    check_choices("schedules", schedules, SCHEDULES)
+    if any(type(many) is not int or many < 2 for many in chunks):
+        raise PlanError(f"chunks is {tuple(chunks)}; each must be a whole number, at least 2")
+    network = network or Network()
+    if degrees and profile.links is None:
+        profile = replace(profile, links=network.links)
+    found = Candidates(network, schedules)
+    left = (*layouts, DEGREES) if degrees else tuple(layouts)
+    if degrees and not all(choices.may_be_alone for choices in degrees.values()):
+        left = (DEGREES,)
+    for again in RECOMPUTE if recompute is None else (recompute,):
+        space = StageSpace(
+            graph, profile, ranks, num_microbatches, recompute=again is True,
+            memory_limit=memory_limit,
+        )
+        within = partial(within_memory, adaptive=again == LAYERS)
+        left = _Planner(space, within, found, left, chunks, degrees or {}).run()
+        if not left or memory_limit is None:
+            break
+    return found.proposal()
+
+
+class _Planner:
+    """One round of planning, with or without recomputation."""
+
+    def __init__(
+        self, space: StageSpace, within: Callable[[StageSpace], StageSpace], found: Candidates,
+        layouts: Sequence[str], chunks: Sequence[int], degrees: Mapping[str, DegreeChoices],
+    ) -> None:
+        self.space = within(space)
+        self.within = within
+        self.found = found
+        self.layouts = layouts
+        self.chunks = chunks
+        self.degrees = degrees
+
+    def run(self) -> tuple[str, ...]:
+        """Add what is found; returns the layouts of which no plan fits."""
+        left = []
+        for layout in self.layouts:
+            before = len(self.found.options)
+            if layout == "modality_parallel":
+                self._try_modality_parallel()
+            elif layout == DEGREES:
+                self._try_degrees()
+            else:
+                self._try_shared(layout)
+            if len(self.found.options) == before:
+                left.append(layout)
+        return tuple(left)
+
+    def _try_modality_parallel(self) -> None:
+        found = self.found
+        try:
+            search = joint_search(
+                self.space, found.seconds, found.bound, found.fits, alternatives=FINALISTS - 1
+            )
+        except StageSearchError as error:  # other layouts may need less memory
+            memory = self.space.memory
+            layers = ", layers recomputing" if memory is not None and memory.adaptive else ""
+            again = ", recomputing" if self.space.recompute else layers
+            found.refused.append((f"modality_parallel{again}", str(error)))
+            return
+        found.count(search)
+        for choice in (search.best, *search.alternatives):
+            found.add_schedules("modality_parallel", choice.plan)
+        self._try_chunks(search.best.counts)
+
+    def _try_chunks(self, counts: dict[str, int]) -> None:
+        if "zero_bubble" not in self.found.schedules:
+            return
+        for many in self.chunks:
+            try:
+                plan = chunked(self.space, counts, many)
+            except StageSearchError:
+                continue
+            self.found.add(
+                f"modality_parallel, {many} chunks per rank",
+                replace(plan, schedule="zero_bubble"),
+            )
+
+    def _try_degrees(self) -> None:
+        """Every improvement on what is known, as pipelines; the best with every schedule."""
+        found, space = self.found, self.space
+        results = search_degrees(
+            space, self.degrees, found.network.ranks_per_node,
+            "none" if space.memory_limit is None else "zero1",
+            found.seconds, found.bound, found.fits, self.within,
+            min((option.seconds for option in found.options), default=math.inf),
+        )
+        for result in results:
+            found.count(result)
+        for result in results[-DEGREE_FINALISTS:]:
+            found.add_schedules("modality_parallel", result.best.plan)
+
+    def _try_shared(self, layout: str) -> None:
+        """Layouts in which modules share ranks: of those that fit the one that is fastest
+        under 1F1B, or else the fastest, to say why it does not fit."""
+        plans, reason = [], f"it needs at least 2 ranks; ranks is {self.space.ranks}"
+        for make in self._makers(layout):
+            try:
+                plans.append(make())
+            except StageSearchError as error:  # this one does not exist for the model
+                reason = str(error)
+        if not plans:
+            self.found.refused.append((layout, reason))
+            return
+        plans = [plan for plan in plans if self.found.fits(plan)] or plans
+        self.found.add_schedules(layout, min(plans, key=self.found.seconds))
+
+    def _makers(self, layout: str) -> list[Callable[[], Plan]]:
+        space, ranks, sink = self.space, self.space.ranks, self.space.graph.sink
+        most = space.graph.node(sink).num_layers  # stages of the sink, however many ranks
+        if layout == "replicated":
+            return [partial(replicated, space, min(ranks, most))]
+        longest = max((n.num_layers for n in space.graph.nodes if n.name != sink), default=1)
+        return [
+            partial(colocated, space, first, min(ranks - first, most))
+            for first in range(1, min(longest, ranks - 1) + 1)
+        ]
+
+
+def within_memory(space: StageSpace, adaptive: bool = False) -> StageSpace:
+    """A space that knows which stages fit in memory.
+
+    Args:
+        space: if it has a limit.
+        adaptive: whether layers may keep less activations where a stage would not fit otherwise.
+    """
+    if space.memory_limit is None:
+        return space
+    graph, modules = space.graph, {}
+    for node in graph.nodes:
+        name, degrees = node.name, space.shared(node.name)
+        costs = space.process_profile.modules[name]
+        moments = degrees.dp * degrees.cp if degrees.sharding == "zero1" else 1
+        first = sum(space.profile.modules[p][-1].output_bytes for p in graph.producers(name))
+        modules[name] = ModuleMemory(
+            costs, space.backward[name],
+            [
+                space.profile.state_bytes(c, trainable, moments)
+                for c, trainable in zip(costs, node.trainable, strict=True)
+            ],
+            [first, *(c.output_bytes // degrees.cp for c in costs)],
+            space.recomputing[name], space.memory_limit, adaptive,
+        )
+    microbatches = {name: space.copy_microbatches(name) for name in modules}
+    return replace(space, memory=StageMemory(modules, microbatches, adaptive))

@@ -1,0 +1,214 @@
+"""Which stages fit in a device's memory, and the time that making them fit adds.
+
+A stage's weights and optimizer state leave so many bytes for the activations of the microbatches
+that 1F1B holds there, as many as the stage is deep. If that is not enough, its layers may keep
+less and make the rest again: the least time for that is a knapsack
+(:mod:`raymm.scheduler.costs.recomputation`), which cuts are to know of, because moving a layer to a
+stage nearer to the loss, which holds fewer microbatches, may save more time than its compute is.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from raymm.scheduler.costs.layer_costs import LayerCost
+from raymm.scheduler.costs.recomputation import (
+    KEEP,
+    LayerOption,
+    Recomputation,
+    choose_options,
+    least_seconds,
+    remade_bytes,
+    saving_steps,
+)
+from raymm.scheduler.search.partition import Ranges, cost_matrix
+
+# The knapsack's exact answer is never below the relaxation by more than rounding.
+_ROUNDING = 1e-12
+
+
+class ModuleMemory:
+    """A module's possible stages: layers [lo, hi) for all lo < hi, in arrays over (lo, hi).
+
+    Args:
+        layers: as one process has them.
+        backward: per layer, whether a step runs a backward of it.
+        state: bytes of weights and optimizer state per layer.
+        received: bytes that the module receives, and each of its layers hands on.
+        recomputing: which stages recompute as a whole.
+        limit: bytes per device.
+        adaptive: whether layers may keep less where a stage would not fit.
+    """
+
+    def __init__(
+        self, layers: Sequence[LayerCost], backward: Sequence[bool], state: Sequence[float],
+        received: Sequence[int], recomputing: np.ndarray, limit: int, adaptive: bool,
+    ) -> None:
+        self._layers, self._backward = layers, backward
+        self._received = np.array(received, dtype=float)[:, None]
+        self._recomputing, self._limit, self._adaptive = recomputing, limit, adaptive
+        self._state = cost_matrix(state)
+        self._kept = cost_matrix(
+            [c.activation_bytes if b else 0 for c, b in zip(layers, backward, strict=True)]
+        )
+        self._options = [
+            saving_steps(cost.choices) if b else None
+            for cost, b in zip(layers, backward, strict=True)
+        ]
+        self._added: dict[int, np.ndarray] = {}
+        self._whole: dict[int, np.ndarray] = {}
+        self._chosen: dict[tuple[int, int, int], Recomputation | None] = {}
+        self._steps: list[list[tuple[np.ndarray, np.ndarray]]] | None = None
+
+    def added(self, live: int) -> np.ndarray:
+        """(n + 1, n + 1) seconds per microbatch that stages which hold ``live`` microbatches take
+        longer, ``inf`` for those that fit in no way. Where layers have to keep less it is a lower
+        bound, until :meth:`settle` has been asked for the stage."""
+        if live not in self._added:
+            again = self._recomputing
+            needed = np.where(again, live * self._received + self._kept, live * self._kept)
+            self._whole[live] = self._state + needed <= self._limit
+            added = np.where(self._whole[live], 0.0, np.inf)
+            if self._adaptive:
+                self._relax(live, added)
+            self._added[live] = added
+        return self._added[live]
+
+    def settle(self, live: int, lo: int, hi: int) -> bool:
+        """Make a stage's entry of :meth:`added` exact; whether that changed it."""
+        bound = self.added(live)[lo, hi]
+        if self._whole[live][lo, hi] or bound == np.inf:
+            return False
+        chosen = self.choice(live, lo, hi)
+        exact = np.inf if chosen is None else chosen.seconds
+        self._added[live][lo, hi] = exact
+        return exact > bound * (1 + _ROUNDING)
+
+    def choice(self, live: int, lo: int, hi: int) -> Recomputation | None:
+        """What the layers of a stage keep, so that it fits; None if it fits as it is, or cannot."""
+        key = live, lo, hi
+        if key not in self._chosen:
+            fits = self.added(live)[lo, hi] == np.inf or self._whole[live][lo, hi]
+            self._chosen[key] = None if fits else self._choose(live, lo, hi)
+        return self._chosen[key]
+
+    def _choose(self, live: int, lo: int, hi: int) -> Recomputation | None:
+        own = list(zip(self._layers[lo:hi], self._backward[lo:hi], strict=True))
+        layers = [cost.choices if b else _NOTHING for cost, b in own]
+        # Of all that are needed at once: the layer whose activations are made again. How much
+        # that is depends on the choice, so the least room for it that is enough is looked for.
+        rooms = sorted({
+            remade_bytes(one, cost.activation_bytes)
+            for cost, b in own if b for one in cost.choices
+        })
+        tries = []
+        for room in rooms:
+            budget = int((self._limit - self._state[lo, hi] - room) // live)
+            allowed = [
+                [one for one in choices if remade_bytes(one, choices[0].nbytes) <= room]
+                for choices in layers
+            ]
+            tries.append((least_seconds(allowed, budget), budget, allowed))
+        best: Recomputation | None = None
+        for bound, budget, allowed in sorted(tries, key=lambda one: one[:2]):
+            if bound == np.inf or best is not None and bound >= best.seconds:
+                break
+            found = choose_options(allowed, budget)
+            if best is None or found.seconds < best.seconds:
+                best = found
+        return best
+
+    def _relax(self, live: int, added: np.ndarray) -> None:
+        """Lower bounds where a stage would not fit: layers may be divided, and what is made again
+        needs no room."""
+        for lo, hi in zip(*np.nonzero(np.isinf(added)), strict=True):
+            if hi <= lo or self._recomputing[lo, hi]:
+                continue
+            sizes, seconds = self._frontier(lo, hi)
+            budget = (self._limit - self._state[lo, hi]) / live
+            if budget >= sizes[0]:
+                added[lo, hi] = np.interp(budget, sizes, seconds)
+
+    def _frontier(self, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes per microbatch, ascending, and the least seconds added with them, linear in
+        between."""
+        if self._steps is None:
+            self._steps = self._all_frontiers()
+        return self._steps[lo][hi - lo - 1]
+
+    def _all_frontiers(self) -> list[list[tuple[np.ndarray, np.ndarray]]]:
+        found = []
+        for lo in range(len(self._layers)):
+            steps: list[tuple[float, int]] = []
+            least, slowest, row = 0, 0.0, []
+            for options in self._options[lo:]:
+                if options is not None:
+                    smallest, own = options
+                    least += smallest.nbytes
+                    slowest += smallest.seconds
+                    for rate, size in own:
+                        insort(steps, (-rate, size))
+                sizes = np.array([size for _, size in steps], dtype=float)
+                rates = np.array([rate for rate, _ in steps])
+                row.append((
+                    least + np.concatenate([[0.0], np.cumsum(sizes)]),
+                    np.maximum(slowest + np.concatenate([[0.0], np.cumsum(rates * sizes)]), 0.0),
+                ))
+            found.append(row)
+        return found
+
+
+_NOTHING = (LayerOption(KEEP, 0.0, 0),)
+
+
+class StageMemory:
+    """What a :class:`~raymm.scheduler.search.stage_space.StageSpace` knows of memory.
+
+    Args:
+        modules: the memory of each.
+        microbatches: per module, how many of a step one copy of it has.
+        adaptive: whether layers may keep less where a stage would not fit.
+    """
+
+    def __init__(
+        self, modules: Mapping[str, ModuleMemory], microbatches: Mapping[str, int],
+        adaptive: bool = False,
+    ) -> None:
+        self._modules, self._microbatches = modules, microbatches
+        self.adaptive = adaptive
+
+    def added(self, module: str, stages: int, beyond: int) -> np.ndarray:
+        """(stages, n + 1, n + 1) seconds per microbatch, see :meth:`ModuleMemory.added`.
+
+        Args:
+            module: of n layers.
+            stages: how many it is cut into.
+            beyond: stages on the longest path from its output to the loss.
+        """
+        memory = self._modules[module]
+        return np.stack([memory.added(live) for live in self._live(module, stages, beyond)])
+
+    def settle(self, module: str, ranges: Ranges, beyond: int) -> bool:
+        """Make the entries of a partition's stages exact; whether that changed any."""
+        lives = self._live(module, len(ranges), beyond)
+        changed = [
+            self._modules[module].settle(live, lo, hi)
+            for live, (lo, hi) in zip(lives, ranges, strict=True)
+        ]
+        return any(changed)
+
+    def options(self, module: str, ranges: Ranges, beyond: int) -> list[tuple[str, ...]]:
+        """What the layers of each stage do with their activations; empty where they keep them."""
+        memory, found = self._modules[module], []
+        for live, (lo, hi) in zip(self._live(module, len(ranges), beyond), ranges, strict=True):
+            chosen = memory.choice(live, lo, hi)
+            found.append(() if chosen is None else chosen.names)
+        return found
+
+    def _live(self, module: str, stages: int, beyond: int) -> list[int]:
+        """Microbatches that 1F1B holds, stage by stage."""
+        most = self._microbatches[module]
+        return [min(stages - index + beyond, most) for index in range(stages)]

@@ -1,0 +1,408 @@
+"""What stage searches choose from: a balanced partition per module and number of stages, the
+plans made of them, and seconds that such plans cannot undercut."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from raymm.scheduler.costs.layer_costs import (
+    CostProfile,
+    LayerWork,
+    ProfileError,
+    layer_work,
+    trainable_before,
+)
+from raymm.scheduler.graph.module_graph import ModuleGraph
+from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.search.module_degrees import (
+    ALONE,
+    ModuleDegrees,
+    SharedModules,
+    process_profile,
+    with_degrees,
+)
+from raymm.scheduler.search.partition import PartitionError, Ranges, cost_matrix, partition_matrix
+from raymm.scheduler.search.stage_memory import StageMemory
+
+Counts = dict[str, int]
+"""Stages per module."""
+
+# Schedules that run a backward in one piece, so that its gradient is sent only when all of
+# it is done.
+WHOLE_BACKWARD = ("1f1b", "gpipe")
+
+# Bounds and simulated times are sums of the same numbers in another order; bounds are taken
+# as this share less than they come out.
+ROUNDING = 1e-9
+
+
+class StageSearchError(ValueError):
+    """A budget under which no plan exists. The message says why."""
+
+
+def has_backward(graph: ModuleGraph) -> dict[str, tuple[bool, ...]]:
+    """Per module and layer: does a training step run a backward of it at all?"""
+    before = trainable_before(graph)
+    return {
+        node.name: tuple(
+            trainable or earlier
+            for trainable, earlier in zip(node.trainable, before[node.name], strict=True)
+        )
+        for node in graph.nodes
+    }
+
+
+def recomputing(
+    graph: ModuleGraph, recompute: bool, recompute_loss: bool = False
+) -> dict[str, np.ndarray]:
+    """Which stages recompute; arguments as of :func:`make_plan`. Per module of n layers, a
+    boolean array of shape (n + 1, n + 1): entry (lo, hi) is of a stage with layers [lo, hi)."""
+    result = {}
+    for module, backward in has_backward(graph).items():
+        # Once a layer has a backward, all after it have.
+        first_has_backward = np.array([*backward, False])[:, None]
+        again = np.repeat(first_has_backward & recompute, len(backward) + 1, axis=1)
+        if module == graph.sink and not recompute_loss:
+            again[:, -1] = False
+        result[module] = again
+    return result
+
+
+def make_plan(
+    graph: ModuleGraph,
+    partitions: Mapping[str, Ranges],
+    num_microbatches: int,
+    schedule: str = "1f1b",
+    profile: CostProfile | None = None,
+    recompute: bool = False,
+    memory_limit: int | None = None,
+    recompute_loss: bool = False,
+) -> Plan:
+    """A plan with one rank per stage ("modality parallel"), encoders first.
+
+    Args:
+        graph: the modules.
+        partitions: layers of each stage, per module.
+        num_microbatches, schedule, profile, memory_limit: as of the plan.
+        recompute: recompute in every stage whose layers all have a backward. A stage that
+            has none in its first layers keeps what its other layers need: recomputing it
+            whole would run forwards again that nothing asks for.
+        recompute_loss: recompute in the loss's stage too. It has one microbatch under way at
+            a time, whose activations it needs at once, so nothing is gained by it.
+
+    Raises:
+        PlanError: if the partitions do not cover the modules.
+    """
+    recomputed = recomputing(graph, recompute, recompute_loss)
+    stages: list[Stage] = []
+    for module in graph.topological:
+        for index, (lo, hi) in enumerate(partitions.get(module, ())):
+            there = 0 <= lo < hi <= graph.node(module).num_layers  # if not, the plan says so
+            again = there and bool(recomputed[module][lo, hi])
+            stages.append(Stage(module, index, (lo, hi), rank=len(stages), recompute=again))
+    return Plan(
+        graph, tuple(stages), num_microbatches, schedule, profile, memory_limit=memory_limit
+    )
+
+
+@dataclass(frozen=True)
+class StageSpace:
+    """Everything the searches choose from.
+
+    Attributes:
+        graph, profile: the model and what its layers cost.
+        ranks: the budget of devices, one per process; a plan may use fewer.
+        num_microbatches, schedule, recompute, recompute_loss, memory_limit: as of
+            :func:`make_plan`.
+        max_stages: the most stages a module may have, if limited.
+        cut_costs: per module, seconds that the cut before each layer costs the two stages at
+            it, as of :func:`~raymm.scheduler.search.partition.partition_with_cuts`.
+        memory: which stage may hold which layers, and what making them fit adds; all fit if
+            None.
+        believed: what partitions balance instead of the profile's work, for comparison with
+            planners that know less (:func:`~raymm.scheduler.costs.layer_costs.unaware_work`).
+        degrees: how modules are shared; by default every stage is one process.
+
+    Raises:
+        StageSearchError: if there are fewer ranks than modules need for one stage each.
+        ProfileError: if the profile, or ``believed``, is not of this graph.
+    """
+
+    graph: ModuleGraph
+    profile: CostProfile
+    ranks: int
+    num_microbatches: int
+    schedule: str = "1f1b"
+    recompute: bool = False
+    recompute_loss: bool = False
+    memory_limit: int | None = None
+    max_stages: int | None = None
+    cut_costs: Mapping[str, Sequence[float]] | None = None
+    memory: StageMemory | None = None
+    believed: Mapping[str, tuple[LayerWork, ...]] | None = None
+    degrees: SharedModules = field(default_factory=dict)
+    _partitions: dict[tuple[str, int, int], Ranges | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        needed = sum(self.shared(node.name).devices for node in self.graph.nodes)
+        if self.ranks < needed:
+            what = "at least one each" if needed == len(self.graph.nodes) else f"{needed}"
+            raise StageSearchError(
+                f"ranks is {self.ranks}; {len(self.graph.nodes)} modules need {what}"
+            )
+        if self.max_stages is not None and self.max_stages < 1:
+            raise StageSearchError(f"max_stages is {self.max_stages}; it must be at least 1")
+        self.profile.check(self.graph)
+        if self.believed is not None:
+            for node in self.graph.nodes:
+                if len(self.believed.get(node.name, ())) != node.num_layers:
+                    raise ProfileError(
+                        f"believed has {len(self.believed.get(node.name, ()))} layers of "
+                        f"{node.name!r}; the module has {node.num_layers}"
+                    )
+
+    @cached_property
+    def _tables(self) -> dict[str, _ModuleTable]:
+        return _tables(self)
+
+    def shared(self, module: str) -> ModuleDegrees:
+        """How a module is shared."""
+        return self.degrees.get(module, ALONE)
+
+    @cached_property
+    def process_profile(self) -> CostProfile:
+        """What layers cost one process."""
+        return process_profile(self.graph, self.profile, self.degrees)
+
+    def copy_microbatches(self, module: str) -> int:
+        """Microbatches of a step that one copy of a module has."""
+        return self.num_microbatches // self.shared(module).dp
+
+    def most_stages(self, module: str) -> int:
+        """The most stages a module may have when every other module has one."""
+        others = sum(self.shared(n.name).devices for n in self.graph.nodes if n.name != module)
+        room = (self.ranks - others) // self.shared(module).devices
+        limits = [self.graph.node(module).num_layers, room]
+        return min(limits if self.max_stages is None else [*limits, self.max_stages])
+
+    def beyond(self, module: str, counts: Mapping[str, int]) -> int:
+        """Stages on the longest path from a module's output to the loss. ``counts`` must
+        have every module after it."""
+        return max(
+            (counts[c] + self.beyond(c, counts) for c in self.graph.consumers(module)), default=0
+        )
+
+    def partition(self, module: str, stages: int, beyond: int = 0) -> Ranges | None:
+        """The balanced partition, or None if none is feasible.
+
+        Args:
+            module: the module.
+            stages: how many it is cut into.
+            beyond: stages on the longest path from the module's output to the loss, which with
+                :attr:`memory` matters: stage i has the depth ``stages - i + beyond``, and 1F1B
+                holds activations of as many microbatches there.
+        """
+        key = (module, stages, beyond if self.memory else 0)
+        if key not in self._partitions:
+            try:
+                self._partitions[key] = self._balanced(module, stages, beyond)
+            except PartitionError:
+                self._partitions[key] = None
+        return self._partitions[key]
+
+    def _balanced(self, module: str, stages: int, beyond: int) -> Ranges:
+        matrix = self._tables[module].balanced
+        if self.memory is None:
+            return partition_matrix(matrix, stages)
+        while True:  # bounds become exact where they matter, so this ends with the best
+            added = self.memory.added(module, stages, beyond)
+            ranges = partition_matrix(matrix + added, stages)
+            if not self.memory.settle(module, ranges, beyond):
+                return ranges
+
+    def possible(self, module: str, beyond: int = 0, most: int | None = None) -> list[int]:
+        """How many stages a module can have, ascending, up to ``most``."""
+        limit = self.most_stages(module)
+        limit = limit if most is None else min(limit, most)
+        return [n for n in range(1, limit + 1) if self.partition(module, n, beyond) is not None]
+
+    def bottleneck(self, module: str, stages: int, beyond: int = 0) -> float:
+        """Seconds of 1F + 1B of the slowest stage, as partitions count it; ``inf`` if no
+        partition is feasible."""
+        return self._worst("balanced", module, stages, beyond)
+
+    def lower_bound(self, module: str, stages: int, beyond: int = 0) -> float:
+        """Seconds that no iteration undercuts in which the module is cut like this.
+
+        A stage cannot start before a microbatch came down to it. Then it has all of its own
+        work to do; and its last backward has to travel on to the first stages (its last
+        forward, where it has no backward, to the loss and from there back). None of the ways
+        there and back depend on how modules are cut, so the largest of the modules' bounds
+        is one of the whole plan.
+        """
+        return self._worst("bound", module, stages, beyond) * (1 - ROUNDING)
+
+    def _worst(self, table: str, module: str, stages: int, beyond: int) -> float:
+        ranges = self.partition(module, stages, beyond)
+        if ranges is None:
+            return math.inf
+        values = getattr(self._tables[module], table)
+        return float(max(values[lo, hi] for lo, hi in ranges))
+
+    def combinations(self) -> Iterator[Counts]:
+        """Stage counts within the budget for which every module has a partition."""
+        modules = self.graph.topological[::-1]  # what decides depth comes first
+
+        def extend(chosen: Counts, left: int, at: int) -> Iterator[Counts]:
+            if at == len(modules):
+                yield {m: chosen[m] for m in self.graph.topological}
+                return
+            module = modules[at]
+            width = self.shared(module).devices
+            rest = sum(self.shared(other).devices for other in modules[at + 1 :])
+            most = (left - rest) // width
+            for count in self.possible(module, self.beyond(module, chosen), most):
+                yield from extend({**chosen, module: count}, left - count * width, at + 1)
+
+        yield from extend({}, self.ranks, 0)
+
+    def plan(self, counts: Mapping[str, int]) -> Plan:
+        """The plan for these stage counts.
+
+        Raises:
+            StageSearchError: if a module cannot have so many stages.
+        """
+        partitions = {}
+        for node in self.graph.nodes:
+            count = counts[node.name]
+            ranges = None
+            if 1 <= count <= node.num_layers:
+                ranges = self.partition(node.name, count, self.beyond(node.name, counts))
+            if ranges is None:
+                raise StageSearchError(f"module {node.name!r} cannot have {count} stages")
+            partitions[node.name] = ranges
+        plan = self.made_of(partitions)
+        if self.memory is None:
+            return plan
+        options = {
+            name: self.memory.options(name, ranges, self.beyond(name, counts))
+            for name, ranges in partitions.items()
+        }
+        stages = tuple(
+            replace(s, layer_options=options[s.module][s.index][: self._blocks(s)])
+            for s in plan.stages
+        )
+        return replace(plan, stages=stages)
+
+    def _blocks(self, stage: Stage) -> int:
+        lo, hi = stage.layers
+        return max(0, min(hi, self.graph.node(stage.module).num_blocks) - lo)
+
+    def made_of(self, partitions: Mapping[str, Ranges]) -> Plan:
+        """The plan with these layers per stage, one rank each (and copy)."""
+        plan = make_plan(
+            self.graph, partitions, self.num_microbatches, self.schedule, self.profile,
+            self.recompute, self.memory_limit, self.recompute_loss,
+        )
+        return with_degrees(plan, self.degrees)
+
+    def stage_seconds(self, module: str) -> np.ndarray:
+        """Seconds of 1F + 1B of layers [lo, hi) as one stage, as partitions balance them: an
+        array of shape (n + 1, n + 1)."""
+        return self._tables[module].balanced
+
+    @cached_property
+    def backward(self) -> dict[str, tuple[bool, ...]]:
+        """Per module and layer: does a training step run a backward of it at all?"""
+        return has_backward(self.graph)
+
+    @cached_property
+    def recomputing(self) -> dict[str, np.ndarray]:
+        """Which stages recompute, as of :func:`recomputing`."""
+        return recomputing(self.graph, self.recompute, self.recompute_loss)
+
+
+@dataclass(frozen=True)
+class _ModuleTable:
+    """Per possible stage of a module, (n + 1, n + 1) arrays over (lo, hi), in seconds:
+    what partitions balance, and the lower bound that the stage puts on an iteration."""
+
+    balanced: np.ndarray
+    bound: np.ndarray
+
+
+def _tables(space: StageSpace) -> dict[str, _ModuleTable]:
+    works = layer_work(space.graph, space.process_profile)
+    # Where B_w is split from B_d it can be put off, so only B_d is sure to hold up others.
+    whole = space.schedule in WHOLE_BACKWARD
+    forward = {m: np.array([w.forward for w in work]) for m, work in works.items()}
+    gradient = {
+        m: np.array([w.backward if whole else w.backward_input for w in work])
+        for m, work in works.items()
+    }
+    ways = _Ways(space.graph, forward, gradient)
+    tables = {}
+    for module, work in works.items():
+        # Sums of gradients are left out: of a bound, and of what is balanced.
+        all_work = cost_matrix([w.total for w in work])
+        in_time = cost_matrix(forward[module] + gradient[module])  # before the last gradient
+        again = np.where(space.recomputing[module], cost_matrix(forward[module]), 0.0)
+        all_work, in_time = all_work + again, in_time + again
+        # A stage has a backward if its last layer has.
+        last_has_backward = np.array([False, *space.backward[module]])[None, :]
+        after = np.where(
+            last_has_backward, ways.to_first(module)[:, None], ways.to_loss_and_back(module)
+        )
+        steps = space.copy_microbatches(module)
+        bound = ways.from_data(module)[:, None] + np.maximum(
+            steps * all_work, steps * in_time + after
+        )
+        balanced = all_work
+        if space.believed is not None:
+            balanced = cost_matrix([w.total for w in space.believed[module]])
+        if space.cut_costs and module in space.cut_costs:
+            balanced = balanced + cost_matrix([0.0] * len(work), space.cut_costs[module])
+        tables[module] = _ModuleTable(balanced, bound)
+    return tables
+
+
+class _Ways:
+    """Seconds of the longest way of one microbatch, to or from each cut of a module (n + 1
+    of them), from forward and gradient seconds per module and layer."""
+
+    def __init__(
+        self,
+        graph: ModuleGraph,
+        forward: Mapping[str, np.ndarray],
+        gradient: Mapping[str, np.ndarray],
+    ) -> None:
+        self.forward = {m: np.array([0.0, *np.cumsum(f)]) for m, f in forward.items()}
+        self.gradient = {m: np.array([0.0, *np.cumsum(g)]) for m, g in gradient.items()}
+        self.before: dict[str, float] = {}  # from the data to the module's input
+        self.back: dict[str, float] = {}  # a gradient from there to the first layers
+        self.beyond: dict[str, float] = {}  # from the module's output to the loss
+        for m in graph.topological:
+            feeding = graph.producers(m)
+            self.before[m] = max((self.before[p] + self.forward[p][-1] for p in feeding), default=0)
+            self.back[m] = max((self.back[p] + self.gradient[p][-1] for p in feeding), default=0)
+        for m in reversed(graph.topological):
+            fed = graph.consumers(m)
+            self.beyond[m] = max((self.beyond[c] + self.forward[c][-1] for c in fed), default=0)
+        self.from_loss = self.gradient[graph.sink][-1] + self.back[graph.sink]
+
+    def from_data(self, module: str) -> np.ndarray:
+        return self.before[module] + self.forward[module]
+
+    def to_first(self, module: str) -> np.ndarray:
+        return self.back[module] + self.gradient[module]
+
+    def to_loss_and_back(self, module: str) -> np.ndarray:
+        forward = self.forward[module]
+        return forward[-1] - forward + self.beyond[module] + self.from_loss

@@ -1,0 +1,88 @@
+"""Planning a model some of whose modules cannot be cut: each becomes one layer, and the plan
+found is then written in the model's own layers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, layer_work
+from raymm.scheduler.costs.recomputation import LayerOption
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan.plan import Plan
+
+
+def with_whole_modules(
+    graph: ModuleGraph, profile: CostProfile, modules: Collection[str]
+) -> tuple[ModuleGraph, CostProfile]:
+    """A graph and profile in which these modules' blocks are one layer each. What the layer
+    costs is what its blocks cost under the frozen rules.
+
+    Raises:
+        ProfileError: if the profile is not of this graph.
+    """
+    work = layer_work(graph, profile)
+    nodes, costs = [], dict(profile.modules)
+    for node in graph.nodes:
+        blocks = node.num_blocks
+        if node.name not in modules or blocks == 1:
+            nodes.append(node)
+            continue
+        own, done = profile.modules[node.name][:blocks], work[node.name][:blocks]
+        trainable = any(node.trainable[:blocks])
+        nodes.append(
+            ModuleNode(node.name, (trainable, *node.trainable[blocks:]), node.projector)
+        )
+        backward_input = sum(w.backward_input for w in done)
+        backward_weight = sum(w.backward_weight for w in done)
+        if not done[0].backward_input:  # nobody waits for its gradient; it is one piece
+            backward_weight += backward_input
+            backward_input = 0.0
+        state = sum(
+            profile.state_bytes(c, flag) for c, flag in zip(own, node.trainable, strict=False)
+        )
+        parameters = round(state / profile.state_share(trainable))
+        costs[node.name] = (
+            LayerCost(
+                sum(c.forward for c in own), backward_input, backward_weight,
+                sum(c.activation_bytes for c, w in zip(own, done, strict=True) if w.backward),
+                parameters, own[-1].output_bytes,
+                min(parameters, sum(c.replicated_bytes for c in own)),
+                sum(c.key_value_bytes for c in own),
+                _common_options(own, [bool(w.backward) for w in done]),
+            ),
+            *profile.modules[node.name][blocks:],
+        )
+    return ModuleGraph(tuple(nodes), graph.edges), replace(profile, modules=costs)
+
+
+def _common_options(
+    layers: Sequence[LayerCost], backward: Sequence[bool]
+) -> tuple[LayerOption, ...]:
+    """What all blocks together may do with their activations: all the same."""
+    running = [c.options for c, b in zip(layers, backward, strict=True) if b]
+    names = [one.name for one in running[0]] if running else []
+    found = []
+    for name in names:
+        same = [one for options in running for one in options if one.name == name]
+        if len(same) == len(running):
+            seconds, nbytes = sum(o.seconds for o in same), sum(o.nbytes for o in same)
+            found.append(LayerOption(name, seconds, nbytes))
+    return tuple(found)
+
+
+def in_own_layers(plan: Plan, graph: ModuleGraph, profile: CostProfile) -> Plan:
+    """A plan of :func:`with_whole_modules`'s graph as one of the model's own."""
+    stages = []
+    for stage in plan.stages:
+        hidden = graph.node(stage.module).num_layers - plan.graph.node(stage.module).num_layers
+        lo, hi = stage.layers
+        options = stage.layer_options
+        if lo == 0:
+            options = options[:1] * hidden + options
+        stages.append(
+            replace(
+                stage, layers=(lo + hidden if lo else 0, hi + hidden), layer_options=options
+            )
+        )
+    return replace(plan, graph=graph, profile=profile, stages=tuple(stages))

@@ -1,0 +1,373 @@
+"""The rooms of the house: what each folder holds, and what it may import.
+
+    python -m tests.house
+
+prints rooms with their files, lines and floors, circles, the longest files and functions, and what
+is against the rules; ``--draw FILE`` draws the rooms. A room is a folder of the four packages, or
+a public door: a file of ``kernels/`` that lies in none. Imports inside functions count, and those
+for types.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("kernels", "scheduler", "actors", "raymm")
+MOST_FILES = 14  # of a room, beside an __init__.py that only says what the room is
+MOST_LINES = 540  # of a file
+MOST_FUNCTION_LINES = 115
+
+# What a room may import, in the order in which the house stands: never what is below it here.
+# A package's name stands for all of its rooms.
+TABLE: dict[str, tuple[str, ...]] = {
+    # kernels: tensors only
+    "kernels/collectives": (),
+    "kernels/flash": (),
+    "kernels/mask": (),
+    "kernels/cross_entropy.py": ("kernels/collectives",),
+    "kernels/flash/cpu": ("kernels/flash", "kernels/mask"),
+    "kernels/flash/gpu": ("kernels/flash", "kernels/mask"),
+    "kernels/attention.py": (
+        "kernels/flash", "kernels/mask", "kernels/flash/cpu", "kernels/flash/gpu",
+    ),
+    "kernels/context_parallel": (
+        "kernels/collectives", "kernels/flash", "kernels/mask", "kernels/flash/cpu",
+        "kernels/flash/gpu",
+    ),
+    "kernels/hf": (
+        "kernels/collectives", "kernels/mask", "kernels/attention.py", "kernels/context_parallel",
+    ),
+    # scheduler: decisions as data
+    "scheduler/context_parallel": (),
+    "scheduler/graph": (),
+    "scheduler/costs": ("scheduler/graph",),
+    "scheduler/multiplex": ("scheduler/graph",),
+    "scheduler/multiplex/solver": ("scheduler/graph", "scheduler/multiplex"),
+    "scheduler/plan": ("scheduler/graph", "scheduler/costs"),
+    "scheduler/baselines": ("scheduler/graph", "scheduler/multiplex", "scheduler/multiplex/solver"),
+    "scheduler/program": ("scheduler/plan",),
+    "scheduler/schedule": (
+        "scheduler/graph", "scheduler/costs", "scheduler/plan", "scheduler/program",
+    ),
+    "scheduler/minibatch": ("scheduler/plan", "scheduler/program", "scheduler/schedule"),
+    "scheduler/search": (
+        "scheduler/graph", "scheduler/costs", "scheduler/plan", "scheduler/program",
+        "scheduler/schedule",
+    ),
+    # actors: what lives in Ray
+    "actors/memory": (),
+    "actors/quota": (),
+    "actors/faults": ("kernels",),
+    "actors/modules": ("kernels", "actors/quota"),
+    "actors/recompute": ("kernels", "scheduler", "actors/quota"),
+    "actors/weights": ("actors/modules",),
+    "actors/sharding": ("kernels", "scheduler", "actors/modules", "actors/weights"),
+    "actors/optimizer": ("kernels", "actors/sharding"),
+    "actors/stages": ("kernels", "actors/modules", "actors/weights", "actors/sharding"),
+    "actors/executor": (
+        "kernels", "scheduler", "actors/quota", "actors/faults", "actors/modules",
+        "actors/optimizer",
+    ),
+    "actors/probe": (
+        "kernels", "actors/quota", "actors/modules", "actors/weights", "actors/sharding",
+        "actors/stages",
+    ),
+    "actors/rank": (
+        "kernels", "scheduler", "actors/memory", "actors/quota", "actors/faults", "actors/modules",
+        "actors/recompute", "actors/sharding", "actors/optimizer", "actors/stages",
+        "actors/executor",
+    ),
+    "actors/multiplexed": (
+        "kernels", "scheduler", "actors/memory", "actors/quota", "actors/faults", "actors/modules",
+        "actors/optimizer", "actors/stages", "actors/rank",
+    ),
+    # raymm: what a user touches
+    "raymm/files": (),
+    "raymm/version.py": (),
+    "raymm/data/samples": ("actors", "raymm/files"),
+    "raymm/data/readers": ("raymm/data/samples",),
+    "raymm/data/sampling": ("scheduler", "raymm/data/samples", "raymm/data/readers"),
+    "raymm/draw": ("scheduler",),
+    "raymm/model": ("kernels", "scheduler", "actors"),
+    "raymm/data/loading": (
+        "actors", "raymm/data/samples", "raymm/data/readers", "raymm/data/sampling", "raymm/model",
+    ),
+    "raymm/layout": ("scheduler", "actors", "raymm/model"),
+    "raymm/data": (
+        "raymm/data/samples", "raymm/data/readers", "raymm/data/sampling", "raymm/data/loading",
+    ),
+    "raymm/batch": ("scheduler", "actors", "raymm/model", "raymm/data/loading", "raymm/data"),
+    "raymm/costs": ("scheduler", "actors", "raymm/data/sampling", "raymm/model", "raymm/data"),
+    "raymm/runtime": (
+        "scheduler", "actors", "raymm/model", "raymm/data/loading", "raymm/layout", "raymm/data",
+        "raymm/batch", "raymm/costs",
+    ),
+    "raymm/config": (
+        "scheduler", "actors", "raymm/files", "raymm/data/samples", "raymm/model", "raymm/layout",
+        "raymm/data", "raymm/runtime",
+    ),
+    "raymm/profiling": (
+        "scheduler", "actors", "raymm/model", "raymm/layout", "raymm/costs", "raymm/runtime",
+    ),
+    "raymm/planning": (
+        "scheduler", "actors", "raymm/draw", "raymm/model", "raymm/data/loading", "raymm/data",
+        "raymm/costs", "raymm/config",
+    ),
+    "raymm/storage": (
+        "actors", "raymm/files", "raymm/data/samples", "raymm/data/readers", "raymm/model",
+        "raymm/layout", "raymm/data", "raymm/runtime", "raymm/config",
+    ),
+    "raymm/monitor": (
+        "scheduler", "raymm/files", "raymm/data/readers", "raymm/data/sampling", "raymm/draw",
+        "raymm/model", "raymm/data", "raymm/costs", "raymm/config", "raymm/planning",
+    ),
+    "raymm/training": (
+        "scheduler", "actors", "raymm/files", "raymm/data/readers", "raymm/draw", "raymm/model",
+        "raymm/data/loading", "raymm/layout", "raymm/data", "raymm/costs", "raymm/runtime",
+        "raymm/config", "raymm/planning", "raymm/storage", "raymm/monitor",
+    ),
+    "raymm/cli": (
+        "kernels", "scheduler", "actors", "raymm/files", "raymm/version.py", "raymm/draw",
+        "raymm/model", "raymm/data/loading", "raymm/data", "raymm/costs", "raymm/runtime",
+        "raymm/config", "raymm/profiling", "raymm/planning", "raymm/storage", "raymm/training",
+    ),
+    "raymm": (
+        "scheduler", "actors", "raymm/version.py", "raymm/model", "raymm/data", "raymm/runtime",
+        "raymm/config", "raymm/planning", "raymm/training", "raymm/cli",
+    ),
+}
+
+
+class Import(NamedTuple):
+    """One name that one file takes from another.
+
+    Attributes:
+        source: the file that imports.
+        line: where.
+        target: the file that has it.
+        name: what; the target's own name where the module itself is imported.
+    """
+
+    source: str
+    line: int
+    target: str
+    name: str
+
+
+@functools.cache
+def files() -> tuple[str, ...]:
+    """Every Python file of the four packages, from the repository's root. Links to the packages
+    within ``raymm/`` are not followed."""
+    found: list[str] = []
+    for package in PACKAGES:
+        found += (
+            str(path.relative_to(ROOT)) for path in sorted((ROOT / package).rglob("*.py"))
+        )
+    return tuple(found)
+
+
+@functools.cache
+def tree(file: str) -> ast.Module:
+    """A file, parsed."""
+    return ast.parse((ROOT / file).read_text(), file)
+
+
+@functools.cache
+def num_lines(file: str) -> int:
+    """Lines of a file."""
+    return len((ROOT / file).read_text().splitlines())
+
+
+def room_of(file: str) -> str:
+    """The room that a file is in."""
+    folder = file.rpartition("/")[0]
+    return file if file in TABLE else folder
+
+
+def module_name(file: str) -> str:
+    """The dotted name of a file's module."""
+    parts = file.removesuffix(".py").removesuffix("/__init__").split("/")
+    return ".".join(parts if parts[0] == "raymm" else ["raymm", *parts])
+
+
+@functools.cache
+def imports() -> tuple[Import, ...]:
+    """Every import of one file of the packages by another."""
+    modules = {module_name(file): file for file in files()}
+    found = []
+    for file in files():
+        for node in ast.walk(tree(file)):
+            if isinstance(node, ast.Import):
+                names = [(alias.name, "") for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{file}:{node.lineno}: imports are absolute"
+                names = [(node.module or "", alias.name) for alias in node.names]
+            else:
+                continue
+            for module, name in names:
+                whole = f"{module}.{name}" if name else module
+                target = modules.get(whole) or modules.get(module)
+                if target is not None and target != file:
+                    found.append(Import(file, node.lineno, target, name or module))
+    return tuple(found)
+
+
+def rooms() -> dict[str, list[str]]:
+    """The files of every room, without those that only say what a room is."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for file in files():
+        if not file.endswith("__init__.py") or len(tree(file).body) > 1:
+            found[room_of(file)].append(file)
+    return dict(found)
+
+
+def may_import(room: str) -> set[str]:
+    """Rooms whose files a room's may import, besides its own."""
+    return {
+        other for name in TABLE[room] for other in TABLE
+        if other == name or (name in PACKAGES and other.startswith(f"{name}/"))
+    } - {room}
+
+
+def forbidden() -> list[str]:
+    """Imports that the table does not have, and names of others that are private."""
+    wrong = []
+    for one in imports():
+        source, target = room_of(one.source), room_of(one.target)
+        if source != target and target not in may_import(source):
+            wrong.append(f"{one.source}:{one.line}: {source} may not import {target} ({one.name})")
+        if one.name.startswith("_") and not one.name.startswith("__"):
+            wrong.append(f"{one.source}:{one.line}: {one.name} is private to {one.target}")
+    return wrong
+
+
+def circles(edges: Iterable[tuple[str, str]]) -> list[list[str]]:
+    """Groups of nodes that lead to each other (Tarjan, 1972)."""
+    after: dict[str, set[str]] = defaultdict(set)
+    for source, target in edges:
+        if source != target:
+            after[source].add(target)
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        order[node] = lowest[node] = len(order)
+        stack.append(node)
+        for other in sorted(after[node]):
+            if other not in order:
+                visit(other)
+                lowest[node] = min(lowest[node], lowest[other])
+            elif other in stack:
+                lowest[node] = min(lowest[node], order[other])
+        if lowest[node] == order[node]:
+            place = stack.index(node)
+            group, stack[place:] = stack[place:], []
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for node in sorted(after):
+        if node not in order:
+            visit(node)
+    return found
+
+
+def floors(edges: Mapping[str, set[str]]) -> dict[str, int]:
+    """The floor of every room: one above the highest that it imports; 1 imports nothing."""
+
+    @functools.cache
+    def floor(room: str) -> int:
+        return 1 + max((floor(other) for other in edges[room]), default=0)
+
+    return {room: floor(room) for room in edges}
+
+
+def functions() -> list[tuple[int, str, str]]:
+    """(lines, file, name) of every function, the longest first."""
+    found = [
+        (node.end_lineno - node.lineno + 1, file, node.name)
+        for file in files()
+        for node in ast.walk(tree(file))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno
+    ]
+    return sorted(found, reverse=True)
+
+
+def problems() -> list[str]:
+    """All that is against the rules; empty in a house in order."""
+    found = forbidden()
+    inside = rooms()
+    found += [f"no room {room!r} in the table" for room in inside if room not in TABLE]
+    found += [f"room {room!r} of the table is empty" for room in TABLE if room not in inside]
+    found += [
+        f"{room} has {len(names)} files; a room has at most {MOST_FILES}"
+        for room, names in inside.items() if len(names) > MOST_FILES
+    ]
+    found += [
+        "files import each other: " + ", ".join(circle)
+        for circle in circles((one.source, one.target) for one in imports())
+    ]
+    found += [
+        "rooms import each other: " + ", ".join(circle)
+        for circle in circles((room_of(one.source), room_of(one.target)) for one in imports())
+    ]
+    found += [
+        f"{file} has {num_lines(file)} lines; at most {MOST_LINES}"
+        for file in files() if num_lines(file) > MOST_LINES
+    ]
+    found += [
+        f"{file}: {name} has {lines} lines; at most {MOST_FUNCTION_LINES}"
+        for lines, file, name in functions() if lines > MOST_FUNCTION_LINES
+    ]
+    return found
+
+
+def room_imports() -> dict[str, set[str]]:
+    """Which rooms every room imports."""
+    edges: dict[str, set[str]] = {room: set() for room in rooms()}
+    for one in imports():
+        source, target = room_of(one.source), room_of(one.target)
+        if source != target and source in edges and target in edges:
+            edges[source].add(target)
+    return edges
+
+
+def main() -> None:
+    """Print the house, and end with 1 if it is not in order."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="draw the rooms (.png, .svg)")
+    target = parser.parse_args().draw
+    wrong = problems()
+    inside = rooms()
+    if not wrong:
+        floor = floors(room_imports())
+        for room, names in inside.items():
+            lines = sum(map(num_lines, names))
+            print(f"{room:32} floor {floor[room]:2}  {len(names):2} files {lines:6} lines")
+    for package in PACKAGES:
+        of_package = [file for file in files() if file.startswith(f"{package}/")]
+        print(f"{package}: {len(of_package)} files, {sum(map(num_lines, of_package))} lines")
+    longest = max(files(), key=num_lines)
+    print(f"longest file: {longest}, {num_lines(longest)} lines")
+    lines, file, name = functions()[0]
+    print(f"longest function: {name} of {file}, {lines} lines")
+    print(f"rooms: {len(inside)}; against the rules: {len(wrong)}")
+    if target is not None:
+        from tests.house_picture import draw_rooms
+
+        sizes = {room: sum(map(num_lines, names)) for room, names in inside.items()}
+        draw_rooms(target, sizes, room_imports())
+    if wrong:
+        raise SystemExit("\n".join(wrong))
+
+
+if __name__ == "__main__":
+    main()
