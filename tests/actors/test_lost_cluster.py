@@ -8,13 +8,18 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.timeout(280)
+# Two nodes' servers and six processes that import everything, whatever else the machine does.
+PATIENCE_S = 600
+
+
+@pytest.mark.timeout(PATIENCE_S + 10)
 def test_a_lost_node_and_a_lost_server_of_the_cluster_end_the_run(tmp_path):
     """The node's server is killed: its processes, and so the steps, would go on for a quarter of
     a minute. The cluster's server is stopped: steps would go on to the end."""
     script = Path(__file__).with_name("lost_cluster.py")
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=270, check=False
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=PATIENCE_S,
+        check=False,
     )
     said = done.stdout
     assert done.returncode == 0, said + done.stderr
