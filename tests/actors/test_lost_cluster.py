@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-
 # Two nodes' servers and six processes that import everything, whatever else the machine does.
 PATIENCE_S = 600
 
