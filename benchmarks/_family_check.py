@@ -36,8 +36,9 @@ TOLERANCE = 1e-5  # of a gradient's own norm
 ROUNDING = 1e-7  # of the largest gradient's norm
 _NOISE = 0.02  # added to all parameters, since many begin as zeros or ones
 _MICROBATCHES = 2
-# A class that may be an encoder of text or a language model is to be the latter; all of it trains.
-_FLAGS = {LANGUAGE: {"is_decoder": True}, ENCODER: {"freeze": False}}
+# A class that may be an encoder of text or a language model is to be the latter, of one list of
+# ids per row; all of it trains.
+_FLAGS = {LANGUAGE: {"is_decoder": True, "num_codebooks": 1}, ENCODER: {"freeze": False}}
 _MOST_PARAMETERS = 200_000_000
 _STEP, _SEED = 3, 5
 
