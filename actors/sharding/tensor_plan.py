@@ -102,7 +102,7 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class Choices:
-    """What a plan may do where a model's rules leave it open; see ``probe_tensor``.
+    """What a plan may do where a model's rules leave it open; see ``actors/probe/tensor.py``.
 
     Attributes:
         gather: ``"attention"`` or ``"all"``: outputs of columns are put together again there,

@@ -5,9 +5,9 @@
     model(**part_of_inputs, **share.arguments())
 
 The model's classes and forwards stay as they are. Self attention finds its mask and whom to call
-in the keyword arguments (``hf_attention``). A cross-attention layer gets those of the visual
-tokens in their place, by a subclass of its own class, and may keep the visual tokens alone for
-the backward pass (LV-XAttn §3.3). Without the arguments the layer is what it was.
+in the keyword arguments (``kernels/hf/self_attention.py``). A cross-attention layer gets those of
+the visual tokens in their place, by a subclass of its own class, and may keep the visual tokens
+alone for the backward pass (LV-XAttn §3.3). Without the arguments the layer is what it was.
 
 A cross-attention layer is told by what it is made of: ``q_proj``, ``k_proj`` and ``v_proj``, and a
 forward that takes ``hidden_states`` and one of :data:`VISUAL_ARGUMENTS`. Whether it then does

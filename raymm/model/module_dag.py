@@ -352,7 +352,8 @@ class ModuleDag(nn.Module):
             batch: entries (samples, ...).
 
         Raises:
-            ModelError: a batch that does not fit; :class:`OutputError` for what modules return.
+            ModelError: a batch that does not fit.
+            OutputError: what modules return does not.
         """
         self.materialize()
         samples = Range(0, self.batch_size(batch))

@@ -82,7 +82,7 @@ class Trainer:
             itself. By default it plans for the cluster it finds, and
             a run that goes on keeps the plan it began with.
         data: a :class:`DataConfig`, or a list of batches as
-            :meth:`MultimodalParallelModule.execute` takes them, used in turn.
+            :meth:`raymm.MultimodalParallelModule.execute` takes them, used in turn.
         run_config: how long, and what to write where.
         optimizer: AdamW, its schedule, and clipping.
         resources: what each rank reserves in Ray, or a function of the device (``"cpu"``,

@@ -1,4 +1,4 @@
-"""Masks drawn at random: any segment table, and every pattern of `mask_patterns`."""
+"""Masks drawn at random: any segment table, and every pattern of `kernels/mask/patterns.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What dealt-out attention sends is what ``scheduler.attention_traffic`` says, rank by rank."""
+"""What attention sends is what ``scheduler/context_parallel/traffic.py`` says, rank by rank."""
 
 from __future__ import annotations
 

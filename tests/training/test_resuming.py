@@ -78,7 +78,9 @@ REFUSED = {
         {"model.merge": {"vision": "<image>"}}, "model.merge",
         "merge:ReplaceTokens', was 'raymm.actors.modules.merge:Prepend'",
     ),
-    "mask": ({"model.mask": "multimodal"}, "model.mask", "model.mask is 'raymm.kernels.mask_pat"),
+    "mask": (
+        {"model.mask": "multimodal"}, "model.mask", "model.mask is 'raymm.kernels.mask.patterns",
+    ),
     "fewer layers": (
         {f"{LLM}.config.num_hidden_layers": 1, "parallel": {}}, None,
         "layers.1.self_attn.q_proj.weight is in the checkpoint, and not in the model",
