@@ -228,6 +228,13 @@ def rooms() -> dict[str, list[str]]:
     return dict(found)
 
 
+def sentence(room: str) -> str:
+    """What a room holds: the first sentence of its docstring."""
+    file = room if room.endswith(".py") else f"{room}/__init__.py"
+    text = " ".join((ast.get_docstring(tree(file)) or "").split("\n\n")[0].split())
+    return text.split(". ")[0].removesuffix(".")
+
+
 def may_import(room: str) -> set[str]:
     """Rooms whose files a room's may import, besides its own."""
     return {
@@ -363,8 +370,7 @@ def main() -> None:
     if target is not None:
         from tests.house_picture import draw_rooms
 
-        sizes = {room: sum(map(num_lines, names)) for room, names in inside.items()}
-        draw_rooms(target, sizes, room_imports())
+        draw_rooms(target, room_imports(), {room: sentence(room) for room in inside})
     if wrong:
         raise SystemExit("\n".join(wrong))
 

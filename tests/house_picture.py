@@ -1,7 +1,14 @@
-"""A picture of the rooms: who stands on whom, and how large each room is."""
+"""A picture of the rooms: who stands on whom, and what each holds.
+
+An arrow leads from a room to one that it imports. What can be reached by other arrows has none of
+its own (a transitive reduction), and rooms hang as high as their importers let them, so that few
+arrows are long; those that are pass other rooms by in a gap of their own (Sugiyama, 1981).
+"""
 
 from __future__ import annotations
 
+import functools
+import textwrap
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,128 +17,215 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+from matplotlib.path import Path as Outline
 
-COLOURS = {"kernels": "#E69F00", "scheduler": "#009E73", "actors": "#0072B2", "raymm": "#CC79A7"}
-# Where each package stands: left, bottom and right edge, and its height, in units of the picture.
-BOUNDS = {
-    "kernels": (0.0, 0.0, 43.0, 30.0), "scheduler": (47.0, 0.0, 100.0, 30.0),
-    "actors": (0.0, 35.0, 100.0, 38.0), "raymm": (0.0, 78.0, 100.0, 62.0),
-}  # fmt: skip
-_GAP = 1.2
-_MOST_HEIGHT = 5.0
+COLOURS = {"raymm": "#A8437D", "actors": "#0068A3", "kernels": "#B87300", "scheduler": "#007A59"}
+# Two columns of two packages each, from the top; a unit is a pixel of a picture 1,000 wide.
+COLUMNS = (("raymm", "kernels"), ("actors", "scheduler"))
+WIDTH, GUTTER, HEADING, FLOOR, BETWEEN = 1000.0, 44.0, 34.0, 74.0, 30.0
+BOX_HEIGHT, MOST_BOX_WIDTH, GAP, PASSAGE = 55.0, 290.0, 12.0, 4.0
+NAME_SIZE, SENTENCE_SIZE, LETTER = 9.2, 6.7, 5.15  # points, points, units per small letter
+
+Edges = Mapping[str, set[str]]
+Place = tuple[float, float, float]  # centre, bottom, width
 
 
-def draw_rooms(
-    path: str | Path, lines: Mapping[str, int], imports: Mapping[str, set[str]]
-) -> Path:
+def draw_rooms(path: str | Path, imports: Edges, sentences: Mapping[str, str]) -> Path:
     """Draw the rooms of the four packages; ``.png`` or ``.svg``.
 
     Args:
         path: the file to write.
-        lines: of every room.
         imports: per room the rooms that it imports. They make no circle.
+        sentences: what every room holds.
 
     Returns:
         the path written.
     """
-    with matplotlib.rc_context({"font.size": 7, "font.family": "sans-serif"}):
-        figure = Figure(figsize=(11, 13.5), dpi=110, layout="constrained")
-        axes = figure.add_subplot()
-        places: dict[str, tuple[float, float, float, float]] = {}
-        for package, bounds in BOUNDS.items():
-            rooms = [room for room in lines if room.split("/")[0] == package]
-            places |= _places(_floors(rooms, imports), lines, bounds)
-            _package(axes, package, bounds)
-        for source, targets in imports.items():
-            for target in targets:
-                if source.split("/")[0] == target.split("/")[0]:
-                    _arrow(axes, places[source], places[target], COLOURS[source.split("/")[0]])
-        for room, place in places.items():
-            _room(axes, room, lines[room], place)
-        for source, target in (("raymm", "actors"), ("actors", "kernels"), ("actors", "scheduler")):
-            _between(axes, BOUNDS[source], BOUNDS[target])
-        axes.set_xlim(-1, 101)
-        axes.set_ylim(-1, 143)
+    inside = {
+        package: _reduced({
+            room: {other for other in imports[room] if other.split("/")[0] == package}
+            for room in imports if room.split("/")[0] == package
+        })
+        for package in COLOURS
+    }
+    levels = {package: _levels(edges) for package, edges in inside.items()}
+    height = max(_height(levels[a]) + BETWEEN + _height(levels[b]) for a, b in COLUMNS)
+    with matplotlib.rc_context({"font.family": "sans-serif"}):
+        figure = Figure(figsize=(WIDTH / 100, height / 100), dpi=125)
+        axes = figure.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(0, height))
         axes.set_axis_off()
+        column_width = (WIDTH - GUTTER) / 2
+        for column, packages in enumerate(COLUMNS):
+            left, top = column * (column_width + GUTTER), height
+            floors = sum(len(levels[package]) for package in packages)
+            floor = (height - BETWEEN - 2 * HEADING) / floors
+            for package in packages:
+                bottom = top - HEADING - floor * len(levels[package])
+                _ground(axes, package, (left, bottom, column_width, top - bottom))
+                places = _places(levels[package], left, bottom, column_width, floor)
+                for source, targets in inside[package].items():
+                    for target in sorted(targets):
+                        _arrow(axes, source, target, places, COLOURS[package])
+                for room in inside[package]:
+                    _room(axes, room, sentences[room], places[room])
+                if package == "raymm":
+                    raymm_bottom = bottom
+                elif package == "actors":
+                    actors_bottom = bottom
+                top = bottom - BETWEEN
+        right = column_width + GUTTER
+        _between(axes, (column_width, height - 60), (right, height - 60))
+        _between(axes, (right + column_width / 2, actors_bottom),
+                 (right + column_width / 2, actors_bottom - BETWEEN))  # fmt: skip
+        across = column_width + GUTTER / 2
+        _between(axes, (right, actors_bottom + 20), (across, actors_bottom + 20),
+                 (across, raymm_bottom - BETWEEN - 60), (column_width, raymm_bottom - BETWEEN - 60))
         figure.savefig(path)
     return Path(path)
 
 
-def _floors(rooms: Sequence[str], imports: Mapping[str, set[str]]) -> list[list[str]]:
-    """Rooms of a package by floor, the ground first."""
-    floor: dict[str, int] = {}
+def _reduced(edges: Edges) -> dict[str, set[str]]:
+    """Edges without those that others lead to as well."""
 
-    def of(room: str) -> int:
-        if room not in floor:
-            floor[room] = 1 + max((of(o) for o in imports[room] if o in rooms), default=-1)
-        return floor[room]
+    @functools.cache
+    def reach(room: str) -> frozenset[str]:
+        return frozenset(edges[room]).union(*(reach(other) for other in edges[room]))
 
-    by_floor: dict[int, list[str]] = defaultdict(list)
-    for room in rooms:
-        by_floor[of(room)].append(room)
-    return [by_floor[number] for number in sorted(by_floor)]
+    return {
+        room: {t for t in targets if not any(t in reach(other) for other in targets)}
+        for room, targets in edges.items()
+    }
+
+
+def _levels(edges: Edges) -> list[list[str | tuple[str, str]]]:
+    """Rooms by level, the lowest first, and the passages of arrows through levels, as (source,
+    target); neighbours in a level are near what they are joined to."""
+    importers: dict[str, set[str]] = defaultdict(set)
+    for room, targets in edges.items():
+        for target in targets:
+            importers[target].add(room)
+
+    @functools.cache
+    def lowest(room: str) -> int:
+        return 1 + max((lowest(other) for other in edges[room]), default=-1)
+
+    @functools.cache
+    def level(room: str) -> int:
+        return min((level(other) - 1 for other in importers[room]), default=lowest(room))
+
+    found: list[list] = [[] for _ in range(1 + max(map(level, edges)))]
+    joined: dict[object, set] = defaultdict(set)
+    for room in edges:
+        found[level(room)].append(room)
+        for target in edges[room]:
+            steps: list = [room]
+            for passed in range(level(room) - 1, level(target), -1):
+                found[passed].append((room, target))
+                steps.append((room, target, passed))
+            steps.append(target)
+            for upper, lower in zip(steps, steps[1:], strict=False):
+                joined[upper].add(lower)
+                joined[lower].add(upper)
+    for sweep in range(12):
+        order = range(len(found)) if sweep % 2 == 0 else range(len(found) - 1, -1, -1)
+        for number in order:
+            beside = number - 1 if sweep % 2 == 0 else number + 1
+            if 0 <= beside < len(found):
+                _sort(found[number], number, found[beside], beside, joined)
+    return found
+
+
+def _sort(level: list, number: int, other: list, other_number: int, joined: Mapping) -> None:
+    """Order a level by the mean place of what each of it is joined to in another."""
+
+    def key(node: object, at: int) -> object:
+        return (*node, at) if isinstance(node, tuple) else node
+
+    place = {key(node, other_number): (i + 0.5) / len(other) for i, node in enumerate(other)}
+
+    def mean(item: tuple[int, object]) -> float:
+        index, node = item
+        near = [place[n] for n in joined[key(node, number)] if n in place]
+        return sum(near) / len(near) if near else (index + 0.5) / len(level)
+
+    level[:] = [node for _, node in sorted(enumerate(level), key=mean)]
+
+
+def _height(levels: Sequence) -> float:
+    return HEADING + FLOOR * len(levels)
 
 
 def _places(
-    floors: Sequence[Sequence[str]], lines: Mapping[str, int], bounds: Sequence[float]
-) -> dict[str, tuple[float, float, float, float]]:
-    """(x, y, width, height) per room; a room's width grows with its lines."""
-    left, bottom, right, height = bounds
-    step = (height - 3.0) / len(floors)
-    places = {}
-    for number, rooms in enumerate(floors):
-        free = right - left - 2 * _GAP - _GAP * (len(rooms) - 1)
-        weights = [max(lines[room], 200) ** 0.5 for room in rooms]
-        widths = [min(free * weight / sum(weights), 22.0) for weight in weights]
-        spare = free - sum(widths)
-        x = left + _GAP + spare / 2
-        for room, width in zip(rooms, widths, strict=True):
-            places[room] = x, bottom + _GAP + number * step, width, min(step - 1.2, _MOST_HEIGHT)
-            x += width + _GAP
+    levels: Sequence[Sequence], left: float, bottom: float, width: float, floor: float
+) -> dict[object, Place]:
+    """Where every room is, and every passage, by (source, target, level)."""
+    places: dict[object, Place] = {}
+    for number, nodes in enumerate(levels):
+        rooms = [node for node in nodes if isinstance(node, str)]
+        free = width - GAP * (len(nodes) + 1) - PASSAGE * (len(nodes) - len(rooms))
+        box = min(free / max(len(rooms), 1), MOST_BOX_WIDTH)
+        margin = (free - box * len(rooms)) / (len(nodes) + 1)
+        x = left + GAP + margin
+        for node in nodes:
+            own = box if isinstance(node, str) else PASSAGE
+            key = node if isinstance(node, str) else (*node, number)
+            places[key] = x + own / 2, bottom + 9 + number * floor, own
+            x += own + GAP + margin
     return places
 
 
-def _package(axes: Axes, package: str, bounds: Sequence[float]) -> None:
-    left, bottom, right, height = bounds
+def _ground(axes: Axes, package: str, bounds: tuple[float, float, float, float]) -> None:
+    left, bottom, width, height = bounds
     axes.add_patch(FancyBboxPatch(
-        (left, bottom), right - left, height, boxstyle="round,pad=0,rounding_size=0.8",
+        (left + 2, bottom + 2), width - 4, height - 4, boxstyle="round,pad=0,rounding_size=10",
         fc=COLOURS[package], ec="none", alpha=0.10,
     ))  # fmt: skip
-    axes.text(left + _GAP, bottom + height - 1.6, f"{package}/", fontsize=11, weight="bold",
+    axes.text(left + 16, bottom + height - 19, f"{package}/", fontsize=13, weight="bold",
               color=COLOURS[package], va="center")  # fmt: skip
 
 
-def _room(
-    axes: Axes, room: str, lines: int, place: tuple[float, float, float, float]
-) -> None:
-    x, y, width, height = place
+def _room(axes: Axes, room: str, sentence: str, place: Place) -> None:
+    x, y, width = place
     package, _, name = room.partition("/")
     axes.add_patch(FancyBboxPatch(
-        (x, y), width, height, boxstyle="round,pad=0,rounding_size=0.5", fc="white",
-        ec=COLOURS[package], lw=1.0, zorder=3,
+        (x - width / 2, y), width, BOX_HEIGHT, boxstyle="round,pad=0,rounding_size=6", fc="white",
+        ec=COLOURS[package], lw=1.1, zorder=3,
     ))  # fmt: skip
-    words = name or package
-    if len(words) > width * 0.95 and "/" in words:
-        words = words.replace("/", "/\n", 1)
-    axes.text(x + width / 2, y + height / 2, f"{words}\n{lines:,}", ha="center", va="center",
-              zorder=4, fontsize=6.5, linespacing=1.1)  # fmt: skip
+    words = textwrap.wrap(sentence, int((width - 10) / LETTER))
+    text = "\n".join(words if len(words) <= 3 else [*words[:2], words[2].rstrip(",;:") + " …"])
+    axes.text(x, y + BOX_HEIGHT - 11, name or package, ha="center", va="center", zorder=4,
+              fontsize=NAME_SIZE, weight="bold", color="#222222")  # fmt: skip
+    axes.text(x, y + 19, text, ha="center", va="center", zorder=4, fontsize=SENTENCE_SIZE,
+              color="#444444", linespacing=1.1)  # fmt: skip
 
 
 def _arrow(
-    axes: Axes, source: tuple[float, float, float, float],
-    target: tuple[float, float, float, float], colour: str,
+    axes: Axes, source: str, target: str, places: Mapping[object, Place], colour: str
 ) -> None:
+    """From the foot of a room to the top of another, upright through passages."""
+    passages = sorted(
+        (place for key, place in places.items() if key[:2] == (source, target)),
+        key=lambda place: -place[1],
+    )
+    points = [places[source][:2]]
+    for x, y, _ in passages:
+        points += [(x, y + BOX_HEIGHT), (x, y)]
+    points.append((places[target][0], places[target][1] + BOX_HEIGHT))
+    vertices, codes = [points[0]], [Outline.MOVETO]
+    for index, ((x, y), (to_x, to_y)) in enumerate(zip(points, points[1:], strict=False)):
+        middle = (y + to_y) / 2
+        curved = index % 2 == 0
+        vertices += [(x, middle), (to_x, middle), (to_x, to_y)] if curved else [(to_x, to_y)]
+        codes += [Outline.CURVE4] * 3 if curved else [Outline.LINETO]
     axes.add_patch(FancyArrowPatch(
-        (source[0] + source[2] / 2, source[1]), (target[0] + target[2] / 2, target[1] + target[3]),
-        arrowstyle="-|>", mutation_scale=5, lw=0.5, color=colour, alpha=0.45, zorder=2,
-        shrinkA=0, shrinkB=0,
+        path=Outline(vertices, codes), arrowstyle="-|>", mutation_scale=9, lw=1.1, color=colour,
+        zorder=2, shrinkA=0, shrinkB=0,
     ))  # fmt: skip
 
 
-def _between(axes: Axes, upper: Sequence[float], lower: Sequence[float]) -> None:
+def _between(axes: Axes, *points: tuple[float, float]) -> None:
     """One arrow for all imports of a package by another."""
-    x = (max(upper[0], lower[0]) + min(upper[2], lower[2])) / 2
     axes.add_patch(FancyArrowPatch(
-        (x, upper[1]), (x, lower[1] + lower[3]), arrowstyle="-|>", mutation_scale=14, lw=2.5,
-        color="#666666", zorder=5, shrinkA=0, shrinkB=0,
+        path=Outline(points), arrowstyle="-|>,head_width=0.3", mutation_scale=16, lw=3.5,
+        color="#666666", zorder=5,
     ))  # fmt: skip
