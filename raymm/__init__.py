@@ -28,7 +28,10 @@ _PUBLIC = {
     "SkippedStepWarning": "raymm.runtime.skipped_step",
     "OptimizerConfig": "raymm.actors.optimizer.optimizer",
     "RankResources": "raymm.actors.rank.rank_group",
-    "RankFailedError": "raymm.actors.rank.rank_group",
+    "Error": "raymm.errors",
+    "InputError": "raymm.errors",
+    "RunError": "raymm.errors",
+    "RankFailedError": "raymm.errors",
     "ClusterError": "raymm.actors.rank.rank_group",
     "DataConfig": "raymm.data",
     "ModalityDataConfig": "raymm.data",
@@ -58,10 +61,11 @@ if TYPE_CHECKING:
     from raymm.actors.modules.merge import Prepend, ReplaceTokens
     from raymm.actors.modules.projector import Projector
     from raymm.actors.optimizer.optimizer import OptimizerConfig
-    from raymm.actors.rank.rank_group import ClusterError, RankFailedError, RankResources
+    from raymm.actors.rank.rank_group import ClusterError, RankResources
     from raymm.actors.weights.source import FactorySource
     from raymm.config.sections import RunConfig
     from raymm.data import DataConfig, ModalityDataConfig
+    from raymm.errors import Error, InputError, RankFailedError, RunError
     from raymm.model.contrastive import ContrastiveLoss
     from raymm.model.module_dag import DagLoss, DagModule, ModuleDag, every
     from raymm.model.multimodal import ModalityModule, MultimodalModule

@@ -8,10 +8,11 @@ from traceback import walk_tb
 
 import torch.distributed as dist
 
+from raymm.errors import Error
 from raymm.kernels.collectives.waiting import CommunicationError, is_communication
 
 
-class ChannelError(RuntimeError):
+class ChannelError(Error, RuntimeError):
     """A message that does not look as its metadata said, or never came."""
 
 

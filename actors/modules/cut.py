@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from raymm.errors import Error, InputError
+
 
 @dataclass(frozen=True)
 class CutInfo:
@@ -51,7 +53,7 @@ class CutInfo:
         return names
 
 
-class NoBlockCalledError(RuntimeError):
+class NoBlockCalledError(Error, RuntimeError):
     """A forward that skipped every block: there is nothing that one stage could hand to the next.
     Names the module, the microbatch and the cure."""
 
@@ -142,7 +144,7 @@ def stage_parameters(module: nn.Module, info: CutInfo, lo: int, hi: int) -> list
     return names
 
 
-class SharedBlocksError(ValueError):
+class SharedBlocksError(InputError, ValueError):
     """A cut between blocks that have parameters in common."""
 
 

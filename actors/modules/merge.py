@@ -35,13 +35,14 @@ from raymm.actors.modules.token_layout import (
     place_items,
     text_layout,
 )
+from raymm.errors import InputError
 
 IGNORE_INDEX = -100
 
 MergePolicy = Callable[[dict[str, torch.Tensor], dict[str, Any]], dict[str, Any]]
 
 
-class MergeError(ValueError):
+class MergeError(InputError, ValueError):
     """Encoder outputs that do not fit the text they are merged into. ``row`` is the sample's
     number in the microbatch, if it is one sample's fault."""
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from raymm.actors.modules.message import MicrobatchContext
 from raymm.actors.quota.work import tensors_in
+from raymm.errors import InputError
 from raymm.scheduler.graph.sample_ranges import Range
 
 # The name of an output that is one tensor.
@@ -25,7 +26,7 @@ OWN = "own"
 Tensors = dict[str, torch.Tensor]
 
 
-class OutputError(ValueError):
+class OutputError(InputError, ValueError):
     """What a module returned, or read, does not fit its description."""
 
 

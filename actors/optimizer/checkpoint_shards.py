@@ -20,6 +20,8 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from raymm.errors import Error
+
 if TYPE_CHECKING:
     from raymm.actors.sharding.tensor_plan import Piece
 
@@ -33,7 +35,7 @@ PROBLEMS_SHOWN = 5
 CHECKSUM_THREADS = 8
 
 
-class ShardError(RuntimeError):
+class ShardError(Error, RuntimeError):
     """A checkpoint shard that is missing, torn, changed, or does not fit the plan; or that cannot
     be written. Names the file."""
 

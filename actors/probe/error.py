@@ -1,7 +1,9 @@
 """What a probe raises."""
 
+from raymm.errors import InputError
 
-class ProbeError(ValueError):
+
+class ProbeError(InputError, ValueError):
     """A model that cannot be cut into stages, or shared out, with the reason."""
 
 

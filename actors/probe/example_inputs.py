@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from raymm.actors.modules.brief_error import brief
+from raymm.errors import Error
 
 IMAGE_SIZE = 224
 FRAMES = 200
@@ -30,7 +31,7 @@ _TEXT = ("input_ids", "decoder_input_ids", "decoder_inputs_embeds", "inputs_embe
 Inputs = dict[str, Any]
 
 
-class ExampleError(ValueError):
+class ExampleError(Error, ValueError):
     """An encoder that cannot be tried, with the reason and the cure."""
 
 

@@ -15,9 +15,10 @@ from typing import NamedTuple
 import torch
 
 from raymm.actors.quota.partition import Multiprocessors, Partition
+from raymm.errors import Error
 
 
-class OversubscribedError(RuntimeError):
+class OversubscribedError(Error, RuntimeError):
     """Two modules at the same time on the same multiprocessors."""
 
 

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from raymm.actors.quota.partition import Multiprocessors, Partition
+from raymm.errors import Error, InputError
 
 OLDEST_DRIVER = 12040  # CUDA 12.4, as cuDriverGetVersion counts
 # CU_DEV_SM_RESOURCE_SPLIT_IGNORE_SM_COSCHEDULING; its enum has another name in every version.
@@ -24,11 +25,11 @@ SMALLEST_GROUP_SINCE_9 = 8
 SMALLEST_INDEPENDENT_GROUP = 2
 
 
-class QuotaUnavailableError(RuntimeError):
+class QuotaUnavailableError(InputError, RuntimeError):
     """This machine cannot limit streams to a share of its GPU; the message says why."""
 
 
-class DriverError(RuntimeError):
+class DriverError(Error, RuntimeError):
     """A call of the CUDA driver failed."""
 
 

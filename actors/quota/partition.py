@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
+from raymm.errors import InputError
+
 # Sums of quotas such as 0.1 + 0.2 + 0.7 are 1 but for their rounding, and so is a quota such as
 # 24 / 132 times 132.
 ROUNDING = 1e-9
 
 
-class QuotaError(ValueError):
+class QuotaError(InputError, ValueError):
     """Quotas that a GPU cannot grant. Raised before anything is created."""
 
 

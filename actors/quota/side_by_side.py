@@ -31,6 +31,7 @@ from raymm.actors.quota.pool import StreamSet
 from raymm.actors.quota.thread_settings import ThreadSettings
 from raymm.actors.quota.work import Output, Work, tensors_in
 from raymm.actors.quota.worker import Task, Worker
+from raymm.errors import Error
 
 # How long a stage may take before its modules count as stuck.
 STAGE_TIMEOUT_SECONDS = 600.0
@@ -38,7 +39,7 @@ STAGE_TIMEOUT_SECONDS = 600.0
 CLOSE_TIMEOUT_SECONDS = 5.0
 
 
-class ModuleError(RuntimeError):
+class ModuleError(Error, RuntimeError):
     """A module's work raised; the cause is what it raised.
 
     Attributes:
@@ -56,7 +57,7 @@ class ModuleError(RuntimeError):
         return type(self), (self.module, self.reason), self.__dict__
 
 
-class ModuleTimeoutError(TimeoutError):
+class ModuleTimeoutError(Error, TimeoutError):
     """Modules did not end in time. Their threads may still run: nothing more can be.
 
     Attributes:
@@ -75,7 +76,7 @@ class ModuleTimeoutError(TimeoutError):
         return type(self), (self.modules, self.seconds)
 
 
-class UndeclaredRandomnessError(RuntimeError):
+class UndeclaredRandomnessError(Error, RuntimeError):
     """Random numbers were drawn by work that said it draws none: they, or those of modules
     beside it, depend on how threads took turns."""
 

@@ -18,7 +18,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raymm.actors.executor.executor import StepMeta, StepResult
 from raymm.actors.faults.cluster_watch import ClusterWatch
-from raymm.actors.faults.errors import ClusterLostError, RankFailedError, RunFailedError
 from raymm.actors.faults.failure import accusation, first_line
 from raymm.actors.faults.fault_folder import keep
 from raymm.actors.faults.inquiry import Inquiry, inquire, kill_from_outside, look_from_outside
@@ -26,6 +25,7 @@ from raymm.actors.faults.lost_processes import ChannelError
 from raymm.actors.faults.stacks import Address
 from raymm.actors.faults.watched_actor import CONCURRENCY_GROUPS
 from raymm.actors.rank.rank_actor import RankActor, RankSpec, remember
+from raymm.errors import ClusterLostError, InputError, RankFailedError, RunFailedError
 from raymm.scheduler.program.program import Op, Program
 from raymm.scheduler.program.timeline import Span, Timeline
 
@@ -40,7 +40,7 @@ LISTEN_S = 1.0
 Result = TypeVar("Result")
 
 
-class ClusterError(RuntimeError):
+class ClusterError(InputError, RuntimeError):
     """The cluster lacks what the plan needs; says what it has."""
 
 

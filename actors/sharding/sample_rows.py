@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from raymm.actors.modules.merge import IGNORE_INDEX
+from raymm.errors import InputError
 
 # What a merge policy may return, and which of its dimensions is that of rows.
 _ROWS = {
@@ -24,7 +25,7 @@ _ROWS = {
 }  # fmt: skip
 
 
-class DealtSamplesError(ValueError):
+class DealtSamplesError(InputError, ValueError):
     """Inputs that cannot be dealt out by samples."""
 
 

@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from raymm.actors.sharding.context_method import Attend, attend_over
+from raymm.errors import InputError
 from raymm.kernels.collectives.gather_tokens import gather_tokens
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.context_parallel.call import ContextGroup
@@ -40,7 +41,7 @@ from raymm.kernels.mask.mask import AttentionMask
 _CACHED_MASKS = 64
 
 
-class SharedItemsError(ValueError):
+class SharedItemsError(InputError, ValueError):
     """An encoder whose items' tokens cannot be shared, with the reason."""
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from raymm.errors import InputError
+
 _QUERY_LEAVES = frozenset(
     {"q_proj", "query", "q", "to_q", "wq", "q_lin", "query_proj", "q_b_proj", "q_up_proj"}
 )
@@ -123,7 +125,7 @@ class Rules:
     parameters: tuple[str, ...] = ()
 
 
-class StyleError(ValueError):
+class StyleError(InputError, ValueError):
     """A module with a style that is not supported; names both."""
 
 

@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 
+from raymm.errors import Error
+
 _GHOST = "shape/"  # side tensors "shape/float32/name" hold the shape of a floating-point input
 _PLAIN = "plain/"  # side tensors that hold what is no tensor, as JSON
 
 
-class AbsentError(RuntimeError):
+class AbsentError(Error, RuntimeError):
     """A callback read what its stage does not have. ``name`` is ``inputs['x']`` or ``output.x``;
     ``key`` is the input's name, None for an output."""
 
@@ -29,7 +31,7 @@ class AbsentError(RuntimeError):
         self.name, self.key = name, key
 
 
-class CrossingError(TypeError):
+class CrossingError(Error, TypeError):
     """Inputs that later stages cannot be sent."""
 
 

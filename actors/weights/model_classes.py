@@ -11,11 +11,13 @@ from pathlib import Path
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
+from raymm.errors import InputError
+
 _PATH = re.compile(r"transformers(\.models\.\w+\.modeling_\w+)?\.(\w+)")
 _CLASS = re.compile(r"^class (\w+)\(", re.MULTILINE)
 
 
-class ModelClassError(ValueError):
+class ModelClassError(InputError, ValueError):
     """A model class that transformers does not have, or has more than one of."""
 
 

@@ -13,8 +13,10 @@ from ray import cloudpickle
 from torch import nn
 from torch.nn.utils import parametrize
 
+from raymm.errors import Error
 
-class ComputedTensorError(ValueError):
+
+class ComputedTensorError(Error, ValueError):
     """A module with an attribute that was computed from parameters once, which copies of the
     module cannot have."""
 

@@ -34,9 +34,10 @@ from raymm.actors.weights.parametrized import (
     unpacked,
 )
 from raymm.actors.weights.stored_weights import WeightsError, header_tensors
+from raymm.errors import InputError
 
 
-class SourceError(ValueError):
+class SourceError(InputError, ValueError):
     """A module that cannot be built. Names the field, its value and what is accepted."""
 
 

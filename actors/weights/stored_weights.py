@@ -19,11 +19,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils import logging as hf_logging
 
+from raymm.errors import Error
+
 # Names that an error or a note has of a kind.
 SHOWN = 4
 
 
-class WeightsError(ValueError):
+class WeightsError(Error, ValueError):
     """Weights of a file or folder that a module cannot be made of. Names the file, or what is
     wrong with them."""
 

@@ -9,6 +9,8 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from raymm.errors import Error
+
 
 class Waitable(Protocol):
     """What an operation between processes returns that has been started."""
@@ -16,7 +18,7 @@ class Waitable(Protocol):
     def wait(self, *timeout: timedelta) -> object: ...
 
 
-class CommunicationError(RuntimeError):
+class CommunicationError(Error, RuntimeError):
     """An operation between processes failed: another one is gone, or did not come in time."""
 
 

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from raymm.errors import InputError
 from raymm.kernels.context_parallel.attention import (
     context_attention,
     current_autocast,
@@ -45,7 +46,7 @@ _TRIED_TOKENS = 3, 2  # text and visual
 _NOISE = 2e-2  # relative; what is wrong is wrong by as much as it is large
 
 
-class CrossAttentionError(ValueError):
+class CrossAttentionError(InputError, ValueError):
     """A model whose cross attention cannot be shared: names the layer."""
 
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from raymm.errors import InputError
 from raymm.kernels.mask.columns import (
     ATTEND,
     BASES,
@@ -45,7 +46,7 @@ ALL_KINDS = (1 << 63) - 1
 """Attend bits of a query that may look at every kind of token."""
 
 
-class MaskError(ValueError):
+class MaskError(InputError, ValueError):
     """A mask that cannot be: names the field, the value and what is accepted."""
 
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from raymm.cli.plan import add_plan_arguments, run_plan
 from raymm.cli.profile import add_profile_arguments, run_profile
 from raymm.cli.trace import add_trace_arguments, run_trace
+from raymm.errors import InputError, RunError
 from raymm.version import __version__
 
 # What a user can set right; anything else is a defect and keeps its traceback.
@@ -31,18 +32,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # import paths in configs, as `python -m` has it
-    from raymm.actors.faults.errors import RunFailedError
-    from raymm.cli.user_errors import USER_ERRORS
-    from raymm.files.run_files import RunFileError
-    from raymm.files.run_owner import OwnerLostError
-    from raymm.runtime.skipped_step import NotFiniteError
     from raymm.training.stop_request import RunInterruptedError, RunTerminatedError, StopRequest
 
     console, stop = Console(stderr=True), StopRequest()
     try:
         with stop.listening(), _notes_in_a_line():
             args.run(args)
-    except USER_ERRORS as error:
+    except InputError as error:
         if hasattr(args, "config") and args.config not in str(error):
             error.add_note(f"(in the configuration {args.config})")
         console.print(f"[bold red]error:[/] {type(error).__name__}:", highlight=False)
@@ -51,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("RAYMM_TRACEBACK"):
             raise
         return EXIT_USER_ERROR
-    except (RunFailedError, NotFiniteError, RunFileError, OwnerLostError) as error:
+    except RunError as error:
         console.print("[bold red]the run failed:[/]", highlight=False)
         for text in (str(error), *getattr(error, "__notes__", ())):
             console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -29,6 +29,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from raymm.actors.modules.blocks import find_blocks
+from raymm.errors import InputError
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "encoder_attention_heads")
 _HEAD_DIM = ("head_dim", "attention_head_size", "key_value_proj_dim")
@@ -41,7 +42,7 @@ _WIDTH = ("hidden_size", "d_model", "n_embd")
 _POOLING = nn.MaxPool1d | nn.MaxPool2d | nn.MaxPool3d | nn.AvgPool1d | nn.AvgPool2d | nn.AvgPool3d
 
 
-class LoadError(ValueError):
+class LoadError(InputError, ValueError):
     """How much a module has to do cannot be told, or makes no sense. Names the field."""
 
 

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from raymm.errors import RunError
+
 # What a file is called until it is whole: ``.{name}`` and this.
 PARTIAL = ".raymm-partial"
 
 
-class RunFileError(OSError):
+class RunFileError(RunError, OSError):
     """A file of a run that cannot be written: the disk is full, read-only, ... Says the path and
     the cause."""
 

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from raymm.errors import RunError
 from raymm.files.config_error import ConfigError
 from raymm.files.run_files import RunFileError
 
@@ -45,7 +46,7 @@ class RunOwnedError(ConfigError):
     """A folder that another run owns. Names its host, its process, and since when."""
 
 
-class OwnerLostError(RuntimeError):
+class OwnerLostError(RunError, RuntimeError):
     """The folder that this run had owned belongs to another one, or to nobody."""
 
 

@@ -15,12 +15,13 @@ import torch
 from torch import nn
 
 from raymm.actors.modules.merge import IGNORE_INDEX
+from raymm.errors import InputError
 
 IDS, LABELS, MASK, INDEX = "input_ids", "labels", "attention_mask", "sample_index"
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-class BatchError(ValueError):
+class BatchError(InputError, ValueError):
     """A batch that does not fit the model. Names the key, what it has and what is accepted.
     Nothing of the batch has been sent anywhere: the model goes on with the next one.
 

@@ -36,6 +36,7 @@ from raymm.actors.weights.source import (
     ModuleSource,
     set_mode,
 )
+from raymm.errors import InputError
 from raymm.kernels.mask.patterns import MAX_KIND
 from raymm.model.batch_rules import Vocabulary, complete_microbatch, text_inputs
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
@@ -48,7 +49,7 @@ class WeightsWarning(UserWarning):
     """Of a model folder: weights that are drawn anew, as was asked for, or are of no use."""
 
 
-class ModelError(ValueError):
+class ModelError(InputError, ValueError):
     """A model description that does not fit together. Names the field and its value."""
 
 

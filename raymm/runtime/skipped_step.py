@@ -8,6 +8,7 @@ from typing import Any
 
 from raymm.actors.optimizer.finite import Place
 from raymm.data import MicrobatchMeta
+from raymm.errors import RunError
 from raymm.model.multimodal import LANGUAGE_MODEL
 from raymm.scheduler.plan.stage import stage_module
 
@@ -24,7 +25,7 @@ class SkippedStepWarning(UserWarning):
     """A step that was not applied, in a program of one's own."""
 
 
-class NotFiniteError(RuntimeError):
+class NotFiniteError(RunError, RuntimeError):
     """What is not finite goes no further: too many steps in a row that cannot be applied, or
     parameters that no checkpoint should have. Names them."""
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from raymm.actors.optimizer.finite import not_finite
 from raymm.data.samples.text import load_tokenizer
+from raymm.errors import InputError
 from raymm.files.output import OutputFolder
 from raymm.files.run_files import PARTIAL
 from raymm.model.multimodal import MultimodalModule
@@ -19,7 +20,7 @@ from raymm.runtime.skipped_step import MAX_NAMED
 from raymm.storage.checkpoint import CheckpointStore, load_into_model
 
 
-class ExportError(RuntimeError):
+class ExportError(InputError, RuntimeError):
     """Nothing to export, or nowhere to put it."""
 
 

@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from raymm.actors.optimizer.checkpoint_shards import ShardError, ShardFile, verify_shards
+from raymm.errors import InputError
 from raymm.files.run_files import write_whole
 
 CHECKPOINT_FORMAT = 2
@@ -27,7 +28,7 @@ MANIFEST = "manifest.json"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(InputError, RuntimeError):
     """A checkpoint that cannot be read, or is not of this run. Says which file and why."""
 
 

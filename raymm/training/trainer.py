@@ -10,13 +10,13 @@ from typing import Any
 
 from rich.console import Console
 
-from raymm.actors.faults.errors import RunFailedError
 from raymm.actors.faults.fault_folder import faults_kept_in
 from raymm.actors.optimizer.optimizer import OptimizerConfig
 from raymm.actors.rank.rank_group import ClusterError, RankResources, check_capacity
 from raymm.config.sections import ConfigError, RunConfig
 from raymm.data import DataConfig, check_data, open_split
 from raymm.data.readers import Dataset
+from raymm.errors import RunFailedError
 from raymm.files.output import OutputFolder
 from raymm.files.run_files import remove_partial
 from raymm.files.run_owner import RunOwner

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from raymm.errors import InputError
 from raymm.scheduler.context_parallel import swaps as token_swaps
 from raymm.scheduler.context_parallel.workload import DEFAULT_BLOCK
 
@@ -23,7 +24,7 @@ TOLERANCE = 5e-5
 BUDGET = 300_000
 
 
-class TokenDistributionError(ValueError):
+class TokenDistributionError(InputError, ValueError):
     """What cannot be distributed: names the field, the value and what is accepted."""
 
 

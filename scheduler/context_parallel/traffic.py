@@ -26,12 +26,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import index
 
+from raymm.errors import InputError
+
 LSE_BYTES = 4  # LSE and rowsum(dO * O) are fp32, whatever the accumulator
 
 Pairs = Sequence[Sequence[int]]
 
 
-class AttentionTrafficError(ValueError):
+class AttentionTrafficError(InputError, ValueError):
     """What cannot be counted or chosen: names the field, the value and what is accepted."""
 
 

@@ -22,6 +22,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from raymm.errors import InputError
+
 DEFAULT_BLOCK = 128
 """Tokens per block that kernels and distributions use unless told otherwise."""
 
@@ -33,7 +35,7 @@ SHORT_RUN = 8
 QUERY_COLUMNS, KEY_COLUMNS = 10, 2
 
 
-class TokenWorkloadError(ValueError):
+class TokenWorkloadError(InputError, ValueError):
     """Tables or sizes that describe no mask: names the field, the value, what is accepted."""
 
 

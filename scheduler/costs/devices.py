@@ -19,8 +19,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from raymm.errors import InputError
 
-class DeviceError(ValueError):
+
+class DeviceError(InputError, ValueError):
     """A device that is not in the table, or one with impossible numbers."""
 
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
+from raymm.errors import InputError
 from raymm.scheduler.costs.devices import DeviceError, Link, Links
 from raymm.scheduler.costs.recomputation import KEEP, OPTIONS, LayerOption
 from raymm.scheduler.graph.module_graph import ModuleGraph
@@ -20,7 +21,7 @@ TRAINED_COPIES = 4
 MOMENTS = 2
 
 
-class ProfileError(ValueError):
+class ProfileError(InputError, ValueError):
     """A cost profile that is malformed or is not of this model."""
 
 

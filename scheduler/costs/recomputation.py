@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
+from raymm.errors import InputError
+
 KEEP, MATMULS, ATTENTION, ALL, OFFLOAD = OPTIONS = (
     "keep", "matmuls", "attention", "all", "offload"
 )
@@ -26,7 +28,7 @@ REMADE = (MATMULS, ATTENTION, ALL)
 _ROUNDING = 1e-12
 
 
-class RecomputationError(ValueError):
+class RecomputationError(InputError, ValueError):
     """Activations that fit in no way: says how many bytes the most frugal choice needs."""
 
 

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from raymm.errors import InputError
+
 # Whole numbers fit into a word of 64 bits, and products of others still are numbers.
 MOST_WHOLE = 2**63 - 1
 MOST_NUMBER = 1e100
@@ -18,7 +20,7 @@ MOST_GPUS = 2**16
 MOST_STEPS = 10_000
 
 
-class MultiplexError(ValueError):
+class MultiplexError(InputError, ValueError):
     """Something that cannot be planned: names the field, its value and what is accepted."""
 
 

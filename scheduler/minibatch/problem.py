@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from raymm.errors import InputError
 
-class MiniBatchError(ValueError):
+
+class MiniBatchError(InputError, ValueError):
     """Samples or options that cannot be planned: names the field, the value, what is accepted."""
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from raymm.errors import InputError
 
-class PlanError(ValueError):
+
+class PlanError(InputError, ValueError):
     """A plan that cannot run. The message names the field, its value and what is accepted."""
 
 

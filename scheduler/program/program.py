@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from raymm.errors import Error
 from raymm.scheduler.plan.rank_quotas import ROUNDING
 from raymm.scheduler.plan.stage import stage_module
 
@@ -94,7 +95,7 @@ class Program(NamedTuple):
         )
 
 
-class ProgramError(ValueError):
+class ProgramError(Error, ValueError):
     """A program that would hang, mix up messages, or use what is not there."""
 
 

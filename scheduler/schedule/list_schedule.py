@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from raymm.errors import Error
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.policy import ONE_F_ONE_B, Policy
 from raymm.scheduler.program.program import Op
@@ -41,7 +42,7 @@ SHORTEST = 1e-9
 FORWARD, RECOMPUTE, BACKWARD, WEIGHT = range(4)
 
 
-class NoRoomError(ValueError):
+class NoRoomError(Error, ValueError):
     """Byte limits under which a schedule got stuck."""
 
 

@@ -17,6 +17,8 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
+from raymm.errors import InputError
+
 Ranges = tuple[tuple[int, int], ...]
 """Layers of each stage: first, and one past the last."""
 
@@ -24,7 +26,7 @@ Feasible = Callable[[int, int, int], bool]
 """``feasible(index, lo, hi)``: may stage ``index`` hold the layers ``[lo, hi)``?"""
 
 
-class PartitionError(ValueError):
+class PartitionError(InputError, ValueError):
     """Layers that cannot be cut as asked."""
 
 

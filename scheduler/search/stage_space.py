@@ -10,6 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
+from raymm.errors import InputError
 from raymm.scheduler.costs.layer_costs import (
     CostProfile,
     LayerWork,
@@ -41,7 +42,7 @@ WHOLE_BACKWARD = ("1f1b", "gpipe")
 ROUNDING = 1e-9
 
 
-class StageSearchError(ValueError):
+class StageSearchError(InputError, ValueError):
     """A budget under which no plan exists. The message says why."""
 
 

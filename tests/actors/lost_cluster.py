@@ -13,7 +13,7 @@ from ray.cluster_utils import Cluster  # noqa: E402
 from test_group import microbatch, model_of  # noqa: E402
 
 from raymm.actors.faults import cluster_watch  # noqa: E402
-from raymm.actors.faults.errors import ClusterLostError  # noqa: E402
+from raymm.errors import ClusterLostError  # noqa: E402
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec  # noqa: E402
 
 # The test need not wait for a GCS that may be started anew.

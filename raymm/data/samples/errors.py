@@ -1,9 +1,9 @@
 """Errors of the data pipeline; those of data survive pickling between Ray processes."""
 
-from raymm.actors.faults.errors import RunFailedError
+from raymm.errors import Error, InputError, RunFailedError
 
 
-class DataError(Exception):
+class DataError(InputError):
     """Bad data, or data that cannot be read; the message names the file, field or sample."""
 
 
@@ -42,7 +42,7 @@ class SampleError(DataError):
         return SampleError, (self.sample_id, self.path, self.reason, self.column, self.place)
 
 
-class RowError(ValueError):
+class RowError(Error, ValueError):
     """What is wrong with a row, for a reader that knows the row's place and id.
 
     Args:

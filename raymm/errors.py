@@ -1,0 +1,33 @@
+"""The errors that raymm raises. This file imports nothing, so that every room may raise and catch
+them.
+
+Commands end with 2 for an :class:`InputError`, with 1 for a :class:`RunError`; any other error is a
+defect, and keeps its traceback. Most are a ``ValueError`` or a ``RuntimeError`` as well.
+"""
+
+from __future__ import annotations
+
+
+class Error(Exception):
+    """Whatever raymm itself says is wrong."""
+
+
+class InputError(Error):
+    """What was given cannot be used: a configuration, a model, data, a batch, a plan, a checkpoint,
+    a cluster. Names the field, its value, and what is accepted."""
+
+
+class RunError(Error):
+    """A run ended, though nothing that was given was wrong."""
+
+
+class RunFailedError(RunError, RuntimeError):
+    """Something that a run needs is gone: no setting was wrong, and it can be started again."""
+
+
+class RankFailedError(RunFailedError):
+    """A rank died or raised, or does not go on. Names the module, stage and rank."""
+
+
+class ClusterLostError(RunFailedError):
+    """A node that the run needs, or the server that knows the cluster, is gone."""
