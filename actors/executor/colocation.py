@@ -1,4 +1,11 @@
-"""Modules colocated on one rank: their streams and threads, each with its quota."""
+"""Modules colocated on one rank: their streams and threads, each with its quota.
+
+A module without a partner has the whole device, because a fraction of a GPU beside an idle rest
+helps nobody. Works begin after what the rank's stream was given, and what comes after waits for
+their events: messages, sums of gradients (which hooks do not start meanwhile), the optimizer.
+Tensors that cross streams are recorded on the one that reads them. Works that draw random numbers
+are issued one after another, as a process has one generator per device.
+"""
 
 from __future__ import annotations
 

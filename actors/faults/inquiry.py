@@ -1,4 +1,10 @@
-"""Who is to blame when processes do not go on: they are asked where they are."""
+"""Who is to blame when processes do not go on: they are asked where they are.
+
+Asked are all, where a connection is lost or a wait is over. A dead process is to blame; else one
+that does not answer (stopped, or hung with the interpreter's lock); else the one that computes for
+longest while another waits. Where none waits for another, a step is stuck once none has begun an
+instruction for as long as a receive may take; a single longer instruction counts as that.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Where a process is in its work, for others to ask while it works."""
+"""Where a process is in its work, for others to ask while it works.
+
+A rank enters every instruction that it begins, in under a microsecond; a second thread of its actor
+answers, also whether its stack stands in an operation between processes
+(:mod:`raymm.kernels.collectives.waiting`).
+"""
 
 from __future__ import annotations
 

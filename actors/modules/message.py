@@ -1,4 +1,9 @@
-"""What a stage hands to the next one."""
+"""What a stage hands to the next one.
+
+Only the first stage of a module reads data, and the merge policy runs once, on the language model's
+first stage: what later stages need (mask, labels, integer inputs) travels with the hidden state, so
+a user's callback may do what it likes there.
+"""
 
 from __future__ import annotations
 

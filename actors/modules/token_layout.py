@@ -3,7 +3,8 @@
 A layout is (3, B, T) int16: the kind of each token (0 text, n the n-th encoder), the number
 of its item within the row, and its document within the row (-1: padding, on the right). It
 travels with the microbatch across pipeline stages, six bytes a token; every stage makes its
-masks from it.
+masks from it. It travels instead of the masks' tables because receives need to know shapes ahead:
+a layout's follows from the microbatch's key, a table's length depends on where images are.
 """
 
 from __future__ import annotations

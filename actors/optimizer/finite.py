@@ -1,5 +1,10 @@
 """What of a step is not finite, and where: noted on the device while it runs, read by the host only
-if the step is not applied."""
+if the step is not applied.
+
+The sum over processes that makes the gradient norm also has zero times every loss in it, so one
+that is NaN or infinite anywhere makes the norm NaN for all, without another message; and all read
+the norm anyway. So none applies the step. A norm that overflows in fp32 is computed again in fp64.
+"""
 
 from __future__ import annotations
 

@@ -9,6 +9,10 @@ and gradients of a unit or two at a time.
 What is around the units (norms, tied embeddings, patch embeddings, projectors) stays whole on every
 process. Its gradients are summed like those of copies, and one process keeps the optimizer's
 state of each parameter (ZeRO-1).
+
+The stage is FSDP's root with ``run`` as its forward, since the module's own forward may end in the
+middle (:class:`raymm.actors.modules.cut.CutReached`); hooks that replace the hidden state come
+before FSDP's.
 """
 
 from __future__ import annotations

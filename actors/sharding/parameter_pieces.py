@@ -1,4 +1,8 @@
-"""Which piece of each parameter of a module a process holds."""
+"""Which piece of each parameter of a module a process holds.
+
+Per parameter: the dimension and ranges of it that a process has, whose gradients of these must be
+summed, and whether an earlier process has the very same. What no plan names is whole everywhere.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Batches, looked at before anything of them is sent to a process: a process that cannot use a
 batch ends, and all others with it. Those in memory by the driver; samples of data on disk one by
-one, by the data workers that make batches of them."""
+one, by the data workers that make batches of them. What a callback, or a merge policy without
+``check``, raises for other reasons than shapes still ends the model.
+"""
 
 from __future__ import annotations
 

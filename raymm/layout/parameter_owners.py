@@ -1,4 +1,11 @@
-"""Who holds which parameters together with whom: what every process is told of it."""
+"""Who holds which parameters together with whom: what every process is told of it.
+
+Which parameters it sums with whom (replicas, processes that share microbatches, tied embeddings on
+two stages), which it counts in the gradient norm, and which it saves: every parameter once. Under
+ZeRO-1 the owner of a parameter's optimizer state is the one with the least to update. Buffers are
+saved by the stage that has their module's parameters; of replicas, each of which has running
+statistics of its own (batch norm), the first one's are kept.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Steps planned anew, while a run goes on, with what its modules were measured to cost."""
+"""Steps planned anew, while a run goes on, with what its modules were measured to cost.
+
+At a look the steps to come are simulated as they are planned and as trial plans would have them:
+the simulator decides, since what spares a slow replica may starve another module. A decision holds
+from the first step that the loader has not asked for. A resume with another number of replicas
+forgets their factors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Planning multiplexed execution: ``raymm.plan_multiplexed`` and what it returns."""
+"""Planning multiplexed execution: ``raymm.plan_multiplexed`` and what it returns.
+
+The solver's limit on memory is of one stage at a time. But a module keeps its weights on its GPUs,
+and its activations until the backward, which goes through the stages in reverse. So the mapping is
+checked over the whole iteration; where it does not fit, the fastest baseline that does is taken, or
+nothing.
+"""
 
 from __future__ import annotations
 

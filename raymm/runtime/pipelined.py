@@ -1,4 +1,9 @@
-"""A model that runs on Ray actors: start it, step it, read it back."""
+"""A model that runs on Ray actors: start it, step it, read it back.
+
+A step's program is lowered for exactly the modalities that each microbatch has: one without images
+has no vision instruction anywhere, and whether a stage has a backward is decided per microbatch.
+Steps of several threads reach all ranks in one order.
+"""
 
 from __future__ import annotations
 

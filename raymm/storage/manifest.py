@@ -1,4 +1,9 @@
-"""A checkpoint's manifest: what the checkpoint consists of, and what its files must be."""
+"""A checkpoint's manifest: what the checkpoint consists of, and what its files must be.
+
+Checksums are taken from the pages in memory while the disk writes them. Every process verifies the
+files that it reads from. A corrupt checkpoint is named and never deleted; one that is in the way of
+a new one is set aside.
+"""
 
 from __future__ import annotations
 

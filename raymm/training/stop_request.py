@@ -1,5 +1,8 @@
 """A wish that a run ends after the step under way: made by a signal, or by whatever else may have a
-reason to. The run looks for it between steps, finishes what it does, saves, and ends."""
+reason to. The run looks for it between steps, finishes what it does, saves, and ends.
+Until its loop begins, and while it waits for data, a signal raises ``KeyboardInterrupt``: the one
+exception that Ray's waits let through.
+"""
 
 from __future__ import annotations
 

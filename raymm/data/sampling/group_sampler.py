@@ -1,4 +1,9 @@
-"""Steps made of groups of samples that a planner put together: metadata only."""
+"""Steps made of groups of samples that a planner put together: metadata only.
+
+A data position holds no samples: it says how the steps taken of the epoch were planned, so that
+they can be planned again and the rest anew, with a digest of all sizes, since planning again needs
+the same ones. Steps never cross epochs; the last ones of an epoch may have fewer microbatches.
+"""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
