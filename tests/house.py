@@ -105,7 +105,9 @@ TABLE: dict[str, tuple[str, ...]] = {
         "raymm/data/samples", "raymm/data/readers", "raymm/data/sampling", "raymm/data/loading",
     ),
     "raymm/batch": ("scheduler", "actors", "raymm/model", "raymm/data/loading", "raymm/data"),
-    "raymm/costs": ("scheduler", "actors", "raymm/data/sampling", "raymm/model", "raymm/data"),
+    "raymm/costs": (
+        "scheduler", "actors", "raymm/files", "raymm/data/sampling", "raymm/model", "raymm/data",
+    ),
     "raymm/runtime": (
         "scheduler", "actors", "raymm/model", "raymm/data/loading", "raymm/layout", "raymm/data",
         "raymm/batch", "raymm/costs",

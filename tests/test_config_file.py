@@ -7,7 +7,6 @@ import pytest
 from raymm.cli.trace import read_events
 from raymm.files.config_error import ConfigError
 from raymm.files.config_file import apply_override, parse_yaml, read_sections
-from raymm.files.output import OutputFolder
 
 BOMB = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12)
@@ -89,15 +88,6 @@ def test_overrides():
     ):
         with pytest.raises(ConfigError, match="--set"):
             apply_override(data, wrong)
-
-
-@pytest.mark.parametrize("name", ["/dev/null/x", "/proc/nothing/x", "", "x\0y", "x" * 300])
-def test_folders_that_cannot_be_written(name):
-    output = OutputFolder("--out", name)
-    with pytest.raises(ConfigError, match="--out is"):
-        output.check()
-        with output.writing():
-            pass
 
 
 @pytest.mark.parametrize("text", [

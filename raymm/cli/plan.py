@@ -15,12 +15,13 @@ from rich.table import Table
 from raymm.cli.plan_styles import (
     add_style_arguments,
     check_style,
+    files_of,
     refuse_mapping,
     run_style,
     save_pipelined,
     with_given,
 )
-from raymm.files.output import OutputFolder
+from raymm.files.output import Output
 
 FILE_WIDTH = 120
 
@@ -67,9 +68,11 @@ def run_plan(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 1")
     config = load_config(args.config, args.overrides)
     style = check_style(args, config.parallel.style)
-    output = OutputFolder("run.storage_path", config.run.storage_path)
-    if args.out is not None:
-        output = OutputFolder("--out", args.out)
+    suffix = ".svg" if args.svg else ".png"
+    where = ("run.storage_path", config.run.storage_path)
+    output = Output.folder(
+        *(where if args.out is None else ("--out", args.out)), *files_of(style, suffix)
+    )
     output.check()
     if args.microbatches is not None:
         data = config.data.model_copy(update={
@@ -84,7 +87,6 @@ def run_plan(args: argparse.Namespace) -> None:
     console = Console()
     if not console.is_terminal:  # a file has room for every column
         console = Console(width=max(console.width, FILE_WIDTH))
-    suffix = ".svg" if args.svg else ".png"
     if style != "pipelined":
         request = with_given(args, style, given, _request(args, config))
         request, note = _known_ranks(request, config)

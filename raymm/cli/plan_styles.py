@@ -7,8 +7,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from raymm.files.output import OutputFolder
+from raymm.files.output import Output
+from raymm.files.run_files import write_whole
 
+MAPPING = "mapping.json"
 # Options that only a search for pipelines has.
 _PIPELINED_ONLY = ("layouts", "schedules", "degrees", "strategy", "radius", "measure")
 
@@ -96,7 +98,7 @@ def refuse_mapping(given, path: str | None) -> None:
 
 def run_style(
     style: str, args: argparse.Namespace, config, model, given, request, note: str | None,
-    output: OutputFolder, suffix: str, console: Console,
+    output: Output, suffix: str, console: Console,
 ) -> None:
     """Plan multiplexed, or both ways; print, draw and save.
 
@@ -180,15 +182,29 @@ def _show(planned, console: Console) -> None:
     console.print(planned.explain(), highlight=False, markup=False, soft_wrap=True)
 
 
-def _save(planned, output: OutputFolder, suffix: str, console: Console) -> None:
+def _save(planned, output: Output, suffix: str, console: Console) -> None:
     with output.writing() as folder:
-        file = write_text(folder / "mapping.json", planned.mapping.to_json())
-        picture = planned.draw(folder / f"mapping{suffix}")
+        write_whole(file := folder / MAPPING, planned.mapping.to_json())
+        picture = planned.draw((folder / MAPPING).with_suffix(suffix))
     for one in (file, picture):
         console.print(f"wrote {one}", highlight=False, soft_wrap=True)
 
 
-def save_pipelined(planned, output: OutputFolder, suffix: str, console: Console) -> None:
+def pipelined_files(suffix: str) -> tuple[str, str, str]:
+    """A plan, its picture, and that of its schedule."""
+    return "plan.json", f"plan{suffix}", f"plan_schedule{suffix}"
+
+
+def files_of(style: str, suffix: str) -> tuple[str, ...]:
+    """Names of what is saved."""
+    mapping = MAPPING, Path(MAPPING).with_suffix(suffix).name
+    return {
+        "pipelined": pipelined_files(suffix), "multiplexed": mapping,
+        "auto": (*pipelined_files(suffix), *mapping),
+    }[style]
+
+
+def save_pipelined(planned, output: Output, suffix: str, console: Console) -> None:
     """A pipelined plan and its pictures.
 
     Raises:
@@ -198,18 +214,9 @@ def save_pipelined(planned, output: OutputFolder, suffix: str, console: Console)
     from raymm.draw import draw_plan
 
     with output.writing() as folder:
-        files = [folder / "plan.json", folder / f"plan{suffix}", folder / f"plan_schedule{suffix}"]
+        files = [folder / name for name in pipelined_files(suffix)]
         write_json(files[0], planned.plan.to_dict())
         draw_plan(planned.plan, files[1])
         planned.draw(files[2])
     for one in files:
         console.print(f"wrote {one}", highlight=False, soft_wrap=True)
-
-
-def write_text(path: Path, text: str) -> Path:
-    """Write a file, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
-    return path

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from raymm.files.output import OutputFolder
+from raymm.files.output import Output
 from raymm.scheduler.costs.layer_costs import LayerCost, ProfileError
 from raymm.scheduler.costs.profile_table import ProfileTable
 from raymm.scheduler.graph.module_graph import ModuleGraph
@@ -61,8 +61,7 @@ def run_profile(args: argparse.Namespace) -> None:
     from raymm.runtime.cluster import connected, pick_device
 
     lengths = parse_lengths(args.lengths)
-    target = Path(args.out)
-    if target.suffix != ".json":
+    if Path(args.out).suffix != ".json":
         raise ProfileError(f"--out is {args.out!r}; the name must end in .json")
     if args.repeats < 1:
         raise ProfileError(f"--repeats is {args.repeats}; it must be at least 1")
@@ -72,16 +71,17 @@ def run_profile(args: argparse.Namespace) -> None:
         raise ProfileError(f"--gpus is {args.gpus}; it must be at least 1")
     if args.lengths and args.multiplex:
         raise ProfileError("--lengths is of layers; surfaces are of the data's lengths")
-    output = OutputFolder("--out", str(target.parent))
+    beside = (".png",)
+    if args.multiplex:
+        from raymm.cli.profile_surfaces import BESIDE_SURFACES as beside
+    output = Output.file("--out", args.out, *beside)
     output.check()
-    if target.is_dir():
-        raise ProfileError(f"--out is {args.out!r}, which is a folder; give a file")
     config = load_config(args.config, args.overrides)
     model = build_model(config)
     if args.multiplex:
         from raymm.cli.profile_surfaces import run_surfaces
 
-        run_surfaces(args, config, model, target, output)
+        run_surfaces(args, config, model, output)
         return
     microbatch = full_microbatch(config.data, model.encoder_names)
     with connected():
@@ -95,7 +95,7 @@ def run_profile(args: argparse.Namespace) -> None:
     profile = table.at()
     profile.check(graph)
     with output.writing():
-        save_table(table, target)
+        target = save_table(table, output.target)
         picture = draw_profile(
             profile, target.with_suffix(".png"),
             projectors=[node.name for node in graph.nodes if node.projector],

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from raymm.cli.plan_styles import write_text
-from raymm.files.output import OutputFolder
+from raymm.files.output import Output
+from raymm.files.run_files import write_whole
 from raymm.profiling.surfaces import SurfaceProfile, profile_surfaces
 from raymm.scheduler.multiplex.interference import colocations_to_json
 from raymm.scheduler.multiplex.surface import surfaces_to_json
 from raymm.scheduler.schedule.memory import GIB
 
 DEFAULT_GPUS = 8
+# Names of what is written beside surfaces end so.
+BESIDE_SURFACES = (".colocations.json", ".interference.json")
 
 
-def run_surfaces(
-    args: argparse.Namespace, config, model, target: Path, output: OutputFolder
-) -> None:
-    """Measure, print and save: ``target``, and where modules were measured side by side also
+def run_surfaces(args: argparse.Namespace, config, model, output: Output) -> None:
+    """Measure, print and save: ``output``, and where modules were measured side by side also
     ``*.colocations.json`` and the fitted ``*.interference.json``.
 
     Raises:
@@ -44,15 +43,14 @@ def run_surfaces(
     console = Console()
     console.print(surfaces_table(found))
     with output.writing():
-        files = [write_text(target, surfaces_to_json(found.surfaces, found.conditions))]
+        texts = {output.target: surfaces_to_json(found.surfaces, found.conditions)}
+        colocations, interference = map(output.target.with_suffix, BESIDE_SURFACES)
         if found.colocations:
-            files.append(write_text(
-                target.with_suffix(".colocations.json"), colocations_to_json(found.colocations)
-            ))
+            texts[colocations] = colocations_to_json(found.colocations)
         if found.fit is not None:
-            files.append(write_text(
-                target.with_suffix(".interference.json"), found.fit.model.to_json()
-            ))
+            texts[interference] = found.fit.model.to_json()
+        for file, text in texts.items():
+            write_whole(file, text)
     if found.fit is not None:
         console.print(
             f"interference fitted to {found.fit.samples} colocations: R2 {found.fit.r2:.2f}, error "
@@ -61,7 +59,7 @@ def run_surfaces(
         )
     for note in found.notes:
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
-    for file in files:
+    for file in texts:
         console.print(f"wrote {file}", highlight=False, soft_wrap=True)
 
 

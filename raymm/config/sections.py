@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
 from raymm.actors.optimizer.optimizer import OptimizerConfig
 from raymm.actors.rank.rank_group import RankResources
@@ -14,6 +14,7 @@ from raymm.config.example_section import ExampleSection
 from raymm.data import DataConfig
 from raymm.files.config_error import ConfigError, explain
 from raymm.files.config_file import expand_variables, read_sections
+from raymm.files.output import with_home
 from raymm.files.section import MOST_COUNT, Count, NonNegative, Seconds, Section, Seed, Text, Tuple
 
 # Threads of one process; torch aborts where the system cannot start as many.
@@ -259,7 +260,7 @@ class RunConfig(Section):
             error has them.
     """
 
-    storage_path: Text
+    storage_path: Annotated[Text, AfterValidator(with_home)]
     steps: Count
     checkpoint_every: Count = 100
     keep_checkpoints: Count = 2

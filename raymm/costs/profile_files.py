@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from raymm.files.run_files import write_whole
 from raymm.scheduler.costs.layer_costs import ProfileError
 from raymm.scheduler.costs.profile_table import ProfileTable
 from raymm.scheduler.graph.strict_json import MultiplexError, read_file
 
 
 def save_table(table: ProfileTable, path: str | os.PathLike[str]) -> Path:
-    """Write a table as JSON, whole or not at all."""
+    """Write a table as JSON, whole or not at all.
+
+    Raises:
+        RunFileError: it cannot be written.
+    """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.tmp")
-    temporary.write_text(table.to_json())
-    temporary.replace(target)
+    write_whole(target, table.to_json())
     return target
 
 

@@ -1,7 +1,9 @@
-"""Where commands write: looked at before any work is done, and named if it fails all the same."""
+"""Where commands write: tried before any work is done, and named if it fails all the same."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,65 +11,151 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raymm.files.config_error import ConfigError
+from raymm.files.run_files import PARTIAL
 
 
 @dataclass(frozen=True)
-class OutputFolder:
-    """A folder that will be written.
+class Output:
+    """What will be written: files of a folder, a file and what goes beside it, or a new folder.
 
     Attributes:
         field: what named it: a field of the configuration or an option.
         name: as it was given.
+        expected: what is accepted there.
+        path: of the folder that is written into, made where it is missing.
+        files: names in that folder that will be written; others' are kept.
+        new: what is named must not exist yet.
     """
 
     field: str
     name: str
+    expected: str
+    path: Path
+    files: tuple[str, ...] = ()
+    new: bool = False
+
+    @classmethod
+    def folder(cls, field: str, name: str, *files: str) -> Output:
+        """
+        Raises:
+            ConfigError: as all of these: no place can have that name.
+        """
+        return cls(field, name, expected := _FOLDER, _path(field, name, expected), files)
+
+    @classmethod
+    def file(cls, field: str, name: str, *suffixes: str) -> Output:
+        """A file, and others of its name that end otherwise."""
+        path = _path(field, name, _FILE)
+        files = (path.name, *(path.with_suffix(suffix).name for suffix in suffixes))
+        return cls(field, name, _FILE, path.parent, files)
+
+    @classmethod
+    def new_folder(cls, field: str, name: str) -> Output:
+        """A folder that is put in place as a whole."""
+        path = _path(field, name, _NEW_FOLDER)
+        return cls(field, name, _NEW_FOLDER, path.parent, (path.name,), new=True)
 
     @property
-    def path(self) -> Path:
-        return Path(self.name)
+    def target(self) -> Path:
+        """The first file, or the new folder."""
+        return self.path / self.files[0]
 
     def check(self) -> None:
-        """Look whether it can be written, or made; makes nothing.
+        """Try it: make what is missing and an empty file by every name, and remove them again.
+        Looking at permissions would not do: root has all of them in /proc too.
 
         Raises:
-            ConfigError: naming the field, the folder and what is in the way.
+            ConfigError: naming the field, the place and what is in the way.
         """
-        if not self.name.strip() or "\0" in self.name:
-            raise self._refused("it is empty, or has a null character")
-        path = self.path.absolute()
+        made: list[Path] = []
         try:
-            while not path.exists() and path != path.parent:
-                path = path.parent
-            is_folder, writable = path.is_dir(), os.access(path, os.W_OK | os.X_OK)
-        except (OSError, ValueError) as error:  # a name too long, a null character
-            raise self._refused(_reason(error)) from None
-        if not is_folder:
-            raise self._refused(f"{path} is not a folder")
-        if not writable:
-            raise self._refused(f"{path} cannot be written")
+            self._make_folders(made)
+            for file in self.files:
+                self._try_file(file)
+            if not self.files:
+                _touch(self.path / f".{os.getpid()}{PARTIAL}")
+        except OSError as error:
+            raise self._refused(error) from None
+        finally:
+            for folder in reversed(made):
+                with contextlib.suppress(OSError):  # another process has put something there
+                    folder.rmdir()
+
+    def _make_folders(self, made: list[Path]) -> None:
+        missing, path = [], self.path.absolute()
+        while not path.exists():
+            missing.append(path)
+            path = path.parent
+        for folder in reversed(missing):
+            folder.mkdir()
+            made.append(folder)
+
+    def _try_file(self, file: str) -> None:
+        target = self.path / file
+        if self.new and os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, "it exists", str(target))
+        if not self.new and target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder", str(target))
+        # Files have a longer name until they are whole.
+        _touch(target.with_name(f".{file}.{os.getpid()}{PARTIAL}"))
 
     @contextmanager
     def writing(self) -> Iterator[Path]:
         """Make the folder, and name it where writing fails in the block.
 
         Raises:
-            ConfigError: naming the field, the folder and what is in the way.
+            ConfigError: naming the field, the place and what is in the way.
         """
         self.check()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             yield self.path
         except OSError as error:
-            raise self._refused(_reason(error)) from None
+            raise self._refused(error) from None
 
-    def _refused(self, reason: str) -> ConfigError:
-        return ConfigError(
-            f"{self.field} is {self.name!r}; expected a folder that can be written: {reason}"
-        )
+    def _refused(self, error: OSError) -> ConfigError:
+        reason = error.strerror or str(error)
+        if error.filename is not None:
+            reason = f"{os.fsdecode(error.filename)}: {reason}"
+        return _refusal(self.field, self.name, self.expected, reason)
 
 
-def _reason(error: OSError | ValueError) -> str:
-    where = getattr(error, "filename", None)
-    reason = getattr(error, "strerror", None) or str(error)
-    return f"{where}: {reason}" if where else reason
+_FOLDER = "a folder that can be written"
+_FILE = "a file that can be written"
+_NEW_FOLDER = "a new folder, where one can be made"
+
+
+def with_home(name: str) -> str:
+    """A leading ``~`` or ``~user`` as that user's home folder.
+
+    Raises:
+        ValueError: there is no such user; the name would make a folder that begins with ``~``.
+    """
+    found = os.path.expanduser(name)
+    if found.startswith("~"):
+        user = found.partition("/")[0]
+        raise ValueError(f"there is no user {user[1:]!r}; ./{user} is a folder of that name")
+    return found
+
+
+def _path(field: str, name: str, expected: str) -> Path:
+    if not name.strip() or "\0" in name:
+        raise _refusal(field, name, expected, "it is empty, or has a null character")
+    try:
+        path = Path(with_home(name))
+        os.fsencode(path)
+    except ValueError as error:  # a home of nobody; a surrogate
+        raise _refusal(field, name, expected, str(error)) from None
+    if expected != _FOLDER and path.name in ("", ".."):
+        raise _refusal(field, name, expected, "it has no name of its own")
+    return path
+
+
+def _refusal(field: str, name: str, expected: str, reason: str) -> ConfigError:
+    return ConfigError(f"{field} is {name!r}; expected {expected}: {reason}")
+
+
+def _touch(path: Path) -> None:
+    with open(path, "x"):
+        pass
+    path.unlink(missing_ok=True)

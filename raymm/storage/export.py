@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from raymm.actors.optimizer.finite import not_finite
 from raymm.data.samples.text import load_tokenizer
 from raymm.errors import InputError
-from raymm.files.output import OutputFolder
+from raymm.files.output import Output
 from raymm.files.run_files import PARTIAL
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.skipped_step import MAX_NAMED
@@ -21,7 +21,7 @@ from raymm.storage.checkpoint import CheckpointStore, load_into_model
 
 
 class ExportError(InputError, RuntimeError):
-    """Nothing to export, or nowhere to put it."""
+    """Nothing that can be exported."""
 
 
 def export_model(
@@ -45,15 +45,13 @@ def export_model(
         ``model.safetensors`` with their state dict.
 
     Raises:
-        ExportError: if there is no checkpoint, ``output`` exists, or a weight is not finite.
-        ConfigError: if ``output`` cannot be written.
+        ConfigError: if ``output`` exists or cannot be made; before anything is read.
+        ExportError: if there is no checkpoint, or a weight is not finite.
         CheckpointError: if no checkpoint is whole, or it is of another model.
     """
-    target = Path(output)
-    parent = OutputFolder("output", str(target.parent))
-    parent.check()
-    if target.exists():
-        raise ExportError(f"output is {output!r}, which exists; give a new folder")
+    place = Output.new_folder("output", output)
+    place.check()
+    target = place.target
     checkpoint = CheckpointStore(storage).newest()
     if checkpoint is None:
         raise ExportError(f"{storage!r} has no checkpoint")
@@ -63,7 +61,7 @@ def export_model(
     _check_finite(model, checkpoint.folder)
     temporary = target.with_name(f".{target.name}{PARTIAL}")
     shutil.rmtree(temporary, ignore_errors=True)
-    with parent.writing():
+    with place.writing():
         names = _save_modules(model, temporary)
         if tokenizer is not None:
             loaded = load_tokenizer(tokenizer, trust_remote_code)

@@ -17,7 +17,7 @@ from raymm.config.sections import ConfigError, RunConfig
 from raymm.data import DataConfig, check_data, open_split
 from raymm.data.readers import Dataset
 from raymm.errors import RunFailedError
-from raymm.files.output import OutputFolder
+from raymm.files.output import Output
 from raymm.files.run_files import remove_partial
 from raymm.files.run_owner import RunOwner
 from raymm.layout.plan_data import plan_from_dict
@@ -291,7 +291,7 @@ class Trainer:
         return None
 
     def _make_folder(self) -> None:
-        with OutputFolder("run.storage_path", self.run.storage_path).writing():
+        with Output.folder("run.storage_path", self.run.storage_path).writing():
             pass
 
     def _resources(self, device: str) -> RankResources:
