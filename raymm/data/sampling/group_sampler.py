@@ -3,6 +3,8 @@
 A data position holds no samples: it says how the steps taken of the epoch were planned, so that
 they can be planned again and the rest anew, with a digest of all sizes, since planning again needs
 the same ones. Steps never cross epochs; the last ones of an epoch may have fewer microbatches.
+All groups of a step are alike, so what replicas of any module get is, too: ``serving`` of the
+planner, which would level sums of neighbouring groups, is not used.
 """
 
 import hashlib
