@@ -59,6 +59,7 @@ QUICK = {
         "DINOv3ViTModel",  # rescaled rotary tables
         "Wav2Vec2Model",  # layer drop, weight norm, masked spans
         "ConvNextModel",  # stages, feature maps
+        "Llama4VisionModel",  # a feed-forward's width follows from others'; other names
     ),
 }
 

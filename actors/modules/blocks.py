@@ -1,6 +1,11 @@
-"""Finding the list of blocks a module can be cut between."""
+"""Finding the list of blocks a module can be cut between, and what runs through them."""
 
 from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
@@ -66,3 +71,24 @@ def num_blocks(module: nn.Module) -> int:
     """How many blocks the module has; 1 if it cannot be cut."""
     name = find_blocks(module)
     return len(module.get_submodule(name)) if name else 1
+
+
+def hidden_name(block: nn.Module) -> str:
+    """How a block calls the hidden state, where it gets it by name: ``hidden_states``, or, of a
+    forward that knows no such argument, its first parameter."""
+    return _hidden_parameter(type(block))
+
+
+def hidden_state(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The hidden state among what a block is called with."""
+    return args[0] if args else kwargs[hidden_name(block)]
+
+
+@functools.cache
+def _hidden_parameter(block: type[nn.Module]) -> str:
+    known = "hidden_states"
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
+    found = list(inspect.signature(block.forward).parameters.values())[1:]  # without self
+    if not found or found[0].kind not in named or known in {one.name for one in found}:
+        return known
+    return found[0].name

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from raymm.actors.modules.blocks import hidden_name, hidden_state
 from raymm.errors import Error, InputError
 
 
@@ -66,16 +67,13 @@ class CutReached(Exception):  # noqa: N818  not an error: the normal end of a cu
         self.hidden = hidden
 
 
-def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    return args[0] if args else kwargs["hidden_states"]
-
-
 class _Placeholder(nn.Module):
     """A block without parameters that still shows the plain attributes of the real one and
     of its class (models read things like ``layer.attention_type`` from outside)."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
+        self._hidden_name = hidden_name(block)
         for base in reversed(type(block).__mro__):
             if issubclass(base, nn.Module) and base is not nn.Module:
                 for name, value in vars(base).items():
@@ -85,6 +83,9 @@ class _Placeholder(nn.Module):
         for name, value in block.__dict__.items():
             if name not in internal and not isinstance(value, nn.Module | torch.Tensor):
                 self.__dict__[name] = value
+
+    def _hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        return args[0] if args else kwargs[self._hidden_name]
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -102,7 +103,7 @@ class PassThrough(_Placeholder):
         self.passage: Passage | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = self.passage.passed(_hidden(args, kwargs))
+        hidden = self.passage.passed(self._hidden(args, kwargs))
         if self._tuple_length:
             return (hidden,) + (None,) * (self._tuple_length - 1)
         return hidden
@@ -116,7 +117,7 @@ class CutPoint(_Placeholder):
         self.passage: Passage | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise CutReached(self.passage.arriving(_hidden(args, kwargs)))
+        raise CutReached(self.passage.arriving(self._hidden(args, kwargs)))
 
 
 def _in_blocks(name: str, blocks: str) -> int | None:
@@ -297,10 +298,10 @@ class Passage:
     def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._running:
             return None
-        hidden = self.arriving(_hidden(args, kwargs))
+        hidden = self.arriving(hidden_state(block, args, kwargs))
         if args:
             return (hidden, *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": hidden}
+        return args, {**kwargs, hidden_name(block): hidden}
 
     def _leave(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._running:

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from raymm.actors.probe.cut import ProbeError
-from raymm.actors.probe.small_model import small_model
+from raymm.actors.probe.cut import ProbeError, small_language_model
 from raymm.actors.weights.source import ModuleSource
 from raymm.kernels.attention import attention
 from raymm.kernels.hf import self_attention as hf_attention
@@ -108,7 +107,7 @@ def _model_with_masks(source: ModuleSource, what: str) -> tuple[str, nn.Module]:
             f"cannot {what}"
         )
     hf_attention.register()
-    model = small_model(source)
+    model = small_language_model(source)
     model.set_attn_implementation(hf_attention.NAME)
     return name, model
 

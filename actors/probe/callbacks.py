@@ -24,6 +24,7 @@ from ray import cloudpickle
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from raymm.actors.modules.blocks import hidden_state
 from raymm.actors.modules.brief_error import brief
 from raymm.actors.modules.cut import Passage, prune
 from raymm.actors.modules.draws import module_draws
@@ -189,8 +190,8 @@ def _lost(spec: EncoderSpec, model: nn.Module, given: Inputs) -> frozenset[str]:
     whole = copy.deepcopy(model)
     for index, block in enumerate(whole.get_submodule(spec.cut.blocks)):
         block.register_forward_pre_hook(
-            lambda _, args, kwargs, index=index: entered.update(
-                {index: args[0] if args else kwargs["hidden_states"]}
+            lambda block, args, kwargs, index=index: entered.update(
+                {index: hidden_state(block, args, kwargs)}
             ), with_kwargs=True,
         )  # fmt: skip
     lost: set[str] = set()

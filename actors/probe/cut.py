@@ -22,7 +22,7 @@ from raymm.actors.modules.message import first_tensor
 from raymm.actors.probe.error import NotRunError, ProbeError
 from raymm.actors.probe.example_inputs import ExampleError, example_inputs, in_words
 from raymm.actors.probe.pieces import Run, compare_pieces, skips_blocks
-from raymm.actors.probe.small_model import small_models
+from raymm.actors.probe.small_model import parameters_of, small_models
 from raymm.actors.weights.source import ModuleSource, set_mode
 
 
@@ -55,6 +55,20 @@ def probe_language_model(source: ModuleSource) -> CutInfo:
         ProbeError: if it has no list of blocks, or its pieces differ from the whole.
     """
     return _probe(source, _language_run)
+
+
+def small_language_model(source: ModuleSource) -> nn.Module:
+    """The smallest copy of a causal language model that runs on ``inputs_embeds``.
+
+    Raises:
+        ProbeError: none does.
+    """
+
+    def tried(model: nn.Module) -> nn.Module:
+        _language_run(model)
+        return model
+
+    return of_one_that_runs(source, tried)
 
 
 def _language_run(model: nn.Module) -> Run:
@@ -184,12 +198,19 @@ def of_one_that_runs(
         ProbeError: as the probe.
     """
     failed: list[NotRunError] = []
+    largest = 0
     for model in small_models(source):
+        largest = max(largest, parameters_of(model))
         try:
             return probe(model)
         except NotRunError as error:
             failed.append(error)
-    raise failed[0]
+    if largest >= (own := parameters_of(source.skeleton())):
+        raise failed[-1]
+    raise NotRunError(
+        f"{failed[0]} (so say smaller copies; of its own size, {own:,} parameters, it is too large "
+        "to be tried here: if it does run, give it one stage (pp 1))"
+    ) from failed[0]
 
 
 def _probe(source: ModuleSource, run_of: Callable[[nn.Module], Run]) -> CutInfo:

@@ -15,10 +15,9 @@ from torch import nn
 
 from raymm.actors.modules.blocks import find_blocks
 from raymm.actors.modules.message import first_tensor
-from raymm.actors.probe.cut import ProbeError, encoder_inputs
+from raymm.actors.probe.cut import ProbeError, encoder_inputs, of_one_that_runs
 from raymm.actors.probe.draws import DrawnShapes
 from raymm.actors.probe.pieces import skips_blocks
-from raymm.actors.probe.small_model import small_model
 from raymm.actors.sharding.context_method import Attend
 from raymm.actors.sharding.shared_items import Peers, SharedItems, SharedItemsError
 from raymm.actors.weights.source import ModuleSource
@@ -55,8 +54,9 @@ def probe_shared_items(
     try:
         _check_structure(skeleton)
         hf_attention.register()
-        model = small_model(source)
-        inputs = encoder_inputs(model, inputs)
+        model, inputs = of_one_that_runs(
+            source, lambda model: (model, encoder_inputs(model, inputs))
+        )
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
             for parameter in model.parameters():

@@ -22,10 +22,9 @@ from torch import nn
 
 from raymm.actors.modules.message import first_tensor
 from raymm.actors.probe.callbacks import chain_example, module_inputs, own_callbacks
-from raymm.actors.probe.cut import of_one_that_runs
+from raymm.actors.probe.cut import of_one_that_runs, small_language_model
 from raymm.actors.probe.error import NotRunError, ProbeError
 from raymm.actors.probe.plain_torch import plain_torch
-from raymm.actors.probe.small_model import small_model
 from raymm.actors.stages.encoder import EncoderSpec
 from raymm.actors.stages.stage_inputs import fields
 from raymm.actors.weights.source import ModuleSource
@@ -135,7 +134,10 @@ def _is_summary(value: torch.Tensor, picked: torch.Tensor) -> bool:
 def added_loss(source: ModuleSource) -> str | None:
     """What a language model adds to the cross entropy of its logits, in words: the router loss of
     a mixture of experts. None if it adds nothing, or has no loss of its own."""
-    model = small_model(source).train()
+    try:
+        model = small_language_model(source).train()
+    except NotRunError:  # it cannot be trained
+        return None
     vocabulary = model.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, (2, _TOKENS), generator=generator)

@@ -3,14 +3,16 @@
 Nothing here knows a model by name. A copy has few layers, one of every kind among them, a narrow
 feed-forward and a small vocabulary. Where layers cannot be picked (a config rules which belong
 together, or kinds follow from a layer's number), a copy has all layers up to the last new kind, or
-all there are.
+all there are. What does not run so (a feed-forward that must be as wide as something else, layers
+that a config names by number) is tried in its own sizes, unless they are too large.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ _PROBE_INTERMEDIATE = 128
 _INTERMEDIATE_NAMES = ("intermediate_size", "n_inner", "ffn_dim", "encoder_ffn_dim", "d_ff")
 _TOKEN_NAMES = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 _NOISE = 0.02
+# Of a copy in the model's own sizes: 2 GB, of which there are a few at a time.
+_MOST_PARAMETERS = 500_000_000
 
 
 def small_model(source: ModuleSource) -> nn.Module:
@@ -40,7 +44,8 @@ def small_model(source: ModuleSource) -> nn.Module:
 
 
 def small_models(source: ModuleSource) -> Iterator[nn.Module]:
-    """As :func:`small_model`, the smallest first: some can be made, but do not run.
+    """As :func:`small_model`, the smallest first: some can be made, but do not run. The last one
+    has the model's own sizes, if these are not too large.
 
     Raises:
         ProbeError: if none can be made.
@@ -50,13 +55,14 @@ def small_models(source: ModuleSource) -> Iterator[nn.Module]:
         yield _ready(_random_copy(skeleton))
         return
     kinds, made, failed = _kinds(skeleton), 0, []
-    for depth in dict.fromkeys((None, _last_new(kinds) + 1, len(kinds))):
+    for config in _configs(skeleton, kinds):
         try:
-            model = _of_config(skeleton, shrink_config(skeleton.config, depth))
+            model = _of_config(skeleton, config())
         except Exception as error:  # whatever a model's own checks raise
             failed.append(error)
             continue
-        if set(kinds) <= set(_kinds(model)) or depth == len(kinds):
+        found = _kinds(model)
+        if set(kinds) <= set(found) or len(found) == len(kinds):
             made += 1
             yield _ready(model)
     if not made:
@@ -66,12 +72,30 @@ def small_models(source: ModuleSource) -> Iterator[nn.Module]:
         ) from failed[0]
 
 
-def shrink_config(config: PretrainedConfig, depth: int | None = None) -> PretrainedConfig:
+def _configs(
+    skeleton: PreTrainedModel, kinds: list[tuple]
+) -> Iterator[Callable[[], PretrainedConfig]]:
+    for depth in dict.fromkeys((None, _last_new(kinds) + 1, len(kinds))):
+        yield partial(shrink_config, skeleton.config, depth)
+    yield partial(shrink_config, skeleton.config, narrow=False)
+    if parameters_of(skeleton) <= _MOST_PARAMETERS:
+        yield partial(copy.deepcopy, skeleton.config)
+
+
+def parameters_of(model: nn.Module) -> int:
+    """How many there are."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def shrink_config(
+    config: PretrainedConfig, depth: int | None = None, narrow: bool = True
+) -> PretrainedConfig:
     """A copy with few layers, narrow feed-forwards and a small vocabulary.
 
     Args:
         config: left as it is.
         depth: keep the first so many layers; by default a few, one of every kind among them.
+        narrow: whether feed-forwards become narrow.
     """
     small = copy.deepcopy(config)
     names = config_depth_names(small)
@@ -91,8 +115,8 @@ def shrink_config(config: PretrainedConfig, depth: int | None = None) -> Pretrai
         setattr(small, name, [value[layer] for layer in kept])
     for name, value in vars(small).items():
         if isinstance(value, PretrainedConfig):  # of parts, as of a language model with a tower
-            setattr(small, name, shrink_config(value, depth))
-    for name in _INTERMEDIATE_NAMES:
+            setattr(small, name, shrink_config(value, depth, narrow))
+    for name in _INTERMEDIATE_NAMES if narrow else ():
         if isinstance(getattr(small, name, None), int):
             setattr(small, name, min(getattr(small, name), _PROBE_INTERMEDIATE))
     if isinstance(getattr(small, "vocab_size", None), int):

@@ -18,8 +18,7 @@ from torch import nn
 
 from raymm.actors.modules.message import first_tensor
 from raymm.actors.modules.projector import Projector
-from raymm.actors.probe.cut import ProbeError, encoder_inputs
-from raymm.actors.probe.small_model import small_model
+from raymm.actors.probe.cut import ProbeError, encoder_inputs, of_one_that_runs
 from raymm.actors.sharding.tensor_plan import Choices, TensorPlan, plan_module, tensor_plan
 from raymm.actors.sharding.tensor_rules import generic
 from raymm.actors.sharding.tensor_shard import cut_tensor, shard_module
@@ -81,7 +80,12 @@ def probe_tensor(
     plan = tensor_plan(source, tp, name)  # before anything runs: sizes that do not fit
     if not plan.styles:
         return plan
-    model = small_model(source)
+    return of_one_that_runs(source, lambda model: _probe(source, model, tp, name, inputs))
+
+
+def _probe(
+    source: ModuleSource, model: nn.Module, tp: int, name: str, inputs: Tensors | None
+) -> TensorPlan:
     run, inputs = example_run(model, inputs)
     expected = run_whole(model, run, inputs)
     first_failure, tried = None, []

@@ -15,7 +15,7 @@ from torch import nn
 
 from raymm.actors.memory.live_storages import LiveStorages
 from raymm.actors.memory.to_device import to_device
-from raymm.actors.modules.blocks import find_blocks
+from raymm.actors.modules.blocks import find_blocks, hidden_name, hidden_state
 from raymm.actors.modules.merge import Prepend
 from raymm.actors.modules.message import Message, MicrobatchContext
 from raymm.actors.modules.precision import cast_frozen
@@ -261,8 +261,8 @@ class _Trace:
         """Mark where layers begin; ``leaf``: the first one's input starts the graph."""
         handles = []
         for index, module in enumerate(layers):
-            def enter(_: nn.Module, args: tuple, kwargs: dict, index: int = index) -> Any:
-                return self._enter(index, args, kwargs, has_blocks, leaf)
+            def enter(layer: nn.Module, args: tuple, kwargs: dict, index: int = index) -> Any:
+                return self._enter(layer, index, args, kwargs, has_blocks, leaf)
 
             handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
         try:
@@ -272,10 +272,10 @@ class _Trace:
                 handle.remove()
 
     def _enter(
-        self, index: int, args: tuple, kwargs: dict, has_blocks: bool, leaf: bool
+        self, layer: nn.Module, index: int, args: tuple, kwargs: dict, has_blocks: bool, leaf: bool
     ) -> Any:
         if index:
-            hidden = args[0] if args else kwargs["hidden_states"]
+            hidden = hidden_state(layer, args, kwargs)
             self._forward[index] = self._now()
             if self._storages is not None:
                 self._storages.owner = index
@@ -286,7 +286,7 @@ class _Trace:
             return None
         names = [None] if has_blocks and args else list(kwargs)
         if has_blocks and not args:
-            names = ["hidden_states"]
+            names = [hidden_name(layer)]
         changed = {}
         for name in names:
             value = args[0] if name is None else kwargs[name]

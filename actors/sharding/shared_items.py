@@ -28,6 +28,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from raymm.actors.modules.blocks import hidden_name, hidden_state
 from raymm.actors.sharding.context_method import Attend, attend_over
 from raymm.errors import InputError
 from raymm.kernels.collectives.gather_tokens import gather_tokens
@@ -124,7 +125,7 @@ class SharedItems:
 
     def _before_first(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The first block of this stage: learn T and, in the first stage, cut the tokens."""
-        hidden = args[0] if args else kwargs["hidden_states"]
+        hidden = hidden_state(block, args, kwargs)
         if self._layout is not None:
             raise SharedItemsError("it runs its first block more than once in a forward")
         if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3:
@@ -140,12 +141,12 @@ class SharedItems:
         if length > self._length:
             attend = _among_copies(attend, length)
         self._attention.start(attend, self._length)
-        return self._cut(args, kwargs, hidden_too=self._first == 0)
+        return self._cut(block, args, kwargs, hidden_too=self._first == 0)
 
     def _before(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         if self._layout is None:
             raise SharedItemsError("it runs a block before its first one")
-        return self._cut(args, kwargs, hidden_too=False)
+        return self._cut(block, args, kwargs, hidden_too=False)
 
     def _after_last(self, block: nn.Module, args: tuple, output: Any) -> Any:
         local = output[0] if isinstance(output, tuple) else output
@@ -155,17 +156,19 @@ class SharedItems:
         self._attention.stop()
         return (whole, *output[1:]) if isinstance(output, tuple) else whole
 
-    def _cut(self, args: tuple, kwargs: dict[str, Any], hidden_too: bool) -> Any:
+    def _cut(
+        self, block: nn.Module, args: tuple, kwargs: dict[str, Any], hidden_too: bool
+    ) -> Any:
         ((start, stop),) = self._layout.ranges[self._peers.rank]
         if stop > self._length:  # a copy of the last token, which no token sees
             start, stop = self._length - 1, self._length
         positional, args, kwargs = bool(args), list(args), dict(kwargs)
-        hidden = args.pop(0) if args else kwargs.pop("hidden_states")
+        hidden = args.pop(0) if args else kwargs.pop(hidden_name(block))
         args, kwargs = _own_tokens((args, kwargs), self._length, start, stop)
         hidden = hidden[:, start:stop] if hidden_too else hidden
         if positional:
             return (hidden, *args), kwargs
-        return (), {"hidden_states": hidden, **kwargs}
+        return (), {hidden_name(block): hidden, **kwargs}
 
 
 def _among_copies(attend: Attend, length: int) -> Attend:

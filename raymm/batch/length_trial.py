@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from raymm.actors.probe.small_model import small_model
+from raymm.actors.probe.cut import small_language_model
 from raymm.actors.weights.source import ModuleSource
 from raymm.model.batch_rules import BatchError
 
@@ -43,7 +43,7 @@ class LengthTrial:
         if length <= self._longest:
             return
         try:
-            model = small_model(self._source)
+            model = small_language_model(self._source)
             width = model.get_input_embeddings().weight.shape[1]
         except Exception:  # nothing to try it on: the ranks will see
             self._longest = math.inf

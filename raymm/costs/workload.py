@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from raymm.actors.modules.blocks import find_blocks
+from raymm.actors.modules.blocks import find_blocks, hidden_name
 from raymm.actors.modules.merge import IGNORE_INDEX, Prepend
 from raymm.actors.modules.message import MicrobatchContext
 from raymm.costs.layer_count import Load, LoadError, default_tokens
@@ -181,10 +181,11 @@ class _Entering:
         self.tokens: int | None = None
         path = find_blocks(module)
         first = module if path is None else next(iter(module.get_submodule(path)), module)
+        self._name = "hidden_states" if path is None else hidden_name(first)
         self._handle = first.register_forward_pre_hook(self._note, with_kwargs=True)
 
     def _note(self, _: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        hidden = args[0] if args else kwargs.get("hidden_states")
+        hidden = args[0] if args else kwargs.get(self._name)
         if isinstance(hidden, torch.Tensor) and hidden.dim() == 3:
             self.tokens = hidden.shape[1]
 

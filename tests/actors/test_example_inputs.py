@@ -12,7 +12,8 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 from transformers.models.siglip2.modeling_siglip2 import Siglip2VisionModel
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
-from raymm.actors.probe.cut import ProbeError, encoder_inputs
+from raymm.actors.probe import small_model as small_model_file
+from raymm.actors.probe.cut import ProbeError, encoder_inputs, probe_encoder
 from raymm.actors.probe.small_model import small_model
 from raymm.actors.weights.model_classes import ModelClassError, find_model_class
 from raymm.actors.weights.source import ConfigSource, LiveSource
@@ -64,6 +65,28 @@ def test_what_an_encoder_does_not_take_is_a_sentence():
         encoder_inputs(model, {"pixel_values": torch.zeros(1, 3, 48, 48)})
     with pytest.raises(ProbeError, match="cannot guess inputs named 'input' for Linear"):
         encoder_inputs(small_model(LiveSource.of(nn.Linear(2, 2))), None)
+
+
+# A pixel shuffle lays four neighbours side by side: as wide as the feed-forward, or it fails.
+SHUFFLED = dict(
+    hidden_size=48, intermediate_size=192, num_attention_heads=4, num_hidden_layers=4,
+    image_size=16, patch_size=4, projector_input_dim=32, projector_output_dim=32,
+    vision_output_dim=32,
+)  # fmt: skip
+
+
+def test_an_encoder_whose_smallest_copy_does_not_run_is_tried_wider(monkeypatch):
+    source = ConfigSource(hf.Llama4VisionModel, hf.Llama4VisionConfig(**SHUFFLED))
+    inputs = {"pixel_values": torch.randn(1, 3, 16, 16)}
+    with pytest.raises(ProbeError, match="does not take"):
+        encoder_inputs(small_model(source), inputs)
+    assert probe_encoder(source, inputs).blocks == "model.layers"
+    odd = {"pixel_values": torch.randn(1, 5, 16, 16)}
+    with pytest.raises(ProbeError, match=r"48x48\); give what a batch has for the encoder$"):
+        probe_encoder(source, odd)
+    monkeypatch.setattr(small_model_file, "_MOST_PARAMETERS", 0)
+    with pytest.raises(ProbeError, match=r"does not take.*of its own size, [\d,]+ parameters, it"):
+        probe_encoder(source, odd)
 
 
 def test_classes_are_found_anywhere_in_transformers_and_nowhere_else():
