@@ -27,6 +27,7 @@ from raymm.actors.probe.cut import probe_encoder, probe_language_model
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.language import LanguageSpec, LanguageStage
 from raymm.actors.weights.source import ConfigSource
+from raymm.errors import Error
 from raymm.scheduler.program.program import Instruction, Op
 
 EXACT, REFUSED, UNCLEAR, WRONG = "exact", "refused", "unclear", "wrong"
@@ -107,7 +108,7 @@ def check(family: Family, training: bool = True) -> Outcome:
         cut = _step(chain, [chain.blocks // 2], training)
         whole = _step(chain, [], training)
     except Exception as error:  # noqa: BLE001  whatever it is, it is the outcome
-        if type(error).__module__.startswith("raymm."):
+        if isinstance(error, Error):
             return Outcome(REFUSED, str(error))
         return Outcome(UNCLEAR, _last_lines(error))
     problems = differences(cut, whole)
