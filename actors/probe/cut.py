@@ -14,16 +14,17 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from raymm.actors.modules.blocks import checkpoints_itself, find_blocks
 from raymm.actors.modules.brief_error import brief
 from raymm.actors.modules.cut import CutInfo
 from raymm.actors.modules.message import first_tensor
-from raymm.actors.probe.error import NotRunError, ProbeError
+from raymm.actors.probe.error import NotRunError, NotTakenError, ProbeError
 from raymm.actors.probe.example_inputs import ExampleError, example_inputs, in_words
 from raymm.actors.probe.pieces import Run, compare_pieces, skips_blocks
 from raymm.actors.probe.small_model import parameters_of, small_models
-from raymm.actors.weights.source import ModuleSource, set_mode
+from raymm.actors.weights.source import ModuleSource, on_meta, set_mode
 
 
 def encoder_inputs(model: nn.Module, inputs: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -41,9 +42,9 @@ def encoder_inputs(model: nn.Module, inputs: Mapping[str, Any] | None) -> dict[s
         with torch.no_grad():
             copy.deepcopy(model)(**copy.deepcopy(dict(inputs)))
     except Exception as error:  # whatever a model may raise
-        raise NotRunError(
+        raise NotTakenError(
             f"{type(model).__name__} does not take {in_words(inputs)}, which example_inputs give: "
-            f"{brief(error)}; give what a batch has for the encoder"
+            f"{brief(error)}; give what a batch has for the encoder", inputs,
         ) from error
     return dict(inputs)
 
@@ -205,12 +206,26 @@ def of_one_that_runs(
             return probe(model)
         except NotRunError as error:
             failed.append(error)
+            if isinstance(error, NotTakenError) and _ends_the_same(source, error):
+                raise
     if largest >= (own := parameters_of(source.skeleton())):
         raise failed[-1]
     raise NotRunError(
         f"{failed[0]} (so say smaller copies; of its own size, {own:,} parameters, it is too large "
         "to be tried here: if it does run, give it one stage (pp 1))"
     ) from failed[0]
+
+
+def _ends_the_same(source: ModuleSource, refused: NotTakenError) -> bool:
+    """Whether the encoder itself, without values, ends in the same error as its copy: then it is
+    the inputs, and no larger copy needs to be made."""
+    inputs = tree_map_only(torch.Tensor, lambda value: value.to("meta"), dict(refused.inputs))
+    try:
+        with torch.no_grad():
+            on_meta(source.skeleton()).to("meta")(**inputs)
+    except Exception as error:  # whatever a model may raise
+        return brief(error) == brief(refused.__cause__)
+    return False
 
 
 def _probe(source: ModuleSource, run_of: Callable[[nn.Module], Run]) -> CutInfo:
