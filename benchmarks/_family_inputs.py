@@ -224,7 +224,7 @@ def _features(
             wanted = {
                 n: torch.ones(ITEMS, frames, dtype=torch.long)
                 for n in names
-                if n in ("input_features_mask", "attention_mask", "feature_attention_mask")
+                if n in ("input_features_mask", "attention_mask", "feature_attention_mask", "mask")
             }
             if wanted:
                 yield made | wanted
