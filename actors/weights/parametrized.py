@@ -3,6 +3,7 @@ norm and the like, by torch's parametrizations or by the hooks that were before 
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 import pickle
@@ -11,9 +12,14 @@ from typing import Any
 import torch
 from ray import cloudpickle
 from torch import nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, remove_spectral_norm, remove_weight_norm
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from raymm.errors import Error
+
+# Hooks that were before parametrizations, and what removes them.
+_HOOKS = {WeightNorm: remove_weight_norm, SpectralNorm: remove_spectral_norm}
 
 
 class ComputedTensorError(Error, ValueError):
@@ -58,6 +64,11 @@ class _Pickler(cloudpickle.Pickler):
 
 def _parametrize(module: nn.Module, state: dict[str, Any]) -> None:
     module.__dict__.update(state)
+    _give_class(module)
+
+
+def _give_class(module: nn.Module) -> None:
+    """A parametrized module's class, of its own, in place of the one before."""
     parametrize._inject_new_class(module)
     for name in module.parametrizations:
         parametrize._inject_property(module, name)
@@ -66,6 +77,12 @@ def _parametrize(module: nn.Module, state: dict[str, Any]) -> None:
 def has_parametrizations(module: nn.Module) -> bool:
     """Whether any part of a module is parametrized."""
     return any(parametrize.is_parametrized(child) for child in module.modules())
+
+
+def computes_weights(module: nn.Module) -> bool:
+    """Whether any weight of a module is computed in every forward."""
+    hooks = (hook for child in module.modules() for hook in child._forward_pre_hooks.values())
+    return has_parametrizations(module) or any(type(hook) in _HOOKS for hook in hooks)
 
 
 def packed(module: nn.Module) -> bytes:
@@ -97,3 +114,34 @@ def initialize_parametrized(module: nn.Module) -> None:
         else:
             nn.init.zeros_(weight)
         setattr(module, name, weight)
+
+
+def with_weights_of_its_class(module: nn.Module, plain: nn.Module) -> nn.Module:
+    """A copy in which weights that are computed in every forward are what was computed, but those
+    that ``plain``, a module of the same class as it comes (on meta), computes too. Otherwise the
+    class would find none of them in a file, and begin with random ones."""
+    computed = {
+        id(value): value.detach().clone() for child in module.modules()
+        for value in vars(child).values()
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None
+    }
+    found = copy.deepcopy(module, computed).eval()  # spectral norm: without another iteration
+    others = dict(plain.named_modules())
+    with torch.no_grad():
+        for where, child in found.named_modules():
+            _compute_once(child, others.get(where))
+    return found
+
+
+def _compute_once(child: nn.Module, plain: nn.Module | None) -> None:
+    for hook in list(child._forward_pre_hooks.values()):
+        remove = _HOOKS.get(type(hook))
+        if remove is not None and hook.name in getattr(plain, "_parameters", ()):
+            remove(child, hook.name)
+    if not parametrize.is_parametrized(child):
+        return
+    (child.__class__,) = type(child).__bases__  # copies share it, and it has the properties
+    _give_class(child)
+    for name in list(child.parametrizations):
+        if name in getattr(plain, "_parameters", ()):
+            parametrize.remove_parametrizations(child, name, leave_parametrized=True)

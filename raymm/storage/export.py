@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
 from raymm.actors.optimizer.finite import not_finite
+from raymm.actors.weights.parametrized import computes_weights, with_weights_of_its_class
 from raymm.data.samples.text import load_tokenizer
 from raymm.errors import InputError
 from raymm.files.output import Output
@@ -100,10 +103,19 @@ def _save_modules(model: MultimodalModule, folder: Path) -> list[str]:
     return names
 
 
+def _of_its_class(module: PreTrainedModel) -> PreTrainedModel:
+    """What ``from_pretrained`` of its class finds all weights in."""
+    if not computes_weights(module):
+        return module
+    with torch.device("meta"):
+        plain = type(module)(copy.deepcopy(module.config))
+    return with_weights_of_its_class(module, plain)
+
+
 def _save(module: nn.Module, folder: Path) -> None:
     folder.mkdir(parents=True)
     if isinstance(module, PreTrainedModel):
-        module.save_pretrained(folder)
+        _of_its_class(module).save_pretrained(folder)
         return
     tensors = {name: tensor.contiguous() for name, tensor in module.state_dict().items()}
     save_file(tensors, folder / "model.safetensors")
