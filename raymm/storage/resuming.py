@@ -57,6 +57,7 @@ RULES = (
     Rule("data.*", True, "samples are prepared otherwise from the next step on"),
     # What the model computes. Names, shapes and dtypes must fit both ways in any case.
     Rule("model.parameters*", False, ""),
+    Rule("model.*.code", True, "the function of that name does something else now, or holds it"),
     Rule("model.packing", True, "the same loss"),
     Rule("model.*.config.*drop*", True, "it holds from the next step on"),
     Rule("model.*.weights.times", True, "files were written again; what was read is the same"),
@@ -92,6 +93,8 @@ def compare(
     refused: dict[str, str] = {}
     for field in sorted({*manifest.run, *run}):
         was, now = manifest.run.get(field, _MISSING), run.get(field, _MISSING)
+        if field.endswith(".code") and _of_another_name(field, manifest.run, run):
+            continue
         lines: dict[Rule, list[str]] = {}
         for place, before, after in _differences(field, was, now):
             lines.setdefault(_rule(place, before, after), []).append(
@@ -106,6 +109,13 @@ def compare(
     if refused:
         raise ResumeError(_refusal(folder, refused))
     return [f"changed since step {manifest.step}: {text}" for text in said]
+
+
+def _of_another_name(field: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether a function's code is not to be compared: it has another name, which is said, or a
+    raymm has written the checkpoint that did not look at code."""
+    name = field.removesuffix(".code")
+    return was.get(name) != now.get(name) or field not in was or field not in now
 
 
 def _refusal(folder: Path, refused: Mapping[str, str]) -> str:

@@ -4,6 +4,7 @@ with it (:mod:`raymm.storage.resuming`)."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,11 +14,12 @@ from torch import nn
 
 from raymm.actors.optimizer.optimizer import OptimizerConfig
 from raymm.actors.weights.pretrained_source import PretrainedSource
-from raymm.actors.weights.source import FactorySource, LiveSource, ModuleSource
+from raymm.actors.weights.source import FactorySource, LiveSource, ModuleSource, import_object
 from raymm.config.sections import RunConfig
 from raymm.data import DataConfig
 from raymm.data.readers import Dataset, Mixture, Repeated
 from raymm.model.multimodal import LANGUAGE_MODEL, ModalityModule, MultimodalModule
+from raymm.storage.code_digest import code_digest
 from raymm.storage.fingerprints import fingerprint_of_files
 
 # Of a Hugging Face config: says nothing of what the model computes.
@@ -64,6 +66,7 @@ def describe_run(
         "model.merge": _named(model.merge), "model.mask": _named(model.mask),
         "model.packing": model.packing, "model.parameters": {},
     }
+    found |= _code("model.merge", model.merge) | _code("model.mask", model.mask)
     for name, part in (*model.encoders.items(), (LANGUAGE_MODEL, model.language_model)):
         source = part.source(language_model=name == LANGUAGE_MODEL)
         skeleton = source.skeleton()
@@ -101,6 +104,9 @@ def _of_data(data: Any, splits: Mapping[str, Dataset]) -> dict[str, Any]:
         if (folder := Path(modality.processor)).is_dir():
             settings = sorted(folder.glob("*processor*.json"))
             found[f"data.modalities.{name}.processor_files"] = fingerprint_of_files(settings)
+        else:
+            function = import_object(modality.processor)
+            found |= _code(f"data.modalities.{name}.processor", function)
     return found
 
 
@@ -114,7 +120,9 @@ def _of_module(
     if isinstance(source, FactorySource):
         found[f"{where}.factory"] = {"target": source.target, "kwargs": source.kwargs}
     for name in ("preprocess", "postprocess_module", "postprocess_projector"):
-        found[f"{where}.{name}"] = _named(getattr(part, f"{name}_callback"))
+        callback = getattr(part, f"{name}_callback")
+        found[f"{where}.{name}"] = _named(callback)
+        found |= _code(f"{where}.{name}", callback)
     if isinstance(source, LiveSource) or all(p.requires_grad for p in skeleton.parameters()):
         return found  # all its values are in checkpoints
     if isinstance(source, PretrainedSource):
@@ -148,10 +156,23 @@ def _parameters(where: str, module: nn.Module) -> dict[str, str]:
     }
 
 
+def _code(field: str, value: Any) -> dict[str, str]:
+    """What a function of the user's does; raymm's own are as their names say."""
+    if not callable(value) or _own(value):
+        return {}
+    return {f"{field}.code": code_digest(value)}
+
+
+def _own(value: Any) -> bool:
+    return str(getattr(value, "__module__", None) or type(value).__module__).startswith("raymm.")
+
+
 def _named(value: Any) -> Any:
     """A function or a policy, by its name and what it holds."""
     if value is None or isinstance(value, str):
         return value
+    if isinstance(value, functools.partial):
+        return {"name": "functools:partial", "of": _named(value.func)}
     kind = value if hasattr(value, "__qualname__") else type(value)
     name = f"{kind.__module__}:{kind.__qualname__}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -1,16 +1,21 @@
 """A run that goes on is compared with the run that its checkpoint is of, both ways."""
 
+import functools
 import json
 import os
 import shutil
 
+import numpy
 import pytest
+import run_processors
+import torch
 from tiny_run import change, curve, settings, write_config
 
 from raymm.config.build import build_model
 from raymm.config.sections import load_config
 from raymm.data import open_split
 from raymm.monitor.metrics import read_metrics
+from raymm.storage.code_digest import code_digest
 from raymm.storage.fingerprints import WHOLE_BYTES, fingerprint_of_files
 from raymm.storage.manifest import Manifest
 from raymm.storage.resuming import RULES, ResumeError, compare
@@ -143,6 +148,50 @@ def test_what_may_change_is_said_with_old_and_new(described, tmp_path, changes, 
     assert not error and len(said) == len(says)
     for line, text in zip(sorted(said), sorted(says), strict=True):
         assert line.startswith("changed since step 10: ") and text in line
+
+
+def function(body):
+    """A function that a file of the user's would define."""
+    names = {"torch": torch, "numpy": numpy, "functools": functools}
+    exec(f"f = {body}", names)
+    return names["f"]
+
+
+def test_code_is_compared_where_names_are_the_same(described, tmp_path, monkeypatch):
+    """The configuration's callback was edited; a field says no more than its name."""
+    field = "model.encoders.vision.preprocess"
+    changes = {field: "run_processors:edited"}
+    runs = []
+    for body in ("lambda x: x", "lambda y: y", "lambda x: dict(x)"):
+        monkeypatch.setattr(run_processors, "edited", function(body), raising=False)
+        runs.append(described(changes))
+    assert compared(tmp_path, runs[0], runs[1]) == ([], "")
+    said, error = compared(tmp_path, runs[1], runs[2])
+    assert not error and len(said) == 1
+    assert "model.vision.preprocess.code is '" in said[0] and "does something else now" in said[0]
+    before = {name: value for name, value in runs[1].items() if not name.endswith(".code")}
+    assert compared(tmp_path, before, runs[2]) == ([], "")
+    assert compared(tmp_path, runs[1], described())[1]  # none at all: the name is refused
+
+
+@pytest.mark.parametrize("bodies", [
+    ("lambda x: x + 1", "lambda x: x + 2"),
+    ("lambda x: x.sin()", "lambda x: x.cos()"),
+    ("lambda x, by=1: x", "lambda x, by=2: x"),
+    ("functools.partial(max, 1)", "functools.partial(max, 2)"),
+    ("functools.partial(max, 1)", "functools.partial(min, 1)"),
+    ("functools.partial(max, key=lambda x: x)", "functools.partial(max, key=lambda x: -x)"),
+    ("functools.partial(torch.add, torch.ones(2))", "functools.partial(torch.add, torch.ones(3))"),
+    ("functools.partial(torch.add, torch.ones(2))", "functools.partial(torch.add, torch.zeros(2))"),
+    ("functools.partial(max, numpy.ones(2))", "functools.partial(max, numpy.zeros(2))"),
+    ("(lambda by: lambda x: x + by)(1)", "(lambda by: lambda x: x + by)(2)"),
+    ("{'a': 1, 'b': 2}.get", "{'a': 1, 'b': 3}.get"),
+    ("lambda x: [y for y in x]", "lambda x: [-y for y in x]"),
+])  # fmt: skip
+def test_digests_are_of_what_a_function_does_and_holds(bodies):
+    first, second = bodies
+    assert code_digest(function(first)) == code_digest(function(f" ({first})  # a comment"))
+    assert code_digest(function(first)) != code_digest(function(second))
 
 
 def rewrite(file, before, after):
