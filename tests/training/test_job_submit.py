@@ -20,6 +20,9 @@ from raymm.storage.checkpoint import CheckpointStore, read_manifest
 from raymm.training.stop_request import JOB_STOP_VARIABLE
 
 PATIENCE_S = 240.0
+# Of the whole test: a cluster's head, two jobs with processes of their own and their commands, each
+# of which imports torch and Ray anew; under a minute alone, many times that on a busy machine.
+TEST_TIMEOUT_S = 900
 RAY = str(Path(sys.executable).with_name("ray"))
 
 
@@ -137,6 +140,7 @@ def stopped_job(address: str, checkout: Path, environment: dict[str, str], run: 
     assert curve(run)[-1][0] == step
 
 
+@pytest.mark.timeout(TEST_TIMEOUT_S)
 def test_a_job_trains_as_a_local_run_does_and_can_be_stopped(finished, inputs, checkout, tmp_path):
     """With token authentication; the job's code is the working directory's, on all nodes."""
     values = settings(inputs, tmp_path / "run", 12)
