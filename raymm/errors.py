@@ -7,6 +7,11 @@ defect, and keeps its traceback. Most are a ``ValueError`` or a ``RuntimeError``
 
 from __future__ import annotations
 
+# What a function of the user's may raise, and a library that it calls. sys.exit() in one must not
+# end the program as if all had gone well, nor a data worker as if it had died; a signal is no such
+# thing: it raises KeyboardInterrupt.
+USER_CODE_RAISES = (Exception, SystemExit)
+
 
 class Error(Exception):
     """Whatever raymm itself says is wrong."""

@@ -66,12 +66,19 @@ class Whereabouts:
 
         Raises:
             ChannelError: an operation between processes failed; names the instruction.
+            RuntimeError: code of the user's called ``sys.exit``, which Ray would take for the end
+                of the process.
         """
         self._thread, self._gave_up = threading.get_ident(), ""
         self.enter(task)
         try:
             with reporting_lost_processes(self._doing):
-                yield
+                try:
+                    yield
+                except SystemExit as end:
+                    raise RuntimeError(
+                        f"sys.exit({end.code!r}) was called in {self._doing()}"
+                    ) from end
         except BaseException:
             self._gave_up = f"{self._doing()} after {time.monotonic() - self._now[1]:.1f} s"
             raise

@@ -39,6 +39,7 @@ from raymm.actors.probe.cut import (
 from raymm.actors.probe.example_inputs import in_words
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.stage_inputs import AbsentError, CrossingError, fields
+from raymm.errors import USER_CODE_RAISES
 
 _TOLERANCE = 1e-4
 # What may be rounding only (the gradient of a key's bias), relative to the largest gradient.
@@ -147,7 +148,7 @@ def module_inputs(spec: EncoderSpec, example: Inputs) -> dict[str, Any]:
     try:
         with torch.random.fork_rng(devices=[]):
             given = own_callbacks(spec).preprocess(given)
-    except Exception as error:  # whatever a callback may raise
+    except USER_CODE_RAISES as error:  # whatever a callback may raise
         raise ProbeError(
             f"preprocess_callback of {spec.name!r} fails on {in_words(example)}: {brief(error)}"
         ) from error
@@ -236,12 +237,12 @@ def _fitted(spec: EncoderSpec, model: nn.Module, cuts: Cuts, example: Inputs) ->
             chain.spec = replace(chain.spec, travels=chain.spec.travels | {error.key})
         except CrossingError as error:
             raise ProbeError(str(error)) from error
-        except Exception as error:  # whatever a callback may raise
+        except USER_CODE_RAISES as error:  # whatever a callback may raise
             failure = error
             break
     try:
         whole = chain.run((0, chain.spec.num_layers))
-    except Exception as error:
+    except USER_CODE_RAISES as error:
         raise ProbeError(
             f"callbacks of {spec.name!r} fail on {in_words(example)} and a copy of "
             f"{type(model).__name__} of {chain.spec.num_blocks} blocks, with which they are tried "
@@ -337,7 +338,7 @@ class _Chain:
         try:
             with torch.no_grad():
                 self._run(self._stage(0, self.spec.num_layers), other, None)
-        except Exception:  # whatever a callback may raise of values that are no data
+        except USER_CODE_RAISES:  # whatever a callback may raise of values that are no data
             return
 
 

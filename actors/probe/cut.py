@@ -25,6 +25,7 @@ from raymm.actors.probe.example_inputs import ExampleError, example_inputs, in_w
 from raymm.actors.probe.pieces import Run, compare_pieces, skips_blocks
 from raymm.actors.probe.small_model import parameters_of, small_models
 from raymm.actors.weights.source import ModuleSource, on_meta, set_mode
+from raymm.errors import USER_CODE_RAISES
 
 
 def encoder_inputs(model: nn.Module, inputs: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def encoder_inputs(model: nn.Module, inputs: Mapping[str, Any] | None) -> dict[s
     try:
         with torch.no_grad():
             copy.deepcopy(model)(**copy.deepcopy(dict(inputs)))
-    except Exception as error:  # whatever a model may raise
+    except USER_CODE_RAISES as error:  # whatever a model may raise
         raise NotTakenError(
             f"{type(model).__name__} does not take {in_words(inputs)}, which example_inputs give: "
             f"{brief(error)}; give what a batch has for the encoder", inputs,
@@ -106,7 +107,7 @@ def _check_embeds(model: nn.Module, ids: torch.Tensor) -> None:
         for inputs in ({"inputs_embeds": whole.get_input_embeddings()(ids)}, {"input_ids": ids}):
             try:
                 whole(**inputs, use_cache=False).logits  # noqa: B018
-            except Exception as error:  # whatever a model may raise
+            except USER_CODE_RAISES as error:  # whatever a model may raise
                 failed.append(error)
             else:
                 break
@@ -223,7 +224,7 @@ def _ends_the_same(source: ModuleSource, refused: NotTakenError) -> bool:
     try:
         with torch.no_grad():
             on_meta(source.skeleton()).to("meta")(**inputs)
-    except Exception as error:  # whatever a model may raise
+    except USER_CODE_RAISES as error:  # whatever a model may raise
         return brief(error) == brief(refused.__cause__)
     return False
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from raymm.actors.modules.brief_error import brief
-from raymm.errors import Error
+from raymm.errors import USER_CODE_RAISES, Error
 
 IMAGE_SIZE = 224
 FRAMES = 200
@@ -58,7 +58,7 @@ def example_inputs(model: nn.Module) -> Inputs:
             with torch.random.fork_rng(devices=[]), torch.no_grad():
                 torch.manual_seed(0)
                 trial(**copy.deepcopy(inputs))
-        except Exception as error:  # whatever a model may raise
+        except USER_CODE_RAISES as error:  # whatever a model may raise
             tried.append(f"{in_words(inputs)} ends in {brief(error)}")
         else:
             return inputs

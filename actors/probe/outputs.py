@@ -28,6 +28,7 @@ from raymm.actors.probe.plain_torch import plain_torch
 from raymm.actors.stages.encoder import EncoderSpec
 from raymm.actors.stages.stage_inputs import fields
 from raymm.actors.weights.source import ModuleSource
+from raymm.errors import USER_CODE_RAISES
 
 _SHOWN = 3
 _TOKENS = 12
@@ -67,7 +68,7 @@ def _check(
             output = model(**copy.deepcopy(given))
             if spec.postprocess_module is not None:
                 output = own_callbacks(spec).postprocess_module(given, output)
-    except Exception as error:  # whatever a module or callback may raise
+    except USER_CODE_RAISES as error:  # whatever a module or callback may raise
         raise NotRunError(str(error)) from error
     if isinstance(output, torch.Tensor):
         return example
@@ -149,7 +150,7 @@ def added_loss(source: ModuleSource) -> str | None:
         own = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
         # Some classes take labels that are shifted already; they add nothing.
         unshifted = F.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
-    except Exception:  # a model that takes no labels has no loss of its own
+    except USER_CODE_RAISES:  # a model that takes no labels has no loss of its own
         return None
     if loss is None:
         return None

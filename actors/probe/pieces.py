@@ -22,6 +22,7 @@ from raymm.actors.modules.draws import BlockDraws, Draws
 from raymm.actors.probe.draws import extreme_draws
 from raymm.actors.probe.error import NotRunError, ProbeError
 from raymm.actors.quota.generators import generator_state, generators_kept, seed_generators
+from raymm.errors import USER_CODE_RAISES
 
 # Of forced random decisions. To see what can happen (that it does not in any of them, with three
 # blocks of which each is skipped in every second forward, is a chance of one in 2**24):
@@ -80,7 +81,7 @@ def skips_blocks(model: nn.Module, blocks: str, run: Run) -> bool:
         with extreme_draws():
             forwards = (whole_forward(model, blocks, run, seed) for seed in _SEEDS_TO_SEE)
             return any(len(forward.called) < total for forward in forwards)
-    except Exception as error:  # whatever a model may raise
+    except USER_CODE_RAISES as error:  # whatever a model may raise
         raise _not_run(model, error) from error
 
 
@@ -171,7 +172,7 @@ class _Pieces:
         """
         try:
             whole = whole_forward(self._model, self._blocks, self._run, seed)
-        except Exception as error:  # whatever a model may raise
+        except USER_CODE_RAISES as error:  # whatever a model may raise
             raise _not_run(self._model, error) from error
         self._check_calls(whole.called)
         total = self._bounds[-1]
@@ -227,7 +228,7 @@ class _Pieces:
                 self._used[number] |= self._reached(stage, hidden)
         except ProbeError:
             raise
-        except Exception as error:  # whatever a model may raise
+        except USER_CODE_RAISES as error:  # whatever a model may raise
             raise self._error(
                 "it reads more of them than the hidden state that one stage hands to the next, "
                 "such as those of all of them, of which feature maps are picked, or their sizes "
@@ -298,7 +299,7 @@ class _Pieces:
         def differs(names: Names) -> bool:
             try:
                 without = self._alone(everywhere, number, received, names)
-            except Exception:  # it does not run without them
+            except USER_CODE_RAISES:  # it does not run without them
                 return True
             return not torch.equal(without, handed)
 

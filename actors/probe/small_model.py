@@ -23,6 +23,7 @@ from raymm.actors.modules.blocks import config_depth_names, find_blocks
 from raymm.actors.modules.brief_error import brief
 from raymm.actors.probe.error import ProbeError
 from raymm.actors.weights.source import ModuleSource, on_meta
+from raymm.errors import USER_CODE_RAISES
 
 PROBE_DEPTH = 3
 _PROBE_VOCABULARY = 256
@@ -58,7 +59,7 @@ def small_models(source: ModuleSource) -> Iterator[nn.Module]:
     for config in _configs(skeleton, kinds):
         try:
             model = _of_config(skeleton, config())
-        except Exception as error:  # whatever a model's own checks raise
+        except USER_CODE_RAISES as error:  # whatever a model's own checks raise
             failed.append(error)
             continue
         found = _kinds(model)

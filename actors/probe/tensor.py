@@ -23,6 +23,7 @@ from raymm.actors.sharding.tensor_plan import Choices, TensorPlan, plan_module, 
 from raymm.actors.sharding.tensor_rules import generic
 from raymm.actors.sharding.tensor_shard import cut_tensor, shard_module
 from raymm.actors.weights.source import ModuleSource
+from raymm.errors import USER_CODE_RAISES
 from raymm.kernels.collectives.tensor_group import TensorGroup, ThreadGroup, thread_groups
 
 TOLERANCE = 1e-5
@@ -158,7 +159,7 @@ def compare_shards(
             shard = copies[group.rank]
             shard_module(shard, plan, group)
             results[group.rank] = _run(shard, run, inputs, plan, group)
-        except Exception as error:  # whatever a model may raise
+        except USER_CODE_RAISES as error:  # whatever a model may raise
             errors.append(error)
             group.abort()
 

@@ -31,6 +31,7 @@ from raymm.actors.weights.stored_weights import (
     folder_report,
     quiet_loading,
 )
+from raymm.errors import USER_CODE_RAISES
 
 # What ``missing_weights`` may be.
 FRESH = "fresh"
@@ -83,7 +84,7 @@ class PretrainedSource(ModuleSource):
             return transformers.AutoConfig.from_pretrained(
                 self.path, local_files_only=True, trust_remote_code=self.trust_remote_code
             )
-        except Exception as error:  # a folder may hold anything, and so may its code
+        except USER_CODE_RAISES as error:  # a folder may hold anything, and so may its code
             why = f"{self.path!r}; {type(error).__name__}: {error}"
             if not self.trust_remote_code:
                 why = why_not_loaded(self.path, "AutoConfig", error)

@@ -34,7 +34,7 @@ from raymm.actors.weights.parametrized import (
     unpacked,
 )
 from raymm.actors.weights.stored_weights import WeightsError, header_tensors
-from raymm.errors import InputError
+from raymm.errors import USER_CODE_RAISES, InputError
 
 
 class SourceError(InputError, ValueError):
@@ -61,7 +61,7 @@ def import_object(target: str) -> Any:
         raise SourceError(f"import path is {target!r}; expected 'package.module:name'")
     try:
         return getattr(importlib.import_module(module_name), name)
-    except Exception as error:  # the module is a program: it may raise anything
+    except USER_CODE_RAISES as error:  # the module is a program: it may raise anything
         reason = str(error)
         if not isinstance(error, ImportError | AttributeError):
             reason = f"{type(error).__name__}: {error}"
@@ -205,7 +205,7 @@ class ConfigSource(ModuleSource):
                 model = self.model_class._from_config(
                     copy.deepcopy(self.model_config), dtype=torch.float32
                 )
-        except Exception as error:  # sizes that do not fit may fail anywhere in it
+        except USER_CODE_RAISES as error:  # sizes that do not fit may fail anywhere in it
             reason = next(iter(str(error).splitlines()), "")
             raise SourceError(
                 f"a {self.model_class.__name__} cannot be made of these config values: "

@@ -17,6 +17,7 @@ from raymm.batch.length_trial import LengthTrial
 from raymm.batch.merge_trial import MergeTrial
 from raymm.data.loading.builder import SampleCheck
 from raymm.data.loading.in_memory import split_batch
+from raymm.errors import USER_CODE_RAISES
 from raymm.model.batch_rules import (
     LABELS,
     BatchError,
@@ -114,7 +115,7 @@ class BatchCheck:
                 length = self._merge(text_inputs(microbatch), tokens)
             except MergeError as error:
                 raise BatchError(str(error)) from None
-            except Exception as error:  # a user's function may raise anything
+            except USER_CODE_RAISES as error:  # a user's function may raise anything
                 raise BatchError(
                     f"the merge policy does not take it: {brief(error)}. (If it would on a rank: "
                     "give the policy a method check, raymm.actors.modules.merge)"

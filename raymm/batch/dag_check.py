@@ -13,6 +13,7 @@ from torch import nn
 from raymm.actors.modules.brief_error import brief
 from raymm.actors.multiplexed.node import OutputError, call
 from raymm.actors.probe.example_inputs import in_words
+from raymm.errors import USER_CODE_RAISES
 from raymm.model.batch_rules import BatchError, check_range, check_tensor, said
 from raymm.model.encoder_trial import MAX_SIGNATURES, lookups, signature
 from raymm.scheduler.graph.sample_ranges import Range
@@ -68,7 +69,7 @@ class DagCheck:
         made: dict[str, dict[str, torch.Tensor]] = {}
         try:
             skeletons = self._skeletons
-        except Exception:  # nothing to try it on: the processes will see
+        except USER_CODE_RAISES:  # nothing to try it on: the processes will see
             return {}
         with lookups(skeletons, entries) as ids, torch.random.fork_rng(devices=[]):
             for name, spec in self._dag.reference_specs().items():
@@ -79,7 +80,7 @@ class DagCheck:
                         )
                 except (NotImplementedError, OutputError):  # of the meta device, or of the model
                     break
-                except Exception as error:
+                except USER_CODE_RAISES as error:
                     if "meta" in str(error).lower():  # it looks at values
                         break
                     raise BatchError(

@@ -9,6 +9,7 @@ import torch
 
 from raymm.actors.probe.cut import small_language_model
 from raymm.actors.weights.source import ModuleSource
+from raymm.errors import USER_CODE_RAISES
 from raymm.model.batch_rules import BatchError
 
 
@@ -45,7 +46,7 @@ class LengthTrial:
         try:
             model = small_language_model(self._source)
             width = model.get_input_embeddings().weight.shape[1]
-        except Exception:  # nothing to try it on: the ranks will see
+        except USER_CODE_RAISES:  # nothing to try it on: the ranks will see
             self._longest = math.inf
             return
         try:

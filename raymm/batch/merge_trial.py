@@ -12,6 +12,7 @@ import torch
 
 from raymm.actors.modules.merge import IGNORE_INDEX, MergePolicy, merge_rows, merged_layout
 from raymm.actors.modules.token_layout import MaskPolicy
+from raymm.errors import USER_CODE_RAISES
 
 # Width of features that a policy is tried on first. Few look at it, and those of a real model,
 # which are tried next, take long.
@@ -52,7 +53,7 @@ class MergeTrial:
         for width in narrower:
             try:
                 return self._merge(inputs, tokens, width)
-            except Exception:  # of the policy, or of these few columns
+            except USER_CODE_RAISES:  # of the policy, or of these few columns
                 pass
         length = self._merge(inputs, tokens, self._widths[-1])
         self._widths = self._widths[-1:]

@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -58,9 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         number = stop.reason.number if stop.reason else signal.SIGINT
         return _stopped(console, signal.Signals(number))
     except SystemExit as end:  # ray.init(), while it runs, turns SIGTERM into this
-        if end.code != signal.SIGTERM:
-            raise
-        return _stopped(console, signal.SIGTERM)
+        if end.code == signal.SIGTERM:
+            return _stopped(console, signal.SIGTERM)
+        traceback.print_exc()
+        console.print(
+            f"[bold red]error:[/] a function or module that the configuration names called "
+            f"sys.exit({end.code!r}), see above; it may raise an error instead", highlight=False,
+        )
+        return EXIT_USER_ERROR
     return 0
 
 

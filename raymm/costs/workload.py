@@ -13,6 +13,7 @@ from raymm.actors.modules.merge import IGNORE_INDEX, Prepend
 from raymm.actors.modules.message import MicrobatchContext
 from raymm.costs.layer_count import Load, LoadError, default_tokens
 from raymm.data.sampling.batching import ItemTokens
+from raymm.errors import USER_CODE_RAISES
 from raymm.model.batch_rules import complete_microbatch
 from raymm.model.encoder_trial import skeleton_chain
 from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule
@@ -163,7 +164,7 @@ def _encoder_tokens(
             with torch.no_grad():
                 handed_on = stage.run(one, {}, MicrobatchContext(1)).tensors[0].shape[1]
             return seen.tokens or handed_on, handed_on
-        except Exception:  # not every forward runs without data; then the config is asked
+        except USER_CODE_RAISES:  # not every forward runs without data; then the config is asked
             pass
         finally:
             seen.close()

@@ -29,6 +29,7 @@ from raymm.actors.probe.example_inputs import ExampleError, example_inputs, in_w
 from raymm.actors.probe.small_model import shrink_config, small_model
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.weights.source import on_meta
+from raymm.errors import USER_CODE_RAISES
 from raymm.model.batch_rules import INDEX, BatchError, check_range, said
 
 Items = Mapping[str, torch.Tensor]
@@ -118,17 +119,17 @@ class EncoderTrial:
             if self._skeleton is None:
                 self._skeleton = skeleton_chain(self._spec)
             found = self._run(self._skeleton, {k: v.to("meta") for k, v in tensors.items()})
-        except Exception:  # not every forward runs without data
+        except USER_CODE_RAISES:  # not every forward runs without data
             try:
                 if self._small is None:
                     self._small = _small_chain(self._spec)
-            except Exception:  # nothing to try it on: the ranks will see
+            except USER_CODE_RAISES:  # nothing to try it on: the ranks will see
                 return Taken()
             try:
                 autocast = self._autocast and getattr(torch, self._autocast)
                 with torch.autocast("cpu", autocast) if autocast else nullcontext():
                     found = self._run(self._small, {k: v.clone() for k, v in tensors.items()})
-            except Exception as error:
+            except USER_CODE_RAISES as error:
                 if self._ran and self._spec.postprocess_module is not None:
                     return Taken()  # a callback may want a block that the copy does not have
                 raise BatchError(self._refusal(tensors, error)) from error

@@ -4,6 +4,7 @@ numbers, or an error of the sample that says what is wrong. All files are really
 import io
 import json
 import struct
+import sys
 import zlib
 
 import numpy as np
@@ -182,6 +183,22 @@ def test_what_is_broken_is_an_error_of_the_sample(make_config, tmp_path):
     write_image(tmp_path / "i6.png", 6)
     built = StepBuilder(skipping, open_split(skipping, "train")).build([1, 2, 5, 6, 7])
     assert [one.id for one in built.skipped] == ["s1", "s2", "s7"]
+
+
+def leaving(image):
+    """A processor."""
+    sys.exit(0)
+
+
+def test_a_processor_that_calls_exit_is_an_error_of_the_sample(make_config):
+    """In the driver it would end the program with 0, in a data worker the worker."""
+    vision = {"column": "images", "processor": f"{__name__}:leaving", "input": "image"}
+    config = make_config(modalities={"vision": vision})
+    with pytest.raises(SampleError, match="'s1' .*i1.png: cannot be read .SystemExit: 0"):
+        build(config, 1)
+    skipping = config.model_copy(update={"on_error": "skip"})
+    built = StepBuilder(skipping, open_split(skipping, "train")).build([0, 1])
+    assert [one.id for one in built.skipped] == ["s1"]
 
 
 def test_half_characters_are_errors_of_the_sample(make_config, tmp_path):

@@ -91,6 +91,10 @@ BAD_SETTINGS = {
         ["model.encoders.vision.preprocess=run_processors.image"],
         ["preprocess", "'run_processors.image'", "package.module:name"],
     ),
+    "module that ends the program": (
+        ["model.encoders.vision.preprocess=leaving_module:anything"],
+        ["model.encoders.vision", "leaving_module", "SystemExit: 3"],
+    ),
     "callback that is no function": (
         ["model.encoders.vision.preprocess=run_processors:NOT_A_FUNCTION"],
         ["model.encoders.vision", "preprocess", "NOT_A_FUNCTION", "expected a function"],

@@ -27,6 +27,7 @@ from raymm.data.samples.processors import Processor, load_processor, processor_i
 from raymm.data.samples.sample import Sample
 from raymm.data.samples.text import TextEncoder, check_vocabulary, load_tokenizer
 from raymm.data.sampling.sampler import flat, group_by_modality, is_grouped, split_evenly
+from raymm.errors import USER_CODE_RAISES
 
 _REASONS_SHOWN = 3
 
@@ -245,7 +246,7 @@ class StepBuilder:
                 return {key: torch.as_tensor(value) for key, value in tensors.items()}
         except DataError:
             raise
-        except Exception as error:  # a decoder raises whatever its format library raises
+        except USER_CODE_RAISES as error:  # a decoder raises whatever its format library raises
             reason = f"cannot be read ({type(error).__name__}: {error})"
             if isinstance(error, RowError):
                 reason = error.reason

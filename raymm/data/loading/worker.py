@@ -22,6 +22,7 @@ from raymm.data.readers import Dataset
 from raymm.data.samples.collate import MicrobatchMeta, split_parts
 from raymm.data.samples.config import DataConfig
 from raymm.data.samples.errors import DataError
+from raymm.errors import USER_CODE_RAISES
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class DataWorker(WatchedActor):
         except DataError as error:
             error.__cause__ = error.__context__ = None  # may not be picklable
             return error, *parts
-        except Exception as error:
+        except USER_CODE_RAISES as error:
             failure = DataError(f"a data worker failed: {type(error).__name__}: {error}")
             failure.add_note(traceback.format_exc())
             return failure, *parts

@@ -16,6 +16,7 @@ from raymm.data.samples.errors import DataError
 from raymm.data.samples.headers import AUDIO, IMAGE, check_whole, kind_of
 from raymm.data.samples.media import MediaBytes, MediaRange, open_media, read_media
 from raymm.data.samples.pixels import to_rgb
+from raymm.errors import USER_CODE_RAISES
 
 # From one item (or a list of its frames) to its tensors.
 Processor = Callable[[Any], dict[str, torch.Tensor]]
@@ -57,7 +58,7 @@ def load_processor(
         )
     try:
         loaded = getattr(importlib.import_module(module), function)
-    except Exception as error:  # the module is a program: it may raise anything
+    except USER_CODE_RAISES as error:  # the module is a program: it may raise anything
         reason = f"{type(error).__name__}: {error}"
         raise DataError(f"{field}: cannot import {name!r}: {reason}") from error
     if not callable(loaded):
@@ -128,7 +129,7 @@ def _folder_processor(folder: Path, field: str, trust_remote_code: bool) -> Proc
         sounds = AUDIO in kinds and AutoFeatureExtractor.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
-    except Exception as error:  # a folder may hold anything
+    except USER_CODE_RAISES as error:  # a folder may hold anything
         kinds_of_code = set(custom_code(folder)) & {"AutoImageProcessor", "AutoFeatureExtractor"}
         if kinds_of_code and not trust_remote_code:
             why = why_not_loaded(folder, sorted(kinds_of_code)[0], error)

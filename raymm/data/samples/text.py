@@ -18,6 +18,7 @@ from raymm.data.samples.placeholders import (
 )
 from raymm.data.samples.rows import LEARNED_ROLE
 from raymm.data.samples.sample import Sample
+from raymm.errors import USER_CODE_RAISES
 
 IGNORE_INDEX = -100  # torch's cross_entropy ignores it; so does every Hugging Face model
 
@@ -40,7 +41,7 @@ def load_tokenizer(folder: str, trust_remote_code: bool = False):
         return AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
-    except Exception as error:  # a folder may hold anything
+    except USER_CODE_RAISES as error:  # a folder may hold anything
         if not trust_remote_code and "AutoTokenizer" in custom_code(folder):
             why = why_not_loaded(folder, "AutoTokenizer", error)
             raise DataError(f"data.tokenizer: {why}") from None
@@ -159,7 +160,7 @@ class TextEncoder:
     def _tokenize(self, sample: Sample) -> list[int]:
         try:
             return self.tokenizer(sample.text)["input_ids"]
-        except Exception as error:  # a tokenizer raises whatever its library raises
+        except USER_CODE_RAISES as error:  # a tokenizer raises whatever its library raises
             reason = f"the tokenizer fails on it ({type(error).__name__}: {error})"
             raise text_error(sample, reason) from error
 
@@ -217,7 +218,7 @@ class TextEncoder:
                 tokenize=True,
                 return_dict=False,
             )
-        except Exception as error:  # a template is a program: it may raise anything
+        except USER_CODE_RAISES as error:  # a template is a program: it may raise anything
             if not messages:
                 raise text_error(
                     sample,

@@ -15,6 +15,7 @@ from raymm.data.sampling.sampler import EpochSampler
 from raymm.data.sampling.scan_cache import default_cache
 from raymm.data.sampling.scan_result import SampleScan, Units
 from raymm.data.sampling.scanner import Progress, scan
+from raymm.errors import USER_CODE_RAISES
 from raymm.scheduler.minibatch.budgets import suggest_budgets
 from raymm.scheduler.minibatch.problem import MiniBatchError, SampleSizes, checked_budgets
 
@@ -127,7 +128,7 @@ def _units(modality: str, name: str) -> Units:
     def checked(items: np.ndarray) -> np.ndarray:
         try:
             result = np.asarray(loaded(items))
-        except Exception as error:  # whatever a user's function raises
+        except USER_CODE_RAISES as error:  # whatever a user's function raises
             raise DataError(f"{field}: {name!r} raised {type(error).__name__}: {error}") from error
         if result.shape != (len(items),) or result.dtype.kind not in "iu" or (result < 0).any():
             raise DataError(
