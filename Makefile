@@ -13,7 +13,7 @@ RUN_DIR ?= runs/$(DATA)
 JOBS ?= 2
 export RAYMM_CACHE ?= $(HOME)/.cache/raymm
 
-.PHONY: train test prepare lint clean
+.PHONY: train test prepare ruff lint clean
 
 # torch first and alone: the constraint picks a build without several GB of CUDA packages where
 # one is at hand, and everything else then finds torch installed.
@@ -32,8 +32,14 @@ train: prepare
 	    --set run.storage_path=$(RUN_DIR) $(if $(STEPS),--set run.steps=$(STEPS)) \
 	    $(addprefix --set ,$(SET))
 
-test: $(VENV)/.installed
+ruff: $(VENV)/.installed
 	$(BIN)/python -m ruff check .
+
+# Types take over a minute, and the tests do not wait for them.
+lint: ruff
+	$(BIN)/pyright
+
+test: ruff
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
 clean:

@@ -55,7 +55,7 @@ _PUBLIC = {
     "Timeline": "raymm.scheduler.program.timeline",
 }
 
-__all__ = [*_PUBLIC, "__version__"]
+__all__ = [*_PUBLIC, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
     from raymm.actors.modules.merge import Prepend, ReplaceTokens

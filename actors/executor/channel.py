@@ -28,7 +28,7 @@ import torch.distributed as dist
 from raymm.actors.faults.lost_processes import ChannelError
 from raymm.actors.modules.message import Message
 from raymm.kernels.collectives.flat import gather_shares, scatter_sum
-from raymm.kernels.collectives.waiting import wait
+from raymm.kernels.collectives.waiting import started, wait
 from raymm.scheduler.plan.resharding import Resharding
 
 # Receives posted ahead of need on each edge.
@@ -102,10 +102,10 @@ class Link:
     peer: int
 
     def isend(self, tensor: torch.Tensor) -> dist.Work:
-        return dist.isend(tensor, self.peer, group=self.group)
+        return started(dist.isend(tensor, self.peer, group=self.group))
 
     def irecv(self, tensor: torch.Tensor) -> dist.Work:
-        return dist.irecv(tensor, self.peer, group=self.group)
+        return started(dist.irecv(tensor, self.peer, group=self.group))
 
 
 class SendChannel:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,32 +22,13 @@ from raymm.actors.executor.split_backward import DeferredWeights, backward_input
 from raymm.actors.executor.step_clock import StepClock, step_clock
 from raymm.actors.faults.whereabouts import Whereabouts
 from raymm.actors.modules.draws import Draws, module_draws
-from raymm.actors.modules.message import Message, MicrobatchContext
+from raymm.actors.modules.message import Message, MicrobatchContext, StageModule
 from raymm.actors.modules.module_state import evaluating, inputs_unchanged, statistics_kept
 from raymm.actors.optimizer.finite import FiniteWatch, Place
 from raymm.actors.optimizer.gradient_reduction import GradientReduction
 from raymm.actors.quota import Work
 from raymm.scheduler.plan.stage import stage_module
 from raymm.scheduler.program.program import COMPUTE, FORWARDS, Instruction, Op
-
-
-class StageModule(Protocol):
-    """What the executor needs of a stage: an ``nn.Module`` with ``run``.
-
-    ``run(inputs, received, context)`` returns a :class:`Message`; the sink stage's first
-    tensor is the loss. ``received`` maps producers (stage names, or module names where the
-    producer is another module) to messages. A stage without an attribute ``may_draw`` may draw
-    random numbers, at the places that it says to ``context.enter``.
-    """
-
-    training: bool
-
-    def run(
-        self,
-        inputs: dict[str, Any] | None,
-        received: dict[str, Message],
-        context: MicrobatchContext,
-    ) -> Message: ...
 
 
 class StepMeta(NamedTuple):
@@ -116,7 +97,7 @@ class _Step:
         losses: by microbatch.
     """
 
-    inputs: dict[str, Sequence[dict[str, Any] | None]]
+    inputs: Mapping[str, Sequence[dict[str, Any] | None]]
     meta: StepMeta
     mailbox: dict[tuple[str, str, int], Message] = field(default_factory=dict)
     saved: dict[tuple[str, int], tuple[dict[str, tuple[torch.Tensor, ...]], Message]] = field(
@@ -161,7 +142,7 @@ class Executor:
 
     def __init__(
         self,
-        stages: dict[str, StageModule],
+        stages: Mapping[str, StageModule],
         edges: Sequence[tuple[str, str]],
         senders: dict[tuple[str, str], SendChannel],
         receivers: dict[tuple[str, str], RecvChannel],
@@ -203,7 +184,7 @@ class Executor:
     def run(
         self,
         program: CompiledProgram,
-        inputs: dict[str, Sequence[dict[str, Any] | None]],
+        inputs: Mapping[str, Sequence[dict[str, Any] | None]],
         meta: StepMeta,
     ) -> StepResult:
         """Run one step.
@@ -219,7 +200,7 @@ class Executor:
     def _run(
         self,
         program: CompiledProgram,
-        inputs: dict[str, Sequence[dict[str, Any] | None]],
+        inputs: Mapping[str, Sequence[dict[str, Any] | None]],
         meta: StepMeta,
     ) -> StepResult:
         result = StepResult()
@@ -274,6 +255,7 @@ class Executor:
         for task in turn:
             of_module.setdefault(stage_module(task.stage), []).append(task)
         works = {module: self._work(tasks, step, clock) for module, tasks in of_module.items()}
+        assert self._colocation is not None  # which makes turns
         outputs = self._colocation.run(works)
         timed = [one for output in outputs.values() for one in output.get()[0]]
         for task in turn:

@@ -18,8 +18,8 @@ parameter's gradient is computed whole, in pass one. A weight that is shared by 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -70,7 +70,7 @@ def backward_input(
         if edge.node in split.due:
             one = torch.ones_like(tensor) if gradient is None else gradient
             deferred.add(edge, one)
-    wanted = [*inputs, *(node.variable for node in split.early)]
+    wanted = [*inputs, *(_variable(node) for node in split.early)]
     found: Gradients = ()
     if wanted and pairs:
         found = torch.autograd.grad(
@@ -80,8 +80,13 @@ def backward_input(
     with torch.no_grad():
         for node, gradient in zip(split.early, found[len(inputs) :], strict=True):
             if gradient is not None:
-                node(gradient)  # accumulates, as the engine would
+                cast(Callable[..., Any], node)(gradient)  # accumulates, as the engine would
     return found[: len(inputs)] or (None,) * len(inputs), deferred
+
+
+def _variable(node: Node) -> torch.Tensor:
+    """The parameter that a leaf's node accumulates into."""
+    return cast(Any, node).variable
 
 
 class DeferredWeights:
@@ -243,10 +248,11 @@ class _Split:
         self.shared_parameters: list[torch.Tensor] = []
         for node in outside:
             if node in self.due and _is_leaf(node):
-                if owner[node] in sharing:
-                    self.shared_parameters.append(node.variable)
+                only = owner[node]
+                if only is None or only in sharing:
+                    self.shared_parameters.append(_variable(node))
                 else:
-                    parameters.setdefault(owner[node], []).append(node.variable)
+                    parameters.setdefault(only, []).append(_variable(node))
         cuts: dict[Node, list[GradientEdge]] = {}
         for node in parents:
             if node in self.due:

@@ -17,6 +17,7 @@ class StepClock(Protocol):
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
         """The marked moments on this host's wall clock. Waits until the last one has passed."""
+        ...
 
 
 class HostClock:

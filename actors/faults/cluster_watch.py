@@ -124,7 +124,9 @@ def answers(server: Server) -> bool:
     """Whether a GCS listens and answers: one that is stopped still accepts connections."""
     try:
         socket.create_connection(server[:2], ANSWER_TIMEOUT_S).close()
-        client = ray._private.worker.global_worker.gcs_client
+        from ray._private.worker import global_worker
+
+        client = getattr(global_worker, "gcs_client")  # noqa: B009  Ray sets it without saying so
         client.internal_kv_exists(b"raymm", None, timeout=ANSWER_TIMEOUT_S)
     except (OSError, RayError, RuntimeError, AttributeError):
         return False

@@ -35,7 +35,7 @@ def accusation(
     """
     doing = [f"{name} {_doing(rank, found, looks)}" for rank, name in enumerate(names)]
     rank = found.culprit()
-    if rank in found.reports and found.reports[rank].seconds < long:
+    if rank is not None and rank in found.reports and found.reports[rank].seconds < long:
         rank = None
     lines = [reason] if rank is None else [doing[rank], reason]
     others = [text for number, text in enumerate(doing) if number != rank]
@@ -82,7 +82,9 @@ def raised_at(traceback: str) -> str:
         return lines[-1].strip() if lines else "no reason is known"
     # After the last place come its source line, perhaps marks below it, and the error.
     error = [line for line in lines[places[-1] + 1 :] if not line.startswith(" ")]
-    file, number, function = _PLACE.match(lines[places[-1]]).groups()
+    place = _PLACE.match(lines[places[-1]])
+    assert place is not None
+    file, number, function = place.groups()
     said = " ".join(line.strip() for line in error) or lines[-1].strip()
     return f"{said}, raised in {function} ({file}, line {number})"
 

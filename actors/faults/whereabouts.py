@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from raymm.actors.faults.lost_processes import reporting_lost_processes
 from raymm.kernels.collectives.waiting import is_communication
@@ -108,6 +108,6 @@ def task(name: str) -> Callable[[Method], Method]:
             with self.whereabouts.during(name):
                 return method(self, *args, **kwargs)
 
-        return run
+        return cast(Method, run)
 
     return decorated

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 from torch import nn
 
@@ -48,6 +48,22 @@ def find_blocks(module: nn.Module) -> str | None:
     return max(candidates, key=lambda item: _numel(item[1]))[0]
 
 
+def block_list(module: nn.Module, blocks: str) -> nn.ModuleList:
+    """The list of blocks of this dotted name (of :func:`find_blocks`); a ``Sequential`` is one,
+    too, in all that blocks are taken by."""
+    return cast(nn.ModuleList, module.get_submodule(blocks))
+
+
+def method_of(module: nn.Module, name: str) -> Callable[..., Any]:
+    """A method of the module's own class, of which ``nn.Module`` knows nothing."""
+    return getattr(module, name)
+
+
+def input_embeddings(module: nn.Module) -> nn.Embedding:
+    """The table of token embeddings of a transformers model."""
+    return cast(nn.Embedding, method_of(module, "get_input_embeddings")())
+
+
 def _is_numbered(entries: nn.ModuleList | nn.Sequential) -> bool:
     """Whether entries are called by their numbers, by which their parameters are told apart."""
     return all(name == str(index) for index, name in enumerate(entries._modules))
@@ -70,7 +86,7 @@ def checkpoints_itself(module: nn.Module) -> bool:
 def num_blocks(module: nn.Module) -> int:
     """How many blocks the module has; 1 if it cannot be cut."""
     name = find_blocks(module)
-    return len(module.get_submodule(name)) if name else 1
+    return len(block_list(module, name)) if name else 1
 
 
 def hidden_name(block: nn.Module) -> str:

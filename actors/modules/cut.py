@@ -18,12 +18,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from raymm.actors.modules.blocks import hidden_name, hidden_state
+from raymm.actors.modules.blocks import block_list, hidden_name, hidden_state
 from raymm.errors import Error, InputError
 
 
@@ -103,6 +103,7 @@ class PassThrough(_Placeholder):
         self.passage: Passage | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.passage is not None  # a Passage is made of every pruned module
         hidden = self.passage.passed(self._hidden(args, kwargs))
         if self._tuple_length:
             return (hidden,) + (None,) * (self._tuple_length - 1)
@@ -117,6 +118,7 @@ class CutPoint(_Placeholder):
         self.passage: Passage | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.passage is not None
         raise CutReached(self.passage.arriving(self._hidden(args, kwargs)))
 
 
@@ -129,7 +131,7 @@ def _in_blocks(name: str, blocks: str) -> int | None:
 def stage_parameters(module: nn.Module, info: CutInfo, lo: int, hi: int) -> list[str]:
     """Names of the parameters that blocks [lo, hi) and their surroundings own."""
     _check_shared(module, info.blocks, lo, hi)
-    total = len(module.get_submodule(info.blocks))
+    total = len(block_list(module, info.blocks))
     outer = info.outer(lo == 0, hi == total)
     known = info.first | info.middle | info.last
     names = []
@@ -174,6 +176,7 @@ def ghost_parameter(module: nn.Module, name: str) -> None:
     owner_name, _, leaf = name.rpartition(".")
     owner = module.get_submodule(owner_name)
     parameter = owner._parameters.pop(leaf)
+    assert parameter is not None
     setattr(owner, leaf, torch.zeros((), dtype=parameter.dtype).expand(parameter.shape))
 
 
@@ -195,7 +198,7 @@ def _is_ghost(value: Any) -> bool:
 
 def prune(module: nn.Module, info: CutInfo, lo: int, hi: int) -> nn.Module:
     """Reduce a module in place to blocks [lo, hi) and what surrounds them."""
-    blocks = module.get_submodule(info.blocks)
+    blocks = block_list(module, info.blocks)
     owned = set(stage_parameters(module, info, lo, hi))
     for index in range(len(blocks)):
         if index < lo:
@@ -222,7 +225,7 @@ class Passage:
     """
 
     def __init__(self, module: nn.Module, info: CutInfo, lo: int, hi: int) -> None:
-        blocks: Sequence[Any] = module.get_submodule(info.blocks)
+        blocks: Sequence[Any] = cast(Sequence[Any], module.get_submodule(info.blocks))
         self._is_last = hi == len(blocks)
         self.skips = True
         self._received: torch.Tensor | None = None
@@ -280,6 +283,7 @@ class Passage:
         """What a block is really called with, where it would be with ``hidden``."""
         if self._arrived:
             return hidden
+        assert self._received is not None
         self._arrived = True
         return self._received
 
@@ -287,6 +291,7 @@ class Passage:
         """What a block of an earlier stage returned: a copy, as models may change it in place."""
         if not self.skips:
             return hidden
+        assert self._received is not None
         if self._copy is None or self._copy._version:
             self._copy = self._received.clone()
         self._leaving(self._received)

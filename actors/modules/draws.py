@@ -13,7 +13,7 @@ stage's block would have drawn, no later number depends on it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -86,7 +86,7 @@ class BlockDraws:
             their own within blocks, but the same outside.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
         self.draws: Draws | None = None
         self.share = 0
         self._outside: list[int] = []

@@ -66,7 +66,8 @@ def merge_rows(
     for name, dims, form in (("inputs_embeds", 3, "(B, T, H)"), ("labels", 2, "(B, T)")):
         value = merged.get(name)
         if not isinstance(value, torch.Tensor) or value.dim() != dims:
-            what = f"of shape {tuple(value.shape)}" if hasattr(value, "shape") else repr(value)
+            shape = getattr(value, "shape", None)
+            what = repr(value) if shape is None else f"of shape {tuple(shape)}"
             raise MergeError(
                 f"the merge policy returned {name} {what:.80}; accepted: a tensor {form}"
             )

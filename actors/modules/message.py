@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from raymm.actors.modules.draws import Draws
 
@@ -49,6 +50,33 @@ class MicrobatchContext:
         """What is drawn from now on belongs to this place of the module."""
         if self.draws is not None:
             self.draws.enter(place)
+
+
+class StageModule(nn.Module):
+    """What the executor needs of a stage.
+
+    A stage without an attribute ``may_draw`` may draw random numbers, at the places that it says
+    to ``context.enter``.
+    """
+
+    def run(
+        self,
+        inputs: dict[str, Any] | None,
+        received: dict[str, Message],
+        context: MicrobatchContext,
+    ) -> Message:
+        """One microbatch.
+
+        Args:
+            inputs: of a stage that reads data.
+            received: messages by producer: names of stages, or of modules where the producer is
+                another module.
+            context: what else it may know of the step.
+
+        Returns:
+            What it hands on; the sink stage's first tensor is the loss.
+        """
+        raise NotImplementedError
 
 
 def first_tensor(output: Any) -> torch.Tensor:

@@ -44,7 +44,7 @@ from raymm.actors.quota import (
     StreamPool,
     check_no_shared_parameters,
 )
-from raymm.actors.rank.meeting import open_store, stay_on
+from raymm.actors.rank.meeting import TCPStore, new_group, open_store, stay_on
 from raymm.actors.rank.rank_actor import remember
 from raymm.scheduler.graph.node_graph import NodeGraph
 from raymm.scheduler.multiplex.instructions import Part, Turn, said
@@ -108,8 +108,14 @@ class GpuActor(WatchedActor):
         self._timeout = timedelta(seconds=spec.timeout_s)
         self._programs: OrderedDict[str, GpuProgram] = OrderedDict()
         self._layout_keys: OrderedDict[str, None] = OrderedDict()
-        self._here: Device | None = None
-        self._store: dist.TCPStore | None = None  # where GPUs meet; the first one's listens
+        self._built: Device | None = None
+        self._store: TCPStore | None = None  # where GPUs meet; the first one's listens
+
+    @property
+    def _here(self) -> Device:
+        """What :meth:`build` has made."""
+        assert self._built is not None
+        return self._built
 
     def rendezvous(self) -> tuple[str, int]:
         """An address the others can reach this one at, for the first meeting."""
@@ -126,20 +132,22 @@ class GpuActor(WatchedActor):
         stay_on(address)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device.index or 0)  # where groups connect
-        store = self._store or dist.TCPStore(
+        store = self._store or TCPStore(
             address, port, spec.gpus, is_master=False, timeout=self._timeout
         )
         dist.init_process_group(
             "nccl" if self._device.type == "cuda" else "gloo", store=store, rank=spec.gpu,
             world_size=spec.gpus, timeout=self._timeout,
         )
-        self._meet(dist.group.WORLD)
-        self._messages = None
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        self._meet(everyone)
+        self._messages: Messages | None = None
         if spec.gpus > 1:
-            everyone = range(spec.gpus)
+            gpus = range(spec.gpus)
             self._messages = Messages(
-                self._new_group(everyone),
-                dist.new_group(list(everyone), timeout=self._timeout, backend="gloo"),
+                self._new_group(gpus),
+                new_group(gpus, self._timeout, backend="gloo"),
             )
         self._connect_copies()
 
@@ -156,7 +164,7 @@ class GpuActor(WatchedActor):
         """Become another model's process; the old one's modules and streams are gone. The
         processes stay the same ones, and stay connected."""
         self._here.side_by_side.close()
-        pool, self._here = self._here.pool, None
+        pool, self._built = self._here.pool, None
         pool.close()
         for group in self._copies.values():
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
@@ -167,7 +175,7 @@ class GpuActor(WatchedActor):
         self._connect_copies()
 
     def _new_group(self, gpus: Sequence[int]) -> dist.ProcessGroup:
-        group = dist.new_group(list(gpus), timeout=self._timeout)
+        group = new_group(gpus, self._timeout)
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             self._meet(group)
         return group
@@ -206,7 +214,7 @@ class GpuActor(WatchedActor):
         )
         counted = frozenset(key for key in parameters if spec.copies[key[0]][0] == spec.gpu)
         families = {one.family for one in shared}
-        self._here = Device(
+        self._built = Device(
             self._device, spec.graph, {node.name: node for node in spec.nodes}, modules,
             [Mode(sub, sub.training) for module in modules.values() for sub in module.modules()],
             StreamPool(self._backend(), self._quotas()), SideBySide(spec.timeout_s),

@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from raymm.actors.multiplexed.messages import Flags
 from raymm.actors.multiplexed.node import Tensors
-from raymm.kernels.collectives.waiting import wait
+from raymm.kernels.collectives.waiting import Waitable, wait
 from raymm.scheduler.graph.sample_ranges import Range
 
 
@@ -26,7 +25,7 @@ class Incoming(NamedTuple):
 
     rows: Range
     gradients: Tensors
-    works: list[dist.Work]
+    works: list[Waitable]
     present: Callable[[], frozenset[str]]
 
     def add_to(self, total: Tensors, values: Tensors, lo: int) -> None:

@@ -19,6 +19,7 @@ from raymm.actors.multiplexed.clock import RunClock
 from raymm.actors.multiplexed.device import Device
 from raymm.actors.multiplexed.incoming import Incoming, flagged
 from raymm.actors.multiplexed.iteration_meta import GpuProgram, IterationMeta, IterationResult
+from raymm.actors.multiplexed.messages import Messages
 from raymm.actors.multiplexed.node import ONLY, Given, Tensors
 from raymm.actors.multiplexed.samples import (
     LAYOUT_BYTES,
@@ -28,7 +29,7 @@ from raymm.actors.multiplexed.samples import (
     empty,
 )
 from raymm.actors.quota import Output, Work
-from raymm.kernels.collectives.waiting import wait
+from raymm.kernels.collectives.waiting import Waitable, wait
 from raymm.scheduler.graph.sample_ranges import Range
 from raymm.scheduler.multiplex.instructions import (
     Barrier,
@@ -364,15 +365,21 @@ class Iteration:
         counts: Counter[int] = Counter()
         for piece, buffers in coming:
             counts[piece.peer] += len(buffers)
-        told = self._here.messages.start_flags(flags, +counts) if flags or +counts else {}
+        told = self._messages.start_flags(flags, +counts) if flags or +counts else {}
         first: Counter[int] = Counter()
         for piece, buffers in coming:
             present = partial(flagged, told.get(piece.peer), first[piece.peer], tuple(buffers))
             first[piece.peer] += len(buffers)
             self._expect(piece, buffers, [w for _ in buffers for w in next(works)], present)
 
+    @property
+    def _messages(self) -> Messages:
+        messages = self._here.messages
+        assert messages is not None  # there is another GPU that something is sent to
+        return messages
+
     def _expect(
-        self, piece: Piece, gradients: Tensors, works: list[dist.Work],
+        self, piece: Piece, gradients: Tensors, works: list[Waitable],
         present: Callable[[], frozenset[str]],
     ) -> None:  # fmt: skip
         part, _ = self._part_with(piece.node, piece.samples)
@@ -382,10 +389,10 @@ class Iteration:
     def _start(
         self, sends: Sequence[tuple[int, torch.Tensor]],
         receives: Sequence[tuple[int, torch.Tensor]],
-    ) -> list[list[dist.Work]]:  # fmt: skip
+    ) -> list[list[Waitable]]:  # fmt: skip
         if not sends and not receives:
             return []
-        return self._here.messages.start(sends, receives)
+        return self._messages.start(sends, receives)
 
     # The rest
 

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from raymm.kernels.collectives.waiting import wait
+from raymm.kernels.collectives.waiting import Waitable, started, wait
 
 # Tensors for the same GPU travel as one message if together they have at most so many bytes:
 # below, a message costs more than copying.
 PACKED_BYTES = 2**20
-
-
-class Waits(Protocol):
-    """Something to wait for."""
-
-    def wait(self) -> object:
-        """Until it has happened."""
 
 
 class Messages:
@@ -38,14 +31,14 @@ class Messages:
     ) -> None:
         self._group = group
         self._host_group = host_group or group
-        self._under_way: list[tuple[Waits, torch.Tensor]] = []
+        self._under_way: list[tuple[Waitable, torch.Tensor]] = []
         self.sent_bytes = 0
 
     def start(
         self,
         sends: Sequence[tuple[int, torch.Tensor]],
         receives: Sequence[tuple[int, torch.Tensor]],
-    ) -> list[list[Waits]]:
+    ) -> list[list[Waitable]]:
         """Start a batch; returns at once. Of two GPUs, the one must send what the other receives,
         in the same order.
 
@@ -74,7 +67,7 @@ class Messages:
             dist.P2POp(dist.irecv, flat, group=self._group, group_peer=peer)
             for peer, _, flat in incoming
         ]
-        found: list[list[Waits]] = [[] for _ in receives]
+        found: list[list[Waitable]] = [[] for _ in receives]
         if not operations:
             return found
         works = dist.batch_isend_irecv(operations)
@@ -85,7 +78,7 @@ class Messages:
             (work, flat) for work, (_, flat) in zip(works, outgoing, strict=False)
         ]
         for work, (_, one, flat) in zip(works[len(outgoing) :], incoming, strict=True):
-            waits = work
+            waits: Waitable = work
             if len(one) > 1:
                 waits = _Unpacks(work, flat, [receives[i][1] for i in one])
             for i in one:
@@ -107,12 +100,13 @@ class Messages:
         """
         for peer, flags in sends.items():
             data = torch.tensor(flags, dtype=torch.uint8)
-            work = dist.isend(data, group=self._host_group, group_dst=peer)
+            work = started(dist.isend(data, group=self._host_group, group_dst=peer))
             self._under_way.append((work, data))
         found = {}
         for peer, count in receives.items():
             data = torch.empty(count, dtype=torch.uint8)
-            found[peer] = Flags(dist.irecv(data, group=self._host_group, group_src=peer), data)
+            work = started(dist.irecv(data, group=self._host_group, group_src=peer))
+            found[peer] = Flags(work, data)
         return found
 
     def wait_sent(self) -> None:
@@ -125,7 +119,7 @@ class Messages:
 class Flags:
     """Flags that come from another GPU's host."""
 
-    def __init__(self, work: Waits, data: torch.Tensor) -> None:
+    def __init__(self, work: Waitable, data: torch.Tensor) -> None:
         self._work, self._data = work, data
         self._read: list[bool] | None = None
 
@@ -140,13 +134,14 @@ class Flags:
 class _Unpacks:
     """A message, and the tensors that it is written to."""
 
-    def __init__(self, work: Waits, flat: torch.Tensor, targets: list[torch.Tensor]) -> None:
-        self._work, self._flat, self._targets = work, flat, targets
+    def __init__(self, work: Waitable, flat: torch.Tensor, targets: list[torch.Tensor]) -> None:
+        self._work: Waitable | None = work
+        self._flat, self._targets = flat, targets
 
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta | None = None, /) -> None:
         if self._work is None:
             return
-        wait(self._work)
+        wait(self._work, timeout)
         parts = self._flat.split([target.numel() for target in self._targets])
         for target, part in zip(self._targets, parts, strict=True):
             target.copy_(part.view(target.shape))

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from raymm.actors.modules.message import Message
+from raymm.actors.modules.message import Message, StageModule
 from raymm.actors.multiplexed.node import ONLY, Given, Input, NodeSpec, OutputError, Tensors
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.language import LanguageSpec, LanguageStage
@@ -53,7 +53,7 @@ class EncoderNode(NodeSpec):
         Raises:
             OutputError: it returns features of another number of items.
         """
-        features = module.run(dict(given.entries), {}, given.context).tensors[0]
+        features = cast(StageModule, module).run(dict(given.entries), {}, given.context).tensors[0]
         if features.shape[0] != given.rows.size:
             raise OutputError(
                 f"{self.name!r} returns features of shape {tuple(features.shape)} for "
@@ -80,4 +80,4 @@ class LanguageNode(NodeSpec):
                 rows = torch.arange(given.own.size).repeat_interleave(counts)
                 index[one.producer] = rows.to(given.entries["input_ids"].device)
         text = {**given.entries, "sample_index": index}
-        return {ONLY: module.run(text, received, given.context).tensors[0]}
+        return {ONLY: cast(StageModule, module).run(text, received, given.context).tensors[0]}

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from raymm.actors.multiplexed.node import OutputError, Tensors
-from raymm.kernels.collectives.waiting import wait
+from raymm.kernels.collectives.waiting import Waitable, wait
 from raymm.scheduler.graph.sample_ranges import Range
 
 # A layout travels as JSON in a message of this many bytes.
@@ -125,10 +124,10 @@ class Samples:
         self._ranges = tuple(ranges)
         self._values = [empty(layout.fields, one.size, device) for one in ranges]
         self._gradients: list[Tensors | None] = [None] * len(ranges)
-        self._works: list[dist.Work] = []
+        self._works: list[Waitable] = []
         self.present: set[str] = set()
 
-    def await_writes(self, works: Iterable[dist.Work]) -> None:
+    def await_writes(self, works: Iterable[Waitable]) -> None:
         """Messages that write values; :meth:`wait` waits for them."""
         self._works += works
 
@@ -176,9 +175,11 @@ class Samples:
                 return index, one.lo
         raise IndexError(f"rows {rows} are not in {self._ranges}")
 
-    def _views(self, held: Sequence[Tensors], rows: Range) -> Tensors:
+    def _views(self, held: Sequence[Tensors | None], rows: Range) -> Tensors:
         index, start = self._place(rows)
+        tensors = held[index]
+        assert tensors is not None  # see gradient
         return {
             name: tensor[rows.lo - start : rows.hi - start]
-            for name, tensor in held[index].items()
+            for name, tensor in tensors.items()
         }

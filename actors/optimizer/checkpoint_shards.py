@@ -198,6 +198,12 @@ class _Stored(NamedTuple):
     name: str
     file: str
 
+    @property
+    def end(self) -> int:
+        """``stop`` of a range."""
+        assert self.stop is not None
+        return self.stop
+
 
 class StoredTensors:
     """The tensors of a checkpoint, whoever wrote which part of them.
@@ -274,7 +280,7 @@ class StoredTensors:
             return {part.file for part in parts}
         found = {
             part.file for part in parts for start, stop in piece.ranges
-            if max(start, part.start) < min(stop, part.stop)
+            if max(start, part.start) < min(stop, part.end)
         }
         return found or {parts[0].file}
 
@@ -290,13 +296,13 @@ class StoredTensors:
                     return opened(file).get_tensor(parts[0].name)
                 return _ranges(view, piece)
             dim = parts[0].dim
-            cut_alike = piece is not None and piece.dim == dim
-            ranges = piece.ranges if cut_alike else ((0, max(part.stop for part in parts)),)
+            alike = piece if piece is not None and piece.dim == dim else None
+            ranges = ((0, max(part.end for part in parts)),) if alike is None else alike.ranges
             taken = []
             for start, stop in ranges:
                 at = start
                 for part in parts:
-                    low, high = max(at, part.start), min(stop, part.stop)
+                    low, high = max(at, part.start), min(stop, part.end)
                     if low == at and low < high:
                         file, at = part.file, high
                         view = opened(file).get_slice(part.name)
@@ -306,7 +312,7 @@ class StoredTensors:
             if not taken:
                 taken = [_along(opened(file).get_slice(parts[0].name), dim, 0, 0)]
             whole = torch.cat(taken, dim)
-            return whole if piece is None or cut_alike else _ranges(whole, piece)
+            return whole if piece is None or alike is not None else _ranges(whole, piece)
         except ShardError:
             raise
         except Exception as error:  # OSError, or safetensors' own error type

@@ -142,7 +142,7 @@ class FiniteWatch:
     def restore_statistics(self) -> None:
         """Running statistics are again what they were before the batches since the last update."""
         for norm, name, kept in self._statistics or ():
-            norm._buffers[name].copy_(kept)
+            norm.get_buffer(name).copy_(kept)
 
     def clear(self) -> None:
         """What was seen so far counts for nothing any more."""

@@ -107,6 +107,7 @@ class _Bucket:
         if self.work is not None:
             wait(self.work)
         if self.owner in (None, process):
+            assert self.flat is not None  # see start
             firsts = [member.parameters[0] for member in self.members]
             *parts, counts = self.flat.split([*(p.numel() for p in firsts), len(firsts)])
             for member, part, count in zip(self.members, parts, counts.tolist(), strict=True):

@@ -90,6 +90,7 @@ class OptimizerConfig:
             return (step + 1) / self.warmup_steps
         if self.schedule == "constant":
             return 1.0
+        assert self.total_steps is not None  # a schedule has them, see _check_steps
         span = max(self.total_steps - self.warmup_steps, 1)
         done = min((step - self.warmup_steps) / span, 1.0)
         decay = 1.0 - done if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
@@ -98,7 +99,9 @@ class OptimizerConfig:
     def first_without_rate(self, steps: int) -> int | None:
         """Number, from 1, of the first of a run's steps from which on the learning rate is 0 to the
         run's end, as its schedule is over; None if there is none."""
-        if self.schedule == "constant" or self.min_lr_ratio > 0 or self.total_steps >= steps:
+        if self.schedule == "constant" or self.min_lr_ratio > 0 or self.total_steps is None:
+            return None
+        if self.total_steps >= steps:
             return None
         return self.total_steps + 1
 
@@ -112,8 +115,8 @@ class OptimizerConfig:
 def _check_number(
     name: str, value: object, accepted: str, fits: Callable[[float], bool]
 ) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not -_MOST <= value <= _MOST or not fits(value):  # NaN fails too
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if not -_MOST <= number <= _MOST or not fits(number):  # NaN fails, too
         raise ValueError(f"{name} is {value!r}; accepted: {accepted}")
 
 
@@ -286,6 +289,8 @@ class RankOptimizer:
 
     def state_tensors(self) -> dict[tuple[str, str, str], torch.Tensor]:
         """Optimizer state by (stage, name, key)."""
+        if self.optimizer is None:
+            return {}
         return {
             (stage, name, key): value
             for (stage, name), parameter in self.updated.items()

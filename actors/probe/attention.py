@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from raymm.actors.modules.blocks import input_embeddings, method_of
 from raymm.actors.probe.cut import ProbeError, small_language_model
 from raymm.actors.weights.source import ModuleSource
 from raymm.kernels.attention import attention
@@ -76,8 +77,8 @@ def probe_shared_tokens(
     back = order.argsort()
 
     def attend(*tensors: Any, **options: Any) -> torch.Tensor:
-        *qkv, masks = tensors
-        return attention(*(each[:, :, back] for each in qkv), masks, **options)[0][:, :, order]
+        query, key, value = (each[:, :, back] for each in tensors[:3])
+        return attention(query, key, value, tensors[3], **options)[0][:, :, order]
 
     given = {hf_attention.MASK_ARGUMENT: (_probe_mask() if has_mask else causal(_TOKENS),)}
     shared = {
@@ -108,7 +109,7 @@ def _model_with_masks(source: ModuleSource, what: str) -> tuple[str, nn.Module]:
         )
     hf_attention.register()
     model = small_language_model(source)
-    model.set_attn_implementation(hf_attention.NAME)
+    method_of(model, "set_attn_implementation")(hf_attention.NAME)
     return name, model
 
 
@@ -120,7 +121,7 @@ def _probe_mask() -> AttentionMask:
 
 @torch.no_grad()
 def _embeddings(model: nn.Module) -> torch.Tensor:
-    embedding = model.get_input_embeddings()
+    embedding = input_embeddings(model)
     return embedding(torch.arange(_TOKENS)[None] % embedding.weight.shape[0])
 
 

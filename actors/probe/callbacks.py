@@ -24,7 +24,7 @@ from ray import cloudpickle
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from raymm.actors.modules.blocks import hidden_state
+from raymm.actors.modules.blocks import block_list, hidden_state
 from raymm.actors.modules.brief_error import brief
 from raymm.actors.modules.cut import Passage, prune
 from raymm.actors.modules.draws import module_draws
@@ -147,7 +147,9 @@ def module_inputs(spec: EncoderSpec, example: Inputs) -> dict[str, Any]:
         return given
     try:
         with torch.random.fork_rng(devices=[]):
-            given = own_callbacks(spec).preprocess(given)
+            preprocess = own_callbacks(spec).preprocess
+            assert preprocess is not None
+            given = preprocess(given)
     except USER_CODE_RAISES as error:  # whatever a callback may raise
         raise ProbeError(
             f"preprocess_callback of {spec.name!r} fails on {in_words(example)}: {brief(error)}"
@@ -186,10 +188,10 @@ def _cut(spec: EncoderSpec, given: Inputs) -> tuple[Any, frozenset[str]]:
 def _lost(spec: EncoderSpec, model: nn.Module, given: Inputs) -> frozenset[str]:
     """Fields of the module's output that a last stage alone does not have as the whole module
     has them."""
-    blocks = model.get_submodule(spec.cut.blocks)
-    total, entered = len(blocks), {}
+    assert spec.cut is not None
+    total, entered = len(block_list(model, spec.cut.blocks)), {}
     whole = copy.deepcopy(model)
-    for index, block in enumerate(whole.get_submodule(spec.cut.blocks)):
+    for index, block in enumerate(block_list(whole, spec.cut.blocks)):
         block.register_forward_pre_hook(
             lambda block, args, kwargs, index=index: entered.update(
                 {index: hidden_state(block, args, kwargs)}
@@ -285,7 +287,7 @@ class _Chain:
     """A small copy of a chain that can be run in stages."""
 
     def __init__(self, spec: EncoderSpec, model: nn.Module, example: Inputs) -> None:
-        blocks = 1 if spec.cut is None else len(model.get_submodule(spec.cut.blocks))
+        blocks = 1 if spec.cut is None else len(block_list(model, spec.cut.blocks))
         self.spec = replace(spec, num_blocks=blocks)
         self._model, self._example = model, dict(example)
         self._projector = None
@@ -307,6 +309,7 @@ class _Chain:
             stage = self._stage(lo, hi)
             stages.append(stage)
             message = self._run(stage, self._example if lo == 0 else None, message)
+        assert message is not None  # there is a stage
         (output,) = message.tensors
         (output * torch.linspace(-1, 1, output.numel()).view_as(output)).sum().backward()
         for name, parameter in (item for stage in stages for item in stage.named_parameters()):
@@ -325,6 +328,7 @@ class _Chain:
         spec = own_callbacks(self.spec)
         module = copy.deepcopy(self._model)
         if (lo or hi < spec.num_blocks) and lo < spec.num_blocks:
+            assert spec.cut is not None  # without, the module is one stage
             module = prune(module, spec.cut, lo, min(hi, spec.num_blocks))
         return EncoderStage(spec, lo, hi, module, copy.deepcopy(self._projector))
 
@@ -347,5 +351,5 @@ def own_callbacks(spec: EncoderSpec) -> EncoderSpec:
     given = tuple(getattr(spec, name) for name in _CALLBACKS)
     if not any(given):
         return spec
-    copies = cloudpickle.loads(cloudpickle.dumps(given))
+    copies = cloudpickle.loads(cloudpickle.dumps(given))  # pyright: ignore[reportPrivateImportUsage]
     return replace(spec, **dict(zip(_CALLBACKS, copies, strict=True)))

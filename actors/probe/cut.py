@@ -16,7 +16,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from raymm.actors.modules.blocks import checkpoints_itself, find_blocks
+from raymm.actors.modules.blocks import (
+    block_list,
+    checkpoints_itself,
+    find_blocks,
+    input_embeddings,
+)
 from raymm.actors.modules.brief_error import brief
 from raymm.actors.modules.cut import CutInfo
 from raymm.actors.modules.message import first_tensor
@@ -78,7 +83,7 @@ def _language_run(model: nn.Module) -> Run:
     _check_embeds(model, ids)
 
     def run(stage: nn.Module, first: bool) -> torch.Tensor:
-        embeds = stage.get_input_embeddings()(ids)
+        embeds = input_embeddings(stage)(ids)
         if not first:
             embeds = torch.zeros(embeds.shape)
         return stage(inputs_embeds=embeds, use_cache=False).logits
@@ -88,7 +93,7 @@ def _language_run(model: nn.Module) -> Run:
 
 def _vocabulary(model: nn.Module) -> int:
     try:
-        return model.get_input_embeddings().weight.shape[0]
+        return input_embeddings(model).weight.shape[0]
     except (AttributeError, NotImplementedError, TypeError) as error:
         raise ProbeError(
             f"{type(model).__name__} has no table of token embeddings (get_input_embeddings), "
@@ -104,7 +109,7 @@ def _check_embeds(model: nn.Module, ids: torch.Tensor) -> None:
     name, whole = type(model).__name__, copy.deepcopy(model)
     failed: list[Exception] = []
     with torch.no_grad():
-        for inputs in ({"inputs_embeds": whole.get_input_embeddings()(ids)}, {"input_ids": ids}):
+        for inputs in ({"inputs_embeds": input_embeddings(whole)(ids)}, {"input_ids": ids}):
             try:
                 whole(**inputs, use_cache=False).logits  # noqa: B018
             except USER_CODE_RAISES as error:  # whatever a model may raise
@@ -245,7 +250,7 @@ def _probe(source: ModuleSource, run_of: Callable[[nn.Module], Run]) -> CutInfo:
             raise ProbeError(
                 f"{name} has no list of blocks to cut between; give it one stage (pp 1)"
             )
-        if len(model.get_submodule(blocks)) < 2:
+        if len(block_list(model, blocks)) < 2:
             raise ProbeError(f"{name} has a single block; give it one stage (pp 1)")
         return compare_pieces(model, blocks, run_of(model), set_mode(source.skeleton()).training)
 

@@ -12,11 +12,12 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import nn
 
+from raymm.actors.modules.blocks import method_of
 from raymm.actors.modules.brief_error import brief
 from raymm.errors import USER_CODE_RAISES, Error
 
@@ -87,7 +88,7 @@ def _inner_encoder(model: nn.Module) -> str | None:
     if not set(_parameters(model)) & set(_TEXT):
         return None
     try:
-        inner = model.get_encoder()
+        inner = method_of(model, "get_encoder")()
     except (AttributeError, NotImplementedError, TypeError):
         return None
     return type(inner).__name__ if inner is not model else None
@@ -101,8 +102,9 @@ def _parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
 
 
 def _main_input(model: nn.Module, names: list[str]) -> str:
-    main = getattr(model, "main_input_name", None)
-    return main if main in names or not names else names[0]
+    """Of at least one name."""
+    main: Any = getattr(model, "main_input_name", None)
+    return main if main in names else names[0]
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,14 @@ class _Facts:
     config: Any
     generator: torch.Generator
 
+    @overload
+    def number(self, *names: str, default: int) -> int: ...
+
+    @overload
+    def number(self, *names: str) -> int | None: ...
+
     def number(self, *names: str, default: int | None = None) -> int | None:
+        """The first that the config has as a number."""
         found = (getattr(self.config, name, None) for name in names)
         return next((n for n in found if isinstance(n, int) and not isinstance(n, bool)), default)
 
@@ -124,8 +133,11 @@ class _Facts:
                 value = [value.get("height"), value.get("width")]
             if isinstance(value, int) and not isinstance(value, bool):
                 return value, value
-            if isinstance(value, list | tuple) and value and all(type(n) is int for n in value):
-                return value[-2 if len(value) > 1 else -1], value[-1]
+            if not isinstance(value, list | tuple):
+                continue
+            numbers = [n for n in value if type(n) is int]
+            if numbers and len(numbers) == len(value):
+                return numbers[-2 if len(numbers) > 1 else -1], numbers[-1]
         return None
 
     def random(self, *shape: int) -> torch.Tensor:

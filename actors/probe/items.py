@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from raymm.actors.modules.blocks import find_blocks
+from raymm.actors.modules.blocks import block_list, find_blocks
 from raymm.actors.modules.message import first_tensor
 from raymm.actors.probe.cut import ProbeError, encoder_inputs, of_one_that_runs
 from raymm.actors.probe.draws import DrawnShapes
@@ -89,9 +89,10 @@ def _check_shares(model: nn.Module, inputs: dict[str, Any], training: bool) -> N
         _run(copy.deepcopy(model), inputs, whole), expected,
         f"its attention is not what {hf_attention.NAME} attention makes of it",
     )  # fmt: skip
-    if whole.hidden.shape[1] < _PROCESSES:
+    tokens = whole.tokens.shape[1]
+    if tokens < _PROCESSES:
         raise ProbeError(
-            f"its example inputs give {whole.hidden.shape[1]} token per item; there is nothing "
+            f"its example inputs give {tokens} token per item; there is nothing "
             "to share"
         )
     for rank in range(_PROCESSES):
@@ -114,15 +115,17 @@ def _check_training(model: nn.Module, inputs: dict[str, Any]) -> None:
     def run(stage: nn.Module, _: bool) -> torch.Tensor:
         return first_tensor(stage(**inputs))
 
-    if skips_blocks(model, find_blocks(model), run):
+    blocks = find_blocks(model)
+    assert blocks is not None  # see probe_shared_items
+    if skips_blocks(model, blocks, run):
         raise ProbeError(
             "it leaves out layers at random in training, in which processes have to meet; set the "
             "probability in its config to 0 (layerdrop)"
         )
     whole = _Whole()
-    with DrawnShapes(model.get_submodule(find_blocks(model))) as drawn:
+    with DrawnShapes(block_list(model, blocks)) as drawn:
         _run(model, inputs, whole)
-    tokens = whole.hidden.shape[1]
+    tokens = whole.tokens.shape[1]
     if without := [shape for shape in drawn.shapes if tokens not in shape]:
         raise ProbeError(
             f"its blocks draw random numbers of shape {without[0]} in training, for whole items: "
@@ -141,7 +144,8 @@ def _compare(output: torch.Tensor, expected: torch.Tensor, why: str) -> None:
 
 def _run(model: nn.Module, inputs: dict[str, Any], peers: Peers) -> torch.Tensor:
     blocks = find_blocks(model)
-    sharing = SharedItems(model, blocks, 0, len(model.get_submodule(blocks)), peers)
+    assert blocks is not None
+    sharing = SharedItems(model, blocks, 0, len(block_list(model, blocks)), peers)
     torch.manual_seed(0)
     with sharing:
         output = model(**inputs)
@@ -161,6 +165,12 @@ class _Whole:
     def __init__(self) -> None:
         self.attended: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.hidden: torch.Tensor | None = None
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """What blocks return, of all tokens; after a forward."""
+        assert self.hidden is not None
+        return self.hidden
 
     def attend(self, layout: ContextLayout) -> Attend:
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masks: Any,
@@ -215,4 +225,4 @@ class _Part:
         return attend
 
     def gather(self, local: torch.Tensor, layout: ContextLayout) -> torch.Tensor:
-        return self._among(self._whole.hidden, local, layout, 1)
+        return self._among(self._whole.tokens, local, layout, 1)

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from raymm.actors.modules.blocks import input_embeddings
 from raymm.actors.modules.message import first_tensor
 from raymm.actors.probe.callbacks import chain_example, module_inputs, own_callbacks
 from raymm.actors.probe.cut import of_one_that_runs, small_language_model
@@ -67,7 +68,9 @@ def _check(
         with torch.random.fork_rng(devices=[]):
             output = model(**copy.deepcopy(given))
             if spec.postprocess_module is not None:
-                output = own_callbacks(spec).postprocess_module(given, output)
+                postprocess = own_callbacks(spec).postprocess_module
+                assert postprocess is not None
+                output = postprocess(given, output)
     except USER_CODE_RAISES as error:  # whatever a module or callback may raise
         raise NotRunError(str(error)) from error
     if isinstance(output, torch.Tensor):
@@ -139,7 +142,7 @@ def added_loss(source: ModuleSource) -> str | None:
         model = small_language_model(source).train()
     except NotRunError:  # it cannot be trained
         return None
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = input_embeddings(model).weight.shape[0]
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, (2, _TOKENS), generator=generator)
     try:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Collection
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import nn
 
+from raymm.actors.modules.blocks import block_list
 from raymm.actors.modules.brief_error import brief
 from raymm.actors.modules.cut import CutInfo, CutReached, Passage, ghost_parameter, prune
 from raymm.actors.modules.draws import BlockDraws, Draws
@@ -60,7 +61,7 @@ def whole_forward(model: nn.Module, blocks: str, run: Run, seed: int) -> Forward
         lengths.append(len(output) if isinstance(output, tuple | list) else 0)
 
     whole = copy.deepcopy(model)  # some models keep tensors of their last forward
-    listed = whole.get_submodule(blocks)
+    listed = block_list(whole, blocks)
     for index, block in enumerate(listed):
         block.register_forward_hook(lambda _, __, output, index=index: note(index, output))
     with generators_kept():
@@ -74,7 +75,7 @@ def skips_blocks(model: nn.Module, blocks: str, run: Run) -> bool:
     Raises:
         NotRunError: it does not run.
     """
-    total = len(model.get_submodule(blocks))
+    total = len(block_list(model, blocks))
     try:
         if not _draws(model, run):
             return False
@@ -112,7 +113,7 @@ def _draws(model: nn.Module, run: Run) -> bool:
     """Whether a forward draws random numbers."""
 
     def states() -> tuple[object, ...]:
-        return generator_state(), np.random.get_state()[1].tobytes(), random.getstate()
+        return generator_state(), cast(tuple, np.random.get_state())[1].tobytes(), random.getstate()
 
     with generators_kept():
         seed_generators(0)
@@ -149,7 +150,7 @@ class _Pieces:
     def __init__(self, model: nn.Module, blocks: str, run: Run) -> None:
         self._name = type(model).__name__
         self._model, self._blocks, self._run = model, blocks, run
-        total = len(model.get_submodule(blocks))
+        total = len(block_list(model, blocks))
         self._bounds = [0, 1, total - 1, total] if total > 2 else [0, 1, 2]
         self._outer = frozenset(
             n for n, _ in model.named_parameters() if not n.startswith(blocks + ".")
@@ -210,6 +211,7 @@ class _Pieces:
             )
 
     def _piece(self, lo: int, hi: int) -> tuple[nn.Module, Passage]:
+        assert self._length is not None  # a whole forward came first
         everywhere = CutInfo(self._blocks, self._length, *[self._outer] * 3)
         stage = prune(copy.deepcopy(self._model), everywhere, lo, hi)
         return stage, Passage(stage, everywhere, lo, hi)
@@ -218,8 +220,8 @@ class _Pieces:
         hidden: torch.Tensor | None = None
         try:
             for number, (stage, passage) in enumerate(self._stages):
-                received = hidden.detach().requires_grad_() if number else None
-                listed = stage.get_submodule(self._blocks)
+                received = None if hidden is None else hidden.detach().requires_grad_()
+                listed = block_list(stage, self._blocks)
                 try:
                     with passage.open(received, "its forward"):
                         hidden = _drawing(stage, listed, self._run, not number, seed)
@@ -234,6 +236,7 @@ class _Pieces:
                 "such as those of all of them, of which feature maps are picked, or their sizes "
                 f"(a part of it ends in {brief(error)})"
             ) from error
+        assert hidden is not None  # there are pieces
         return hidden
 
     def _reached(self, stage: nn.Module, hidden: torch.Tensor) -> frozenset[str]:
@@ -258,19 +261,23 @@ class _Pieces:
         owned = []
         for number, reached in enumerate(self._used):
             handed = self._alone(everywhere, number, received)
-            owned.append(reached | self._read(everywhere, number, received, handed, unreached))
+            owned.append(
+                reached.union(self._read(everywhere, number, received, handed, unreached))
+            )
             received = handed
         middle = owned[1] if len(owned) > 2 else frozenset()
         info = CutInfo(self._blocks, self._length or 0, owned[0], middle, owned[-1])
         received = None
         for number in range(len(owned)):
             received = self._alone(info, number, received)
+        assert received is not None
         if not torch.allclose(received, whole, rtol=0, atol=0, equal_nan=True):
             raise self._error("with only the parameters that they use, its pieces differ from it")
         return info
 
     def _alone(
-        self, info: CutInfo, number: int, received: torch.Tensor | None, without: Names = ()
+        self, info: CutInfo, number: int, received: torch.Tensor | None,
+        without: Names = frozenset(),
     ) -> torch.Tensor:
         """What a piece hands on that owns what ``info`` says, but for some parameters."""
         lo, hi = self._between[number]
@@ -279,7 +286,7 @@ class _Pieces:
         for name, parameter in list(stage.named_parameters(remove_duplicate=False)):
             if id(parameter) in tied:
                 ghost_parameter(stage, name)
-        passage, listed = Passage(stage, info, lo, hi), stage.get_submodule(self._blocks)
+        passage, listed = Passage(stage, info, lo, hi), block_list(stage, self._blocks)
         # With autograd, as the whole: some attention gives other bits without.
         leaf = None if received is None else received.requires_grad_()
         with generators_kept():

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from raymm.actors.modules.blocks import config_depth_names, find_blocks
+from raymm.actors.modules.blocks import block_list, config_depth_names, find_blocks
 from raymm.actors.modules.brief_error import brief
 from raymm.actors.probe.error import ProbeError
 from raymm.actors.weights.source import ModuleSource, on_meta
@@ -148,7 +148,7 @@ def _kinds(model: nn.Module) -> list[tuple]:
             (name, type(child), *_flags(child))
             for name, child in block.named_modules()
         )
-        for block in model.get_submodule(path)
+        for block in block_list(model, path)
     ]  # fmt: skip
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from raymm.actors.modules.blocks import input_embeddings
 from raymm.actors.modules.message import first_tensor
 from raymm.actors.modules.projector import Projector
 from raymm.actors.probe.cut import ProbeError, encoder_inputs, of_one_that_runs
@@ -118,15 +119,15 @@ def example_run(model: nn.Module, inputs: Tensors | None) -> tuple[Run, Tensors]
     get = getattr(model, "get_output_embeddings", None)
     if inputs is None and get is not None and get() is not None:
         # Tokens from all over the vocabulary, in two samples.
-        size = model.get_input_embeddings().weight.shape[0]
+        size = input_embeddings(model).weight.shape[0]
         ids = torch.linspace(0, size - 1, 2 * _TOKENS).long().view(_TOKENS, 2).T
 
         def run_language(stage: nn.Module, given: Tensors) -> torch.Tensor:
-            embeds = stage.get_input_embeddings()(ids)
+            embeds = input_embeddings(stage)(ids)
             return stage(inputs_embeds=embeds + given["embeds"], use_cache=False).logits
 
         with torch.no_grad():
-            embeds = model.get_input_embeddings()(ids)
+            embeds = input_embeddings(model)(ids)
         # Added to the embeddings: images and sounds are, and need the gradient.
         return run_language, {"embeds": torch.randn(embeds.shape, generator=generator) * 0.1}
     if inputs is None and isinstance(model, Projector):
@@ -174,10 +175,11 @@ def compare_shards(
         own = (e for e in errors if not isinstance(e, threading.BrokenBarrierError))
         error = next(own, errors[0])
         return Comparison(f"its shards fail with {type(error).__name__}: {error}")
-    return _compare(plan, results, expected)
+    done = [result for result in results if result is not None]  # all, as there was no error
+    return _compare(plan, done, expected)
 
 
-def _compare(plan: TensorPlan, results: list[Result], expected: Result) -> Comparison:
+def _compare(plan: TensorPlan, results: Sequence[Result], expected: Result) -> Comparison:
     for rank, result in enumerate(results):
         if not _close(result.output, expected.output):
             return Comparison(f"the output of shard {rank} differs from the whole's")
@@ -201,9 +203,14 @@ def _compare(plan: TensorPlan, results: list[Result], expected: Result) -> Compa
     return Comparison(None, frozenset(partial - plan.partial))
 
 
-def _sum(results: list[Result], name: str, holders: Any) -> torch.Tensor | None:
-    parts = [results[rank].gradients.get(name) for rank in holders]
-    return None if any(part is None for part in parts) else sum(parts)
+def _sum(results: Sequence[Result], name: str, holders: Any) -> torch.Tensor | None:
+    total: Any = 0
+    for rank in holders:
+        part = results[rank].gradients.get(name)
+        if part is None:
+            return None
+        total = total + part
+    return total
 
 
 def _close(
@@ -225,8 +232,9 @@ def _run(
     # Copies, as a model may write on its inputs.
     output = run(model, {name: leaf.clone() for name, leaf in leaves.items()})
     whole, weights = output.detach(), _weights(output.detach())
-    if plan is not None and plan.head is not None:
-        shares = [plan.vocabulary(rank) for rank in range(plan.tp)]
+    if plan is not None and group is not None and plan.head is not None:
+        found = (plan.vocabulary(rank) for rank in range(plan.tp))
+        shares = [share for share in found if share is not None]  # all: there is a head
         start, stop = shares[group.rank]
         if output.shape[-1] != stop - start:
             raise ValueError("its logits are not what its output head returns")

@@ -36,6 +36,7 @@ class QuotaStream(Stream, Protocol):
 
     def use(self) -> AbstractContextManager[None]:
         """Make it the calling thread's current stream."""
+        ...
 
 
 class Backend(Protocol):
@@ -50,9 +51,11 @@ class Backend(Protocol):
             partition: of :attr:`gpu`.
             neighbours: what runs beside it.
         """
+        ...
 
     def current(self) -> Stream:
         """The calling thread's current stream on the backend's device."""
+        ...
 
     def close(self) -> None:
         """End all streams. Nothing may be issued to them any more, nothing that they computed

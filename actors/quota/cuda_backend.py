@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 
@@ -27,7 +28,7 @@ class CudaStream:
         self.torch_stream = stream
 
     def record(self) -> torch.cuda.Event:
-        return self.torch_stream.record_event()
+        return cast(torch.cuda.Event, self.torch_stream.record_event())
 
     def wait(self, event: torch.cuda.Event) -> None:
         self.torch_stream.wait_event(event)
@@ -73,7 +74,8 @@ class CudaBackend:
     def __init__(self, device: torch.device | int | None = None, coscheduled: bool = True) -> None:
         _check_environment()
         try:
-            from cuda.bindings import driver
+            # Found by an import hook, which type checkers do not run.
+            from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
         except ImportError as error:
             raise QuotaUnavailableError(f"cuda-python cannot be imported: {error}") from error
         self.device = torch.device("cuda", _ordinal(device))

@@ -36,6 +36,7 @@ class Seconds(Protocol):
             quota: its share of the GPU, as granted.
             neighbours: shares, as granted, of the modules that run beside it.
         """
+        ...
 
 
 def pause(seconds: float) -> None:

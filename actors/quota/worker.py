@@ -16,7 +16,7 @@ class Task:
     """
 
     def __init__(self, call: Callable[[], Any]) -> None:
-        self._call = call
+        self._call: Callable[[], Any] | None = call
         self.done = threading.Event()
         self.result: Any = None
         self.error: BaseException | None = None
@@ -24,6 +24,7 @@ class Task:
     def run(self) -> None:
         """Make the call. Never raises."""
         try:
+            assert self._call is not None  # a task runs once
             self.result = self._call()
         except BaseException as error:
             self.error = error

@@ -15,7 +15,7 @@ from torch import nn
 
 from raymm.actors.memory.live_storages import LiveStorages
 from raymm.actors.memory.to_device import to_device
-from raymm.actors.modules.blocks import find_blocks, hidden_name, hidden_state
+from raymm.actors.modules.blocks import block_list, find_blocks, hidden_name, hidden_state
 from raymm.actors.modules.merge import Prepend
 from raymm.actors.modules.message import Message, MicrobatchContext
 from raymm.actors.modules.precision import cast_frozen
@@ -94,8 +94,8 @@ class ModuleProfiler:
     """
 
     def __init__(
-        self, builder: Callable[[], nn.Module], device: str, autocast: str | None, cast: bool,
-        threads: int,
+        self, builder: Callable[[], EncoderStage | LanguageStage], device: str,
+        autocast: str | None, cast: bool, threads: int,
     ) -> None:
         torch.set_num_threads(threads)
         self._device = torch.device(device)
@@ -226,10 +226,12 @@ class ModuleProfiler:
 def _layer_modules(stage: EncoderStage | LanguageStage) -> tuple[list[nn.Module], bool]:
     """What each layer starts with: its blocks (or the module, if it cannot be cut), then the
     projector; and whether the first is a block."""
-    path = find_blocks(stage.module)
-    blocks = list(stage.module.get_submodule(path)) if path is not None else []
+    module = stage.module
+    assert module is not None  # a whole one is profiled
+    path = find_blocks(module)
+    blocks: list[nn.Module] = list(block_list(module, path)) if path is not None else []
     has_blocks = len(blocks) > 1
-    layers = blocks if has_blocks else [stage.module]
+    layers = blocks if has_blocks else [module]
     projector = getattr(stage, "projector", None)
     return layers + ([projector] if projector is not None else []), has_blocks
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ from raymm.actors.optimizer.checkpoint_shards import (
 from raymm.actors.optimizer.gradient_reduction import Family
 from raymm.actors.optimizer.optimizer import Holdings, OptimizerConfig, RankOptimizer
 from raymm.actors.quota import Backend
-from raymm.actors.rank.meeting import open_store, stay_on
+from raymm.actors.rank.meeting import TCPStore, new_group, open_store, stay_on
 from raymm.actors.sharding.fully_sharded import local_part
 from raymm.actors.sharding.parameter_pieces import ChainPieces
 from raymm.kernels.collectives.p2p import Exchange
@@ -45,12 +45,18 @@ from raymm.scheduler.program.program import Instruction, Op
 
 if TYPE_CHECKING:
     from raymm.actors.sharding.tensor_plan import Piece
+    from raymm.actors.stages.encoder import EncoderStage
+    from raymm.actors.stages.language import LanguageStage
 
 # Programs a rank keeps: one per combination of modalities seen in a step's microbatches.
 MAX_PROGRAMS = 256
 
 
-def remember(programs: OrderedDict[str, Any], key: str, value: Any) -> None:
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+def remember(programs: OrderedDict[Key, Value], key: Key, value: Value) -> None:
     """Put ``key`` last and drop the least recently used entry beyond :data:`MAX_PROGRAMS`."""
     programs[key] = value
     programs.move_to_end(key)
@@ -97,7 +103,7 @@ class RankSpec:
 
     rank: int
     world_size: int
-    builders: dict[str, Callable[[], torch.nn.Module]]
+    builders: dict[str, Callable[[], EncoderStage | LanguageStage]]
     edges: tuple[tuple[str, str], ...]
     lanes: tuple[tuple[tuple[str, str], tuple[Lane, ...]], ...]
     groups: tuple[tuple[int, ...], ...] = ()
@@ -123,12 +129,14 @@ class RankActor(WatchedActor):
         self._spec = spec
         self._device = torch.device(spec.device)
         self._timeout = timedelta(seconds=spec.timeout_s)
-        self._stages: dict[str, torch.nn.Module] = {}
+        self._stages: dict[str, EncoderStage | LanguageStage] = {}
         self._programs: OrderedDict[str, CompiledProgram] = OrderedDict()
-        self._executor: Executor | None = None
-        self._store: dist.TCPStore | None = None  # where ranks meet; the first one's listens
-        self._optimizer: RankOptimizer | None = None
+        self._store: TCPStore | None = None  # where ranks meet; the first one's listens
         self._colocation: Colocation | None = None
+
+    # What :meth:`build` makes.
+    _executor: Executor
+    _optimizer: RankOptimizer
 
     def rendezvous(self) -> tuple[str, int]:
         """An address other ranks can reach this one at, for the first meeting."""
@@ -143,7 +151,7 @@ class RankActor(WatchedActor):
         torch.set_num_threads(spec.threads)
         stay_on(address)
         backend = "nccl" if self._device.type == "cuda" else "gloo"
-        store = self._store or dist.TCPStore(
+        store = self._store or TCPStore(
             address, port, spec.world_size, is_master=False, timeout=self._timeout
         )
         dist.init_process_group(
@@ -168,7 +176,7 @@ class RankActor(WatchedActor):
         dist.all_reduce(torch.zeros(1, device=self._device))  # connects all pairs now, not later
 
     def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        return dist.new_group(list(ranks), timeout=self._timeout)
+        return new_group(ranks, self._timeout)
 
     def _open_lane(self, edge: tuple[str, str], lane: Lane) -> None:
         """Each directed edge has its own groups, so that edges cannot block one another."""
@@ -198,7 +206,7 @@ class RankActor(WatchedActor):
 
     @task("building stages")
     def build(
-        self, builders: dict[str, Callable[[], torch.nn.Module]] | None = None
+        self, builders: dict[str, Callable[[], EncoderStage | LanguageStage]] | None = None
     ) -> dict[str, int]:
         """Build the stages, from ``builders`` if they are to be others than the spec's, and the
         streams of their modules' quotas. Returns the number of parameters held, per stage."""
@@ -209,7 +217,7 @@ class RankActor(WatchedActor):
         autocast = getattr(torch, self._spec.autocast) if self._spec.autocast else None
         self._stages = {}
         for name, builder in (builders or self._spec.builders).items():
-            stage = builder()
+            stage: Any = builder()  # it knows of what kind the module's plans are
             pieces = self._spec.pieces.get(stage_module(name), ChainPieces())
             if self._tensors is not None:
                 stage.shard_tensors(pieces.plans, self._tensors)
@@ -220,6 +228,7 @@ class RankActor(WatchedActor):
             if autocast is not None and stage_module(name) in self._spec.reloadable:
                 cast_frozen(stage, autocast)
             if pieces.shards > 1:  # first: the device never holds the whole stage
+                assert self._data is not None
                 stage.shard_parameters(pieces.plans, self._data.group, self._device)
             self._stages[name] = stage.to(self._device)
         if self._colocation is not None:
@@ -265,6 +274,7 @@ class RankActor(WatchedActor):
         return "" if self._colocation is None else self._colocation.report()
 
     def _sum_over_data(self, gradient: torch.Tensor) -> torch.Tensor:
+        assert self._data is not None
         dist.all_reduce(gradient, group=self._data.group)
         return gradient
 

@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -24,7 +24,7 @@ from raymm.actors.faults.inquiry import Inquiry, inquire, kill_from_outside, loo
 from raymm.actors.faults.lost_processes import ChannelError
 from raymm.actors.faults.stacks import Address
 from raymm.actors.faults.watched_actor import CONCURRENCY_GROUPS
-from raymm.actors.rank.rank_actor import RankActor, RankSpec, remember
+from raymm.actors.rank.rank_actor import RankActor, remember
 from raymm.errors import ClusterLostError, InputError, RankFailedError, RunFailedError
 from raymm.scheduler.program.program import Op, Program
 from raymm.scheduler.program.timeline import Span, Timeline
@@ -119,6 +119,13 @@ class StepHandle(Generic[Result]):
         return self._group.wait(self._refs)
 
 
+class ProcessSpec(Protocol):
+    """What the group itself reads of its processes' specs."""
+
+    @property
+    def timeout_s(self) -> float: ...
+
+
 class RankGroup:
     """All ranks of a plan, one Ray actor each.
 
@@ -138,7 +145,7 @@ class RankGroup:
     actor_class: type = RankActor
 
     def __init__(
-        self, specs: Sequence[RankSpec], labels: Sequence[str], resources: RankResources
+        self, specs: Sequence[ProcessSpec], labels: Sequence[str], resources: RankResources
     ) -> None:
         check_capacity(len(specs), resources)
         self._labels = list(labels)
@@ -175,10 +182,10 @@ class RankGroup:
             self.shutdown()
             raise
 
-    def _create(self, spec: RankSpec, index: int, resources: RankResources) -> Any:
+    def _create(self, spec: ProcessSpec, index: int, resources: RankResources) -> Any:
         # No runtime_env: a rank then takes one of Ray's prestarted workers. Its threads are set
         # by the actor itself.
-        actor = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(self.actor_class)
+        actor = cast(Any, ray.remote)(concurrency_groups=CONCURRENCY_GROUPS)(self.actor_class)
         remote = actor.options(
             num_cpus=resources.cpus,
             num_gpus=resources.gpus,
@@ -416,9 +423,9 @@ def measured_timeline(results: Sequence[StepResult]) -> Timeline:
     origin = min(starts, default=0.0)
     return Timeline(
         tuple(
-            Span(rank, op, stage, microbatch, start - origin, end - origin, *more)
+            Span(rank, op, stage, microbatch, start - origin, end - origin, peer, quota)
             for rank, result in enumerate(results)
-            for op, stage, microbatch, start, end, *more in result.spans
+            for op, stage, microbatch, start, end, peer, quota in result.spans
         ),
         len(results),
     )

@@ -90,11 +90,12 @@ class SurfaceProfiler(ModuleProfiler):
         """Inputs for :meth:`iterations`, and a first one, for kernels that are chosen at first
         use. From now on without dropout, which draws random numbers."""
         self._stage.eval()
-        self._prepared = self._given(wanted)
+        self._prepared: tuple[dict[str, Any], dict[str, Message]] | None = self._given(wanted)
         self._iterate(*self._prepared)
 
     def iterations(self, count: int) -> tuple[Any, Any]:
         """Events on the current CUDA stream before and after so many forwards and backwards."""
+        assert self._prepared is not None  # see prepare
         inputs, received = self._prepared
         start = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -86,8 +86,8 @@ class _Block:
         if not self._blocks.moves(tensor):
             return tensor
         storage = tensor.untyped_storage()
-        known, reference = self._known.get(storage.data_ptr(), (None, None))
-        moved = reference() if known is not None and not known.expired() else None
+        known = self._known.get(storage.data_ptr())
+        moved = known[1]() if known is not None and not known[0].expired() else None
         if moved is None:
             moved = _Moved(storage, self._blocks)
             self._moved.add(moved)
@@ -140,7 +140,7 @@ class _Moved:
         back.wait_stream(out)
         with torch.cuda.stream(back):
             self._back = self._host.to(self._device, non_blocking=True)
-            self._arrived = back.record_event()
+            self._arrived = cast(torch.cuda.Event, back.record_event())
 
     def back(self) -> torch.Tensor:
         """The bytes on the device, for the current stream."""

@@ -59,12 +59,14 @@ def deal_tokens(
     from raymm.scheduler.context_parallel.workload import active_key_blocks
 
     block, total = block_size(length, exchange.size), masks[0].n_keys
-    work = sum(
+    work, *others = (
         active_key_blocks(
             mask.query_table, mask.key_table, *mask.shape, query_block=block, key_block=block
         )
         for mask in masks
     )
+    for other in others:
+        work = work + other
     dealt = distribute(work, exchange.size, n_tokens=total, block=block)
     layout = ContextLayout.of_blocks(dealt.blocks, block, total)
     return ContextGroup(exchange, layout, layout)

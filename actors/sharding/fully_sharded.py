@@ -17,8 +17,10 @@ before FSDP's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from raymm.actors.modules.blocks import block_list, input_embeddings, method_of
 from raymm.actors.sharding.tensor_plan import Piece
 
 
@@ -89,7 +92,7 @@ def fully_sharded_plan(module: nn.Module, units: Sequence[str], shards: int) -> 
 
 def language_units(module: nn.Module, blocks: str) -> list[str]:
     """A language model's blocks, embedding and head."""
-    ends = [module.get_input_embeddings(), module.get_output_embeddings()]
+    ends = [input_embeddings(module), method_of(module, "get_output_embeddings")()]
     return [
         *block_units(module, blocks),
         *(name for name, one in module.named_modules() if any(one is end for end in ends)),
@@ -98,7 +101,7 @@ def language_units(module: nn.Module, blocks: str) -> list[str]:
 
 def block_units(module: nn.Module, blocks: str) -> list[str]:
     """The names of a list of blocks' entries."""
-    return [f"{blocks}.{number}" for number in range(len(module.get_submodule(blocks)))]
+    return [f"{blocks}.{number}" for number in range(len(block_list(module, blocks)))]
 
 
 def shard_parameters(
@@ -121,15 +124,16 @@ def shard_parameters(
     own = {} if module is None else dict(module.named_parameters())
     whole = set(stage.parameters()) - {own[name] for name in plan.lengths if name in own}
     here = {unit for unit in plan.units if any(name.startswith(f"{unit}.") for name in own)}
+    units = [] if module is None else [module.get_submodule(u) for u in plan.units if u in here]
     # The stage is the root, so that each unit gathers the next one's parameters ahead. The module
     # cannot be: its forward may end in the middle.
-    for one in (*(module.get_submodule(unit) for unit in plan.units if unit in here), stage):
-        hooks = one._forward_pre_hooks
+    for one in (*units, stage):
+        hooks = cast(OrderedDict[int, Callable], one._forward_pre_hooks)
         before = set(hooks)
-        fully_shard(one, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
+        sharded = fully_shard(one, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
         # Sums, not means; gloo knows no reduction with a factor.
-        one.set_gradient_divide_factor(1.0)
-        one.set_force_sum_reduction_for_comms(True)
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
         # After hooks that replace the hidden state: backward is over when its gradient is there.
         for hook in set(hooks) - before:
             hooks.move_to_end(hook)

@@ -20,11 +20,11 @@ class PiecePlan(Protocol):
     """Who has what of a module's parameters: a ``TensorPlan`` or a ``FullyShardedPlan``. Processes
     are numbered by their place among those that share the parameters."""
 
-    def piece(self, parameter: str, place: int) -> Piece | None: ...
+    def piece(self, parameter: str, place: int, /) -> Piece | None: ...
 
-    def holders(self, parameter: str, place: int) -> tuple[int, ...]: ...
+    def holders(self, parameter: str, place: int, /) -> tuple[int, ...]: ...
 
-    def is_replica(self, parameter: str, place: int) -> bool: ...
+    def is_replica(self, parameter: str, place: int, /) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,9 @@ class ChainPieces:
         if whole is None:
             others = [self.piece(name, other) for other in range(count)]
             shape = list(local.shape)
-            shape[piece.dim] = max(stop for one in others for _, stop in one.ranges)
+            shape[piece.dim] = max(
+                stop for one in others if one is not None for _, stop in one.ranges
+            )
             whole = local.new_zeros(shape)
         for part, (start, stop) in zip(parts_of(local, piece), piece.ranges, strict=True):
             whole.narrow(piece.dim, start, stop - start).add_(part)

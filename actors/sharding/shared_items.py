@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from raymm.actors.modules.blocks import hidden_name, hidden_state
+from raymm.actors.modules.blocks import block_list, hidden_name, hidden_state, method_of
 from raymm.actors.sharding.context_method import Attend, attend_over
 from raymm.errors import InputError
 from raymm.kernels.collectives.gather_tokens import gather_tokens
@@ -58,9 +58,11 @@ class Peers(Protocol):
 
     def attend(self, layout: ContextLayout) -> Attend:
         """Attention of this process's tokens to all tokens."""
+        ...
 
     def gather(self, local: torch.Tensor, layout: ContextLayout) -> torch.Tensor:
         """(B, t, C) of this process -> (B, T, C)."""
+        ...
 
 
 class ProcessPeers:
@@ -98,12 +100,12 @@ class SharedItems:
         self, module: nn.Module, blocks: str, lo: int, hi: int, peers: Peers
     ) -> None:
         hf_attention.register()
-        module.set_attn_implementation(hf_attention.NAME)
+        method_of(module, "set_attn_implementation")(hf_attention.NAME)
         self._peers, self._first = peers, lo
         self._attention = hf_attention.SharedTokens()
         self._layout: ContextLayout | None = None
         self._length = 0
-        every = module.get_submodule(blocks)
+        every = block_list(module, blocks)
         for number in range(lo, hi):
             block = every[number]
             self._attention.attach(block)
@@ -152,6 +154,7 @@ class SharedItems:
         local = output[0] if isinstance(output, tuple) else output
         if not isinstance(local, torch.Tensor) or local.dim() != 3:
             raise SharedItemsError("it has a last block that returns no (items, tokens, width)")
+        assert self._layout is not None  # since its first block
         whole = self._peers.gather(local, self._layout)[:, : self._length]
         self._attention.stop()
         return (whole, *output[1:]) if isinstance(output, tuple) else whole
@@ -159,16 +162,17 @@ class SharedItems:
     def _cut(
         self, block: nn.Module, args: tuple, kwargs: dict[str, Any], hidden_too: bool
     ) -> Any:
+        assert self._layout is not None
         ((start, stop),) = self._layout.ranges[self._peers.rank]
         if stop > self._length:  # a copy of the last token, which no token sees
             start, stop = self._length - 1, self._length
-        positional, args, kwargs = bool(args), list(args), dict(kwargs)
-        hidden = args.pop(0) if args else kwargs.pop(hidden_name(block))
-        args, kwargs = _own_tokens((args, kwargs), self._length, start, stop)
+        others, named = list(args), dict(kwargs)
+        hidden = others.pop(0) if args else named.pop(hidden_name(block))
+        others, named = _own_tokens((others, named), self._length, start, stop)
         hidden = hidden[:, start:stop] if hidden_too else hidden
-        if positional:
-            return (hidden, *args), kwargs
-        return (), {hidden_name(block): hidden, **kwargs}
+        if args:
+            return (hidden, *others), named
+        return (), {hidden_name(block): hidden, **named}
 
 
 def _among_copies(attend: Attend, length: int) -> Attend:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import NoReturn, cast
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from raymm.actors.modules.blocks import input_embeddings
 from raymm.actors.modules.projector import Projector
 from raymm.actors.sharding.tensor_heads import Heads, count_heads, local_attributes
 from raymm.actors.sharding.tensor_rules import (
@@ -301,7 +302,10 @@ class _Planner:
     def _shard(self, where: str, style: str, parts: Sequence[Range | Ranges]) -> None:
         """A linear module: columns are its outputs, rows its inputs; per process one part of
         them, or several."""
-        ranges = [part if isinstance(part[0], tuple) else (part,) for part in parts]
+        ranges = [
+            cast(Ranges, part) if isinstance(part[0], tuple) else (cast(Range, part),)
+            for part in parts
+        ]
         linear = self.module.get_submodule(where)
         self.styles[where] = style
         by_output = style in (COLUMN, GATHERED_COLUMN)
@@ -338,7 +342,7 @@ class _Planner:
         head = output_head(self.module)
         if head is None:
             return
-        linear, embedding = self.module.get_submodule(head), self.module.get_input_embeddings()
+        linear, embedding = self.module.get_submodule(head), input_embeddings(self.module)
         by_rows = isinstance(embedding, nn.Embedding) and embedding.max_norm is None
         size = widths(linear)[1]
         if size < self.tp or (not by_rows and embedding.weight is linear.weight):

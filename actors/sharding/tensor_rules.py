@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeGuard, cast
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -129,7 +130,7 @@ class StyleError(InputError, ValueError):
     """A module with a style that is not supported; names both."""
 
 
-def is_linear(module: nn.Module | None) -> bool:
+def is_linear(module: nn.Module | None) -> TypeGuard[nn.Linear | Conv1D]:
     """Whether a module is one whose matrix product can be sharded: exactly ``nn.Linear`` or
     Hugging Face's ``Conv1D``, as a subclass may do something else."""
     return type(module) in (nn.Linear, Conv1D)
@@ -137,8 +138,8 @@ def is_linear(module: nn.Module | None) -> bool:
 
 def widths(module: nn.Module) -> tuple[int, int]:
     """(inputs, outputs) of a linear module."""
-    shape = tuple(module.weight.shape)
-    return shape if isinstance(module, Conv1D) else shape[::-1]
+    rows, columns = cast(nn.Linear | Conv1D, module).weight.shape
+    return (rows, columns) if isinstance(module, Conv1D) else (columns, rows)
 
 
 def find_rules(module: nn.Module) -> Rules:
@@ -226,7 +227,7 @@ def _unit_of_plan(
     tails = {}
     for name in inside:
         if styles[name] == "mla_kv_a_proj":
-            tails[name] = module.config.get_text_config().qk_rope_head_dim
+            tails[name] = cast(Any, module.config).get_text_config().qk_rope_head_dim
     fused = _fused(module, columns, rows)
     return Unit(
         where, heads or fused == 3, columns, rows, bool(gathered), tuple(partial), tails, fused
@@ -277,9 +278,9 @@ def _units_of_names(module: nn.Module, taken: set[str]) -> tuple[Unit, ...]:
 
 def _attention_units(where: str, parent: nn.Module) -> Iterable[Unit]:
     for names, rows in _ATTENTION:
-        columns = [_child(parent, name) for name in names]
+        columns = _linear_children(parent, names)
         row = _first(parent, rows)
-        if row is None or not all(is_linear(column) for column in columns):
+        if row is None or columns is None:
             continue
         # Values may have a width of their own, but rows take in as much as all heads give.
         query, key, _ = (widths(column)[1] for column in columns)
@@ -322,9 +323,9 @@ def _local_norms(where: str, holder: nn.Module) -> tuple[str, ...]:
 
 def _feed_forward_units(where: str, parent: nn.Module) -> Iterable[Unit]:
     for names, rows in _GATED:
-        columns = [_child(parent, name) for name in names]
+        columns = _linear_children(parent, names)
         row = _first(parent, rows)
-        if row and all(is_linear(column) for column in columns):
+        if row and columns is not None:
             if all(widths(column)[1] == widths(row[1])[0] for column in columns):
                 yield _feed_forward(where, names, row[0])
     for names, rows in _FEED_FORWARD:
@@ -358,6 +359,12 @@ def _child(parent: nn.Module, name: str) -> nn.Module | None:
     for part in name.split("."):
         module = None if module is None else module._modules.get(part)
     return module
+
+
+def _linear_children(parent: nn.Module, names: Sequence[str]) -> Sequence[nn.Module] | None:
+    """All of these; None if one is missing, or no linear module."""
+    found = [child for name in names if is_linear(child := _child(parent, name))]
+    return found if len(found) == len(names) else None
 
 
 def _first(parent: nn.Module, names: Sequence[str]) -> tuple[str, nn.Module] | None:

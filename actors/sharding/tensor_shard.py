@@ -19,7 +19,7 @@ to be, inside them so that the dropout of one process's heads is that of another
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,7 @@ from raymm.actors.sharding.tensor_plan import (
     ROW,
     SPLIT_ROW,
     Piece,
+    Range,
     TensorPlan,
     tied_names,
 )
@@ -115,15 +116,16 @@ def _set_attributes(child: nn.Module, values: Mapping[str, int]) -> None:
         if not name.startswith(CONFIG):
             setattr(child, name, value)
     if in_config:
-        child.config = _LocalConfig(child.config, in_config)
+        child.config = cast(Any, _LocalConfig(child.config, in_config))
 
 
 def _find(module: nn.Module, name: str) -> nn.Module | None:
     """A submodule with parameters of its own; None if the stage does not have it."""
     for part in filter(None, name.split(".")):
-        if part not in module._modules:
+        child = module._modules.get(part)
+        if child is None:
             return None
-        module = module._modules[part]
+        module = child
     return module if any(True for _ in module.parameters()) else None
 
 
@@ -164,11 +166,11 @@ class _Entry:
     def _enter(self, tensor: torch.Tensor) -> torch.Tensor:
         if not (torch.is_grad_enabled() and tensor.requires_grad):
             return tensor
-        seen = self._seen
-        if seen is None or seen[0] is not tensor or seen[1] != tensor._version:
+        seen, shared = self._seen, self._shared
+        if shared is None or seen is None or seen[0] is not tensor or seen[1] != tensor._version:
             self._seen = (tensor, tensor._version)
-            self._shared = copy_to_shards(tensor, self._group)
-        return self._shared
+            self._shared = shared = copy_to_shards(tensor, self._group)
+        return shared
 
 
 def _sizes(pieces: tuple[Piece, ...]) -> tuple[int, ...]:
@@ -184,11 +186,18 @@ def _shard_gathered_column(
 ) -> None:
     _set_widths(child)
     sizes = _sizes(pieces)
-    child.register_forward_hook(lambda _, args, out: gather_from_shards(out, group, sizes))
+    child.register_forward_hook(
+        lambda _, args, out: gather_from_shards(cast(torch.Tensor, out), group, sizes)
+    )
 
 
-class _Row:
+class _Row(nn.Module):
     """Mixed into a linear module: sums products over the group before the bias is added."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    tensor_group: TensorGroup
+    tensor_sizes: tuple[int, ...] | None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.tensor_sizes is not None:
@@ -211,9 +220,10 @@ def _shard_row(
     child: nn.Module, pieces: tuple[Piece, ...], group: TensorGroup, split: bool = False
 ) -> None:
     _set_widths(child)
-    child.__class__ = _RowConv1D if isinstance(child, Conv1D) else _RowLinear
-    child.tensor_group = group
-    child.tensor_sizes = _sizes(pieces) if split else None
+    row = cast(_Row, child)
+    row.__class__ = _RowConv1D if isinstance(child, Conv1D) else _RowLinear
+    row.tensor_group = group
+    row.tensor_sizes = _sizes(pieces) if split else None
 
 
 def _shard_split_row(child: nn.Module, pieces: tuple[Piece, ...], group: TensorGroup) -> None:
@@ -224,12 +234,18 @@ def _set_widths(child: nn.Module) -> None:
     if isinstance(child, Conv1D):
         child.nx, child.nf = child.weight.shape
     else:
-        child.out_features, child.in_features = child.weight.shape
+        linear = cast(nn.Linear, child)
+        linear.out_features, linear.in_features = linear.weight.shape
 
 
-class _VocabularyShare:
+class _VocabularyShare(nn.Module):
     """Mixed into an embedding: looks up the tokens of its own rows; the others' come from the
     sum over the group. Whatever the embedding does besides must be elementwise."""
+
+    tensor_group: TensorGroup
+    tensor_range: Range
+    num_embeddings: int
+    padding_idx: int | None
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         start, stop = self.tensor_range
@@ -241,12 +257,13 @@ class _VocabularyShare:
 def _shard_embedding(child: nn.Module, pieces: tuple[Piece, ...], group: TensorGroup) -> None:
     kind = type(child)
     child.__class__ = type(kind.__name__, (_VocabularyShare, kind), {})
-    child.tensor_group = group
-    child.tensor_range = start, stop = pieces[group.rank].ranges[0]
-    child.num_embeddings = stop - start
-    if child.padding_idx is not None:
-        inside = start <= child.padding_idx < stop
-        child.padding_idx = child.padding_idx - start if inside else None
+    share = cast(_VocabularyShare, child)
+    share.tensor_group = group
+    share.tensor_range = start, stop = pieces[group.rank].ranges[0]
+    share.num_embeddings = stop - start
+    if share.padding_idx is not None:
+        inside = start <= share.padding_idx < stop
+        share.padding_idx = share.padding_idx - start if inside else None
 
 
 def _shard_experts(child: nn.Module, pieces: None, group: TensorGroup) -> None:
@@ -255,7 +272,9 @@ def _shard_experts(child: nn.Module, pieces: None, group: TensorGroup) -> None:
         return args, {name: _copy(value, group) for name, value in kwargs.items()}
 
     child.register_forward_pre_hook(enter, with_kwargs=True)
-    child.register_forward_hook(lambda _, args, out: reduce_from_shards(out, group))
+    child.register_forward_hook(
+        lambda _, args, out: reduce_from_shards(cast(torch.Tensor, out), group)
+    )
 
 
 def _copy(value: Any, group: TensorGroup) -> Any:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from raymm.actors.modules.cut import CutInfo, CutReached, stage_parameters
-from raymm.actors.modules.message import Message, MicrobatchContext, first_tensor
+from raymm.actors.modules.message import Message, MicrobatchContext, StageModule, first_tensor
 from raymm.actors.modules.module_state import may_draw
 from raymm.actors.modules.projector import Projector
 from raymm.actors.sharding.fully_sharded import FullyShardedPlan, shard_parameters
@@ -79,7 +79,7 @@ def token_features(output: Any) -> torch.Tensor:
     return features[:, None] if features.dim() == 2 else features
 
 
-class EncoderStage(nn.Module):
+class EncoderStage(StageModule):
     """Layers [lo, hi) of an encoder chain: its blocks, then its projector.
 
     A whole chain (0, ``num_layers``) is the single-process reference.
@@ -116,9 +116,14 @@ class EncoderStage(nn.Module):
         module = None
         if lo < spec.num_blocks:
             whole = lo == 0 and hi >= spec.num_blocks
-            part = None if whole else Part(spec.cut, lo, min(hi, spec.num_blocks))
+            part = None
+            if not whole:
+                assert spec.cut is not None  # without, a module is one stage
+                part = Part(spec.cut, lo, min(hi, spec.num_blocks))
             module = spec.source.build(part)
-        projector = spec.projector.build() if hi > spec.num_blocks else None
+        projector = None
+        if spec.projector is not None and hi > spec.num_blocks:
+            projector = spec.projector.build()
         return cls(spec, lo, hi, module, projector)
 
     def shard_tensors(self, plans: Mapping[str, TensorPlan], group: TensorGroup) -> None:
@@ -143,12 +148,14 @@ class EncoderStage(nn.Module):
         :func:`raymm.actors.probe.items.probe_shared_items` tells which encoders can.
         """
         self._exchange = exchange
-        if self.module is None:
+        if self.module is None or self._forward is None:
             return
         self._forward.share_tokens(exchange.rank)
         trains = any(p.requires_grad for p in self.module.parameters())
         peers = ProcessPeers(exchange, backward=trains)
-        self._sharing = SharedItems(self.module, self._forward.blocks, *self._blocks, peers)
+        blocks = self._forward.blocks
+        assert blocks is not None  # an encoder without cannot share items
+        self._sharing = SharedItems(self.module, blocks, *self._blocks, peers)
 
     def share_samples(self, exchange: Exchange) -> None:
         """Work on a part of every microbatch's items, together with the processes of a group.
@@ -193,26 +200,26 @@ class EncoderStage(nn.Module):
     ) -> Message:
         """One microbatch. ``inputs`` are the encoder's keyword arguments (first stage);
         later stages get the previous stage's message."""
-        hidden: torch.Tensor | None = None
+        received_hidden: torch.Tensor | None = None
         if self.first:
             inputs = {k: v for k, v in (inputs or {}).items() if k != "sample_index"}
             if self.spec.preprocess is not None:
                 context.enter("preprocess")
                 inputs = self.spec.preprocess(inputs)
+            count = None
             if self._samples is not None:
-                inputs, count = self._own_items(inputs)
+                inputs, count = self._own_items(inputs, self._samples)
             side = to_side(inputs, self.spec.travels, self.spec.name) if self._cut else {}
-            if self._samples is not None:
+            if count is not None:
                 side[_ITEMS] = torch.tensor(count)
         else:
             (message,) = received.values()
-            hidden, side = message.tensors[0], message.side
+            received_hidden, side = message.tensors[0], message.side
             inputs = from_side({name: one for name, one in side.items() if name != _ITEMS})
-        items = None if self._samples is None else int(side[_ITEMS])
-        if self.module is not None:
+        if self._forward is not None:
             try:
                 with self._sharing or nullcontext():
-                    output = self._forward(hidden, context, **inputs)
+                    output = self._forward(received_hidden, context, **inputs)
             except CutReached as cut:
                 return Message((cut.hidden,), side)
             if self._sharing is not None and getattr(output, "hidden_states", None) is not None:
@@ -221,6 +228,9 @@ class EncoderStage(nn.Module):
                     "every process has a part; with cp above 1 its last one can be used"
                 )
             hidden = token_features(self._after_module(inputs, side, output, context))
+        else:
+            assert received_hidden is not None  # from the module's last stage
+            hidden = received_hidden
         if self.projector is not None:
             context.enter("projector")
             hidden = self.projector(hidden)
@@ -233,7 +243,9 @@ class EncoderStage(nn.Module):
             hidden = contribute_once(hidden, self._exchange)
         if self._unfinished:
             return Message((hidden,), side)
-        return Message((hidden if items is None else self._all_items(hidden, items),), {})
+        if self._samples is not None:
+            hidden = self._all_items(hidden, int(side[_ITEMS]), self._samples)
+        return Message((hidden,), {})
 
     def _after_module(
         self, inputs: dict[str, Any], side: dict[str, torch.Tensor], output: Any,
@@ -254,20 +266,22 @@ class EncoderStage(nn.Module):
         """Inputs as callbacks get them: what is not there says so when it is read."""
         return inputs if self.first else shown_inputs(inputs, ghosts(side), reads)
 
-    def _own_items(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    def _own_items(
+        self, inputs: dict[str, Any], samples: Exchange
+    ) -> tuple[dict[str, Any], int]:
         """The process's items, and how many there are in all."""
         items = count_items(inputs, self.spec.name)
-        return take_items(inputs, shares(items, self._samples.size)[self._samples.rank]), items
+        return take_items(inputs, shares(items, samples.size)[samples.rank]), items
 
-    def _all_items(self, hidden: torch.Tensor, items: int) -> torch.Tensor:
-        sizes = [len(share) for share in shares(items, self._samples.size)]
-        own = sizes[self._samples.rank]
+    def _all_items(self, hidden: torch.Tensor, items: int, samples: Exchange) -> torch.Tensor:
+        sizes = [len(share) for share in shares(items, samples.size)]
+        own = sizes[samples.rank]
         if len(hidden) != max(own, 1):
             raise DealtSamplesError(
                 f"{self.spec.name!r} returns features of shape {tuple(hidden.shape)} for "
                 f"{max(own, 1)} items; with sharding 'fsdp' it must return (items, tokens, width)"
             )
-        return gather_items(hidden[:own], sizes, self._samples)
+        return gather_items(hidden[:own], sizes, samples)
 
     @property
     def _unfinished(self) -> bool:
@@ -287,8 +301,9 @@ def encoder_stage_parameters(spec: EncoderSpec, lo: int, hi: int) -> list[str]:
         if lo == 0 and hi >= spec.num_blocks:
             owned = [name for name, _ in skeleton.named_parameters()]
         else:
+            assert spec.cut is not None
             owned = stage_parameters(skeleton, spec.cut, lo, min(hi, spec.num_blocks))
         names += [f"module.{name}" for name in owned]
-    if hi > spec.num_blocks:
+    if spec.projector is not None and hi > spec.num_blocks:
         names += [f"projector.{n}" for n, _ in spec.projector.skeleton().named_parameters()]
     return names

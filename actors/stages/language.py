@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from raymm.actors.modules.merge import (
     merge_rows,
     merged_layout,
 )
-from raymm.actors.modules.message import Message, MicrobatchContext
+from raymm.actors.modules.message import Message, MicrobatchContext, StageModule
 from raymm.actors.modules.packed_rows import pack_rows
 from raymm.actors.modules.token_layout import (
     MASKS,
@@ -41,6 +41,9 @@ from raymm.kernels.cross_entropy import (
     vocabulary_parallel_cross_entropy_sum,
 )
 from raymm.kernels.hf import self_attention as hf_attention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _READ_BY_MERGE = frozenset({"input_ids", "labels", "sample_index", "encoder_kinds"})
 _NOT_FOR_MODEL = frozenset({"targets", "token_layout", "length"})
@@ -79,7 +82,7 @@ def label_mask(labels: torch.Tensor) -> torch.Tensor:
     return labels[:, 1:] != IGNORE_INDEX
 
 
-class LanguageStage(nn.Module):
+class LanguageStage(StageModule):
     """Blocks [lo, hi) of a language model; the last stage returns the loss.
 
     The loss is the sum of cross entropies over label tokens divided by the number of
@@ -87,17 +90,19 @@ class LanguageStage(nn.Module):
     positions that have a label.
     """
 
+    module: PreTrainedModel
+
     def __init__(self, spec: LanguageSpec, lo: int, hi: int, module: nn.Module) -> None:
         super().__init__()
         self.spec = spec
-        self.module = module
+        self.module = cast("PreTrainedModel", module)
         self.first = lo == 0
         self.last = hi == spec.num_blocks
         whole = self.first and self.last
         self._forward = PartForward(spec.name, module, None if whole else spec.cut, lo, hi)
         self._rows: torch.Tensor | None = None
         if self.last:
-            head = module.get_output_embeddings()
+            head = self.module.get_output_embeddings()
             if head is None:
                 raise TypeError(f"{type(module).__name__} has no output embeddings (no lm_head)")
             self._hook = head.register_forward_pre_hook(self._keep_labelled_rows)
@@ -169,8 +174,11 @@ class LanguageStage(nn.Module):
     @classmethod
     def build(cls, spec: LanguageSpec, lo: int, hi: int) -> LanguageStage:
         """Build only what blocks [lo, hi) need."""
-        whole = lo == 0 and hi == spec.num_blocks
-        return cls(spec, lo, hi, spec.source.build(None if whole else Part(spec.cut, lo, hi)))
+        part = None
+        if lo > 0 or hi != spec.num_blocks:
+            assert spec.cut is not None  # without, a module is one stage
+            part = Part(spec.cut, lo, hi)
+        return cls(spec, lo, hi, spec.source.build(part))
 
     def _keep_labelled_rows(self, head: nn.Module, args: tuple[torch.Tensor]) -> Any:
         if self._rows is None or args[0].shape[:2] != self._rows.shape:
@@ -197,6 +205,7 @@ class LanguageStage(nn.Module):
         """
         hidden: torch.Tensor | None = None
         if self.first:
+            assert inputs is not None
             context.enter("merge")
             side = self._merge(inputs, received, context)
             if self._samples is not None:
@@ -206,14 +215,14 @@ class LanguageStage(nn.Module):
             embeds = side.pop("inputs_embeds")
         else:
             (message,) = received.values()
-            side, hidden = dict(message.side), message.tensors[0]
+            side, hidden, embeds = dict(message.side), message.tensors[0], None
         attention: dict[str, Any] = {}
         if self._mask is not None:
-            attention, side, embeds = self._attention(side, embeds if self.first else None)
+            attention, side, embeds = self._attention(side, embeds, self._mask)
         targets = side["targets"]
-        if not self.first:
+        if hidden is not None:
             # As wide as the embeddings, which may be narrower than the hidden state (OPT-350m).
-            width = self.module.get_input_embeddings().weight.shape[1]
+            width = cast(nn.Embedding, self.module.get_input_embeddings()).weight.shape[1]
             # Real zeros, not zero-stride ones: some models scale them in place (CTRL, GIT).
             embeds = torch.zeros(*targets.shape, width, device=hidden.device)
         kwargs = {name: value for name, value in side.items() if name not in _NOT_FOR_MODEL}
@@ -226,6 +235,7 @@ class LanguageStage(nn.Module):
             return Message((cut.hidden,), side)
         finally:
             rows, self._rows = self._rows, None
+        assert rows is not None
         labelled = logits[rows] if logits.shape[:2] == rows.shape else logits[0]
         total = self._cross_entropy_sum(labelled, targets[rows])
         return Message((total / max(context.label_tokens, 1),), {})
@@ -237,13 +247,13 @@ class LanguageStage(nn.Module):
         return vocabulary_parallel_cross_entropy_sum(logits, targets, start, group)
 
     def _attention(
-        self, side: dict[str, torch.Tensor], embeds: torch.Tensor | None
-    ) -> tuple[dict[str, Any], dict[str, torch.Tensor], torch.Tensor | None]:
+        self, side: dict[str, Any], embeds: torch.Tensor | None, policy: MaskPolicy
+    ) -> tuple[dict[str, Any], dict[str, Any], torch.Tensor | None]:
         """What the layers are told of the mask; and, where tokens are shared, what is left of
         the merged microbatch for this process."""
         layout, exchange = side["token_layout"], self._exchange
         if exchange is None:
-            attention = {hf_attention.MASK_ARGUMENT: row_masks(layout, self._mask)}
+            attention: dict[str, Any] = {hf_attention.MASK_ARGUMENT: row_masks(layout, policy)}
             if self.spec.packing:
                 attention["attention_mask"] = _all_seen(side)
             return attention, side, embeds
@@ -252,7 +262,7 @@ class LanguageStage(nn.Module):
             layout = pad_layout(layout, exchange.size)
         else:
             length = int(side["length"])
-        masks = row_masks(layout, self._mask)
+        masks = row_masks(layout, policy)
         group = deal_tokens(masks, length, exchange)
         if embeds is not None:
             given = {k: v for k, v in side.items() if k != "token_layout"}
@@ -308,4 +318,5 @@ def language_stage_parameters(spec: LanguageSpec, lo: int, hi: int) -> list[str]
     skeleton = spec.source.skeleton()
     if lo == 0 and hi == spec.num_blocks:
         return [f"module.{name}" for name, _ in skeleton.named_parameters()]
+    assert spec.cut is not None
     return [f"module.{name}" for name in stage_parameters(skeleton, spec.cut, lo, hi)]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from raymm.actors.modules.blocks import find_blocks
+from raymm.actors.modules.blocks import block_list, find_blocks
 from raymm.actors.modules.cut import CutInfo, Passage
 from raymm.actors.modules.draws import BlockDraws
 from raymm.actors.modules.message import MicrobatchContext
@@ -71,7 +71,7 @@ class PartForward:
 
     def _draw_as(self, context: MicrobatchContext) -> None:
         if self._draws is None and context.draws is not None and self._blocks is not None:
-            self._draws = BlockDraws(self._module.get_submodule(self._blocks))
+            self._draws = BlockDraws(block_list(self._module, self._blocks))
             self._draws.share = self._share
         if self._draws is not None:
             self._draws.draws = context.draws

@@ -135,7 +135,7 @@ def shown_output(output: Any, lost: Collection[str], reads: Reads) -> Any:
         return output
     if isinstance(output, Mapping):
         output = copy.copy(output)
-        for name in lost & set(output):
+        for name in set(lost) & set(output):
             output[name] = _absent(output[name], f"output.{name}", reads)
         return output
     if isinstance(output, tuple | list):
@@ -187,10 +187,11 @@ class AbsentValue:
 
     __getitem__ = __iter__ = __len__ = __bool__ = __contains__ = __reversed__ = __add__ = _raise
     __radd__ = __eq__ = _raise
-    __hash__ = None
+    __hash__ = None  # pyright: ignore[reportAssignmentType]  as of classes with __eq__
 
 
-_T = torch.Tensor
+# Any: to type checkers, attributes of the class are what its instances have.
+_T: Any = torch.Tensor
 _SHAPE_ONLY: frozenset[Callable[..., Any]] = frozenset({
     _T.shape.__get__, _T.dtype.__get__, _T.device.__get__, _T.ndim.__get__, _T.layout.__get__,
     _T.requires_grad.__get__, _T.is_leaf.__get__, _T.is_cuda.__get__, _T.grad_fn.__get__,

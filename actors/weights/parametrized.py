@@ -7,7 +7,7 @@ import copy
 import io
 import math
 import pickle
-from typing import Any
+from typing import Any, cast
 
 import torch
 from ray import cloudpickle
@@ -70,7 +70,7 @@ def _parametrize(module: nn.Module, state: dict[str, Any]) -> None:
 def _give_class(module: nn.Module) -> None:
     """A parametrized module's class, of its own, in place of the one before."""
     parametrize._inject_new_class(module)
-    for name in module.parametrizations:
+    for name in cast(nn.ModuleDict, module.parametrizations):
         parametrize._inject_property(module, name)
 
 
@@ -102,7 +102,7 @@ def initialize_parametrized(module: nn.Module) -> None:
     they have no values yet (NaN)."""
     if not parametrize.is_parametrized(module):
         return
-    for name, originals in module.parametrizations.items():
+    for name, originals in cast(nn.ModuleDict, module.parametrizations).items():
         given = list(originals.parameters(recurse=False))
         if not given or any(one.is_meta or not one.isnan().any() for one in given):
             continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -100,7 +100,7 @@ class PretrainedSource(ModuleSource):
         if name is None and self.language_model and not own:
             mapping = transformers.AutoModelForCausalLM._model_mapping
             if type(config) in mapping:
-                return mapping[type(config)]
+                return cast(type[PreTrainedModel], mapping[type(config)])
         if name is None:
             name = architecture
         if name is None:
@@ -167,13 +167,14 @@ class PretrainedSource(ModuleSource):
             # Where the class says that weights do not matter, transformers draws them.
             with quiet_loading(), torch.random.fork_rng(devices=[]):
                 torch.manual_seed(derive_seed(self.seed, self.path))
-                model, info = model_class.from_pretrained(
+                loaded: Any = model_class.from_pretrained(
                     self.path, local_files_only=True, use_safetensors=True, dtype=torch.float32,
                     trust_remote_code=self.trust_remote_code, ignore_mismatched_sizes=True,
                     output_loading_info=True,
                 )
         except (RuntimeError, SafetensorError) as error:
             raise SourceError(f"path is {self.path!r}; {brief(error)}") from error
+        model, info = loaded
         report = WeightsReport.of(info)
         self._refuse(report)
         self._draw(model, report)

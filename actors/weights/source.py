@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -135,6 +135,7 @@ def set_tensor(module: nn.Module, name: str, value: torch.Tensor) -> None:
     """Replace a (meta) parameter by a real one, keeping ``requires_grad`` and ties."""
     owner_name, _, leaf = name.rpartition(".")
     old = module.get_submodule(owner_name)._parameters[leaf]
+    assert old is not None
     new = nn.Parameter(value, requires_grad=old.requires_grad)
     for owner in module.modules():
         for key, parameter in owner._parameters.items():
@@ -218,11 +219,14 @@ class ConfigSource(ModuleSource):
         return self.model_config
 
     def build(self, part: Part | None = None) -> nn.Module:
-        model = self.skeleton()
+        model = self._skeleton()
         self._initialize(model, _owned(model, part))
         if part is not None:
             prune(model, part.info, part.lo, part.hi)
         return self._finish(model)
+
+    def _skeleton(self) -> PreTrainedModel:
+        return cast(PreTrainedModel, self.skeleton())
 
     def draw(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Values of some parameters, the same as :meth:`build` gives them.
@@ -230,7 +234,7 @@ class ConfigSource(ModuleSource):
         Raises:
             SourceError: the class does not say which.
         """
-        model = self.skeleton()
+        model = self._skeleton()
         self._initialize(model, names)
         return {name: model.get_parameter(name).detach() for name in names}
 
@@ -248,7 +252,7 @@ class ConfigSource(ModuleSource):
         if not left:
             return
         values = constructed_values(
-            self.model_class, self.model_config, _left_by_init_weights(self.skeleton()),
+            self.model_class, self.model_config, _left_by_init_weights(self._skeleton()),
             derive_seed(self.seed, "constructor"),
         )  # fmt: skip
         for name in left:
@@ -334,21 +338,21 @@ class FactorySource(ModuleSource):
     def build(self, part: Part | None = None) -> nn.Module:
         module = self._make()
         if self.weights is not None:
-            self._load(module, load_file)
+            self._load(module, self.weights, load_file)
         if part is not None:
             prune(module, part.info, part.lo, part.hi)
         return self._finish(module)
 
     def check(self) -> list[str]:
         if self.weights is not None:
-            self._load(self.skeleton().to("meta"), header_tensors)
+            self._load(self.skeleton().to("meta"), self.weights, header_tensors)
         return []
 
     def _load(
-        self, module: nn.Module, read: Callable[[Path], dict[str, torch.Tensor]]
+        self, module: nn.Module, weights: str, read: Callable[[Path], dict[str, torch.Tensor]]
     ) -> None:
         try:
-            module.load_state_dict(read(Path(self.weights)))
+            module.load_state_dict(read(Path(weights)))
         except (OSError, SafetensorError, WeightsError) as error:
             raise SourceError(f"weights is {self.weights!r}; it cannot be read: {error}") from None
         except RuntimeError as error:

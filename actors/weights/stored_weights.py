@@ -118,7 +118,7 @@ def folder_report(
         stored |= header_tensors(file)
     try:
         with quiet_loading():
-            _, info = model_class.from_pretrained(
+            loaded: Any = model_class.from_pretrained(
                 None, config=config, state_dict=stored, device_map={"": "meta"},
                 dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True,
             )
@@ -127,6 +127,7 @@ def folder_report(
             f"its weights cannot be made into those of {model_class.__name__}: "
             f"{' '.join(str(error).split())}"
         ) from error
+    _, info = loaded
     return WeightsReport.of(info)
 
 

@@ -116,6 +116,7 @@ def carousel(
     results: Pending | None = None
     for hop in range(1, n):
         owner, following = (me - hop) % n, (me - hop - 1) % n
+        assert on_its_way is not None
         current = on_its_way.wait()
         if hop < n - 1:
             on_its_way = pass_on(current, payload_shapes(following))

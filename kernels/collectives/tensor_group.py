@@ -38,7 +38,7 @@ class TensorGroup:
         """Elementwise maximum over the group, in place; ``tensor`` is contiguous."""
         return self._all_reduce(tensor, dist.ReduceOp.MAX)
 
-    def _all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp) -> torch.Tensor:
+    def _all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         if tensor.numel():  # as many elements on all members: all skip, or none
             dist.all_reduce(tensor, op=op, group=self.group)
         return tensor
@@ -131,10 +131,11 @@ class ThreadGroup(TensorGroup):
         meeting = self._meeting
         meeting.given[self.rank] = (name, tensor)
         meeting.barrier.wait()
-        names = [given[0] for given in meeting.given]
+        given = [part for part in meeting.given if part is not None]  # all have come by now
+        names = [name for name, _ in given]
         if len(set(names)) > 1:
             raise ValueError(f"members call different operations: {', '.join(names)}")
-        result = combine([given[1] for given in meeting.given])
+        result = combine([tensor for _, tensor in given])
         meeting.barrier.wait()  # nobody changes what others still read
         return result
 

@@ -15,7 +15,13 @@ from raymm.errors import Error
 class Waitable(Protocol):
     """What an operation between processes returns that has been started."""
 
-    def wait(self, *timeout: timedelta) -> object: ...
+    def wait(self, timeout: timedelta = ..., /) -> object: ...
+
+
+def started(work: dist.Work | None) -> dist.Work:
+    """A send or receive of a process that is in the group (None is what others get)."""
+    assert work is not None
+    return work
 
 
 class CommunicationError(Error, RuntimeError):

@@ -123,15 +123,15 @@ def _by_heads(
     key_heads = both.shape[2]
     groups = rows[0].shape[1] // key_heads
     chunks = both.tensor_split(min(_HEAD_CHUNKS, key_heads), dim=2)
-    on_its_way, head = needs.fetch(chunks[0], exchange), 0
+    following, head = needs.fetch(chunks[0], exchange), 0
     for number, chunk in enumerate(chunks):
-        following = None
+        on_its_way = following
         if number + 1 < len(chunks):
             following = needs.fetch(chunks[number + 1], exchange)
         key, value = needs.assemble(chunk, on_its_way)
         heads = slice(head * groups, (head + chunk.shape[2]) * groups)
         yield *(t[:, heads] for t in rows), key, value
-        on_its_way, head = following, head + chunk.shape[2]
+        head += chunk.shape[2]
 
 
 GATHER = Way(_gather_forward, _gather_backward)

@@ -194,7 +194,7 @@ class _RecomputedAttention(torch.autograd.Function):
         if made is None:
             with autocast():
                 made = project(hidden, visual)
-        query, key, value = prepare(*made, softcap)
+        query, key, value = prepare(*made, softcap=softcap)
         _same_width(key, value)
         call = _call(query, key, mask, group, method, scale, softcap)
         out, (*_, out, lse) = WAYS[method].forward(call, query, key, value)
@@ -212,7 +212,7 @@ class _RecomputedAttention(torch.autograd.Function):
             for t, needed in zip((hidden, visual), needs, strict=True)
         ]
         with torch.enable_grad(), ctx.autocast():
-            made = prepare(*ctx.project(*inputs), ctx.call.softcap)
+            made = prepare(*ctx.project(*inputs), softcap=ctx.call.softcap)
         saved = (*(t.detach() for t in made), out, lse)
         gradients = ctx.way.backward(ctx.call, grad_out, saved)
         wanted = [t for t in (*inputs, *ctx.parameters) if t.requires_grad]

@@ -74,7 +74,7 @@ class ContextCall:
         self, grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor,
         value: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
         masks: Sequence[AttentionMask],
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         """The part's share of dQ, dK, dV, in fp32."""
         return partial_backward(
             grad_out, query, key, value, lse, delta, masks, self.scale, self.softcap
@@ -86,7 +86,7 @@ class Way(NamedTuple):
     dQ, dK, dV`` in fp32. ``saves_inputs``: what is saved is (q, k, v, out, LSE)."""
 
     forward: Callable[..., tuple[torch.Tensor, tuple[torch.Tensor, ...]]]
-    backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    backward: Callable[..., tuple[torch.Tensor, ...]]
     saves_inputs: bool = True
 
 

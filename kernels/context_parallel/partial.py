@@ -68,7 +68,7 @@ def partial_backward(
     masks: Sequence[AttentionMask],
     scale: float,
     softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """A part's share of dQ, dK and dV, in fp32.
 
     Args:
@@ -82,7 +82,8 @@ def partial_backward(
     else:
         from raymm.kernels.flash.gpu.attention import triton_backward as run
     out = output_like(grad_out, delta)
-    return tuple(run(grad_out, query, key, value, out, lse, tuple(masks), scale, softcap))
+    found = run(grad_out, query, key, value, out, lse, tuple(masks), scale, softcap)
+    return tuple(gradient for gradient in found if gradient is not None)  # all three were asked for
 
 
 def output_like(grad_out: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,9 @@ def _ring_forward(call: ContextCall, query, key, value):
     def visit(owner: int, payload: Sequence[torch.Tensor]) -> tuple:
         k, v = payload[0].unbind(0)
         out, lse = call.forward(query, k, v, call.masks_of(group.rank, owner))
-        merged[:] = merge_partials(*merged, out, lse) if merged else (out.float(), lse)
+        merged[:] = (
+            merge_partials(merged[0], merged[1], out, lse) if merged else (out.float(), lse)
+        )
         return ()
 
     carousel(group.exchange, [torch.stack([key, value])], _ring_keys(key, call), visit,

@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import inspect
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
 from raymm.errors import InputError
+from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.context_parallel.attention import (
     context_attention,
     current_autocast,
@@ -88,7 +89,7 @@ def share_cross_attention(model: nn.Module) -> tuple[str, ...]:
             f"{type(model).__name__} has no cross attention: no layer of "
             f"{', '.join(_PROJECTIONS)} takes one of {', '.join(VISUAL_ARGUMENTS)}"
         )
-    before = {m: (type(m), m.config._attn_implementation) for m in found.values()}
+    before = {m: (type(m), _config(m)._attn_implementation) for m in found.values()}
     try:
         for name, module in found.items():
             _attend_by(module, NAME)
@@ -113,10 +114,15 @@ def _is_within(name: str, outer: str) -> bool:
 
 def _attend_by(layer: nn.Module, implementation: str) -> None:
     """Of the layer's own config, not of its sub-configs: a vision tower keeps its attention."""
-    layer.config._attn_implementation = {"": implementation}
+    _config(layer)._attn_implementation = {"": implementation}
 
 
-class _SharedCrossAttention:
+def _config(layer: nn.Module) -> Any:
+    """The transformers config of a layer."""
+    return layer.config
+
+
+class _SharedCrossAttention(nn.Module):
     """First base of the classes of shared layers; the second is the layer's own."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -127,7 +133,7 @@ class _SharedCrossAttention:
             return super().forward(*args, **kwargs)
         given = _by_name(super().forward, args, kwargs)
         name = _visual_argument(type(self))
-        if given.get(name) is None:  # a class of both kinds of attention
+        if name is None or given.get(name) is None:  # a class of both kinds of attention
             return super().forward(**given)
         if given.get("past_key_values") is not None:
             raise CrossAttentionError("shared cross attention keeps no cache: use_cache=False")
@@ -164,7 +170,7 @@ class _SharedCrossAttention:
             raise CrossAttentionError(
                 f"{type(self).__name__} did not attend through transformers' AttentionInterface "
                 f"with {NAME!r} (its attn_implementation is "
-                f"{self.config._attn_implementation!r})"
+                f"{_config(self)._attn_implementation!r})"
             )
         return out
 
@@ -256,14 +262,16 @@ def _try(name: str, layer: nn.Module) -> None:
     options = {"device": first.device, "dtype": first.dtype}
     generator = torch.Generator().manual_seed(0)
     inputs = [
-        torch.randn(1, tokens, projection.in_features, generator=generator)
+        torch.randn(1, tokens, cast(nn.Linear, projection).in_features, generator=generator)
         .to(**options).requires_grad_()
         for tokens, projection in zip(_TRIED_TOKENS, (layer.q_proj, layer.k_proj), strict=True)
     ]  # fmt: skip
     texts, visuals = (ContextLayout.even(tokens, 1) for tokens in _TRIED_TOKENS)
     masks = (mask_patterns.full(*_TRIED_TOKENS),)
-    group = ContextGroup(_Alone(), texts, visuals)
-    given = dict(zip((_HIDDEN, _visual_argument(type(layer))), inputs, strict=True))
+    group = ContextGroup(cast(Exchange, _Alone()), texts, visuals)
+    visual = _visual_argument(type(layer))
+    assert visual is not None  # by which it was found
+    given: dict[str, Any] = dict(zip((_HIDDEN, visual), inputs, strict=True))
     if "attention_mask" in _parameters(type(layer)):
         given["attention_mask"] = None
     wanted = [*inputs, *(p for p in layer.parameters() if p.requires_grad)]
@@ -271,7 +279,9 @@ def _try(name: str, layer: nn.Module) -> None:
     layer.eval()
     try:
         for recompute in (False, True):
-            told = {CROSS_ARGUMENT: CrossAttention(group, masks, recompute=recompute)}
+            told: dict[str, Any] = {
+                CROSS_ARGUMENT: CrossAttention(group, masks, recompute=recompute)
+            }
             if not recompute:
                 told = {MASK_ARGUMENT: masks}
             out = layer(**given, **told)

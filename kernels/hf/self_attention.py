@@ -149,6 +149,7 @@ def raymm_model_mask(
             kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask,
             **arguments,
         )  # fmt: skip
+        assert dense is not None  # None is what the two skips give
         return _from_dense(dense)
 
     return ModelMask(build, window)
@@ -275,13 +276,19 @@ def _from_dense(mask: torch.Tensor) -> tuple[AttentionMask, ...]:
 _SLIDING = sliding_window_causal_mask_function(2)
 
 
+def _closed_over(function: Callable) -> Any:
+    """What the first variable of a closure holds."""
+    closure = getattr(function, "__closure__", None)
+    assert closure is not None
+    return closure[0].cell_contents
+
+
 def _sliding_window(mask_function: Callable) -> int | None:
     """The window, if this is transformers' plain sliding window, told by its code; what looks
     different is built densely."""
     if getattr(mask_function, "__code__", None) is not _SLIDING.__code__:
         return None
-    parts = mask_function.__closure__[0].cell_contents
-    known = _SLIDING.__closure__[0].cell_contents
+    parts, known = _closed_over(mask_function), _closed_over(_SLIDING)
     if [getattr(part, "__code__", None) for part in parts] != [like.__code__ for like in known]:
         return None
     cells = [cell.cell_contents for part in parts for cell in part.__closure__ or ()]

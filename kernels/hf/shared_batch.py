@@ -135,6 +135,8 @@ class SharedBatch:
     def of_visual(self, whole: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """This process's part of a tensor with V along ``dim``; one token of zeros, which nothing
         attends to, if it has none: models cannot run on none."""
+        if self.visual is None:
+            raise MaskError("the batch has no visual tokens")
         part = _part(whole, self.visual, self.exchange.rank, dim)
         if part.shape[dim]:
             return part
@@ -151,8 +153,8 @@ class SharedBatch:
                 query, key, value, masks, group, method=method, scale=scale, softcap=softcap
             )
 
-        told = {MASK_ARGUMENT: self.text_masks, ATTEND_ARGUMENT: attend}
-        if self.visual is not None:
+        told: dict[str, Any] = {MASK_ARGUMENT: self.text_masks, ATTEND_ARGUMENT: attend}
+        if self.cross_group is not None:
             told[CROSS_ARGUMENT] = CrossAttention(
                 self.cross_group, self.cross_masks, self.cross_method, self.recompute
             )

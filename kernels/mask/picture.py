@@ -29,16 +29,20 @@ class Mask(Protocol):
     @property
     def query_stops(self) -> np.ndarray:
         """(S,) int64: where the segments of rows end."""
+        ...
 
     @property
     def key_stops(self) -> np.ndarray:
         """(Sk,) int64: where the segments of keys end."""
+        ...
 
     def bounds(self) -> np.ndarray:
         """(4, Tq) int64: lo1, hi1, lo2, hi2 of every row."""
+        ...
 
     def area(self) -> int:
         """How many pairs are visible."""
+        ...
 
 
 def visible_share(mask: Mask, width: int) -> tuple[np.ndarray, np.ndarray]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from raymm.actors.modules.blocks import input_embeddings
 from raymm.actors.modules.brief_error import brief
 from raymm.actors.modules.merge import IGNORE_INDEX, MergeError
 from raymm.actors.stages.language import label_mask
@@ -43,7 +44,7 @@ class BatchCheck:
     def __init__(self, model: MultimodalModule, autocast: str | None = None) -> None:
         source = model.language_model.source(language_model=True)
         skeleton = source.skeleton()
-        width = skeleton.get_input_embeddings().weight.shape[1]
+        width = input_embeddings(skeleton).weight.shape[1]
         self._encoders = model.encoder_names
         self._merge = getattr(model.merge, "check", None) or MergeTrial(
             model.merge, width, model.encoder_names, model.mask, bool(model.mask or model.packing)
@@ -110,9 +111,10 @@ class BatchCheck:
             if name in self._trials
         }
         length = microbatch[LABELS].shape[1]
-        if None not in tokens.values():
+        counts = {name: count for name, count in tokens.items() if count is not None}
+        if len(counts) == len(tokens):
             try:
-                length = self._merge(text_inputs(microbatch), tokens)
+                length = self._merge(text_inputs(microbatch), counts)
             except MergeError as error:
                 raise BatchError(str(error)) from None
             except USER_CODE_RAISES as error:  # a user's function may raise anything

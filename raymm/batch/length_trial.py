@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from raymm.actors.modules.blocks import input_embeddings
 from raymm.actors.probe.cut import small_language_model
 from raymm.actors.weights.source import ModuleSource
 from raymm.errors import USER_CODE_RAISES
@@ -45,7 +46,7 @@ class LengthTrial:
             return
         try:
             model = small_language_model(self._source)
-            width = model.get_input_embeddings().weight.shape[1]
+            width = input_embeddings(model).weight.shape[1]
         except USER_CODE_RAISES:  # nothing to try it on: the ranks will see
             self._longest = math.inf
             return

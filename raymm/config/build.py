@@ -121,7 +121,9 @@ def build_merge(config: TrainConfig) -> MergePolicy:
     if merge == "prepend":
         return Prepend()
     if isinstance(merge, str):
-        return _callback("model.merge", merge)
+        policy = _callback("model.merge", merge)
+        assert policy is not None  # it is named
+        return policy
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.trust_remote_code)
     if missing := sorted(set(config.model.encoders) - set(merge)):
         raise ConfigError(f"model.merge gives no placeholder token for {missing}")

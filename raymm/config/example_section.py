@@ -48,6 +48,7 @@ class ExampleSection(Section):
                 return torch.tensor(self.values, dtype=dtype)
             except (TypeError, ValueError, RuntimeError) as error:
                 raise ValueError(f"values are no tensor of {self.dtype}: {error}") from None
+        assert self.shape is not None  # see _one
         if not dtype.is_floating_point:
             return torch.ones(self.shape, dtype=dtype)
         return torch.randn(self.shape, generator=torch.Generator().manual_seed(0)).to(dtype)

@@ -135,7 +135,7 @@ def projector_layers(
     *,
     tp: int = 1,
     cp: int = 1,
-) -> tuple[LayerCost]:
+) -> tuple[LayerCost, ...]:
     """The cost of a projector as its encoder's last layer, one entry."""
     counts = count_layers(projector, load)
     total = sum(counts, LayerCount())

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from raymm.actors.modules.blocks import find_blocks
+from raymm.actors.modules.blocks import block_list, find_blocks, input_embeddings
 from raymm.errors import InputError
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "encoder_attention_heads")
@@ -150,7 +150,7 @@ def count_layers(module: nn.Module, load: Load, causal: bool = False) -> tuple[L
     counter = _Counter(module, load, causal)
     places = counter.places()
     layers = [counter.layer(place) for place in places or [""]]
-    if places:
+    if places and counter.path is not None:
         before, after = counter.outside(counter.path)
         layers[0] += counter.own(before)
         layers[-1] += counter.own(after)
@@ -175,8 +175,9 @@ def default_tokens(module: nn.Module) -> int:
     """
     config = getattr(module, "config", None)
     size, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
-    if isinstance(getattr(config, "max_source_positions", None), int):
-        return config.max_source_positions
+    positions = getattr(config, "max_source_positions", None)
+    if isinstance(positions, int):
+        return positions
     if size is None or patch is None:
         raise LoadError(
             f"the config of {type(module).__name__} does not say how many tokens an item has; "
@@ -208,7 +209,7 @@ class _Counter:
     """Counts parts of one module under one load."""
 
     def __init__(self, module: nn.Module, load: Load, causal: bool) -> None:
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if hasattr(config, "get_text_config") and causal:
             config = config.get_text_config()
         self.module, self.load, self.causal, self.config = module, load, causal, config
@@ -235,7 +236,7 @@ class _Counter:
 
     def places(self) -> list[str]:
         """Names of the blocks, if there are several."""
-        if self.path is None or (many := len(self.module.get_submodule(self.path))) < 2:
+        if self.path is None or (many := len(block_list(self.module, self.path))) < 2:
             return []
         return [f"{self.path}.{index}" for index in range(many)]
 
@@ -301,7 +302,7 @@ class _Counter:
             return self.is_pair
         if name.startswith(self.path + "."):
             return True
-        is_embedding = self.causal and module is self.module.get_input_embeddings()
+        is_embedding = self.causal and module is input_embeddings(self.module)
         return is_embedding or module is self.head
 
     def _norm(self, name: str) -> float:

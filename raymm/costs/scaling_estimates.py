@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from raymm.actors.modules.blocks import find_blocks
+from raymm.actors.modules.blocks import block_list, find_blocks
 from raymm.actors.quota import Multiprocessors
 from raymm.costs.analytic import analytic_layers, projector_layers
 from raymm.costs.layer_count import Load, LoadError, count_layers, default_tokens
@@ -164,10 +164,10 @@ def _is_language_model(module: nn.Module) -> bool:
 
 def _trainable_layers(module: nn.Module) -> tuple[bool, ...]:
     path = find_blocks(module)
-    if path is None or len(module.get_submodule(path)) < 2:
+    if path is None or len(block_list(module, path)) < 2:
         return (any(p.requires_grad for p in module.parameters()),)
     flags = [
-        any(p.requires_grad for p in block.parameters()) for block in module.get_submodule(path)
+        any(p.requires_grad for p in block.parameters()) for block in block_list(module, path)
     ]
     outside = (p for n, p in module.named_parameters() if not n.startswith(path + "."))
     if any(p.requires_grad for p in outside):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from raymm.actors.modules.blocks import find_blocks, hidden_name
+from raymm.actors.modules.blocks import block_list, find_blocks, hidden_name
 from raymm.actors.modules.merge import IGNORE_INDEX, Prepend
 from raymm.actors.modules.message import MicrobatchContext
 from raymm.costs.layer_count import Load, LoadError, default_tokens
@@ -157,9 +157,11 @@ def _encoder_tokens(
 ) -> tuple[int, int] | None:
     """Tokens of an item in an encoder's blocks, and of what it hands on."""
     stage = skeleton_chain(model.encoder_spec(name))
+    module = stage.module
+    assert module is not None  # a whole chain has one
     if items:
         one = {k: v[:1].to("meta") for k, v in items.items() if k != "sample_index"}
-        seen = _Entering(stage.module)
+        seen = _Entering(module)
         try:
             with torch.no_grad():
                 handed_on = stage.run(one, {}, MicrobatchContext(1)).tensors[0].shape[1]
@@ -169,7 +171,7 @@ def _encoder_tokens(
         finally:
             seen.close()
     try:
-        tokens = default_tokens(stage.module)
+        tokens = default_tokens(module)
     except LoadError:
         return None
     return tokens, tokens
@@ -181,7 +183,7 @@ class _Entering:
     def __init__(self, module: torch.nn.Module) -> None:
         self.tokens: int | None = None
         path = find_blocks(module)
-        first = module if path is None else next(iter(module.get_submodule(path)), module)
+        first = module if path is None else next(iter(block_list(module, path)), module)
         self._name = "hidden_states" if path is None else hidden_name(first)
         self._handle = first.register_forward_pre_hook(self._note, with_kwargs=True)
 

@@ -67,7 +67,7 @@ def draw_mapping(
     handles = [
         Patch(facecolor=hues[name], label=name) for name in problem.names
     ] + [Patch(facecolor=IDLE, edgecolor=FAINT, label="idle")]
-    widest = max(text_width(ruler, h.get_label(), LABEL) for h in handles) + 0.55
+    widest = max(text_width(ruler, str(h.get_label()), LABEL) for h in handles) + 0.55
     columns = max(1, min(len(handles), int(BODY / widest)))
     said = _summary(mapping, others or {}, note, ruler)
     legend = LEGEND_ROW * -(-len(handles) // columns) + 0.12
@@ -154,7 +154,8 @@ def _bars(
     axes: Axes, problem: MappingProblem, mapping: StageMapping, hues: Mapping[str, RGB],
     second: float, lane: float,
 ) -> None:
-    ruler = axes.figure
+    ruler = axes.get_figure(root=True)
+    assert ruler is not None
     start = 0.0
     for stage in mapping.stages:
         filled = [0.0] * mapping.gpus

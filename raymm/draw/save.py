@@ -6,7 +6,7 @@ import io
 import os
 import tempfile
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -79,6 +79,6 @@ def _save_png(figure: Figure, stream: BinaryIO) -> None:
 def text_width(figure: Figure, text: str, size: float) -> float:
     """Inches a text takes at a font size, its widest line if it has several."""
     artist = figure.text(0, 0, text, fontsize=size)
-    box = artist.get_window_extent(figure.canvas.get_renderer())
+    box = artist.get_window_extent(cast(FigureCanvasAgg, figure.canvas).get_renderer())
     artist.remove()
     return box.width / figure.dpi

@@ -351,7 +351,7 @@ def _boxes(
     sheets: dict[str, tuple[list, list, list]] = {}
     numbers: list[tuple[float, float, float, Span, Look]] = []
     layers = {Op.RECV: 0, Op.FORWARD_NO_GRAD: 2}
-    for span in sorted(timeline.spans, key=lambda s: layers.get(s.op, 1)):
+    for span in sorted(timeline.spans, key=lambda s: layers.get(Op(s.op), 1)):
         start, stop = ((at - origin) / scale.second for at in (span.start, span.end))
         middle, hatch = float(span.rank), ""
         if span.op in COMPUTE:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from yaml.composer import ComposerError
 
 from raymm.files.config_error import ConfigError
 
@@ -32,14 +33,14 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self.depth = getattr(self, "depth", 0) + 1
         if self.depth > MOST_DEPTH:
-            raise yaml.composer.ComposerError(
+            raise ComposerError(
                 None, None, f"nested deeper than {MOST_DEPTH}", self.peek_event().start_mark
             )
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         # As written: what a merge (<<) brings in may be overridden.
         written = getattr(node, "written", node.value)
         seen: set[Hashable] = set()
@@ -54,7 +55,7 @@ class _Loader(yaml.SafeLoader):
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         if not hasattr(node, "written"):  # an aliased section is flattened at every use
-            node.written = list(node.value)
+            vars(node)["written"] = list(node.value)
         super().flatten_mapping(node)
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float:

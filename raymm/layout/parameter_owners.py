@@ -40,7 +40,7 @@ def holdings(
             for process in group.family.processes:
                 shared[process].append(group)
         if is_first:
-            process, stage, name = group.holders[0]
+            process, stage, name = next(iter(group.holders))
             written[process].add((stage, name))
             if group.owner is not None:
                 process, stage, name = next(h for h in group.holders if h.process == group.owner)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from raymm.actors.modules.blocks import find_blocks
+from raymm.actors.modules.blocks import block_list, find_blocks
 from raymm.actors.probe.attention import probe_shared_tokens
 from raymm.actors.probe.callbacks import Cuts, check_chain, module_inputs, probe_chain
 from raymm.actors.probe.cut import ProbeError, probe_language_model, trains_without_blocks
@@ -23,7 +23,7 @@ from raymm.actors.sharding.fully_sharded import (
     fully_sharded_plan,
     language_units,
 )
-from raymm.actors.sharding.parameter_pieces import ChainPieces
+from raymm.actors.sharding.parameter_pieces import ChainPieces, PiecePlan
 from raymm.actors.sharding.sample_rows import DealtSamplesError, count_items
 from raymm.actors.sharding.tensor_plan import tensor_plan
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage, encoder_stage_parameters
@@ -60,7 +60,7 @@ class StageBuilders:
             raises a ``ProbeError`` if not.
     """
 
-    build: dict[str, Callable[[], nn.Module]]
+    build: dict[str, Callable[[], EncoderStage | LanguageStage]]
     owned: dict[str, dict[str, int]]
     pieces: dict[str, ChainPieces]
     retries: dict[str, Retry] = field(default_factory=dict)
@@ -101,7 +101,7 @@ def stage_builders(model: MultimodalModule, plan: Plan) -> StageBuilders:
         if node.name != LANGUAGE_MODEL and (cuts or max(first.tp, first.cp) > 1):
             made.retries[node.name] = partial(_try_inputs, spec, cuts, first, pieces)
         sizes = parameter_sizes(spec)
-        parts: dict[tuple, tuple[dict[str, int], Callable[[], nn.Module]]] = {}
+        parts: dict[tuple, tuple[dict[str, int], Callable[[], EncoderStage | LanguageStage]]] = {}
         for stage in plan.module_stages(node.name):
             (lo, hi), options = part = stage.layers, stage.layer_options
             if part not in parts:  # copies of the module have it in common
@@ -227,7 +227,7 @@ def _pieces(
     tp = stage.tp
     if tp == 1:
         return ChainPieces()
-    plans = {"module": probe_tensor(spec.source, tp, module, example)}
+    plans: dict[str, PiecePlan] = {"module": probe_tensor(spec.source, tp, module, example)}
     projector = getattr(spec, "projector", None)
     if projector is not None:
         plans["projector"] = tensor_plan(projector, tp, f"{module} projector")
@@ -249,23 +249,27 @@ def _slim(
 
 def _build_encoder(
     spec: EncoderSpec, lo: int, hi: int, layer_options: Sequence[str] = ()
-) -> nn.Module:
+) -> EncoderStage:
     return _recomputing(EncoderStage.build(spec, lo, hi), spec, lo, layer_options)
 
 
 def _build_language(
     spec: LanguageSpec, lo: int, hi: int, layer_options: Sequence[str] = ()
-) -> nn.Module:
+) -> LanguageStage:
     return _recomputing(LanguageStage.build(spec, lo, hi), spec, lo, layer_options)
 
 
+AnyStage = TypeVar("AnyStage", EncoderStage, LanguageStage)
+
+
 def _recomputing(
-    stage: EncoderStage | LanguageStage, spec: EncoderSpec | LanguageSpec, lo: int,
-    layer_options: Sequence[str],
-) -> nn.Module:  # fmt: skip
+    stage: AnyStage, spec: EncoderSpec | LanguageSpec, lo: int, layer_options: Sequence[str]
+) -> AnyStage:
     """The stage, whose blocks from ``lo`` on do with their activations what the plan says."""
     if layer_options:
-        blocks = spec.cut.blocks if spec.cut else find_blocks(stage.module)
-        whole = [stage.module] if blocks is None else stage.module.get_submodule(blocks)
-        recompute_layers(list(whole)[lo : lo + len(layer_options)], layer_options)
+        module = stage.module
+        assert module is not None  # its layers have options
+        blocks = spec.cut.blocks if spec.cut else find_blocks(module)
+        whole = [module] if blocks is None else list(block_list(module, blocks))
+        recompute_layers(whole[lo : lo + len(layer_options)], layer_options)
     return stage

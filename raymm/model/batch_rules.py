@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from raymm.actors.modules.blocks import input_embeddings, method_of
 from raymm.actors.modules.merge import IGNORE_INDEX
 from raymm.errors import InputError
 
@@ -41,8 +42,8 @@ class Vocabulary(NamedTuple):
     @classmethod
     def of(cls, module: nn.Module) -> Vocabulary:
         """Of a language model, or its skeleton."""
-        ids = len(module.get_input_embeddings().weight)
-        head = module.get_output_embeddings()
+        ids = len(input_embeddings(module).weight)
+        head = method_of(module, "get_output_embeddings")()
         return cls(ids, ids if head is None else len(head.weight))
 
 

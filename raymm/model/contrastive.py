@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import CLIPModel, CLIPTextModelWithProjection, CLIPVisionModelWithProjection
+from transformers import (
+    CLIPModel,
+    CLIPTextConfig,
+    CLIPTextModelWithProjection,
+    CLIPVisionConfig,
+    CLIPVisionModelWithProjection,
+)
 
 from raymm.actors.multiplexed.node import OutputError
 from raymm.model.module_dag import DagLoss, DagModule, ModuleDag, every
@@ -62,8 +69,8 @@ def clip_dag(model: CLIPModel) -> ModuleDag:
     ``model(..., return_loss=True)``.
     """
     with torch.device("meta"):
-        vision = CLIPVisionModelWithProjection(model.config.vision_config)
-        text = CLIPTextModelWithProjection(model.config.text_config)
+        vision = CLIPVisionModelWithProjection(cast(CLIPVisionConfig, model.config.vision_config))
+        text = CLIPTextModelWithProjection(cast(CLIPTextConfig, model.config.text_config))
     vision.vision_model, vision.visual_projection = model.vision_model, model.visual_projection
     text.text_model, text.text_projection = model.text_model, model.text_projection
     loss = ContrastiveLoss()

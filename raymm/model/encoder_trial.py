@@ -154,9 +154,10 @@ class EncoderTrial:
         """Features, what was not read, and what was looked up in tables of how many ids."""
         reads = _Reads(tensors)
         self._ran = False
-        done = chain.module.register_forward_hook(self._note_end)
+        module = _whole(chain)
+        done = module.register_forward_hook(self._note_end)
         with (
-            reads.followed(chain), lookups(chain.module, tensors) as ids,
+            reads.followed(chain), lookups(module, tensors) as ids,
             torch.random.fork_rng(devices=[]), torch.no_grad(), done,
         ):
             message = chain.run(dict(tensors), {}, MicrobatchContext(1))
@@ -169,7 +170,8 @@ class EncoderTrial:
         example = self._example
         if example is None:
             try:
-                example = example_inputs(self._small.module)
+                assert self._small is not None  # which refused
+                example = example_inputs(_whole(self._small))
             except ExampleError:
                 pass
         accepted = "" if example is None else f"; accepted: for example {in_words(example)}"
@@ -242,8 +244,9 @@ class _Reads(TorchFunctionMode):
             postprocess_module=self._within(spec.postprocess_module),
             postprocess_projector=self._within(spec.postprocess_projector),
         )
-        handles.append(chain.module.register_forward_pre_hook(self._enter, prepend=True))
-        handles.append(chain.module.register_forward_hook(self._leave, always_call=True))
+        module = _whole(chain)
+        handles.append(module.register_forward_pre_hook(self._enter, prepend=True))
+        handles.append(module.register_forward_hook(self._leave, always_call=True))
         try:
             with self:
                 yield
@@ -298,3 +301,9 @@ def lookups(module: nn.Module, tensors: Items) -> Iterator[dict[str, int]]:
 def _storage(tensor: torch.Tensor) -> int:
     """What views of a tensor have in common with it, on the meta device too."""
     return tensor.untyped_storage()._cdata
+
+
+def _whole(chain: EncoderStage) -> nn.Module:
+    """The module of a whole chain."""
+    assert chain.module is not None
+    return chain.module

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import isfinite
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ from raymm.actors.quota import check_no_shared_parameters
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.weights.source import LiveSource, on_meta, set_mode
 from raymm.model.encoder_trial import skeleton_chain
-from raymm.model.multimodal import ModalityModule, ModelError, check_weights
+from raymm.model.multimodal import ModalityModule, ModelError, check_weights, light_encoder_spec
 from raymm.scheduler.graph.node_graph import Node, NodeGraph, Use
 from raymm.scheduler.graph.sample_ranges import Range
 
@@ -161,11 +161,7 @@ class DagModule:
         module = one.materialize()
         if not self.chain:
             return module
-        spec = EncoderSpec(
-            name, None, 1, one.projector, one.preprocess_callback,
-            one.postprocess_module_callback, one.postprocess_projector_callback,
-        )
-        return _Chain(EncoderStage(spec, 0, 2, module, one.projector))
+        return _Chain(EncoderStage(light_encoder_spec(name, one), 0, 2, module, one.projector))
 
 
 def _check_names(reads: Any, inputs: Any) -> None:
@@ -278,7 +274,7 @@ class ModuleDag(nn.Module):
                 )
         if not read or None in (output for _, output in read):
             return given
-        return tuple(dict.fromkeys(output for _, output in read))
+        return tuple(dict.fromkeys(output for _, output in read if output is not None))
 
     def specs(self) -> dict[str, NodeSpec]:
         """Nodes as data for processes, in the graph's order."""
@@ -306,7 +302,7 @@ class ModuleDag(nn.Module):
         """
         wanted = {e: n for n, node in self.nodes.items() for e in node.reads.values()}
         for name, node in self.nodes.items():
-            if node.loss and node.divide_by is not None:
+            if isinstance(node, DagLoss) and node.divide_by is not None:
                 wanted[node.divide_by] = name
         sizes: dict[str, int] = {}
         for entry, name in wanted.items():
@@ -333,7 +329,7 @@ class ModuleDag(nn.Module):
         size = sum(self.batch_size(batch) for batch in batches)
         found = {}
         for name, node in self.nodes.items():
-            if node.loss:
+            if isinstance(node, DagLoss):
                 total = float(size)
                 if node.divide_by is not None:
                     total = sum(float(batch[node.divide_by].sum()) for batch in batches)
@@ -364,7 +360,7 @@ class ModuleDag(nn.Module):
             made[name] = call(spec, self.get_submodule(name), batch, made, made, samples)
             if spec.loss:
                 losses[name] = made[name][ONLY].sum() * scales[name]
-        return DagOutput(sum(losses.values()), losses)
+        return DagOutput(cast(torch.Tensor, sum(losses.values())), losses)
 
     def reference_specs(self) -> dict[str, NodeSpec]:
         """:meth:`specs` without the weights."""
@@ -393,7 +389,7 @@ def _build_chain(spec: EncoderSpec) -> nn.Module:
     return _set_mode_of_parts(_Chain(EncoderStage.build(spec, 0, spec.num_layers)))
 
 
-def _set_mode_of_parts(chain: nn.Module) -> nn.Module:
+def _set_mode_of_parts(chain: _Chain) -> nn.Module:
     """Encoder and projector each in training mode if anything in it is trainable."""
     for part in (chain.chain.module, chain.chain.projector):
         if part is not None:

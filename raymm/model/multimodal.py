@@ -10,14 +10,14 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from raymm.actors.modules.blocks import checkpoints_itself, find_blocks, num_blocks
+from raymm.actors.modules.blocks import block_list, checkpoints_itself, find_blocks, num_blocks
 from raymm.actors.modules.draws import module_draws
 from raymm.actors.modules.merge import MergePolicy, Prepend
 from raymm.actors.modules.message import Message, MicrobatchContext
@@ -169,7 +169,7 @@ class ModalityModule(nn.Module):
             raise ModelError(
                 f"{auto.__name__} knows no model for {type(config).__name__}; give model_class"
             )
-        return auto._model_mapping[type(config)]
+        return cast(type[PreTrainedModel], auto._model_mapping[type(config)])
 
     def output_size(self, source: ModuleSource) -> int:
         """Width of the module's output features.
@@ -237,7 +237,7 @@ class ModalityModule(nn.Module):
 
 
 def _with_frozen(source: ModuleSource, frozen: bool) -> ModuleSource:
-    return dataclasses.replace(source, frozen=frozen)
+    return dataclasses.replace(cast(Any, source), frozen=frozen)
 
 
 def check_weights(module: str, source: ModuleSource) -> None:
@@ -416,9 +416,10 @@ class MultimodalModule(nn.Module):
             BatchError: a key, dtype, shape or value that is not accepted.
         """
         self.materialize()
+        language_model = self.language_model.materialize(language_model=True)
         microbatch = complete_microbatch(
             {"input_ids": input_ids, "labels": labels, "attention_mask": attention_mask,
-             **modalities}, self.encoder_names, Vocabulary.of(self.language_model.module),
+             **modalities}, self.encoder_names, Vocabulary.of(language_model),
         )
         if label_tokens is None:
             label_tokens = int(label_mask(microbatch["labels"]).sum())
@@ -427,7 +428,7 @@ class MultimodalModule(nn.Module):
             if name in microbatch:
                 encoder = self.encoders[name]
                 stage = EncoderStage(
-                    self._light_encoder_spec(name), 0, 2, encoder.module, encoder.projector
+                    light_encoder_spec(name, encoder), 0, 2, encoder.module, encoder.projector
                 )
                 try:
                     received[name] = stage.run(
@@ -437,10 +438,10 @@ class MultimodalModule(nn.Module):
                     stage.detach()
         stage = LanguageStage(
             LanguageSpec(
-                LANGUAGE_MODEL, None, 1, self.merge, mask=self.mask, encoders=self.encoder_names,
-                packing=self.packing,
+                LANGUAGE_MODEL, cast(ModuleSource, None), 1, self.merge, mask=self.mask,
+                encoders=self.encoder_names, packing=self.packing,
             ),
-            0, 1, self.language_model.module,
+            0, 1, language_model,
         )
         try:
             message = stage.run(
@@ -467,7 +468,8 @@ class MultimodalModule(nn.Module):
                 other numbers.
         """
         for name, part in self.materialize().named_children():
-            if part.module is not None and checkpoints_itself(part.module):
+            module = getattr(part, "module", None)
+            if module is not None and checkpoints_itself(module):
                 raise ModelError(f"{name} has gradient checkpointing of its own; disable it")
         self._drawn = seed, step, microbatch, batch
         try:
@@ -483,16 +485,19 @@ class MultimodalModule(nn.Module):
         draws = module_draws(seed, step, module, microbatch, batch=batch)
         return MicrobatchContext(label_tokens, microbatch, draws=draws)
 
-    def _light_encoder_spec(self, name: str) -> EncoderSpec:
-        encoder = self.encoders[name]
-        return EncoderSpec(
-            name, None, 1, encoder.projector, encoder.preprocess_callback,
-            encoder.postprocess_module_callback, encoder.postprocess_projector_callback,
-        )
-
     def trainable_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Trainable parameters by name."""
         return ((n, p) for n, p in self.named_parameters() if p.requires_grad)
+
+
+def light_encoder_spec(name: str, encoder: ModalityModule) -> EncoderSpec:
+    """Of an encoder that is in this process already: a stage of it calls what it has, and builds
+    nothing, so that there are no sources."""
+    return EncoderSpec(
+        name, cast(ModuleSource, None), 1, cast(ModuleSource | None, encoder.projector),
+        encoder.preprocess_callback, encoder.postprocess_module_callback,
+        encoder.postprocess_projector_callback,
+    )
 
 
 def _mask_policy(mask: str | MaskPolicy | None) -> MaskPolicy | None:
@@ -528,7 +533,7 @@ def _trainable_blocks(module: nn.Module, count: int) -> tuple[bool, ...]:
     path = find_blocks(module)
     if path is None or count == 1:
         return (_any_trainable(module),)
-    flags = [_any_trainable(block) for block in module.get_submodule(path)]
+    flags = [_any_trainable(block) for block in block_list(module, path)]
     if any(p.requires_grad for n, p in module.named_parameters() if not n.startswith(path + ".")):
         flags[0] = flags[-1] = True
     return tuple(flags)

@@ -52,20 +52,22 @@ class DriftWatch:
         self._above = self._above + 1 if drift.excess > EXCESS else 0
         if self._above >= STEPS and not self._said:
             self._said = True
-            self._report(step, drift, meta)
+            self._report(step, drift, meta, self._drift)
         return {"plan_drift": {
             "rank": drift.rank, "measured": round(drift.measured, 4),
             "expected": round(drift.expected, 4),
         }}  # fmt: skip
 
-    def _report(self, step: int, drift: Drift, meta: Sequence[MicrobatchMeta]) -> None:
+    def _report(
+        self, step: int, drift: Drift, meta: Sequence[MicrobatchMeta], known: PlanDrift
+    ) -> None:
         text = (
             f"step {step:>5}  plan drift: rank {drift.rank}, of whose stages {drift.stage} takes "
             f"longest, does {drift.measured:.0%} of the compute, and {drift.expected:.0%} were "
             f"planned"
         )
         try:
-            table = self._drift.profile(_samples(meta), datetime.now(UTC).isoformat("T", "seconds"))
+            table = known.profile(_samples(meta), datetime.now(UTC).isoformat("T", "seconds"))
         except ProfileError as error:
             self._say(f"{text}; measure with `raymm profile` and plan anew ({error})")
             return

@@ -69,6 +69,7 @@ def training_data(
     console = console or Console(quiet=True)
     with ScanProgress(console) as progress:
         sampler = training_sampler(data, dataset, tokens, progress)
+    assert isinstance(sampler, GroupSampler)  # as the method is not "random"
     sampler.open(state)
     console.print(_summary(sampler), highlight=False, soft_wrap=True)
     return TrainingData(dataset, sampler, tokens)

@@ -12,6 +12,7 @@ from raymm.actors.probe.cut import ProbeError
 from raymm.actors.probe.items import probe_shared_items
 from raymm.actors.probe.tensor import probe_tensor
 from raymm.actors.sharding.tensor_plan import TensorPlan, tensor_plan
+from raymm.actors.stages.language import LanguageSpec
 from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule
 from raymm.scheduler.plan.plan import Plan, PlanError
 from raymm.scheduler.search.module_degrees import KINDS, DegreeChoices, degrees_of
@@ -54,13 +55,13 @@ class DegreeRequest:
         fixed: dict[tuple[str, str], int] = {}
         for entry in entries:
             match = _ENTRY.fullmatch(entry)
-            number = match and match["number"] and int(match["number"])
+            number = int(match["number"]) if match and match["number"] else None
             if not match or number == 0 or (match["module"] and number is None):
                 raise PlanError(
                     f"degrees has {entry!r}; accepted: auto, none, or a list of tp, cp, dp, of "
                     "which each may have a highest degree (tp=4) or one for a module (llm.tp=4)"
                 )
-            if match["module"]:
+            if match["module"] and number is not None:
                 fixed[match["module"], match["kind"]] = number
             else:
                 most[match["kind"]] = number
@@ -164,14 +165,15 @@ def refused_degrees(model: MultimodalModule, plan: Plan) -> dict[Refused, str]:
     refused: dict[Refused, str] = {}
     for node in plan.graph.nodes:
         name, degrees = node.name, degrees_of(plan, node.name)
-        causal = name == LANGUAGE_MODEL
-        spec = model.language_spec() if causal else model.encoder_spec(name)
+        spec = model.language_spec() if name == LANGUAGE_MODEL else model.encoder_spec(name)
+        causal = isinstance(spec, LanguageSpec)
         example = None if causal else model.encoders[name].example_inputs
-        if example is not None and max(degrees.tp, degrees.cp) > 1:
-            example = module_inputs(spec, example)
+        if not isinstance(spec, LanguageSpec) and example is not None:
+            if max(degrees.tp, degrees.cp) > 1:
+                example = module_inputs(spec, example)
         if degrees.cp > 1:
             try:
-                if causal:
+                if isinstance(spec, LanguageSpec):
                     probe_shared_tokens(spec.source, spec.mask is not None)
                 else:
                     probe_shared_items(spec.source, example)

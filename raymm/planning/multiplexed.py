@@ -206,6 +206,7 @@ def plan_shapes(
         request = replace(request, batch=request.batch or (conditions and conditions.batch))
         source, estimated = "scaling surfaces, measured or given", False
     else:
+        assert loads is not None  # see there
         spec = device or find_device(CPU)
         if device is None:
             notes.append("no device is named: costs are those of one CPU core")
@@ -363,7 +364,9 @@ def _limit(device: DeviceSpec | None, gib: float | None) -> int | None:
 
 
 def _check_fits(surfaces: Sequence[ScalingSurface], gpus: int, limit: int | None) -> None:
-    for surface in surfaces if limit is not None else ():
+    if limit is None:
+        return
+    for surface in surfaces:
         sizes = {
             degree: size
             for degree, size in zip(surface.degrees, surface.memory_bytes, strict=True)

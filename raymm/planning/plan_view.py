@@ -207,9 +207,9 @@ def _prediction(planned: PlanResult) -> str:
 
 def _module_text(plan: Plan, name: str) -> str:
     chains = plan.replicas(name)
+    several = rank_text(chains[0][0].degrees)
     stages = len(chains[0])
     copies = f" x{len(chains)}" if len(chains) > 1 else ""
-    several = rank_text(chains[0][0].degrees)
     shared = f" ({several})" if several else ""
     return f"{name} {stages} stage{'s' * (stages != 1)}{shared}{copies}"
 

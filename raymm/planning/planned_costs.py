@@ -123,7 +123,7 @@ def _loads(
 ) -> Loads:
     if microbatch is None or set(tokens) >= {*model.encoder_names, LANGUAGE_MODEL}:
         return loads_of_tokens(model, tokens, samples, text)
-    real = microbatch() if callable(microbatch) else microbatch
+    real: Any = microbatch() if callable(microbatch) else microbatch
     return changed_tokens(loads_of_microbatch(model, real), tokens)
 
 

@@ -97,5 +97,7 @@ def _faster(compared: StyleComparison) -> PlannedRun:
     if compared.style is None:
         raise PlanError("neither style fits: " + "; ".join(compared.refused.values()))
     if compared.style == PIPELINED:
+        assert compared.pipelined is not None  # as it fits
         return _pipelined(compared.pipelined)
+    assert compared.multiplexed is not None
     return _multiplexed(compared.multiplexed)

@@ -206,13 +206,15 @@ def request_for_cluster(
         DataError: data that cannot be read.
     """
     note = None
-    if request.ranks is None:
-        request = replace(request, ranks=cluster_ranks(resources, worker_cpus))
+    ranks = request.ranks
+    if ranks is None:
+        ranks = cluster_ranks(resources, worker_cpus)
+        request = replace(request, ranks=ranks)
     if request.device is None and request.profile is None:
         name, note = cluster_device(device)
         request = replace(request, device=name)
     if isinstance(data, DataConfig):
         shape = DataShape.of_config(data, model.encoder_names)
     else:
-        shape = DataShape.of_batches(data, model.encoder_names, request.ranks)
+        shape = DataShape.of_batches(data, model.encoder_names, ranks)
     return request, shape, note

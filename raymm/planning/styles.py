@@ -94,16 +94,17 @@ class StyleComparison:
         """Which is faster, by how much, and what the two numbers do not have in common."""
         lines = [f"{style} does not run: {reason}" for style, reason in self.refused.items()]
         found = self.seconds
-        if len(found) == 2:
-            best, other = self.style, next(s for s in found if s != self.style)
+        best = self.style
+        if best is not None and len(found) == 2:
+            other = next(s for s in found if s != best)
             lines.append(
                 f"{best} is predicted to be {found[other] / found[best]:.2f} times as fast: "
                 f"{time_text(found[best])} against {time_text(found[other])} per step of "
                 f"{self.batch} samples"
             )
-        elif found:
-            seconds = time_text(found[self.style])
-            lines.append(f"{self.style} runs: {seconds} per step of {self.batch} samples")
+        elif best is not None:
+            seconds = time_text(found[best])
+            lines.append(f"{best} runs: {seconds} per step of {self.batch} samples")
         lines += [
             "the same for both: batch, devices, memory limit, frozen rules, the costs of layers "
             "(modules too small to fill a device are slower by the same rule)",
@@ -164,8 +165,10 @@ def compare_styles(
         if given is not None:
             pipelined = Planned.judged(replace(given, profile=None), costs, limit)
         else:
+            ranks = request.ranks
+            assert ranks is not None  # see _Basis.of
             search = Search(
-                request.ranks, data.microbatches, limit, strategy=request.strategy,
+                ranks, data.microbatches, limit, strategy=request.strategy,
                 schedules=request.schedules, layouts=request.layouts, recompute=request.recompute,
                 radius=request.radius,
             )
@@ -251,6 +254,7 @@ class _Basis:
         }
         measured = self.costs.profile.source == "measured" and options.surfaces is None
         named = options.surfaces is None or request.device is not None
+        assert request.ranks is not None  # see of
         asked = MappingRequest(
             gpus=request.ranks, device=self.device if named else None, surfaces=options.surfaces,
             interference=options.interference, memory_gib=request.memory_gib,

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import ray
 import torch
+from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
+from raymm.actors.modules.blocks import input_embeddings
 from raymm.actors.rank.module_profiler import ModuleProfiler, ModuleTimes, ProfileRequest
 from raymm.actors.rank.rank_group import START_TIMEOUT_S, RankResources, check_capacity
+from raymm.actors.weights.source import ModuleSource
 from raymm.costs.layer_count import LayerCount, Load, count_layers
 from raymm.layout.stage_builders import reloadable_modules, stage_builders
 from raymm.model.batch_rules import complete_microbatch
@@ -95,7 +98,7 @@ def _check(
     for name in model.encoder_names:
         if not microbatch.get(name):
             raise ProfileError(f"the microbatch has no items for encoder {name!r}")
-    config = model.language_spec().source.config
+    config: Any = model.language_spec().source.config
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
     longest = getattr(config, "max_position_embeddings", None)
@@ -129,7 +132,7 @@ def _requests(
     yield ProfileRequest(text, present)
     labels = text["labels"]
     share = float((labels[:, 1:] != _IGNORE).sum()) / labels[:, 1:].numel()
-    vocabulary = model.language_spec().source.skeleton().get_input_embeddings().weight.shape[0]
+    vocabulary = input_embeddings(model.language_spec().source.skeleton()).weight.shape[0]
     generator = torch.Generator().manual_seed(0)
     for length in sorted(set(lengths)):
         ids = torch.randint(vocabulary, (labels.shape[0], length), generator=generator)
@@ -152,8 +155,8 @@ def _measure(
     )
     actor = remote.remote(*arguments)
     try:
-        about = ray.get(actor.describe.remote(), timeout=START_TIMEOUT_S)
-        times = [
+        about: Any = ray.get(actor.describe.remote(), timeout=START_TIMEOUT_S)
+        times: list[Any] = [
             ray.get(actor.measure.remote(request, repeats), timeout=MEASURE_TIMEOUT_S)
             for request in requests
         ]
@@ -167,7 +170,7 @@ def _measure(
     except RayError as error:  # the actor died: out of memory, for one
         raise ProfileError(f"profiling {name!r} failed: {error}") from error
     finally:
-        ray.kill(actor, no_restart=True)
+        ray.kill(cast(ActorHandle, actor), no_restart=True)
     return about, times
 
 
@@ -176,8 +179,9 @@ def _counts(model: MultimodalModule, name: str) -> list[LayerCount]:
     causal = name == LANGUAGE_MODEL
     spec = model.language_spec() if causal else model.encoder_spec(name)
     result = [*count_layers(spec.source.skeleton(), Load(1, 1), causal)]
-    if getattr(spec, "projector", None) is not None:
-        result.append(sum(count_layers(spec.projector.skeleton(), Load(1, 1)), LayerCount()))
+    projector: ModuleSource | None = getattr(spec, "projector", None)
+    if projector is not None:
+        result.append(sum(count_layers(projector.skeleton(), Load(1, 1)), LayerCount()))
     return result
 
 

@@ -16,10 +16,11 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import ray
 import torch
+from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from raymm.actors.rank.module_profiler import ProfileRequest
@@ -366,4 +367,4 @@ class _actor:
             raise ProfileError(f"profiling {self._what!r} failed: {error}") from error
 
     def __exit__(self, *error: object) -> None:
-        ray.kill(self._actor, no_restart=True)
+        ray.kill(cast(ActorHandle, self._actor), no_restart=True)

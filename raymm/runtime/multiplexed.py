@@ -202,8 +202,10 @@ class MultiplexedParallelModule(ParallelModule):
             for place, tensor in part.items():
                 full = parameter_name(*place)
                 known = named.get(full)
-                both = known is not None and tensor is not None
-                named[full] = known + tensor if both else tensor if known is None else known
+                if known is None or tensor is None:
+                    named[full] = tensor if known is None else known
+                else:
+                    named[full] = known + tensor
         return named
 
     def parameters(self, trainable_only: bool = True) -> dict[str, torch.Tensor]:

@@ -62,6 +62,7 @@ class PendingOutput(Protocol):
         Raises:
             RankFailedError: a process died or raised.
         """
+        ...
 
 
 class ParallelModule(ABC):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -107,7 +108,7 @@ class SkippedStep:
 def skipped_step(
     step: int,
     loss: float | None,
-    grad_norm: float,
+    grad_norm: float | None,
     reports: Iterable[Sequence[Place] | None],
     edges: Sequence[tuple[str, str]],
     batches: Sequence[Sequence[MicrobatchMeta]] = (),
@@ -130,7 +131,8 @@ def skipped_step(
     origins = [
         _origin(place, sorted(rows), batches) for place, rows in merged.items()
     ]
-    return SkippedStep(step, loss, grad_norm, tuple(origins[:MAX_NAMED]), len(origins))
+    norm = math.nan if grad_norm is None else grad_norm
+    return SkippedStep(step, loss, norm, tuple(origins[:MAX_NAMED]), len(origins))
 
 
 def _beginnings(places: set[Place], edges: Sequence[tuple[str, str]]) -> list[Place]:

@@ -93,9 +93,9 @@ def _check_finite(model: MultimodalModule, checkpoint: Path) -> None:
 def _save_modules(model: MultimodalModule, folder: Path) -> list[str]:
     """Writes every module; returns the names of their folders."""
     names = ["language_model"]
-    _save(model.language_model.module, folder / "language_model")
+    _save(model.language_model.materialize(language_model=True), folder / "language_model")
     for name, encoder in model.encoders.items():
-        _save(encoder.module, folder / f"{name}_encoder")
+        _save(encoder.materialize(), folder / f"{name}_encoder")
         names.append(f"{name}_encoder")
         if encoder.projector is not None:
             _save(encoder.projector, folder / f"{name}_projector")

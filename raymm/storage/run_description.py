@@ -114,7 +114,7 @@ def _of_module(
     where: str, part: ModalityModule, source: ModuleSource, skeleton: nn.Module
 ) -> dict[str, Any]:
     found: dict[str, Any] = {f"{where}.class": type(skeleton).__qualname__}
-    config = source.config
+    config: Any = source.config
     values = _computed(config.to_dict()) if hasattr(config, "to_dict") else {}
     found |= {f"{where}.config.{key}": value for key, value in values.items()}
     if isinstance(source, FactorySource):
@@ -128,10 +128,10 @@ def _of_module(
     if isinstance(source, PretrainedSource):
         files = sorted(Path(source.path).glob("*.safetensors"))
         found[f"{where}.weights"] = fingerprint_of_files(files)
-    elif getattr(source, "weights", None) is not None:
-        found[f"{where}.weights"] = fingerprint_of_files([Path(source.weights)])
+    elif (weights := getattr(source, "weights", None)) is not None:
+        found[f"{where}.weights"] = fingerprint_of_files([Path(weights)])
     else:
-        found[f"{where}.seed"] = source.seed
+        found[f"{where}.seed"] = getattr(source, "seed", None)  # a source of a user's own
     return found
 
 

@@ -20,9 +20,11 @@ class StepWatch(Protocol):
 
     def after_step(self, step: WatchedStep) -> dict[str, Any]:
         """Look at a step; what ``metrics.jsonl`` gets of it."""
+        ...
 
     def write(self, history: Sequence[Mapping[str, Any]]) -> dict[str, Path]:
         """Write what there is to look at; returns files by what they are."""
+        ...
 
 
 class Execution(Protocol):
@@ -33,8 +35,11 @@ class Execution(Protocol):
         num_processes: that it runs in.
     """
 
-    plan: Plan | StageMapping
-    num_processes: int
+    @property
+    def plan(self) -> Plan | StageMapping: ...
+
+    @property
+    def num_processes(self) -> int: ...
 
     def save(self, folder: Path) -> None:
         """Write it to a run's folder."""
@@ -50,12 +55,15 @@ class Execution(Protocol):
 
     def describe(self, device: str, data: Any) -> list[str]:
         """What runs, in words: the first line is continued by the trainer."""
+        ...
 
     def start(self, model: MultimodalModule, **options: Any) -> ParallelModule:
         """Start the processes."""
+        ...
 
     def watch(self, run: WatchedRun) -> StepWatch:
         """Of a run that has started."""
+        ...
 
 
 def execution_of(plan: Plan | StageMapping) -> Execution:

@@ -46,9 +46,10 @@ class MultiplexedExecution:
             name, _ = cluster_device(device)
             check_steps(name, self.plan.steps)
         batching = data.batching if isinstance(data, DataConfig) else None
-        if getattr(batching, "rebalance", None) is not None:
+        rebalance = getattr(batching, "rebalance", None)
+        if rebalance is not None:
             raise ConfigError(
-                f"data.batching.rebalance is {batching.rebalance!r}; with a multiplexed plan it "
+                f"data.batching.rebalance is {rebalance!r}; with a multiplexed plan it "
                 "must be left out: what it learns is what copies of pipelined stages take"
             )
 

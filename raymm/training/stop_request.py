@@ -138,8 +138,9 @@ class StopRequest:
                     return
                 yield item
         finally:
-            if hasattr(iterator, "close"):
-                iterator.close()
+            close = getattr(iterator, "close", None)
+            if close is not None:
+                close()
 
     def _on_signal(self, number: int, frame: Any) -> None:
         name, now = signal.Signals(number).name, time.monotonic()

@@ -113,9 +113,10 @@ class Trainer:
         threads: int = 1,
         console: Console | None = None,
     ) -> None:
-        for name, value in (("data", data), ("run_config", run_config)):
-            if value is None:
-                raise ConfigError(f"{name} is None; a trainer needs it")
+        if data is None:
+            raise ConfigError("data is None; a trainer needs it")
+        if run_config is None:
+            raise ConfigError("run_config is None; a trainer needs it")
         self.model = model
         self.request = parallel if isinstance(parallel, PlanRequest) else PlanRequest()
         self.request.check(model)
@@ -160,7 +161,8 @@ class Trainer:
         try:
             with self.stop.listening():
                 result = self._fit_or_stop()
-            if result.stopped and self.stop.reason.number is not None:
+            reason = self.stop.reason
+            if result.stopped and reason is not None and reason.number is not None:
                 raise self.stop.error(result.stopped)
             return result
         finally:
@@ -186,6 +188,7 @@ class Trainer:
     def _stopped_at_once(self) -> str:
         """What became of a run that a signal did not let finish its step."""
         latest = CheckpointStore(self.path, self.run.keep_checkpoints).latest()
+        assert self.stop.reason is not None  # it was asked
         why, loop = self.stop.reason.why, self._loop
         saved = f"the last checkpoint is {latest}" if latest else "there is no checkpoint"
         if loop is None:
@@ -238,7 +241,7 @@ class Trainer:
             device = pick_device(self.run.device)
             resources = self._resources(device)
             if self.plan is None:
-                self._make_plan(device, resources, checkpoint)
+                self.plan = self._make_plan(device, resources, checkpoint)
             execution = execution_of(self.plan)
             execution.check(self.model, self.data, device)
             check_capacity(execution.num_processes, resources, self._worker_cpus())
@@ -261,7 +264,7 @@ class Trainer:
 
     def _make_plan(
         self, device: str, resources: RankResources, checkpoint: Checkpoint | None
-    ) -> None:
+    ) -> Plan | StageMapping:
         """Plan; a run that goes on keeps the plan of its checkpoint while it can, so that its
         numbers are those of a run without interruption."""
         if checkpoint is not None:
@@ -269,8 +272,7 @@ class Trainer:
             reason = self._cannot_keep(execution, resources)
             if reason is None:
                 self._say("going on under the plan of the checkpoint")
-                self.plan = execution.plan
-                return
+                return execution.plan
             self._say(f"planning anew: {reason}")
         with self.console.status("planning"):
             planned = plan_for_cluster(
@@ -279,7 +281,7 @@ class Trainer:
             )
         for line in planned.lines:
             self._say(line)
-        self.plan = planned.plan
+        return planned.plan
 
     def _cannot_keep(self, execution: Execution, resources: RankResources) -> str | None:
         if (reason := execution.unkept(self.model, self.data)) is not None:

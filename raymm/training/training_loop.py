@@ -79,6 +79,7 @@ class Batches:
 
     def heldout(self, steps: int | None, shuffled: Sequence[str]) -> StepLoader:
         """One pass over the held-out data, with some modalities' items in the wrong samples."""
+        assert isinstance(self._data, DataConfig)  # batches in memory have no held-out ones
         return StepLoader(
             self._data, "heldout", steps=steps, shuffled=shuffled, check=self._check
         )

@@ -113,6 +113,7 @@ def choose_options(layers: Sequence[Sequence[LayerOption]], limit: int) -> Recom
     names = []
     state: _State | None = last
     for one in reversed(layers):
+        assert state is not None  # a state per layer
         names.append(one[state.option].name)
         state = state.before
     return Recomputation(tuple(reversed(names)), last.seconds, last.nbytes)

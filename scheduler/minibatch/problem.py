@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 
@@ -36,8 +37,8 @@ class SampleSizes:
 
     names: tuple[str, ...]
     values: np.ndarray
-    sources: np.ndarray | None = None
-    padded: tuple[str, ...] | None = None
+    sources: np.ndarray = cast(np.ndarray, None)  # always there once it is made
+    padded: tuple[str, ...] = cast("tuple[str, ...]", None)
     _totals: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -205,7 +205,8 @@ def fit_interference(
         design = np.array([model.terms(g[0], g[1:]) for g in chosen])[:, :columns]
         weights = scale / expected
         found = np.linalg.lstsq(design * weights[:, None], measured * weights, rcond=None)[0]
-        model = Interference(*(float(x) for x in found), *[0.0] * (3 - columns), unit, coupling)
+        weighed = [*(float(x) for x in found), *[0.0] * (3 - columns)]
+        model = Interference(*weighed, unit=unit, coupling=coupling)
         before = chosen
         delay = model.delay
         chosen = [max(s.bandwidths, key=lambda g: delay(g[0], g[1:])) for s in shared]

@@ -91,15 +91,15 @@ class Plan:
         if self.shared_ranks is None:
             object.__setattr__(self, "shared_ranks", shared)
         for rank in shared:
-            if rank not in self.shared_ranks:
+            if rank not in (self.shared_ranks or ()):
                 raise PlanError(
                     f"rank {rank} is used by stages {', '.join(stages[rank])}; give each its own "
                     "rank, or add the rank to shared_ranks if they are to take turns on it"
                 )
 
     def _check_processes(self) -> None:
-        widths: dict[int, Stage] = {}
-        degrees: dict[str, Stage] = {}
+        widths: dict[object, Stage] = {}
+        degrees: dict[object, Stage] = {}
         for stage in self.stages:
             if stage.sharding not in SHARDINGS:
                 raise PlanError(

@@ -113,7 +113,8 @@ class _Stage:
         self.no_grad_s = known(n, c, f, default=UNKNOWN_FORWARD)
         self.recompute_s = known(Op.RECOMPUTE, f, c, n, default=UNKNOWN_FORWARD)
         parts = [costs.get((name, op)) for op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)]
-        whole = sum(parts) if None not in parts else UNKNOWN_BACKWARD
+        found = [part for part in parts if part is not None]
+        whole = sum(found) if len(found) == len(parts) else UNKNOWN_BACKWARD
         self.backward_s = known(Op.BACKWARD, default=whole)
         self.input_s = known(Op.BACKWARD_INPUT, default=self.backward_s / 2)
         self.weight_s = known(Op.BACKWARD_WEIGHT, default=self.backward_s - self.input_s)
@@ -294,7 +295,9 @@ class ListScheduler:
             key = (priority, microbatch, depth)
             if best is None or key < best:
                 best, chosen = key, (state, kind)
-        if chosen is not None and policy.patience and chosen[1] in (RECOMPUTE, WEIGHT):
+        if best is None or chosen is None:
+            return None
+        if policy.patience and chosen[1] in (RECOMPUTE, WEIGHT):
             state, kind = chosen
             duration = state.weight_s if kind == WEIGHT else state.recompute_s
             horizon = now + policy.patience * duration

@@ -115,7 +115,8 @@ def _zero_bubble(scheduler: ListScheduler) -> tuple[Schedule, Policy | None]:
     """
     plan = scheduler.plan
     baseline = _replayed(scheduler, scheduler.run(Rules()))
-    best, chosen, stuck = None, None, None
+    best, chosen = None, None
+    stuck: NoRoomError | None = None
     limits = plan.activation_limits or one_f_one_b_limits(plan, baseline, scheduler.sizes)
     shared = any(len(plan.rank_stages(rank)) > 1 for rank in range(plan.num_ranks))
     for policy in policies(shared) if plan.policy is None else (plan.policy,):
@@ -133,6 +134,7 @@ def _zero_bubble(scheduler: ListScheduler) -> tuple[Schedule, Policy | None]:
     if plan.activation_limits is None and (best is None or baseline.makespan <= best.makespan):
         return baseline, None
     if best is None:
+        assert stuck is not None  # every policy was
         raise stuck
     return best, chosen
 

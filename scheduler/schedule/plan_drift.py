@@ -51,7 +51,7 @@ class PlanDrift:
     def __init__(self, plan: Plan) -> None:
         if plan.profile is None:
             raise ProfileError("the plan has no profile to compare measured steps with")
-        self._plan = plan
+        self._plan, self._profile = plan, plan.profile
         self._expected_of = op_seconds(plan)
         self._keep = 0.5 ** (1.0 / HALF_LIFE_STEPS)
         self._measured: dict[str, float] = defaultdict(float)
@@ -95,7 +95,7 @@ class PlanDrift:
         Raises:
             ProfileError: the plan's profile does not say of how many tokens it is.
         """
-        profile = self._plan.profile
+        profile = self._profile
         if lacking := sorted(set(profile.modules) - set(profile.tokens)):
             raise ProfileError(f"the plan's profile does not say tokens of {lacking}")
         modules = {}

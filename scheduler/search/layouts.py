@@ -100,7 +100,7 @@ def replicated(space: StageSpace, ranks: int) -> Plan:
     graph = space.graph
     encoders = encoders_into_sink(graph)
     _check_stages(graph, graph.sink, ranks)
-    partitions = {name: ((0, graph.node(name).num_layers),) for name in encoders}
+    partitions: dict[str, Ranges] = {name: ((0, graph.node(name).num_layers),) for name in encoders}
     partitions[graph.sink] = partition_matrix(space.stage_seconds(graph.sink), ranks, None)
     plan = space.made_of(partitions)
     copies = min(ranks, space.num_microbatches)

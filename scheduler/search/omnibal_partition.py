@@ -218,7 +218,7 @@ def _best_first(
     first, so that they are finished one after the other instead of all begun.
     """
     to_end = _distances(levels, term, min)
-    queue = [(0.0, 0, 0.0, (0,))]
+    queue: list[tuple[float, int, float, tuple[int, ...]]] = [(0.0, 0, 0.0, (0,))]
     while queue:
         *_, so_far, path = heapq.heappop(queue)
         if len(path) == len(levels):

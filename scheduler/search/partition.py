@@ -157,7 +157,9 @@ def partition_with_cuts(
     return partition_matrix(cost_matrix(costs, cut_costs), stages, feasible)
 
 
-def cost_matrix(costs: Sequence[float], cut_costs: Sequence[float] | None = None) -> np.ndarray:
+def cost_matrix(
+    costs: Sequence[float] | np.ndarray, cut_costs: Sequence[float] | None = None
+) -> np.ndarray:
     """Cost of every possible stage: entry (lo, hi) of the (n + 1, n + 1) array, ``inf``
     where ``hi <= lo``. Arguments as of :func:`partition_with_cuts`."""
     prefix = np.array(_prefix_sums(costs))
@@ -282,7 +284,7 @@ def even_layers(num_layers: int, stages: int) -> Ranges:
     return tuple(pairwise(cuts))
 
 
-def _prefix_sums(costs: Sequence[float]) -> list[float]:
+def _prefix_sums(costs: Sequence[float] | np.ndarray) -> list[float]:
     _check_costs("costs", costs)
     prefix = list(accumulate(map(float, costs), initial=0.0))
     if math.isinf(prefix[-1]):
@@ -290,7 +292,7 @@ def _prefix_sums(costs: Sequence[float]) -> list[float]:
     return prefix
 
 
-def _check_costs(name: str, costs: Sequence[float]) -> None:
+def _check_costs(name: str, costs: Sequence[float] | np.ndarray) -> None:
     for layer, cost in enumerate(costs):
         if not 0 <= cost < math.inf:  # written so that NaN fails too
             raise PartitionError(

@@ -172,7 +172,7 @@ def joint_search(
             break
         counts = dict(zip(modules, chosen, strict=True))
         plan = space.plan(counts)
-        if not final:
+        if not final and lower_bound is not None:
             bound = max(bound, lower_bound(plan) * (1 - ROUNDING))
             heapq.heappush(queue, (bound, size, True, chosen))
             continue

@@ -126,9 +126,8 @@ def cpu_backward(
         for plan, sequences in _plans(query, value, masks, softcap):
             units = [
                 (
-                    *_unit(query, key, value, out, lse, s),
-                    _split_heads(grad_out, s, key.shape[1]),
-                    *(g if g is None else _split_heads(g, s, key.shape[1]) for g in grads),
+                    _unit(query, key, value, out, lse, grad_out, s),
+                    [g if g is None else _split_heads(g, s, key.shape[1]) for g in grads],
                 )
                 for s in sequences
             ]
@@ -193,24 +192,22 @@ def _block_forward(
         total = torch.logsumexp(torch.stack([part_lse for _, part_lse in results]), dim=0)
         # Rows that see nothing at all: exp(-inf - 0) instead of exp(-inf + inf).
         finite = total.masked_fill(total == -math.inf, 0.0)
-        merged: torch.Tensor | None = None
-        for part_out, part_lse in results:
-            weight = (part_lse - finite).exp_().unsqueeze(-1)
-            if merged is None:
-                merged = part_out * weight
-            else:
-                merged.addcmul_(part_out.to(merged.dtype), weight)
+        weights = [(part_lse - finite).exp_().unsqueeze(-1) for _, part_lse in results]
+        merged = results[0][0] * weights[0]
+        for (part_out, _), weight in zip(results[1:], weights[1:], strict=True):
+            merged.addcmul_(part_out.to(merged.dtype), weight)
         _put(out, block.rows, merged)
         _put(lse, block.rows, total)
 
 
 def _block_backward(
-    block: Block, plan: Plan, units: list[tuple[torch.Tensor | None, ...]], scale: float,
+    block: Block, plan: Plan,
+    units: list[tuple[tuple[torch.Tensor, ...], list[torch.Tensor | None]]], scale: float,
     softcap: float | None,
 ) -> None:  # fmt: skip
     """Add what a block's rows contribute to the gradients."""
-    biases = [_bias(plan, block, part, _wide_dtype(units[0][0])) for part in block.parts]
-    for query, key, value, out, lse, grad_out, *grads in units:
+    biases = [_bias(plan, block, part, _wide_dtype(units[0][0][0])) for part in block.parts]
+    for (query, key, value, out, lse, grad_out), grads in units:
         rows, row_grad, row_out, row_lse = (
             _take(t, block.rows) for t in (query, grad_out, out, lse)
         )
@@ -226,7 +223,7 @@ def _block_backward(
             for grad, share in zip(grads[1:], found[1:], strict=True):
                 if grad is not None:
                     _add(grad, part.runs, share)
-        if grads[0] is not None:
+        if grads[0] is not None and row_sum is not None:
             _put(grads[0], block.rows, row_sum)
 
 

@@ -111,6 +111,7 @@ class Plan:
     def visible(self, block: Block, part: Part) -> torch.Tensor:
         """(rows, keys) bool of a masked part."""
         arrays = self._rows
+        assert arrays is not None  # there is a masked part
         keys = torch.cat([torch.arange(*run, dtype=torch.int32) for run in part.runs])
         bounds = torch.cat([arrays.bounds[:, a:b] for a, b in block.rows], dim=1)
         lo1, hi1, lo2, hi2 = bounds.unsqueeze(-1)

@@ -103,7 +103,7 @@ def triton_forward(
     plan = _plan(query, key, masks, softcap)
     with _on(query.device):
         return _forward(
-            *(_aligned(t) for t in (query, key, value)), plan,
+            _aligned(query), _aligned(key), _aligned(value), plan,
             scales(query.shape[-1], scale, softcap), softcap is not None,
         )  # fmt: skip
 
@@ -124,7 +124,7 @@ def triton_backward(
     plan = _plan(query, key, masks, softcap)
     with _on(query.device):
         return _backward(
-            *(_aligned(t) for t in (query, key, value, out)), lse.contiguous(),
+            _aligned(query), _aligned(key), _aligned(value), _aligned(out), lse.contiguous(),
             _aligned(grad_out), plan, scales(query.shape[-1], scale, softcap),
             softcap is not None, True, True, torch.float32,
         )  # fmt: skip
@@ -166,11 +166,11 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, grad_out, _):
         if grad_out is None:
             return (None,) * 6
-        saved = ctx.saved_tensors
+        query, key, value, out, lse = ctx.saved_tensors
         for_query, for_key, for_value = ctx.needs_input_grad[:3]
         with _on(grad_out.device):
             grads = _backward(
-                *saved, _aligned(grad_out), ctx.plan, ctx.factors, ctx.softcap,
+                query, key, value, out, lse, _aligned(grad_out), ctx.plan, ctx.factors, ctx.softcap,
                 for_query, for_key or for_value,
             )  # fmt: skip
         wanted = zip(grads, ctx.needs_input_grad[:3], strict=True)
@@ -197,7 +197,7 @@ def _forward(query, key, value, plan, factors, softcap):
         *_strides(query), *_strides(key), *_strides(value), *_strides(out),
     )  # fmt: skip
     if tables.slots:
-        merge_forward[_merge_grid(tables, n_heads, kernel.block_q)](
+        _kernel(merge_forward)[_merge_grid(tables, n_heads, kernel.block_q)](
             part_out, part_lse, out, lse, tables.merges, n_heads, n_queries, *_strides(out),
             **_merge_constants(head_dim, kernel.block_q),
         )  # fmt: skip
@@ -214,11 +214,14 @@ def _backward(
         torch.empty_like(t, dtype=dtype) if for_key else None for t in (key, value)
     )
     if not query.numel():
-        return (*(t if t is None else t.zero_() for t in (grad_query, grad_key, grad_value)),)
+        for gradient in (grad_query, grad_key, grad_value):
+            if gradient is not None:
+                gradient.zero_()
+        return grad_query, grad_key, grad_value
     # The kernels without softcap take LSE off before scores are brought to base 2.
     factor = math.log2(math.e) / (1.0 if softcap else factors[1])
     stats = lse.new_empty((batch, n_heads, 2, n_queries))
-    row_statistics[(batch * n_heads * triton.cdiv(n_queries, STATISTICS_ROWS),)](
+    _kernel(row_statistics)[(batch * n_heads * triton.cdiv(n_queries, STATISTICS_ROWS),)](
         out, grad_out, lse, stats, factor, n_heads, n_queries,
         *_strides(out), *_strides(grad_out),
         D=head_dim, BLOCK_D=padded_head_dim(head_dim), ROWS=STATISTICS_ROWS, **SMALL_OPTIONS,
@@ -226,7 +229,7 @@ def _backward(
     inputs = (query, key, value, grad_out, stats)
     group, n_keys = plan.layout.group, key.shape[2]
     strides = [s for t in (query, key, value, grad_out) for s in _strides(t)]
-    if for_query:
+    if grad_query is not None:
         kernel, tables = plan.config.backward_query, plan.backward_query
         parts = _parts(lse, tables, n_heads, kernel.block_q, head_dim)
         _launch(
@@ -237,7 +240,7 @@ def _backward(
             *strides, *_strides(grad_query),
         )  # fmt: skip
         _merge(parts, grad_query, tables, kernel.block_q)
-    if for_key and key.numel():
+    if grad_key is not None and grad_value is not None and key.numel():
         kernel, tables, key_heads = plan.config.backward_key, plan.backward_key, key.shape[1]
         parts = [_parts(lse, tables, key_heads, kernel.block_k, head_dim) for _ in range(2)]
         for wanted in key_passes(kernel):
@@ -251,6 +254,12 @@ def _backward(
         _merge(parts[0], grad_key, tables, kernel.block_k)
         _merge(parts[1], grad_value, tables, kernel.block_k)
     return grad_query, grad_key, grad_value
+
+
+def _kernel(function: Any) -> Any:
+    """A small kernel, to be called with plain numbers for its ``tl.constexpr``: Triton's types
+    would have these."""
+    return function
 
 
 def _launch(
@@ -281,7 +290,7 @@ def _parts(like, tables: DeviceTables, n_heads: int, rows: int, head_dim: int) -
 
 def _merge(parts: torch.Tensor, out: torch.Tensor, tables: DeviceTables, block: int) -> None:
     if tables.slots:
-        merge_backward[_merge_grid(tables, out.shape[1], block)](
+        _kernel(merge_backward)[_merge_grid(tables, out.shape[1], block)](
             parts, out, tables.merges, out.shape[1], out.shape[2], *_strides(out),
             **_merge_constants(out.shape[-1], block),
         )  # fmt: skip

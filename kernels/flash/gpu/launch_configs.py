@@ -163,7 +163,7 @@ def scales(head_dim: int, scale: float | None, softcap: float | None) -> tuple[f
     Raises:
         ValueError: a scale or softcap that is not positive.
     """
-    scale = head_dim**-0.5 if scale is None else float(scale)
+    scale = float(head_dim**-0.5 if scale is None else scale)
     if not scale > 0 or math.isinf(scale):
         raise ValueError(f"scale must be positive, got {scale}")
     if softcap is None:

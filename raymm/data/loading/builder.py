@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -184,10 +185,12 @@ class StepBuilder:
     ) -> tuple[list[list[EncodedSample]], list[Skipped]]:
         """The samples of every microbatch, and what was left out."""
         if is_grouped(indices):
-            encoded = [self._encode_all(group) for group in indices]
+            groups = cast(Sequence[Sequence[int]], indices)
+            encoded = [self._encode_all(group) for group in groups]
             skipped = [one for _, left_out in encoded for one in left_out]
             return [samples for samples, _ in encoded if samples], skipped
-        samples, skipped = self._encode_all(group_by_modality(indices, self.dataset.counts))
+        in_order = group_by_modality(cast(Sequence[int], indices), self.dataset.counts)
+        samples, skipped = self._encode_all(in_order)
         return split_evenly(samples, most_groups(self.config, indices)), skipped
 
     def _encode_all(self, indices: Sequence[int]) -> tuple[list[EncodedSample], list[Skipped]]:
@@ -217,15 +220,17 @@ class StepBuilder:
         }
         encoded = EncodedSample(sample.id, input_ids, labels, media)
         if self._check is not None:
-            self._check_sample(sample, encoded)
+            self._check_sample(sample, encoded, self._check)
         return encoded
 
-    def _check_sample(self, sample: Sample, encoded: EncodedSample) -> None:
+    def _check_sample(
+        self, sample: Sample, encoded: EncodedSample, check: Callable[..., Any]
+    ) -> None:
         try:
-            self._check(collate([encoded], self.pad_id, self.config.columns))
+            check(collate([encoded], self.pad_id, self.config.columns))
         except (ValueError, DataError) as error:
-            name = getattr(error, "modality", None)
-            items = sample.media.get(name, ())
+            name: str | None = getattr(error, "modality", None)
+            items = sample.media.get(name, ()) if name else ()
             path = media_name(items[0]) if len(items) == 1 else None
             column = sample.columns.get(name, self.config.columns[name]) if name else None
             raise SampleError(

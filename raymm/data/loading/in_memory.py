@@ -71,7 +71,7 @@ def describe_microbatches(
     """Complete microbatches (:func:`raymm.model.batch_rules.complete_microbatch`) as parts per
     reader, with their metadata."""
     meta = [
-        describe(one, [str(row) for row in range(one["input_ids"].shape[0])])
+        describe(dict(one), [str(row) for row in range(one["input_ids"].shape[0])])
         for one in microbatches
     ]
     parts = []

@@ -4,8 +4,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 import ray
+from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from raymm.actors.faults.fault_folder import keep
@@ -121,7 +123,7 @@ class StepLoader:
             start_worker(config, stored, shuffled, checks) for _ in range(config.num_workers)
         ]
         # Of those that have started, for when one does not answer any more.
-        self._places: dict[int, dict] = {}
+        self._places: dict[int, dict | None] = {}
         self._pending: deque = deque()
 
     def __iter__(self) -> "StepLoader":
@@ -155,7 +157,7 @@ class StepLoader:
     def __exit__(self, *exception) -> None:
         self.close()
 
-    def _worker(self, index: int) -> ray.actor.ActorHandle:
+    def _worker(self, index: int) -> ActorHandle:
         return self._workers[index % self.config.num_workers]
 
     def _fill(self) -> None:
@@ -204,14 +206,19 @@ class StepLoader:
     def _place(self, number: int) -> dict | None:
         """Where a worker lives that has started; None if it does not answer."""
         try:
-            return ray.get(self._workers[number].describe.remote(), timeout=ANSWER_TIMEOUT_S)
+            place: Any = ray.get(
+                self._workers[number].describe.remote(), timeout=ANSWER_TIMEOUT_S
+            )
+            return place
         except (GetTimeoutError, RayError):
             return None
 
     def _late(self, number: int, who: str, what: str) -> Exception:
         """What to say of a worker that takes too long: is it stuck, or was it never started?"""
         late = f"did not load {what} within worker_timeout ({self.config.worker_timeout:g} s)"
-        state = ray._private.state.actors(self._workers[number]._actor_id.hex())["State"]
+        from ray._private.state import actors
+
+        state = actors(self._workers[number]._actor_id.hex())["State"]
         if state not in ("ALIVE", "DEAD"):
             return DataError(
                 f"{who} {late}: it has not started yet; are there no "

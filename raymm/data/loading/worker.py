@@ -10,9 +10,11 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import ray
 import torch
+from ray.actor import ActorHandle
 
 from raymm.actors.faults.watched_actor import CONCURRENCY_GROUPS, WatchedActor
 from raymm.actors.faults.whereabouts import task
@@ -102,10 +104,10 @@ class DataWorker(WatchedActor):
 def start_worker(
     config: DataConfig, dataset: ray.ObjectRef, shuffled: Sequence[str],
     check: Sequence[ray.ObjectRef] = (),
-) -> ray.actor.ActorHandle:
+) -> ActorHandle:
     """Start one ``DataWorker``; ``dataset`` refers to a ``raymm.data.readers.Dataset``."""
     return (
-        ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(DataWorker)
+        cast(Any, ray.remote)(concurrency_groups=CONCURRENCY_GROUPS)(DataWorker)
         .options(
             num_cpus=config.worker_cpus,
             max_restarts=0,

@@ -1,5 +1,7 @@
 """Rows and item counts of Arrow columns, without making Python objects of media bytes."""
 
+from typing import Any
+
 import numpy as np
 
 from raymm.data.samples.errors import DataError, RowError
@@ -20,7 +22,9 @@ def count_column(values, column: str, frames: bool) -> np.ndarray:
         DataError: the type holds no media.
     """
     import pyarrow as pa
-    import pyarrow.compute as pc
+    from pyarrow import compute
+
+    pc: Any = compute  # type checkers do not see its functions, which are made at import
 
     kind = values.type
     if _is_list(kind):
@@ -51,7 +55,9 @@ def row_of(table, at: int, limits: Limits) -> dict:
 def _check_lengths(values, column: str, limit: int) -> None:
     """Lengths of all binaries and strings in a column, however deep."""
     import pyarrow as pa
-    import pyarrow.compute as pc
+    from pyarrow import compute
+
+    pc: Any = compute  # type checkers do not see its functions, which are made at import
 
     if isinstance(values, pa.ChunkedArray):
         for chunk in values.chunks:

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -155,7 +156,7 @@ class Reader(ABC):
     def _sample_error(self, sample_id: str, place: str, error: RowError) -> SampleError:
         return SampleError(sample_id, error.file, error.reason, error.column, place)
 
-    def _checked_counts(self, place: str, index: int, row: object) -> dict[str, int]:
+    def _checked_counts(self, place: str, index: int, row: Any) -> dict[str, int]:
         """Items per modality of a row while it is indexed.
 
         Raises:

@@ -10,6 +10,7 @@ import json
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 
@@ -143,11 +144,11 @@ def _matches(column: str, extensions: list[str]) -> list[str]:
 def _samples(path: Path) -> Iterator[tuple[str, list[tuple[str, int, int]]]]:
     """(key, its members as (extension, first byte, size)), in the shard's order."""
     size_of_shard = path.stat().st_size
-    key, found = None, []
+    key, found = "", []
     try:
         with tarfile.open(path, "r:") as shard:
             for member in shard:
-                shard.members = []  # tarfile would keep them all
+                cast(Any, shard).members = []  # tarfile would keep them all
                 folder, slash, name = member.name.rpartition("/")
                 stem, dot, extension = name.partition(".")
                 if not member.isreg() or not dot or not stem:

@@ -14,7 +14,7 @@ from raymm.data.samples.text import IGNORE_INDEX
 
 # From the tensors of a microbatch's items to one of a further first dimension: ``torch.stack``,
 # or what leaves that to a later copy (``raymm.data.loading.object_store.ItemStack``).
-Stack = Callable[[Sequence[torch.Tensor]], Any]
+Stack = Callable[[list[torch.Tensor]], Any]
 Microbatch = dict  # {"input_ids", "attention_mask", "labels": (B, T) int64; modality: {...}}
 
 

@@ -81,7 +81,7 @@ class _Grey:
             )
         tags = getattr(image, "tag_v2", {})
         inverted = tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO
-        return cls(2 ** (16 if scaled else int(bits[1])) - 1, inverted)
+        return cls(2 ** (int(bits[1]) if bits and not scaled else 16) - 1, inverted)
 
     def to_rgb(self, image: Image.Image, clear: int | None) -> Image.Image:
         from PIL import Image

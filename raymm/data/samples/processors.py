@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from math import gcd
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import torch
@@ -63,7 +63,7 @@ def load_processor(
         raise DataError(f"{field}: cannot import {name!r}: {reason}") from error
     if not callable(loaded):
         raise DataError(f"{field}: {name!r} is not a function")
-    return loaded
+    return cast(Processor, loaded)
 
 
 def read_image(path: File):
@@ -123,10 +123,10 @@ def _folder_processor(folder: Path, field: str, trust_remote_code: bool) -> Proc
 
     kinds = _kinds_in(folder, field)
     try:
-        images = IMAGE in kinds and AutoImageProcessor.from_pretrained(
+        images: Any = IMAGE in kinds and AutoImageProcessor.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
-        sounds = AUDIO in kinds and AutoFeatureExtractor.from_pretrained(
+        sounds: Any = AUDIO in kinds and AutoFeatureExtractor.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
     except USER_CODE_RAISES as error:  # a folder may hold anything

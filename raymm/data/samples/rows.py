@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from raymm.data.samples.errors import RowError
 from raymm.data.samples.media import Media, MediaBytes, MediaRange
@@ -110,7 +111,7 @@ def items_of(
         return ()
     values = list(value) if isinstance(value, list | tuple) else [value]
     if frames:
-        groups = values if all(map(_is_list, values)) else [values]
+        groups: list[Any] = values if all(map(_is_list, values)) else [values]
         if not all(groups):
             raise RowError(f"column {column!r} has an item without frames", column)
         return tuple(

@@ -195,9 +195,11 @@ class TextEncoder:
 
     def _messages(self, sample: Sample) -> list[dict]:
         """The messages as the chat template takes them."""
-        lists = [one["content"] for one in sample.messages if isinstance(one["content"], list)]
+        messages = sample.messages
+        assert messages is not None  # see encode
+        lists = [one["content"] for one in messages if isinstance(one["content"], list)]
         if not lists:
-            return sample.messages
+            return messages
         check_parts(sample, self._types)
         kinds = {part["type"] for parts in lists for part in parts} - {"text"}
         if self._native and kinds <= self._native:
@@ -205,9 +207,9 @@ class TextEncoder:
                 {**one, "content": [{k: v for k, v in part.items() if v is not None}
                                     for part in one["content"]]}
                 if isinstance(one["content"], list) else one
-                for one in sample.messages
+                for one in messages
             ]
-        return flatten_parts(sample.messages, self._types, self._placeholders)
+        return flatten_parts(messages, self._types, self._placeholders)
 
     def _render(self, sample: Sample, messages: list[dict], add_generation_prompt=False):
         """Token ids of some messages, placeholders repeated."""

@@ -70,9 +70,15 @@ class RebalancedSampler(GroupSampler):
             yield groups, after
 
     @property
+    def live(self) -> Position:
+        """Where the last :meth:`batches` is, which has begun."""
+        assert self._live is not None
+        return self._live
+
+    @property
     def place(self) -> tuple[int, int]:
         """(epoch, step in it) of the next step that will be handed out."""
-        live = self._live
+        live = self.live
         return (live.epoch + 1, 0) if live.taken == len(live.steps) else (live.epoch, live.step)
 
     def groups_of(self, state_after: GroupState) -> Groups | None:
@@ -86,12 +92,12 @@ class RebalancedSampler(GroupSampler):
 
     def upcoming(self, steps: int) -> list[Groups]:
         """The steps that come next, as things are."""
-        return [groups for groups, _ in islice(self.walk(self._live), steps)]
+        return [groups for groups, _ in islice(self.walk(self.live), steps)]
 
     def trial(self, costs: MeasuredCosts, steps: int) -> list[Groups]:
         """Steps like those that would come next with these costs; where there are many samples,
         of some of them."""
-        live = self._live
+        live = self.live
         gone = [sample for step in live.steps[: live.taken] for sample in flat(step)]
         left = np.setdiff1d(live.left, gone, assume_unique=True)
         if len(left) <= TRIAL_SAMPLES:
@@ -105,7 +111,7 @@ class RebalancedSampler(GroupSampler):
 
     def adopt(self, costs: MeasuredCosts) -> None:
         """Plan all steps from :attr:`place` on with these costs."""
-        self._live = self.replanned(self._live, costs.to_dict())
+        self._live = self.replanned(self.live, costs.to_dict())
 
     def _costs(self, costs: dict[str, Any] | None) -> dict[str, Any] | None:
         if costs is None or self.planner["method"] != "balanced":

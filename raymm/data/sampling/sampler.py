@@ -1,7 +1,7 @@
 """Which samples make up a step, and which of them share a microbatch: metadata only."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -106,8 +106,8 @@ def is_grouped(indices: Sequence[int] | Sequence[Sequence[int]]) -> bool:
 def flat(indices: Sequence[int] | Sequence[Sequence[int]]) -> list[int]:
     """All samples of a step."""
     if is_grouped(indices):
-        return [index for group in indices for index in group]
-    return list(indices)
+        return [index for group in cast(Sequence[Sequence[int]], indices) for index in group]
+    return list(cast(Sequence[int], indices))
 
 
 def split_evenly(samples: Sequence, parts: int) -> list[list]:

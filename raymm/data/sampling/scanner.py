@@ -57,12 +57,14 @@ def scan(
         DataError: no tokenizer, or what the readers raise.
     """
     key = scan_key(dataset, config) if cache is not None else None
-    if key is not None and (found := load_scan(cache, key, dataset, config)) is not None:
+    if cache is not None and key is not None and (
+        found := load_scan(cache, key, dataset, config)
+    ) is not None:
         if progress is not None:
             progress(len(dataset), len(dataset))
         return found
     result = _joined(dataset, config, list(_parts(dataset, config, workers, progress)))
-    if key is not None:
+    if cache is not None and key is not None:
         save_scan(cache, key, result)
     return result
 
@@ -173,6 +175,7 @@ def _start_worker(dataset: Dataset, config: DataConfig) -> None:
 
 
 def _scan_range(bounds: tuple[int, int]) -> _Part:
+    assert _scanner is not None  # see _start_worker
     return _scanner.scan(*bounds)
 
 

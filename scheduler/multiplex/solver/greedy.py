@@ -16,12 +16,14 @@ class Evaluator(Protocol):
 
     def result(self, stage: int) -> StageResult:
         """Seconds and placements of a stage; remembered."""
+        ...
 
     def forget(self) -> None:
         """Remember nothing."""
 
     def known_bound(self, stage: int) -> float:
         """A lower bound of the stage's seconds, without solving it."""
+        ...
 
 
 def merge_greedily(

@@ -59,7 +59,7 @@ def fitted(
         if search.best is not None and bound >= search.best.seconds:
             continue
         spent = search.footprint(found)
-        if int(spent.sum()) <= problem.gpus * problem.memory_bytes:
+        if int(spent.sum()) <= problem.gpus * search.limit:
             # It would fit if GPUs were one: other mappings of the same degrees may.
             unresolved = min(unresolved, bound)
         for m in range(len(problem.names)):
@@ -105,6 +105,12 @@ class _Branches:
         self.bytes = np.where(runs, problem.memory * degrees, -1)
         self.least = np.where(runs, problem.seconds.min(2), np.inf)
 
+    @property
+    def limit(self) -> int:
+        """Bytes of a GPU; of a problem that has such a limit."""
+        assert self.problem.memory_bytes is not None
+        return self.problem.memory_bytes
+
     def footprint(self, mapping: Mapping) -> np.ndarray:
         """(M,) bytes of the pool that each module takes."""
         result = np.zeros(len(self.problem.names), np.int64)
@@ -147,7 +153,7 @@ class _Branches:
             min(int(self.bytes[m, d.bit_length() - 1]) for d in degrees)
             for m, degrees in enumerate(allowed)
         )
-        if least > self.problem.gpus * self.problem.memory_bytes:
+        if least > self.problem.gpus * self.limit:
             return None
         try:
             restricted = replace(
@@ -172,7 +178,7 @@ class _Branches:
         """To some mapping that fits: less for those modules that it costs least, until the pool's
         bytes are enough; and where they are but one GPU has too much, less on the fullest GPU of
         the most uneven stage."""
-        allowed, limit = self.all(), self.problem.memory_bytes
+        allowed, limit = self.all(), self.limit
         for _ in range(DIVE):
             spent = self.footprint(mapping)
             seconds = {
@@ -196,7 +202,9 @@ class _Branches:
                 m = self._cheapest(allowed, spent, some, seconds)
                 if m is None:
                     return
-                allowed = self.less(allowed, m, int(spent[m]))
+                fewer = self.less(allowed, m, int(spent[m]))
+                assert fewer is not None  # as it was chosen
+                allowed = fewer
                 spent[m] = self._fastest(allowed, m)[1]
                 if spent.sum() <= self.problem.gpus * limit:
                     break
@@ -216,7 +224,7 @@ class _Branches:
         if room < 1:
             return None
         names = [one.module for one in mapping.stages[uneven].placements]
-        return self.solved(allowed, names, self.problem.memory_bytes / room)
+        return self.solved(allowed, names, self.limit / room)
 
     def _fastest(self, allowed: Allowed, m: int) -> tuple[float, int]:
         """Seconds and bytes of the module's fastest degree."""

@@ -176,12 +176,12 @@ def best_sequence(
         path = graph.path(of_edge, to_end)
         progress = dead = False
         for at in path:
-            stage, known = int(graph.stage[at]), cost[inverse[at]]
+            stage, least_known = int(graph.stage[at]), float(cost[inverse[at]])
             # The path is of use only if this stage takes less than this.
-            found = evaluator.probe(stage, (known + upper - lower) * (1 - ROUNDING))
-            if found.bound > known * (1 + ROUNDING):
+            found = evaluator.probe(stage, (least_known + upper - lower) * (1 - ROUNDING))
+            if found.bound > least_known * (1 + ROUNDING):
                 cost[inverse[at]], progress = found.bound, True
-                dead = dead or found.bound >= (known + upper - lower) * (1 - ROUNDING)
+                dead = dead or found.bound >= (least_known + upper - lower) * (1 - ROUNDING)
         if dead and evaluator.searches <= last:
             continue
         for at in path:

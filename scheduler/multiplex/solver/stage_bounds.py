@@ -21,7 +21,7 @@ def entry_seconds(problem: MappingProblem) -> np.ndarray:
     """(M, J, steps + 1) lower bounds of a module's seconds on GPUs of which it shares at least
     one, whoever the others are; infinite at a whole GPU's quota, which leaves nothing to share."""
     model, use, steps = problem.interference, problem.bandwidth, problem.steps
-    known = np.isfinite(problem.seconds).any(1)  # (M, steps + 1)
+    known = np.any(np.isfinite(problem.seconds), axis=1)  # (M, steps + 1)
     result = np.full_like(problem.seconds, np.inf)
     for m in range(len(problem.names)):
         others = [

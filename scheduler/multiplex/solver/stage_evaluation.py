@@ -147,10 +147,11 @@ class StageEvaluator:
         if known.packing is None:
             self._ask_stop()
             modules = list(bits(stage))
-            seconds, bound, searches, *packed = least_seconds(
+            arguments: tuple[Any, ...] = (
                 *self._inputs(stage), self.bounds.grid, known.bound, QUICK_NODES, self.nodes,
                 LAST_RESORT * self.nodes, ROUNDING,
             )
+            seconds, bound, searches, *packed = least_seconds(*arguments)
             self.searches += searches
             packing = self._packing(modules, *packed) if np.isfinite(seconds) else None
             found = StageResult(float(seconds), float(bound), packing, self.nodes)
@@ -167,10 +168,11 @@ class StageEvaluator:
         """Placements that take less time, where the stage is too large to search completely."""
         if known.packing is not None and not known.exact:
             packed, inputs = known.packing, self._inputs(stage)
-            chosen, gpus, content = repack(
+            arguments: tuple[Any, ...] = (
                 *inputs, packed.chosen, packed.gpus, packed.content, RESTARTS, replacements,
                 *REPLACED, JITTER, ROUNDING, nodes, stage % SEEDS,
             )
+            chosen, gpus, content = repack(*arguments)
             seconds = float(class_seconds(
                 inputs[0], inputs[2], chosen, gpus, content, *inputs[7:]
             ).max())
@@ -214,7 +216,8 @@ class StageEvaluator:
         """Placements done before the given seconds, or why there are none."""
         self._ask_stop()
         self.searches += 1
-        outcome, seconds, *packed = pack_either(*self._inputs(stage), before, nodes)
+        arguments: tuple[Any, ...] = (*self._inputs(stage), before, nodes)
+        outcome, seconds, *packed = pack_either(*arguments)
         if outcome != FOUND:
             return outcome
         return StageResult(float(seconds), 0.0, self._packing(list(bits(stage)), *packed))
