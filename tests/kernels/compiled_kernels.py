@@ -1,13 +1,21 @@
 """Compile the Triton kernels for sm_90 without a GPU, and read what ptxas says of each.
 
 Runs in processes of its own (spawned by test_compile_gate): kernels compile only where Triton
-was not imported to interpret.
+was not imported to interpret. Compiling all takes minutes, so what came of it is kept in
+``compiled_kernels.json`` with a digest of everything that it follows from.
+
+    python tests/kernels/compiled_kernels.py            # prints a table; --every: more head dims
+    python tests/kernels/compiled_kernels.py --record   # writes the file
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import hashlib
+import importlib.metadata
 import io
+import json
 import multiprocessing
 import os
 import re
@@ -15,10 +23,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+RECORD = Path(__file__).with_suffix(".json")
+KERNELS = Path(__file__).resolve().parents[2] / "kernels" / "flash" / "gpu"
+COMPILED = ("backward", "forward", "launch_configs", "ops")
 # Head dims of decoders and encoders in use; those between powers of two are padded to the next
 # and differ by a column test. fp16 compiles to the same code as bf16 but for types.
 HEAD_DIMS = {
@@ -91,6 +103,30 @@ def launches(dtype: str, head_dims: tuple[int, ...] | None = None) -> list[Launc
                 passes = range(1 + config.backward_key.two_passes)
                 found += [Launch("attention_backward_key", *same, number) for number in passes]
     return found
+
+
+def digest() -> str:
+    """Of all that decides what comes of compiling: kernels, their tables, this file, Triton."""
+    found = hashlib.sha256(importlib.metadata.version("triton").encode())
+    for path in (*(KERNELS / f"{name}.py" for name in COMPILED), Path(__file__)):
+        found.update(ast.dump(ast.parse(path.read_text())).encode())  # comments do not count
+    return found.hexdigest()
+
+
+def recorded() -> dict[str, Report]:
+    """What was kept, by launch; nothing if it is of other kernels or another Triton."""
+    data = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
+    if data.get("digest") != digest():
+        return {}
+    reports = [Report(**{**row, "launch": Launch(**row["launch"])}) for row in data["reports"]]
+    return {str(report.launch): report for report in reports}
+
+
+def record(reports: list[Report]) -> None:
+    """Keep what came of compiling."""
+    rows = [asdict(report) for report in reports]
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+    RECORD.write_text(f'{{"digest": "{digest()}", "reports": [\n{lines}\n]}}\n')
 
 
 @contextlib.contextmanager
@@ -192,17 +228,22 @@ def _type(name: str, launch: Launch, constants: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Print a table of every launch; with ``--every``, of every head dim worth a mention."""
+    """Print a table of every launch; with ``--every``, of every head dim worth a mention; with
+    ``--record``, keep it."""
     every = EVERY_HEAD_DIM if "--every" in sys.argv[1:] else None
     wanted = [launch for dtype in HEAD_DIMS for launch in launches(dtype, every)]
     print("| kernel | registers | spilled bytes | shared bytes |\n| --- | --- | --- | --- |")
+    reports: list[Report] = []
     with compilers(os.cpu_count() or 1) as compile_all:
         for start in range(0, len(wanted), 16):
             for report in compile_all(wanted[start : start + 16]):
+                reports.append(report)
                 print(
                     f"| {report.launch} | {report.registers} | {report.spills} | {report.shared} |",
                     flush=True,
                 )
+    if "--record" in sys.argv[1:]:
+        record(reports)
 
 
 if __name__ == "__main__":
