@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -12,6 +13,7 @@ from raymm.storage.manifest import CheckpointError, Manifest
 # Differences that an error or a line names of one field.
 SHOWN = 5
 _MISSING = object()
+_OWN_NAME = re.compile(r"^raymm(\.\w+)+:")
 
 
 class ResumeError(CheckpointError):
@@ -165,6 +167,8 @@ def _differences(place: str, was: Any, now: Any) -> Iterator[tuple[str, Any, Any
     """Innermost places where two values differ."""
     if type(was) is type(now) and was == now:
         return
+    if isinstance(was, str) and now == _OWN_NAME.sub("raymm:", was):
+        return  # of a checkpoint that says the file, too
     if isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
         was, now = dict(enumerate(was)), dict(enumerate(now))
     if not (isinstance(was, dict) and isinstance(now, dict)):

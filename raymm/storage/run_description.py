@@ -168,13 +168,15 @@ def _own(value: Any) -> bool:
 
 
 def _named(value: Any) -> Any:
-    """A function or a policy, by its name and what it holds."""
+    """A function or a policy, by its name and what it holds. raymm's own are of no file: those
+    move."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, functools.partial):
         return {"name": "functools:partial", "of": _named(value.func)}
     kind = value if hasattr(value, "__qualname__") else type(value)
-    name = f"{kind.__module__}:{kind.__qualname__}"
+    own = kind.__module__.startswith("raymm.")
+    name = f"{'raymm' if own else kind.__module__}:{kind.__qualname__}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {"name": name, **dataclasses.asdict(value)}
     return name

@@ -63,6 +63,16 @@ def test_nothing_is_said_of_the_same_run(described, tmp_path):
     assert compared(tmp_path, was, described()) == ([], "")
 
 
+def test_policies_of_raymm_are_of_no_file(described, tmp_path):
+    """Checkpoints of before say where they were; files move."""
+    now = described({"model.merge": {"vision": "<image>"}})
+    assert now["model.merge"]["name"] == "raymm:ReplaceTokens"
+    was = {**now, "model.merge": {**now["model.merge"], "name": "raymm.a.merge:ReplaceTokens"}}
+    assert compared(tmp_path, was, now) == ([], "")
+    other = {**was, "model.merge": {**was["model.merge"], "name": "mine.merge:ReplaceTokens"}}
+    assert "model.merge.name is 'raymm:ReplaceTokens'" in compared(tmp_path, other, now)[1]
+
+
 LLM = "model.language_model"
 
 # Per case: what is changed, the field that `run.allow_changes` names, what the error says of it.
@@ -81,10 +91,10 @@ REFUSED = {
     ),
     "merge": (
         {"model.merge": {"vision": "<image>"}}, "model.merge",
-        "merge:ReplaceTokens', was 'raymm.actors.modules.merge:Prepend'",
+        "model.merge.name is 'raymm:ReplaceTokens', was 'raymm:Prepend'",
     ),
     "mask": (
-        {"model.mask": "multimodal"}, "model.mask", "model.mask is 'raymm.kernels.mask.patterns",
+        {"model.mask": "multimodal"}, "model.mask", "model.mask is 'raymm:",
     ),
     "fewer layers": (
         {f"{LLM}.config.num_hidden_layers": 1, "parallel": {}}, None,
