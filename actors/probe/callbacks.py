@@ -228,7 +228,7 @@ def _fitted(spec: EncoderSpec, model: nn.Module, cuts: Cuts, example: Inputs) ->
     """The spec, with the inputs that callbacks read among those that travel."""
     chain = _Chain(spec, model, example)
     layers = chain.layers(cuts)
-    failure: Exception | None = None
+    failure: BaseException | None = None
     while True:
         try:
             pieces = chain.run(layers)

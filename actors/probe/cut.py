@@ -107,7 +107,7 @@ def _check_embeds(model: nn.Module, ids: torch.Tensor) -> None:
         ProbeError: if the model cannot be fed embeddings.
     """
     name, whole = type(model).__name__, copy.deepcopy(model)
-    failed: list[Exception] = []
+    failed: list[BaseException] = []
     with torch.no_grad():
         for inputs in ({"inputs_embeds": input_embeddings(whole)(ids)}, {"input_ids": ids}):
             try:
@@ -230,7 +230,8 @@ def _ends_the_same(source: ModuleSource, refused: NotTakenError) -> bool:
         with torch.no_grad():
             on_meta(source.skeleton()).to("meta")(**inputs)
     except USER_CODE_RAISES as error:  # whatever a model may raise
-        return brief(error) == brief(refused.__cause__)
+        cause = refused.__cause__
+        return cause is not None and brief(error) == brief(cause)
     return False
 
 

@@ -136,7 +136,7 @@ def _drawing(
         blocks.remove()
 
 
-def _not_run(model: nn.Module, error: Exception) -> NotRunError:
+def _not_run(model: nn.Module, error: BaseException) -> NotRunError:
     mode = " in training" if model.training else ""
     return NotRunError(
         f"{type(model).__name__} does not run as stages run it{mode}: {brief(error)}; a "

@@ -42,7 +42,7 @@ def file_of(target: str) -> str:
     return f"{target.rpartition('.')[0]}.py"
 
 
-def why_not_loaded(folder: str | Path, kind: str, error: Exception) -> str:
+def why_not_loaded(folder: str | Path, kind: str, error: BaseException) -> str:
     """What to say of a folder that could not be loaded without its own code.
 
     Args:

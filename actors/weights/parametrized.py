@@ -7,7 +7,7 @@ import copy
 import io
 import math
 import pickle
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from ray import cloudpickle
@@ -116,7 +116,10 @@ def initialize_parametrized(module: nn.Module) -> None:
         setattr(module, name, weight)
 
 
-def with_weights_of_its_class(module: nn.Module, plain: nn.Module) -> nn.Module:
+Built = TypeVar("Built", bound=nn.Module)
+
+
+def with_weights_of_its_class(module: Built, plain: nn.Module) -> Built:
     """A copy in which weights that are computed in every forward are what was computed, but those
     that ``plain``, a module of the same class as it comes (on meta), computes too. Otherwise the
     class would find none of them in a file, and begin with random ones."""
@@ -142,6 +145,8 @@ def _compute_once(child: nn.Module, plain: nn.Module | None) -> None:
         return
     (child.__class__,) = type(child).__bases__  # copies share it, and it has the properties
     _give_class(child)
-    for name in list(child.parametrizations):
+    parametrizations = child.parametrizations
+    assert isinstance(parametrizations, nn.ModuleDict)
+    for name in list(parametrizations):
         if name in getattr(plain, "_parameters", ()):
             parametrize.remove_parametrizations(child, name, leave_parametrized=True)

@@ -166,7 +166,7 @@ class EncoderTrial:
     def _note_end(self, *_: Any) -> None:
         self._ran = True
 
-    def _refusal(self, tensors: Items, error: Exception) -> str:
+    def _refusal(self, tensors: Items, error: BaseException) -> str:
         example = self._example
         if example is None:
             try:
