@@ -18,6 +18,7 @@ from raymm.config.build import build_model, build_plan
 from raymm.config.sections import load_config
 from raymm.files.run_files import RunFileError, append
 from raymm.files.run_owner import OwnerLostError
+from raymm.layout.plan_data import plan_from_dict
 from raymm.monitor.metrics import read_metrics
 from raymm.storage.checkpoint import MANIFEST, CheckpointStore, read_manifest
 from raymm.storage.manifest import CheckpointError, Manifest, _checksum, write_manifest
@@ -96,7 +97,7 @@ class Writer:
 
 @pytest.fixture(scope="module")
 def plan(finished):
-    return read_manifest(CheckpointStore(finished.path).latest()).plan
+    return plan_from_dict(read_manifest(CheckpointStore(finished.path).latest()).plan)
 
 
 def names(store):
