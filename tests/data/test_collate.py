@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raymm.data import DataError, EncodedSample, describe, join_parts, shuffle_modality, split_parts
-from raymm.data.samples import collate
+from raymm.data.samples.collate import collate
 
 X = -100
 
