@@ -67,7 +67,8 @@ def test_policies_of_raymm_are_of_no_file(described, tmp_path):
     """Checkpoints of before say where they were; files move."""
     now = described({"model.merge": {"vision": "<image>"}})
     assert now["model.merge"]["name"] == "raymm:ReplaceTokens"
-    was = {**now, "model.merge": {**now["model.merge"], "name": "raymm.actors.modules.merge:ReplaceTokens"}}
+    filed = "raymm.actors.modules.merge:ReplaceTokens"
+    was = {**now, "model.merge": {**now["model.merge"], "name": filed}}
     assert compared(tmp_path, was, now) == ([], "")
     other = {**was, "model.merge": {**was["model.merge"], "name": "mine.merge:ReplaceTokens"}}
     assert "model.merge.name is 'raymm:ReplaceTokens'" in compared(tmp_path, other, now)[1]
