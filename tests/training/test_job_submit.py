@@ -125,6 +125,7 @@ def stopped_job(address: str, checkout: Path, environment: dict[str, str], run: 
     job("submit", *here, "--working-dir", ".", "--no-wait", "--submission-id", "stopped",
         "--runtime-env-json", variables, "--",
         sys.executable, "-m", "raymm", "train", "config.yaml",
+        "--set", "optimizer.total_steps=1000",
         *(part for key, value in changes.items() for part in ("--set", f"run.{key}={value}")))
     metrics = run / "metrics.jsonl"
     wait_until(
