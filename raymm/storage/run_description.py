@@ -163,8 +163,13 @@ def _code(field: str, value: Any) -> dict[str, str]:
     return {f"{field}.code": code_digest(value)}
 
 
+def _module(value: Any) -> str:
+    """Where a thing, or else its type, is from; methods of builtins are of no module themselves."""
+    return getattr(value, "__module__", None) or type(value).__module__
+
+
 def _own(value: Any) -> bool:
-    return str(getattr(value, "__module__", None) or type(value).__module__).startswith("raymm.")
+    return _module(value).startswith("raymm.")
 
 
 def _named(value: Any) -> Any:
@@ -175,8 +180,7 @@ def _named(value: Any) -> Any:
     if isinstance(value, functools.partial):
         return {"name": "functools:partial", "of": _named(value.func)}
     kind = value if hasattr(value, "__qualname__") else type(value)
-    own = kind.__module__.startswith("raymm.")
-    name = f"{'raymm' if own else kind.__module__}:{kind.__qualname__}"
+    name = f"{'raymm' if _own(kind) else _module(kind)}:{kind.__qualname__}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {"name": name, **dataclasses.asdict(value)}
     return name
