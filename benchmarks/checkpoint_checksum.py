@@ -3,7 +3,7 @@
 A shard of `--mib` MiB of fp32 tensors is written and forced to disk, as a rank does it
 (`raymm.actors.optimizer.checkpoint_shards.write_shard`), in turns with the same without a
 checksum. `checksum_share` is the median over rounds of how much longer it takes: the checksum is
-computed from pages in memory while the disk writes them. `in_memory_share` is the same on a file
+computed from the tensors while the disk writes the file. `in_memory_share` is the same on a file
 system in memory (/dev/shm), where nothing hides it: an upper bound for any disk. `gb_per_s`
 compares digests on bytes in memory; `verify_gb_per_s` is what a reader does first.
 

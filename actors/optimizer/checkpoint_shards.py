@@ -8,12 +8,13 @@ is read only after its bytes were compared with the checksum that its writer too
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import torch
 import xxhash
@@ -84,11 +85,12 @@ def write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> WrittenShard:
     Raises:
         ShardError: the disk is full, read-only, ...; says the path and the cause.
     """
+    host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
-        save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path)
+        save_file(host, path)
         with open(path, "rb") as file, ThreadPoolExecutor(1) as disk:
             synced = disk.submit(os.fsync, file.fileno())
-            written = checksum(path)  # of pages in memory, while the disk writes them
+            written = _checksum_of_source(file, host)  # while the disk writes
             synced.result()
     except (OSError, SafetensorError) as error:
         raise ShardError(f"cannot write {path}: {error}") from None
@@ -108,6 +110,25 @@ def checksum(path: Path) -> ShardFile:
             digest.update(block[:count])
             size += count
     return ShardFile(size, digest.hexdigest())
+
+
+def _checksum_of_source(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> ShardFile:
+    """:func:`checksum` of a shard just written, from the tensors that it was written of: nothing is
+    read back but its header, and bytes that were written wrongly do not fit either.
+
+    Args:
+        file: at its beginning: 8 bytes that say how long the JSON behind them is (safetensors'
+            format), which says where the bytes of every tensor are.
+        tensors: contiguous, in host memory.
+    """
+    length = file.read(8)
+    header = file.read(int.from_bytes(length, "little"))
+    digest = xxhash.xxh3_128(length + header)
+    places = json.loads(header)
+    places.pop("__metadata__", None)
+    for name in sorted(places, key=lambda name: places[name]["data_offsets"]):
+        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy())
+    return ShardFile(os.fstat(file.fileno()).st_size, digest.hexdigest())
 
 
 def verify_shard(path: Path, expected: ShardFile, names: Collection[str]) -> None:
