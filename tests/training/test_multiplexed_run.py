@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import STEPS
 from processes import descendants, end_group, titles, wait_until
 from safetensors.torch import load_file
 from tiny_run import (
     LLAMA,
     SIGLIP,
+    STEPS,
     change,
     checkpoint_tensors,
     curve,

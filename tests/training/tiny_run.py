@@ -23,6 +23,8 @@ from transformers import (
 from raymm.monitor.metrics import read_metrics
 from raymm.storage.checkpoint import CheckpointStore
 
+# Steps of a run that many tests look at.
+STEPS = 12
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
 CHATML = (
