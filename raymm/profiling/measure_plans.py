@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raymm.actors.rank.rank_group import RankResources, check_capacity
+from raymm.actors.rank.rank_group import check_capacity
 from raymm.model.multimodal import MultimodalModule
+from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.pipelined import MultimodalParallelModule
 from raymm.scheduler.plan.plan import Plan, PlanError
 from raymm.scheduler.schedule.lower import full_program
@@ -57,11 +58,8 @@ def measure_options(
     microbatch: Mapping[str, Any],
     *,
     steps: int = STEPS,
-    device: str = "cpu",
-    precision: str = "fp32",
-    resources: RankResources | None = None,
-    threads: int = 1,
     say: Callable[[Measured], None] = lambda _: None,
+    **runtime: Any,
 ) -> list[Measured]:
     """Run plans on the connected cluster, one after another, in the order given.
 
@@ -73,23 +71,21 @@ def measure_options(
         options: plans.
         microbatch: a real one.
         steps: measured steps per plan, after :data:`WARM_UP_STEPS`.
-        device, precision, resources, threads: as the run will have them.
         say: called with each plan's result.
+        **runtime: fields of :class:`raymm.runtime.options.RuntimeOptions`, as the run will have
+            them.
 
     Raises:
         ClusterError: before anything starts, if the cluster is too small for one of them.
     """
-    resources = resources or RankResources(gpus=1.0 if device == "cuda" else 0.0)
-    check_capacity(max(option.plan.num_processes for option in options), resources)
+    reserved = RuntimeOptions.of(runtime).reserved
+    check_capacity(max(option.plan.num_processes for option in options), reserved)
     groups: dict[Any, list[Option]] = {}
     for option in options:
         groups.setdefault(_places(option.plan), []).append(option)
     results: dict[int, Measured] = {}
     for group in groups.values():
-        with MultimodalParallelModule(
-            model, group[0].plan, precision=precision, device=device, resources=resources,
-            threads=threads,
-        ) as parallel:
+        with MultimodalParallelModule(model, group[0].plan, **runtime) as parallel:
             for option in group:
                 parallel.reschedule(option.plan)
                 seconds = _run(parallel, microbatch, steps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -12,6 +12,7 @@ from raymm.actors.multiplexed.gpu_actor import GpuSpec
 from raymm.actors.multiplexed.iteration_meta import IterationResult
 from raymm.actors.multiplexed.node import NodeSpec
 from raymm.actors.rank.rank_actor import remember
+from raymm.runtime.options import RuntimeOptions
 from raymm.scheduler.graph.node_graph import NodeGraph
 from raymm.scheduler.multiplex.check_program import check_program
 from raymm.scheduler.multiplex.instructions import Direction, MultiplexProgram, Part, Run
@@ -77,19 +78,26 @@ class MappedGraph:
         remember(self._programs, kind, program)
         return program
 
-    def gpu_specs(self, nodes: Iterable[NodeSpec], **options: Any) -> list[GpuSpec]:
+    def gpu_specs(
+        self, nodes: Iterable[NodeSpec], options: RuntimeOptions,
+        reloadable: frozenset[str] = frozenset(),
+    ) -> list[GpuSpec]:
         """Of every GPU, what its process is built from.
 
         Args:
             nodes: all of the graph's.
-            **options: fields of :class:`GpuSpec` that are the same for all.
+            options: how they run.
+            reloadable: nodes whose frozen weights can be had again from where they came from.
         """
         nodes, mapping = tuple(nodes), self.mapping
         return [
             GpuSpec(
                 gpu, mapping.gpus, self.graph,
                 tuple(one for one in nodes if gpu in self.copies[one.name]),
-                self.turns, mapping.steps, self.copies, **options,
+                self.turns, mapping.steps, self.copies,
+                optimizer=options.optimizer, autocast=options.autocast, reloadable=reloadable,
+                backend=options.quota_backend, device=options.device, threads=options.threads,
+                timeout_s=options.timeout_s,
             )
             for gpu in range(mapping.gpus)
         ]

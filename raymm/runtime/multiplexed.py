@@ -16,9 +16,8 @@ from raymm.actors.multiplexed.iteration_meta import (
     IterationMeta,
     IterationResult,
 )
-from raymm.actors.optimizer.optimizer import OptimizerConfig
 from raymm.actors.quota import Backend
-from raymm.actors.rank.rank_group import RankResources, StepHandle
+from raymm.actors.rank.rank_group import StepHandle
 from raymm.data import MicrobatchMeta
 from raymm.data.loading.in_memory import check_dealt
 from raymm.layout.stage_builders import reloadable_modules
@@ -33,6 +32,7 @@ from raymm.runtime.mapped_graph import (
     losses_of,
     timeline_of,
 )
+from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.parallel_module import ParallelModule, StepOutput, parameter_name
 from raymm.runtime.skipped_step import SkippedStep, skipped_step
 from raymm.scheduler.graph.sample_ranges import rows_of
@@ -82,17 +82,12 @@ class MultiplexedParallelModule(ParallelModule):
     Args:
         model: the description. Its live weights are sent to the GPUs that the mapping names.
         mapping: stages, GPUs and quotas of the modules (``raymm plan --multiplex``).
-        optimizer: AdamW, its schedule, and clipping.
-        precision: ``"fp32"``, or ``"bf16"`` for autocast with fp32 parameters.
-        device: ``"cpu"`` or ``"cuda"`` (one GPU per process).
-        resources: what each process reserves in Ray; by default one CPU, and a GPU on CUDA.
-        threads: intra-op threads per process.
-        seed: of dropout.
-        timeout_s: seconds that any wait for modules or other GPUs may take.
         microbatches: that one batch is split into, where microbatches are not given.
         lockstep, backend, group: as of :class:`raymm.MultiplexedModule`.
+        **options: fields of :class:`raymm.runtime.options.RuntimeOptions`.
 
     Raises:
+        TypeError, ValueError: an option that is none, or cannot be.
         MultiplexError, ModelError: before any actor starts, for a mapping that cannot run the
             model (:func:`raymm.model.node_graph.check_mapping`).
         ClusterError: the cluster is too small.
@@ -103,30 +98,22 @@ class MultiplexedParallelModule(ParallelModule):
         model: MultimodalModule,
         mapping: StageMapping,
         *,
-        optimizer: OptimizerConfig | None = None,
-        precision: str = "fp32",
-        device: str = "cpu",
-        resources: RankResources | None = None,
-        threads: int = 1,
-        seed: int = 0,
-        timeout_s: float = 300.0,
         microbatches: int = 1,
         lockstep: bool = False,
         backend: Callable[[], Backend] | None = None,
         group: GpuGroup | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(model, optimizer, precision, device, seed)
+        run = RuntimeOptions.of({"quota_backend": backend, **options})
+        super().__init__(model, run)
         check_mapping(model, mapping)
         self.mapping, self.microbatches = mapping, microbatches
         self._mapped = MappedGraph(multimodal_graph(model), mapping, lockstep)
         connect()
         specs = self._mapped.gpu_specs(
-            multimodal_nodes(model), optimizer=self.optimizer_config,
-            autocast=self._autocast,
-            reloadable=reloadable_modules(model), backend=backend, device=device,
-            threads=threads, timeout_s=timeout_s,
+            multimodal_nodes(model), run, reloadable=reloadable_modules(model)
         )
-        self.group = GpuGroup.of(specs, resources, group)
+        self.group = GpuGroup.of(specs, run.resources, group)
         self._generation = self.group.generation
         self._check_weights()
 
@@ -161,7 +148,7 @@ class MultiplexedParallelModule(ParallelModule):
             offsets = {name: _offsets(name, one) for name in self._encoders}
             layout = _layout_key(one, program, offsets, forward_only)
             told = IterationMeta(
-                self._step, self._seed, layout, self.group.is_new_layout(layout),
+                self._step, self.options.seed, layout, self.group.is_new_layout(layout),
                 {LANGUAGE_MODEL: 1.0}, training=not forward_only, keep_gradients=True,
                 offsets=offsets, label_tokens=label_tokens, microbatch=number,
                 sample_ids=tuple(one.sample_ids), batch=self._accumulated,

@@ -7,14 +7,14 @@ import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from raymm.actors.multiplexed.group import GpuGroup
 from raymm.actors.multiplexed.iteration_meta import GpuStepResult, IterationMeta
-from raymm.actors.optimizer.optimizer import OptimizerConfig
 from raymm.actors.quota import Backend
-from raymm.actors.rank.rank_group import RankResources, StepHandle
+from raymm.actors.rank.rank_group import StepHandle
 from raymm.actors.weights.source import LiveSource
 from raymm.batch.dag_check import DagCheck
 from raymm.model.module_dag import ModuleDag
@@ -27,6 +27,7 @@ from raymm.runtime.mapped_graph import (
     losses_of,
     timeline_of,
 )
+from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.parallel_module import not_finite_weights
 from raymm.runtime.skipped_step import SkippedStep, SkippedStepWarning, skipped_step
 from raymm.scheduler.multiplex.instructions import MultiplexProgram, Part
@@ -106,14 +107,6 @@ class MultiplexedModule:
         dag: the model. Live weights are copied to the GPUs that the mapping names.
         mapping: stages, GPUs and quotas of the modules; losses that it does not name run after
             the last stage, where their last producer is.
-        optimizer: AdamW, its schedule, and clipping.
-        device: ``"cpu"`` or ``"cuda"`` (one GPU per process).
-        resources: what each process reserves in Ray; by default one CPU, and a GPU on CUDA.
-        threads: intra-op threads per process.
-        seed: of what modules draw from torch, numpy or Python (dropout, masks). It depends on the
-            seed, the step, the module's name and its first sample: repeatable, but other numbers
-            with another degree.
-        timeout_s: seconds that any wait for modules or other GPUs may take.
         lockstep: every stage begins on all GPUs at once, as the performance model has it;
             otherwise a GPU goes on as soon as it has what it needs.
         backend: makes the streams' backend in every process; by default green contexts on CUDA,
@@ -121,8 +114,12 @@ class MultiplexedModule:
         group: processes of another model that is no longer used, to run this one in: as many,
             of the same device, threads and timeout. Starting processes takes longer than anything
             else here.
+        **options: fields of :class:`raymm.runtime.options.RuntimeOptions`, without
+            ``precision``. What modules draw depends on the seed, the step, the module's name and
+            its first sample: repeatable, but other numbers with another degree.
 
     Raises:
+        TypeError: an option that is none.
         ValueError: a device, threads or a timeout that cannot be, or that ``group`` has not.
         MultiplexError: a mapping that is not of this graph.
         ModelError: weights that are not finite.
@@ -135,30 +132,21 @@ class MultiplexedModule:
         dag: ModuleDag,
         mapping: StageMapping,
         *,
-        optimizer: OptimizerConfig | None = None,
-        device: str = "cpu",
-        resources: RankResources | None = None,
-        threads: int = 1,
-        seed: int = 0,
-        timeout_s: float = 300.0,
         lockstep: bool = False,
         backend: Callable[[], Backend] | None = None,
         group: GpuGroup | None = None,
+        **options: Any,
     ) -> None:
-        if device not in ("cpu", "cuda"):
-            raise ValueError(f"device is {device!r}; accepted: cpu, cuda")
+        run = RuntimeOptions.of({"quota_backend": backend, **options}, without=("precision",))
         self.dag, self.mapping, self.lockstep = dag, mapping, lockstep
-        self._seed, self._step = seed, 0
+        self.options, self._step = run, 0
         self._check = DagCheck(dag)
         self._mapped = MappedGraph(dag.graph, mapping, lockstep)
         self.copies = self._mapped.copies
         nodes = dag.specs().values()
         connect()
-        specs = self._mapped.gpu_specs(
-            nodes, optimizer=optimizer or OptimizerConfig(), backend=backend, device=device,
-            threads=threads, timeout_s=timeout_s,
-        )
-        self._group = GpuGroup.of(specs, resources, group)
+        specs = self._mapped.gpu_specs(nodes, run)
+        self._group = GpuGroup.of(specs, run.resources, group)
         self._generation = self._group.generation
         if names := self.not_finite_tensors():
             self.close()
@@ -260,8 +248,8 @@ class MultiplexedModule:
             self.group.load(kind.key, program)
             layout = _layout_key(one, train)
             iterations.append((kind.key, IterationMeta(
-                self._step, self._seed, layout, self.group.is_new_layout(layout), scales, train,
-                keep_gradients=number > 0, microbatch=number,
+                self._step, self.options.seed, layout, self.group.is_new_layout(layout), scales,
+                train, keep_gradients=number > 0, microbatch=number,
             )))
             for gpu, here in enumerate(inputs):
                 for part in forward_parts(program, gpu):

@@ -12,7 +12,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from raymm.actors.optimizer.optimizer import OptimizerConfig
 from raymm.actors.probe.plain_torch import plain_torch
 from raymm.batch.check import BatchCheck
 from raymm.batch.tried_inputs import TriedInputs, check_loss
@@ -21,6 +20,7 @@ from raymm.data.loading.builder import SampleCheck
 from raymm.data.loading.in_memory import describe_microbatches
 from raymm.layout.stage_builders import reloadable_modules
 from raymm.model.multimodal import LANGUAGE_MODEL, ModelError, MultimodalModule
+from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.skipped_step import MAX_NAMED, SkippedStep, SkippedStepWarning
 from raymm.scheduler.program.timeline import Timeline
 
@@ -70,12 +70,10 @@ class ParallelModule(ABC):
 
     Args:
         model: the description.
-        optimizer: AdamW, its schedule, and clipping.
-        precision: ``"fp32"``, or ``"bf16"`` for autocast with fp32 parameters.
-        device: ``"cpu"`` or ``"cuda"``.
-        seed: of dropout.
+        options: how it runs.
 
     Attributes:
+        options: these.
         plan: what runs where.
         group: its processes; for checkpoints they have ``save`` and ``load``.
         microbatches: that a batch in memory is split into.
@@ -83,7 +81,6 @@ class ParallelModule(ABC):
             None if it was.
 
     Raises:
-        ValueError: another precision or device.
         ProbeError: a module that returns what training would drop.
     """
 
@@ -92,26 +89,13 @@ class ParallelModule(ABC):
     microbatches: int
     skipped: SkippedStep | None = None
 
-    def __init__(
-        self,
-        model: MultimodalModule,
-        optimizer: OptimizerConfig | None,
-        precision: str,
-        device: str,
-        seed: int,
-    ) -> None:
-        if precision not in ("fp32", "bf16"):
-            raise ValueError(f"precision is {precision!r}; accepted: fp32, bf16")
-        if device not in ("cpu", "cuda"):
-            raise ValueError(f"device is {device!r}; accepted: cpu, cuda")
-        self.model = model
-        self.optimizer_config = optimizer or OptimizerConfig()
-        self._autocast = "bfloat16" if precision == "bf16" else None
+    def __init__(self, model: MultimodalModule, options: RuntimeOptions) -> None:
+        self.model, self.options = model, options
         self._encoders = model.encoder_names
-        self._check = BatchCheck(model, self._autocast)
+        self._check = BatchCheck(model, options.autocast)
         self._tried = TriedInputs(model)
         check_loss(model)
-        self._seed, self._step = seed, 0
+        self._step = 0
         self._batches: list[Sequence[MicrobatchMeta]] = []
         self._accumulated = 0  # batches, since the last update
 

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 
 from raymm.actors.executor.executor import StepMeta, StepResult
-from raymm.actors.optimizer.optimizer import OptimizerConfig
-from raymm.actors.quota import Backend, Multiprocessors
+from raymm.actors.quota import Multiprocessors
 from raymm.actors.rank.rank_actor import Neighbours, RankSpec, remember
-from raymm.actors.rank.rank_group import RankGroup, RankResources, StepHandle, measured_timeline
+from raymm.actors.rank.rank_group import RankGroup, StepHandle, measured_timeline
 from raymm.costs.named_devices import cluster_device
 from raymm.costs.scaling_estimates import MULTIPROCESSORS
 from raymm.data import MicrobatchMeta
@@ -29,6 +28,7 @@ from raymm.layout.plan_check import check_fits, check_grants
 from raymm.layout.stage_builders import reloadable_modules, stage_builders
 from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule
 from raymm.runtime.cluster import connect
+from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.parallel_module import ParallelModule, StepOutput, parameter_name
 from raymm.runtime.skipped_step import SkippedStep, skipped_step
 from raymm.scheduler.plan.plan import Plan, PlanError, Stage
@@ -94,20 +94,13 @@ class MultimodalParallelModule(ParallelModule):
     Args:
         model: the description. Its live weights are sent to the ranks that own them.
         plan: what runs where.
-        optimizer: AdamW, its schedule, and clipping.
-        precision: ``"fp32"``, or ``"bf16"`` for autocast with fp32 parameters.
-        device: ``"cpu"`` or ``"cuda"`` (one GPU per rank).
-        resources: what each rank reserves in Ray; by default one CPU, and a GPU on CUDA.
-        threads: intra-op threads per rank.
-        seed: of dropout.
-        timeout_s: seconds a rank may wait for another, and one instruction may take.
-        quota_backend: makes, in every process, the backend of the streams of modules with
-            quotas; by default green contexts on CUDA, and books of who ran when on a CPU.
+        **options: fields of :class:`raymm.runtime.options.RuntimeOptions`.
 
     Attributes:
         holdings: per process, what it has of parameters that others have too.
 
     Raises:
+        TypeError, ValueError: an option that is none, or cannot be.
         PlanError: before any actor starts, if a rank needs more memory than the plan's limit, or
             has quotas that its device cannot set apart.
         ProbeError: before any actor starts, if a module cannot be cut as planned.
@@ -115,25 +108,13 @@ class MultimodalParallelModule(ParallelModule):
         ModelError: if weights are not finite.
     """
 
-    def __init__(
-        self,
-        model: MultimodalModule,
-        plan: Plan,
-        *,
-        optimizer: OptimizerConfig | None = None,
-        precision: str = "fp32",
-        device: str = "cpu",
-        resources: RankResources | None = None,
-        threads: int = 1,
-        seed: int = 0,
-        timeout_s: float = 300.0,
-        quota_backend: Callable[[], Backend] | None = None,
-    ) -> None:
-        super().__init__(model, optimizer, precision, device, seed)
+    def __init__(self, model: MultimodalModule, plan: Plan, **options: Any) -> None:
+        run = RuntimeOptions.of(options)
+        super().__init__(model, run)
         check_fits(plan)
         connect()
         if any(stage.quota is not None for stage in plan.stages):
-            check_grants(plan, _multiprocessors(device))
+            check_grants(plan, _multiprocessors(run.device))
         self.plan = plan
         self._programs: OrderedDict[tuple, str] = OrderedDict()
         made = stage_builders(model, plan)
@@ -142,7 +123,6 @@ class MultimodalParallelModule(ParallelModule):
         self._processes = processes = Processes(plan)
         self.holdings = held = holdings(processes, made.owned, made.pieces)
         self._reduces = any(one.shared for one in held)
-        resources = resources or RankResources(gpus=1.0 if device == "cuda" else 0.0)
         specs = [
             RankSpec(
                 rank=number,
@@ -155,18 +135,18 @@ class MultimodalParallelModule(ParallelModule):
                 pieces=made.pieces,
                 families=families(held),
                 holdings=held[number],
-                optimizer=self.optimizer_config,
-                autocast=self._autocast,
+                optimizer=run.optimizer,
+                autocast=run.autocast,
                 reloadable=reloadable_modules(model),
-                device=device,
-                threads=threads,
+                device=run.device,
+                threads=run.threads,
                 quotas=plan.quotas(process.rank),
-                quota_backend=quota_backend,
-                timeout_s=timeout_s,
+                quota_backend=run.quota_backend,
+                timeout_s=run.timeout_s,
             )
             for number, process in enumerate(processes.all)
         ]
-        self.group = RankGroup(specs, process_labels(processes), resources)
+        self.group = RankGroup(specs, process_labels(processes), run.reserved)
         self._check_weights()
 
     @property
@@ -224,7 +204,7 @@ class MultimodalParallelModule(ParallelModule):
             step=self._step,
             label_tokens=sum(one.label_tokens for one in meta),
             keys=tuple(_layout_key(one) for one in meta),
-            seed=self._seed,
+            seed=self.options.seed,
             sample_ids=tuple(tuple(one.sample_ids) for one in meta),
             training=not forward_only,
             batch=self._accumulated,

@@ -1,0 +1,80 @@
+"""How a model runs on Ray actors, whatever its plan: the options of a start, declared once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from raymm.actors.optimizer.optimizer import OptimizerConfig
+from raymm.actors.quota import Backend
+from raymm.actors.rank.rank_group import RankResources
+
+PRECISIONS = ("fp32", "bf16")
+DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class RuntimeOptions:
+    """Keyword arguments of :class:`raymm.MultimodalParallelModule`,
+    :class:`raymm.MultiplexedParallelModule` and :class:`raymm.MultiplexedModule`.
+
+    Attributes:
+        optimizer: AdamW, its schedule, and clipping.
+        precision: ``"fp32"``, or ``"bf16"`` for autocast with fp32 parameters.
+        device: ``"cpu"`` or ``"cuda"`` (one GPU per process).
+        resources: what each process reserves in Ray; None: one CPU, and a GPU on CUDA.
+        threads: intra-op threads per process.
+        seed: of what modules draw (dropout, layer drop).
+        timeout_s: seconds a process may wait for another, and one instruction may take.
+        quota_backend: makes, in every process, the backend of the streams of modules with
+            quotas; None: green contexts on CUDA, and a record of who ran when on a CPU.
+
+    Raises:
+        ValueError: another precision or device.
+    """
+
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    precision: str = "fp32"
+    device: str = "cpu"
+    resources: RankResources | None = None
+    threads: int = 1
+    seed: int = 0
+    timeout_s: float = 300.0
+    quota_backend: Callable[[], Backend] | None = None
+
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision is {self.precision!r}; accepted: {', '.join(PRECISIONS)}")
+        if self.device not in DEVICES:
+            raise ValueError(f"device is {self.device!r}; accepted: {', '.join(DEVICES)}")
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], without: Collection[str] = ()) -> RuntimeOptions:
+        """Of keyword arguments.
+
+        Args:
+            options: by name; ``optimizer=None`` is the default one.
+            without: fields that the caller has no use for.
+
+        Raises:
+            TypeError: an option that is none; by name, with those that are accepted.
+        """
+        accepted = [option.name for option in fields(cls) if option.name not in without]
+        if unknown := [name for name in options if name not in accepted]:
+            raise TypeError(
+                f"{unknown[0]!r} is no option of a parallel module; accepted: {', '.join(accepted)}"
+            )
+        chosen = dict(options)
+        chosen["optimizer"] = chosen.get("optimizer") or OptimizerConfig()
+        return cls(**chosen)
+
+    @property
+    def autocast(self) -> str | None:
+        """Name of the torch dtype of automatic mixed precision; None without."""
+        return "bfloat16" if self.precision == "bf16" else None
+
+    @property
+    def reserved(self) -> RankResources:
+        """What each process reserves, the default where nothing else is asked for."""
+        return self.resources or RankResources(gpus=float(self.device == "cuda"))
