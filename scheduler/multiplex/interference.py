@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +30,8 @@ FORMS = ("blind", "additive", "full")
 MOST_COEFFICIENT = 1e9
 FIT_ROUNDS = 20
 FIT_CONVERGED = 1e-6
+# By this share at least a fit misses fewer squares than another, to be kept instead of it.
+FIT_BETTER = 0.1
 
 
 @dataclass(frozen=True)
@@ -179,8 +182,11 @@ def fit_interference(
     Noise of measurements is relative, and so is the error that counts: squares are weighted by one
     over the predicted seconds (over the measured at first). Not weighted, the longest modules
     would decide the coefficients. Which of a module's GPUs is the worst depends on the
-    coefficients, so it is fitted again until nothing changes. Modules that are alone on all their
-    GPUs are left out: their delay is 0 by definition.
+    coefficients, so it is fitted again until nothing changes. Where that ends depends on which were
+    taken to be the worst at first (it may go round in circles, with coefficients of wrong signs):
+    a full model is fitted from two beginnings, the GPU with the largest sum and the one with the
+    largest product, and the fit that misses less is kept. Modules that are alone on all their GPUs
+    are left out: their delay is 0 by definition.
 
     Raises:
         MultiplexError: an unknown form or unit, or fewer colocations than coefficients.
@@ -194,29 +200,51 @@ def fit_interference(
             f"samples has {len(shared)} colocations of at least two modules; a {form} model needs "
             f"at least {max(columns, 1)}"
         )
+    starts = [_worst_groups(shared, lambda g: (len(g) > 1, math.fsum(g)))]
+    if form == "full":
+        law = Interference(coupling=coupling)
+        starts.append(_worst_groups(shared, lambda g: (len(g) > 1, law.terms(g[0], g[1:])[2])))
+    model, missed = Interference(unit=unit, coupling=coupling), math.inf
+    for worst in starts if columns else ():
+        fitted = _fit_from(worst, shared, columns, unit, coupling)
+        relative = math.fsum((predict(fitted, s) / s.seconds - 1) ** 2 for s in shared)
+        # Where both ends are the same, rounding does not decide.
+        if relative < missed * (1 - FIT_BETTER):
+            model, missed = fitted, relative
+    return report(model, shared, form)
+
+
+def _worst_groups(
+    samples: Sequence[Colocation], key: Callable[[tuple[float, ...]], Any]
+) -> list[tuple[float, ...]]:
+    """Of every sample the GPU that ``key`` puts highest."""
+    return [max(sample.bandwidths, key=key) for sample in samples]
+
+
+def _fit_from(
+    worst: list[tuple[float, ...]], samples: Sequence[Colocation], columns: int, unit: str,
+    coupling: str,
+) -> Interference:
+    """The fit that begins with these GPUs as the worst ones; ``columns`` coefficients of eq. 8."""
     model = Interference(unit=unit, coupling=coupling)
-    measured = np.array([
-        (s.seconds - s.alone) / (s.alone if unit == "relative" else 1.0) for s in shared
-    ])
-    chosen = [max(s.bandwidths, key=lambda g: (len(g) > 1, math.fsum(g))) for s in shared]
-    scale = np.array([s.alone if unit == "relative" else 1.0 for s in shared])
-    expected = np.array([s.seconds for s in shared])
-    for _ in range(FIT_ROUNDS if columns else 0):
-        design = np.array([model.terms(g[0], g[1:]) for g in chosen])[:, :columns]
+    scale = np.array([s.alone if unit == "relative" else 1.0 for s in samples])
+    measured = np.array([s.seconds - s.alone for s in samples]) / scale
+    expected = np.array([s.seconds for s in samples])
+    for _ in range(FIT_ROUNDS):
+        design = np.array([model.terms(g[0], g[1:]) for g in worst])[:, :columns]
         weights = scale / expected
         found = np.linalg.lstsq(design * weights[:, None], measured * weights, rcond=None)[0]
         weighed = [*(float(x) for x in found), *[0.0] * (3 - columns)]
         model = Interference(*weighed, unit=unit, coupling=coupling)
-        before = chosen
+        before, last = worst, expected
         delay = model.delay
-        chosen = [max(s.bandwidths, key=lambda g: delay(g[0], g[1:])) for s in shared]
-        last = expected
+        worst = _worst_groups(samples, lambda g, delay=delay: delay(g[0], g[1:]))
         expected = np.array([
-            model.seconds(s.alone, delay(g[0], g[1:])) for s, g in zip(shared, chosen, strict=True)
+            model.seconds(s.alone, delay(g[0], g[1:])) for s, g in zip(samples, worst, strict=True)
         ])
-        if chosen == before and np.allclose(expected, last, rtol=FIT_CONVERGED, atol=0.0):
+        if worst == before and np.allclose(expected, last, rtol=FIT_CONVERGED, atol=0.0):
             break
-    return report(model, shared, form)
+    return model
 
 
 def report(model: Interference, samples: Sequence[Colocation], form: str) -> InterferenceFit:

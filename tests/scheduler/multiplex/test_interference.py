@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from benchmarks._colocations import bus_slowdowns, random_colocations
@@ -41,6 +41,10 @@ def test_delay_by_hand() -> None:
     assert predict(Interference(0.1, 0.2, 0.5), sample) == pytest.approx(2.0 * 1.38)
 
 
+# These are missed by fits that begin with the largest sums alone: one goes round in circles, the
+# other ends with a coefficient of the wrong sign.
+@example(1629112511, "seconds", "product", (0.01, 1e-5, 0.1))
+@example(1130359058, "seconds", "product", (1e-5, 1e-5, 0.1))
 @given(
     st.integers(0, 2**32), st.sampled_from(UNITS), st.sampled_from(COUPLINGS),
     st.tuples(st.floats(0.0, 0.2), st.floats(0.0, 0.5), st.floats(0.1, 1.0)),
@@ -56,12 +60,12 @@ def test_fit_finds_the_coefficients(seed, unit, coupling, coefficients) -> None:
         sample = Colocation(float(rng.uniform(0.1, 1.0)), groups, 1.0)
         samples.append(Colocation(sample.alone, groups, predict(law, sample)))
     fit = fit_interference(samples, "full", unit, coupling)
-    # Which GPU of several is worst depends on the coefficients; with one the fit is exact.
+    # Which GPU of several is worst depends on the coefficients; with one there is no question.
     single = [Colocation(s.alone, s.bandwidths[:1], 0.5) for s in samples]
     single = [Colocation(s.alone, s.bandwidths, predict(law, s)) for s in single]
     exact = fit_interference(single, "full", unit, coupling)
     assert exact.error < 1e-9 and exact.r2 == pytest.approx(1.0)
-    assert fit.error < 0.02
+    assert fit.error < 1e-6
 
 
 def test_bus_by_hand_and_by_simulation() -> None:
