@@ -1,0 +1,1 @@
+"""raymm on Kubernetes: an image, manifests for KubeRay, and what checks them."""

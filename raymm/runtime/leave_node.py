@@ -1,0 +1,78 @@
+"""``python -m raymm.runtime.leave_node``: tell the cluster that this node is about to end, and wait
+until what runs on it has left. For the preStop hook of a pod: see ``deploy/``.
+
+The run that has ranks here hears of it (:mod:`raymm.runtime.drain_notices`), finishes its step,
+saves and leaves; nothing new is placed here meanwhile; and when the node is empty, Ray ends it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from typing import Any
+
+from ray._private.services import canonicalize_bootstrap_address_or_die
+from ray._raylet import GcsClient
+from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
+from ray.core.generated.gcs_pb2 import GcsNodeInfo
+
+# What a pod's node is called in the cluster; KubeRay sets it to the pod's name.
+INSTANCE_VARIABLE = "RAY_CLOUD_INSTANCE_ID"
+# Seconds between two looks at whether the node has ended, and that one may take.
+INTERVAL_S = 0.5
+ANSWER_TIMEOUT_S = 10.0
+
+
+def leave(client: Any, instance: str, seconds: float) -> str:
+    """Announce the end of the node with an instance's name, and wait for it.
+
+    Args:
+        client: of the server that knows the cluster (GCS).
+        seconds: until the node ends whatever runs on it.
+
+    Returns:
+        What became of it, in a sentence.
+    """
+    node = _node(client, instance)
+    if node is None:
+        return f"the cluster has no node {instance} (any more)"
+    deadline = time.time() + seconds
+    accepted, reason = client.drain_node(
+        node, DRAIN_NODE_REASON_PREEMPTION, f"the pod {instance} ends", int(deadline * 1000)
+    )
+    if not accepted:
+        return f"node {instance} was not announced to end: {reason}"
+    start = time.monotonic()
+    while time.time() < deadline:
+        if _node(client, instance) is None:
+            return f"node {instance} has been left after {time.monotonic() - start:.1f} s"
+        time.sleep(INTERVAL_S)
+    return f"something still runs on node {instance} after {seconds:g} s"
+
+
+def _node(client: Any, instance: str) -> str | None:
+    """Ray's id of a node that lives."""
+    for node in client.get_all_node_info(timeout=ANSWER_TIMEOUT_S).values():
+        if node.instance_id == instance and node.state == GcsNodeInfo.ALIVE:
+            return node.node_id.hex()
+    return None
+
+
+def main() -> int:
+    """The command line; ends with 0, as what a preStop hook says changes nothing."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, required=True, help="until the node must be left")
+    seconds = parser.parse_args().seconds
+    instance = os.environ.get(INSTANCE_VARIABLE)
+    if not instance:
+        print(f"{INSTANCE_VARIABLE} is not set: which node is this?", file=sys.stderr)
+        return 0
+    client = GcsClient(address=canonicalize_bootstrap_address_or_die(None))
+    print(leave(client, instance, seconds), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
