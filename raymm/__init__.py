@@ -37,6 +37,7 @@ _PUBLIC = {
     "ModalityDataConfig": "raymm.data",
     "RunConfig": "raymm.config.sections",
     "Trainer": "raymm.training.trainer",
+    "Callback": "raymm.callbacks.callback",
     "Result": "raymm.training.trainer",
     "plan": "raymm.planning.plan_model",
     "Planned": "raymm.planning.plan_model",
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from raymm.actors.optimizer.optimizer import OptimizerConfig
     from raymm.actors.rank.rank_group import ClusterError, RankResources
     from raymm.actors.weights.source import FactorySource
+    from raymm.callbacks.callback import Callback
     from raymm.config.sections import RunConfig
     from raymm.data import DataConfig, ModalityDataConfig
     from raymm.errors import Error, InputError, RankFailedError, RunError

@@ -131,8 +131,10 @@ TABLE: dict[str, tuple[str, ...]] = {
         "scheduler", "raymm/files", "raymm/data/readers", "raymm/data/sampling", "raymm/draw",
         "raymm/model", "raymm/data", "raymm/costs", "raymm/config", "raymm/planning",
     ),
+    "raymm/callbacks": ("actors/weights", "raymm/files"),
     "raymm/training": (
-        "scheduler", "actors", "raymm/files", "raymm/data/readers", "raymm/draw", "raymm/model",
+        "scheduler", "actors", "raymm/callbacks", "raymm/files", "raymm/data/readers", "raymm/draw",
+        "raymm/model",
         "raymm/data/loading", "raymm/layout", "raymm/data", "raymm/costs", "raymm/runtime",
         "raymm/config", "raymm/planning", "raymm/storage", "raymm/monitor",
     ),
@@ -142,8 +144,8 @@ TABLE: dict[str, tuple[str, ...]] = {
         "raymm/config", "raymm/profiling", "raymm/planning", "raymm/storage", "raymm/training",
     ),
     "raymm": (
-        "scheduler", "actors", "raymm/version.py", "raymm/model", "raymm/data", "raymm/runtime",
-        "raymm/config", "raymm/planning", "raymm/training", "raymm/cli",
+        "scheduler", "actors", "raymm/version.py", "raymm/callbacks", "raymm/model", "raymm/data",
+        "raymm/runtime", "raymm/config", "raymm/planning", "raymm/training", "raymm/cli",
     ),
 }
 

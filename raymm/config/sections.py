@@ -258,6 +258,8 @@ class RunConfig(Section):
         allow_changes: fields that may be others than those of the checkpoint that the run goes on
             from, though that is refused by default (:mod:`raymm.storage.resuming`); as the
             error has them.
+        callbacks: who watches the run: ``tensorboard``, ``wandb``, ``mlflow``, or ``module:Class``
+            of a :class:`raymm.Callback`; ``{name: {argument: value}}`` gives arguments.
     """
 
     storage_path: Annotated[Text, AfterValidator(with_home)]
@@ -276,6 +278,7 @@ class RunConfig(Section):
     max_skipped_steps: Count = 10
     log_samples: bool = False
     allow_changes: list[Text] = Field(default_factory=list)
+    callbacks: list[Text | dict[Text, dict[Text, Any]]] = Field(default_factory=list)
 
 
 class TrainConfig(Section):

@@ -33,6 +33,7 @@ class Execution(Protocol):
     Attributes:
         plan: itself.
         num_processes: that it runs in.
+        modules: module of every name in a step's ``stage_busy``.
     """
 
     @property
@@ -40,6 +41,9 @@ class Execution(Protocol):
 
     @property
     def num_processes(self) -> int: ...
+
+    @property
+    def modules(self) -> Mapping[str, str]: ...
 
     def save(self, folder: Path) -> None:
         """Write it to a run's folder."""

@@ -29,6 +29,10 @@ class MultiplexedExecution:
     def __init__(self, mapping: StageMapping) -> None:
         self.plan = mapping
         self.num_processes = mapping.gpus
+        self.modules = {
+            placement.module: placement.module
+            for stage in mapping.stages for placement in stage.placements
+        }
 
     def save(self, folder: Path) -> None:
         """Write ``mapping.json``, as ``raymm plan`` does."""
@@ -64,10 +68,9 @@ class MultiplexedExecution:
     def describe(self, device: str, data: Any) -> list[str]:
         """Modules, stages and GPUs; and what the mapping was not planned for."""
         mapping = self.plan
-        modules = {one.module for stage in mapping.stages for one in stage.placements}
         count = data.microbatches if isinstance(data, DataConfig) else 1
         lines = [
-            f"{len(modules)} modules multiplexed on {mapping.gpus} GPUs ({device}) in "
+            f"{len(self.modules)} modules multiplexed on {mapping.gpus} GPUs ({device}) in "
             f"{len(mapping.stages)} stages, {count} microbatches per step"
         ]
         if count > 1:

@@ -25,6 +25,7 @@ class PipelinedExecution:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.num_processes = plan.num_processes
+        self.modules = {stage.name: stage.module for stage in plan.stages}
 
     def save(self, folder: Path) -> None:
         """Write ``plan.json``."""

@@ -13,6 +13,10 @@ from rich.console import Console
 from raymm.actors.faults.fault_folder import faults_kept_in
 from raymm.actors.optimizer.optimizer import OptimizerConfig
 from raymm.actors.rank.rank_group import ClusterError, RankResources, check_capacity
+from raymm.callbacks.callback import Callback, RunInfo
+from raymm.callbacks.handler import CallbackHandler
+from raymm.callbacks.named import named_callbacks
+from raymm.callbacks.ray_metrics import RayMetrics
 from raymm.config.sections import ConfigError, RunConfig
 from raymm.data import DataConfig, check_data, open_split
 from raymm.data.readers import Dataset
@@ -88,6 +92,7 @@ class Trainer:
         resources: what each rank reserves in Ray, or a function of the device (``"cpu"``,
             ``"cuda"``) that says so; by default one CPU, and a GPU on CUDA.
         threads: intra-op threads per rank.
+        callbacks: watch the run, beside those that ``run_config`` names.
         console: where to print; None for standard output.
 
     Attributes:
@@ -111,6 +116,7 @@ class Trainer:
         optimizer: OptimizerConfig | None = None,
         resources: RankResources | Callable[[str], RankResources] | None = None,
         threads: int = 1,
+        callbacks: Sequence[Callback] = (),
         console: Console | None = None,
     ) -> None:
         if data is None:
@@ -131,6 +137,7 @@ class Trainer:
         _check_schedule(self.optimizer, run_config.steps)
         self.resources = resources
         self.threads = threads
+        self.callbacks = (RayMetrics(), *named_callbacks(run_config.callbacks), *callbacks)
         self.console = console or Console()
         self.path = Path(run_config.storage_path).absolute()
         self.training = TrainingData()
@@ -348,16 +355,26 @@ class Trainer:
         samples = None
         if self.run.log_samples:
             samples = SampleLog(self.path / SAMPLES, parallel.steps_taken)
-        with RunProgress(self.run.steps, parallel.steps_taken, self.console) as progress:
+        observed = RunInfo(
+            self.path.name, self.path, parallel.steps_taken, self.run.steps, store.run,
+            execution.modules,
+        )
+        with (
+            RunProgress(self.run.steps, parallel.steps_taken, self.console) as progress,
+            CallbackHandler(self.callbacks, observed, progress.line) as callbacks,
+        ):
             watch = execution.watch(WatchedRun(
                 parallel, self.model, self.data, self.training, self.path, progress.line
             ))
             batches = Batches(self.data, self.training, parallel.sample_check())
             loop = TrainingLoop(
-                self.run, batches, parallel, store, metrics, samples, watch, progress, self.stop
+                self.run, batches, parallel, store, metrics, samples, watch, callbacks, progress,
+                self.stop,
             )
             self._loop = loop
             stopped = loop.run(_data_position(checkpoint))
+            if stopped is not None:
+                callbacks.stopped(stopped)
         if stopped is not None:
             self._say(stopped)
             return Result(

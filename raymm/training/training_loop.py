@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+from raymm.callbacks.callback import SavedCheckpoint
+from raymm.callbacks.handler import CallbackHandler
 from raymm.config.sections import RunConfig
 from raymm.data import DataConfig, MicrobatchMeta, Skipped, StepLoader
 from raymm.data.loading.builder import SampleCheck
@@ -99,6 +101,7 @@ class TrainingLoop:
         metrics: gets a row per step and per evaluation.
         samples: gets every step's samples; None if nobody asks for them.
         watch: looks at every step.
+        callbacks: are told of every row and checkpoint.
         progress: says how far it is.
         stop: is looked at between steps.
     """
@@ -112,12 +115,13 @@ class TrainingLoop:
         metrics: MetricsLog,
         samples: SampleLog | None,
         watch: StepWatch,
+        callbacks: CallbackHandler,
         progress: RunProgress,
         stop: StopRequest,
     ) -> None:
         self._run, self._batches, self._parallel, self._store = run, batches, parallel, store
         self._metrics, self._samples = metrics, samples
-        self._watch, self._progress = watch, progress
+        self._watch, self._callbacks, self._progress = watch, callbacks, progress
         self._pending: deque[tuple[int, Batch, PendingOutput, float]] = deque()
         self._last_read = time.perf_counter()
         self._reported: set[str] = set()
@@ -172,8 +176,12 @@ class TrainingLoop:
         self._drain(0)
 
     def _save(self) -> None:
-        self._store.save(self._parallel, {"data": self._position})
+        start = time.perf_counter()
+        folder = self._store.save(self._parallel, {"data": self._position})
         self._saved, self._owed = self._parallel.steps_taken, False
+        self._callbacks.checkpoint(
+            SavedCheckpoint(self._saved, folder, time.perf_counter() - start)
+        )
 
     def _stopped(self) -> str | None:
         """What became of a run that was asked to stop; saves what is not saved."""
@@ -212,6 +220,7 @@ class TrainingLoop:
             row = self._row(step, batch, output, now - self._last_read, waited)
             self._last_read = now
             self._metrics.add(row)
+            self._callbacks.step(self._metrics.rows[-1])
             if self._samples is not None:
                 self._samples.add(
                     step, [m.sample_ids for m in batch.meta], [s.id for s in batch.skipped]
@@ -247,6 +256,7 @@ class TrainingLoop:
         self, step: int, batch: Batch, output: StepOutput, seconds: float, waited: float
     ) -> dict[str, Any]:
         span = output.timeline.makespan or 1.0
+        tokens = sum(microbatch.tokens for microbatch in batch.meta)
         watched = self._watch.after_step(WatchedStep(
             step, batch.meta, batch.state_after, not batch.skipped, output.timeline
         ))
@@ -257,7 +267,8 @@ class TrainingLoop:
             "grad_norm": output.grad_norm,
             "learning_rate": output.learning_rate,
             "seconds": round(seconds, 4),
-            "tokens_per_s": round(sum(m.tokens for m in batch.meta) / seconds, 1),
+            "tokens": tokens,
+            "tokens_per_s": round(tokens / seconds, 1),
             "stage_busy": {
                 name: round(busy / span, 4) for name, busy in output.timeline.stage_busy().items()
             },
@@ -286,6 +297,7 @@ class TrainingLoop:
             self._unevaluated = step
             return
         self._metrics.add(row)
+        self._callbacks.evaluation(self._metrics.rows[-1])
         self._progress.line(heldout_line(row))
 
     def _heldout_loss(self, shuffled: Sequence[str] = ()) -> tuple[float, list[Skipped]]:

@@ -1,0 +1,1 @@
+"""Watching a run from outside: callbacks, and adapters of loggers."""

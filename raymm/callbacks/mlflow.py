@@ -1,0 +1,66 @@
+"""MLflow tracking."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from raymm.callbacks.callback import Callback, RunEnd, RunInfo, scalars
+from raymm.callbacks.needs import imported, logger_run_id
+
+_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+# The longest value of a parameter, and how many a call may have (MLflow's own limits).
+_LONGEST_VALUE, _PARAMETERS_PER_CALL = 6000, 100
+
+
+class MLflowCallback(Callback):
+    """Logs to an MLflow server or folder. A run that goes on is the same run there.
+
+    Args:
+        tracking_uri: of the server or the folder; by default what ``MLFLOW_TRACKING_URI`` says.
+        experiment: its name.
+
+    Raises:
+        ConfigError: mlflow is not installed.
+    """
+
+    def __init__(self, tracking_uri: str | None = None, experiment: str = "raymm") -> None:
+        self._mlflow = imported("mlflow", "mlflow", type(self).__name__)
+        self._uri, self._experiment = tracking_uri, experiment
+        self._client: Any = None
+        self._id = ""
+
+    def on_start(self, run: RunInfo) -> None:
+        """Begin a run there, or go on with it."""
+        self._client = self._mlflow.MlflowClient(self._uri)
+        self._id = logger_run_id(run, "mlflow", lambda: self._new_run(run))
+        self._client.update_run(self._id, status="RUNNING")
+
+    def _new_run(self, run: RunInfo) -> str:
+        found = self._client.get_experiment_by_name(self._experiment)
+        experiment = (
+            self._client.create_experiment(self._experiment) if found is None
+            else found.experiment_id
+        )
+        made = self._client.create_run(experiment, run_name=run.name).info.run_id
+        parameters = [
+            self._mlflow.entities.Param(name, str(value)[:_LONGEST_VALUE])
+            for name, value in run.config.items() if not isinstance(value, dict | list)
+        ]
+        for first in range(0, len(parameters), _PARAMETERS_PER_CALL):
+            self._client.log_batch(made, params=parameters[first : first + _PARAMETERS_PER_CALL])
+        return made
+
+    def on_step(self, row: Mapping[str, Any]) -> None:
+        """Log the row's numbers."""
+        now = self._mlflow.utils.time.get_current_time_millis()
+        self._client.log_batch(self._id, [
+            self._mlflow.entities.Metric(name, value, now, row["step"])
+            for name, value in scalars(row).items()
+        ])
+
+    on_evaluation = on_step
+
+    def on_end(self, end: RunEnd) -> None:
+        """Say how it ended."""
+        self._client.set_terminated(self._id, _STATUS[end.status])

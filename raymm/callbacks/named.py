@@ -1,0 +1,63 @@
+"""Callbacks by the names that a configuration has for them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from raymm.actors.weights.source import SourceError, import_object
+from raymm.callbacks.callback import Callback
+from raymm.errors import USER_CODE_RAISES
+from raymm.files.config_error import ConfigError
+
+LOGGERS = {
+    "tensorboard": "raymm.callbacks.tensorboard:TensorBoardCallback",
+    "wandb": "raymm.callbacks.wandb:WandbCallback",
+    "mlflow": "raymm.callbacks.mlflow:MLflowCallback",
+}
+
+
+def named_callbacks(entries: Sequence[str | Mapping[str, Mapping[str, Any]]]) -> list[Callback]:
+    """What ``run.callbacks`` names.
+
+    Args:
+        entries: a name of :data:`LOGGERS`, or ``module:Class`` of a :class:`Callback` of the
+            user's; with arguments as ``{name: {argument: value}}``.
+
+    Raises:
+        ConfigError: no such callback, arguments that it does not take, or a package that is not
+            installed; names the entry.
+    """
+    return [_named(f"run.callbacks[{i}]", entry) for i, entry in enumerate(entries)]
+
+
+def _named(field: str, entry: str | Mapping[str, Mapping[str, Any]]) -> Callback:
+    if isinstance(entry, str):
+        name, arguments = entry, {}
+    else:
+        if len(entry) != 1:
+            raise ConfigError(f"{field} has {len(entry)} names; accepted: one, with its arguments")
+        (name, arguments), = entry.items()
+    if name in LOGGERS:
+        module, _, attribute = LOGGERS[name].partition(":")
+        target: Any = getattr(importlib.import_module(module), attribute)
+    elif ":" in name:
+        try:
+            target = import_object(name)
+        except SourceError as error:
+            raise ConfigError(f"{field}: {error}") from None
+    else:
+        raise ConfigError(
+            f"{field} is {name!r}; accepted: {', '.join(LOGGERS)}, or module:Class of your own"
+        )
+    if not (isinstance(target, type) and issubclass(target, Callback)):
+        raise ConfigError(f"{field}: {name!r} is no class derived from raymm.Callback")
+    try:
+        return target(**arguments)
+    except ConfigError as error:
+        raise ConfigError(f"{field}: {error}") from None
+    except USER_CODE_RAISES as error:
+        raise ConfigError(
+            f"{field}: {name} with {dict(arguments)} raised {type(error).__name__}: {error}"
+        ) from error
