@@ -65,7 +65,7 @@ _FIELDS = {
 
 
 class RayMetrics(Callback):
-    """Sets gauges and counters of :mod:`ray.util.metrics` with the tag ``run`` (the name of the
+    """Sets gauges and counters of Ray (``ray.util.metrics``) with the tag ``run`` (the name of the
     run's folder). They go to the metrics agent of the driver's node every few seconds, whether
     somebody scrapes it or not. Every trainer has one.
 
