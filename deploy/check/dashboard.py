@@ -7,13 +7,16 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from raymm.callbacks import ray_metrics as raymm_metrics
+
 # Of Ray's node agents and its head (ray/dashboard/modules/reporter), which tests look for on a
-# running cluster.
+# running cluster; and of raymm.
 METRICS = (
     "ray_cluster_active_nodes", "ray_cluster_pending_nodes", "ray_cluster_failed_nodes",
     "ray_node_cpu_utilization", "ray_node_gpus_utilization", "ray_node_gram_available",
     "ray_node_gram_used", "ray_node_mem_total", "ray_node_mem_used",
     "ray_node_network_receive_speed", "ray_node_network_send_speed", "ray_object_store_used_memory",
+    *(f"ray_{name}" for name in raymm_metrics.METRICS),
 )
 _WIDTH = 24
 # In PromQL: what has no label, no function and no keyword for a name.
