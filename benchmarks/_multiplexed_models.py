@@ -22,9 +22,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from benchmarks._roofline import roofline_surface
 from raymm.scheduler.multiplex.interference import Interference
 from raymm.scheduler.multiplex.problem import MappingProblem
-from raymm.scheduler.multiplex.roofline import ModuleWork, roofline_surface
+from raymm.scheduler.multiplex.roofline import ModuleWork
 
 # FLOPs per byte at which arithmetic and memory traffic take equally long.
 RIDGE_INTENSITY = 20.0

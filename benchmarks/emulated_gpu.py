@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from raymm.actors.quota import EmulatedBackend, EmulatedModule, Multiprocessors
+from benchmarks.emulated_backend import EmulatedBackend, EmulatedModule
+from raymm.actors.quota import Multiprocessors
 from raymm.scheduler.multiplex.problem import MappingProblem
 
 

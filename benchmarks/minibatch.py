@@ -33,14 +33,14 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks import _common
+from benchmarks._transformer_cost import transformer_cost
 from raymm.scheduler.minibatch.balanced import plan_balanced
 from raymm.scheduler.minibatch.baselines import plan_length_grouped, plan_random
 from raymm.scheduler.minibatch.budgets import least_groups
-from raymm.scheduler.minibatch.costs import CostModel, transformer_cost
+from raymm.scheduler.minibatch.costs import CostModel
 from raymm.scheduler.minibatch.isf import plan_isf, search_budgets
-from raymm.scheduler.minibatch.metrics import balance, dist_ratio
+from raymm.scheduler.minibatch.metrics import balance
 from raymm.scheduler.minibatch.problem import MiniBatchError, MiniBatchPlan, SampleSizes
-from raymm.scheduler.minibatch.replicas import replica_loads
 
 NAMES = ("vision", "text")
 BATCH = 4  # samples per group that all methods aim at (OmniBal, Table 5)
@@ -171,17 +171,6 @@ def knob(sizes: SampleSizes, ranks: int, epochs: int) -> dict[str, dict[str, flo
     return result
 
 
-def replicas(sizes: SampleSizes, ranks: int) -> dict[str, float]:
-    """DistRatio of a vision encoder with a quarter of the ranks, a half, twice as many."""
-    result = {}
-    for name, count in (("quarter", ranks // 4), ("half", ranks // 2), ("double", ranks * 2)):
-        plan = plan_balanced(
-            sizes, ranks, samples_per_group=BATCH, model=MODEL, serving={"vision": count}
-        )
-        result[name] = round(dist_ratio(replica_loads(plan, sizes, "vision", count)), 6)
-    return result
-
-
 def million(sizes: SampleSizes, ranks: int, repeats: int) -> dict[str, Any]:
     """CPU seconds to plan 1.2 million samples drawn from the data, median of the repeats."""
     drawn = np.random.default_rng(0).integers(0, len(sizes), MILLION)
@@ -259,7 +248,7 @@ def main() -> None:
     plan_balanced(together, args.ranks[0], budgets)  # compiles
     plan_isf(together, args.ranks[0], iterations=1)
 
-    result: dict[str, Any] = {"machine": _common.machine(), "methods": {}, "replicas": {}}
+    result: dict[str, Any] = {"machine": _common.machine(), "methods": {}}
     for name, sizes in sets.items():
         for ranks in args.ranks:
             case = f"{name}_dp{ranks}"
@@ -278,8 +267,6 @@ def main() -> None:
                     for key in columns
                 ))
             console.print(table)
-            if ranks % 4 == 0:
-                result["replicas"][case] = replicas(sizes, ranks)
     if len(parts) > 1:
         result["knob"] = {
             f"dp{ranks}": knob(together, ranks, args.epochs) for ranks in args.ranks
@@ -289,7 +276,6 @@ def main() -> None:
             for name, row in rows.items():
                 table.add_row(name, *(f"{value:.4f}" for value in row.values()))
             console.print(table)
-    console.print(f"DistRatio of encoder replicas: {result['replicas']}", highlight=False)
     if args.repeats:
         for ranks in args.ranks:
             result[f"million_dp{ranks}"] = million(together, ranks, args.repeats)

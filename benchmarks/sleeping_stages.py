@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from benchmarks._rank_lanes import lanes_between_ranks
+from benchmarks.emulated_backend import pause
 from raymm.actors.executor.executor import StepMeta
 from raymm.actors.modules.message import Message, MicrobatchContext
-from raymm.actors.quota.emulated import pause
 from raymm.actors.rank.rank_actor import RankSpec
 from raymm.actors.rank.rank_group import RankGroup, RankResources, measured_timeline
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
-from raymm.scheduler.plan.process_grid import lanes_between_ranks
 from raymm.scheduler.program.program import COMPUTE, Op, Program, check_program
 from raymm.scheduler.program.timeline import Span, Timeline
 from raymm.scheduler.schedule.lower import full_program

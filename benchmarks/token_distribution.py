@@ -28,6 +28,7 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks import _common
+from benchmarks._exact_distribution import exact_distribution
 from raymm.kernels.mask import patterns
 from raymm.kernels.mask.mask import AttentionMask
 from raymm.kernels.mask.patterns import Span
@@ -180,7 +181,7 @@ def exact(seconds: float) -> dict[str, Any]:
         start = time.thread_time_ns()
         distribute(work, 64)
         result[f"balanced_ms_64k_64_{name}"] = round((time.thread_time_ns() - start) / 1e6, 3)
-        found = distribute(work, 64, "exact", time_limit_s=seconds)
+        found = exact_distribution(work, 64, seconds)
         result[f"exact_64k_64_{name}"] = {
             "balanced": max(ours.work), "exact": max(found.work), "bound": found.bound,
             "status": found.status, "gap": round(found.gap, 6), "seconds": seconds,

@@ -15,7 +15,7 @@ the next stage returns it: code between blocks runs once, on one side of the cut
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -314,8 +314,3 @@ class Passage:
 
     def _leaving(self, hidden: torch.Tensor) -> None:
         self._left, self._version = hidden, hidden._version
-
-
-def frozen_names(module: nn.Module) -> Collection[str]:
-    """Names of parameters with ``requires_grad=False``."""
-    return {name for name, p in module.named_parameters() if not p.requires_grad}

@@ -1,6 +1,6 @@
 """SM-quota streams: several modules of one process side by side, each on a share of the GPU.
 
-Make a backend (:class:`CudaBackend`, or :class:`AccountingBackend` / :class:`EmulatedBackend`
+Make a backend (:class:`CudaBackend`, or :class:`AccountingBackend`
 without a GPU), a :class:`StreamPool` of all sets of quotas that the plan uses, and run works
 with :class:`SideBySide` on the streams that :meth:`StreamPool.select` gives (Mosaic §3.2).
 """
@@ -8,7 +8,6 @@ with :class:`SideBySide` on the streams that :meth:`StreamPool.select` gives (Mo
 from raymm.actors.quota.accounting import Account, AccountingBackend, OversubscribedError, QuotaSpan
 from raymm.actors.quota.backend import Backend, QuotaStream, Stream
 from raymm.actors.quota.cuda_backend import CudaBackend
-from raymm.actors.quota.emulated import EmulatedBackend, EmulatedModule, Seconds
 from raymm.actors.quota.green_context import DriverError, QuotaUnavailableError
 from raymm.actors.quota.partition import Multiprocessors, Partition, QuotaError, partition
 from raymm.actors.quota.pool import StreamPool, StreamSet
@@ -18,7 +17,6 @@ from raymm.actors.quota.side_by_side import (
     SideBySide,
     UndeclaredRandomnessError,
     check_no_shared_parameters,
-    one_after_another,
 )
 from raymm.actors.quota.work import Output, Work
 
@@ -28,8 +26,6 @@ __all__ = [
     "Backend",
     "CudaBackend",
     "DriverError",
-    "EmulatedBackend",
-    "EmulatedModule",
     "ModuleError",
     "ModuleTimeoutError",
     "Multiprocessors",
@@ -40,7 +36,6 @@ __all__ = [
     "QuotaSpan",
     "QuotaStream",
     "QuotaUnavailableError",
-    "Seconds",
     "SideBySide",
     "Stream",
     "StreamPool",
@@ -48,6 +43,5 @@ __all__ = [
     "UndeclaredRandomnessError",
     "Work",
     "check_no_shared_parameters",
-    "one_after_another",
     "partition",
 ]

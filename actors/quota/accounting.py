@@ -42,7 +42,6 @@ class Account:
         self._lock = threading.Lock()
         self._running: list[Partition] = []
         self._spans: list[QuotaSpan] = []
-        self._most = 0
 
     @contextmanager
     def running(self, partition: Partition) -> Iterator[None]:
@@ -58,7 +57,6 @@ class Account:
                         f"{partition} starts while these multiprocessors are in use by {other}"
                     )
             self._running.append(partition)
-            self._most = max(self._most, sum(one.sms for one in self._running))
             start = self._clock()
         try:
             yield
@@ -72,22 +70,6 @@ class Account:
         """All uses that have ended, in the order of their ends."""
         with self._lock:
             return tuple(self._spans)
-
-    @property
-    def most_sms(self) -> int:
-        """The most multiprocessors that were in use at one time."""
-        return self._most
-
-    def seconds_together(self, first: str, second: str) -> float:
-        """Seconds in which two modules ran at the same time."""
-        spans = self.spans
-        return sum(
-            max(0.0, min(a.end, b.end) - max(a.start, b.start))
-            for a in spans
-            if a.partition.module == first
-            for b in spans
-            if b.partition.module == second
-        )
 
 
 class HostStream:

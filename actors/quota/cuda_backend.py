@@ -109,11 +109,6 @@ class CudaBackend:
     def current(self) -> CudaStream:
         return CudaStream(torch.cuda.current_stream(self.device))
 
-    @property
-    def num_contexts(self) -> int:
-        """Green contexts that exist; partitions of the same groups share one."""
-        return self._contexts.num_contexts
-
     def close(self) -> None:
         """Wait for the device, give the streams' cached memory back, and destroy them.
 

@@ -1,8 +1,8 @@
 """Modules of one process side by side, each in its own thread on its own stream.
 
 The host never waits for the device: a stream waits for the events of what its work consumes,
-and every result has an event. Numbers are those of the same works one after another
-(:func:`one_after_another`), whatever turns threads take:
+and every result has an event. Numbers are those of the same works one after another, whatever
+turns threads take:
 
 - modules share no parameters, so that no two threads add to the same gradient
   (:func:`check_no_shared_parameters`);
@@ -188,28 +188,6 @@ class SideBySide:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def one_after_another(streams: StreamSet, works: Mapping[str, Work]) -> dict[str, Output]:
-    """What :meth:`SideBySide.run` does, in the calling thread, in the order of ``works``:
-    the same numbers.
-
-    Raises:
-        ModuleError: at the first module whose work raises.
-        ValueError: as :meth:`SideBySide.run`.
-    """
-    _check(streams, works)
-    settings = ThreadSettings.capture()
-    found = {}
-    for module, work in works.items():
-        issued = streams.backend.current().record()
-        try:
-            found[module] = _perform(
-                module, work, streams, issued, settings, contextlib.nullcontext()
-            )
-        except Exception as error:
-            raise ModuleError(module, _said(error)) from error
-    return found
 
 
 def check_no_shared_parameters(modules: Mapping[str, nn.Module]) -> None:

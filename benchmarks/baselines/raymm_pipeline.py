@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks._rank_lanes import lanes_between_ranks
 from benchmarks.baselines.chain import ChainConfig, ChainLoss, ChainResult, ChainStage, chain_inputs
 from benchmarks.baselines.contender import Contender
 from raymm.actors.executor.executor import StepMeta
@@ -14,7 +15,6 @@ from raymm.actors.rank.rank_actor import RankSpec
 from raymm.actors.rank.rank_group import RankGroup, RankResources
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
-from raymm.scheduler.plan.process_grid import lanes_between_ranks
 from raymm.scheduler.program.program import check_program
 from raymm.scheduler.schedule.lower import lower
 

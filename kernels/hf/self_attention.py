@@ -35,13 +35,12 @@ from transformers.masking_utils import (
 from raymm.kernels.attention import attention
 from raymm.kernels.mask import patterns as mask_patterns
 from raymm.kernels.mask.convert import from_dense
-from raymm.kernels.mask.mask import AttentionMask, MaskError, unpack_masks
+from raymm.kernels.mask.mask import AttentionMask, MaskError
 
 NAME = "raymm"
 """Value of ``attn_implementation``."""
 MASK_ARGUMENT = "raymm_mask"
-"""Keyword argument of a model's forward: an :class:`AttentionMask`, one per sequence, or
-what :func:`raymm.kernels.mask.mask.pack_masks` made of them."""
+"""Keyword argument of a model's forward: an :class:`AttentionMask`, or one per sequence."""
 ATTEND_ARGUMENT = "raymm_attend"
 """Keyword argument of a model's forward, beside the mask: what to call instead of
 :func:`raymm.kernels.attention.attention`, for tokens that are shared with other processes:
@@ -166,7 +165,7 @@ def raymm_attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
-    raymm_mask: torch.Tensor | AttentionMask | Sequence[AttentionMask] | None = None,
+    raymm_mask: AttentionMask | Sequence[AttentionMask] | None = None,
     raymm_attend: Callable[..., torch.Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -205,7 +204,7 @@ def raymm_attention_forward(
                 f"{layer} attends in chunks of {chunk} tokens, which a {MASK_ARGUMENT} would "
                 "override: put the chunks into the mask and set attention_chunk_size to None"
             )
-        masks = _given(raymm_mask)
+        masks = (raymm_mask,) if isinstance(raymm_mask, AttentionMask) else tuple(raymm_mask)
         if sliding_window is None and isinstance(attention_mask, ModelMask):
             sliding_window = attention_mask.window
         if sliding_window is not None:
@@ -235,12 +234,6 @@ def windowed(mask: AttentionMask, window: int) -> AttentionMask:
     """``mask.windowed(window)``, the same object for the same mask: what is planned for one
     layer's mask serves all."""
     return mask.windowed(window)
-
-
-def _given(mask: torch.Tensor | AttentionMask | Sequence[AttentionMask]) -> tuple:
-    if isinstance(mask, AttentionMask):
-        return (mask,)
-    return unpack_masks(mask) if isinstance(mask, torch.Tensor) else tuple(mask)
 
 
 @lru_cache(maxsize=_CACHED_MASKS)

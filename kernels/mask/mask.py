@@ -105,14 +105,6 @@ class AttentionMask:
             f"{self.n_keys} keys in {len(self.key_table)})"
         )
 
-    def same_as(self, other: AttentionMask) -> bool:
-        """Whether both have the same sizes and tables."""
-        return (
-            self.shape == other.shape
-            and np.array_equal(self.query_table, other.query_table)
-            and np.array_equal(self.key_table, other.key_table)
-        )
-
     @property
     def shape(self) -> tuple[int, int]:
         """(Tq, Tk)."""
@@ -279,45 +271,6 @@ class AttentionMask:
         """A picture of the mask, ``width`` pixels a side, readable at any length: darkness is
         the visible share of the pixel's pairs. Save it with ``.savefig(path)``."""
         return draw_mask(self, width)
-
-
-def pack_masks(masks: Sequence[AttentionMask]) -> torch.Tensor:
-    """Masks of a batch as one int64 tensor (N, 10), to travel with a microbatch: per mask a
-    header (Tq, Tk, S, Sk), its query segments, its key segments."""
-    rows = []
-    for mask in masks:
-        header = np.zeros((1, QUERY_COLUMNS), dtype=np.int64)
-        header[0, :4] = *mask.shape, len(mask.query_table), len(mask.key_table)
-        keys = np.zeros((len(mask.key_table), QUERY_COLUMNS), dtype=np.int64)
-        keys[:, :KEY_COLUMNS] = mask.key_table
-        rows += [header, mask.query_table, keys]
-    return torch.from_numpy(np.concatenate(rows))
-
-
-def unpack_masks(packed: torch.Tensor) -> tuple[AttentionMask, ...]:
-    """The inverse of :func:`pack_masks`.
-
-    Raises:
-        MaskError: not a packed tensor.
-    """
-    table = packed.cpu().numpy()
-    if table.ndim != 2 or table.shape[1] != QUERY_COLUMNS or table.dtype != np.int64:
-        raise MaskError(
-            f"packed masks are (N, {QUERY_COLUMNS}) int64, got {table.shape} {table.dtype}"
-        )
-    masks, at = [], 0
-    while at < len(table):
-        n_queries, n_keys, n_segments, n_key_segments = table[at, :4].tolist()
-        split, stop = at + 1 + n_segments, at + 1 + n_segments + n_key_segments
-        if n_segments < 0 or n_key_segments < 0 or stop > len(table):
-            raise MaskError(f"packed masks end in row {len(table)}, the header says {stop}")
-        masks.append(
-            AttentionMask(
-                table[at + 1 : split], table[split:stop, :KEY_COLUMNS], n_queries, n_keys
-            )
-        )
-        at = stop
-    return tuple(masks)
 
 
 def as_masks(

@@ -485,10 +485,6 @@ class MultimodalModule(nn.Module):
         draws = module_draws(seed, step, module, microbatch, batch=batch)
         return MicrobatchContext(label_tokens, microbatch, draws=draws)
 
-    def trainable_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Trainable parameters by name."""
-        return ((n, p) for n, p in self.named_parameters() if p.requires_grad)
-
 
 def light_encoder_spec(name: str, encoder: ModalityModule) -> EncoderSpec:
     """Of an encoder that is in this process already: a stage of it calls what it has, and builds

@@ -40,9 +40,6 @@ from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.search.stage_space import StageSearchError
 
 PIPELINED, MULTIPLEXED, AUTO = "pipelined", "multiplexed", "auto"
-STYLES = (PIPELINED, MULTIPLEXED, AUTO)
-
-
 class NoWholeDeviceError(MultiplexError):
     """Surfaces do not say what a module takes on one whole device, alone."""
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import nn
 
 from raymm.actors.probe.plain_torch import plain_torch
 from raymm.batch.check import BatchCheck
@@ -242,13 +241,6 @@ class ParallelModule(ABC):
     @abstractmethod
     def parameters(self, trainable_only: bool = True) -> dict[str, torch.Tensor]:
         """Parameters by the model's names."""
-
-    def load_into(self, model: nn.Module) -> None:
-        """Copy trained parameters back into a live model."""
-        with torch.no_grad():
-            own = dict(model.named_parameters())
-            for name, tensor in self.parameters().items():
-                own[name].copy_(tensor)
 
     def shutdown(self) -> None:
         """End all processes."""

@@ -40,10 +40,9 @@ class TokenDistribution:
             order.
         work: work of every rank, in the unit of the work that was given.
         tokens: tokens of every rank.
-        bound: no distribution (for ``exact``, and ``balanced``: with equal counts) has a
-            largest work below this.
-        status: ``optimal`` if the largest work is at the bound; else ``feasible`` if ``exact``
-            ran out of time, and ``heuristic`` for what does not prove anything.
+        bound: no distribution (for ``balanced``: with equal counts) has a largest work below this.
+        status: ``optimal`` if the largest work is at the bound, else ``heuristic``: nothing is
+            proven.
     """
 
     policy: str
@@ -94,7 +93,6 @@ def distribute(
     n_tokens: int | None = None,
     block: int = DEFAULT_BLOCK,
     seed: int = 0,
-    time_limit_s: float = 10.0,
 ) -> TokenDistribution:
     """Deal out blocks to ranks.
 
@@ -102,7 +100,6 @@ def distribute(
 
     - ``balanced``: equal work as well. LPT of equal cardinality, then exchanges between ranks;
       the same result everywhere for the same work, within milliseconds.
-    - ``exact``: the same goal with CP-SAT until it is proven or the time is over.
     - ``contiguous``: one range per rank (ring attention's).
     - ``zigzag``: one range from the head and its mirror from the tail, which balances causal
       masks (and no others).
@@ -117,11 +114,10 @@ def distribute(
         policy: one of the above.
         n_tokens: tokens of the sequence. Default: every block is full.
         block: tokens per block.
-        seed: of ``random`` and of the solver of ``exact``.
-        time_limit_s: seconds for ``exact``.
+        seed: of ``random``.
 
     Raises:
-        TokenDistributionError: an unknown policy; ranks, block or time below what is accepted;
+        TokenDistributionError: an unknown policy; ranks or block below what is accepted;
             work that is negative, not integers, not one per block, or so large that sums
             overflow.
     """
@@ -130,8 +126,6 @@ def distribute(
         raise TokenDistributionError(f"ranks must be at least 1, got {ranks}")
     if block < 1:
         raise TokenDistributionError(f"block must be at least 1, got {block}")
-    if not time_limit_s > 0:
-        raise TokenDistributionError(f"time_limit_s must be above 0, got {time_limit_s}")
     if policy not in POLICIES:
         raise TokenDistributionError(f"policy must be one of {sorted(POLICIES)}, got {policy!r}")
     n_tokens = len(work) * block if n_tokens is None else n_tokens
@@ -143,9 +137,7 @@ def distribute(
     last = len(work) - 1 if n_tokens % block else -1
     # A shorter last block may make up for a whole one only where that rank has one more.
     pinned = last if len(work) % ranks else -1
-    rank_of, bound = POLICIES[policy](
-        work, ranks, pinned=pinned, seed=seed, time_limit_s=time_limit_s
-    )
+    rank_of, bound = POLICIES[policy](work, ranks, pinned=pinned, seed=seed)
     return _result(policy, work, ranks, n_tokens, block, rank_of, bound)
 
 
@@ -183,7 +175,6 @@ def _result(
     loads = before[stops] - before[stops - counts]
     numbers, edges = order.tolist(), [0, *stops.tolist()]
     blocks = tuple(tuple(numbers[a:b]) for a, b in zip(edges, edges[1:], strict=False))
-    unproven = "feasible" if policy == "exact" else "heuristic"
     return TokenDistribution(
         policy=policy,
         n_tokens=int(n_tokens),
@@ -192,7 +183,7 @@ def _result(
         work=tuple(loads.tolist()),
         tokens=tuple(tokens.tolist()),
         bound=bound,
-        status="optimal" if loads.max() <= bound else unproven,
+        status="optimal" if loads.max() <= bound else "heuristic",
     )
 
 
@@ -237,24 +228,6 @@ def _balanced(work: np.ndarray, ranks: int, pinned: int, **_: Any) -> tuple[np.n
     return token_swaps.ranks_of(members, counts, len(work)), bound
 
 
-def _exact(
-    work: np.ndarray, ranks: int, pinned: int, seed: int, time_limit_s: float
-) -> tuple[np.ndarray, int]:
-    from raymm.scheduler.context_parallel.exact import (
-        solve_equal_counts,  # OR-tools only where asked for
-    )
-
-    start, bound = _balanced(work, ranks, pinned)
-    blocks = [np.flatnonzero(start == rank).tolist() for rank in range(ranks)]
-    blocks, bound = solve_equal_counts(
-        work, blocks, pinned, bound, time_limit_s, seed
-    )
-    rank_of = np.zeros(len(work), dtype=np.int64)
-    for rank, mine in enumerate(blocks):
-        rank_of[mine] = rank
-    return rank_of, bound
-
-
 def _contiguous(work: np.ndarray, ranks: int, **_: Any) -> tuple[np.ndarray, int]:
     counts = _counts(len(work), ranks, long_first=False)
     return np.repeat(np.arange(ranks), counts), _any_counts_bound(work, ranks)
@@ -297,12 +270,11 @@ def _paper_lpt(work: np.ndarray, ranks: int, **_: Any) -> tuple[np.ndarray, int]
 
 POLICIES: dict[str, Callable[..., tuple[np.ndarray, int]]] = {
     "balanced": _balanced,
-    "exact": _exact,
     "contiguous": _contiguous,
     "zigzag": _zigzag,
     "random": _random,
     "lpt": _lpt,
     "paper_lpt": _paper_lpt,
 }
-"""Per name: from (work, ranks, pinned block, seed, time limit) to the rank of every block and
+"""Per name: from (work, ranks, pinned block, seed) to the rank of every block and
 a lower bound of the largest work."""

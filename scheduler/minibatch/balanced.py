@@ -20,7 +20,7 @@ in speed, the samples of every step are dealt anew over its groups in the end.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -37,7 +37,6 @@ from raymm.scheduler.minibatch.problem import (
     generator,
 )
 from raymm.scheduler.minibatch.replica_shares import deal_to_copies
-from raymm.scheduler.minibatch.replicas import checked_serving, place
 
 # Groups that compete for a sample; more level better, and take longer.
 POOL_GROUPS = 128
@@ -68,7 +67,6 @@ def plan_balanced(
     samples_per_group: float = 4.0,
     model: CostModel | None = None,
     measured: MeasuredCosts | None = None,
-    serving: Mapping[str, int] | None = None,
     source_weight: float = SOURCE_WEIGHT,
     alike: float | None = None,
     seed: int = 0,
@@ -86,9 +84,6 @@ def plan_balanced(
         measured: what units cost, instead of ``model``. Where copies of a module are not equally
             fast, group g of a step is for copy g mod n, and those of fast ones may be larger
             than the others, but not than ``budgets`` that are given.
-        serving: replicas of the encoders of modalities. Where they are fewer than ``ranks`` each
-            serves as many neighbouring ranks, and their loads are balanced too; of more, several
-            share a rank's units (:func:`raymm.scheduler.minibatch.replicas.shares`).
         source_weight: how much the groups' mix of data sets counts beside their sizes; 0 for
             not at all.
         alike: groups whose sizes differ by less than this, relative to the mean group, are
@@ -110,7 +105,6 @@ def plan_balanced(
         alike = ALIKE if sizes.sources.any() else 0.0
     if not 0 <= alike <= 1:
         raise MiniBatchError(f"alike must be from 0 to 1, got {alike}")
-    checked_serving(serving or {}, sizes, ranks)
     random = generator(seed, epoch)
     given = budgets is not None
     if budgets is None:
@@ -140,8 +134,6 @@ def plan_balanced(
         ranks if groups <= MANY_GROUPS else CANDIDATES,
     )
     shuffled = random.permuted(np.arange(groups).reshape(-1, ranks), axis=1)
-    if serving:
-        shuffled = place(shuffled, samples, offsets, sizes, serving)
     shuffled = shuffled[random.permutation(len(shuffled))].ravel()
     samples, offsets = _reordered(samples, offsets, shuffled)
     if measured is not None and measured.copies:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from raymm.scheduler.graph.strict_json import MultiplexError, items, members, number, parsed
+from raymm.scheduler.graph.strict_json import MultiplexError, items, number, parsed
 
 INTERFERENCE_FORMAT = 1
 UNITS = ("relative", "seconds")
@@ -273,22 +273,3 @@ def colocations_to_json(samples: Sequence[Colocation]) -> str:
     return json.dumps({"format": INTERFERENCE_FORMAT, "colocations": [
         {"alone": s.alone, "bandwidths": s.bandwidths, "seconds": s.seconds} for s in samples
     ]}, indent=2)
-
-
-def colocations_from_json(source: str) -> tuple[Colocation, ...]:
-    """Measurements from such a text.
-
-    Raises:
-        MultiplexError: naming the field that does not fit.
-    """
-    data = parsed(source, "colocations file", INTERFERENCE_FORMAT, ("colocations",))
-    result = []
-    for i, entry in enumerate(items(data["colocations"], "colocations")):
-        where = f"colocations[{i}]"
-        entry = members(entry, where, ("alone", "bandwidths", "seconds"))
-        groups = tuple(
-            tuple(items(group, f"{where}.bandwidths[{g}]"))
-            for g, group in enumerate(items(entry["bandwidths"], f"{where}.bandwidths"))
-        )
-        result.append(Colocation(entry["alone"], groups, entry["seconds"]))
-    return tuple(result)

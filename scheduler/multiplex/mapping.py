@@ -279,13 +279,3 @@ def predicted_stage(
 ) -> MultiplexStage:
     """A stage with the seconds that the model predicts."""
     return MultiplexStage(tuple(placements), stage_seconds(problem, placements, slices))
-
-
-def under(mapping: Mapping, problem: MappingProblem) -> Mapping:
-    """The same placements with the seconds of another problem's model, e.g. one that knows of
-    interference. Nothing is proven about it."""
-    return Mapping(
-        mapping.gpus, mapping.steps,
-        tuple(predicted_stage(problem, s.placements, mapping.slices) for s in mapping.stages),
-        0.0, mapping.method, mapping.slices,
-    )

@@ -1,12 +1,10 @@
-"""Scaling surfaces from a module's work alone, for planning before anything was measured."""
+"""How long a module's work takes on a share of some GPUs, before anything was measured."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raymm.scheduler.graph.strict_json import number, text, whole
-from raymm.scheduler.multiplex.surface import ScalingSurface
 
 # How smooth the roofline's ridge is by default: seconds = (compute^p + memory^p)^(1/p).
 RIDGE = 4.0
@@ -70,21 +68,3 @@ class ModuleWork:
     def bandwidth(self, share: float) -> float:
         """Share of a GPU's bandwidth it uses on one GPU."""
         return min(1.0, self.memory_seconds / self.seconds(1, share))
-
-
-def roofline_surface(work: ModuleWork, degrees: Sequence[int], steps: int = 10) -> ScalingSurface:
-    """The surface sampled at these degrees and every quota.
-
-    Raises:
-        MultiplexError: naming the field that does not fit.
-    """
-    whole(steps, "steps", 1)
-    for i, degree in enumerate(degrees):
-        whole(degree, f"degrees[{i}]", 1)
-    quotas = tuple(range(1, steps + 1))
-    return ScalingSurface(
-        work.name, tuple(degrees), quotas, steps,
-        tuple(tuple(work.seconds(d, q / steps) for q in quotas) for d in degrees),
-        tuple(work.state_bytes + work.activation_bytes // d for d in degrees),
-        tuple(work.bandwidth(q / steps) for q in quotas),
-    )

@@ -25,7 +25,6 @@ from raymm.scheduler.graph.strict_json import (
     text,
     whole,
 )
-from raymm.scheduler.multiplex.isotonic import nearest_falling
 
 SURFACES_FORMAT = 1
 # Of a replica; sums over all modules of a GPU then fit into a word.
@@ -107,12 +106,6 @@ class ScalingSurface:
             number(value, f"{name}.bandwidth[{i}]", 0.0, 1.0) for i, value in enumerate(bandwidth)
         ))
 
-    @property
-    def falls(self) -> bool:
-        """Whether no sample takes longer than one with less quota or a lower degree."""
-        table = np.array(self.seconds)
-        return bool((np.diff(table, axis=0) <= 0).all() and (np.diff(table, axis=1) <= 0).all())
-
     def seconds_at(self, degree: int, quota: int, steps: int | None = None) -> float:
         """T(d, a): seconds on ``degree`` GPUs with ``quota`` of ``steps`` (its own if not given).
 
@@ -144,18 +137,6 @@ class ScalingSurface:
         """Bytes of a replica; between sampled degrees the larger of the two neighbours."""
         low, high, _ = self._between_degrees(degree)
         return max(self.memory_bytes[low], self.memory_bytes[high])
-
-    def nearest_falling(self, degrees: bool = True) -> ScalingSurface:
-        """The surface nearest to the samples (least squares of log seconds) that rises nowhere.
-
-        For noisy samples. Without ``degrees``, only along the quota: that more replicas take
-        longer may be true (communication), that more multiprocessors do is noise.
-        """
-        table = np.exp(nearest_falling(np.log(np.array(self.seconds)), rows=degrees))
-        return ScalingSurface(
-            self.name, self.degrees, self.quotas, self.steps,
-            tuple(tuple(float(x) for x in row) for row in table), self.memory_bytes, self.bandwidth,
-        )
 
     def _between_degrees(self, degree: int) -> tuple[int, int, float]:
         whole(degree, f"degree of {self.name}", self.degrees[0], self.degrees[-1])

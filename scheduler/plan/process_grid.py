@@ -8,7 +8,6 @@ for ranks, and what the processes of a rank have to tell one another cannot dead
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -39,23 +38,6 @@ class Lane(NamedTuple):
 
 
 Edge = tuple[str, str]
-
-
-def lanes_between_ranks(
-    edges: Sequence[Edge], ranks: Mapping[str, int]
-) -> tuple[tuple[Edge, tuple[Lane, ...]], ...]:
-    """The lanes of messages along data edges and back, where every rank is one process.
-
-    Args:
-        edges: data edges between stages.
-        ranks: of every stage.
-    """
-    return tuple(
-        (edge, (Lane((ranks[edge[0]],), (ranks[edge[1]],)),))
-        for src, dst in edges
-        if ranks[src] != ranks[dst]
-        for edge in ((src, dst), (dst, src))
-    )
 
 
 class Processes:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -33,16 +32,6 @@ class PartitionCandidate:
     score: float
 
 
-@dataclass(frozen=True)
-class MeasuredCandidates:
-    """What :func:`best_by_running` found: the best candidate, and for every candidate, in
-    the order given, its median seconds and all of its measurements."""
-
-    best: PartitionCandidate
-    seconds: tuple[float, ...]
-    measurements: tuple[tuple[float, ...], ...]
-
-
 def greedy_anchor(forward: Sequence[float], stages: int) -> Ranges:
     """OmniBal's anchor: each stage in turn takes the layers that bring it nearest to an
     equal share of the forward time that is left.
@@ -64,17 +53,6 @@ def greedy_anchor(forward: Sequence[float], stages: int) -> Ranges:
     return tuple(zip(cuts, [*cuts[1:], num_layers], strict=True))
 
 
-def jitters(anchor: Ranges, radius: int) -> Iterator[Ranges]:
-    """Every valid partition whose cuts are each within ``radius`` layers of the anchor's,
-    once: up to ``(2 * radius + 1) ** (stages - 1)``, one at a time."""
-    num_layers = anchor[-1][1]
-    windows = [range(lo - radius, lo + radius + 1) for lo, _ in anchor[1:]]
-    for cuts in itertools.product(*windows):
-        bounds = (0, *cuts, num_layers)
-        if all(lo < hi for lo, hi in itertools.pairwise(bounds)):
-            yield tuple(itertools.pairwise(bounds))
-
-
 def partition_candidates(
     forward: Sequence[float],
     output_bytes: Sequence[float],
@@ -83,7 +61,8 @@ def partition_candidates(
     anchor: Ranges | None = None,
     top: int = DEFAULT_TOP,
 ) -> tuple[PartitionCandidate, ...]:
-    """The best of the anchor's :func:`jitters` by VAR(forward) + SUM(communication).
+    """The best of the anchor's jitters by VAR(forward) + SUM(communication). Its jitters are the
+    partitions whose cuts are each within ``radius`` layers of its own.
 
     Seconds squared and bytes cannot be added, so each is first scaled to 0..1 by its range
     over all jitters (what does not vary counts as 0).
@@ -244,32 +223,3 @@ def _check_anchor(anchor: Ranges, num_layers: int, stages: int) -> None:
             f"anchor is {anchor}; it must cut {num_layers} layers into {stages} non-empty "
             f"ranges, e.g. {even_layers(num_layers, stages)}"
         )
-
-
-def best_by_running(
-    candidates: Sequence[PartitionCandidate],
-    measure: Callable[[PartitionCandidate], float],
-    repeats: int = 3,
-) -> MeasuredCandidates:
-    """OmniBal eq. 3: run every candidate and take the fastest.
-
-    All candidates are measured once before any is measured again, so that a machine that
-    slows down meanwhile is unfair to none. Medians are compared.
-
-    Args:
-        candidates: what to try, e.g. from :func:`partition_candidates`.
-        measure: runs a candidate and returns its seconds.
-        repeats: measurements of each.
-
-    Raises:
-        ValueError: if there is nothing to measure.
-    """
-    if not candidates or repeats < 1:
-        raise ValueError(
-            f"there are {len(candidates)} candidates and repeats is {repeats}; "
-            "each must be at least 1"
-        )
-    rounds = [[float(measure(candidate)) for candidate in candidates] for _ in range(repeats)]
-    measurements = tuple(zip(*rounds, strict=True))
-    seconds = tuple(statistics.median(values) for values in measurements)
-    return MeasuredCandidates(candidates[seconds.index(min(seconds))], seconds, measurements)

@@ -4,7 +4,7 @@ The objective is the bottleneck, the cost of the slowest stage (Cornstarch v2 §
 solvers give the same bottleneck:
 
 * :func:`partition_layers`, a parametric probe, for costs that simply add up;
-* :func:`partition_with_cuts` and :func:`partition_matrix`, the dynamic programme of
+* :func:`partition_matrix`, the dynamic programme of
   Cornstarch v2 eq. 5-6, for cuts that cost something and for stages that do not fit.
 """
 
@@ -131,37 +131,23 @@ def _spread(prefix: Sequence[float], stages: int, bottleneck: float) -> Ranges:
     return tuple(pairwise([*cuts, num_layers]))
 
 
-def partition_with_cuts(
-    costs: Sequence[float],
-    stages: int,
-    cut_costs: Sequence[float] | None = None,
-    feasible: Feasible | np.ndarray | None = None,
-) -> Ranges:
-    """As :func:`partition_layers`, with cuts that cost time and stages that may not fit.
-
-    Args:
-        costs: cost of each layer (n of them), e.g. seconds of 1F + 1B.
-        stages: number of stages k.
-        cut_costs: n numbers; entry i is what the cut before layer i costs each of the two
-            stages at it (communication). Entry 0 is not used.
-        feasible: see :func:`partition_matrix`.
-
-    Returns:
-        k ranges ``[lo, hi)`` with the least bottleneck, and of those the least sum of
-        squared stage costs, so that no stage is fuller than it needs to be.
-
-    Raises:
-        PartitionError: if there are fewer layers than stages, no cut is feasible, or a cost
-            is negative or not finite.
-    """
-    return partition_matrix(cost_matrix(costs, cut_costs), stages, feasible)
-
-
 def cost_matrix(
     costs: Sequence[float] | np.ndarray, cut_costs: Sequence[float] | None = None
 ) -> np.ndarray:
-    """Cost of every possible stage: entry (lo, hi) of the (n + 1, n + 1) array, ``inf``
-    where ``hi <= lo``. Arguments as of :func:`partition_with_cuts`."""
+    """Cost of every possible stage, with cuts that cost time.
+
+    Args:
+        costs: cost of each layer (n of them), e.g. seconds of 1F + 1B.
+        cut_costs: n numbers; entry i is what the cut before layer i costs each of the two
+            stages at it (communication). Entry 0 is not used.
+
+    Returns:
+        (n + 1, n + 1) float64, entry (lo, hi) for the layers ``[lo, hi)``; ``inf`` where
+        ``hi <= lo``.
+
+    Raises:
+        PartitionError: if a cost is negative or not finite.
+    """
     prefix = np.array(_prefix_sums(costs))
     num_layers = len(prefix) - 1
     matrix = prefix[None, :] - prefix[:, None]
@@ -262,14 +248,6 @@ def _allowed_costs(
     return [
         np.where(allowed, one, np.inf) for allowed, one in zip(feasible, matrices, strict=True)
     ]
-
-
-def range_costs(
-    costs: Sequence[float], ranges: Ranges, cut_costs: Sequence[float] | None = None
-) -> tuple[float, ...]:
-    """What the stages of a partition cost, as the solvers count it."""
-    matrix = cost_matrix(costs, cut_costs)
-    return tuple(float(matrix[lo, hi]) for lo, hi in ranges)
 
 
 def even_layers(num_layers: int, stages: int) -> Ranges:

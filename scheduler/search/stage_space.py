@@ -122,7 +122,7 @@ class StageSpace:
             :func:`make_plan`.
         max_stages: the most stages a module may have, if limited.
         cut_costs: per module, seconds that the cut before each layer costs the two stages at
-            it, as of :func:`~raymm.scheduler.search.partition.partition_with_cuts`.
+            it, as of :func:`~raymm.scheduler.search.partition.cost_matrix`.
         memory: which stage may hold which layers, and what making them fit adds; all fit if
             None.
         believed: what partitions balance instead of the profile's work, for comparison with

@@ -84,7 +84,9 @@ def reference(model: MultimodalModule, step: Step) -> tuple[float, Gradients]:
         loss.backward()
         total += float(loss.detach())
     found = {
-        name: None if p.grad is None else p.grad.clone() for name, p in model.trainable_parameters()
+        name: None if p.grad is None else p.grad.clone()
+        for name, p in model.named_parameters()
+        if p.requires_grad
     }
     model.zero_grad()
     return total, found

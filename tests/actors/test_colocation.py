@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.emulated_backend import EmulatedBackend, EmulatedModule
 from raymm.actors.executor.colocation import Colocation
 from raymm.actors.executor.executor import Executor, StepMeta
 from raymm.actors.modules.message import Message
@@ -18,8 +19,6 @@ from raymm.actors.optimizer.gradient_reduction import GradientReduction, Holder,
 from raymm.actors.quota import (
     AccountingBackend,
     CudaBackend,
-    EmulatedBackend,
-    EmulatedModule,
     ModuleError,
     Multiprocessors,
     QuotaError,
@@ -29,6 +28,7 @@ from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.program.program import BACKWARDS, COMPUTE, FORWARDS
 from raymm.scheduler.schedule.lower import lower
+from tests.actors.quota.quota_spans import most_sms, seconds_together
 
 WIDTH, MICROBATCHES = 6, 4
 QUOTAS = {"vision": 0.5, "audio": 0.25}
@@ -224,8 +224,8 @@ def test_sleeping_modules_overlap(frozen):
         assert max(one[3], other[3]) < min(one[4], other[4]), (kind, microbatch)
     for early, late in itertools.pairwise(_turn_intervals(spans)):
         assert early[1] <= late[0]  # nothing of a turn is left when the next one begins
-    assert backend.account.most_sms == 75
-    assert backend.account.seconds_together("vision", "audio") > 0
+    assert most_sms(backend.account) == 75
+    assert seconds_together(backend.account, "vision", "audio") > 0
     expected = _by_autograd(reference)
     assert losses == pytest.approx(expected[0], rel=1e-6)
     for key, gradient in gradients.items():

@@ -2,7 +2,7 @@ import pytest
 from sample_files import build_tokenizer
 
 from raymm.data import DataError, Sample, SampleError
-from raymm.data.samples.text import encode_text
+from raymm.data.samples.text import TextEncoder
 
 X = -100
 
@@ -11,6 +11,11 @@ def sample(messages=None, text=None):
     if messages is not None:
         messages = [{"role": role, "content": content} for role, content in messages]
     return Sample(0, "the-id", messages, text, {})
+
+
+def encode_text(tokenizer, sample, max_length):
+    """Without modalities: no placeholder is known."""
+    return TextEncoder(tokenizer, max_length).encode(sample)
 
 
 def ids(tokenizer, text):

@@ -134,3 +134,12 @@ def _starts(rng: np.random.Generator, size: int, parts: int) -> np.ndarray:
         return np.zeros(0, dtype=np.int64)
     inner = rng.integers(1, size, parts - 1) if size > 1 else []
     return np.unique(np.concatenate([[0], inner])).astype(np.int64)
+
+
+def same_tables(first: AttentionMask, second: AttentionMask) -> bool:
+    """Whether both have the same sizes and tables."""
+    return (
+        first.shape == second.shape
+        and np.array_equal(first.query_table, second.query_table)
+        and np.array_equal(first.key_table, second.key_table)
+    )

@@ -9,7 +9,8 @@ import pytest
 import torch
 from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
 
-from raymm.actors.quota import EmulatedBackend, Multiprocessors
+from benchmarks.emulated_backend import EmulatedBackend
+from raymm.actors.quota import Multiprocessors
 from raymm.actors.weights.source import FactorySource
 from raymm.model.multimodal import ModalityModule, MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec

@@ -174,8 +174,6 @@ def _bad(**change: object) -> Callable[[], object]:
         (_bad(alike=1.5), "alike must be from 0 to 1, got 1.5"),
         (_bad(source_weight=-1), "source_weight must not be negative"),
         (_bad(samples_per_group=0.5), "samples_per_group must be at least 1"),
-        (_bad(serving={"vision": 3}), "must divide the 2 ranks"),
-        (_bad(serving={"audio": 1}), "modality must be one of"),
         (_bad(seed=-1), "seed and epoch must not be negative"),
         (_bad(method="random", batch=0), "batch must be at least 1"),
         (_bad(method="random", batch=4), "3 samples are fewer than 2 ranks with 4 each"),

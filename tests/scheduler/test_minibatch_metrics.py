@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.scheduler.minibatch.costs import CostModel, UnitCost, transformer_cost
+from benchmarks._transformer_cost import transformer_cost
+from raymm.scheduler.minibatch.costs import CostModel, UnitCost
 from raymm.scheduler.minibatch.metrics import balance, dist_ratio, loads, step_efficiency
 from raymm.scheduler.minibatch.problem import MiniBatchError, MiniBatchPlan, SampleSizes
 from tests.scheduler.minibatch_data import groups_of, sizes

@@ -16,9 +16,18 @@ from raymm.scheduler.search.partition import (
     even_layers,
     partition_layers,
     partition_matrix,
-    partition_with_cuts,
-    range_costs,
 )
+
+
+def partition_with_cuts(costs, stages, cut_costs=None, feasible=None):
+    return partition_matrix(cost_matrix(costs, cut_costs), stages, feasible)
+
+
+def range_costs(costs, ranges, cut_costs=None):
+    """What the stages of a partition cost, as the solvers count it."""
+    matrix = cost_matrix(costs, cut_costs)
+    return tuple(float(matrix[lo, hi]) for lo, hi in ranges)
+
 
 whole = st.integers(0, 12)
 # Sizes far apart, so that sums round; exact zeros among them.

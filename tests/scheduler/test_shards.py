@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_plans import alignment, steps
 
+from benchmarks._rank_lanes import lanes_between_ranks
 from raymm.scheduler.plan.plan import Plan, PlanError
-from raymm.scheduler.plan.process_grid import Processes, lanes_between_ranks
+from raymm.scheduler.plan.process_grid import Processes
 
 # (cp, tp, fsdp); sharded parameters are not split, too.
 degrees = st.tuples(st.integers(1, 3), st.integers(1, 3), st.just(1)) | st.tuples(

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from benchmarks._exact_distribution import exact_distribution
 from raymm.scheduler.context_parallel import swaps as token_swaps
 from raymm.scheduler.context_parallel.distribution import (
     POLICIES,
@@ -19,7 +20,7 @@ from raymm.scheduler.context_parallel.distribution import (
 )
 
 ALL = sorted(POLICIES)
-EQUAL_COUNTS = ["balanced", "contiguous", "exact", "random", "zigzag"]
+EQUAL_COUNTS = ["balanced", "contiguous", "random", "zigzag"]
 WORK = st.lists(
     st.one_of(st.integers(0, 6), st.integers(0, 600), st.sampled_from([0, 117, 286, 10**6])),
     min_size=1,
@@ -47,9 +48,7 @@ def check(found: TokenDistribution, work: list[int], n_tokens: int) -> None:
 @pytest.mark.parametrize("policy", ALL)
 def test_every_block_once_and_token_counts(policy: str, work, ranks: int, block: int, data) -> None:
     n_tokens = len(work) * block - data.draw(st.integers(0, block - 1))
-    found = distribute(
-        np.array(work), ranks, policy, n_tokens=n_tokens, block=block, time_limit_s=0.2
-    )
+    found = distribute(np.array(work), ranks, policy, n_tokens=n_tokens, block=block)
     assert found.ranks == ranks
     check(found, work, n_tokens)
     if policy in EQUAL_COUNTS:
@@ -115,7 +114,9 @@ def best_of_all(work: list[int], ranks: int) -> int:
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.integers(1, 3))
 def test_exact_is_the_best_of_all(work, ranks: int) -> None:
-    exact = distribute(np.array(work), ranks, "exact", time_limit_s=20)
+    exact = exact_distribution(np.array(work), ranks, 20)
+    check(exact, work, len(work) * exact.block)
+    assert max(exact.tokens) - min(exact.tokens) <= exact.block
     assert exact.status == "optimal" and exact.gap == 0
     assert max(exact.work) == best_of_all(work, ranks)
     assert max(exact.work) <= max(distribute(np.array(work), ranks).work)
@@ -137,7 +138,7 @@ def test_bound_is_one(work, ranks: int) -> None:
 def test_exact_says_when_time_is_over() -> None:
     """Works without small common sums, on many ranks: no proof in a hundredth of a second."""
     work = np.random.default_rng(1).integers(1, 10**6, 90)
-    found = distribute(work, 30, "exact", time_limit_s=0.01)
+    found = exact_distribution(work, 30, 0.01)
     assert found.status == "feasible" and found.gap > 0
     assert max(found.work) <= max(distribute(work, 30).work)
 
@@ -293,7 +294,6 @@ def test_nothing_to_distribute() -> None:
         ({"ranks": 0}, "ranks must be at least 1, got 0"),
         ({"block": 0}, "block must be at least 1, got 0"),
         ({"policy": "best"}, "policy must be one of .*balanced.*, got 'best'"),
-        ({"time_limit_s": 0}, "time_limit_s must be above 0, got 0"),
         ({"n_tokens": 1000}, "n_tokens = 1000 makes 8 blocks of 128 tokens, work has 3"),
         ({"work": np.array([1, -2, 3])}, "work must not be negative, got -2 for block 1"),
         ({"work": np.array([1.5, 2, 3])}, "work must be integers, one per block, got float64"),

@@ -66,11 +66,6 @@ def check_vocabulary(tokenizer, folder: str, vocabulary: int) -> None:
         )
 
 
-def encode_text(tokenizer, sample: Sample, max_length: int) -> tuple[list[int], list[int]]:
-    """``TextEncoder.encode`` without modalities: no placeholder is known."""
-    return TextEncoder(tokenizer, max_length).encode(sample)
-
-
 class TextEncoder:
     """Makes token ids and labels of samples.
 

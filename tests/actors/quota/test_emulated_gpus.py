@@ -7,7 +7,9 @@ import threading
 import ray
 import torch
 
-from raymm.actors.quota import EmulatedBackend, EmulatedModule, SideBySide, StreamPool, Work
+from benchmarks.emulated_backend import EmulatedBackend, EmulatedModule
+from raymm.actors.quota import SideBySide, StreamPool, Work
+from tests.actors.quota.quota_spans import most_sms
 
 SETS = {"encoders": {"vision": 0.6, "audio": 0.4}, "llm": {"llm": 1.0}}
 SECONDS = {"vision": 0.02, "audio": 0.02, "llm": 0.005}
@@ -39,7 +41,7 @@ class EmulatedGpu:
                 self.step(side, pool)
         order = [span.partition.module for span in self.backend.account.spans]
         grads = {m: one.weight.grad.item() for m, one in self.modules.items()}
-        return sorted(self.slept), order, self.backend.account.most_sms, grads
+        return sorted(self.slept), order, most_sms(self.backend.account), grads
 
     def step(self, side, pool):
         encoders, llm = (pool.select(name) for name in SETS)

@@ -14,7 +14,8 @@ from fake_driver import FakeDriver
 from torch import nn
 
 from benchmarks import quota_gpu as benchmark
-from raymm.actors.quota import CudaBackend, SideBySide, StreamPool, Work, one_after_another
+from raymm.actors.quota import CudaBackend, SideBySide, StreamPool, Work
+from tests.actors.quota.one_after_another import one_after_another
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 SETS = {"encoders": {"vision": 0.6, "audio": 0.4}, "llm": {"llm": 1.0}, "alone": {"vision": 0.6}}

@@ -15,10 +15,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.emulated_backend import EmulatedBackend, EmulatedModule
 from raymm.actors.quota import (
     AccountingBackend,
-    EmulatedBackend,
-    EmulatedModule,
     ModuleError,
     ModuleTimeoutError,
     SideBySide,
@@ -26,11 +25,12 @@ from raymm.actors.quota import (
     UndeclaredRandomnessError,
     Work,
     check_no_shared_parameters,
-    one_after_another,
     side_by_side,
 )
 from raymm.actors.quota.generators import Turn
 from raymm.actors.quota.work import tensors_in
+from tests.actors.quota.one_after_another import one_after_another
+from tests.actors.quota.quota_spans import most_sms, seconds_together
 
 MODULES = ("vision", "audio", "touch")
 QUOTAS = {module: 0.33 for module in MODULES}
@@ -156,8 +156,8 @@ def test_works_that_draw_nothing_run_at_the_same_time(streams, side):
     found = side.run(streams, {m: Work(meet, draws=False) for m in MODULES})
     assert list(found) == list(MODULES) and all(out.value for out in found.values())
     account = streams.backend.account
-    assert account.seconds_together("vision", "audio") > 0
-    assert account.most_sms == sum(s.partition.sms for s in streams.streams.values())
+    assert seconds_together(account, "vision", "audio") > 0
+    assert most_sms(account) == sum(s.partition.sms for s in streams.streams.values())
 
 
 def test_works_that_draw_take_turns_in_order(streams, side):
@@ -171,7 +171,7 @@ def test_works_that_draw_take_turns_in_order(streams, side):
 
         side.run(streams, {m: Work(run, (m,)) for m in order})
         assert log == [m for m in order for _ in range(2)]
-        assert streams.backend.account.seconds_together(order[0], order[1]) == 0.0
+        assert seconds_together(streams.backend.account, order[0], order[1]) == 0.0
 
 
 def test_drawing_beside_works_that_draw_nothing(streams, side):
@@ -542,5 +542,5 @@ def test_emulated_modules_overlap(side):
         side.run(streams, {m: Work(lambda y: y.sum().backward(), (o,), draws=False, backward_of=o)
                            for m, o in outs.items()})  # fmt: skip
     assert sorted(slept) == [0.25, 0.5, 0.5, 1.0]
-    assert backend.account.seconds_together("vision", "audio") > 0
+    assert seconds_together(backend.account, "vision", "audio") > 0
     assert all(net.weight.grad == 2 for net in nets.values())

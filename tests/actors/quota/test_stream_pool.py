@@ -7,18 +7,17 @@ import threading
 import pytest
 import torch
 
+from benchmarks.emulated_backend import EmulatedBackend, EmulatedModule, pause
 from raymm.actors.quota import (
     AccountingBackend,
     CudaBackend,
-    EmulatedBackend,
-    EmulatedModule,
     Multiprocessors,
     OversubscribedError,
     QuotaError,
     QuotaUnavailableError,
     StreamPool,
 )
-from raymm.actors.quota.emulated import pause
+from tests.actors.quota.quota_spans import most_sms, seconds_together
 
 SETS = {
     "encoders": {"vision": 0.6, "audio": 0.4},
@@ -151,8 +150,8 @@ def test_the_account_says_who_ran_when():
         clock.now = 6.0
     spans = [(s.partition.module, s.start, s.end) for s in backend.account.spans]
     assert spans == [("audio", 2.0, 5.0), ("vision", 0.0, 6.0)]
-    assert backend.account.seconds_together("vision", "audio") == 3.0
-    assert backend.account.most_sms == 80 + 48
+    assert seconds_together(backend.account, "vision", "audio") == 3.0
+    assert most_sms(backend.account) == 80 + 48
 
 
 def test_the_account_refuses_oversubscription():
@@ -170,7 +169,7 @@ def test_the_account_refuses_oversubscription():
             streams["y"].use().__enter__()
     with streams["z"].use():
         pass
-    assert backend.account.most_sms == 100
+    assert most_sms(backend.account) == 100
 
 
 def test_an_emulated_module_takes_what_the_performance_model_says():
@@ -240,7 +239,7 @@ def test_streams_are_current_in_their_own_thread_only():
 
 def test_pauses_are_never_short(monkeypatch):
     """Against a clock whose sleeps wake early, at the latest moment, or not at all."""
-    from raymm.actors.quota import emulated
+    from benchmarks import emulated_backend
 
     for woken in (0.0, 0.5, 1.0):
         now = [100.0]
@@ -252,8 +251,8 @@ def test_pauses_are_never_short(monkeypatch):
         def sleep(seconds, now=now, woken=woken):
             now[0] += woken * seconds
 
-        monkeypatch.setattr(emulated.time, "perf_counter", tick)
-        monkeypatch.setattr(emulated.time, "sleep", sleep)
+        monkeypatch.setattr(emulated_backend.time, "perf_counter", tick)
+        monkeypatch.setattr(emulated_backend.time, "sleep", sleep)
         pause(0.05)
         monkeypatch.undo()
         assert 100.05 <= now[0] < 100.0503

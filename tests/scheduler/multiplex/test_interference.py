@@ -18,7 +18,6 @@ from raymm.scheduler.multiplex.interference import (
     UNITS,
     Colocation,
     Interference,
-    colocations_from_json,
     colocations_to_json,
     fit_interference,
     predict,
@@ -132,8 +131,14 @@ def test_noise_averages_out_where_the_law_is_right() -> None:
 def test_file_round_trips() -> None:
     law = Interference(0.1, -0.2, 0.3, "seconds", "own")
     assert Interference.from_json(law.to_json()) == law
+
+
+def test_measurements_are_written_in_full() -> None:
     samples = tuple(random_colocations(0, 5, 3, 0.1)[0])
-    assert colocations_from_json(colocations_to_json(samples)) == samples
+    entries = json.loads(colocations_to_json(samples))["colocations"]
+    assert samples == tuple(
+        Colocation(e["alone"], tuple(map(tuple, e["bandwidths"])), e["seconds"]) for e in entries
+    )
 
 
 @pytest.mark.parametrize(("field", "value", "words"), [

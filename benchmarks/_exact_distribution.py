@@ -5,9 +5,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from ortools.sat.python import cp_model
+
+from raymm.scheduler.context_parallel.distribution import TokenDistribution, distribute
+
+
+def exact_distribution(work: np.ndarray, ranks: int, time_limit_s: float) -> TokenDistribution:
+    """Full blocks with equal counts and the least largest work, as far as the time allows.
+
+    Args:
+        work: (blocks,) integers, work per block in any unit.
+        ranks: size of the context-parallel group.
+        time_limit_s: seconds for the solver.
+    """
+    start = distribute(work, ranks)
+    blocks, bound = solve_equal_counts(work, start.blocks, -1, start.bound, time_limit_s, 0)
+    loads = tuple(int(work[mine].sum()) for mine in blocks)
+    return replace(
+        start, policy="exact", blocks=tuple(map(tuple, blocks)), work=loads, bound=bound,
+        status="optimal" if max(loads) <= bound else "feasible",
+    )
 
 
 def solve_equal_counts(

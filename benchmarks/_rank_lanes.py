@@ -1,0 +1,24 @@
+"""Who sends to whom where every rank is one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from raymm.scheduler.plan.process_grid import Edge, Lane
+
+
+def lanes_between_ranks(
+    edges: Sequence[Edge], ranks: Mapping[str, int]
+) -> tuple[tuple[Edge, tuple[Lane, ...]], ...]:
+    """The lanes of messages along data edges and back, where every rank is one process.
+
+    Args:
+        edges: data edges between stages.
+        ranks: of every stage.
+    """
+    return tuple(
+        (edge, (Lane((ranks[edge[0]],), (ranks[edge[1]],)),))
+        for src, dst in edges
+        if ranks[src] != ranks[dst]
+        for edge in ((src, dst), (dst, src))
+    )
