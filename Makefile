@@ -1,5 +1,6 @@
-# Two commands: `make train` (a real three-modality run on this machine) and `make test`.
-# Both create .venv and install what they need.
+# `make train` (a real three-modality run on this machine), `make test`, `make test-fast` (without
+# Ray and Triton's interpreter) and `make explore` (property tests on new examples, and more of
+# them). All create .venv and install what they need.
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,11 +10,15 @@ STEPS ?=
 # Further settings of `make train`, as section.field=value.
 SET ?=
 RUN_DIR ?= runs/$(DATA)
-# Processes that `make test` deals the test files out to, each with a Ray cluster of its own.
+# Processes that share the tests, each with a Ray cluster of its own; who is done first takes over
+# some of the others'.
 JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal --durations 20
+# Of a test while it explores.
+EXPLORE_TIMEOUT_S := 3600
 export RAYMM_CACHE ?= $(HOME)/.cache/raymm
 
-.PHONY: train test prepare ruff lint clean
+.PHONY: train test test-fast explore prepare ruff lint clean
 
 # torch first and alone: the constraint picks a build without several GB of CUDA packages where
 # one is at hand, and everything else then finds torch installed.
@@ -40,7 +45,14 @@ lint: ruff
 	$(BIN)/pyright
 
 test: ruff
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
+	$(PYTEST)
+
+test-fast: ruff
+	$(PYTEST) -m "not ray and not triton"
+
+# What fails is printed as an example to put over the test, where every run tries it.
+explore: $(VENV)/.installed
+	$(PYTEST) -m hypothesis --hypothesis-profile explore --timeout $(EXPLORE_TIMEOUT_S)
 
 clean:
 	rm -rf $(VENV) runs

@@ -5,6 +5,12 @@ Starting Ray costs seconds, so tests share a cluster of logical CPUs; its worker
 """
 
 import os
+
+# Before anything imports torch or numpy: every process of pytest-xdist has a core, and threads that
+# wait for each other by spinning take it from the other one's (tests of small tensors took sixty
+# times as long).
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import shutil
 import signal
 import sys
@@ -15,13 +21,18 @@ from pathlib import Path
 import pytest
 from forked_workers import forked_workers
 from hypothesis import settings
-
-# A deadline would be an assertion on wall time, and compiled code is slow the first time. With
-# RAYMM_FIXED_EXAMPLES=1 property tests draw the same examples in every run.
-settings.register_profile(
-    "raymm", deadline=None, derandomize=os.environ.get("RAYMM_FIXED_EXAMPLES") == "1"
+from needs import (  # noqa: F401 (hooks)
+    pytest_collection_modifyitems,
+    pytest_runtest_call,
+    pytest_runtest_protocol,
 )
-settings.load_profile("raymm")
+
+# What a property test draws is the same in every run, so that what passes once passes always;
+# `make explore` draws others, and more of them. A deadline would be an assertion on wall time, and
+# compiled code is slow the first time.
+settings.register_profile("fixed", deadline=None, derandomize=True, max_examples=25)
+settings.register_profile("explore", deadline=None, max_examples=300)
+settings.load_profile("fixed")
 
 # A shell starts what runs in its background with SIGINT ignored, and processes hand that down:
 # tests that send one mean a process that was started like any other.

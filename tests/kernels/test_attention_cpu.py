@@ -172,7 +172,6 @@ def test_one_mask_for_a_batch():
     assert torch.equal(one, many)
 
 
-@settings(deadline=None, max_examples=150)
 @given(tables(), st.sampled_from([(1, 1), (4, 2), (3, 1)]), st.sampled_from([None, 2.0]))
 def test_random_segment_tables(mask, heads, softcap):
     check((mask,), *heads, 8, softcap=softcap)
@@ -212,7 +211,6 @@ def assert_covers(mask, limits):
     assert torch.equal(count, mask.dense().int())
 
 
-@settings(deadline=None, max_examples=300)
 @given(tables(), st.sampled_from(LIMITS))
 def test_plans_cover_random_tables(mask, limits):
     assert_covers(mask, limits)

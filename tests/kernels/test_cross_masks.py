@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raymm.kernels.mask.cross_masks import BLIND_ROWS, cross_masks, padded_causal_masks
 from raymm.kernels.mask.mask import MaskError
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     length=st.integers(1, 30), items=st.integers(1, 9), tokens=st.integers(1, 5),
     share=st.floats(0, 1), seed=st.integers(0, 1000), blind=st.sampled_from(BLIND_ROWS),
@@ -31,7 +30,6 @@ def test_rows_see_the_items_that_they_are_shown(length, items, tokens, share, se
     assert masks[0] is masks[3]
 
 
-@settings(max_examples=40, deadline=None)
 @given(length=st.integers(1, 20), first=st.integers(0, 20), tokens=st.integers(0, 20))
 def test_causal_rows_see_no_padding(length, first, tokens):
     position = torch.arange(length)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreted_triton import NAMES, Case, device, expected, inputs, worker
+from interpreted_triton import NAMES, Case, device, expected, inputs
 from random_masks import every_pattern
 
 
@@ -45,9 +45,8 @@ def part_errors(case: Case, cut: int) -> dict[str, float]:
 
 @pytest.mark.parametrize("pattern", ["mp_isolated", "own_image_window", "cross"])
 @pytest.mark.parametrize("softcap", [None, 5.0])
-def test_parts_merge_to_the_whole(pattern, softcap):
+def test_parts_merge_to_the_whole(triton_worker, pattern, softcap):
     mask = every_pattern(144)[pattern]()
     case = Case((mask,), heads=(2, 1), softcap=softcap)
-    with worker() as pool:
-        found = pool.submit(part_errors, case, mask.n_keys // 3).result()
+    found = triton_worker(part_errors, case, mask.n_keys // 3)
     assert max(found.values()) <= 1e-5, found

@@ -230,7 +230,7 @@ def test_rotary_positions_have_no_end():
 
 
 @pytest.mark.parametrize("merge", ["prepend", "replace"])
-@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(steps=st.lists(wb.changes(), max_size=4), split=st.booleans())
 def test_any_batch_is_refused_by_name_or_runs(merge, steps, split):
     """Nothing but raymm's own error comes out; what is accepted, encoders, merge and language

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raymm.scheduler.context_parallel.traffic import (
@@ -49,7 +49,6 @@ def usable(shape: AttentionShape, needed) -> list[str]:
     ]
 
 
-@settings(max_examples=200)
 @given(shapes_and_needs())
 def test_the_mean_over_ranks_is_the_closed_form_whatever_the_layout(case):
     shape, needed = case
@@ -79,7 +78,6 @@ def test_the_mean_over_ranks_is_the_closed_form_whatever_the_layout(case):
         assert found.total == sum(sums) and found.largest == max(found.per_rank)
 
 
-@settings(max_examples=200)
 @given(shapes_and_needs(), st.booleans())
 def test_the_choice_is_the_smallest_by_brute_force(case, backward):
     shape, needed = case

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
@@ -22,7 +22,6 @@ from raymm.scheduler.schedule.stage_costs import op_seconds, stage_costs
 from raymm.scheduler.schedule.step_graph import active_stages, full_step
 from tests.scheduler.random_plans import profiled_plans
 
-EXAMPLES = settings(max_examples=30, deadline=None)
 Delays = dict[tuple[str, str], float]
 
 
@@ -41,7 +40,6 @@ def simulated(plan: Plan, delays: Delays) -> float:
     return simulate(program, op_seconds(plan), transfers=transfers).makespan
 
 
-@EXAMPLES
 @given(st.data())
 def test_no_schedule_is_faster(data: st.DataObject) -> None:
     plan = data.draw(profiled_plans())
@@ -51,7 +49,6 @@ def test_no_schedule_is_faster(data: st.DataObject) -> None:
         assert bound <= simulated(replace(plan, schedule=schedule), delays) + 1e-6, schedule
 
 
-@EXAMPLES
 @given(st.data())
 def test_no_schedule_within_limits_is_faster(data: st.DataObject) -> None:
     plan = replace(data.draw(profiled_plans()), schedule="zero_bubble")
@@ -110,7 +107,6 @@ def slow_bounds(plan: Plan, delays: Delays) -> tuple[float, float]:
     return max(work), max(path)
 
 
-@EXAMPLES
 @given(st.data())
 def test_at_least_the_obvious_bounds(data: st.DataObject) -> None:
     plan = data.draw(profiled_plans())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raymm.scheduler.costs.layer_costs import (
@@ -47,7 +47,6 @@ def needs_gradient(graph: ModuleGraph) -> dict[tuple[str, int], tuple[bool, bool
     return result
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_frozen_rules(data: st.DataObject) -> None:
     plan = data.draw(plans())
@@ -109,7 +108,6 @@ def test_bytes() -> None:
     assert [costs[s.name].input_bytes for s in stages] == [0, 7, 7]
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_json_round_trip(data: st.DataObject) -> None:
     plan = data.draw(plans())

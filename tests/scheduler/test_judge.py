@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raymm.scheduler.costs.devices import Link
@@ -19,7 +19,6 @@ from raymm.scheduler.search.judge import Candidates, judge, step_timeline
 from raymm.scheduler.search.stage_space import StageSearchError
 from tests.scheduler.test_lower import any_plans, chain
 
-FEW = settings(max_examples=40, deadline=None)
 NETWORKS = st.sampled_from([Network(), Network(Link(0.5, 10.0), Link(3.0, 2.0), 2)])
 
 
@@ -29,7 +28,6 @@ def seconds_of(plan: Plan, network: Network) -> float:
     return simulate(program, op_seconds(plan), transfers=network.transfers(plan)).makespan
 
 
-@FEW
 @given(any_plans(), NETWORKS)
 def test_seconds_are_those_of_the_program_that_runs(plan: Plan, network: Network) -> None:
     option, reason = judge(plan, network, "a name")
@@ -42,7 +40,6 @@ def test_seconds_are_those_of_the_program_that_runs(plan: Plan, network: Network
     assert searched == pytest.approx(seconds_of(plan, network), rel=1e-6, abs=1e-6)
 
 
-@FEW
 @given(any_plans(), st.floats(0.5, 1.5))
 def test_a_plan_fits_if_every_rank_does(plan: Plan, share: float) -> None:
     needs = [need.total for need in rank_memory(plan, lower(plan, [

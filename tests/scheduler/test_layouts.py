@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
@@ -18,8 +18,6 @@ from raymm.scheduler.search.layouts import chunked, colocated, encoders_into_sin
 from raymm.scheduler.search.stage_space import StageSearchError, StageSpace, has_backward
 from tests.scheduler.random_models import spaces
 from tests.scheduler.random_plans import contents
-
-EXAMPLES = settings(max_examples=60, deadline=None)
 
 
 def covered(plan: Plan) -> None:
@@ -76,7 +74,6 @@ def balanced(space: StageSpace, plan: Plan) -> None:
         assert slowest == least_bottleneck(space, node.name, len(chain))
 
 
-@EXAMPLES
 @given(st.data())
 def test_chunked(data: st.DataObject) -> None:
     space = data.draw(spaces(llm_layers=9))
@@ -111,7 +108,6 @@ def test_chunked(data: st.DataObject) -> None:
     runs(data, plan)
 
 
-@EXAMPLES
 @given(st.data())
 def test_colocated(data: st.DataObject) -> None:
     space = data.draw(spaces(chains=False))
@@ -134,7 +130,6 @@ def test_colocated(data: st.DataObject) -> None:
     runs(data, plan)
 
 
-@EXAMPLES
 @given(st.data())
 def test_replicated(data: st.DataObject) -> None:
     space = data.draw(spaces(chains=False))
@@ -158,7 +153,6 @@ def test_replicated(data: st.DataObject) -> None:
     runs(data, plan)
 
 
-@EXAMPLES
 @given(spaces())
 def test_which_models_have_encoders_into_the_sink(space: StageSpace) -> None:
     graph = space.graph

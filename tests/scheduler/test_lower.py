@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, trainable_before
@@ -19,8 +19,6 @@ from raymm.scheduler.schedule.memory import GIB, activation_peaks, check_memory,
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import op_seconds, stage_costs
 from tests.scheduler.random_plans import profiled_plans, steps
-
-EXAMPLES = settings(max_examples=80, deadline=None)
 
 
 @st.composite
@@ -48,7 +46,6 @@ def ops_of(program: Program) -> dict[tuple[str, int], Counter[Op]]:
     return found
 
 
-@EXAMPLES
 @given(steps(any_plans()))
 def test_every_schedule_runs_what_1f1b_runs(step: tuple[Plan, list[set[str]]]) -> None:
     plan, present = step
@@ -73,7 +70,6 @@ def test_every_schedule_runs_what_1f1b_runs(step: tuple[Plan, list[set[str]]]) -
             assert not ops[Op.RECOMPUTE]
 
 
-@EXAMPLES
 @given(any_plans())
 def test_time_memory_and_bounds(plan: Plan) -> None:
     costs, sizes = op_seconds(plan), stage_costs(plan)
@@ -97,7 +93,6 @@ def test_time_memory_and_bounds(plan: Plan) -> None:
         assert lower_bound(plan, None, dict(enumerate(limits))) <= seconds + 1e-6
 
 
-@EXAMPLES
 @given(st.data())
 def test_limits_and_delays(data: st.DataObject) -> None:
     """Within any limit that fits one microbatch the schedule ends and keeps the limit."""

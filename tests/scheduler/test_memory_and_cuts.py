@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raymm.planning.strategies import Search, find_plans
@@ -75,7 +75,6 @@ def least_added(space: StageSpace, module: str, lo: int, hi: int, live: int) -> 
     return best
 
 
-@settings(max_examples=120, deadline=None)
 @given(tight_spaces())
 def test_cuts_and_choices_are_the_best_together(space: StageSpace) -> None:
     fitting = within_memory(space, adaptive=True)
@@ -102,7 +101,6 @@ def test_cuts_and_choices_are_the_best_together(space: StageSpace) -> None:
             assert found == pytest.approx(min(bottlenecks))
 
 
-@settings(max_examples=80, deadline=None)
 @given(tight_spaces(), st.data())
 def test_a_plan_says_what_layers_do_and_fits(space: StageSpace, data: st.DataObject) -> None:
     fitting = within_memory(space, adaptive=True)

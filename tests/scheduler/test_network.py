@@ -8,7 +8,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raymm.scheduler.costs.devices import Link
@@ -84,7 +84,6 @@ def event_by_event(
     return last
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_simulated_messages(data: st.DataObject) -> None:
     plan = data.draw(profiled_plans())
@@ -99,7 +98,6 @@ def test_simulated_messages(data: st.DataObject) -> None:
     assert timeline.makespan == event_by_event(program, costs, transfers)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_slower_links_never_help_a_program(data: st.DataObject) -> None:
     """A program's order is fixed, so every delay can only add. (Lowering again with other
@@ -120,7 +118,6 @@ def test_slower_links_never_help_a_program(data: st.DataObject) -> None:
     assert makespan(3, math.inf) == simulate(program, costs, latency=3).makespan
 
 
-@settings(max_examples=60, deadline=None)
 @given(profiled_plans(), st.integers(1, 4))
 def test_which_link_a_message_takes(plan: Plan, ranks_per_node: int) -> None:
     near, far = Link(1.0, 4.0), Link(100.0, 0.5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from random_plans import alignment, chain, costs_of, plans, steps, uniform
 
@@ -23,7 +23,6 @@ from raymm.scheduler.schedule.lower import lower
 from raymm.scheduler.schedule.simulate import simulate
 
 F, N, B = Op.FORWARD, Op.FORWARD_NO_GRAD, Op.BACKWARD
-EXAMPLES = settings(max_examples=150, deadline=None)
 
 
 def compute(rank: tuple[Instruction, ...]) -> list[tuple[Op, int]]:
@@ -190,14 +189,12 @@ def check_neighbours(plan: Plan, program: Program) -> None:
             last = i
 
 
-@EXAMPLES
 @given(steps())
 def test_any_step_does_exactly_what_it_needs(step: tuple[Plan, list[set[str]]]) -> None:
     plan, present = step
     check_step(plan, present, lower(plan, present))
 
 
-@EXAMPLES
 @given(st.data())
 def test_any_costs_give_a_program_that_runs(data: st.DataObject) -> None:
     plan, present = data.draw(steps())
@@ -210,7 +207,6 @@ def test_any_costs_give_a_program_that_runs(data: st.DataObject) -> None:
     assert lower(plan, present, {key: costs[key] for key in used}) == program
 
 
-@EXAMPLES
 @given(steps())
 def test_forward_only(step: tuple[Plan, list[set[str]]]) -> None:
     plan, present = step
@@ -219,7 +215,6 @@ def test_forward_only(step: tuple[Plan, list[set[str]]]) -> None:
     assert {i.op for rank in program for i in rank} <= {N, Op.SEND, Op.RECV}
 
 
-@EXAMPLES
 @given(steps())
 def test_an_absent_encoder_has_no_instruction(step: tuple[Plan, list[set[str]]]) -> None:
     plan, present = step
@@ -233,7 +228,6 @@ def test_an_absent_encoder_has_no_instruction(step: tuple[Plan, list[set[str]]])
                     assert module in present[i.microbatch]
 
 
-@EXAMPLES
 @given(st.data())
 def test_no_lower_bound_is_undercut(data: st.DataObject) -> None:
     plan, present = data.draw(steps())
@@ -301,7 +295,6 @@ def test_fewer_microbatches_than_the_plan() -> None:
     assert [compute(rank) for rank in program] == [textbook(rank, 2, 3) for rank in range(2)]
 
 
-@settings(max_examples=40, deadline=None)
 @given(plans())
 def test_the_epilogue_closes_every_rank(plan: Plan) -> None:
     program = lower(plan, [()] * plan.num_microbatches)
@@ -311,7 +304,6 @@ def test_the_epilogue_closes_every_rank(plan: Plan) -> None:
         assert after == before + tuple(Instruction(op) for op in EPILOGUE)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_a_longer_latency_never_helps(data: st.DataObject) -> None:
     plan, present = data.draw(steps())

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raymm.scheduler.search.partition import (
@@ -68,7 +68,6 @@ def check_ranges(ranges, num_layers, stages):
     assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
 
 
-@settings(max_examples=300, deadline=None)
 @given(layers())
 def test_the_probe_is_exact(case):
     costs, stages = case
@@ -84,7 +83,6 @@ def test_a_sum_that_rounds_down_does_not_shorten_a_stage():
     assert bottleneck == brute_force(costs, 3)[0] == 2.2
 
 
-@settings(max_examples=200, deadline=None)
 @given(layers(), st.data())
 def test_the_programme_is_exact_with_cut_costs_and_limits(case, data):
     costs, stages = case
@@ -118,7 +116,6 @@ def test_the_programme_is_exact_with_cut_costs_and_limits(case, data):
     assert sum(t * t for t in times) == pytest.approx(expected[1], rel=1e-9)
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(real, min_size=40, max_size=120), st.integers(1, 40))
 def test_both_solvers_agree_on_long_models(costs, stages):
     probe, programme = partition_layers(costs, stages), partition_with_cuts(costs, stages)

@@ -6,7 +6,7 @@ import itertools
 import statistics
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raymm.scheduler.search.omnibal_partition import (
@@ -43,7 +43,6 @@ def within(anchor, ranges, radius):
     return all(abs(a[0] - b[0]) <= radius for a, b in zip(anchor, ranges, strict=True))
 
 
-@settings(max_examples=150, deadline=None)
 @given(cases(), st.integers(1, 10), st.booleans())
 def test_candidates_are_the_best_of_all_jitters(case, top, exact_anchor):
     forward, volumes, stages, radius = case

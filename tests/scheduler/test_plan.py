@@ -7,7 +7,7 @@ import json
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from random_plans import alignment, chain, plans
 
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
@@ -57,7 +57,6 @@ def test_schedule() -> None:
         Plan(GRAPH, llm((0, 4)), 1, "dualpipe")
 
 
-@settings(max_examples=60, deadline=None)
 @given(plans())
 def test_json_round_trip(plan: Plan) -> None:
     again = Plan.from_json(plan.to_json())
@@ -165,7 +164,6 @@ def longest_path(plan: Plan, stage: str) -> int:
     return 1 + max((longest_path(plan, dst) for dst in after), default=0)
 
 
-@settings(max_examples=60, deadline=None)
 @given(plans())
 def test_depth_is_the_longest_path_to_the_loss(plan: Plan) -> None:
     assert plan.depth == {s.name: longest_path(plan, s.name) for s in plan.stages}

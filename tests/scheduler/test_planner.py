@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raymm.scheduler.costs.devices import Link
@@ -29,7 +29,6 @@ from raymm.scheduler.search.stage_space import StageSearchError, StageSpace, mak
 from tests.scheduler.random_models import models, spaces
 from tests.scheduler.random_plans import contents
 
-FEW = settings(max_examples=50, deadline=None)
 Model = tuple[ModuleGraph, CostProfile]
 
 
@@ -113,7 +112,6 @@ def heavy_models(draw: st.DrawFn) -> Model:
     return graph, replace(profile, modules=modules)
 
 
-@FEW
 @given(
     st.one_of(models(llm_layers=4), heavy_models()), st.integers(0, 3), st.integers(1, 5),
     st.integers(1, 160),
@@ -143,7 +141,6 @@ def test_stage_counts_within_memory(model: Model, more: int, microbatches: int, 
         assert least - 1e-5 <= option.seconds <= most + 1e-5
 
 
-@FEW
 @given(models(), st.integers(0, 3), st.integers(1, 5), st.integers(1, 300), st.data())
 def test_what_every_option_promises(
     model: Model, more: int, microbatches: int, limit: int, data: st.DataObject
@@ -183,7 +180,6 @@ def test_what_every_option_promises(
             assert re.search(r"^rank \d+ \(.+\) needs [\d,]+ bytes: .*limit is [\d,]+ by", reason)
 
 
-@FEW
 @given(st.data())
 def test_steps_of_any_content_fit(data: st.DataObject) -> None:
     """A text-only step fills the pipeline more than one that waits for an encoder; plans are
@@ -202,7 +198,6 @@ def test_steps_of_any_content_fit(data: st.DataObject) -> None:
         assert all(need.total <= limit for need in rank_memory(option.plan, program))
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_feasible_stages_are_those_that_fit(data: st.DataObject) -> None:
     space = data.draw(spaces())
@@ -232,7 +227,6 @@ def test_feasible_stages_are_those_that_fit(data: st.DataObject) -> None:
                 assert live[stage.name] < deep
 
 
-@FEW
 @given(models(), st.integers(0, 3), st.integers(1, 5))
 def test_messages_never_lower_the_bound(model: Model, more: int, microbatches: int) -> None:
     graph, profile = model
@@ -251,7 +245,6 @@ def test_messages_never_lower_the_bound(model: Model, more: int, microbatches: i
     ) - 1e-5
 
 
-@FEW
 @given(models(most_encoders=2, chains=False), st.integers(0, 4), st.integers(1, 200))
 def test_other_layouts_are_the_best_that_fit(model: Model, more: int, limit: int) -> None:
     graph, profile = model

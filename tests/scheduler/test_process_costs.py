@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raymm.scheduler.context_parallel.traffic import AttentionShape, method_bytes
@@ -98,7 +98,6 @@ def test_a_projector_has_no_attention_and_one_sum():
 @given(
     st.integers(0, 3), st.integers(0, 3), st.integers(0, 3), st.sampled_from(["none", "zero1"])
 )
-@settings(max_examples=30, deadline=None)
 def test_state_of_a_process(tp, cp, dp, sharding):
     """Weight, gradient and two moments: by tp all, by dp and cp with ZeRO-1 the moments."""
     tp, cp, dp = 2**tp, 2**cp, 2**dp
@@ -177,7 +176,6 @@ DEGREES = st.sampled_from([
 ])
 
 
-@settings(max_examples=30, deadline=None)
 @given(DEGREES, DEGREES, st.sampled_from([1, 2, 4, 100]), st.sampled_from(["1f1b", "zero_bubble"]))
 def test_simulation_bounds_and_memory_agree(consumer, producer, per_node, schedule):
     plan = replace(two_modules(consumer, producer, per_node), schedule=schedule)

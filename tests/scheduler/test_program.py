@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from random_plans import alignment, chain, steps
 
@@ -209,7 +209,6 @@ def test_empty_programs() -> None:
     assert check_program(Program(((), ()))).live_activations == {}
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_any_program_with_one_fault(data: st.DataObject) -> None:
     plan, present = data.draw(steps())

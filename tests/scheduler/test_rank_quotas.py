@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from random_plans import costs_of, plans, profiled_plans, steps
 
@@ -31,7 +31,6 @@ from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import StageCost
 
 # Of random plans; each is scheduled several times over.
-EXAMPLES = 40
 
 F, B = Op.FORWARD, Op.BACKWARD
 HALVES = {"vision": 0.5, "audio": 0.5}
@@ -177,7 +176,6 @@ def check_turns_of(plan: Plan, program: Program) -> None:
                         assert edge not in plan.stage_edges and edge[::-1] not in plan.stage_edges
 
 
-@settings(max_examples=EXAMPLES)
 @given(st.data())
 def test_programs_with_turns_run_to_their_end_and_do_all_the_work(data):
     plan, present = data.draw(steps(with_quotas(profiled_plans())))
@@ -195,7 +193,6 @@ def test_programs_with_turns_run_to_their_end_and_do_all_the_work(data):
     assert work(program) == work(lower(bare, present))
 
 
-@settings(max_examples=EXAMPLES)
 @given(st.data())
 def test_zero_bubble_with_turns(data):
     plan = replace(data.draw(with_quotas(profiled_plans())), schedule="zero_bubble")
@@ -229,7 +226,6 @@ def test_a_turn_takes_as_long_as_its_slowest_module():
     assert Timeline.from_json(timeline.to_json()) == timeline
 
 
-@settings(max_examples=EXAMPLES)
 @given(st.data())
 def test_lowering_predicts_what_the_simulator_finds(data):
     plan = data.draw(with_quotas(plans()))

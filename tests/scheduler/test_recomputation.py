@@ -3,7 +3,7 @@
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raymm.scheduler.costs.recomputation import (
@@ -27,7 +27,6 @@ def brute_force(layers, limit: int) -> float | None:
     return min(fitting, default=None)
 
 
-@settings(max_examples=300)
 @given(st.lists(options, max_size=6), st.integers(0, 100))
 def test_least_time_within_the_limit(layers, limit):
     due = brute_force(layers, limit)

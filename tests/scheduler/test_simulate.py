@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from random_plans import chain, costs_of, steps, uniform
 
@@ -96,7 +96,6 @@ def programs(draw: st.DrawFn) -> Program:
     return Program(tuple(map(tuple, ranks)))
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_random_programs(data: st.DataObject) -> None:
     program = data.draw(programs())
@@ -108,7 +107,6 @@ def test_random_programs(data: st.DataObject) -> None:
     assert timeline.num_ranks == len(program.ranks)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_random_plans(data: st.DataObject) -> None:
     plan, present = data.draw(steps())

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raymm.scheduler.costs.layer_costs import (
@@ -179,13 +179,11 @@ def check(space: StageSpace, fits=lambda plan: True, **options) -> None:
         assert loose.best.plan.num_ranks <= space.ranks and fits(loose.best.plan)
 
 
-@settings(max_examples=100, deadline=None)
 @given(spaces(), st.sampled_from([None, work_bound]), st.booleans())
 def test_joint_is_exhaustive_and_never_worse_than_loosely_coupled(space, bound, trust):
     check(space, lower_bound=bound, profile_bound=trust)
 
 
-@settings(max_examples=100, deadline=None)
 @given(spaces(), st.integers(0, 60))
 def test_under_a_memory_limit(space, budget):
     memory, fits = depth_limit(space, budget)
@@ -196,7 +194,6 @@ def test_under_a_memory_limit(space, budget):
         assert fits(choice.plan)
 
 
-@settings(max_examples=60, deadline=None)
 @given(spaces(schedules=("1f1b", "zero_bubble", "gpipe")))
 def test_no_schedule_undercuts_the_bound(space):
     for counts in itertools.islice(space.combinations(), 8):
@@ -206,7 +203,6 @@ def test_no_schedule_undercuts_the_bound(space):
         assert max(space.lower_bound(m, n, beyond[m]) for m, n in counts.items()) <= seconds
 
 
-@settings(max_examples=60, deadline=None)
 @given(spaces())
 def test_partitions_balance_what_stages_run(space):
     work = layer_work(space.graph, space.profile)

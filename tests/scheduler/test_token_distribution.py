@@ -7,7 +7,7 @@ import pickle
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from benchmarks._exact_distribution import exact_distribution
@@ -43,7 +43,6 @@ def check(found: TokenDistribution, work: list[int], n_tokens: int) -> None:
     assert (found.status == "optimal") == (max(found.work) == found.bound)
 
 
-@settings(max_examples=60, deadline=None)
 @given(WORK, st.integers(1, 9), st.integers(1, 5), st.data())
 @pytest.mark.parametrize("policy", ALL)
 def test_every_block_once_and_token_counts(policy: str, work, ranks: int, block: int, data) -> None:
@@ -55,7 +54,6 @@ def test_every_block_once_and_token_counts(policy: str, work, ranks: int, block:
         assert max(found.tokens) - min(found.tokens) <= block
 
 
-@settings(max_examples=300, deadline=None)
 @given(WORK, st.integers(1, 9), st.booleans())
 def test_lpt_of_equal_counts_gives_to_the_least_loaded_that_may(work, ranks: int, pin) -> None:
     """Replayed block by block against a search over all ranks."""
@@ -88,7 +86,6 @@ def test_lpt_of_equal_counts_gives_to_the_least_loaded_that_may(work, ranks: int
     assert not (pin and extra) or count[0] == base + 1
 
 
-@settings(max_examples=300, deadline=None)
 @given(WORK, st.integers(1, 9))
 def test_balanced_is_never_worse_than_where_it_starts(work, ranks: int) -> None:
     work = np.array(work)
@@ -111,7 +108,6 @@ def best_of_all(work: list[int], ranks: int) -> int:
     return best
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.integers(1, 3))
 def test_exact_is_the_best_of_all(work, ranks: int) -> None:
     exact = exact_distribution(np.array(work), ranks, 20)
@@ -129,7 +125,6 @@ def test_bound_knows_that_counts_are_equal() -> None:
     assert sum(found.work) / 4 < 33
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(1, 3))
 def test_bound_is_one(work, ranks: int) -> None:
     assert distribute(np.array(work), ranks).bound <= best_of_all(work, ranks)
@@ -143,7 +138,6 @@ def test_exact_says_when_time_is_over() -> None:
     assert max(found.work) <= max(distribute(work, 30).work)
 
 
-@settings(max_examples=150, deadline=None)
 @given(WORK, st.integers(1, 9), st.sampled_from(["lpt", "paper_lpt"]))
 def test_lpt_gives_to_the_least_loaded(work, ranks: int, policy: str) -> None:
     found = distribute(np.array(work), ranks, policy)
@@ -245,7 +239,6 @@ def relieves(work, rows: list[list[int]], heavy: int) -> bool:
     return False
 
 
-@settings(max_examples=80, deadline=None)
 @given(st.lists(st.integers(0, 100), min_size=6, max_size=14), st.integers(2, 4))
 # Only a chain helps in these.
 @example([5, 1, 1, 6, 0, 7, 8, 1, 6, 3, 8, 9, 5], 4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from raymm.kernels.mask import patterns
@@ -66,7 +66,6 @@ def tables(draw) -> tuple[np.ndarray, np.ndarray, int, int]:
 BLOCKS = st.sampled_from([1, 2, 3, 4, 5, 8, 13, 16, 64])
 
 
-@settings(max_examples=600, deadline=None)
 @given(tables(), BLOCKS, BLOCKS)
 # Same width moving past the last key: no row is visible at either end of the piece.
 @example(
@@ -83,7 +82,6 @@ def test_equals_the_dense_count(case, query_block: int, key_block: int) -> None:
     )
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_more_attend_values_than_prefix_counts_are_kept(data) -> None:
     """Every row its own attend bits and several hundred key blocks."""

@@ -143,7 +143,7 @@ def test_the_standard_run_is_accepted(base, run_up_to_ranks):
     assert code == 0, text
 
 
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_file_runs_or_is_refused_by_file_and_field(base, run_up_to_ranks, data):
     file, code, text = run_up_to_ranks(data.draw(files(base)))

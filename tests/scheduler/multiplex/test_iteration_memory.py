@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks._mapping_instances import random_problem
@@ -32,7 +32,6 @@ def short_of_memory(most: int, pools: tuple[int, ...]):
     )
 
 
-@settings(max_examples=60)
 @given(short_of_memory(3, (1, 2, 3)))
 def test_against_trying_everything(problem) -> None:
     """Whatever fits is found or at least bounded; what is called optimal is."""

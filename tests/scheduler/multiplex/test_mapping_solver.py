@@ -28,7 +28,6 @@ from tests.scheduler.multiplex.mapping_problems import (
 )
 
 
-@settings(max_examples=50)
 @given(problems(most=4, pools=(1, 2, 3), steps=(2,)))
 def test_exact_is_the_best_of_all(problem) -> None:
     least = brute_force_mapping(problem)
@@ -42,7 +41,6 @@ def test_exact_is_the_best_of_all(problem) -> None:
         assert found.bound <= least * (1 + 1e-9) <= found.seconds * (1 + 2e-9)
 
 
-@settings(max_examples=40)
 @given(problems(most=4, pools=(1, 2, 3), steps=(2,), edges=False))
 def test_partition_program_is_the_best_of_all(problem) -> None:
     evaluator = StageEvaluator(problem)
@@ -78,7 +76,6 @@ class _BruteForce:
         return 0.0
 
 
-@settings(max_examples=30)
 @given(problems(most=4, pools=(1, 2, 3), steps=(2,)))
 def test_greedy_is_the_same_on_every_evaluation(problem) -> None:
     """Seconds of Algorithm 1 with brute force, and with pruning and caching on and off."""
@@ -235,7 +232,6 @@ def test_baselines_are_mappings_and_not_better(kind: str, modules: int, gpus: in
         assert len(distmm(problem).stages) == len(problem.levels)
 
 
-@settings(max_examples=40)
 @given(problems(most=4, pools=(1, 2, 4), steps=(2, 3)))
 def test_baselines_of_any_problem(problem) -> None:
     for baseline in (megatron, distmm, spindle):

@@ -22,7 +22,6 @@ def same(found: float, wanted: float) -> bool:
     return found == wanted or math.isclose(found, wanted, rel_tol=1e-9)
 
 
-@settings(max_examples=150)
 @given(problems(most=3, edges=False))
 def test_search_finds_the_least_seconds(problem) -> None:
     stage = (1 << len(problem.names)) - 1
@@ -43,7 +42,6 @@ def test_search_finds_the_least_seconds_of_four(problem) -> None:
     assert same(StageEvaluator(problem).result(stage).seconds, brute_force_stage(problem, stage))
 
 
-@settings(max_examples=40)
 @given(problems(most=3, edges=False), st.floats(0.5, 1.5))
 def test_probe_answers_what_is_asked(problem, factor: float) -> None:
     stage = (1 << len(problem.names)) - 1

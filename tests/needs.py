@@ -1,0 +1,52 @@
+"""What tests need beside this process, by which ``make test-fast`` leaves some out.
+
+A test that asks for the fixture ``ray_cluster``, itself or through other fixtures, has the marker
+``ray``, and one that asks for ``triton_worker`` the marker ``triton``. Tests whose processes start
+a Ray of their own are marked by hand. A test that does without saying so fails: Ray finds no folder
+to start in, and Triton's interpreter is not to be imported in this process at all.
+"""
+
+import os
+import sys
+from collections.abc import Generator
+
+import pytest
+
+MARKER_OF_FIXTURE = {"ray_cluster": "ray", "triton_worker": "triton"}
+INTERPRETER = "triton.runtime.interpreter"
+# Where Ray puts its files; processes that a test starts inherit it.
+RAY_FOLDER = "RAY_TMPDIR"
+NO_RAY = "/dev/null/a test that starts Ray asks for the fixture ray_cluster or has the marker ray"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what needs more than this process."""
+    for item in items:
+        for fixture, marker in MARKER_OF_FIXTURE.items():
+            if fixture in getattr(item, "fixturenames", ()):
+                item.add_marker(marker)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Keeps Ray from starting in tests that do not say so."""
+    if item.get_closest_marker("ray"):
+        return (yield)
+    before = os.environ.get(RAY_FOLDER)
+    os.environ[RAY_FOLDER] = NO_RAY
+    try:
+        return (yield)
+    finally:
+        if before is None:
+            del os.environ[RAY_FOLDER]
+        else:
+            os.environ[RAY_FOLDER] = before
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Fails a test that imports Triton's interpreter, which belongs into a process of its own."""
+    result = yield
+    assert INTERPRETER not in sys.modules, f"{INTERPRETER} was imported: ask for triton_worker"
+    return result
