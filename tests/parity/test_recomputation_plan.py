@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.ray
 def test_actors_stay_within_the_limit_with_the_same_losses():
     """Profiled, planned and run; resident memory of the actors, losses bit for bit."""
     done = subprocess.run(

@@ -47,7 +47,9 @@ def assert_epoch(rows, samples=ROWS):
 
 
 @pytest.mark.timeout(600)
-def test_killed_and_resumed_with_other_copies_and_microbatches(balanced, raymm, tmp_path):
+def test_killed_and_resumed_with_other_copies_and_microbatches(
+    balanced, raymm, tmp_path, ray_cluster
+):
     """Every sample of the epoch once, although the driver was killed in the middle of it, and
     two copies of the language model went on, with four microbatches a step instead of two."""
     slow = {"data.modalities.vision.processor": "run_processors:slow_image"}
@@ -75,7 +77,7 @@ def test_killed_and_resumed_with_other_copies_and_microbatches(balanced, raymm, 
     assert sum(row["data_wait_s"] for row in metrics[:taken]) > 0
 
 
-def test_two_halves_equal_the_whole(balanced, raymm, tmp_path):
+def test_two_halves_equal_the_whole(balanced, raymm, tmp_path, ray_cluster):
     whole = tmp_path / "whole"
     code, text = raymm("train", balanced({"run.steps": 8}), "--set", f"run.storage_path={whole}")
     assert code == 0 and "batching balanced: 41 samples" in text and "balance: " in text
@@ -87,7 +89,7 @@ def test_two_halves_equal_the_whole(balanced, raymm, tmp_path):
     assert curve(tmp_path / "run") == curve(whole)
 
 
-def test_a_step_may_have_fewer_microbatches_than_copies(balanced, raymm, tmp_path):
+def test_a_step_may_have_fewer_microbatches_than_copies(balanced, raymm, tmp_path, ray_cluster):
     """Five samples: the epoch's second step has one microbatch, and one copy of two no work."""
     save_rows(tmp_path, "train", 5, seed=5)
     code, _ = raymm("train", balanced(

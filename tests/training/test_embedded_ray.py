@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 DRIVER = """
 import subprocess
 from raymm.actors.rank.rank_group import ClusterError
@@ -18,6 +20,7 @@ print("left:", session_processes(os.getpid()))
 """
 
 
+@pytest.mark.ray
 def test_what_does_not_come_up_is_a_sentence_and_leaves_nothing(tmp_path):
     """Ray's server is given no time at all to open its port."""
     environment = {

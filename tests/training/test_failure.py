@@ -137,7 +137,7 @@ def rows_with_a_corrupt_image(inputs, tmp_path):
 
 
 def test_a_corrupt_image_ends_the_run_with_its_path(
-    rows_with_a_corrupt_image, make_config, raymm, tmp_path
+    rows_with_a_corrupt_image, make_config, raymm, tmp_path, ray_cluster
 ):
     """In file order the bad sample comes with the second step, after the ranks have started."""
     train = str(rows_with_a_corrupt_image / "train.jsonl")
@@ -152,7 +152,7 @@ def test_a_corrupt_image_ends_the_run_with_its_path(
 
 
 def test_a_corrupt_image_is_skipped_and_counted(
-    rows_with_a_corrupt_image, make_config, raymm, tmp_path
+    rows_with_a_corrupt_image, make_config, raymm, tmp_path, ray_cluster
 ):
     train = str(rows_with_a_corrupt_image / "train.jsonl")
     config = make_config(

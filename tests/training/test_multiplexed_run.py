@@ -190,7 +190,9 @@ def test_a_damaged_mapping_names_its_field(raymm, make_config, tmp_path, mapping
 
 
 @pytest.mark.parametrize(("style", "said"), [("multiplexed", "mapping: "), ("auto", "times as")])
-def test_raymm_plans_in_the_style_that_is_asked_for(raymm, make_config, tmp_path, style, said):
+def test_raymm_plans_in_the_style_that_is_asked_for(
+    raymm, make_config, tmp_path, ray_cluster, style, said
+):
     """On CPUs, which have no quotas, modules take turns on whole devices."""
     config = make_config({
         "parallel": {"style": style}, "planning.ranks": 2, "planning.degrees": "none",

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
+from needs import RAY_FOLDER
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -163,7 +164,9 @@ def checkpoint_tensors(run: Path) -> dict[str, torch.Tensor]:
 
 def child_environment(**extra: str) -> dict[str, str]:
     """Of a raymm process with a Ray of its own; tests' modules can be imported there."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    environment = {
+        k: v for k, v in os.environ.items() if not k.startswith("RAY_") or k == RAY_FOLDER
+    }
     return {
         **environment,
         "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(HERE)]),
