@@ -106,7 +106,8 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "raymm/batch": ("scheduler", "actors", "raymm/model", "raymm/data/loading", "raymm/data"),
     "raymm/costs": (
-        "scheduler", "actors", "raymm/files", "raymm/data/sampling", "raymm/model", "raymm/data",
+        "kernels", "scheduler", "actors", "raymm/files", "raymm/data/sampling", "raymm/model",
+        "raymm/data",
     ),
     "raymm/runtime": (
         "scheduler", "actors", "raymm/model", "raymm/data/loading", "raymm/layout", "raymm/data",

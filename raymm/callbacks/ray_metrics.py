@@ -42,6 +42,8 @@ METRICS = {
         MetricSpec("raymm_grad_norm", "gauge", "Norm of all gradients, before clipping."),
         MetricSpec("raymm_learning_rate", "gauge", "Learning rate of the last step."),
         MetricSpec("raymm_tokens_per_second", "gauge", "Text tokens per second."),
+        MetricSpec("raymm_tflops", "gauge", "10^12 FLOP/s of a step.", ("module",)),
+        MetricSpec("raymm_mfu", "gauge", "FLOP/s over the GPUs' peak.", ("module",)),
         MetricSpec("raymm_step_seconds", "gauge", "Duration of the last step."),
         MetricSpec("raymm_data_wait_seconds", "gauge", "Time the driver waited for data."),
         MetricSpec("raymm_stage_busy_ratio", "gauge", "Share of a step a stage computed.", _STAGE),
@@ -104,6 +106,9 @@ class RayMetrics(Callback):
             tags = {"module": self._modules.get(stage, stage), "stage": stage}
             self._set("raymm_stage_busy_ratio", busy, tags)
             self._set("raymm_stage_bubble_ratio", max(0.0, 1 - busy), tags)
+        for field in ("tflops", "mfu"):
+            for module, value in row.get(field, {}).items():
+                self._set(f"raymm_{field}", value, {"module": module})
         peaks: Sequence[float | None] = row.get("peak_memory_bytes", ())
         for process, peak in enumerate(peaks):
             self._set("raymm_peak_memory_bytes", peak, {"process": str(process)})

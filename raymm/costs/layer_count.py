@@ -166,6 +166,13 @@ def count_blocks(module: nn.Module, load: Load, causal: bool = False) -> tuple[L
     return tuple(counter.layer(place) for place in counter.places())
 
 
+def count_attention(module: nn.Module, causal: bool = False) -> tuple[dict[int | None, float], ...]:
+    """FLOPs of a forward's attention per visible pair of a query and a key, by layer and the window
+    of its attention (None: without one); arguments as of :func:`count_layers`."""
+    counter = _Counter(module, Load(1, 1), causal)
+    return tuple(counter.pair_flops(place) for place in counter.places() or [""])
+
+
 def default_tokens(module: nn.Module) -> int:
     """Tokens per item of an encoder, from its config: patches (and class tokens) of an image,
     positions of an audio encoder.
@@ -409,7 +416,20 @@ class _Counter:
         return any("attention" in type(one).__name__.lower() for one in (parent, module))
 
     def _attention(self, place: str) -> LayerCount:
-        """All attention below ``place``; none without a module whose class is called so."""
+        """All attention below ``place``."""
+        return sum((self._one_attention(m) for m in self.attentions(place)), LayerCount())
+
+    def pair_flops(self, place: str) -> dict[int | None, float]:
+        """FLOPs of all attention below ``place`` per visible pair, by window."""
+        flops: dict[int | None, float] = {}
+        for attention in self.attentions(place):
+            if (widths := self._widths(attention)) is not None:
+                window = _window(attention, self.config)
+                flops[window] = flops.get(window, 0.0) + 2.0 * (widths[0] + widths[3])
+        return flops
+
+    def attentions(self, place: str) -> list[nn.Module]:
+        """Attention modules below ``place``; none without one whose class is called so."""
         found = {
             ".".join(filter(None, (place, name))): module
             for name, module in self.module.get_submodule(place).named_modules()
@@ -422,17 +442,14 @@ class _Counter:
             m for n, m in knowing.items()
             if not self._pools(n) and not any(o.startswith(n + ".") for o in knowing)
         ]
-        return sum(
-            (self._one_attention(m) for m in inner or list(found.values())[:1]), LayerCount()
-        )
+        return inner or list(found.values())[:1]
 
     def _one_attention(self, attention: nn.Module) -> LayerCount:
         widths = self._widths(attention)
         if widths is None:
             return LayerCount()
         queries, keys, values, out = widths
-        window = getattr(attention, "sliding_window", None)
-        pairs = self._pairs(window if isinstance(window, int) else None)
+        pairs = self._pairs(_window(attention, self.config))
         elements = float(self.load.total * (queries + keys + values + out))
         return LayerCount(
             attention_flops=2.0 * self.load.samples * pairs * (queries + out),
@@ -465,6 +482,20 @@ class _Counter:
             return float(T * T)
         W = min(window or T, T)
         return W * T - W * (W - 1) / 2
+
+
+def _window(attention: nn.Module, config: Any) -> int | None:
+    """Keys that a query sees of its past, itself included; None for all. Some attention modules
+    (Mistral's) take it from their config in every forward."""
+    window = getattr(config, "sliding_window", None)
+    kinds, index = getattr(config, "layer_types", None), getattr(attention, "layer_idx", None)
+    if hasattr(attention, "sliding_window"):
+        window = attention.sliding_window
+    elif getattr(config, "use_sliding_window", True) is False:
+        window = None
+    elif kinds is not None and isinstance(index, int) and kinds[index] != "sliding_attention":
+        window = None
+    return window if isinstance(window, int) else None
 
 
 def _kept(matmuls: list[_Matmul]) -> float:

@@ -49,7 +49,7 @@ def loads_of_microbatch(model: MultimodalModule, microbatch: Mapping[str, Any]) 
     rows = len(lengths)
     for name in model.encoder_names:
         items = microbatch.get(name)
-        sizes = _encoder_tokens(model, name, items)
+        sizes = encoder_tokens(model, name, items)
         if sizes is None:
             notes.append(
                 f"encoder {name!r} does not say how many tokens an item has; {ASSUMED_TOKENS} "
@@ -79,7 +79,7 @@ def item_tokens(
     """
     found = {}
     for name in model.encoder_names:
-        sizes = _encoder_tokens(model, name, items.get(name))
+        sizes = encoder_tokens(model, name, items.get(name))
         if sizes is not None:
             inside, handed_on = sizes
             found[name] = ItemTokens(inside, handed_on * isinstance(model.merge, Prepend))
@@ -152,10 +152,17 @@ def check_tokens(model: MultimodalModule, tokens: Mapping[str, int]) -> None:
             )
 
 
-def _encoder_tokens(
+def encoder_tokens(
     model: MultimodalModule, name: str, items: Mapping[str, Any] | None
 ) -> tuple[int, int] | None:
-    """Tokens of an item in an encoder's blocks, and of what it hands on."""
+    """Tokens of an item in an encoder's blocks, and of what it hands on; None if it does not say.
+
+    Args:
+        model: the description.
+        name: of the encoder.
+        items: its inputs of one item or several of the same shapes, on any device; None asks its
+            config.
+    """
     stage = skeleton_chain(model.encoder_spec(name))
     module = stage.module
     assert module is not None  # a whole chain has one

@@ -105,8 +105,13 @@ def step_line(row: Mapping[str, Any], steps: int) -> str:
         busy += ")"
     return (
         f"step {row['step']:>5}/{steps}  loss {row['loss']:.4f}  "
-        f"{row['tokens_per_s']:,.0f} tokens/s  grad norm {row['grad_norm']:.3g}  busy: {busy}"
+        f"{row['tokens_per_s']:,.0f} tokens/s  {_utilisation(row)}"
+        f"grad norm {row['grad_norm']:.3g}  busy: {busy}"
     )
+
+
+def _utilisation(row: Mapping[str, Any]) -> str:
+    return f"MFU {row['mfu']['total']:.1%}  " if "mfu" in row else ""
 
 
 def skipped_line(step: int, sample: Skipped) -> str:

@@ -34,6 +34,8 @@ class Execution(Protocol):
         plan: itself.
         num_processes: that it runs in.
         modules: module of every name in a step's ``stage_busy``.
+        processes: per module how many compute it, where it has them to itself; and of all as
+            ``"total"``.
     """
 
     @property
@@ -44,6 +46,9 @@ class Execution(Protocol):
 
     @property
     def modules(self) -> Mapping[str, str]: ...
+
+    @property
+    def processes(self) -> Mapping[str, int]: ...
 
     def save(self, folder: Path) -> None:
         """Write it to a run's folder."""

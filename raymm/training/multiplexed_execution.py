@@ -16,6 +16,7 @@ from raymm.draw import draw_loss, draw_timelines
 from raymm.model.multimodal import ModelError, MultimodalModule
 from raymm.model.node_graph import check_mapping
 from raymm.monitor.balance import batch_balance, mean_over_max
+from raymm.monitor.throughput import TOTAL
 from raymm.monitor.watched_run import WatchedRun, WatchedStep
 from raymm.runtime.multiplexed import MultiplexedParallelModule
 from raymm.scheduler.graph.strict_json import MultiplexError
@@ -29,6 +30,7 @@ class MultiplexedExecution:
     def __init__(self, mapping: StageMapping) -> None:
         self.plan = mapping
         self.num_processes = mapping.gpus
+        self.processes = {TOTAL: mapping.gpus}
         self.modules = {
             placement.module: placement.module
             for stage in mapping.stages for placement in stage.placements

@@ -14,6 +14,7 @@ from raymm.monitor.balance import step_balance
 from raymm.monitor.drift_watch import DriftWatch
 from raymm.monitor.rebalancing import rebalancing
 from raymm.monitor.report import RunReport
+from raymm.monitor.throughput import TOTAL
 from raymm.monitor.watched_run import WatchedRun, WatchedStep
 from raymm.runtime.pipelined import MultimodalParallelModule
 from raymm.scheduler.plan.plan import Plan
@@ -26,6 +27,14 @@ class PipelinedExecution:
         self.plan = plan
         self.num_processes = plan.num_processes
         self.modules = {stage.name: stage.module for stage in plan.stages}
+        self.processes = {TOTAL: plan.num_processes}
+        modules_of: dict[int, set[str]] = {}
+        for stage in plan.stages:
+            modules_of.setdefault(stage.rank, set()).add(stage.module)
+        for module in set(self.modules.values()):
+            ranks = [rank for rank, modules in modules_of.items() if module in modules]
+            if all(modules_of[rank] == {module} for rank in ranks):
+                self.processes[module] = sum(map(plan.processes, ranks))
 
     def save(self, folder: Path) -> None:
         """Write ``plan.json``."""

@@ -30,6 +30,7 @@ from raymm.model.multimodal import MultimodalModule
 from raymm.monitor.metrics import METRICS, SAMPLES, MetricsLog, SampleLog, read_metrics
 from raymm.monitor.progress import RunProgress
 from raymm.monitor.rebalancing import FILE as DECISIONS
+from raymm.monitor.throughput import Throughput
 from raymm.monitor.training_data import TrainingData, give_examples, training_data
 from raymm.monitor.watched_run import WatchedRun
 from raymm.planning.planned_run import plan_for_cluster
@@ -259,7 +260,7 @@ class Trainer:
                 device=device, resources=resources, threads=self.threads, seed=self.run.seed,
                 timeout_s=self.run.timeout_s,
             ) as parallel:
-                return self._run(parallel, execution, store, checkpoint)
+                return self._run(parallel, execution, store, checkpoint, device)
 
     def _splits(self) -> dict[str, Dataset]:
         if not isinstance(self.data, DataConfig):
@@ -339,7 +340,7 @@ class Trainer:
 
     def _run(
         self, parallel: ParallelModule, execution: Execution, store: CheckpointStore,
-        checkpoint: Checkpoint | None,
+        checkpoint: Checkpoint | None, device: str,
     ) -> Result:
         corrupt: tuple[str, ...] = ()
         if checkpoint is not None:
@@ -367,9 +368,12 @@ class Trainer:
                 parallel, self.model, self.data, self.training, self.path, progress.line
             ))
             batches = Batches(self.data, self.training, parallel.sample_check())
+            throughput = Throughput(
+                self.model, execution.processes, device, self.run.precision, progress.line
+            )
             loop = TrainingLoop(
-                self.run, batches, parallel, store, metrics, samples, watch, callbacks, progress,
-                self.stop,
+                self.run, batches, parallel, store, metrics, samples, watch, throughput, callbacks,
+                progress, self.stop,
             )
             self._loop = loop
             stopped = loop.run(_data_position(checkpoint))

@@ -16,6 +16,7 @@ from raymm.data import DataConfig, MicrobatchMeta, Skipped, StepLoader
 from raymm.data.loading.builder import SampleCheck
 from raymm.monitor.metrics import MetricsLog, SampleLog
 from raymm.monitor.progress import RunProgress, heldout_line, skipped_line, step_line
+from raymm.monitor.throughput import Throughput
 from raymm.monitor.training_data import TrainingData
 from raymm.monitor.watched_run import WatchedStep
 from raymm.runtime.parallel_module import ParallelModule, PendingOutput, StepOutput
@@ -101,6 +102,7 @@ class TrainingLoop:
         metrics: gets a row per step and per evaluation.
         samples: gets every step's samples; None if nobody asks for them.
         watch: looks at every step.
+        throughput: how fast steps are.
         callbacks: are told of every row and checkpoint.
         progress: says how far it is.
         stop: is looked at between steps.
@@ -115,13 +117,15 @@ class TrainingLoop:
         metrics: MetricsLog,
         samples: SampleLog | None,
         watch: StepWatch,
+        throughput: Throughput,
         callbacks: CallbackHandler,
         progress: RunProgress,
         stop: StopRequest,
     ) -> None:
         self._run, self._batches, self._parallel, self._store = run, batches, parallel, store
         self._metrics, self._samples = metrics, samples
-        self._watch, self._callbacks, self._progress = watch, callbacks, progress
+        self._watch, self._throughput = watch, throughput
+        self._callbacks, self._progress = callbacks, progress
         self._pending: deque[tuple[int, Batch, PendingOutput, float]] = deque()
         self._last_read = time.perf_counter()
         self._reported: set[str] = set()
@@ -277,6 +281,7 @@ class TrainingLoop:
             # How long the driver waited for data. Ranks were busy with the step before meanwhile,
             # if one was under way: they stood still for as long at most.
             "data_wait_s": round(waited, 4),
+            **self._throughput.after_step(batch.meta, seconds),
             **watched,
             **({} if output.skipped is None else {"not_applied": output.skipped.to_dict()}),
         }

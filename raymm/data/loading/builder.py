@@ -175,7 +175,7 @@ class StepBuilder:
         for name in shuffled:
             microbatches = [shuffle_modality(mb, name, generator) for mb in microbatches]
         meta = [
-            describe(microbatch, [sample.id for sample in group])
+            describe(microbatch, [sample.id for sample in group], self.text.placeholder_ids)
             for microbatch, group in zip(microbatches, groups, strict=True)
         ]
         return BuiltStep(microbatches, meta, skipped)

@@ -42,6 +42,8 @@ class MicrobatchMeta:
         shapes: {"text" or modality: {tensor name: shape}}.
         sample_ids: ids of the B rows.
         dtypes: {"text" or modality: {tensor name: dtype, as torch writes it}}.
+        places: modality -> runs of its placeholders as (row, start, stop), in order; of modalities
+            whose placeholder is known.
     """
 
     num_samples: int
@@ -53,6 +55,7 @@ class MicrobatchMeta:
     shapes: dict[str, dict[str, tuple[int, ...]]]
     sample_ids: tuple[str, ...]
     dtypes: dict[str, dict[str, str]]
+    places: dict[str, tuple[tuple[int, int, int], ...]] = field(default_factory=dict)
 
 
 def collate(
@@ -128,8 +131,17 @@ def join_parts(parts: dict[str, dict[str, torch.Tensor]]) -> Microbatch:
     return {**parts["text"], **{name: part for name, part in parts.items() if name != "text"}}
 
 
-def describe(microbatch: Microbatch, sample_ids: Sequence[str]) -> MicrobatchMeta:
-    """The microbatch's ``MicrobatchMeta``."""
+def describe(
+    microbatch: Microbatch, sample_ids: Sequence[str],
+    placeholders: Mapping[str, int] | None = None,
+) -> MicrobatchMeta:
+    """The microbatch's ``MicrobatchMeta``.
+
+    Args:
+        microbatch: as :func:`collate` makes it.
+        sample_ids: of its rows.
+        placeholders: token ids by modality, where they are known.
+    """
     parts = split_parts(microbatch)
     B, T = microbatch["input_ids"].shape
     return MicrobatchMeta(
@@ -148,4 +160,18 @@ def describe(microbatch: Microbatch, sample_ids: Sequence[str]) -> MicrobatchMet
             part: {key: str(value.dtype) for key, value in tensors.items()}
             for part, tensors in parts.items()
         },
+        places={
+            name: _runs(microbatch["input_ids"] == token)
+            for name, token in (placeholders or {}).items()
+        },
+    )
+
+
+def _runs(places: torch.Tensor) -> tuple[tuple[int, int, int], ...]:
+    """(row, start, stop) of what is true in (B, T) bool, in order."""
+    edges = torch.nn.functional.pad(places.to(torch.int8), (1, 1)).diff(dim=1)
+    starts, stops = (edges == 1).nonzero(), (edges == -1).nonzero()
+    return tuple(
+        (row, start, stop)
+        for (row, start), (_, stop) in zip(starts.tolist(), stops.tolist(), strict=True)
     )

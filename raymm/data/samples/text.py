@@ -188,6 +188,11 @@ class TextEncoder:
             labels[len(prompt) : stop] = input_ids[len(prompt) : stop]
         return input_ids, labels
 
+    @property
+    def placeholder_ids(self) -> dict[str, int]:
+        """Token ids of the placeholders, by modality."""
+        return {name: placeholder.id for name, placeholder in self._placeholders.items()}
+
     def _messages(self, sample: Sample) -> list[dict]:
         """The messages as the chat template takes them."""
         messages = sample.messages

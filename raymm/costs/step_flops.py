@@ -1,0 +1,269 @@
+"""FLOPs of a training step, exactly: of its real lengths, items and masks, without padding.
+
+What a step must compute, not what it happens to (PaLM, appendix B): recomputation is not counted,
+masked pairs are not, padding is not. A product with a weight is one forward; once more where
+gradients go on to what is before it; once more where the weight is trained. Attention's two
+products are four in the backward. Counts per token, sample, label and visible pair come from
+:mod:`raymm.costs.layer_count`, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from raymm.actors.modules.merge import Prepend
+from raymm.costs.layer_count import (
+    LayerCount,
+    Load,
+    LoadError,
+    count_attention,
+    count_blocks,
+    count_layers,
+)
+from raymm.costs.workload import encoder_tokens
+from raymm.data import MicrobatchMeta
+from raymm.kernels.mask.patterns import Span
+from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule, module_graph
+from raymm.scheduler.costs.layer_costs import trainable_before
+
+ATTENTION_BACKWARD = 2.0
+# Rows whose masks were counted already.
+_MASKS_KEPT = 4096
+
+
+@dataclass(frozen=True)
+class ModuleFlops:
+    """What a module does in a training step.
+
+    Attributes:
+        per_token, per_sample, per_label: FLOPs of products with weights.
+        per_pair: FLOPs of attention per visible pair of a query and a key, by the window of the
+            layers (None: those without one).
+    """
+
+    per_token: float = 0.0
+    per_sample: float = 0.0
+    per_label: float = 0.0
+    per_pair: Mapping[int | None, float] | None = None
+
+    def __add__(self, other: ModuleFlops) -> ModuleFlops:
+        pairs = dict(self.per_pair or {})
+        for window, flops in (other.per_pair or {}).items():
+            pairs[window] = pairs.get(window, 0.0) + flops
+        return ModuleFlops(
+            self.per_token + other.per_token, self.per_sample + other.per_sample,
+            self.per_label + other.per_label, pairs,
+        )
+
+    def __mul__(self, factor: float) -> ModuleFlops:
+        return ModuleFlops(
+            self.per_token * factor, self.per_sample * factor, self.per_label * factor,
+            {window: flops * factor for window, flops in (self.per_pair or {}).items()},
+        )
+
+
+def module_flops(
+    module: nn.Module, trainable: Sequence[bool], before: Sequence[bool], causal: bool = False
+) -> ModuleFlops:
+    """What one module does in a training step.
+
+    Args:
+        module: a skeleton; parameters may be on the meta device.
+        trainable: per layer.
+        before: per layer, whether something trainable is before it.
+        causal: whether it is a language model.
+    """
+    total = ModuleFlops()
+    whole = _products(module, causal, count_layers)
+    blocks = _products(module, causal, count_blocks) or whole
+    attention = count_attention(module, causal)
+    for layer, (trained, earlier) in enumerate(zip(trainable, before, strict=True)):
+        backward = float(trained or earlier)
+        # What is before the blocks hands no gradient on where nothing before it is trained.
+        outside = whole[layer] + blocks[layer] * -1.0
+        first = layer == 0 and len(trainable) > 1
+        total += blocks[layer] * (1 + backward + trained)
+        total += outside * (1 + (earlier if first else backward) + trained)
+        total += ModuleFlops(per_pair=attention[layer]) * (1 + ATTENTION_BACKWARD * backward)
+    return total
+
+
+def _projector_flops(projector: nn.Module, trained: bool, earlier: bool) -> ModuleFlops:
+    """Of a projector, which is one layer of the graph whatever it is made of. Its first product
+    hands a gradient on only where something before the projector is trained."""
+    total = ModuleFlops()
+    for index, products in enumerate(_products(projector, False, count_layers)):
+        onward = earlier or trained and index > 0
+        total += products * (1 + onward + trained)
+    return total
+
+
+def _products(module: nn.Module, causal: bool, count: Any) -> list[ModuleFlops]:
+    """Products with weights, per layer: counts are linear in tokens, samples and labels."""
+
+    def of(*load: int) -> list[LayerCount]:
+        return list(count(module, Load(*load), causal))
+
+    # A token of one sample, two of one, and one whose label counts.
+    base, two, label = of(1, 1, 0), of(1, 2, 0), of(1, 1, 1)
+    return [
+        ModuleFlops(
+            c.matmul_flops - b.matmul_flops,
+            2 * b.matmul_flops - c.matmul_flops,
+            a.matmul_flops - b.matmul_flops,
+        )
+        for b, c, a in zip(base, two, label, strict=True)
+    ]
+
+
+class StepFlops:
+    """Counts the steps of a run.
+
+    Args:
+        model: the description; only its structure is used.
+
+    Raises:
+        LoadError: layers that cannot be counted.
+    """
+
+    def __init__(self, model: MultimodalModule) -> None:
+        self._model = model
+        graph = module_graph(model)
+        before = trainable_before(graph)
+        self._flops: dict[str, ModuleFlops] = {}
+        self._projectors: dict[str, ModuleFlops] = {}
+        for node in graph.nodes:
+            name, earlier = node.name, list(before[node.name])
+            trainable = list(node.trainable)
+            is_llm = name == LANGUAGE_MODEL
+            spec = model.language_spec() if is_llm else model.encoder_spec(name)
+            if (projector := getattr(spec, "projector", None)) is not None:
+                self._projectors[name] = _projector_flops(
+                    projector.skeleton(), trainable.pop(), earlier.pop()
+                )
+            self._flops[name] = module_flops(spec.source.skeleton(), trainable, earlier, is_llm)
+        self._tokens: dict[Any, tuple[int, int]] = {}
+        self._pairs: dict[Any, int] = {}
+
+    def of(self, meta: Sequence[MicrobatchMeta]) -> dict[str, float]:
+        """FLOPs of a step by module.
+
+        Args:
+            meta: of its microbatches.
+
+        Raises:
+            LoadError: an encoder does not say how many tokens an item has, or a batch not where
+                items are in the text, which the model's mask goes by.
+        """
+        total = dict.fromkeys(self._flops, 0.0)
+        for microbatch in meta:
+            for name, flops in self._of_microbatch(microbatch).items():
+                total[name] += flops
+        return total
+
+    def _of_microbatch(self, meta: MicrobatchMeta) -> dict[str, float]:
+        result = {}
+        handed_on: dict[str, int] = {}
+        for name in self._model.encoder_names:
+            items = len(meta.items.get(name, ()))
+            if not items:
+                continue
+            tokens, handed_on[name] = self._item_tokens(name, meta)
+            flops = self._flops[name]
+            result[name] = items * (
+                flops.per_token * tokens + flops.per_sample
+                + sum(flops.per_pair.values() if flops.per_pair else ()) * tokens**2
+            )
+            if (projector := self._projectors.get(name)) is not None:
+                result[name] += items * (
+                    projector.per_token * handed_on[name] + projector.per_sample
+                )
+        rows = self._rows(meta, handed_on)
+        flops = self._flops[LANGUAGE_MODEL]
+        result[LANGUAGE_MODEL] = (
+            flops.per_token * sum(length for length, _ in rows) + flops.per_sample * len(rows)
+            + flops.per_label * meta.label_tokens
+            + sum(
+                each * self._row_pairs(length, spans, window)
+                for window, each in (flops.per_pair or {}).items() for length, spans in rows
+            )
+        )
+        return result
+
+    def _item_tokens(self, name: str, meta: MicrobatchMeta) -> tuple[int, int]:
+        """Tokens of an item in the encoder's blocks, and of what it hands on."""
+        shapes = {k: (1, *v[1:]) for k, v in meta.shapes[name].items() if k != "sample_index"}
+        key = (name, tuple(shapes.items()))
+        if key not in self._tokens:
+            items = {
+                field: torch.empty(
+                    shape, dtype=getattr(torch, meta.dtypes[name][field].removeprefix("torch.")),
+                    device="meta",
+                )
+                for field, shape in shapes.items()
+            }
+            tokens = encoder_tokens(self._model, name, items)
+            if tokens is None:
+                raise LoadError(f"encoder {name!r} does not say how many tokens an item has")
+            self._tokens[key] = tokens
+        return self._tokens[key]
+
+    def _rows(
+        self, meta: MicrobatchMeta, handed_on: Mapping[str, int]
+    ) -> list[tuple[int, tuple[Span, ...]]]:
+        """Length of every row of the language model, and its items where a mask goes by them."""
+        masked = self._model.mask is not None
+        if isinstance(self._model.merge, Prepend):
+            rows = []
+            for row, length in enumerate(meta.lengths):
+                spans: list[Span] = []
+                for kind, name in enumerate(self._model.encoder_names, start=1):
+                    for _ in range(list(meta.items.get(name, ())).count(row)):
+                        start = spans[-1].stop if spans else 0
+                        spans.append(Span(start, start + handed_on[name], kind))
+                rows.append((length + (spans[-1].stop if spans else 0), tuple(spans)))
+            return rows
+        if masked and any(meta.items.get(name) and name not in meta.places for name in handed_on):
+            raise LoadError(
+                "where items are in the text is not known of batches in memory whose merge is "
+                "other than \"prepend\", and the model's mask goes by it"
+            )
+        return [
+            (length, self._replaced(meta, handed_on, row) if masked else ())
+            for row, length in enumerate(meta.lengths)
+        ]
+
+    def _replaced(
+        self, meta: MicrobatchMeta, handed_on: Mapping[str, int], row: int
+    ) -> tuple[Span, ...]:
+        """Items of a row, one after the other where placeholders stand: an item that other tokens
+        are in the middle of is several spans."""
+        spans = []
+        for kind, name in enumerate(self._model.encoder_names, start=1):
+            left = handed_on.get(name, 0)
+            for at, start, stop in meta.places.get(name, ()):
+                while at == row and start < stop:
+                    end = min(stop, start + left)
+                    spans.append(Span(start, end, kind))
+                    left -= end - start
+                    left, start = left or handed_on[name], end
+        return tuple(sorted(spans, key=lambda span: span.start))
+
+    def _row_pairs(self, length: int, spans: tuple[Span, ...], window: int | None) -> int:
+        """Visible pairs of a row."""
+        if self._model.mask is None:
+            seen = min(window or length, length)
+            return seen * length - seen * (seen - 1) // 2
+        key = (length, spans, window)
+        if key not in self._pairs:
+            if len(self._pairs) >= _MASKS_KEPT:
+                self._pairs.clear()
+            mask = self._model.mask(length, spans, document_lengths=[length])
+            self._pairs[key] = (mask if window is None else mask.windowed(window)).area()
+        return self._pairs[key]
+

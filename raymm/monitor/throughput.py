@@ -1,0 +1,87 @@
+"""How fast a run computes: TFLOP/s and model FLOPs utilisation, of the whole and per module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from raymm.costs.layer_count import LoadError
+from raymm.costs.named_devices import CPU, cluster_device
+from raymm.costs.step_flops import StepFlops
+from raymm.data import MicrobatchMeta
+from raymm.model.multimodal import MultimodalModule
+from raymm.scheduler.costs.devices import DeviceError, find_device
+
+T = TypeVar("T")
+# Of all modules together.
+TOTAL = "total"
+
+
+class Throughput:
+    """Figures of a run's steps.
+
+    Args:
+        model: the description.
+        processes: per module, those that compute it; of all together as :data:`TOTAL`.
+        device: ``"cpu"`` or ``"cuda"``.
+        precision: ``"fp32"`` or ``"bf16"``.
+        say: prints a line: that steps cannot be counted, once.
+    """
+
+    def __init__(
+        self, model: MultimodalModule, processes: Mapping[str, int], device: str, precision: str,
+        say: Callable[[str], None],
+    ) -> None:
+        self._processes, self._say = processes, say
+        self._peak = _peak(device, precision)
+        self._flops: StepFlops | None = self._counted(lambda: StepFlops(model))
+
+    def after_step(self, meta: Sequence[MicrobatchMeta], seconds: float) -> dict[str, Any]:
+        """What ``metrics.jsonl`` gets of a step.
+
+        Returns:
+            ``tflops``: 10^12 FLOP/s by module and of all as ``"total"``; ``mfu``: these over the
+            peak of the GPUs that compute the module, where raymm knows it. Nothing if the model's
+            steps cannot be counted.
+        """
+        step_flops = self._flops
+        if step_flops is None:
+            return {}
+        by_module = self._counted(lambda: step_flops.of(meta))
+        if by_module is None:
+            self._flops = None
+            return {}
+        rates = {TOTAL: sum(by_module.values()) / seconds} | {
+            name: flops / seconds for name, flops in by_module.items()
+        }
+        row: dict[str, Any] = {
+            "tflops": {name: _rounded(rate / 1e12) for name, rate in rates.items()}
+        }
+        if self._peak is not None:
+            row["mfu"] = {
+                name: _rounded(rates[name] / (count * self._peak))
+                for name, count in self._processes.items()
+            }
+        return row
+
+    def _counted(self, count: Callable[[], T]) -> T | None:
+        try:
+            return count()
+        except LoadError as error:
+            self._say(f"no TFLOP/s: {error}")
+            return None
+
+
+def _peak(device: str, precision: str) -> float | None:
+    """FLOP/s of one of the cluster's GPUs; None on CPUs, and of a GPU that raymm does not know."""
+    if device == CPU:
+        return None
+    name, unknown = cluster_device(device)
+    try:
+        return None if unknown else find_device(name).peak(precision)
+    except DeviceError:
+        return None
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
