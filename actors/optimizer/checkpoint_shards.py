@@ -127,7 +127,7 @@ def _checksum_of_source(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> 
     places = json.loads(header)
     places.pop("__metadata__", None)
     for name in sorted(places, key=lambda name: places[name]["data_offsets"]):
-        digest.update(memoryview(tensors[name].reshape(-1).view(torch.uint8).numpy()))
+        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
     return ShardFile(os.fstat(file.fileno()).st_size, digest.hexdigest())
 
 
