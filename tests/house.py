@@ -111,7 +111,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "raymm/runtime": (
         "scheduler", "actors", "raymm/model", "raymm/data/loading", "raymm/layout", "raymm/data",
-        "raymm/batch", "raymm/costs",
+        "raymm/batch", "raymm/costs", "raymm/draw",
     ),
     "raymm/config": (
         "scheduler", "actors", "raymm/files", "raymm/data/samples", "raymm/model", "raymm/layout",

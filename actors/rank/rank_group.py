@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
+from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -126,6 +126,20 @@ class ProcessSpec(Protocol):
     def timeout_s(self) -> float: ...
 
 
+class RankPlace(NamedTuple):
+    """Where a rank runs.
+
+    Attributes:
+        label: what runs there.
+        host: name of its node.
+        pid: of its process.
+    """
+
+    label: str
+    host: str
+    pid: int
+
+
 class RankGroup:
     """All ranks of a plan, one Ray actor each.
 
@@ -136,6 +150,9 @@ class RankGroup:
         specs: one per rank, in order.
         labels: per rank, what runs there, for error messages (``"vision.0, llm.0"``).
         resources: what each rank reserves.
+
+    Attributes:
+        places: where the ranks run, in order.
 
     Raises:
         ClusterError: if the cluster cannot hold the ranks.
@@ -150,6 +167,7 @@ class RankGroup:
         check_capacity(len(specs), resources)
         self._labels = list(labels)
         self._places: list[str] = [""] * len(specs)
+        self.places: tuple[RankPlace, ...] = ()
         self._addresses: dict[int, Address] = {}
         self._patience = specs[0].timeout_s
         self._watch: ClusterWatch | None = None
@@ -172,7 +190,11 @@ class RankGroup:
                     )
             self._actors = [self._create(spec, i, resources) for i, spec in enumerate(specs)]
             found = self.pids()
-            self._places = [f", process {p['pid']} on {p['host']}" for p in found]
+            self.places = tuple(
+                RankPlace(label, p["host"], p["pid"])
+                for label, p in zip(self._labels, found, strict=True)
+            )
+            self._places = [f", process {p.pid} on {p.host}" for p in self.places]
             self._addresses = {rank: p["address"] for rank, p in enumerate(found)}
             self._watch = ClusterWatch({one.node for one in self._addresses.values()})
             address, port = self.wait([self._actors[0].rendezvous.remote()], ranks=[0])[0]
@@ -204,6 +226,11 @@ class RankGroup:
     def pids(self) -> list[dict[str, Any]]:
         """Host, process id and device of every rank."""
         return self.call("describe")
+
+    @property
+    def ended(self) -> str | None:
+        """Why the processes have ended; None while they run."""
+        return self._ended
 
     def check_running(self) -> None:
         """

@@ -21,6 +21,7 @@ from raymm.layout.stage_builders import reloadable_modules
 from raymm.model.multimodal import LANGUAGE_MODEL, ModelError, MultimodalModule
 from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.skipped_step import MAX_NAMED, SkippedStep, SkippedStepWarning
+from raymm.scheduler.plan.stage import stage_module
 from raymm.scheduler.program.timeline import Timeline
 
 # Batches between two updates whose samples are remembered.
@@ -50,6 +51,19 @@ class StepOutput:
     learning_rate: float | None = None
     peak_bytes: tuple[int, ...] = ()
     skipped: SkippedStep | None = None
+
+    def _repr_html_(self) -> str:
+        from raymm.draw.notebook import bars_html  # it takes half a second, in notebooks only
+
+        busy, whole = self.timeline.stage_busy(), self.timeline.makespan or 1.0
+        facts = [f"loss {self.loss:.4f}", f"{self.label_tokens} label tokens", f"{whole:.3g} s"]
+        if self.grad_norm is not None:
+            facts.append(f"gradient norm {self.grad_norm:.3g}")
+        if self.skipped is not None:
+            facts.append(f"not applied: {self.skipped}")
+        modules = {name: stage_module(name) or name for name in busy}
+        shares = {name: seconds / whole for name, seconds in busy.items()}
+        return bars_html("  ·  ".join(facts) + "  ·  busy:", shares, modules)
 
 
 class PendingOutput(Protocol):
@@ -245,6 +259,22 @@ class ParallelModule(ABC):
     def shutdown(self) -> None:
         """End all processes."""
         self.group.shutdown()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.group.num_ranks} processes, step {self._step})"
+
+    def _repr_html_(self) -> str:
+        from raymm.draw.row_table import html_table
+
+        text = f"{self.steps_taken} steps taken"
+        if (reason := self.group.ended) is not None:
+            text += f"; the processes have ended: {reason}"
+            return html_table([{"processes": "none"}], text)
+        rows = [
+            {"process": str(rank), "runs": at.label, "node": at.host, "pid": str(at.pid)}
+            for rank, at in enumerate(self.group.places)
+        ]
+        return html_table(rows, text)
 
     def __enter__(self: Itself) -> Itself:
         return self

@@ -20,6 +20,7 @@ from raymm.callbacks.ray_metrics import RayMetrics
 from raymm.config.sections import ConfigError, RunConfig
 from raymm.data import DataConfig, check_data, open_split
 from raymm.data.readers import Dataset
+from raymm.draw.notebook import pictures_html
 from raymm.errors import RunFailedError
 from raymm.files.output import Output
 from raymm.files.run_files import remove_partial
@@ -75,6 +76,18 @@ class Result:
     corrupt: tuple[str, ...] = ()
     steps_not_applied: int = 0
     stopped: str | None = None
+
+    def _repr_html_(self) -> str:
+        last = self.metrics
+        lines = [f"{self.path}: {last.get('step', 0)} steps"]
+        if last.get("loss") is not None:
+            lines[0] += f", loss {last['loss']:.4f}, {last['tokens_per_s']:,.0f} tokens/s"
+        lines += [f"checkpoint {self.checkpoint}"] if self.checkpoint else []
+        lines += [self.stopped] if self.stopped else []
+        pictures = {
+            name: path for name, path in self.files.items() if name in ("loss curve", "schedule")
+        }
+        return pictures_html("\n".join(lines), pictures)
 
 
 class Trainer:

@@ -44,6 +44,12 @@ class Timeline:
     spans: tuple[Span, ...]
     num_ranks: int
 
+    def __repr__(self) -> str:
+        return (
+            f"Timeline({self.num_ranks} ranks, {len(self.spans)} spans, "
+            f"{self.makespan:.4g} s, bubble {self.mean_bubble:.0%})"
+        )
+
     @property
     def makespan(self) -> float:
         """Seconds from the first span's start to the last one's end."""
