@@ -17,22 +17,58 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from raymm.scheduler.multiplex.solver.placement_options import placement_options
+from raymm.scheduler.multiplex.solver.stage_packing import Packed
+
 FOUND, IMPOSSIBLE, GAVE_UP = 1, 0, -1
+
+# Modules are placed level by level. Row ``level`` of the classes is how they are before the module
+# at that level is placed; its decisions write row ``level + 1``.
+CLASS = np.dtype([
+    ("gpus", np.int64),
+    ("members", np.int64),  # levels of the modules on them, as bits
+    ("quota", np.int64),  # steps in use
+    ("memory", np.int64),  # bytes in use
+    ("opened", np.bool_),  # whether another module may join
+    ("order", np.int64),  # at place a: which class is tried as number a
+    ("taken", np.int64),  # at place a: GPUs of that class that get a replica
+    ("left", np.int64),  # at place a: replicas that were left before
+    ("written", np.int64),  # at place a: classes of the next row that were there before
+], align=True)
+LEVEL = np.dtype([
+    ("classes", np.int64),  # how many there are
+    ("decided", np.int64),  # how many of them the level's replicas reached
+    ("option", np.int64),  # the one that was chosen; its bandwidth and cap of the delay
+    ("use", np.float64),
+    ("cap", np.float64),
+    ("need", np.int64),  # quota steps of the modules from this level on at least
+    ("least_use", np.float64),  # bandwidth of the one of them that uses least
+    ("most_use", np.float64),  # bandwidth of all of them at most
+], align=True)
 
 
 @njit(cache=True)
-def _in_time(members, use, cap, more, least_use, most_use, e1, e2, e3, own):
+def nothing_placed(modules, gpus):
+    """A :class:`Packed` of so many GPUs in which none of the modules is anywhere."""
+    return Packed(np.zeros((modules, 2), np.int64), np.array([gpus]), np.zeros(1, np.int64))
+
+
+@njit(cache=True)
+def _in_time(members, levels, more, later, law):
     """(as it is, if somebody joins): are the members' delays below their caps?
 
-    The second is a lower bound of the delay, so it may say yes wrongly, but never no.
+    The second is a lower bound of the delay, so it may say yes wrongly, but never no. ``later`` is
+    the level from which on modules may join.
     """
+    e1, e2, e3 = law.constant, law.additive, law.product
+    least_use, most_use = levels[later].least_use, levels[later].most_use
     total, product, count = 0.0, 1.0, 0
     rest = members
     level = 0
     while rest:
         if rest & 1:
-            total += use[level]
-            product *= use[level]
+            total += levels[level].use
+            product *= levels[level].use
             count += 1
         rest >>= 1
         level += 1
@@ -44,19 +80,19 @@ def _in_time(members, use, cap, more, least_use, most_use, e1, e2, e3, own):
     level = 0
     while rest:
         if rest & 1:
-            b = use[level]
+            b, cap = levels[level].use, levels[level].cap
             if count > 1:
-                coupled = b * (total - b) if own else product
-                if not max(0.0, base + e3 * coupled) < cap[level]:
+                coupled = b * (total - b) if law.own else product
+                if not max(0.0, base + e3 * coupled) < cap:
                     as_is = False
-            elif not cap[level] > 0.0:
+            elif not cap > 0.0:
                 as_is = False
             if joined:
-                if own:
+                if law.own:
                     added = e3 * b * (total - b + (least_use if e3 >= 0 else most_use))
                 else:
                     added = 0.0 if e3 >= 0 else e3 * product
-                if not max(0.0, grown + added) < cap[level]:
+                if not max(0.0, grown + added) < cap:
                     joined = False
         rest >>= 1
         level += 1
@@ -64,112 +100,114 @@ def _in_time(members, use, cap, more, least_use, most_use, e1, e2, e3, own):
 
 
 @njit(cache=True)
-def _close_level(
-    level, modules, count, gpus, members, quota, opened, order, use, cap, need, least_use,
-    most_use, steps, interference, own, spread,
-):
+def _close_level(level, levels, classes, pool, spread):
     """Whether the classes at ``level``, where that many modules are placed, may still do.
 
     Notes which classes may be joined and in which order: fullest first (best fit) or emptiest
     first, which spreads out who disturbs whom.
     """
-    e1, e2, e3 = interference
+    unplaced = level < len(levels) - 1
     free = 0
-    for t in range(count[level]):
-        opened[level, t] = True
-        if members[level, t]:
+    for t in range(levels[level].classes):
+        of = classes[level, t]
+        of.opened = True
+        if of.members:
             as_is, joined = _in_time(
-                members[level, t], use, cap, level < modules and quota[level, t] < steps,
-                least_use[level], most_use[level], e1, e2, e3, own,
+                of.members, levels, unplaced and of.quota < pool.steps, level, pool.law
             )
             if not as_is and not joined:
                 return False
-            opened[level, t] = joined
-        if opened[level, t]:
-            free += gpus[level, t] * (steps - quota[level, t])
-    if free < need[level]:
+            of.opened = joined
+        if of.opened:
+            free += of.gpus * (pool.steps - of.quota)
+    if free < levels[level].need:
         return False
-    for a in range(count[level]):
-        order[level, a] = a
-        for b in range(a, 0, -1):
-            before, here = quota[level, order[level, b - 1]], quota[level, order[level, b]]
-            if (here >= before) if spread else (here <= before):
+    for a in range(levels[level].classes):
+        quota = classes[level, a].quota
+        b = a
+        while b > 0:
+            before = classes[level, b - 1].order
+            there = classes[level, before].quota
+            if (quota >= there) if spread else (quota <= there):
                 break
-            order[level, b - 1], order[level, b] = order[level, b], order[level, b - 1]
+            classes[level, b].order = before
+            b -= 1
+        classes[level, b].order = a
     return True
 
 
 @njit(cache=True)
-def _search(
-    count, gpus, members, quota, memory, options, option_count, use_of, cap_of, memory_of, chosen,
-    need, least_use, most_use, use, cap, first, steps, limit, interference, own, spread,
-    node_limit,
-):
+def _write(classes, level, written, of, gpus):
+    """So many GPUs of a class stay as they are: class ``written`` of the next row."""
+    new = classes[level + 1, written]
+    new.gpus, new.members, new.quota, new.memory = gpus, of.members, of.quota, of.memory
+
+
+@njit(cache=True)
+def _may_join(level, of, option, levels, pool):
+    """Whether a replica of the module at ``level`` may go on GPUs of a class."""
+    quota = of.quota + option.quota
+    if not of.opened or quota > pool.steps or of.memory + option.memory > pool.memory:
+        return False
+    as_is, joined = _in_time(
+        of.members | (1 << level), levels, level + 2 < len(levels) and quota < pool.steps,
+        level + 1, pool.law,
+    )
+    return as_is or joined
+
+
+@njit(cache=True)
+def _search(first, levels, classes, options, pool, spread, node_limit):
     """Depth first over options and, per class of GPUs, how many get a replica.
 
-    Modules below level ``first`` stay where row ``first`` has them. Row ``level`` of the classes
-    is how they are before the module at ``level`` is placed; its decisions write row
-    ``level + 1``. Returns what :func:`pack` does, and nodes.
+    Modules below level ``first`` stay where row ``first`` has them. Returns what :func:`pack`
+    does, and nodes.
     """
-    modules, width = option_count.shape[0], gpus.shape[1]
-    e1, e2, e3 = interference
-    opened = np.zeros((modules + 1, width), np.bool_)
-    order = np.zeros((modules + 1, width), np.int64)
-    taken = np.zeros((modules, width), np.int64)
-    left_at = np.zeros((modules, width), np.int64)
-    written_at = np.zeros((modules, width), np.int64)
-    decided = np.zeros(modules, np.int64)
+    modules = len(levels) - 1
     nodes, level, at, left, written = 0, first, 0, 0, 0
-    chosen[first] = -1
-    if not _close_level(
-        first, modules, count, gpus, members, quota, opened, order, use, cap, need, least_use,
-        most_use, steps, interference, own, spread,
-    ):
+    levels[first].option = -1
+    if not _close_level(first, levels, classes, pool, spread):
         return IMPOSSIBLE, nodes
     next_option, back = True, False
     while True:
+        now = levels[level]
         if next_option:
             next_option = False
-            chosen[level] += 1
-            if chosen[level] == option_count[level]:
+            now.option += 1
+            option = options[level, now.option]
+            if option.degree == 0:
                 level -= 1
                 if level < first:
                     return IMPOSSIBLE, nodes
+                now = levels[level]
                 back = True
             else:
-                use[level] = use_of[level, chosen[level]]
-                cap[level] = cap_of[level, chosen[level]]
-                at, left, written = 0, options[level, chosen[level], 0], 0
+                now.use, now.cap = option.use, option.cap
+                at, left, written = 0, option.degree, 0
         if back:
             back = False
-            at = decided[level] - 1
-            while at >= 0 and taken[level, at] == 0:
+            at = now.decided - 1
+            while at >= 0 and classes[level, at].taken == 0:
                 at -= 1
             if at < 0:
                 next_option = True
                 continue
-            taken[level, at] -= 1
+            classes[level, at].taken -= 1
         elif left == 0:
             # All replicas are placed: the classes left over stay as they are.
-            decided[level] = at
-            for a in range(at, count[level]):
-                t = order[level, a]
-                gpus[level + 1, written] = gpus[level, t]
-                members[level + 1, written] = members[level, t]
-                quota[level + 1, written] = quota[level, t]
-                memory[level + 1, written] = memory[level, t]
+            now.decided = at
+            for a in range(at, now.classes):
+                of = classes[level, classes[level, a].order]
+                _write(classes, level, written, of, of.gpus)
                 written += 1
-            count[level + 1] = written
-            if not _close_level(
-                level + 1, modules, count, gpus, members, quota, opened, order, use, cap, need,
-                least_use, most_use, steps, interference, own, spread,
-            ):
+            levels[level + 1].classes = written
+            if not _close_level(level + 1, levels, classes, pool, spread):
                 back = True
                 continue
             level += 1
             if level == modules:
                 return FOUND, nodes
-            chosen[level] = -1
+            levels[level].option = -1
             next_option = True
             continue
         else:
@@ -177,205 +215,132 @@ def _search(
             if nodes > node_limit:
                 return GAVE_UP, nodes
             have = 0
-            for a in range(at, count[level]):
-                have += gpus[level, order[level, a]]
+            for a in range(at, now.classes):
+                have += classes[level, classes[level, a].order].gpus
             if have < left:
-                decided[level] = at
+                now.decided = at
                 back = True
                 continue
-            t, option = order[level, at], chosen[level]
-            q = options[level, option, 1]
-            fits = opened[level, t] and quota[level, t] + q <= steps
-            fits = fits and memory[level, t] + memory_of[level, option] <= limit
-            if fits:
-                as_is, joined = _in_time(
-                    members[level, t] | (1 << level), use, cap,
-                    level + 1 < modules and quota[level, t] + q < steps,
-                    least_use[level + 1], most_use[level + 1], e1, e2, e3, own,
-                )
-                fits = as_is or joined
-            taken[level, at] = min(gpus[level, t], left) if fits else 0
-            left_at[level, at], written_at[level, at] = left, written
-        t, option, some = order[level, at], chosen[level], taken[level, at]
-        left, written = left_at[level, at] - some, written_at[level, at]
+            place = classes[level, at]
+            of = classes[level, place.order]
+            joins = _may_join(level, of, options[level, now.option], levels, pool)
+            place.taken = min(of.gpus, left) if joins else 0
+            place.left, place.written = left, written
+        place, option = classes[level, at], options[level, now.option]
+        of, some = classes[level, place.order], place.taken
+        left, written = place.left - some, place.written
         if some:
-            gpus[level + 1, written] = some
-            members[level + 1, written] = members[level, t] | (1 << level)
-            quota[level + 1, written] = quota[level, t] + options[level, option, 1]
-            memory[level + 1, written] = memory[level, t] + memory_of[level, option]
+            _write(classes, level, written, of, some)
+            new = classes[level + 1, written]
+            new.members |= 1 << level
+            new.quota += option.quota
+            new.memory += option.memory
             written += 1
-        if some < gpus[level, t]:
-            gpus[level + 1, written] = gpus[level, t] - some
-            members[level + 1, written] = members[level, t]
-            quota[level + 1, written] = quota[level, t]
-            memory[level + 1, written] = memory[level, t]
+        if some < of.gpus:
+            _write(classes, level, written, of, of.gpus - some)
             written += 1
         at += 1
 
 
 @njit(cache=True)
-def _choices(
-    seconds, memory, bandwidth, entry, before, steps, limit, e1, e2, e3, own, relative,
-):
-    """Options of every module that may be done before ``before``, those that need little first.
-
-    Returns (K, O, 2) degree and quota, (K,) their number, and of each bandwidth use, cap of the
-    delay, memory, and the quota steps it takes from the pool at least: of whole GPUs where no
-    other module could join in time.
-    """
-    modules, degrees, _ = seconds.shape
-    most = degrees * steps
-    options = np.zeros((modules, most, 2), np.int64)
-    counts = np.zeros(modules, np.int64)
-    use = np.zeros((modules, most))
-    cap = np.zeros((modules, most))
-    bytes_of = np.zeros((modules, most), np.int64)
-    area = np.zeros((modules, most), np.int64)
-    monotone = e2 >= 0.0 and e3 >= 0.0
-    for m in range(modules):
-        # No delay exceeds this: everything on one GPU.
-        worst = 0.0
-        if monotone:
-            worst = max(0.0, e1 + e2 * modules + e3 * (modules if own else 1))
-        for j in range(degrees):
-            first = counts[m]
-            for q in range(1, steps + 1):
-                alone = seconds[m, j, q]
-                if not alone < before or memory[m, j] > limit:
-                    continue
-                slack = before / alone - 1.0 if relative else before - alone
-                if monotone:
-                    # The same GPUs with less quota, less bandwidth and as much slack (or more
-                    # than any delay) would do as well.
-                    dominated = False
-                    for o in range(first, counts[m]):
-                        if use[m, o] <= bandwidth[m, q] and cap[m, o] >= min(slack, worst + 1e-9):
-                            dominated = True
-                    if dominated:
-                        continue
-                o = counts[m]
-                options[m, o, 0] = 1 << j
-                options[m, o, 1] = q
-                use[m, o] = bandwidth[m, q]
-                cap[m, o] = slack
-                bytes_of[m, o] = memory[m, j]
-                shared = q < steps and entry[m, j, q] < before
-                area[m, o] = (1 << j) * (q if shared else steps)
-                counts[m] += 1
-        # By area, then by slack: insertion sort, stable.
-        for a in range(1, counts[m]):
-            for b in range(a, 0, -1):
-                if area[m, b] < area[m, b - 1]:
-                    for c in range(2):
-                        options[m, b, c], options[m, b - 1, c] = (
-                            options[m, b - 1, c], options[m, b, c],
-                        )
-                    use[m, b], use[m, b - 1] = use[m, b - 1], use[m, b]
-                    cap[m, b], cap[m, b - 1] = cap[m, b - 1], cap[m, b]
-                    bytes_of[m, b], bytes_of[m, b - 1] = bytes_of[m, b - 1], bytes_of[m, b]
-                    area[m, b], area[m, b - 1] = area[m, b - 1], area[m, b]
-                else:
-                    break
-    return options, counts, use, cap, bytes_of, area
+def _needs_of_later(levels, options, first):
+    """Write down what the modules from every level on need."""
+    modules = len(levels) - 1
+    for level in range(modules - 1, first - 1, -1):
+        now, after = levels[level], levels[level + 1]
+        least = after.least_use if level < modules - 1 else np.inf
+        most, o = 0.0, 0
+        while options[level, o].degree:
+            least = min(least, options[level, o].use)
+            most = max(most, options[level, o].use)
+            o += 1
+        now.need = after.need + options[level, 0].area
+        now.least_use, now.most_use = least, after.most_use + most
 
 
 @njit(cache=True)
-def pack(
-    seconds, memory, bandwidth, entry, before, pool, steps, limit, coefficients, own, relative,
-    spread, weights, kept, kept_gpus, kept_content, node_limit,
-):
+def _put_kept(kept, order, first, inputs, before, levels, classes):
+    """Put the modules that stay where they are, those at levels below ``first``; whether each of
+    them alone is in time."""
+    levels[first].classes = len(kept.gpus)
+    for t in range(len(kept.gpus)):
+        classes[first, t].gpus = kept.gpus[t]
+    for level in range(first):
+        m = order[level]
+        degree, quota = kept.chosen[m, 0], kept.chosen[m, 1]
+        j = 0
+        while 1 << j < degree:
+            j += 1
+        alone = inputs.seconds[m, j, quota]
+        if not alone < before:
+            return False
+        levels[level].use = inputs.bandwidth[m, quota]
+        levels[level].cap = before / alone - 1.0 if inputs.pool.law.relative else before - alone
+        for t in range(len(kept.gpus)):
+            if kept.content[t] >> m & 1:
+                of = classes[first, t]
+                of.members |= 1 << level
+                of.quota += quota
+                of.memory += inputs.memory[m, j]
+    return True
+
+
+@njit(cache=True)
+def pack(inputs, before, spread, weights, kept, node_limit):
     """Options and GPUs for modules such that each is done before ``before``.
 
     Args:
-        seconds: (K, J, steps + 1) alone, by module, log2 of the degree and quota.
-        memory: (K, J) int64, bytes on each GPU.
-        bandwidth: (K, steps + 1) share of the bandwidth.
-        entry: (K, J, steps + 1) lower bounds of seconds beside any other module.
+        inputs: the stage's :class:`StageInputs`.
         before: seconds; strictly.
-        pool, steps, limit: GPUs, quota steps of each, bytes of each.
-        coefficients: (3,) e1, e2, e3 of eq. 8.
-        own, relative: the interference's coupling and unit.
         spread: place on emptier GPUs first.
         weights: (K,) modules are placed in order of what they need at least, times this.
-        kept: (K, 2) degree and quota of modules that stay where they are; 0 for the others.
-        kept_gpus, kept_content: (C,) classes of GPUs: how many, and which of those modules are
-            there, as bits. (``[pool]`` and ``[0]`` for none.)
+        kept: a :class:`Packed` with the modules that stay where they are.
         node_limit: give up after so many placements tried.
 
     Returns:
         FOUND, IMPOSSIBLE (proven; where modules stay, for as they stay) or GAVE_UP; nodes used;
-        (K, 2) degree and quota of every module; and the classes of GPUs: (C,) how many, (C,)
-        which modules, as bits.
+        and the :class:`Packed` of all modules, which is of none where it is not FOUND.
     """
-    e1, e2, e3 = coefficients
-    modules = seconds.shape[0]
-    options, counts, use_of, cap_of, bytes_of, area = _choices(
-        seconds, memory, bandwidth, entry, before, steps, limit, e1, e2, e3, own, relative
-    )
-    solution = np.zeros((modules, 2), np.int64)
-    nothing = np.zeros(0, np.int64)
-    least = np.zeros(modules, np.int64)
-    first = 0
+    modules, pool = inputs.seconds.shape[0], inputs.pool
+    options = placement_options(inputs, before)
+    none = np.zeros(0, np.int64)
+    nothing = Packed(np.zeros((modules, 2), np.int64), none, none)
+    keys = np.empty(modules)
+    area, first = 0, 0
     for m in range(modules):
-        if not counts[m]:
-            return IMPOSSIBLE, 0, solution, nothing, nothing
-        least[m] = area[m, 0]
-        first += kept[m, 0] > 0
-    if least.sum() > pool * steps or first == modules:
-        return IMPOSSIBLE, 0, solution, nothing, nothing
+        if not options[m, 0].degree:
+            return IMPOSSIBLE, 0, nothing
+        area += options[m, 0].area
+        keys[m] = -(options[m, 0].area * weights[m])
+        if kept.chosen[m, 0] > 0:
+            keys[m] = -np.inf
+            first += 1
+    if area > pool.gpus * pool.steps or first == modules:
+        return IMPOSSIBLE, 0, nothing
     # Those that stay come first, then those that need most.
-    order = np.argsort(np.where(kept[:, 0] > 0, -np.inf, -(least * weights)), kind="mergesort")
-    use, cap = np.zeros(modules), np.zeros(modules)
-    bytes_kept = np.zeros(modules, np.int64)
-    for level in range(first):
-        m = order[level]
-        j = 0
-        while 1 << j < kept[m, 0]:
-            j += 1
-        alone = seconds[m, j, kept[m, 1]]
-        if not alone < before:
-            return IMPOSSIBLE, 0, solution, nothing, nothing
-        use[level] = bandwidth[m, kept[m, 1]]
-        cap[level] = before / alone - 1.0 if relative else before - alone
-        bytes_kept[level] = memory[m, j]
-    options, counts, use_of = options[order], counts[order], use_of[order]
-    cap_of, bytes_of = cap_of[order], bytes_of[order]
-    need = np.zeros(modules + 1, np.int64)
-    least_use = np.full(modules + 1, np.inf)
-    most_use = np.zeros(modules + 1)
-    for level in range(modules - 1, first - 1, -1):
-        need[level] = need[level + 1] + least[order[level]]
-        uses = use_of[level, : counts[level]]
-        least_use[level] = min(least_use[level + 1], uses.min())
-        most_use[level] = most_use[level + 1] + uses.max()
-    least_use[modules] = 0.0
-    width = pool + 1
-    count = np.zeros(modules + 1, np.int64)
-    gpus = np.zeros((modules + 1, width), np.int64)
-    members = np.zeros((modules + 1, width), np.int64)
-    quota = np.zeros((modules + 1, width), np.int64)
-    used = np.zeros((modules + 1, width), np.int64)
-    count[first] = len(kept_gpus)
-    for t in range(len(kept_gpus)):
-        gpus[first, t] = kept_gpus[t]
-        for level in range(first):
-            if kept_content[t] >> order[level] & 1:
-                members[first, t] |= 1 << level
-                quota[first, t] += kept[order[level], 1]
-                used[first, t] += bytes_kept[level]
-    chosen = np.zeros(modules, np.int64)
-    result, tried = _search(
-        count, gpus, members, quota, used, options, counts, use_of, cap_of, bytes_of, chosen, need,
-        least_use, most_use, use, cap, first, steps, limit, coefficients, own, spread, node_limit,
-    )
+    order = np.argsort(keys, kind="mergesort")
+    options = options[order]
+    levels = np.zeros(modules + 1, LEVEL)
+    classes = np.zeros((modules + 1, pool.gpus + 1), CLASS)
+    if not _put_kept(kept, order, first, inputs, before, levels, classes):
+        return IMPOSSIBLE, 0, nothing
+    _needs_of_later(levels, options, first)
+    result, nodes = _search(first, levels, classes, options, pool, spread, node_limit)
     if result != FOUND:
-        return result, tried, solution, nothing, nothing
-    classes = count[modules]
-    content = np.zeros(classes, np.int64)
+        return result, nodes, nothing
+    count = levels[modules].classes
+    chosen = np.zeros((modules, 2), np.int64)
+    gpus, content = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    for t in range(count):
+        gpus[t] = classes[modules, t].gpus
     for level in range(modules):
         m = order[level]
-        solution[m] = kept[m] if level < first else options[level, chosen[level]]
-        for t in range(classes):
-            if members[modules, t] >> level & 1:
-                content[t] |= 1 << order[level]
-    return result, tried, solution, gpus[modules, :classes].copy(), content
+        if level < first:
+            chosen[m] = kept.chosen[m]
+        else:
+            option = options[level, levels[level].option]
+            chosen[m, 0], chosen[m, 1] = option.degree, option.quota
+        for t in range(count):
+            if classes[modules, t].members >> level & 1:
+                content[t] |= 1 << m
+    return result, nodes, Packed(chosen, gpus, content)

@@ -9,6 +9,7 @@ from numba import njit
 
 from raymm.scheduler.multiplex.interference import Interference
 from raymm.scheduler.multiplex.problem import MappingProblem
+from raymm.scheduler.multiplex.solver.stage_packing import InterferenceLaw
 
 CHUNK_BITS = 10
 # Shares of bandwidth in the weights of the bounds (quota has the rest), and their unit: parts of a
@@ -57,22 +58,30 @@ def _least_delay(model: Interference, own: float, peers: list[np.ndarray]) -> fl
 
 
 @njit(cache=True)
-def shared_weight(
-    quota, steps, own_use, cap, constant, additive, product, own, mix
-):
+def shared_weight(quota, steps, own_use, cap, law, mix):
     """Part of a GPU that a replica takes beside others at least.
 
     On a GPU of at least two modules with bandwidths of sum S, eq. 8 says that module i's delay is
     at least ``e1 + e2 S`` (with its own coupling, ``e1 - e3 B_i^2 + (e2 + e3 B_i) S``), so that it
     is in time only if S is at most some C_i. Hence the sum over them of ``B_i / C_i`` is at most
     S / min(C) <= 1, as is that of their quotas; and so is that of any mix of both.
+
+    Args:
+        quota, steps: of the replica, and of a whole GPU.
+        own_use: B_i, share of the bandwidth.
+        cap: the delay that it can bear, in the law's unit.
+        law: an :class:`InterferenceLaw`.
+        mix: share of bandwidth in the weight, from 0 to 1; quota has the rest.
+
+    Returns:
+        The part, from 0 to 1.
     """
-    if own:
-        slope = additive + product * own_use
-        most = cap - constant + product * own_use * own_use
+    if law.own:
+        slope = law.additive + law.product * own_use
+        most = cap - law.constant + law.product * own_use * own_use
     else:
-        slope = additive
-        most = cap - constant - min(0.0, product) * own_use
+        slope = law.additive
+        most = cap - law.constant - min(0.0, law.product) * own_use
     share = 0.0
     if slope > 0.0:
         share = 1.0 if most <= own_use * slope else own_use * slope / most
@@ -80,9 +89,8 @@ def shared_weight(
 
 
 @njit(cache=True)
-def _needs(seconds, entry, bandwidth, grid, mixes, units, coefficients, own, relative):
+def _needs(seconds, entry, bandwidth, grid, mixes, units, law):
     """(K, M, V) units of the pool that module m needs at least to be done by each of ``grid``."""
-    constant, additive, product = coefficients
     modules, degrees, columns = seconds.shape
     steps = columns - 1
     result = np.full((len(mixes), modules, len(grid)), (units << degrees) + 1, np.int32)
@@ -96,12 +104,9 @@ def _needs(seconds, entry, bandwidth, grid, mixes, units, coefficients, own, rel
                 if q == steps:
                     continue
                 for v in range(np.searchsorted(grid, entry[m, j, q]), len(grid)):
-                    cap = grid[v] / alone - 1.0 if relative else grid[v] - alone
+                    cap = grid[v] / alone - 1.0 if law.relative else grid[v] - alone
                     for k in range(len(mixes)):
-                        part = shared_weight(
-                            q, steps, bandwidth[m, q], cap, constant, additive, product, own,
-                            mixes[k],
-                        )
+                        part = shared_weight(q, steps, bandwidth[m, q], cap, law, mixes[k])
                         need = int((units << j) * part * (1.0 - 1e-12))
                         result[k, m, v] = min(result[k, m, v], need)
     return result
@@ -152,11 +157,6 @@ class StageBounds:
         self.problem = problem
         self.entry = entry_seconds(problem)
         self.pool = problem.gpus * UNITS
-        law = problem.interference
-        self._law = (
-            np.array([law.constant, law.additive, law.product]), law.coupling == "own",
-            law.unit == "relative",
-        )
         self._single: dict[int, float] = {}
 
     @cached_property
@@ -170,7 +170,7 @@ class StageBounds:
         """(K, C, 2^k, V) what every set of modules of a chunk needs."""
         need = _needs(
             self.problem.seconds, self.entry, self.problem.bandwidth, self.grid, np.array(MIXES),
-            UNITS, *self._law,
+            UNITS, InterferenceLaw.of(self.problem.interference),
         )
         size = min(CHUNK_BITS, need.shape[1])
         chunks = -(-need.shape[1] // CHUNK_BITS)

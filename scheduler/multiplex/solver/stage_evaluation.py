@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from raymm.scheduler.multiplex.mapping import Placement
 from raymm.scheduler.multiplex.problem import MappingProblem, bits
 from raymm.scheduler.multiplex.solver.packing import FOUND, IMPOSSIBLE
-from raymm.scheduler.multiplex.solver.repacking import class_seconds, repack
 from raymm.scheduler.multiplex.solver.stage_bounds import StageBounds
-from raymm.scheduler.multiplex.solver.stage_packing import StagePacking
-from raymm.scheduler.multiplex.solver.stage_search import least_seconds, pack_either
+from raymm.scheduler.multiplex.solver.stage_packing import (
+    InterferenceLaw,
+    Packed,
+    Pool,
+    StageInputs,
+    StagePacking,
+)
+from raymm.scheduler.multiplex.solver.stage_search import (
+    Repacking,
+    SearchEffort,
+    class_seconds,
+    least_seconds,
+    pack_either,
+    repack,
+)
 
 # Placements that one call of the search tries, first to find something good, then to prove.
 QUICK_NODES = 400
@@ -86,9 +97,8 @@ class StageEvaluator:
         self.results: dict[int, StageResult] = {}
         self.searches = 0
         self._probed: dict[int, StageResult] = {}
-        self._arguments: dict[int, tuple[Any, ...]] = {}
-        model = problem.interference
-        self._coefficients = np.array([model.constant, model.additive, model.product])
+        self._inputs_of: dict[int, StageInputs] = {}
+        self._law = InterferenceLaw.of(problem.interference)
         self._memory = np.where(problem.memory < 0, NO_LIMIT, problem.memory)
 
     def result(self, stage: int) -> StageResult:
@@ -147,13 +157,12 @@ class StageEvaluator:
         if known.packing is None:
             self._ask_stop()
             modules = list(bits(stage))
-            arguments: tuple[Any, ...] = (
-                *self._inputs(stage), self.bounds.grid, known.bound, QUICK_NODES, self.nodes,
-                LAST_RESORT * self.nodes, ROUNDING,
+            effort = SearchEffort(QUICK_NODES, self.nodes, LAST_RESORT * self.nodes, ROUNDING)
+            seconds, bound, searches, packed = least_seconds(
+                self._inputs(stage), self.bounds.grid, known.bound, effort
             )
-            seconds, bound, searches, *packed = least_seconds(*arguments)
             self.searches += searches
-            packing = self._packing(modules, *packed) if np.isfinite(seconds) else None
+            packing = self._packing(modules, packed) if np.isfinite(seconds) else None
             found = StageResult(float(seconds), float(bound), packing, self.nodes)
         else:
             found = self._narrowed(stage, known, self.nodes)
@@ -167,17 +176,12 @@ class StageEvaluator:
     ) -> StageResult:
         """Placements that take less time, where the stage is too large to search completely."""
         if known.packing is not None and not known.exact:
-            packed, inputs = known.packing, self._inputs(stage)
-            arguments: tuple[Any, ...] = (
-                *inputs, packed.chosen, packed.gpus, packed.content, RESTARTS, replacements,
-                *REPLACED, JITTER, ROUNDING, nodes, stage % SEEDS,
-            )
-            chosen, gpus, content = repack(*arguments)
-            seconds = float(class_seconds(
-                inputs[0], inputs[2], chosen, gpus, content, *inputs[7:]
-            ).max())
+            inputs = self._inputs(stage)
+            effort = Repacking(RESTARTS, replacements, *REPLACED, JITTER, ROUNDING, nodes)
+            packed = repack(inputs, known.packing.packed, effort, stage % SEEDS)
+            seconds = float(class_seconds(inputs, packed).max())
             if seconds < known.seconds:
-                packing = self._packing(list(bits(stage)), chosen, gpus, content)
+                packing = self._packing(list(bits(stage)), packed)
                 known = replace(known, seconds=seconds, packing=packing)
         return known
 
@@ -216,30 +220,26 @@ class StageEvaluator:
         """Placements done before the given seconds, or why there are none."""
         self._ask_stop()
         self.searches += 1
-        arguments: tuple[Any, ...] = (*self._inputs(stage), before, nodes)
-        outcome, seconds, *packed = pack_either(*arguments)
+        outcome, seconds, packed = pack_either(self._inputs(stage), before, nodes)
         if outcome != FOUND:
             return outcome
-        return StageResult(float(seconds), 0.0, self._packing(list(bits(stage)), *packed))
+        return StageResult(float(seconds), 0.0, self._packing(list(bits(stage)), packed))
 
     def _ask_stop(self) -> None:
         if self.stop is not None and self.stop():
             raise Interrupted
 
-    def _inputs(self, stage: int) -> tuple[Any, ...]:
+    def _inputs(self, stage: int) -> StageInputs:
         """The problem's part of the arguments of the searches."""
-        known = self._arguments.get(stage)
+        known = self._inputs_of.get(stage)
         if known is None:
-            problem, model, modules = self.problem, self.problem.interference, list(bits(stage))
+            problem, modules = self.problem, list(bits(stage))
             limit = NO_LIMIT - 1 if problem.memory_bytes is None else problem.memory_bytes
-            known = self._arguments[stage] = (
+            known = self._inputs_of[stage] = StageInputs(
                 problem.seconds[modules], self._memory[modules], problem.bandwidth[modules],
-                self.bounds.entry[modules], problem.gpus, problem.steps, limit, self._coefficients,
-                model.coupling == "own", model.unit == "relative",
+                self.bounds.entry[modules], Pool(problem.gpus, problem.steps, limit, self._law),
             )
         return known
 
-    def _packing(
-        self, modules: list[int], chosen: np.ndarray, gpus: np.ndarray, content: np.ndarray
-    ) -> StagePacking:
-        return StagePacking(tuple(self.problem.names[m] for m in modules), chosen, gpus, content)
+    def _packing(self, modules: list[int], packed: Packed) -> StagePacking:
+        return StagePacking(tuple(self.problem.names[m] for m in modules), packed)

@@ -1,47 +1,104 @@
-"""The least seconds of a stage by searches for placements in time, compiled."""
+"""The least seconds of a stage, compiled: by searches for placements in time; where a stage is too
+large to search completely, by taking a few modules out and placing them again."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 
-from raymm.scheduler.multiplex.solver.packing import FOUND, IMPOSSIBLE, pack
-from raymm.scheduler.multiplex.solver.repacking import class_seconds
+from raymm.scheduler.multiplex.solver.packing import FOUND, IMPOSSIBLE, nothing_placed, pack
+from raymm.scheduler.multiplex.solver.stage_packing import Packed
+
+
+class SearchEffort(NamedTuple):
+    """Placements that one search may try.
+
+    Attributes:
+        quick_nodes: at first.
+        node_limit: at last.
+        last_resort: where nothing is found on the whole grid.
+        rounding: seconds that are less by no more than this, relatively, are not better.
+    """
+
+    quick_nodes: int
+    node_limit: int
+    last_resort: int
+    rounding: float
+
+
+class Repacking(NamedTuple):
+    """How long and how to try.
+
+    Attributes:
+        restarts: new beginnings.
+        replacements: tries to place some again since the last that helped.
+        least_out, most_out: how many modules are taken out.
+        jitter: how much the order varies: standard deviation of a log-normal factor.
+        rounding: less than this, relatively, is not better.
+        node_limit: of every search.
+    """
+
+    restarts: int
+    replacements: int
+    least_out: int
+    most_out: int
+    jitter: float
+    rounding: float
+    node_limit: int
 
 
 @njit(cache=True)
-def pack_either(
-    seconds, memory, bandwidth, entry, pool, steps, limit, coefficients, own, relative, before,
-    node_limit,
-):
-    """:func:`raymm.scheduler.multiplex.solver.packing.pack` on fuller GPUs first, and if that
-    gives up on emptier ones first: what it returns, with the placements' seconds instead of
-    nodes."""
-    modules = seconds.shape[0]
-    nobody, weights = np.zeros((modules, 2), np.int64), np.ones(modules)
-    everything, empty = np.array([pool]), np.zeros(1, np.int64)
-    result, _, chosen, gpus, content = pack(
-        seconds, memory, bandwidth, entry, before, pool, steps, limit, coefficients, own, relative,
-        False, weights, nobody, everything, empty, node_limit,
-    )
+def class_seconds(inputs, packed):
+    """(K,) of every module beside the others (eq. 7), as
+    :func:`raymm.scheduler.multiplex.mapping.module_seconds` but for the order of sums."""
+    law, bandwidth = inputs.pool.law, inputs.bandwidth
+    chosen, gpus, content = packed
+    modules = len(chosen)
+    delay = np.zeros(modules)
+    for t in range(len(gpus)):
+        total, product, count = 0.0, 1.0, 0
+        for m in range(modules):
+            if content[t] >> m & 1:
+                total += bandwidth[m, chosen[m, 1]]
+                product *= bandwidth[m, chosen[m, 1]]
+                count += 1
+        if count < 2:
+            continue
+        for m in range(modules):
+            if content[t] >> m & 1:
+                b = bandwidth[m, chosen[m, 1]]
+                coupled = b * (total - b) if law.own else product
+                delay[m] = max(
+                    delay[m], law.constant + law.additive * total + law.product * coupled
+                )
+    result = np.zeros(modules)
+    for m in range(modules):
+        j = 0
+        while 1 << j < chosen[m, 0]:
+            j += 1
+        alone = inputs.seconds[m, j, chosen[m, 1]]
+        result[m] = alone + delay[m] * (alone if law.relative else 1.0)
+    return result
+
+
+@njit(cache=True)
+def pack_either(inputs, before, node_limit):
+    """:func:`raymm.scheduler.multiplex.solver.packing.pack` of all modules, on fuller GPUs first,
+    and if that gives up on emptier ones first: what it returns, with the placements' seconds
+    instead of nodes."""
+    modules = inputs.seconds.shape[0]
+    nobody, weights = nothing_placed(modules, inputs.pool.gpus), np.ones(modules)
+    result, _, packed = pack(inputs, before, False, weights, nobody, node_limit)
     if result != FOUND and result != IMPOSSIBLE:
-        result, _, chosen, gpus, content = pack(
-            seconds, memory, bandwidth, entry, before, pool, steps, limit, coefficients, own,
-            relative, True, weights, nobody, everything, empty, node_limit,
-        )
-    found = np.inf
-    if result == FOUND:
-        found = class_seconds(
-            seconds, bandwidth, chosen, gpus, content, coefficients, own, relative
-        ).max()
-    return result, found, chosen, gpus, content
+        result, _, packed = pack(inputs, before, True, weights, nobody, node_limit)
+    seconds = class_seconds(inputs, packed).max() if result == FOUND else np.inf
+    return result, seconds, packed
 
 
 @njit(cache=True)
-def least_seconds(
-    seconds, memory, bandwidth, entry, pool, steps, limit, coefficients, own, relative, grid, bound,
-    quick_nodes, node_limit, last_resort, rounding,
-):
+def least_seconds(inputs, grid, bound, effort):
     """Placements that take little time, and a lower bound.
 
     Upwards from the bound over the grid of seconds at which options appear, in growing strides,
@@ -49,67 +106,128 @@ def least_seconds(
     proven that nothing is, or a search gives up.
 
     Args:
-        seconds to relative: as of :func:`pack_either`.
+        inputs: the stage's :class:`StageInputs`.
         grid: (V,) seconds, ascending.
         bound: no placements take less.
-        quick_nodes, node_limit, last_resort: effort of a search at first, at last, and where
-            nothing is found on the whole grid.
-        rounding: less than this, relatively, is not better.
+        effort: a :class:`SearchEffort`.
 
     Returns:
         Seconds (infinite if nothing was found), bound (infinite if there is nothing), searches,
-        (K, 2), (C,), (C,) as of ``pack``.
+        and a :class:`Packed`.
     """
-    chosen = np.zeros((seconds.shape[0], 2), np.int64)
-    gpus, content = np.zeros(0, np.int64), np.zeros(0, np.int64)
+    packed = nothing_placed(inputs.seconds.shape[0], inputs.pool.gpus)
     best, searches = np.inf, 0
     low = np.searchsorted(grid, bound)
     at, stride = low, 1
     while best == np.inf and at < len(grid):
         searches += 1
-        result, found, new, new_gpus, new_content = pack_either(
-            seconds, memory, bandwidth, entry, pool, steps, limit, coefficients, own, relative,
-            np.nextafter(grid[at], np.inf), quick_nodes,
-        )
+        before = np.nextafter(grid[at], np.inf)
+        result, found, placed = pack_either(inputs, before, effort.quick_nodes)
         if result == FOUND:
-            best, chosen, gpus, content = found, new, new_gpus, new_content
+            best, packed = found, placed
             break
         at = max(min(at + stride, len(grid) - 1), at + 1)
         stride *= 2
     if best == np.inf:
         searches += 1
-        result, best, chosen, gpus, content = pack_either(
-            seconds, memory, bandwidth, entry, pool, steps, limit, coefficients, own, relative,
-            np.inf, last_resort,
-        )
+        result, best, packed = pack_either(inputs, np.inf, effort.last_resort)
         if result != FOUND:
-            lower = np.inf if result == IMPOSSIBLE else bound
-            return np.inf, lower, searches, chosen, gpus, content
+            return np.inf, np.inf if result == IMPOSSIBLE else bound, searches, packed
     high = np.searchsorted(grid, best)
     while low < high:
         middle = (low + high) // 2
         searches += 1
-        result, found, new, new_gpus, new_content = pack_either(
-            seconds, memory, bandwidth, entry, pool, steps, limit, coefficients, own, relative,
-            np.nextafter(grid[middle], np.inf), quick_nodes,
-        )
+        before = np.nextafter(grid[middle], np.inf)
+        result, found, placed = pack_either(inputs, before, effort.quick_nodes)
         if result == FOUND:
-            best, chosen, gpus, content = found, new, new_gpus, new_content
+            best, packed = found, placed
             high = min(middle, np.searchsorted(grid, best))
         else:
             if result == IMPOSSIBLE:
                 bound = max(bound, grid[middle])
             low = middle + 1
-    while best * (1.0 - rounding) > bound:
+    while best * (1.0 - effort.rounding) > bound:
         searches += 1
-        result, found, new, new_gpus, new_content = pack_either(
-            seconds, memory, bandwidth, entry, pool, steps, limit, coefficients, own, relative,
-            best * (1.0 - rounding), node_limit,
-        )
+        before = best * (1.0 - effort.rounding)
+        result, found, placed = pack_either(inputs, before, effort.node_limit)
         if result == FOUND:
-            best, chosen, gpus, content = found, new, new_gpus, new_content
+            best, packed = found, placed
         else:
             if result == IMPOSSIBLE:
                 bound = best
             break
-    return best, bound, searches, chosen, gpus, content
+    return best, bound, searches, packed
+
+
+@njit(cache=True)
+def repack(inputs, packed, effort, seed):
+    """Placements that take less time, as far as found.
+
+    First new beginnings, with modules in another order; then, until it has not helped for
+    ``effort.replacements`` times: the slowest module, some beside it and some others are taken out
+    and placed again by the exact search, so that all are faster than the slowest was.
+
+    Args:
+        inputs: the stage's :class:`StageInputs`.
+        packed: where to begin, a :class:`Packed` of all modules.
+        effort: a :class:`Repacking`.
+        seed: of all that is random.
+
+    Returns:
+        The best :class:`Packed`, which may be the first.
+    """
+    np.random.seed(seed)
+    modules = len(packed.chosen)
+    times = class_seconds(inputs, packed)
+    nobody = nothing_placed(modules, inputs.pool.gpus)
+    weights = np.ones(modules)
+    failed, turn = 0, 0
+    while failed < effort.replacements:
+        before = times.max() * (1.0 - effort.rounding)
+        for m in range(modules):
+            weights[m] = np.exp(effort.jitter * np.random.standard_normal())
+        kept = nobody
+        if turn >= effort.restarts:
+            kept = _without_some(packed, times.argmax(), effort)
+            failed += 1
+        result, _, found = pack(inputs, before, turn % 2 == 1, weights, kept, effort.node_limit)
+        turn += 1
+        if result == FOUND:
+            packed = found
+            times = class_seconds(inputs, packed)
+            failed = 0
+    return packed
+
+
+@njit(cache=True)
+def _without_some(packed, slowest, effort):
+    """What is left without the slowest module, some beside it and some others, at random."""
+    chosen, gpus, content = packed
+    modules = len(chosen)
+    near = 0
+    for t in range(len(gpus)):
+        if content[t] >> slowest & 1:
+            near |= content[t]
+    score = np.random.random(modules)
+    for m in range(modules):
+        if near >> m & 1:
+            score[m] *= 2.0
+    score[slowest] = 3.0
+    kept = chosen.copy()
+    out = 0
+    most = np.random.randint(effort.least_out, effort.most_out + 1)
+    for m in np.argsort(-score)[:most]:
+        kept[m, :] = 0
+        out |= 1 << m
+    # GPUs that the others leave alike are one class.
+    left_gpus, left_content = np.zeros_like(gpus), np.zeros_like(content)
+    classes = 0
+    for t in range(len(gpus)):
+        same = 0
+        while same < classes and left_content[same] != content[t] & ~out:
+            same += 1
+        if same == classes:
+            left_content[classes] = content[t] & ~out
+            classes += 1
+        left_gpus[same] += gpus[t]
+    return Packed(kept, left_gpus[:classes], left_content[:classes])

@@ -1,0 +1,81 @@
+"""Degrees and quotas with which a stage's modules may be done in time, compiled."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+PLACEMENT_OPTION = np.dtype([
+    ("degree", np.int64),  # 0: a module has no more options
+    ("quota", np.int64),
+    ("use", np.float64),  # share of the bandwidth
+    ("cap", np.float64),  # the delay at which it is no longer in time
+    ("memory", np.int64),  # bytes on each GPU
+    ("area", np.int64),  # quota steps that it takes from the pool at least
+], align=True)
+
+
+@njit(cache=True)
+def placement_options(inputs, before):
+    """Options of every module that may be done before ``before``, those that need little first.
+
+    Args:
+        inputs: the stage's :class:`StageInputs`.
+        before: seconds; strictly.
+
+    Returns:
+        (K, O) of :data:`PLACEMENT_OPTION`; a row ends with one of degree 0. What an option takes
+        from the pool at least is the area of whole GPUs where no other module could join in time.
+    """
+    seconds, memory, bandwidth, entry, pool = inputs
+    law, steps = pool.law, pool.steps
+    modules, degrees, _ = seconds.shape
+    options = np.zeros((modules, degrees * steps + 1), PLACEMENT_OPTION)
+    monotone = law.additive >= 0.0 and law.product >= 0.0
+    # No delay exceeds this: everything on one GPU.
+    worst = 0.0
+    if monotone:
+        together = modules if law.own else 1
+        worst = max(0.0, law.constant + law.additive * modules + law.product * together)
+    for m in range(modules):
+        count = 0
+        for j in range(degrees):
+            first = count
+            for q in range(1, steps + 1):
+                alone = seconds[m, j, q]
+                if not alone < before or memory[m, j] > pool.memory:
+                    continue
+                slack = before / alone - 1.0 if law.relative else before - alone
+                if monotone:
+                    # The same GPUs with less quota, less bandwidth and as much slack (or more
+                    # than any delay) would do as well.
+                    dominated = False
+                    enough = min(slack, worst + 1e-9)
+                    for o in range(first, count):
+                        if options[m, o].use <= bandwidth[m, q] and options[m, o].cap >= enough:
+                            dominated = True
+                    if dominated:
+                        continue
+                option = options[m, count]
+                option.degree, option.quota = 1 << j, q
+                option.use, option.cap = bandwidth[m, q], slack
+                option.memory = memory[m, j]
+                shared = q < steps and entry[m, j, q] < before
+                option.area = (1 << j) * (q if shared else steps)
+                count += 1
+        _sort_by_area(options[m], count)
+    return options
+
+
+@njit(cache=True)
+def _sort_by_area(options, count):
+    """By area, then as they were (by slack): insertion sort, stable, with the free place behind
+    the last."""
+    for a in range(1, count):
+        b = a
+        options[count] = options[a]
+        while b > 0 and options[count].area < options[b - 1].area:
+            options[b] = options[b - 1]
+            b -= 1
+        options[b] = options[count]
+    options[count].degree = 0
