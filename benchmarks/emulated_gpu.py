@@ -40,7 +40,8 @@ class SurfaceSeconds:
     def __call__(
         self, module: str, degree: int, quota: float, neighbours: Mapping[str, float]
     ) -> float:
-        """As of :class:`benchmarks.emulated_backend.Seconds`. Nodes that stand for nothing take no time."""
+        """As of :class:`benchmarks.emulated_backend.Seconds`. Nodes that stand for nothing take no
+        time."""
         if module not in self.slices:
             return 0.0
         problem, (name, part) = self.problem, self.slices[module]

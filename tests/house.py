@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("kernels", "scheduler", "actors", "raymm")
 MOST_FILES = 14  # of a room, beside an __init__.py that only says what the room is
 MOST_LINES = 540  # of a file
-MOST_FUNCTION_LINES = 115
+MOST_FUNCTION_LINES = 95
 
 # What a room may import, in the order in which the house stands: never what is below it here.
 # A package's name stands for all of its rooms.
