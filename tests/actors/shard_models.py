@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
+import parity_models as pm
 import torch
 import transformers as hf
 from torch import nn
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent / "parity")]
-
-import parity_models as pm  # noqa: E402
-
-from raymm.actors.modules.projector import Projector, ProjectorConfig  # noqa: E402
+from raymm.actors.modules.projector import Projector, ProjectorConfig
 
 
 def with_kv_heads(count: int) -> hf.LlamaConfig:

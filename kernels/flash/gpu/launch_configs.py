@@ -2,7 +2,7 @@
 
 By a table, not by trials at run time: autotuning would make two ranks that share a step
 choose differently, and needs a device. What decides is that nothing spills and shared memory
-fits on sm_90 (`tests/kernels/test_compile_gate.py` compiles every entry).
+fits on sm_90 (`tests/kernels/flash/test_compile_gate.py` compiles every entry).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from raymm.scheduler.plan.policy import ANY_DISTANCE, ONE_F_ONE_B, Policy, polic
 from raymm.scheduler.program.program import COMPUTE, FORWARDS, check_program
 from raymm.scheduler.schedule.lower import full_program, iteration_time, lower, settle
 from tests.scheduler.random_plans import contents, profiled_plans
-from tests.scheduler.test_bounds import chain
+from tests.scheduler.schedule.test_bounds import chain
 
 a_policy = st.builds(
     Policy,

@@ -87,7 +87,7 @@ def test_a_modality_may_not_take_a_text_columns_name():
 
 
 def test_the_readmes_configuration_is_one():
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    readme = (Path(__file__).parents[3] / "README.md").read_text()
     blocks = [yaml.safe_load(one) for one in re.findall(r"```yaml\n(.*?)```", readme, re.S)]
     (values,) = [block["data"] for block in blocks if "train" in block.get("data", {})]
     config = DataConfig(**values)

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers as hf
+from shard_models import mixtral, module_of, pm
 
-sys.path[:0] = [str(Path(__file__).resolve().parent)]
-
-from shard_models import mixtral, module_of, pm  # noqa: E402
-
-from raymm.actors.sharding.tensor_plan import plan_module, tensor_plan  # noqa: E402
-from raymm.actors.sharding.tensor_shard import shard_module  # noqa: E402
-from raymm.actors.weights.source import LiveSource  # noqa: E402
-from raymm.scheduler.plan.plan import PlanError  # noqa: E402
+from raymm.actors.sharding.tensor_plan import plan_module, tensor_plan
+from raymm.actors.sharding.tensor_shard import shard_module
+from raymm.actors.weights.source import LiveSource
+from raymm.scheduler.plan.plan import PlanError
 
 
 def test_who_holds_what() -> None:

@@ -2,19 +2,16 @@
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent)]
+import ray
+from ray.cluster_utils import Cluster
+from test_group import microbatch, model_of
 
-import ray  # noqa: E402
-from ray.cluster_utils import Cluster  # noqa: E402
-from test_group import microbatch, model_of  # noqa: E402
-
-from raymm.actors.faults import cluster_watch  # noqa: E402
-from raymm.errors import ClusterLostError  # noqa: E402
-from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec  # noqa: E402
+from raymm.actors.faults import cluster_watch
+from raymm.errors import ClusterLostError
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 
 # The test need not wait for a GCS that may be started anew.
 cluster_watch.GCS_TIMEOUT_S = 3.0

@@ -19,7 +19,7 @@ from raymm.scheduler.schedule.network import Network, Transfer, delays, edge_tra
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import StageCost, op_seconds
 from tests.scheduler.random_plans import contents, profiled_plans
-from tests.scheduler.test_bounds import chain
+from tests.scheduler.schedule.test_bounds import chain
 
 FREE = Link(0.0, math.inf)
 Edge = tuple[str, str]

@@ -11,7 +11,7 @@ from raymm.kernels.mask.tiles import key_runs, query_runs
 
 pytest.importorskip("triton")
 
-from raymm.kernels.flash.gpu.work_items import (  # noqa: E402
+from raymm.kernels.flash.gpu.work_items import (
     ITEM_TILES,
     choose_split,
     head_span,

@@ -213,7 +213,7 @@ def test_bombs_do_not_fill_the_memory(make_config, tmp_path):
     (tmp_path / "config.json").write_text(config.model_dump_json())
     done = subprocess.run(
         [sys.executable, "-c", _RUN, str(tmp_path / "config.json")], capture_output=True,
-        text=True, cwd=Path(__file__).parent, timeout=240,
+        text=True, cwd=Path(__file__).parents[1], timeout=240,
     )
     assert done.returncode == 0, done.stderr
     grown, decoded, skipped, unusable = json.loads(done.stdout.splitlines()[-1])

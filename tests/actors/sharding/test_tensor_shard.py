@@ -4,36 +4,30 @@ every gradient; whole, cut into stages, over several microbatches."""
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rank_processes import RankProcesses, rank_processes
+from shard_models import ENCODERS, FUSED, LANGUAGE, module_of, pm, projector
 from torch import nn
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "kernels")]
-
-from rank_processes import RankProcesses, rank_processes  # noqa: E402
-from shard_models import ENCODERS, FUSED, LANGUAGE, module_of, pm, projector  # noqa: E402
-
-from raymm.actors.executor.split_backward import backward_input  # noqa: E402
-from raymm.actors.modules.merge import Prepend  # noqa: E402
-from raymm.actors.modules.message import Message, MicrobatchContext  # noqa: E402
-from raymm.actors.modules.token_layout import MASKS  # noqa: E402
-from raymm.actors.probe.cut import probe_encoder, probe_language_model  # noqa: E402
-from raymm.actors.probe.tensor import probe_tensor  # noqa: E402
-from raymm.actors.sharding.tensor_plan import TensorPlan, tensor_plan  # noqa: E402
-from raymm.actors.sharding.tensor_shard import cut_tensor, shard_module  # noqa: E402
-from raymm.actors.stages.encoder import EncoderSpec, EncoderStage  # noqa: E402
-from raymm.actors.stages.language import LanguageSpec, LanguageStage  # noqa: E402
-from raymm.actors.weights.source import LiveSource  # noqa: E402
-from raymm.kernels.collectives.tensor_group import TensorGroup  # noqa: E402
-from raymm.model.multimodal import complete_microbatch, text_inputs  # noqa: E402
+from raymm.actors.executor.split_backward import backward_input
+from raymm.actors.modules.merge import Prepend
+from raymm.actors.modules.message import Message, MicrobatchContext
+from raymm.actors.modules.token_layout import MASKS
+from raymm.actors.probe.cut import probe_encoder, probe_language_model
+from raymm.actors.probe.tensor import probe_tensor
+from raymm.actors.sharding.tensor_plan import TensorPlan, tensor_plan
+from raymm.actors.sharding.tensor_shard import cut_tensor, shard_module
+from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
+from raymm.actors.stages.language import LanguageSpec, LanguageStage
+from raymm.actors.weights.source import LiveSource
+from raymm.kernels.collectives.tensor_group import TensorGroup
+from raymm.model.multimodal import complete_microbatch, text_inputs
 
 TOLERANCE = 1e-5
 BATCHES = (([7, 5], 1), ([3, 9], 2))

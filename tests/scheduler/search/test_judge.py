@@ -17,7 +17,7 @@ from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import op_seconds
 from raymm.scheduler.search.judge import Candidates, judge, step_timeline
 from raymm.scheduler.search.stage_space import StageSearchError
-from tests.scheduler.test_lower import any_plans, chain
+from tests.scheduler.schedule.test_lower import any_plans, chain
 
 NETWORKS = st.sampled_from([Network(), Network(Link(0.5, 10.0), Link(3.0, 2.0), 2)])
 

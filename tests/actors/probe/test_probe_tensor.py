@@ -4,28 +4,23 @@ projections are fused, and refuses by name what no plan fits."""
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from shard_models import FUSED, LANGUAGE, module_of, pm
 from torch import nn
 
-sys.path[:0] = [str(Path(__file__).resolve().parent)]
-
-from shard_models import FUSED, LANGUAGE, module_of, pm  # noqa: E402
-
-from raymm.actors.probe.cut import ProbeError  # noqa: E402
-from raymm.actors.probe.tensor import (  # noqa: E402
+from raymm.actors.probe.cut import ProbeError
+from raymm.actors.probe.tensor import (
     compare_shards,
     example_run,
     probe_tensor,
     run_whole,
 )
-from raymm.actors.sharding.tensor_plan import TensorPlan, plan_module, tensor_plan  # noqa: E402
-from raymm.actors.weights.source import LiveSource  # noqa: E402
+from raymm.actors.sharding.tensor_plan import TensorPlan, plan_module, tensor_plan
+from raymm.actors.weights.source import LiveSource
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3"])

@@ -1,23 +1,18 @@
 """Channels between two processes over gloo."""
 
-import sys
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from same_messages import check_equal
 
-sys.path[:0] = [str(Path(__file__).resolve().parent)]
-
-from same_messages import check_equal  # noqa: E402
-
-from raymm.actors.executor.channel import Link, RecvChannel, SendChannel  # noqa: E402
-from raymm.actors.faults.lost_processes import ChannelError, reporting_lost_processes  # noqa: E402
-from raymm.actors.modules.message import Message  # noqa: E402
-from raymm.actors.quota import ModuleError  # noqa: E402
-from raymm.kernels.collectives.waiting import wait  # noqa: E402
+from raymm.actors.executor.channel import Link, RecvChannel, SendChannel
+from raymm.actors.faults.lost_processes import ChannelError, reporting_lost_processes
+from raymm.actors.modules.message import Message
+from raymm.actors.quota import ModuleError
+from raymm.kernels.collectives.waiting import wait
 
 TIMEOUT = timedelta(seconds=20)
 CPU = torch.device("cpu")

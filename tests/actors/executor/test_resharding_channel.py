@@ -1,21 +1,16 @@
 """Channels between groups of processes over gloo: every byte once, sums exactly once."""
 
-import sys
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from same_messages import check_equal
 
-sys.path[:0] = [str(Path(__file__).resolve().parent)]
-
-from same_messages import check_equal  # noqa: E402
-
-from raymm.actors.executor.channel import Link, RecvChannel, SendChannel  # noqa: E402
-from raymm.actors.modules.message import Message  # noqa: E402
-from raymm.scheduler.plan.resharding import Resharding  # noqa: E402
+from raymm.actors.executor.channel import Link, RecvChannel, SendChannel
+from raymm.actors.modules.message import Message
+from raymm.scheduler.plan.resharding import Resharding
 
 TIMEOUT = timedelta(seconds=60)
 CPU = torch.device("cpu")

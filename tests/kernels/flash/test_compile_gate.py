@@ -12,7 +12,7 @@ import pytest
 if platform.system() != "Linux":
     pytest.skip("triton is for Linux", allow_module_level=True)
 
-from compiled_kernels import HEAD_DIMS, Launch, compilers, launches, recorded  # noqa: E402
+from compiled_kernels import HEAD_DIMS, Launch, compilers, launches, recorded
 
 SHARED_BYTES = 232_448
 """What a program may have on sm_90 (227 KB)."""

@@ -1,38 +1,32 @@
 """Encoders whose items' tokens are shared by several processes: real processes against the stage
 of a single one, and what is refused."""
 
-import sys
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
+import parity_models as pm
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
+from rank_processes import rank_processes
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent / "kernels"), str(HERE.parent / "parity")]
-
-import parity_models as pm  # noqa: E402
-from rank_processes import rank_processes  # noqa: E402
-
-from raymm.actors.executor.split_backward import backward_input  # noqa: E402
-from raymm.actors.modules.draws import Draws  # noqa: E402
-from raymm.actors.modules.message import Message, MicrobatchContext  # noqa: E402
-from raymm.actors.modules.projector import Projector, ProjectorConfig  # noqa: E402
-from raymm.actors.probe.cut import ProbeError, probe_encoder  # noqa: E402
-from raymm.actors.probe.items import probe_shared_items  # noqa: E402
-from raymm.actors.sharding.context_method import attend_over, choose  # noqa: E402
-from raymm.actors.stages.encoder import EncoderSpec, EncoderStage  # noqa: E402
-from raymm.actors.weights.source import ConfigSource, LiveSource  # noqa: E402
-from raymm.kernels.attention import attention  # noqa: E402
-from raymm.kernels.collectives.p2p import Exchange  # noqa: E402
-from raymm.kernels.context_parallel.call import ContextGroup  # noqa: E402
-from raymm.kernels.context_parallel.layout import ContextLayout  # noqa: E402
-from raymm.kernels.mask.patterns import causal, documents, full  # noqa: E402
+from raymm.actors.executor.split_backward import backward_input
+from raymm.actors.modules.draws import Draws
+from raymm.actors.modules.message import Message, MicrobatchContext
+from raymm.actors.modules.projector import Projector, ProjectorConfig
+from raymm.actors.probe.cut import ProbeError, probe_encoder
+from raymm.actors.probe.items import probe_shared_items
+from raymm.actors.sharding.context_method import attend_over, choose
+from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
+from raymm.actors.weights.source import ConfigSource, LiveSource
+from raymm.kernels.attention import attention
+from raymm.kernels.collectives.p2p import Exchange
+from raymm.kernels.context_parallel.call import ContextGroup
+from raymm.kernels.context_parallel.layout import ContextLayout
+from raymm.kernels.mask.patterns import causal, documents, full
 
 TOLERANCE = 1e-5
 WIDTH = 24  # of the projector's output
