@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import random
-import threading
 import time
 from dataclasses import dataclass
 
@@ -18,36 +16,14 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.emulated_backend import EmulatedBackend, EmulatedModule
 from raymm.actors.quota import (
     AccountingBackend,
-    ModuleError,
-    ModuleTimeoutError,
-    SideBySide,
     StreamPool,
     UndeclaredRandomnessError,
     Work,
-    check_no_shared_parameters,
-    side_by_side,
 )
-from raymm.actors.quota.generators import Turn
 from raymm.actors.quota.work import tensors_in
 from tests.actors.quota.one_after_another import one_after_another
 from tests.actors.quota.quota_spans import most_sms, seconds_together
-
-MODULES = ("vision", "audio", "touch")
-QUOTAS = {module: 0.33 for module in MODULES}
-# A rendezvous that never comes about fails the test instead of hanging it.
-MEET_SECONDS = 60
-
-
-@pytest.fixture
-def streams():
-    with StreamPool(AccountingBackend(), {"s": QUOTAS}) as pool:
-        yield pool.select("s")
-
-
-@pytest.fixture
-def side():
-    with SideBySide() as one:
-        yield one
+from tests.actors.quota.three_modules import MODULES, QUOTAS, meeting
 
 
 class Net(nn.Module):
@@ -143,11 +119,6 @@ def test_bit_identical_to_one_after_another(streams, side, seeded):
         for a, b in zip(found, wanted, strict=True):
             assert torch.equal(a, b)
     assert any(p.abs().sum() > 0 for p in wanted[-7:-1])
-
-
-def meeting(parties):
-    barrier = threading.Barrier(parties)
-    return lambda *_: barrier.wait(MEET_SECONDS) is not None
 
 
 def test_works_that_draw_nothing_run_at_the_same_time(streams, side):
@@ -292,236 +263,6 @@ def test_tensors_are_found_where_they_are_handed_over():
     a, b, c = (torch.zeros(i) for i in range(3))
     nested = [Message((a,), {"b": b}), {"c": (c, 3)}, "text", None, Message]
     assert [t.numel() for t in tensors_in(nested)] == [0, 1, 2]
-
-
-def test_a_backward_elsewhere_than_its_forward_is_refused(side):
-    pool = StreamPool(
-        AccountingBackend(),
-        {"s": QUOTAS, "t": {"vision": 0.5}, "u": {"vision": 0.33, "other": 0.5}},
-    )
-    out = side.run(pool.select("s"), {"vision": Work(lambda: 1)})["vision"]
-    ran = []
-    work = Work(ran.append, (1,), backward_of=out)
-    with pytest.raises(ValueError, match="backward of 'vision' is to run on .*'vision'.*same"):
-        side.run(pool.select("t"), {"vision": work})
-    assert not ran
-    side.run(pool.select("u"), {"vision": work})  # the same groups
-    assert ran == [1]
-
-
-def test_a_module_without_a_stream_is_refused(streams, side):
-    for run in (side.run, one_after_another):
-        with pytest.raises(ValueError, match="name module 'llm'; accepted: those of set 's'"):
-            run(streams, {"llm": Work(print)})
-
-
-def test_exceptions_name_the_module_after_all_have_ended(streams, side):
-    ended = []
-
-    def fails(text):
-        raise KeyError(text)
-
-    def slow():
-        time.sleep(0.02)
-        ended.append("audio")
-
-    works = {
-        "vision": Work(fails, ("a",), draws=False),
-        "audio": Work(slow, draws=False),
-        "touch": Work(fails, ("b",), draws=False),
-    }
-    with pytest.raises(ModuleError, match="module 'vision' failed: KeyError: 'a'") as caught:
-        side.run(streams, works)
-    assert ended == ["audio"]
-    assert caught.value.module == "vision" and isinstance(caught.value.__cause__, KeyError)
-    assert caught.value.__notes__ == ["module 'touch' failed as well: KeyError: 'b'"]
-    # Those that draw pass their turn on, and the threads can be used again.
-    ended.clear()
-    works = {"vision": Work(fails, ("a",)), "audio": Work(slow), "touch": Work(fails, ("b",))}
-    with pytest.raises(ModuleError, match="module 'vision' failed"):
-        side.run(streams, works)
-    assert ended == ["audio"]
-    assert side.run(streams, {"vision": Work(lambda: 3)})["vision"].get() == 3
-    with pytest.raises(ModuleError, match="module 'vision' failed: KeyError"):
-        one_after_another(streams, works)
-
-
-@pytest.mark.parametrize("draws", [False, True])
-def test_a_module_that_does_not_end_is_named(streams, draws):
-    side, release = SideBySide(timeout=0.05), threading.Event()
-    works = {
-        "vision": Work(lambda: 1, draws=False),
-        "audio": Work(lambda: release.wait(MEET_SECONDS), draws=draws),
-    }
-    try:
-        with pytest.raises(ModuleTimeoutError, match=r"'audio' did not end within 0\.05 s") as late:
-            side.run(streams, works)
-        assert late.value.modules == ("audio",)
-        with pytest.raises(RuntimeError, match="any more: modules 'audio' did not end"):
-            side.run(streams, {"vision": Work(lambda: 1)})
-    finally:
-        release.set()
-        side.close()
-
-
-def test_modules_that_wait_for_their_turn_are_not_taken_for_stuck(streams):
-    """At the end of the time the one that has the generators does not end."""
-    side, release = SideBySide(timeout=0.05), threading.Event()
-    begun = {m: Work(lambda: release.wait(MEET_SECONDS)) for m in ("audio", "vision")}
-    turns = []
-
-    class Patient(Turn):
-        def __init__(self, before, timeout):  # waits on where the others time out
-            super().__init__(before, MEET_SECONDS)
-            turns.append(self)
-
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(side_by_side, "Turn", Patient)
-            with pytest.raises(ModuleTimeoutError) as late:
-                side.run(streams, begun)
-        assert late.value.modules == ("audio",)
-        assert [turn.entered for turn in turns] == [True, False]
-    finally:
-        release.set()
-        side.close()
-
-
-@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "5", None, True])
-def test_timeouts_that_cannot_be_are_refused(timeout):
-    with pytest.raises(ValueError, match="accepted: a positive number of seconds"):
-        SideBySide(timeout=timeout)
-
-
-def test_threads_end_with_an_object_that_nobody_closed(streams):
-    side = SideBySide()
-    side.run(streams, {m: Work(lambda: 1, draws=False) for m in MODULES})
-    threads = [t for t in threading.enumerate() if t.name in names()]
-    assert len(threads) == len(MODULES)
-    del side
-    for thread in threads:
-        thread.join(MEET_SECONDS)
-    assert not names()
-
-
-def test_errors_travel_between_processes(streams, side):
-    works = {m: Work({}.__getitem__, (m,), draws=False) for m in MODULES}
-    with pytest.raises(ModuleError) as caught:
-        side.run(streams, works)
-    for error in (caught.value, ModuleTimeoutError(("audio", "touch"), 3.0)):
-        back = pickle.loads(pickle.dumps(error))
-        assert type(back) is type(error) and str(back) == str(error)
-        assert vars(back) == vars(error)
-    assert len(caught.value.__notes__) == 2
-
-
-def test_running_within_a_work_is_refused(streams, side):
-    inner = {"audio": Work(lambda: 1, draws=False)}
-    with pytest.raises(ModuleError, match="run\\(\\) was called during run\\(\\)"):
-        side.run(streams, {"vision": Work(side.run, (streams, inner), draws=False)})
-
-
-def names():
-    return sorted(t.name for t in threading.enumerate() if t.name.startswith("side-by-side"))
-
-
-def test_threads_are_reused_and_none_is_left(streams):
-    assert not names()
-    side, seen = SideBySide(), set()
-    for step in range(100):
-        chosen = MODULES[: 1 + step % 3]
-        works = {m: Work(threading.get_ident, draws=False) for m in chosen}
-        seen |= {(m, out.get()) for m, out in side.run(streams, works).items()}
-        assert len(names()) <= len(MODULES)
-    assert len(seen) == len(MODULES)
-    assert names() == sorted(f"side-by-side-{m}" for m in MODULES)
-    side.close()
-    side.close()
-    assert not names()
-    with pytest.raises(RuntimeError, match="any more: they were closed"):
-        side.run(streams, {"vision": Work(lambda: 1)})
-
-
-def test_results_are_not_kept_alive(streams, side):
-    import gc
-    import weakref
-
-    out = side.run(streams, {"vision": Work(lambda x: x + 1, (torch.ones(3),))})["vision"]
-    watched = weakref.ref(out.value)
-    del out
-    gc.collect()
-    assert watched() is None
-
-
-def probe():
-    x = torch.ones(2, 2, requires_grad=True)
-    return {
-        "grad": torch.is_grad_enabled(),
-        "inference": torch.is_inference_mode_enabled(),
-        "autocast": torch.is_autocast_enabled("cpu"),
-        "dtype": (x @ x).dtype,
-        "records": (x @ x).requires_grad,
-        "device": torch.empty(1).device.type,
-        "multithreaded": torch._C._is_multithreading_enabled(),
-        "float": torch.empty(1).dtype,
-    }
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        torch.enable_grad,
-        torch.no_grad,
-        torch.inference_mode,
-        lambda: torch.autocast("cpu", torch.bfloat16),
-        lambda: torch.autocast("cpu", torch.float16, cache_enabled=False),
-        lambda: torch.autograd.set_multithreading_enabled(False),
-        lambda: torch.device("meta"),
-    ],
-    ids=["grad", "no_grad", "inference", "bf16", "f16", "one_thread", "meta"],
-)
-def test_threads_have_the_settings_of_their_caller(streams, side, settings):
-    default = probe()
-    with settings():
-        wanted = probe()
-        found = side.run(streams, {m: Work(probe) for m in MODULES})
-    assert [out.get() for out in found.values()] == [wanted] * 3
-    again = side.run(streams, {"vision": Work(probe)})
-    assert again["vision"].get() == default, "settings stay in a thread"
-
-
-def test_autocast_of_a_weight_used_twice_does_not_depend_on_the_others(streams, side):
-    """Casts are not cached: another thread leaving autocast would empty the cache."""
-    nets = {m: nn.Linear(8, 8) for m in MODULES}
-    meet = meeting(len(MODULES))
-
-    def step(net):
-        with torch.autocast("cpu", torch.bfloat16):
-            y = net(torch.ones(2, 8))
-            meet()
-            y = net(y)
-        meet()
-        y.float().sum().backward()
-        return net.weight.grad.clone()
-
-    works = {m: Work(step, (net,), draws=False) for m, net in nets.items()}
-    found = side.run(streams, works)
-    meet = lambda: None  # noqa: E731
-    for module, net in nets.items():
-        net.zero_grad()
-        alone = one_after_another(streams, {module: Work(step, (net,), draws=False)})
-        assert torch.equal(found[module].get(), alone[module].get())
-
-
-def test_shared_parameters_are_refused():
-    a, b = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
-    check_no_shared_parameters({"a": a, "b": b})
-    b[0].bias = a.bias
-    with pytest.raises(ValueError, match="'0.bias' of module 'b' is 'bias' of module 'a'"):
-        check_no_shared_parameters({"a": a, "b": b})
-    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    tied[1].weight = tied[0].weight  # within a module
-    check_no_shared_parameters({"a": a, "tied": tied})
 
 
 def test_emulated_modules_overlap(side):

@@ -1,0 +1,151 @@
+"""Modules side by side: what fails is named, and what cannot be is refused."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+
+import pytest
+from torch import nn
+
+from raymm.actors.quota import (
+    AccountingBackend,
+    ModuleError,
+    ModuleTimeoutError,
+    SideBySide,
+    StreamPool,
+    Work,
+    check_no_shared_parameters,
+    side_by_side,
+)
+from raymm.actors.quota.generators import Turn
+from tests.actors.quota.one_after_another import one_after_another
+from tests.actors.quota.three_modules import MEET_SECONDS, MODULES, QUOTAS
+
+
+def test_a_backward_elsewhere_than_its_forward_is_refused(side):
+    pool = StreamPool(
+        AccountingBackend(),
+        {"s": QUOTAS, "t": {"vision": 0.5}, "u": {"vision": 0.33, "other": 0.5}},
+    )
+    out = side.run(pool.select("s"), {"vision": Work(lambda: 1)})["vision"]
+    ran = []
+    work = Work(ran.append, (1,), backward_of=out)
+    with pytest.raises(ValueError, match="backward of 'vision' is to run on .*'vision'.*same"):
+        side.run(pool.select("t"), {"vision": work})
+    assert not ran
+    side.run(pool.select("u"), {"vision": work})  # the same groups
+    assert ran == [1]
+
+
+def test_a_module_without_a_stream_is_refused(streams, side):
+    for run in (side.run, one_after_another):
+        with pytest.raises(ValueError, match="name module 'llm'; accepted: those of set 's'"):
+            run(streams, {"llm": Work(print)})
+
+
+def test_exceptions_name_the_module_after_all_have_ended(streams, side):
+    ended = []
+
+    def fails(text):
+        raise KeyError(text)
+
+    def slow():
+        time.sleep(0.02)
+        ended.append("audio")
+
+    works = {
+        "vision": Work(fails, ("a",), draws=False),
+        "audio": Work(slow, draws=False),
+        "touch": Work(fails, ("b",), draws=False),
+    }
+    with pytest.raises(ModuleError, match="module 'vision' failed: KeyError: 'a'") as caught:
+        side.run(streams, works)
+    assert ended == ["audio"]
+    assert caught.value.module == "vision" and isinstance(caught.value.__cause__, KeyError)
+    assert caught.value.__notes__ == ["module 'touch' failed as well: KeyError: 'b'"]
+    # Those that draw pass their turn on, and the threads can be used again.
+    ended.clear()
+    works = {"vision": Work(fails, ("a",)), "audio": Work(slow), "touch": Work(fails, ("b",))}
+    with pytest.raises(ModuleError, match="module 'vision' failed"):
+        side.run(streams, works)
+    assert ended == ["audio"]
+    assert side.run(streams, {"vision": Work(lambda: 3)})["vision"].get() == 3
+    with pytest.raises(ModuleError, match="module 'vision' failed: KeyError"):
+        one_after_another(streams, works)
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_module_that_does_not_end_is_named(streams, draws):
+    side, release = SideBySide(timeout=0.05), threading.Event()
+    works = {
+        "vision": Work(lambda: 1, draws=False),
+        "audio": Work(lambda: release.wait(MEET_SECONDS), draws=draws),
+    }
+    try:
+        with pytest.raises(ModuleTimeoutError, match=r"'audio' did not end within 0\.05 s") as late:
+            side.run(streams, works)
+        assert late.value.modules == ("audio",)
+        with pytest.raises(RuntimeError, match="any more: modules 'audio' did not end"):
+            side.run(streams, {"vision": Work(lambda: 1)})
+    finally:
+        release.set()
+        side.close()
+
+
+def test_modules_that_wait_for_their_turn_are_not_taken_for_stuck(streams):
+    """At the end of the time the one that has the generators does not end."""
+    side, release = SideBySide(timeout=0.05), threading.Event()
+    begun = {m: Work(lambda: release.wait(MEET_SECONDS)) for m in ("audio", "vision")}
+    turns = []
+
+    class Patient(Turn):
+        def __init__(self, before, timeout):  # waits on where the others time out
+            super().__init__(before, MEET_SECONDS)
+            turns.append(self)
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(side_by_side, "Turn", Patient)
+            with pytest.raises(ModuleTimeoutError) as late:
+                side.run(streams, begun)
+        assert late.value.modules == ("audio",)
+        assert [turn.entered for turn in turns] == [True, False]
+    finally:
+        release.set()
+        side.close()
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "5", None, True])
+def test_timeouts_that_cannot_be_are_refused(timeout):
+    with pytest.raises(ValueError, match="accepted: a positive number of seconds"):
+        SideBySide(timeout=timeout)
+
+
+def test_errors_travel_between_processes(streams, side):
+    works = {m: Work({}.__getitem__, (m,), draws=False) for m in MODULES}
+    with pytest.raises(ModuleError) as caught:
+        side.run(streams, works)
+    for error in (caught.value, ModuleTimeoutError(("audio", "touch"), 3.0)):
+        back = pickle.loads(pickle.dumps(error))
+        assert type(back) is type(error) and str(back) == str(error)
+        assert vars(back) == vars(error)
+    assert len(caught.value.__notes__) == 2
+
+
+def test_running_within_a_work_is_refused(streams, side):
+    inner = {"audio": Work(lambda: 1, draws=False)}
+    with pytest.raises(ModuleError, match="run\\(\\) was called during run\\(\\)"):
+        side.run(streams, {"vision": Work(side.run, (streams, inner), draws=False)})
+
+
+def test_shared_parameters_are_refused():
+    a, b = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
+    check_no_shared_parameters({"a": a, "b": b})
+    b[0].bias = a.bias
+    with pytest.raises(ValueError, match="'0.bias' of module 'b' is 'bias' of module 'a'"):
+        check_no_shared_parameters({"a": a, "b": b})
+    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    tied[1].weight = tied[0].weight  # within a module
+    check_no_shared_parameters({"a": a, "tied": tied})
