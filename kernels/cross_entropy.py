@@ -39,6 +39,7 @@ def vocabulary_parallel_cross_entropy_sum(
         targets: (N,) int64 in the whole vocabulary, no ignored entries, the same on all
             members. N may be 0.
         start: this member's first column.
+        group: the members, in the order of their columns.
 
     Returns:
         Scalar fp32, the same on all members.

@@ -27,6 +27,7 @@ def scatter_sum(
     Args:
         flat: (N,), of the same N everywhere.
         share: elements of a share; ``share * processes >= N``.
+        group: whose members all call it.
 
     Returns:
         (share,): elements from ``share * rank`` on, filled up with zeros.

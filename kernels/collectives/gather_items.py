@@ -24,6 +24,7 @@ def gather_items(local: torch.Tensor, sizes: Sequence[int], exchange: Exchange) 
     Args:
         local: (n, ...), this process's items.
         sizes: n of every process.
+        exchange: the processes among which messages go.
 
     Returns:
         (N, ...).

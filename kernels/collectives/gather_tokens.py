@@ -32,6 +32,7 @@ def gather_tokens(local: torch.Tensor, sizes: Sequence[int], exchange: Exchange)
     Args:
         local: (B, t, C), this process's tokens.
         sizes: t of every process.
+        exchange: the processes among which messages go.
 
     Returns:
         (B, T, C).

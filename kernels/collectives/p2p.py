@@ -60,6 +60,7 @@ class Exchange:
         Args:
             sends: (to, tensor).
             receives: (from, (shape, dtype)).
+            device: where tensors are to be.
         """
         received = tuple(
             torch.empty(shape, dtype=dtype, device=device) for _, (shape, dtype) in receives
@@ -98,6 +99,7 @@ def carousel(
         visit: ``visit(owner, payload) -> results``; its own payload comes first.
         result_shapes: of the results of a rank's payload; may be none.
         merge: ``merge(earlier, later) -> results`` of the same payload.
+        exchange: the processes among which messages go.
 
     Returns:
         What this rank's visit to its own payload gave, and what the others gave, merged (None

@@ -88,6 +88,11 @@ class ThreadGroup(TensorGroup):
     Raises (every collective):
         threading.BrokenBarrierError: if another thread gave up or does not come in time.
         ValueError: if the members call different operations, or with different shapes.
+
+    Args:
+        rank: of this member.
+        size: how many members there are.
+        meeting: where the members meet.
     """
 
     def __init__(self, rank: int, size: int, meeting: _Meeting) -> None:

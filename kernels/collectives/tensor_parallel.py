@@ -54,6 +54,7 @@ def gather_from_shards(tensor: torch.Tensor, group: TensorGroup, sizes: Sizes) -
     Args:
         tensor: (..., sizes[rank]).
         sizes: per member, how wide its part is.
+        group: the members.
 
     Returns:
         (..., sum(sizes)), contiguous.
@@ -67,6 +68,7 @@ def split_to_shards(tensor: torch.Tensor, group: TensorGroup, sizes: Sizes) -> t
     Args:
         tensor: (..., sum(sizes)), the same on all members.
         sizes: per member, how wide its part is.
+        group: the members.
 
     Returns:
         (..., sizes[rank]), contiguous.

@@ -1,6 +1,6 @@
 """Attention of tokens that are dealt out over the ranks of a group, with any mask.
 
-Four ways, of the same result (Cornstarch v2 §4.3; LV-XAttn §3):
+Five ways, of the same result (Cornstarch v2 §4.3; LV-XAttn §3):
 
 - ``gather``: every rank gets the keys and values of all others, a few heads at a time, the
   next heads on their way while these are computed; ``needed``: of those only what its rows
@@ -63,6 +63,8 @@ def context_attention(
         mask: of the whole sequence; one for all sequences, or one each.
         group: who has what.
         method: one of :data:`METHODS`.
+        scale: of the scores; default ``D ** -0.5``.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
 
     Returns:
         (B, Hq, Tq, D) in the dtype of the query.
@@ -103,6 +105,10 @@ def recomputed_context_attention(
             it is given.
         made: what ``project`` gave for these inputs, if it has been called without autograd;
             it is not called again before the backward pass then.
+        mask: one for all sequences, or one each.
+        group: who has what.
+        scale: of the scores; default ``D ** -0.5``.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
 
     Raises:
         MaskError, ValueError: as :func:`context_attention`.

@@ -67,7 +67,14 @@ class ContextCall:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         masks: Sequence[AttentionMask],
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Output and LSE of rows among a part of the keys."""
+        """Output and LSE of rows among a part of the keys.
+
+        Args:
+            query: (B, Hq, Tq, D).
+            key: (B, Hk, Tk, D).
+            value: (B, Hk, Tk, Dv).
+            masks: one per sequence of the batch.
+        """
         return partial_forward(query, key, value, masks, self.scale, self.softcap)
 
     def backward(
@@ -75,7 +82,17 @@ class ContextCall:
         value: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
         masks: Sequence[AttentionMask],
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        """The part's share of dQ, dK, dV, in fp32."""
+        """The part's share of dQ, dK, dV, in fp32.
+
+        Args:
+            grad_out: gradient of the output, (B, Hq, Tq, Dv).
+            query: (B, Hq, Tq, D).
+            key: (B, Hk, Tk, D).
+            value: (B, Hk, Tk, Dv).
+            lse: (B, Hq, Tq), at least fp32.
+            delta: (B, Hq, Tq), the sum of gradient times output per row.
+            masks: one per sequence of the batch.
+        """
         return partial_backward(
             grad_out, query, key, value, lse, delta, masks, self.scale, self.softcap
         )

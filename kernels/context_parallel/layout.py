@@ -50,7 +50,13 @@ class ContextLayout:
     def of_blocks(
         cls, blocks: Sequence[Sequence[int]], block: int, length: int
     ) -> ContextLayout:
-        """From the blocks of each rank (``raymm.scheduler.context_parallel.distribution``)."""
+        """From the blocks of each rank (``raymm.scheduler.context_parallel.distribution``).
+
+        Args:
+            blocks: numbers of the blocks of each rank, ascending.
+            block: tokens of a block.
+            length: tokens of the sequence.
+        """
         return cls(
             tuple(
                 join_ranges(
@@ -112,7 +118,13 @@ def local_masks(
     masks: tuple[AttentionMask, ...], queries: Ranges, keys: Ranges
 ) -> tuple[AttentionMask, ...]:
     """The masks of some rows and keys; the same objects for the same arguments, so that what
-    is planned for one layer serves all. Equal masks of a batch stay one object."""
+    is planned for one layer serves all. Equal masks of a batch stay one object.
+
+    Args:
+        masks: one per sequence of the batch.
+        queries: token ranges of the rows, ascending.
+        keys: token ranges of the keys, ascending.
+    """
     made = {mask: mask.select_queries(queries).select_keys(keys) for mask in dict.fromkeys(masks)}
     return tuple(made[mask] for mask in masks)
 
@@ -121,7 +133,13 @@ def local_masks(
 def needed_keys(
     masks: tuple[AttentionMask, ...], queries: Ranges, keys: Ranges
 ) -> Ranges:
-    """Those of a rank's ``keys`` that some of the rows ``queries`` sees, in some mask."""
+    """Those of a rank's ``keys`` that some of the rows ``queries`` sees, in some mask.
+
+    Args:
+        masks: one per sequence of the batch.
+        queries: token ranges of the rows, ascending.
+        keys: token ranges of the keys, ascending.
+    """
     positions = indices(keys).numpy()
     seen = np.zeros(len(positions), dtype=bool)
     for mask in set(local_masks(masks, queries, keys)):

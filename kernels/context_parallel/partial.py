@@ -47,7 +47,16 @@ def partial_forward(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`raymm.kernels.attention.attention` without autograd, also of no keys at all."""
+    """:func:`raymm.kernels.attention.attention` without autograd, also of no keys at all.
+
+    Args:
+        query: (B, Hq, Tq, D).
+        key: (B, Hk, Tk, D).
+        value: (B, Hk, Tk, Dv).
+        masks: one per sequence of the batch.
+        scale: of the scores.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
+    """
     if not key.shape[2] or not query.shape[2]:
         return torch.zeros_like(query), torch.full(query.shape[:3], -torch.inf).to(query.device)
     if query.device.type == "cpu":
@@ -74,6 +83,13 @@ def partial_backward(
     Args:
         lse: (B, Hq, Tq) of *all* keys that the rows see.
         delta: (B, Hq, Tq), :func:`row_delta` of the whole output.
+        grad_out: gradient of the output, (B, Hq, Tq, Dv).
+        query: (B, Hq, Tq, D).
+        key: (B, Hk, Tk, D).
+        value: (B, Hk, Tk, Dv).
+        masks: one per sequence of the batch.
+        scale: of the scores.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
     """
     if not key.shape[2] or not query.shape[2]:
         return tuple(torch.zeros(t.shape).to(t.device) for t in (query, key, value))

@@ -10,6 +10,12 @@ def prepare(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Query, key and value in autocast's dtype, if it is on.
 
+    Args:
+        query: (B, Hq, Tq, D).
+        key: (B, Hk, Tk, D).
+        value: (B, Hk, Tk, Dv).
+        softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
+
     Raises:
         ValueError: tensors that do not fit one another.
     """

@@ -39,6 +39,9 @@ def attention_operator(
 
     Args:
         compute: gives output and LSE, which share no memory with what it is given.
+        query: (B, Hq, Tq, D).
+        key: (B, Hk, Tk, D).
+        value: (B, Hk, Tk, Dv).
     """
     number = next(_numbers)
     _calls[number] = compute

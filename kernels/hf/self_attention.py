@@ -132,7 +132,18 @@ def raymm_model_mask(
 ) -> ModelMask:
     """The mask interface (``sdpa_mask`` is its model). Causal, windowed and bidirectional masks
     are written down; others (padding, packed sequences, a model's own function) are built
-    densely, O(Tq * Tk), if no ``raymm_mask`` takes their place."""
+    densely, O(Tq * Tk), if no ``raymm_mask`` takes their place.
+
+    Args:
+        batch_size: B.
+        q_length: Tq.
+        kv_length: Tk.
+        q_offset: position of the first row.
+        kv_offset: position of the first key.
+        mask_function: the model's: which pairs are visible.
+        attention_mask: (B, Tk) bool, False for padding.
+        kwargs: what else ``sdpa_mask`` takes.
+    """
     window = _sliding_window(mask_function)
     padded = attention_mask is not None and not bool(attention_mask.all())
     if not padded and q_offset == kv_offset == 0:
@@ -176,6 +187,15 @@ def raymm_attention_forward(
         key, value: (B, Hk, Tk, D), not repeated.
         attention_mask: what the model made; unused where there is a ``raymm_mask``. Of all
             tokens, where they are shared.
+        module: the layer that attends.
+        dropout: must be 0.
+        scaling: of the scores; default ``D ** -0.5``.
+        sliding_window: tokens that a row sees at most.
+        softcap: cap of the scores, if any.
+        is_causal: where there is no mask at all.
+        raymm_mask: what takes the place of the model's mask.
+        raymm_attend: what computes instead, for tokens that are shared.
+        kwargs: refused if they change the scores.
 
     Returns:
         (B, Tq, Hq, D) and None (there are no attention weights to return).

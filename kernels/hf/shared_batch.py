@@ -35,7 +35,16 @@ def chosen(
     method: str | MethodChooser, group: ContextGroup, masks: Sequence[AttentionMask],
     query: torch.Tensor, key: torch.Tensor, recompute: bool = False,
 ) -> str:  # fmt: skip
-    """A method's name, of itself or of what chooses it for these tensors."""
+    """A method's name, of itself or of what chooses it for these tensors.
+
+    Args:
+        method: a name, or what chooses one.
+        group: who has what.
+        masks: one per sequence of the batch.
+        query: (B, Hq, Tq, D).
+        key: (B, Hk, Tk, D).
+        recompute: whether keys and values are made again in backward.
+    """
     if isinstance(method, str):
         return method
     return method(group, tuple(masks), query, key, recompute=recompute)

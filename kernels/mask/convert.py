@@ -187,6 +187,7 @@ def to_block_mask(
         mask: one for all sequences or one each, of one shape.
         batch: B.
         block: FlexAttention's ``BLOCK_SIZE``.
+        device: where its tables are to be.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -238,6 +239,11 @@ def _flex_tables(tiles: Tiles, n_blocks: int) -> tuple[np.ndarray, ...]:
 def from_block_mask(block_mask: BlockMask, batch: int = 0, head: int = 0) -> AttentionMask:
     """The mask of one sequence and head of a BlockMask, by asking its ``mask_mod`` about every
     pair: O(Tq * Tk), for tests and short sequences.
+
+    Args:
+        block_mask: with its ``mask_mod``.
+        batch: number of the sequence.
+        head: number of the head.
 
     Raises:
         MaskError: see :func:`from_dense`.

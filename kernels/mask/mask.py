@@ -278,6 +278,12 @@ def as_masks(
 ) -> tuple[AttentionMask, ...]:
     """One mask per sequence of a batch; a single mask counts for all.
 
+    Args:
+        mask: one for all sequences, or one each.
+        batch: B.
+        n_queries: Tq.
+        n_keys: Tk.
+
     Raises:
         MaskError: as many masks as neither 1 nor the batch, or of another shape.
     """
@@ -308,7 +314,20 @@ def query_rows(
     hi2_slope: Iterable[int] | int = 0,
     attend: Iterable[int] | int = ALL_KINDS,
 ) -> np.ndarray:
-    """A query table (S, 10) from its columns; a number stands for a constant column."""
+    """A query table (S, 10) from its columns; a number stands for a constant column.
+
+    Args:
+        starts: (S,) first row of every segment.
+        lo: (S,) or one for all: first key of the first interval.
+        hi: one past its last key.
+        lo_slope: 0, or 1 where it moves with the row.
+        hi_slope: the same of ``hi``.
+        lo2: first key of the second interval.
+        hi2: one past its last key.
+        lo2_slope: as ``lo_slope``.
+        hi2_slope: as ``hi_slope``.
+        attend: bits of the kinds of keys that a row sees.
+    """
     starts = np.fromiter(starts, dtype=np.int64)
     columns = (starts, attend, lo, hi, lo2, hi2, lo_slope, hi_slope, lo2_slope, hi2_slope)
     return np.stack(

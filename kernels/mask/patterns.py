@@ -104,7 +104,13 @@ def multimodal(
 def prepended(
     span_lengths: Sequence[tuple[int, int]], text_length: int, *, isolate: bool = False
 ) -> AttentionMask:
-    """EP: encoder outputs, as (kind, tokens) in order, then text."""
+    """EP: encoder outputs, as (kind, tokens) in order, then text.
+
+    Args:
+        span_lengths: (kind, tokens) of every item, in order.
+        text_length: tokens of the text after them.
+        isolate: a modality token sees its own item only, not the encoder's other items.
+    """
     starts, stops = _consecutive([tokens for _, tokens in span_lengths], "span")
     spans = [
         Span(int(start), int(stop), kind)
@@ -115,14 +121,26 @@ def prepended(
 
 
 def embedded(length: int, spans: Sequence[Span], *, isolate: bool = False) -> AttentionMask:
-    """EE: encoder outputs where the text has them."""
+    """EE: encoder outputs where the text has them.
+
+    Args:
+        length: T, tokens.
+        spans: where items lie among the tokens, ascending.
+        isolate: a modality token sees its own item only, not the encoder's other items.
+    """
     return multimodal(length, spans, isolate=isolate)
 
 
 def packed(
     document_lengths: Sequence[int], spans: Sequence[Span], *, isolate: bool = False
 ) -> AttentionMask:
-    """MP: several multimodal documents in one sequence; spans in positions of the whole."""
+    """MP: several multimodal documents in one sequence; spans in positions of the whole.
+
+    Args:
+        document_lengths: tokens of each document.
+        spans: where items lie among the tokens, ascending.
+        isolate: a modality token sees its own item only, not the encoder's other items.
+    """
     return multimodal(
         int(sum(document_lengths)), spans, isolate=isolate, document_lengths=document_lengths
     )
@@ -136,7 +154,14 @@ def causal_with_own_image(
     window: int | None = None,
 ) -> AttentionMask:
     """Causal, and a token of an image sees the whole of its image (Gemma 3). A window narrows
-    the past, not the image."""
+    the past, not the image.
+
+    Args:
+        length: T, tokens.
+        spans: where items lie among the tokens, ascending.
+        document_lengths: tokens of each packed document; one document if not given.
+        window: tokens that a row sees at most, itself counted; None for all.
+    """
     starts, items, ends = _layout(length, spans, document_lengths)
     item_starts, item_stops, kinds = _span_arrays(spans)
     table = query_rows(
@@ -160,6 +185,8 @@ def prefix_causal(
 
     Args:
         prefix_lengths: tokens of the prefix, per document.
+        length: T, tokens.
+        document_lengths: tokens of each packed document; one document if not given.
 
     Raises:
         MaskError: as many prefixes as there are not documents, or one longer than its document.
@@ -181,7 +208,13 @@ def prefix_causal(
 
 
 def sinks_and_window(length: int, sinks: int = 64, window: int = 4096) -> AttentionMask:
-    """Lambda: the first ``sinks`` tokens and the last ``window``, causally."""
+    """Lambda: the first ``sinks`` tokens and the last ``window``, causally.
+
+    Args:
+        length: T, tokens.
+        sinks: tokens at the beginning that all later ones see.
+        window: tokens before it that a row sees, itself counted.
+    """
     # A row among the sinks sees no later sink: the second interval stops at the row too.
     within = min(sinks, length)
     table = query_rows(
@@ -197,7 +230,13 @@ def sinks_and_window(length: int, sinks: int = 64, window: int = 4096) -> Attent
 
 def causal_blockwise(length: int, block: int = 256, local: int = 2) -> AttentionMask:
     """Blocks of tokens see the first block and the last ``local`` blocks, their own included,
-    causally; the last block sees all before it (in-context learning with many examples)."""
+    causally; the last block sees all before it (in-context learning with many examples).
+
+    Args:
+        length: T, tokens.
+        block: tokens of a block.
+        local: blocks that a row sees, its own counted.
+    """
     if block < 1 or local < 1:
         raise MaskError(f"block and local must be at least 1, got {block} and {local}")
     starts = np.arange(0, length, block)
@@ -232,6 +271,7 @@ def cross_images(
         image_positions: position in the text of every image, ascending.
         image_tokens: keys of every image.
         document_lengths: text lengths of packed documents.
+        only_last: whether text sees the last image before it only.
 
     Rows without an image before them see nothing.
     """

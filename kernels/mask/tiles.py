@@ -47,6 +47,11 @@ def key_runs(mask: AttentionMask, block_q: int, block_k: int) -> Tiles:
 
     A tile without a visible pair is in no run; a tile with one is in exactly one.
 
+    Args:
+        mask: of one sequence.
+        block_q: rows of a tile.
+        block_k: keys of a tile.
+
     Raises:
         ValueError: a block below 1.
     """
@@ -55,7 +60,13 @@ def key_runs(mask: AttentionMask, block_q: int, block_k: int) -> Tiles:
 
 
 def query_runs(mask: AttentionMask, block_q: int, block_k: int) -> Tiles:
-    """The same tiles from the other side: per block of keys, runs of blocks of query rows."""
+    """The same tiles from the other side: per block of keys, runs of blocks of query rows.
+
+    Args:
+        mask: of one sequence.
+        block_q: rows of a tile.
+        block_k: keys of a tile.
+    """
     offsets, runs = _scan(mask, block_q, block_k, True)
     return Tiles(block_q, block_k, offsets, runs)
 

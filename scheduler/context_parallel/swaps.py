@@ -92,7 +92,13 @@ def _sift_down(heap, size, loads):
 
 @njit(cache=True)
 def ranks_of(members, counts, blocks):
-    """(blocks,) int64, the rank of every block; 0 for the pinned one, which is no member."""
+    """(blocks,) int64, the rank of every block; 0 for the pinned one, which is no member.
+
+    Args:
+        members: (ranks, most) int64, blocks of every rank.
+        counts: (ranks,) int64, how many each has.
+        blocks: how many there are.
+    """
     rank_of = np.zeros(blocks, np.int64)
     for rank in range(counts.shape[0]):
         for i in range(counts[rank]):

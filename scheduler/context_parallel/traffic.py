@@ -93,7 +93,14 @@ class AttentionShape:
     @classmethod
     def even(cls, ranks: int, queries: int, keys: int, **rest: int) -> AttentionShape:
         """Sq ``queries`` and Skv ``keys`` in contiguous parts that differ by at most one token;
-        the other fields by name."""
+        the other fields by name.
+
+        Args:
+            ranks: that share the tokens.
+            queries: Sq, of all ranks.
+            keys: Skv, of all ranks.
+            rest: the other fields.
+        """
         if ranks < 1:
             raise AttentionTrafficError(f"ranks must be at least 1, got {ranks}")
         return cls(_even(queries, ranks), _even(keys, ranks), **rest)
@@ -196,7 +203,13 @@ def method_bytes(
 
 
 def refusal(shape: AttentionShape, method: str, needed_keys: Pairs | None = None) -> str:
-    """Why a method cannot be used for this shape; empty if it can."""
+    """Why a method cannot be used for this shape; empty if it can.
+
+    Args:
+        shape: what is attended to.
+        method: one of :data:`METHODS`.
+        needed_keys: how many keys each rank needs of each, if known.
+    """
     if method == "ulysses" and (shape.query_heads % shape.ranks or shape.key_heads % shape.ranks):
         return (
             f"deals out heads: query_heads = {shape.query_heads} and key_heads = "

@@ -148,7 +148,13 @@ class CostProfile:
         return 0.5 if self.dtype == "bf16" else 1
 
     def state_bytes(self, cost: LayerCost, trainable: bool, moments_shared_by: int = 1) -> int:
-        """What a layer keeps whatever runs, in bytes; see :meth:`state_share`."""
+        """What a layer keeps whatever runs, in bytes; see :meth:`state_share`.
+
+        Args:
+            cost: the layer's.
+            trainable: whether it is trained.
+            moments_shared_by: processes that share the optimizer's moments (ZeRO-1).
+        """
         return int(cost.parameter_bytes * self.state_share(trainable, moments_shared_by))
 
     @cached_property
@@ -271,6 +277,11 @@ def layer_work(
 
     B_w only where the layer is trainable; B_d only where something trainable is before it;
     with recomputation, one more forward only where there is a backward at all.
+
+    Args:
+        graph: of the model's modules.
+        profile: costs of its layers.
+        recompute: whether activations are computed again.
 
     Raises:
         ProfileError: if the profile is not of this graph.

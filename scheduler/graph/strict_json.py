@@ -83,6 +83,13 @@ def parsed(
     """The object in a text that has ``format`` = ``version``, exactly the given fields, and any
     of the optional ones.
 
+    Args:
+        source: the text.
+        what: what it is, for errors.
+        version: of the format.
+        fields: names that must be there.
+        optional: names that may be there.
+
     Raises:
         MultiplexError: no JSON, another format, a field too few or too many.
     """
@@ -96,6 +103,12 @@ def members(
     data: Any, where: str, fields: Sequence[str], optional: Sequence[str] = ()
 ) -> dict[str, Any]:
     """The object itself, if it has exactly the given fields, and any of the optional ones.
+
+    Args:
+        data: what is read.
+        where: names the value in errors.
+        fields: names that must be there.
+        optional: names that may be there.
 
     Raises:
         MultiplexError: it is no object, or has a field too few or too many.
@@ -144,6 +157,12 @@ def text(value: Any, where: str) -> str:
 def whole(value: Any, where: str, least: int = 0, most: int | None = None) -> int:
     """The whole number itself.
 
+    Args:
+        value: what is read.
+        where: names the value in errors.
+        least: the smallest that is accepted.
+        most: the largest that is accepted.
+
     Raises:
         MultiplexError: it is none, or outside ``least`` to ``most`` (if not given,
             :data:`MOST_WHOLE`).
@@ -161,6 +180,13 @@ def number(
     value: Any, where: str, least: float = -math.inf, most: float = math.inf, above: bool = False
 ) -> float:
     """The number as a float.
+
+    Args:
+        value: what is read.
+        where: names the value in errors.
+        least: the smallest that is accepted.
+        most: the largest that is accepted.
+        above: whether ``least`` itself is refused.
 
     Raises:
         MultiplexError: it is none, not finite, outside ``least`` (exclusive if ``above``) to

@@ -109,7 +109,16 @@ def isf_groups(
     values: np.ndarray, budgets: np.ndarray, full: np.ndarray, iterations: int, keep_rest: bool,
     random: np.random.Generator,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Algorithms 1 and 2: (n,) samples of all groups, and (groups + 1,) where they begin."""
+    """Algorithms 1 and 2: (n,) samples of all groups, and (groups + 1,) where they begin.
+
+    Args:
+        values: (N, M) units of every sample.
+        budgets: (M,) that no group may exceed.
+        full: (M,) from which on a group is full.
+        iterations: rounds of drawing.
+        keep_rest: whether groups that are not full count at the end.
+        random: the generator.
+    """
     left = np.flatnonzero((values <= budgets).all(1))
     kept: list[np.ndarray] = []
     ends: list[np.ndarray] = []
@@ -162,6 +171,13 @@ def search_budgets(
     their ratio to it, until groups have more than ``batch + 1`` samples, or else downwards until
     some have ``batch`` to ``batch + 1``; of those that have, the Q with the least sum of
     DistRatios. Ratios are of lengths rounded up to 256, which leaves room in all but the first.
+
+    Args:
+        sizes: of all samples.
+        ranks: data-parallel ranks.
+        batch: samples of a group.
+        iterations: of ISF, for each try.
+        seed: of what is random.
 
     Raises:
         MiniBatchError: the first modality is empty, or no budget makes groups of such a number.

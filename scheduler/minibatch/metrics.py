@@ -71,7 +71,13 @@ def loads(plan: MiniBatchPlan, sizes: SampleSizes) -> np.ndarray:
 
 
 def costs(plan: MiniBatchPlan, sizes: SampleSizes, model: CostModel) -> np.ndarray:
-    """(steps, ranks, M) float64, cost of every rank and modality, padding included."""
+    """(steps, ranks, M) float64, cost of every rank and modality, padding included.
+
+    Args:
+        plan: the groups of an epoch.
+        sizes: of all samples.
+        model: of costs.
+    """
     result = group_sums(plan, model.of_units(sizes.values))
     if not plan.packed:
         counts = np.diff(plan.offsets).reshape(plan.steps, plan.ranks)
@@ -133,7 +139,13 @@ def mixing(plan: MiniBatchPlan, sources: np.ndarray) -> float:
 
 
 def random_mixing(plan: MiniBatchPlan, sources: np.ndarray, seed: int = 0) -> float:
-    """:func:`mixing` if the planned samples were shuffled over the same groups."""
+    """:func:`mixing` if the planned samples were shuffled over the same groups.
+
+    Args:
+        plan: the groups of an epoch.
+        sources: (N,) data set of every sample.
+        seed: of what is random.
+    """
     shuffled = sources.copy()
     shuffled[plan.samples] = np.random.default_rng(seed).permutation(sources[plan.samples])
     return mixing(plan, shuffled)

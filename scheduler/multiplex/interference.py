@@ -188,6 +188,12 @@ def fit_interference(
     largest product, and the fit that misses less is kept. Modules that are alone on all their GPUs
     are left out: their delay is 0 by definition.
 
+    Args:
+        samples: measured colocations.
+        form: ``"blind"``, ``"additive"`` or ``"full"``.
+        unit: ``"relative"`` or ``"seconds"``.
+        coupling: ``"product"`` or ``"own"``.
+
     Raises:
         MultiplexError: an unknown form or unit, or fewer colocations than coefficients.
     """
@@ -249,6 +255,11 @@ def _fit_from(
 
 def report(model: Interference, samples: Sequence[Colocation], form: str) -> InterferenceFit:
     """How well coefficients predict the given colocations, e.g. some that were not fitted.
+
+    Args:
+        model: the coefficients.
+        samples: measured colocations.
+        form: ``"blind"``, ``"additive"`` or ``"full"``.
 
     Raises:
         MultiplexError: there are none.

@@ -121,7 +121,13 @@ def _swap(loads: Sequence[Sequence[int]], place: list[list[int]], used: list[int
 
 
 def stage_memory(problem: MappingProblem, stage: MultiplexStage, gpus: int) -> list[int]:
-    """Bytes on each GPU in one stage."""
+    """Bytes on each GPU in one stage.
+
+    Args:
+        problem: what is to be mapped.
+        stage: with its placements.
+        gpus: of the pool.
+    """
     result = [0] * gpus
     for one in stage.placements:
         for g in one.gpus:

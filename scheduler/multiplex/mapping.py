@@ -244,7 +244,13 @@ def _stage(data: Any, where: str) -> MultiplexStage:
 def module_seconds(
     problem: MappingProblem, placements: Sequence[Placement], slices: int = 1
 ) -> list[float]:
-    """What the performance model predicts for every placement beside the others (eq. 7)."""
+    """What the performance model predicts for every placement beside the others (eq. 7).
+
+    Args:
+        problem: what is to be mapped.
+        placements: of the modules that run together.
+        slices: parts into which a batch is cut.
+    """
     indices = [problem.names.index(placement.module) for placement in placements]
     use = [
         float(problem.bandwidth[m, p.quota]) for m, p in zip(indices, placements, strict=True)
@@ -270,12 +276,24 @@ def module_seconds(
 def stage_seconds(
     problem: MappingProblem, placements: Sequence[Placement], slices: int = 1
 ) -> float:
-    """What the performance model predicts for a stage: its slowest module (eq. 4)."""
+    """What the performance model predicts for a stage: its slowest module (eq. 4).
+
+    Args:
+        problem: what is to be mapped.
+        placements: of the modules that run together.
+        slices: parts into which a batch is cut.
+    """
     return max(module_seconds(problem, placements, slices))
 
 
 def predicted_stage(
     problem: MappingProblem, placements: Sequence[Placement], slices: int = 1
 ) -> MultiplexStage:
-    """A stage with the seconds that the model predicts."""
+    """A stage with the seconds that the model predicts.
+
+    Args:
+        problem: what is to be mapped.
+        placements: of the modules that run together.
+        slices: parts into which a batch is cut.
+    """
     return MultiplexStage(tuple(placements), stage_seconds(problem, placements, slices))

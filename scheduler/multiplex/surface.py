@@ -109,6 +109,11 @@ class ScalingSurface:
     def seconds_at(self, degree: int, quota: int, steps: int | None = None) -> float:
         """T(d, a): seconds on ``degree`` GPUs with ``quota`` of ``steps`` (its own if not given).
 
+        Args:
+            degree: GPUs.
+            quota: steps of each GPU.
+            steps: into which a GPU is divided.
+
         Raises:
             MultiplexError: outside what was sampled.
         """
@@ -211,6 +216,11 @@ class SurfaceConditions:
         tokens: Mapping[str, int] | None = None,
     ) -> None:
         """Whether the surfaces are of what is planned; None: that is not known.
+
+        Args:
+            batch: samples.
+            precision: e.g. ``bf16``.
+            tokens: per module.
 
         Raises:
             MultiplexError: naming what differs.

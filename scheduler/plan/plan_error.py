@@ -13,6 +13,11 @@ class PlanError(InputError, ValueError):
 
 def check_number(field: str, value: int, least: int = 1) -> None:
     """
+    Args:
+        field: its name, for errors.
+        value: what is given.
+        least: the smallest that is accepted.
+
     Raises:
         PlanError: if a value is no whole number, or below the least. Plan files know whole
             numbers only, so a plan must not be made with another one.
@@ -23,6 +28,11 @@ def check_number(field: str, value: int, least: int = 1) -> None:
 
 def check_choices(field: str, chosen: Sequence[str], accepted: Sequence[str]) -> None:
     """
+    Args:
+        field: its name, for errors.
+        chosen: what is given.
+        accepted: what may be.
+
     Raises:
         PlanError: if something chosen is not accepted, or nothing is chosen.
     """

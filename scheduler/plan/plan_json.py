@@ -67,7 +67,13 @@ def policy_of(data: Mapping[str, Any]) -> Policy:
 
 
 def only(data: Mapping[str, Any], where: str, known: tuple[str, ...]) -> None:
-    """Refuse keys that are not known."""
+    """Refuse keys that are not known.
+
+    Args:
+        data: what is read.
+        where: names the value in errors.
+        known: keys that may be there.
+    """
     if unknown := set(data) - set(known):
         raise PlanError(
             f"{where}: unknown keys {sorted(map(str, unknown))}; accepted: {sorted(known)}"
@@ -82,7 +88,13 @@ def integers(data: Mapping[str, Any], key: str) -> tuple[int, ...]:
 
 
 def typed(data: Mapping[str, Any], key: str, kind: type) -> Any:
-    """A value of exactly this type."""
+    """A value of exactly this type.
+
+    Args:
+        data: what is read.
+        key: of the value.
+        kind: the type.
+    """
     value = data[key]
     if type(value) is not kind:  # not isinstance: True is no rank, though bool is an int
         raise PlanError(f"{key} is {value!r}; it must be of type {kind.__name__}")

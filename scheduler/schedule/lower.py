@@ -73,7 +73,13 @@ def iteration_time(
     delays: Mapping[tuple[str, str], float] | None = None,
 ) -> float:
     """Seconds of a step with every modality in every microbatch: what :func:`simulate` says
-    of :func:`full_program`."""
+    of :func:`full_program`.
+
+    Args:
+        plan: whose stages run.
+        costs: seconds by stage and operation; default: from the plan's profile.
+        delays: seconds of a message, by the stages that send and receive it.
+    """
     active = active_stages(plan, full_step(plan))
     scheduler = ListScheduler(plan, active, *_known_costs(plan, costs), delays)
     return _replayed(scheduler, _schedule(scheduler, False)).makespan
@@ -160,6 +166,11 @@ def one_f_one_b_limits(
     Devices are alike, so what counts is the rank that needs most (as Zero Bubble counts its
     memory): any rank may hold as much as 1F1B's fullest does, as long as weights and
     optimizer state leave room for it.
+
+    Args:
+        plan: whose stages run.
+        baseline: the plan's 1F1B.
+        sizes: bytes of every stage.
     """
     peaks = activation_peaks(plan, baseline, sizes)
     state = [

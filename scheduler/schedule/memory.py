@@ -55,7 +55,13 @@ def peak_bytes(tasks: Iterable[Task], sizes: Mapping[str, StageCost]) -> int:
 def activation_peaks(
     plan: Plan, schedule: Schedule | Program, sizes: Mapping[str, StageCost]
 ) -> tuple[int, ...]:
-    """Per rank, :func:`peak_bytes` of a schedule or program."""
+    """Per rank, :func:`peak_bytes` of a schedule or program.
+
+    Args:
+        plan: whose stages run.
+        schedule: one of the plan, or its program.
+        sizes: bytes of every stage.
+    """
     if isinstance(schedule, Program):
         ranks: Sequence[Sequence[Task]] = [
             [Task(i.stage, i.microbatch, i.op, i.turn) for i in rank if i.op in COMPUTE]

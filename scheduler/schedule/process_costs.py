@@ -121,13 +121,25 @@ def _process_layer(
 
 
 def all_reduce_seconds(size: float, processes: int, link: Link | None) -> float:
-    """A ring's all-reduce of ``size`` bytes."""
+    """A ring's all-reduce of ``size`` bytes.
+
+    Args:
+        size: bytes.
+        processes: of the ring.
+        link: between them; None where nothing is sent.
+    """
     return 2 * gather_seconds(size, processes, link)
 
 
 def gather_seconds(size: float, processes: int, link: Link | None) -> float:
     """A ring's all-gather of what has ``size`` bytes once it is together; a reduce-scatter
-    takes the same. What is empty is not sent."""
+    takes the same. What is empty is not sent.
+
+    Args:
+        size: bytes.
+        processes: of the ring.
+        link: between them; None where nothing is sent.
+    """
     if link is None or processes == 1 or not size:
         return 0.0
     return (processes - 1) * (link.latency + size / processes / link.bandwidth)

@@ -11,7 +11,13 @@ from raymm.scheduler.schedule.step_graph import ActiveStages
 
 
 def to_program(plan: Plan, active: Sequence[ActiveStages], schedule: Schedule) -> Program:
-    """The schedule's tasks with their messages: those of a turn before and after all of it."""
+    """The schedule's tasks with their messages: those of a turn before and after all of it.
+
+    Args:
+        plan: whose stages run.
+        active: which stages each microbatch has.
+        schedule: of the plan.
+    """
     ranks = []
     for tasks in schedule.tasks:
         instructions: list[Instruction] = []
@@ -50,7 +56,13 @@ def messages(
     plan: Plan, active: ActiveStages, task: Task
 ) -> tuple[list[Instruction], list[Instruction]]:
     """The receives before a task and the sends after it. Stages on one rank hand tensors
-    over directly and need no message."""
+    over directly and need no message.
+
+    Args:
+        plan: whose stages run.
+        active: which stages each microbatch has.
+        task: of the schedule.
+    """
     name, microbatch, op, *_ = task
     rank = plan.by_name[name].rank
     producers = [s for s in plan.stage_producers[name] if s in active.stages]

@@ -87,7 +87,16 @@ def cpu_forward(
     scale: float,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output in the dtype of the inputs and LSE in at least fp32, without autograd."""
+    """Output in the dtype of the inputs and LSE in at least fp32, without autograd.
+
+    Args:
+        query: (B, Hq, Tq, D).
+        key: (B, Hk, Tk, D).
+        value: (B, Hk, Tk, Dv).
+        masks: one per sequence of the batch.
+        scale: of the scores.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
+    """
     query, key, value = (_unit_stride(t) for t in (query, key, value))
     batch, heads, rows, _ = query.shape
     # Memory order (B, Tq, Hq, D): what projections read after attention.
@@ -114,7 +123,20 @@ def cpu_backward(
     needs: Sequence[bool] = (True, True, True),
 ) -> list[torch.Tensor | None]:
     """dQ, dK, dV in at least fp32, without autograd. ``out`` and ``lse`` are of all keys that
-    the rows see, of which ``key`` may be a part: gradients are then that part's share."""
+    the rows see, of which ``key`` may be a part: gradients are then that part's share.
+
+    Args:
+        grad_out: gradient of the output, (B, Hq, Tq, Dv).
+        query: (B, Hq, Tq, D).
+        key: (B, Hk, Tk, D).
+        value: (B, Hk, Tk, Dv).
+        out: the output, (B, Hq, Tq, Dv).
+        lse: (B, Hq, Tq), at least fp32.
+        masks: one per sequence of the batch.
+        scale: of the scores.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
+        needs: which of dQ, dK and dV are needed.
+    """
     query, key, value, grad_out = (_unit_stride(t) for t in (query, key, value, grad_out))
     # Sums over blocks are kept in fp32.
     dtype = torch.promote_types(query.dtype, torch.float32)

@@ -22,7 +22,16 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output (N, M * G, n, Dv) and LSE (N, M * G, n), fp32, of rows (N, M * G, n, D) among
     keys (N, M, K, D); ``bias`` (1, 1, n, K) is 0 or -inf. Rows that see nothing have output 0
-    and LSE -inf."""
+    and LSE -inf.
+
+    Args:
+        query: (N, M * G, n, D).
+        key: (N, M, K, D).
+        value: (N, M, K, Dv).
+        bias: (1, 1, n, K), 0 or -inf; None: everything is visible.
+        scale: of the scores.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
+    """
     scores, _ = _scores(_grouped(query, key), _wide(key), bias, scale, softcap)
     lse = torch.logsumexp(scores, dim=-1)
     weights = scores.sub_(_finite(lse).unsqueeze(-1)).exp_()
@@ -41,7 +50,19 @@ def backward(
     scale: float,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of rows, keys and values, fp32, from the whole rows' output and LSE."""
+    """Gradients of rows, keys and values, fp32, from the whole rows' output and LSE.
+
+    Args:
+        grad_out: (N, M * G, n, Dv).
+        query: (N, M * G, n, D).
+        key: (N, M, K, D).
+        value: (N, M, K, Dv).
+        out: of the whole rows, (N, M * G, n, Dv).
+        lse: of the whole rows, (N, M * G, n).
+        bias: (1, 1, n, K), 0 or -inf; None: everything is visible.
+        scale: of the scores.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
+    """
     rows, keys, values = _grouped(query, key), _wide(key), _wide(value)
     grad_out, out = _grouped(grad_out, key), _grouped(out, key)
     lse = lse.unflatten(1, (key.shape[1], -1)).to(rows.dtype)

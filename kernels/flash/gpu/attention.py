@@ -98,7 +98,16 @@ def triton_forward(
     scale: float,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`triton_attention` without autograd."""
+    """:func:`triton_attention` without autograd.
+
+    Args:
+        query: (B, Hq, Tq, D).
+        key: (B, Hk, Tk, D).
+        value: (B, Hk, Tk, D).
+        masks: one per sequence of the batch.
+        scale: of the scores.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
+    """
     _check(query, key, value, masks)
     plan = _plan(query, key, masks, softcap)
     with _on(query.device):
@@ -120,7 +129,19 @@ def triton_backward(
     softcap: float | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """dQ, dK, dV in fp32, without autograd. ``out`` and ``lse`` are of all keys that the rows
-    see, of which ``key`` may be a part: gradients are then that part's share."""
+    see, of which ``key`` may be a part: gradients are then that part's share.
+
+    Args:
+        grad_out: gradient of the output, (B, Hq, Tq, D).
+        query: (B, Hq, Tq, D).
+        key: (B, Hk, Tk, D).
+        value: (B, Hk, Tk, D).
+        out: the output, (B, Hq, Tq, D).
+        lse: (B, Hq, Tq), at least fp32.
+        masks: one per sequence of the batch.
+        scale: of the scores.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
+    """
     plan = _plan(query, key, masks, softcap)
     with _on(query.device):
         return _backward(

@@ -74,6 +74,12 @@ class AttentionPlan:
         attend: (U, Tq), identity: (U, Tk) int32; ``bounds`` stands in their place if no mask
             needs them.
         needs_bits: whether some mask needs attend and identity.
+
+    Args:
+        masks: one per sequence of the batch.
+        config: launch configurations of the kernels.
+        layout: batch, heads and lengths.
+        device: where the tables are to be.
     """
 
     def __init__(
@@ -202,5 +208,12 @@ def attention_plan(
     layout: Layout,
     device: torch.device,
 ) -> AttentionPlan:
-    """The plan of a batch, from the cache if its masks (the same objects) came lately."""
+    """The plan of a batch, from the cache if its masks (the same objects) came lately.
+
+    Args:
+        masks: one per sequence of the batch.
+        config: launch configurations of the kernels.
+        layout: batch, heads and lengths.
+        device: where the tables are to be.
+    """
     return AttentionPlan(masks, config, layout, device)

@@ -113,6 +113,11 @@ def attention_config(
 ) -> AttentionConfig:
     """The launch configurations of a head dim and dtype.
 
+    Args:
+        head_dim: D.
+        dtype: of query, key and value.
+        softcap: whether scores are capped.
+
     Raises:
         ValueError: a head dim that is not a multiple of 8 from 32 to 256, or another dtype
             than bf16, fp16 and fp32.
@@ -131,7 +136,15 @@ def attention_config(
 def constants(
     config: KernelConfig, head_dim: int, *, bits: bool, softcap: bool, interpreted: bool = False
 ) -> dict[str, Any]:
-    """Compile-time arguments that the large kernels share."""
+    """Compile-time arguments that the large kernels share.
+
+    Args:
+        config: the kernel's.
+        head_dim: D.
+        bits: whether kinds of keys are hidden from some rows.
+        softcap: whether scores are capped.
+        interpreted: whether Triton's interpreter runs it.
+    """
     return {
         "BITS": bits,
         "SOFTCAP": softcap,
@@ -159,6 +172,11 @@ def key_passes(config: KernelConfig) -> list[dict[str, bool]]:
 def scales(head_dim: int, scale: float | None, softcap: float | None) -> tuple[float, float, float]:
     """The kernels' scalar arguments: factor inside the tanh (2 log2(e) scale / softcap; unused
     without softcap), factor of scores in base 2, scale.
+
+    Args:
+        head_dim: D.
+        scale: of the scores; default ``D ** -0.5``.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
 
     Raises:
         ValueError: a scale or softcap that is not positive.

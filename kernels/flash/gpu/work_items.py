@@ -75,6 +75,8 @@ def makespan(work: np.ndarray, heads: int, processors: int) -> float:
 
     Args:
         work: (n,) per item, any unit.
+        heads: how often every item is to be done.
+        processors: that work at the same time.
     """
     work = np.sort(np.asarray(work, dtype=np.float64))[::-1]
     if not len(work):
@@ -132,7 +134,14 @@ def choose_split(work: np.ndarray, heads: int, processors: int, part_cost: float
 
 def head_span(heads: int, group: int, bytes_per_group: int, cache_bytes: int) -> int:
     """Heads whose programs are launched side by side: as many whole groups as have what they
-    read (``bytes_per_group`` each) in a cache of ``cache_bytes``; a divisor of ``heads``."""
+    read (``bytes_per_group`` each) in a cache of ``cache_bytes``; a divisor of ``heads``.
+
+    Args:
+        heads: of queries.
+        group: query heads per key head.
+        bytes_per_group: what the programs of a group read.
+        cache_bytes: of the cache.
+    """
     groups = heads // group
     fitting = max(1, min(groups, cache_bytes // max(bytes_per_group, 1)))
     while groups % fitting:

@@ -39,6 +39,11 @@ class TooManyStages(Exception):
 def independent_sets(problem: MappingProblem, within: int, limit: int) -> np.ndarray:
     """(N,) all non-empty sets of modules that may share a stage.
 
+    Args:
+        problem: what is to be mapped.
+        within: the modules, as bits.
+        limit: the most there may be.
+
     Raises:
         TooManyStages: more than ``limit``.
     """
@@ -172,6 +177,7 @@ def best_partition(
         nodes: most effort for one stage.
         rounds: most rounds of bounding and solving.
         better, proven: called with every better sequence and every higher bound.
+        within: the modules, as bits.
 
     Raises:
         TooManyStages: more than ``limit``.

@@ -33,6 +33,11 @@ class StateGraph:
         source, target: (E,) indices of states, by source.
         stage: (E,) the modules of the transition.
 
+    Args:
+        evaluator: knows what stages take.
+        within: the modules, as bits.
+        limit: the most there may be.
+
     Raises:
         TooManyTransitions: more than ``limit``.
     """
@@ -146,6 +151,7 @@ def best_sequence(
             bound, and the result may then not be proven.
         searches: stop after so many searches within stages; the result may then not be proven.
         better, proven: called with every better sequence and every higher bound.
+        within: the modules, as bits.
 
     Raises:
         TooManyTransitions: more than allowed.

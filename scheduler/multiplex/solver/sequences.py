@@ -29,7 +29,13 @@ def in_order(problem: MappingProblem, stages: Sequence[int]) -> list[int] | None
 
 
 def in_order_within(problem: MappingProblem, stages: list[int], within: int | None) -> list[int]:
-    """The stages of a part of the modules in order; what is outside counts as done."""
+    """The stages of a part of the modules in order; what is outside counts as done.
+
+    Args:
+        problem: what is to be mapped.
+        stages: sets of modules, as bits.
+        within: the modules that count; None for all.
+    """
     if within is None:
         return in_order(problem, stages) or []
     outside = [1 << m for m in range(len(problem.names)) if not within >> m & 1]
@@ -68,7 +74,14 @@ def total_seconds(evaluator: StageEvaluator, stages: Sequence[int]) -> float:
 def mapping_of(
     evaluator: StageEvaluator, stages: Sequence[int], bound: float, method: str
 ) -> Mapping:
-    """A mapping of the stages, each as the evaluator knows it best."""
+    """A mapping of the stages, each as the evaluator knows it best.
+
+    Args:
+        evaluator: knows what stages take.
+        stages: sets of modules as bits, in order.
+        bound: no mapping takes fewer seconds.
+        method: that found it.
+    """
     problem = evaluator.problem
     made = tuple(
         MultiplexStage(evaluator.result(stage).placements, evaluator.result(stage).seconds)

@@ -87,7 +87,13 @@ def class_seconds(inputs, packed):
 def pack_either(inputs, before, node_limit):
     """:func:`raymm.scheduler.multiplex.solver.packing.pack` of all modules, on fuller GPUs first,
     and if that gives up on emptier ones first: what it returns, with the placements' seconds
-    instead of nodes."""
+    instead of nodes.
+
+    Args:
+        inputs: the stage's :class:`StageInputs`.
+        before: seconds; strictly.
+        node_limit: of every search.
+    """
     modules = inputs.seconds.shape[0]
     nobody, weights = nothing_placed(modules, inputs.pool.gpus), np.ones(modules)
     result, _, packed = pack(inputs, before, False, weights, nobody, node_limit)
