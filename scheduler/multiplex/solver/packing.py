@@ -49,7 +49,7 @@ LEVEL = np.dtype([
 
 @njit(cache=True)
 def nothing_placed(modules, gpus):
-    """A :class:`Packed` of so many GPUs in which none of the modules is anywhere."""
+    """A :class:`.stage_packing.Packed` of so many GPUs in which none of the modules is anywhere."""
     return Packed(np.zeros((modules, 2), np.int64), np.array([gpus]), np.zeros(1, np.int64))
 
 
@@ -290,16 +290,16 @@ def pack(inputs, before, spread, weights, kept, node_limit):
     """Options and GPUs for modules such that each is done before ``before``.
 
     Args:
-        inputs: the stage's :class:`StageInputs`.
+        inputs: the stage's :class:`.stage_packing.StageInputs`.
         before: seconds; strictly.
         spread: place on emptier GPUs first.
         weights: (K,) modules are placed in order of what they need at least, times this.
-        kept: a :class:`Packed` with the modules that stay where they are.
+        kept: a :class:`.stage_packing.Packed` with the modules that stay where they are.
         node_limit: give up after so many placements tried.
 
     Returns:
         FOUND, IMPOSSIBLE (proven; where modules stay, for as they stay) or GAVE_UP; nodes used;
-        and the :class:`Packed` of all modules, which is of none where it is not FOUND.
+        and the :class:`.stage_packing.Packed` of all modules, of none where it is not FOUND.
     """
     modules, pool = inputs.seconds.shape[0], inputs.pool
     options = placement_options(inputs, before)

@@ -20,7 +20,7 @@ def placement_options(inputs, before):
     """Options of every module that may be done before ``before``, those that need little first.
 
     Args:
-        inputs: the stage's :class:`StageInputs`.
+        inputs: the stage's :class:`.stage_packing.StageInputs`.
         before: seconds; strictly.
 
     Returns:

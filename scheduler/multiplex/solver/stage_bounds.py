@@ -70,7 +70,7 @@ def shared_weight(quota, steps, own_use, cap, law, mix):
         quota, steps: of the replica, and of a whole GPU.
         own_use: B_i, share of the bandwidth.
         cap: the delay that it can bear, in the law's unit.
-        law: an :class:`InterferenceLaw`.
+        law: an :class:`.stage_packing.InterferenceLaw`.
         mix: share of bandwidth in the weight, from 0 to 1; quota has the rest.
 
     Returns:

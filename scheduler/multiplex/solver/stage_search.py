@@ -90,7 +90,7 @@ def pack_either(inputs, before, node_limit):
     instead of nodes.
 
     Args:
-        inputs: the stage's :class:`StageInputs`.
+        inputs: the stage's :class:`.stage_packing.StageInputs`.
         before: seconds; strictly.
         node_limit: of every search.
     """
@@ -112,14 +112,14 @@ def least_seconds(inputs, grid, bound, effort):
     proven that nothing is, or a search gives up.
 
     Args:
-        inputs: the stage's :class:`StageInputs`.
+        inputs: the stage's :class:`.stage_packing.StageInputs`.
         grid: (V,) seconds, ascending.
         bound: no placements take less.
         effort: a :class:`SearchEffort`.
 
     Returns:
         Seconds (infinite if nothing was found), bound (infinite if there is nothing), searches,
-        and a :class:`Packed`.
+        and a :class:`.stage_packing.Packed`.
     """
     packed = nothing_placed(inputs.seconds.shape[0], inputs.pool.gpus)
     best, searches = np.inf, 0
@@ -174,13 +174,13 @@ def repack(inputs, packed, effort, seed):
     and placed again by the exact search, so that all are faster than the slowest was.
 
     Args:
-        inputs: the stage's :class:`StageInputs`.
-        packed: where to begin, a :class:`Packed` of all modules.
+        inputs: the stage's :class:`.stage_packing.StageInputs`.
+        packed: where to begin, a :class:`.stage_packing.Packed` of all modules.
         effort: a :class:`Repacking`.
         seed: of all that is random.
 
     Returns:
-        The best :class:`Packed`, which may be the first.
+        The best :class:`.stage_packing.Packed`, which may be the first.
     """
     np.random.seed(seed)
     modules = len(packed.chosen)
