@@ -68,6 +68,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "actors/quota": (),
     "actors/faults": ("kernels",),
     "actors/modules": ("kernels", "actors/quota"),
+    "actors/placement": (),
     "actors/recompute": ("kernels", "scheduler", "actors/quota"),
     "actors/weights": ("actors/modules",),
     "actors/sharding": ("kernels", "scheduler", "actors/modules", "actors/weights"),
@@ -83,11 +84,12 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "actors/rank": (
         "kernels", "scheduler", "actors/memory", "actors/quota", "actors/faults", "actors/modules",
-        "actors/recompute", "actors/sharding", "actors/optimizer", "actors/stages",
-        "actors/executor",
+        "actors/placement", "actors/recompute", "actors/sharding", "actors/optimizer",
+        "actors/stages", "actors/executor",
     ),
     "actors/multiplexed": (
         "kernels", "scheduler", "actors/memory", "actors/quota", "actors/faults", "actors/modules",
+        "actors/placement",
         "actors/optimizer", "actors/stages", "actors/rank",
     ),
     # raymm: what a user touches

@@ -14,6 +14,7 @@ from raymm.actors.multiplexed.iteration_meta import (
     IterationMeta,
     IterationResult,
 )
+from raymm.actors.placement.placement import ONLY_RANKS, PlacementOptions
 from raymm.actors.rank.rank_actor import remember
 from raymm.actors.rank.rank_group import RankGroup, RankResources, StepHandle
 from raymm.scheduler.multiplex.instructions import MultiplexProgram, Part
@@ -28,6 +29,7 @@ class GpuGroup(RankGroup):
     Args:
         specs: one per GPU, in order.
         resources: what each reserves.
+        placement: what is reserved with them.
 
     Attributes:
         generation: how often the model was replaced.
@@ -39,8 +41,11 @@ class GpuGroup(RankGroup):
 
     actor_class = GpuActor
 
-    def __init__(self, specs: Sequence[GpuSpec], resources: RankResources) -> None:
-        super().__init__(specs, _labels(specs), resources)
+    def __init__(
+        self, specs: Sequence[GpuSpec], resources: RankResources,
+        placement: PlacementOptions = ONLY_RANKS,
+    ) -> None:
+        super().__init__(specs, _labels(specs), resources, placement)
         self.generation = 0
         self._spec, self._resources = specs[0], resources
         self._loaded: OrderedDict[str, None] = OrderedDict()
@@ -48,7 +53,8 @@ class GpuGroup(RankGroup):
 
     @classmethod
     def of(
-        cls, specs: Sequence[GpuSpec], resources: RankResources | None, group: GpuGroup | None
+        cls, specs: Sequence[GpuSpec], resources: RankResources | None, group: GpuGroup | None,
+        placement: PlacementOptions = ONLY_RANKS,
     ) -> GpuGroup:
         """New processes; or those of a group whose model is no longer used.
 
@@ -56,6 +62,7 @@ class GpuGroup(RankGroup):
             specs: one per GPU.
             resources: what each reserves; by default one CPU, and a GPU on CUDA.
             group: to take over; None for new ones.
+            placement: of new ones.
 
         Raises:
             ValueError: the group has another number of processes, or they are of another device,
@@ -65,7 +72,7 @@ class GpuGroup(RankGroup):
         """
         if group is None:
             default = RankResources(gpus=float(specs[0].device == "cuda"))
-            return cls(specs, resources or default)
+            return cls(specs, resources or default, placement)
         group.check_running()
         if group.num_ranks != len(specs):
             raise ValueError(

@@ -13,8 +13,6 @@ from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raymm.actors.executor.executor import StepMeta, StepResult
 from raymm.actors.faults.cluster_watch import ClusterWatch
@@ -24,13 +22,23 @@ from raymm.actors.faults.inquiry import Inquiry, inquire, kill_from_outside, loo
 from raymm.actors.faults.lost_processes import ChannelError
 from raymm.actors.faults.stacks import Address
 from raymm.actors.faults.watched_actor import CONCURRENCY_GROUPS
+from raymm.actors.placement.node_types import (
+    all_types,
+    autoscaled_types,
+    reachable_resources,
+    without_room,
+)
+from raymm.actors.placement.placement import (
+    ONLY_RANKS,
+    ClusterError,
+    Placement,
+    PlacementOptions,
+)
 from raymm.actors.rank.rank_actor import RankActor, remember
-from raymm.errors import ClusterLostError, InputError, RankFailedError, RunFailedError
+from raymm.errors import ClusterLostError, RankFailedError, RunFailedError
 from raymm.scheduler.program.program import Op, Program
 from raymm.scheduler.program.timeline import Span, Timeline
 
-# Seconds a placement group may take to be scheduled once the cluster is known to be big enough.
-PLACEMENT_TIMEOUT_S = 120.0
 # Seconds ranks may take to start, meet and build their stages.
 START_TIMEOUT_S = 600.0
 # Seconds between two looks at anything but results, while there are none.
@@ -38,10 +46,6 @@ LISTEN_S = 1.0
 
 # What a rank reports of a step.
 Result = TypeVar("Result")
-
-
-class ClusterError(InputError, RuntimeError):
-    """The cluster lacks what the plan needs; says what it has."""
 
 
 @dataclass(frozen=True)
@@ -78,29 +82,42 @@ class RankResources:
         return {name: amount for name, amount in bundle.items() if amount > 0}
 
 
-def check_capacity(num_ranks: int, resources: RankResources, worker_cpus: float = 0.0) -> None:
-    """Compare a plan's needs with the connected cluster.
+def check_capacity(
+    num_ranks: int, resources: RankResources, options: PlacementOptions = ONLY_RANKS
+) -> None:
+    """Compare a plan's needs with the connected cluster: with what it has, or, where an autoscaler
+    brings nodes, with what it can have.
 
     Args:
         num_ranks: of the plan.
         resources: what each rank reserves.
-        worker_cpus: CPUs that data workers reserve beside the ranks, all together.
+        options: what data workers reserve beside the ranks, and how long nodes may take.
 
     Raises:
-        ClusterError: if the cluster, even when idle, cannot hold the ranks and data workers.
+        ClusterError: if the cluster, even when idle and with all its nodes, cannot hold the ranks
+            and data workers.
     """
-    has = ray.cluster_resources()
+    scales = bool(autoscaled_types())
+    if not scales and options.waits():
+        return  # nodes come of which nobody says what they have
+    has = reachable_resources()
     for name, amount in resources.bundle().items():
         needed = amount * num_ranks
-        workers = worker_cpus if name == "CPU" else 0.0
+        workers = sum(bundle.get(name, 0.0) for bundle in options.beside)
         if needed + workers > has.get(name, 0.0) + 1e-9:
             beside = f", and data workers {workers:g} {name} beside them" if workers else ""
+            at_most = " at most, with all nodes that its autoscaler brings" if scales else ""
             raise ClusterError(
                 f"the plan has {num_ranks} ranks of {amount:g} {name} each, {needed:g} {name} in "
-                f"all{beside}; the cluster has {has.get(name, 0.0):g} {name}. Use fewer ranks "
-                "(parallel.*.pp, parallel.*.ranks), reserve less for each (resources), or connect "
-                "to a larger cluster"
+                f"all{beside}; the cluster has {has.get(name, 0.0):g} {name}{at_most}. Use fewer "
+                "ranks (parallel.*.pp, parallel.*.ranks), reserve less for each (resources), or "
+                "connect to a larger cluster"
             )
+    if not scales:
+        return
+    bundles = [resources.bundle()] * num_ranks + [dict(bundle) for bundle in options.beside]
+    if (reason := without_room(bundles, all_types())) is not None:
+        raise ClusterError(f"{reason}. Reserve less for each rank (resources)")
 
 
 class StepHandle(Generic[Result]):
@@ -150,21 +167,23 @@ class RankGroup:
         specs: one per rank, in order.
         labels: per rank, what runs there, for error messages (``"vision.0, llm.0"``).
         resources: what each rank reserves.
+        placement: what is reserved with them, and how long nodes may take.
 
     Attributes:
         places: where the ranks run, in order.
 
     Raises:
-        ClusterError: if the cluster cannot hold the ranks.
+        ClusterError: if the cluster cannot hold the ranks, or not in time.
         RankFailedError: if a rank cannot start.
     """
 
     actor_class: type = RankActor
 
     def __init__(
-        self, specs: Sequence[ProcessSpec], labels: Sequence[str], resources: RankResources
+        self, specs: Sequence[ProcessSpec], labels: Sequence[str], resources: RankResources,
+        placement: PlacementOptions = ONLY_RANKS,
     ) -> None:
-        check_capacity(len(specs), resources)
+        check_capacity(len(specs), resources, placement)
         self._labels = list(labels)
         self._places: list[str] = [""] * len(specs)
         self.places: tuple[RankPlace, ...] = ()
@@ -176,18 +195,10 @@ class RankGroup:
         # Calls of several threads reach all ranks in the same order: else ranks would work on
         # different steps, whose messages are alike.
         self._order = threading.Lock()
-        self._placement = placement_group([resources.bundle()] * len(specs), strategy="PACK")
+        self._placement = Placement([resources.bundle()] * len(specs), placement)
         self._actors: list[Any] = []
         try:
-            deadline = time.monotonic() + PLACEMENT_TIMEOUT_S
-            # In slices, so that Ctrl-C is heard; not ready(), whose task takes a worker process.
-            while not self._placement.wait(1.0):
-                if time.monotonic() > deadline:
-                    free = ray.available_resources()
-                    raise ClusterError(
-                        f"{len(specs)} ranks of {resources.bundle()} could not be placed within "
-                        f"{PLACEMENT_TIMEOUT_S:g} s; free in the cluster now: {free}"
-                    )
+            self._placement.wait()
             self._actors = [self._create(spec, i, resources) for i, spec in enumerate(specs)]
             found = self.pids()
             self.places = tuple(
@@ -213,11 +224,19 @@ class RankGroup:
             num_gpus=resources.gpus,
             resources=dict(resources.custom) or None,
             max_restarts=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                self._placement, placement_group_bundle_index=index
-            ),
+            scheduling_strategy=self._placement.place(index),
         )
         return remote.remote(spec)
+
+    @property
+    def places_beside(self) -> tuple[Any, ...]:
+        """Where processes beside the ranks go, for Ray's ``scheduling_strategy``."""
+        return self._placement.beside
+
+    @property
+    def nodes(self) -> frozenset[str]:
+        """Ray's ids of the nodes with ranks, or with processes beside them."""
+        return self._placement.nodes()
 
     @property
     def num_ranks(self) -> int:
@@ -437,7 +456,7 @@ class RankGroup:
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
         self._actors = []
-        remove_placement_group(self._placement)
+        self._placement.remove()
 
 
 def _file(rank: int) -> str:

@@ -23,13 +23,16 @@ from raymm.version import __version__
 # What a user can set right; anything else is a defect and keeps its traceback.
 EXIT_USER_ERROR = 2
 EXIT_RUN_FAILED = 1
+# It left a node that is about to end; what it has done is saved (EX_TEMPFAIL of sysexits.h).
+EXIT_START_AGAIN = 75
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0, 1 if the run failed, 2 if what was asked
-    for cannot run (configuration, model, data or cluster do not allow it), 128 + number if a
-    signal ended it (143 for SIGTERM, 130 for SIGINT), with or without a checkpoint; a run that
-    takes its last step all the same ends with 0."""
+    for cannot run (configuration, model, data or cluster do not allow it), 75 if it left a node
+    that is about to end (start it again), 128 + number if a signal ended it (143 for SIGTERM, 130
+    for SIGINT), with or without a checkpoint; a run that takes its last step all the same ends
+    with 0."""
     args = _parser().parse_args(arguments)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # import paths in configs, as `python -m` has it
@@ -38,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console, stop = Console(stderr=True), StopRequest()
     try:
         with stop.listening(), _notes_in_a_line():
-            args.run(args)
+            code = args.run(args)
     except InputError as error:
         if hasattr(args, "config") and args.config not in str(error):
             error.add_note(f"(in the configuration {args.config})")
@@ -67,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"sys.exit({end.code!r}), see above; it may raise an error instead", highlight=False,
         )
         return EXIT_USER_ERROR
-    return 0
+    return code or 0
 
 
 @contextmanager
@@ -123,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _train(args: argparse.Namespace) -> None:
+def _train(args: argparse.Namespace) -> int:
     from raymm.config.build import build_model, build_plan
     from raymm.config.sections import load_config
     from raymm.planning.request import PlanRequest
@@ -132,12 +135,13 @@ def _train(args: argparse.Namespace) -> None:
     config = load_config(args.config, args.overrides)
     model = build_model(config)
     plan = build_plan(config, model)
-    Trainer(
+    result = Trainer(
         model, PlanRequest.of_config(config) if plan is None else plan, config.data, config.run,
         optimizer=config.optimizer.build(config.run.steps),
         resources=config.resources.for_device,
         threads=config.resources.threads,
     ).fit()
+    return EXIT_START_AGAIN if result.stopped else 0
 
 
 def _export(args: argparse.Namespace) -> None:

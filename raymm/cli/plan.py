@@ -202,7 +202,7 @@ def _as_cluster(request, config):
             "(parallel), or the RAY_ADDRESS of a cluster"
         )
     with connected():
-        device = pick_device(config.run.device)
+        device = pick_device(config.run.device, config.resources.for_device)
         data = config.data
         workers = data.num_workers * data.worker_cpus
         request = replace(
@@ -221,7 +221,7 @@ def _measured(args, config, model, planned, console):
     from raymm.runtime.cluster import pick_device
 
     options = distinct_options(planned.proposal.options, args.measure)
-    device = pick_device(config.run.device)
+    device = pick_device(config.run.device, config.resources.for_device)
     console.print(f"running {len(options)} plans on {device} ...")
     results = measure_options(
         model, options, full_microbatch(config.data, model.encoder_names), device=device,

@@ -85,7 +85,7 @@ def run_profile(args: argparse.Namespace) -> None:
         return
     microbatch = full_microbatch(config.data, model.encoder_names)
     with connected():
-        device = pick_device(args.device or config.run.device)
+        device = pick_device(args.device or config.run.device, config.resources.for_device)
         table = profile_model(
             model, microbatch, lengths=lengths, repeats=args.repeats,
             precision=config.run.precision, device=device,

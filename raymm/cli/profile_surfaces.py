@@ -32,7 +32,7 @@ def run_surfaces(args: argparse.Namespace, config, model, output: Output) -> Non
 
     microbatch = full_microbatch(config.data, model.encoder_names)
     with connected():
-        device = pick_device(args.device or config.run.device)
+        device = pick_device(args.device or config.run.device, config.resources.for_device)
         found = profile_surfaces(
             model, microbatch, batch=config.data.batch_size,
             gpus=args.gpus if args.gpus is not None else config.planning.ranks or DEFAULT_GPUS,

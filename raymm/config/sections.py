@@ -248,7 +248,10 @@ class RunConfig(Section):
         log_every: steps between printed lines.
         seed: of random weights and dropout.
         precision: ``"fp32"``, or ``"bf16"`` autocast with fp32 parameters.
-        device: ``"cpu"``, ``"cuda"``, or ``"auto"``: CUDA if the cluster has GPUs.
+        device: ``"cpu"``, ``"cuda"``, or ``"auto"``: CUDA if ranks reserve GPUs (``resources``),
+            or, where not given, if the cluster has some or its autoscaler can bring them.
+        wait_for_nodes_s: seconds that nodes may take to come; by default 1800 where an autoscaler
+            brings them, and none elsewhere: what is not there is refused at once.
         timeout_s: seconds a rank may wait for another, and one instruction (a stage's forward of a
             microbatch, say) may take.
         steps_in_flight: steps submitted ahead, so that ranks never wait for the driver.
@@ -273,6 +276,7 @@ class RunConfig(Section):
     seed: Seed = 0
     precision: Literal["fp32", "bf16"] = "fp32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    wait_for_nodes_s: Seconds | None = None
     timeout_s: Seconds = 300.0
     steps_in_flight: int = Field(default=2, ge=1, le=8)
     max_skipped_steps: Count = 10

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-import ray
 import torch
 
+from raymm.actors.placement.node_types import reachable_resources
 from raymm.scheduler.costs.devices import DEVICES, DeviceSpec
 
 CPU = "cpu"
@@ -40,7 +40,7 @@ def cluster_device(device: str) -> tuple[str, str | None]:
     if device == "cpu":
         return "cpu", None
     prefix = "accelerator_type:"
-    names = [key.removeprefix(prefix) for key in ray.cluster_resources() if key.startswith(prefix)]
+    names = [key.removeprefix(prefix) for key in reachable_resources() if key.startswith(prefix)]
     if torch.cuda.is_available():
         names.insert(0, torch.cuda.get_device_name(0))
     for name in names:

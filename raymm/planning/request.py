@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import ray
-
+from raymm.actors.placement.node_types import reachable_resources
 from raymm.actors.rank.rank_group import RankResources
 from raymm.config.sections import TrainConfig
 from raymm.costs.full_microbatch import full_microbatch
@@ -176,16 +176,25 @@ def _full_or_first(data: DataConfig, modalities: Sequence[str]) -> Mapping[str, 
 
 
 def cluster_ranks(resources: RankResources, worker_cpus: float = 0.0) -> int:
-    """Ranks that the connected cluster has room for beside the data workers: one per GPU share,
-    or on CPUs at most :data:`MAX_CPU_RANKS`; at least one."""
-    has = ray.cluster_resources()
+    """Ranks that the connected cluster, with all nodes that may come, has room for beside the data
+    workers: one per GPU share, or on CPUs at most :data:`MAX_CPU_RANKS`; at least one.
+
+    Raises:
+        PlanError: there may come any number of nodes.
+    """
+    has = reachable_resources()
     limits = [
         (has.get(name, 0.0) - (worker_cpus if name == "CPU" else 0.0)) / amount + 1e-9
         for name, amount in resources.bundle().items() if amount > 0
     ]
     if not resources.gpus:
         limits.append(MAX_CPU_RANKS)
-    return max(1, int(min(limits)))
+    if math.isinf(most := min(limits)):
+        raise PlanError(
+            "planning.ranks is not given, and the cluster's autoscaler may bring any number of "
+            "nodes; accepted: how many ranks to plan for"
+        )
+    return max(1, int(most))
 
 
 def request_for_cluster(

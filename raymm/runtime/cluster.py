@@ -6,12 +6,14 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import ray
 
-from raymm.actors.rank.rank_group import ClusterError
+from raymm.actors.placement.node_types import reachable_resources
+from raymm.actors.placement.placement import ClusterError
+from raymm.actors.rank.rank_group import RankResources
 from raymm.runtime.embedded_ray import start_embedded_ray
 
 
@@ -65,8 +67,22 @@ def connected(quiet: bool = True) -> Iterator[None]:
             ray.shutdown()
 
 
-def pick_device(wanted: str) -> str:
-    """``"auto"`` is CUDA if the connected cluster has GPUs."""
+def pick_device(
+    wanted: str, resources: Callable[[str], RankResources] | None = None
+) -> str:
+    """The device that ``"auto"`` is.
+
+    Args:
+        wanted: ``"cpu"``, ``"cuda"`` or ``"auto"``.
+        resources: what a rank reserves on a device. If that is GPUs on any, it is CUDA, and a CPU
+            if it is none on any; else, and by default, CUDA if the connected cluster has GPUs, or
+            its autoscaler can bring some.
+    """
     if wanted != "auto":
         return wanted
-    return "cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
+    if resources is not None:
+        if resources("cpu").gpus:
+            return "cuda"
+        if not resources("cuda").gpus:
+            return "cpu"
+    return "cuda" if reachable_resources().get("GPU", 0) >= 1 else "cpu"

@@ -13,10 +13,14 @@ import sys
 import time
 from typing import Any
 
-from ray._private.services import canonicalize_bootstrap_address_or_die
-from ray._raylet import GcsClient
-from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
-from ray.core.generated.gcs_pb2 import GcsNodeInfo
+from ray import _raylet
+from ray._private import services
+from ray.core.generated import autoscaler_pb2, gcs_pb2
+
+# Their names are made when they are compiled, or imported: type checkers see none.
+raylet: Any = _raylet
+autoscaler: Any = autoscaler_pb2
+gcs: Any = gcs_pb2
 
 # What a pod's node is called in the cluster; KubeRay sets it to the pod's name.
 INSTANCE_VARIABLE = "RAY_CLOUD_INSTANCE_ID"
@@ -40,7 +44,8 @@ def leave(client: Any, instance: str, seconds: float) -> str:
         return f"the cluster has no node {instance} (any more)"
     deadline = time.time() + seconds
     accepted, reason = client.drain_node(
-        node, DRAIN_NODE_REASON_PREEMPTION, f"the pod {instance} ends", int(deadline * 1000)
+        node, autoscaler.DRAIN_NODE_REASON_PREEMPTION, f"the pod {instance} ends",
+        int(deadline * 1000),
     )
     if not accepted:
         return f"node {instance} was not announced to end: {reason}"
@@ -55,21 +60,22 @@ def leave(client: Any, instance: str, seconds: float) -> str:
 def _node(client: Any, instance: str) -> str | None:
     """Ray's id of a node that lives."""
     for node in client.get_all_node_info(timeout=ANSWER_TIMEOUT_S).values():
-        if node.instance_id == instance and node.state == GcsNodeInfo.ALIVE:
+        if node.instance_id == instance and node.state == gcs.GcsNodeInfo.ALIVE:
             return node.node_id.hex()
     return None
 
 
 def main() -> int:
     """The command line; ends with 0, as what a preStop hook says changes nothing."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Announce that this node is about to end.")
     parser.add_argument("--seconds", type=float, required=True, help="until the node must be left")
     seconds = parser.parse_args().seconds
     instance = os.environ.get(INSTANCE_VARIABLE)
     if not instance:
         print(f"{INSTANCE_VARIABLE} is not set: which node is this?", file=sys.stderr)
         return 0
-    client = GcsClient(address=canonicalize_bootstrap_address_or_die(None))
+    address = services.canonicalize_bootstrap_address_or_die("auto")  # RAY_ADDRESS, where it is set
+    client = raylet.GcsClient(address=address)
     print(leave(client, instance, seconds), flush=True)
     return 0
 

@@ -113,7 +113,7 @@ class MultiplexedParallelModule(ParallelModule):
         specs = self._mapped.gpu_specs(
             multimodal_nodes(model), run, reloadable=reloadable_modules(model)
         )
-        self.group = GpuGroup.of(specs, run.resources, group)
+        self.group = GpuGroup.of(specs, run.resources, group, run.placement)
         self._generation = self.group.generation
         self._check_weights()
 

@@ -146,7 +146,7 @@ class MultiplexedModule:
         nodes = dag.specs().values()
         connect()
         specs = self._mapped.gpu_specs(nodes, run)
-        self._group = GpuGroup.of(specs, run.resources, group)
+        self._group = GpuGroup.of(specs, run.resources, group, run.placement)
         self._generation = self._group.generation
         if names := self.not_finite_tensors():
             self.close()

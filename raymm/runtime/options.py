@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from raymm.actors.optimizer.optimizer import OptimizerConfig
+from raymm.actors.placement.placement import ONLY_RANKS, PlacementOptions
 from raymm.actors.quota import Backend
 from raymm.actors.rank.rank_group import RankResources
 
@@ -24,6 +25,7 @@ class RuntimeOptions:
         precision: ``"fp32"``, or ``"bf16"`` for autocast with fp32 parameters.
         device: ``"cpu"`` or ``"cuda"`` (one GPU per process).
         resources: what each process reserves in Ray; None: one CPU, and a GPU on CUDA.
+        placement: what is reserved with the processes, and how long nodes may take to come.
         threads: intra-op threads per process.
         seed: of what modules draw (dropout, layer drop).
         timeout_s: seconds a process may wait for another, and one instruction may take.
@@ -38,6 +40,7 @@ class RuntimeOptions:
     precision: str = "fp32"
     device: str = "cpu"
     resources: RankResources | None = None
+    placement: PlacementOptions = ONLY_RANKS
     threads: int = 1
     seed: int = 0
     timeout_s: float = 300.0

@@ -146,7 +146,9 @@ class MultimodalParallelModule(ParallelModule):
             )
             for number, process in enumerate(processes.all)
         ]
-        self.group = RankGroup(specs, process_labels(processes), run.reserved)
+        self.group = RankGroup(
+            specs, process_labels(processes), run.reserved, run.placement
+        )
         self._check_weights()
 
     @property

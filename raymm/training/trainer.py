@@ -12,7 +12,8 @@ from rich.console import Console
 
 from raymm.actors.faults.fault_folder import faults_kept_in
 from raymm.actors.optimizer.optimizer import OptimizerConfig
-from raymm.actors.rank.rank_group import ClusterError, RankResources, check_capacity
+from raymm.actors.placement.placement import ClusterError, PlacementOptions
+from raymm.actors.rank.rank_group import RankResources, check_capacity
 from raymm.callbacks.callback import Callback, RunInfo
 from raymm.callbacks.handler import CallbackHandler
 from raymm.callbacks.named import named_callbacks
@@ -37,6 +38,7 @@ from raymm.monitor.watched_run import WatchedRun
 from raymm.planning.planned_run import plan_for_cluster
 from raymm.planning.request import PlanRequest
 from raymm.runtime.cluster import connected, pick_device
+from raymm.runtime.drain_notices import DrainWatch
 from raymm.runtime.parallel_module import ParallelModule
 from raymm.runtime.specs import MultimodalParallelSpec
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
@@ -63,8 +65,8 @@ class Result:
         files: what to look at, by what it is (loss curve, schedule, trace).
         steps_not_applied: of all steps in ``history``, as their loss or gradients were not finite;
             ``not_applied`` of their rows says where that began.
-        stopped: of a run that was asked to stop (:attr:`Trainer.stop`), after which step, and
-            what is saved; None if it has taken all its steps.
+        stopped: of a run that was asked to stop (:attr:`Trainer.stop`, or a notice that a node
+            of its ends), after which step, and what is saved; None if it has taken all its steps.
     """
 
     metrics: dict[str, Any]
@@ -164,7 +166,9 @@ class Trainer:
         checkpoint, if there is one.
 
         In the main thread SIGTERM and SIGINT end it after the step under way, with a checkpoint;
-        a second one, or one before the first step, at once. What is saved is printed.
+        a second one, or one before the first step, at once. What is saved is printed. A notice that
+        a node of the run is about to end (spot instances, ``kubectl drain``) ends it in the same
+        way, and ``stopped`` of the result says so.
 
         Raises:
             ConfigError, DataError, CheckpointError, ClusterError, ProbeError: before any rank
@@ -259,19 +263,19 @@ class Trainer:
         if self.training.dataset is not None:
             give_examples(self.model, self.data, self.training.dataset)
         with faults_kept_in(self.path), connected():
-            device = pick_device(self.run.device)
+            device = pick_device(self.run.device, self._resources)
             resources = self._resources(device)
             if self.plan is None:
                 self.plan = self._make_plan(device, resources, checkpoint)
             execution = execution_of(self.plan)
             execution.check(self.model, self.data, device)
-            check_capacity(execution.num_processes, resources, self._worker_cpus())
+            check_capacity(execution.num_processes, resources, self._placement())
             execution.save(self.path)
             self._say_what_runs(execution, device)
             with execution.start(
                 self.model, optimizer=self.optimizer, precision=self.run.precision,
                 device=device, resources=resources, threads=self.threads, seed=self.run.seed,
-                timeout_s=self.run.timeout_s,
+                timeout_s=self.run.timeout_s, placement=self._placement(),
             ) as parallel:
                 return self._run(parallel, execution, store, checkpoint, device)
 
@@ -295,10 +299,11 @@ class Trainer:
                 self._say("going on under the plan of the checkpoint")
                 return execution.plan
             self._say(f"planning anew: {reason}")
+        worker_cpus = sum(bundle["CPU"] for bundle in self._placement().beside)
         with self.console.status("planning"):
             planned = plan_for_cluster(
                 self.request, self.model, self.data, device=device, resources=resources,
-                worker_cpus=self._worker_cpus(), dtype=self.run.precision,
+                worker_cpus=worker_cpus, dtype=self.run.precision,
             )
         for line in planned.lines:
             self._say(line)
@@ -308,7 +313,7 @@ class Trainer:
         if (reason := execution.unkept(self.model, self.data)) is not None:
             return reason
         try:
-            check_capacity(execution.num_processes, resources, self._worker_cpus())
+            check_capacity(execution.num_processes, resources, self._placement())
         except ClusterError as error:
             return str(error)
         return None
@@ -322,12 +327,19 @@ class Trainer:
             return RankResources(gpus=float(device == "cuda"))
         return self.resources(device) if callable(self.resources) else self.resources
 
-    def _worker_cpus(self) -> float:
-        """CPUs of data workers; those of an evaluation run beside those of the training data."""
-        if not isinstance(self.data, DataConfig):
-            return 0.0
-        evaluates = self.run.eval_every is not None and self.data.heldout is not None
-        return self.data.num_workers * self.data.worker_cpus * (1 + evaluates)
+    def _placement(self) -> PlacementOptions:
+        """What data workers reserve beside the ranks; those of an evaluation run beside those of
+        the training data."""
+        beside: tuple[dict[str, float], ...] = ()
+        if isinstance(self.data, DataConfig) and self.data.worker_cpus:
+            evaluates = self.run.eval_every is not None and self.data.heldout is not None
+            count = self.data.num_workers * (1 + evaluates)
+            beside = ({"CPU": self.data.worker_cpus},) * count
+        return PlacementOptions(beside, self.run.wait_for_nodes_s, self._say)
+
+    def _ask_to_leave(self, notice: str) -> None:
+        self._say(f"{notice}: the step under way is finished and saved")
+        self.stop.ask(StopReason(notice))
 
     def _say(self, line: str) -> None:
         self.console.print(line, highlight=False, soft_wrap=True, markup=False)
@@ -380,7 +392,9 @@ class Trainer:
             watch = execution.watch(WatchedRun(
                 parallel, self.model, self.data, self.training, self.path, progress.line
             ))
-            batches = Batches(self.data, self.training, parallel.sample_check())
+            batches = Batches(
+                self.data, self.training, parallel.sample_check(), parallel.group.places_beside
+            )
             throughput = Throughput(
                 self.model, execution.processes, device, self.run.precision, progress.line
             )
@@ -389,7 +403,8 @@ class Trainer:
                 progress, self.stop,
             )
             self._loop = loop
-            stopped = loop.run(_data_position(checkpoint))
+            with DrainWatch(parallel.group.nodes, self._ask_to_leave):
+                stopped = loop.run(_data_position(checkpoint))
             if stopped is not None:
                 callbacks.stopped(stopped)
         if stopped is not None:

@@ -47,13 +47,16 @@ class Batches:
         data: a :class:`DataConfig`, or batches in memory.
         training: how the training data are taken.
         check: looks whether the model can take a sample of data on disk.
+        places: of the data workers: those of the training data, then those of the held-out ones.
     """
 
     def __init__(
         self, data: DataConfig | Sequence[Any], training: TrainingData,
-        check: SampleCheck | None = None,
+        check: SampleCheck | None = None, places: Sequence[Any] = (),
     ) -> None:
         self._data, self._training, self._check = data, training, check
+        workers = data.num_workers if isinstance(data, DataConfig) else 0
+        self._places, self._heldout_places = places[:workers], places[workers:]
 
     def train(self, state: Any, steps: int, parallel: ParallelModule) -> Iterator[Batch]:
         """Training data from a position on."""
@@ -61,7 +64,7 @@ class Batches:
             with StepLoader(
                 self._data, "train", start_state=state, steps=steps,
                 sampler=self._training.sampler, dataset=self._training.dataset,
-                check=self._check,
+                check=self._check, places=self._places,
             ) as loader:
                 for step in loader:
                     yield Batch(
@@ -84,7 +87,8 @@ class Batches:
         """One pass over the held-out data, with some modalities' items in the wrong samples."""
         assert isinstance(self._data, DataConfig)  # batches in memory have no held-out ones
         return StepLoader(
-            self._data, "heldout", steps=steps, shuffled=shuffled, check=self._check
+            self._data, "heldout", steps=steps, shuffled=shuffled, check=self._check,
+            places=self._heldout_places,
         )
 
 

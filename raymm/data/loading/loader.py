@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any
 
 import ray
@@ -90,6 +90,7 @@ class StepLoader:
             ``training_sampler(config, dataset)``, which knows nothing of the model.
         dataset: the split's samples, if they were opened already.
         check: looks whether the model can take a sample (``StepBuilder``).
+        places: where the workers go (Ray's ``scheduling_strategy``), one each; anywhere without.
 
     Raises:
         DataError: here, before any actor starts, for a missing file, malformed row, unknown
@@ -108,6 +109,7 @@ class StepLoader:
         sampler: Sampler | None = None,
         dataset: Dataset | None = None,
         check: SampleCheck | None = None,
+        places: Sequence[Any] = (),
     ):
         unknown = [name for name in shuffled if name not in config.modalities]
         if unknown:
@@ -120,7 +122,8 @@ class StepLoader:
         self._names = part_names(config)
         checks = [] if check is None else [ray.put(check)]
         self._workers = [
-            start_worker(config, stored, shuffled, checks) for _ in range(config.num_workers)
+            start_worker(config, stored, shuffled, checks, place)
+            for place, _ in zip_longest(places, range(config.num_workers))
         ]
         # Of those that have started, for when one does not answer any more.
         self._places: dict[int, dict | None] = {}

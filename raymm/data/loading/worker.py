@@ -103,14 +103,16 @@ class DataWorker(WatchedActor):
 
 def start_worker(
     config: DataConfig, dataset: ray.ObjectRef, shuffled: Sequence[str],
-    check: Sequence[ray.ObjectRef] = (),
+    check: Sequence[ray.ObjectRef] = (), place: Any = None,
 ) -> ActorHandle:
-    """Start one ``DataWorker``; ``dataset`` refers to a ``raymm.data.readers.Dataset``."""
+    """Start one ``DataWorker``; ``dataset`` refers to a ``raymm.data.readers.Dataset``, and
+    ``place`` is Ray's ``scheduling_strategy``, if it is reserved."""
     return (
         cast(Any, ray.remote)(concurrency_groups=CONCURRENCY_GROUPS)(DataWorker)
         .options(
             num_cpus=config.worker_cpus,
             max_restarts=0,
+            scheduling_strategy=place,
             # Several workers decode side by side; threads below them would only fight.
             runtime_env={"env_vars": {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}},
         )

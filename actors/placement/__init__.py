@@ -1,0 +1,1 @@
+"""Where a run's processes are placed: which nodes there are or may come, one reservation of all."""

@@ -1,0 +1,136 @@
+"""What nodes may come, what can never be placed, and what is said while nodes are waited for."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ray.core.generated.autoscaler_pb2 import ClusterConfig
+
+from raymm.actors.placement import node_types
+from raymm.actors.placement.node_types import NodeType, spell, types_of, without_room
+from raymm.actors.placement.placement import ClusterError, PlacementOptions
+from raymm.actors.rank.rank_group import RankResources, check_capacity
+from raymm.planning.request import cluster_ranks
+from raymm.runtime.cluster import pick_device
+
+GPU = NodeType("gpu", {"CPU": 7.0, "GPU": 1.0, "memory": 2**35}, 4)
+BIG = NodeType("big", {"CPU": 30.0, "GPU": 8.0}, 1)
+HEAD = NodeType("head", {"CPU": 0.0}, 1)
+
+
+def fits(bundles: list[dict[str, float]], types: list[NodeType]) -> bool:
+    """Whether bundles can be placed together, by trying every way."""
+    nodes = [one.resources for one in types for _ in range(int(one.most))]
+    for places in itertools.product(range(len(nodes)), repeat=len(bundles)):
+        used = [dict.fromkeys(node, 0.0) for node in nodes]
+        for place, bundle in zip(places, bundles, strict=True):
+            for name, amount in bundle.items():
+                used[place][name] = used[place].get(name, 0.0) + amount
+        if all(
+            amount <= node.get(name, 0.0)
+            for node, of_node in zip(nodes, used, strict=True) for name, amount in of_node.items()
+        ):
+            return True
+    return False
+
+
+AMOUNTS = st.integers(0, 4).map(lambda quarters: quarters / 2)
+RESOURCES = st.fixed_dictionaries({"CPU": AMOUNTS, "GPU": st.integers(0, 2).map(float)})
+
+
+@given(
+    st.lists(RESOURCES.filter(lambda one: any(one.values())), min_size=1, max_size=3),
+    st.lists(st.tuples(RESOURCES, st.integers(1, 2)), min_size=1, max_size=2),
+)
+def test_what_fits_is_never_refused(bundles, types):
+    types = [NodeType(f"t{n}", resources, most) for n, (resources, most) in enumerate(types)]
+    refused = without_room(bundles, types)
+    if refused is not None:
+        assert not fits(bundles, types), refused
+    elif len(bundles) == 1:
+        assert fits(bundles, types)
+
+
+@pytest.mark.parametrize(("bundles", "says"), [
+    ([{"GPU": 2.0}], "no node type has room for 2 GPU; there are: gpu (7 CPU, 1 GPU), head"),
+    ([{"CPU": 8.0, "GPU": 1.0}], "no node type has room for 8 CPU, 1 GPU"),
+    ([{"TPU": 1.0}], "no node type has room for 1 TPU"),
+    ([{"GPU": 1.0}] * 5, "5 x 1 GPU do not fit: there is room for 4 when all nodes are there"),
+])  # fmt: skip
+def test_what_can_never_be_placed(bundles, says):
+    assert says in without_room(bundles, [GPU, HEAD])
+
+
+def test_types_are_read_from_what_an_autoscaler_reports():
+    config = ClusterConfig()
+    config.node_group_configs.add(name="gpu", resources={"CPU": 7, "GPU": 1}, max_count=4)
+    config.node_group_configs.add(name="any", resources={"CPU": 2}, max_count=-1)
+    config.node_group_configs.add(name="head", resources={"CPU": 1}, max_count=0)
+    gpu, unlimited = types_of(config.node_group_configs)
+    assert (gpu.name, gpu.resources, gpu.most) == ("gpu", {"CPU": 7.0, "GPU": 1.0}, 4)
+    assert unlimited.most == float("inf")
+    assert spell(gpu.resources) == "7 CPU, 1 GPU"
+
+
+@pytest.fixture
+def scaling(monkeypatch, ray_cluster):
+    """A cluster whose autoscaler may bring GPUs."""
+    monkeypatch.setattr(node_types, "kuberay_types", lambda: (GPU, BIG))
+    return ray_cluster
+
+
+def test_what_may_come_counts(scaling):
+    check_capacity(12, RankResources(cpus=1.0, gpus=1.0))
+    assert PlacementOptions().waits() == 1800.0
+    assert PlacementOptions(wait_for_nodes_s=5.0).waits() == 5.0
+    assert cluster_ranks(RankResources(cpus=1.0, gpus=1.0)) == 12
+    assert pick_device("auto") == "cuda"
+    with pytest.raises(ClusterError, match="13 ranks of 1 GPU.*at most, with all nodes that"):
+        check_capacity(13, RankResources(cpus=1.0, gpus=1.0))
+    with pytest.raises(ClusterError, match="no node type has room for 1 CPU, 9 GPU"):
+        check_capacity(1, RankResources(cpus=1.0, gpus=9.0))
+
+
+def test_without_an_autoscaler_what_is_not_there_is_refused(ray_cluster):
+    assert PlacementOptions().waits() == 0.0
+    with pytest.raises(ClusterError, match=r"the cluster has 0 GPU\. Use fewer"):
+        check_capacity(1, RankResources(gpus=1.0))
+    check_capacity(1, RankResources(gpus=1.0), PlacementOptions(wait_for_nodes_s=1.0))
+
+
+def test_the_device_is_that_of_the_resources(ray_cluster):
+    assert pick_device("auto", lambda device: RankResources(gpus=1.0)) == "cuda"
+    assert pick_device("auto", lambda device: RankResources()) == "cpu"
+    assert pick_device("cuda", lambda device: RankResources()) == "cuda"
+    # not given: by the cluster, which has none
+    assert pick_device("auto", lambda device: RankResources(gpus=float(device == "cuda"))) == "cpu"
+
+
+def test_nodes_that_do_not_come_are_told_of(ray_cluster, monkeypatch):
+    from raymm.actors.placement import placement
+
+    monkeypatch.setattr(placement, "LINE_EVERY_S", 1.0)
+    said: list[str] = []
+    options = PlacementOptions(({"CPU": 0.5},), wait_for_nodes_s=2.0, say=said.append)
+    place = placement.Placement([{"CPU": 1.0, "GPU": 1.0}] * 2, options)
+    try:
+        with pytest.raises(ClusterError, match=r"could not be placed within 2 s \(run.wait_for"):
+            place.wait()
+        assert "1 node there (8 CPU), pending: none" in said[0]
+        assert "asked for: 2 x (1 CPU, 1 GPU) and 1 x (0.5 CPU)" in said[0]
+    finally:
+        place.remove()
+
+
+def test_everything_is_placed_together(ray_cluster):
+    from raymm.actors.placement.placement import Placement
+
+    place = Placement([{"CPU": 0.5}] * 2, PlacementOptions(({"CPU": 0.25},)))
+    try:
+        place.wait()
+        (beside,) = place.beside
+        assert beside.placement_group_bundle_index == 2
+        assert place.nodes() == {ray_cluster.get_runtime_context().get_node_id()}
+    finally:
+        place.remove()
