@@ -34,11 +34,11 @@ from rich.table import Table
 
 from benchmarks import _common
 from benchmarks._transformer_cost import transformer_cost
+from raymm.scheduler.baselines.isf import plan_isf, search_budgets
 from raymm.scheduler.minibatch.balanced import plan_balanced
-from raymm.scheduler.minibatch.baselines import plan_length_grouped, plan_random
 from raymm.scheduler.minibatch.budgets import least_groups
 from raymm.scheduler.minibatch.costs import CostModel
-from raymm.scheduler.minibatch.isf import plan_isf, search_budgets
+from raymm.scheduler.minibatch.fixed_size import plan_length_grouped, plan_random
 from raymm.scheduler.minibatch.metrics import balance
 from raymm.scheduler.minibatch.problem import MiniBatchError, MiniBatchPlan, SampleSizes
 

@@ -21,7 +21,9 @@ from dataclasses import replace
 
 from benchmarks import _common
 from benchmarks.valm_configs import MICROBATCHES, TRAINABLE, VALM_CONFIGS, ValmConfig, valm_profile
-from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, unaware_work
+from raymm.scheduler.baselines.loosely_coupled import loosely_coupled
+from raymm.scheduler.baselines.pipelines import unaware_work
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.schedule.bounds import lower_bound
@@ -29,7 +31,7 @@ from raymm.scheduler.schedule.lower import iteration_time, lower, settle
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import op_seconds
 from raymm.scheduler.search.partition import even_layers, partition_layers, partition_with_cuts
-from raymm.scheduler.search.stage_search import joint_search, loosely_coupled
+from raymm.scheduler.search.stage_search import joint_search
 from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
 
 BUDGETS = (8, 12, 16)

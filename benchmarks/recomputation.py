@@ -40,7 +40,8 @@ from raymm.scheduler.graph.module_graph import ModuleGraph
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.schedule.network import Network
 from raymm.scheduler.search.judge import Candidates
-from raymm.scheduler.search.planner import LAYERS, propose, within_memory
+from raymm.scheduler.search.options import LAYERS, PlanProblem
+from raymm.scheduler.search.planner import propose, within_memory
 from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
 
 # Sizes of LLM, vision and audio encoder; ranks; of the memory that keeping everything takes.
@@ -91,7 +92,9 @@ def planned(console: _common.Console) -> list[dict]:
     rows = []
     for llm, vision, audio, ranks in MODELS:
         graph, profile = valm_profile(llm, vision, audio, "full")
-        free = propose(graph, profile, ranks, MICROBATCHES, recompute=False, **ONLY).best
+        free = propose(PlanProblem(
+            graph, profile, ranks, MICROBATCHES, recompute=False, **ONLY
+        )).best
         most = max(one.total for one in free.memory)
         for share in SHARES:
             found = _ways(graph, profile, ranks, int(most * share), free.plan)
@@ -115,10 +118,10 @@ def _ways(
 
     def best(recompute: bool | str) -> float | None:
         with contextlib.suppress(StageSearchError):
-            return propose(
+            return propose(PlanProblem(
                 graph, profile, ranks, MICROBATCHES, memory_limit=limit, recompute=recompute,
                 **ONLY,
-            ).best.seconds
+            )).best.seconds
         return None
 
     return dict(zip(WAYS, (
@@ -180,11 +183,11 @@ def microbatches(count: int) -> list[dict]:
 def plans(graph: ModuleGraph, profile: CostProfile, share: float) -> dict[str, Plan]:
     """Keeping everything, recomputing every layer, and within ``share`` of the fullest rank's
     memory, on three ranks."""
-    keep = propose(graph, profile, 3, STEP, recompute=False, **ONLY).best
+    keep = propose(PlanProblem(graph, profile, 3, STEP, recompute=False, **ONLY)).best
     limit = int(share * max(one.total for one in keep.memory))
-    chosen = propose(
+    chosen = propose(PlanProblem(
         graph, profile, 3, STEP, memory_limit=limit, recompute=LAYERS, **ONLY
-    ).best.plan
+    )).best.plan
     again = [
         replace(s, layer_options=(ALL,) * (s.layers[1] - s.layers[0]))
         if s.module == graph.sink else s

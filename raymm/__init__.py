@@ -39,8 +39,8 @@ _PUBLIC = {
     "Trainer": "raymm.training.trainer",
     "Callback": "raymm.callbacks.callback",
     "Result": "raymm.training.trainer",
-    "plan": "raymm.planning.plan_model",
-    "Planned": "raymm.planning.plan_model",
+    "plan": "raymm.planning.plan",
+    "Planned": "raymm.planning.plan",
     "plan_multiplexed": "raymm.planning.multiplexed",
     "ModuleDag": "raymm.model.module_dag",
     "DagModule": "raymm.model.module_dag",
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from raymm.model.module_dag import DagLoss, DagModule, ModuleDag, every
     from raymm.model.multimodal import ModalityModule, MultimodalModule
     from raymm.planning.multiplexed import PlannedMultiplexed, plan_multiplexed
-    from raymm.planning.plan_model import Planned, plan
+    from raymm.planning.plan import Planned, plan
     from raymm.planning.request import PlanRequest
     from raymm.runtime.multiplexed import MultiplexedParallelModule
     from raymm.runtime.multiplexed_dag import MultiplexedModule

@@ -53,7 +53,6 @@ TABLE: dict[str, tuple[str, ...]] = {
     "scheduler/multiplex": ("scheduler/graph",),
     "scheduler/multiplex/solver": ("scheduler/graph", "scheduler/multiplex"),
     "scheduler/plan": ("scheduler/graph", "scheduler/costs"),
-    "scheduler/baselines": ("scheduler/graph", "scheduler/multiplex", "scheduler/multiplex/solver"),
     "scheduler/program": ("scheduler/plan",),
     "scheduler/schedule": (
         "scheduler/graph", "scheduler/costs", "scheduler/plan", "scheduler/program",
@@ -62,6 +61,10 @@ TABLE: dict[str, tuple[str, ...]] = {
     "scheduler/search": (
         "scheduler/graph", "scheduler/costs", "scheduler/plan", "scheduler/program",
         "scheduler/schedule",
+    ),
+    "scheduler/baselines": (
+        "scheduler/context_parallel", "scheduler/graph", "scheduler/costs", "scheduler/multiplex",
+        "scheduler/multiplex/solver", "scheduler/plan", "scheduler/minibatch", "scheduler/search",
     ),
     # actors: what lives in Ray
     "actors/memory": (),

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from raymm.cli.option_arguments import add_option_arguments, read_options
 from raymm.cli.plan_styles import (
     add_style_arguments,
     check_style,
@@ -19,34 +20,31 @@ from raymm.cli.plan_styles import (
     refuse_mapping,
     run_style,
     save_pipelined,
+    show,
     with_given,
 )
+from raymm.config.planning_options import MULTIPLEXED, PIPELINED, PlanOptions
+from raymm.files.config_error import ConfigError
 from raymm.files.output import Output
+
+if TYPE_CHECKING:
+    from raymm.config.sections import TrainConfig
+    from raymm.model.multimodal import MultimodalModule
+    from raymm.planning.plan import Planned
+    from raymm.planning.request import PlanRequest
+    from raymm.scheduler.plan.plan import Plan
 
 FILE_WIDTH = 120
 
 
 def add_plan_arguments(command: argparse.ArgumentParser) -> None:
-    """Options of ``raymm plan`` besides the configuration; they go before its ``planning``
-    section."""
+    """Options of ``raymm plan`` besides the configuration: those of :class:`PlanOptions` go before
+    its ``planning`` section."""
     add = command.add_argument
-    add("--ranks", type=int, help="how many devices (GPUs) to plan for; default: the cluster's")
-    add("--profile", metavar="FILE", help="measured costs, from `raymm profile`")
-    add("--device", metavar="NAME", help="compute costs for this device, e.g. H100")
-    add("--memory-gib", type=float, metavar="X",
-        help="GiB a rank may use (default: 0.9 of the device's memory; on CPUs no limit)")
-    add("--ranks-per-node", type=int, metavar="N", help="default 8")
+    add_option_arguments(command, PlanOptions)
     add("--microbatches", type=int, metavar="N", help="per step, instead of data.microbatches")
-    add("--tokens", action="append", default=[], metavar="MODULE=N",
-        help="tokens per sample of a module, e.g. llm=4096 (repeatable; default: the data's)")
-    add("--layouts", metavar="A,B", help="of modality_parallel, colocated, replicated")
-    add("--schedules", metavar="A,B", help="of 1f1b, zero_bubble, gpipe")
-    add("--degrees", metavar="A,B",
-        help="of parallelism within modules: auto (default), none (pipelines only), or of tp, cp, "
-        "dp; tp=4 up to a degree, llm.tp=4 with this one")
-    add("--strategy", metavar="NAME",
-        help="joint (default), loosely_coupled, unaware, layers, parameters, omnibal")
-    add("--radius", type=int, metavar="N", help="layers omnibal may move a cut (default 1)")
+    add("--compare", action="store_true",
+        help="also plan as others do, and print how long their step would take")
     add("--measure", type=int, metavar="K", help="run the best K plans and pick by measurement")
     add("--out", help="folder for plan.json and pictures (default: run.storage_path)")
     add_style_arguments(command)
@@ -61,7 +59,7 @@ def run_plan(args: argparse.Namespace) -> None:
         ClusterError: naming what is wrong.
     """
     from raymm.config.build import build_model, build_plan
-    from raymm.config.sections import ConfigError, load_config
+    from raymm.config.sections import load_config
 
     for name in ("microbatches", "measure"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
@@ -75,125 +73,101 @@ def run_plan(args: argparse.Namespace) -> None:
     )
     output.check()
     if args.microbatches is not None:
-        data = config.data.model_copy(update={
-            "microbatches": args.microbatches,
-            # as large microbatches as before
-            "batch_size": config.data.batch_size // config.data.microbatches * args.microbatches,
-        })
-        config = config.model_copy(update={"data": data})
+        config = _with_microbatches(config, args.microbatches)
     model = build_model(config)
     given = build_plan(config, model)
     refuse_mapping(given, config.parallel.plan)
+    if given is not None and args.compare and style != MULTIPLEXED:
+        raise ConfigError(
+            "--compare is of plans that raymm makes, but the configuration gives one (parallel); "
+            "give one of them"
+        )
     console = Console()
     if not console.is_terminal:  # a file has room for every column
         console = Console(width=max(console.width, FILE_WIDTH))
-    if style != "pipelined":
-        request = with_given(args, style, given, _request(args, config))
-        request, note = _known_ranks(request, config)
-        run_style(style, args, config, model, given, request, note, output, suffix, console)
+    request = _request(args, config)
+    if style != PIPELINED:
+        request, note = _known_ranks(with_given(args, style, given, request), config)
+        run_style(args, config, model, given, request, note, output, suffix, console)
         return
     with _cluster_if(args.measure is not None):
-        planned = _planned(args, config, model, given, console)
-        console.print(planned.table())
-        console.print(planned.explain(), highlight=False, markup=False, soft_wrap=True)
+        planned = _planned(config, model, given, request, console)
+        planned = planned.compared() if args.compare else planned
+        show(planned, console)
         if planned.unfit:
             from raymm.scheduler.plan.plan import PlanError
 
             raise PlanError(planned.unfit)
         if args.measure is not None:
-            planned = _measured(args, config, model, planned, console)
+            planned = _measured(args.measure, config, model, planned, console)
     save_pipelined(planned, output, suffix, console)
 
 
-def parse_tokens(entries: list[str]) -> dict[str, int]:
-    """``["llm=4096"]`` -> ``{"llm": 4096}``.
-
-    Raises:
-        ConfigError: if an entry is no ``module=number``.
-    """
-    from raymm.config.sections import ConfigError
-
-    tokens = {}
-    for entry in entries:
-        name, _, number = entry.partition("=")
-        if not name or not number.isdecimal() or int(number) < 1:
-            raise ConfigError(f"--tokens has {entry!r}; give module=number, such as llm=4096")
-        tokens[name] = int(number)
-    return tokens
+def _with_microbatches(config: TrainConfig, microbatches: int) -> TrainConfig:
+    """Another number of microbatches, as large as before."""
+    samples = config.data.batch_size // config.data.microbatches
+    data = config.data.model_copy(
+        update={"microbatches": microbatches, "batch_size": samples * microbatches}
+    )
+    return config.model_copy(update={"data": data})
 
 
-@contextmanager
-def _cluster_if(needed: bool) -> Iterator[None]:
+def _cluster_if(needed: bool):
     if not needed:
-        yield
-        return
+        return nullcontext()
     from raymm.runtime.cluster import connected
 
-    with connected():
-        yield
+    return connected()
 
 
-def _request(args, config):
+def _request(args: argparse.Namespace, config: TrainConfig) -> PlanRequest:
     """The configuration's request, with the command line's options before it."""
     from raymm.planning.request import PlanRequest
 
     request = PlanRequest.of_config(config)
-    options = {
-        name: getattr(args, name)
-        for name in (
-            "ranks", "profile", "device", "memory_gib", "ranks_per_node", "strategy", "radius",
-            "degrees",
-        )
-        if getattr(args, name) is not None
-    }
-    for name in ("layouts", "schedules"):
-        if getattr(args, name) is not None:
-            options[name] = tuple(p.strip() for p in getattr(args, name).split(",") if p.strip())
-    tokens = {**request.tokens, **parse_tokens(args.tokens)}
-    return replace(request, **options, tokens=tokens)
+    return replace(request, **read_options(args, PlanOptions, {"tokens": request.tokens}))
 
 
-def _planned(args, config, model, given, console):
+def _planned(
+    config: TrainConfig, model: MultimodalModule, given: Plan | None, request: PlanRequest,
+    console: Console,
+) -> Planned:
+    """A plan that raymm makes, or the given one, judged."""
     from raymm.costs.named_devices import device_called
-    from raymm.planning.plan_model import Planned
-    from raymm.planning.planned_costs import Costs
-    from raymm.planning.request import DataShape
+    from raymm.planning.inputs import Costs, PlanInputs, costs_of
+    from raymm.planning.plan import Planned
+    from raymm.planning.request import Workload
     from raymm.scheduler.costs.devices import find_device
 
-    request = _request(args, config)
     request.check(model)
-    data = DataShape.of_config(config.data, model.encoder_names)
-    dtype = config.run.precision
+    workload = Workload.of_config(config.data, model.encoder_names, config.run.precision)
     if given is not None:
         if given.profile is not None:
-            device = request.device and find_device(request.device)
+            device = find_device(request.device) if request.device else None
             costs = Costs(
                 given.profile, device or device_called(given.profile.device),
                 request.ranks_per_node,
             )
         else:
-            costs = request.costs(model, data, dtype)
+            costs = costs_of(model, request, workload)
         return Planned.judged(given, costs, costs.memory_limit(request.memory_gib))
     request, note = _known_ranks(request, config)
     text = f"planning {len(model.encoder_names) + 1} modules for {request.ranks} devices"
     if not console.is_terminal:
         console.print(f"{text} ...")
     with console.status(text):
-        return request.plan(model, data, dtype, note)
+        notes = () if note is None else (note,)
+        return Planned.of(PlanInputs.of(model, request, workload, notes=notes))
 
 
-def _known_ranks(request, config):
-    """The request with ranks, and a remark if they and the device are the cluster's."""
-    return (request, None) if request.ranks is not None else _as_cluster(request, config)
-
-
-def _as_cluster(request, config):
-    """Ranks and device of the cluster, if there is one to ask."""
+def _known_ranks(request: PlanRequest, config: TrainConfig) -> tuple[PlanRequest, str | None]:
+    """The request with ranks, and a remark if they and the device are the cluster's, if there is
+    one to ask."""
+    if request.ranks is not None:
+        return request, None
     import ray
 
-    from raymm.config.sections import ConfigError
-    from raymm.costs.named_devices import cluster_device
-    from raymm.planning.request import cluster_ranks
+    from raymm.planning.planned_run import request_for_cluster
     from raymm.runtime.cluster import connected, pick_device
 
     if not ray.is_initialized() and os.environ.get("RAY_ADDRESS") in (None, "", "local"):
@@ -203,24 +177,21 @@ def _as_cluster(request, config):
         )
     with connected():
         device = pick_device(config.run.device, config.resources.for_device)
-        data = config.data
-        workers = data.num_workers * data.worker_cpus
-        request = replace(
-            request, ranks=cluster_ranks(config.resources.for_device(device), workers)
+        workers = config.data.num_workers * config.data.worker_cpus
+        return request_for_cluster(
+            request, device, config.resources.for_device(device), workers
         )
-        if request.device is not None or request.profile is not None:
-            return request, None
-        name, note = cluster_device(device)
-        return replace(request, device=name), note
 
 
-def _measured(args, config, model, planned, console):
+def _measured(
+    count: int, config: TrainConfig, model: MultimodalModule, planned: Planned, console: Console
+) -> Planned:
     """Run the best plans; the planned object with the fastest as its plan."""
     from raymm.costs.full_microbatch import full_microbatch
     from raymm.profiling.measure_plans import distinct_options, measure_options
     from raymm.runtime.cluster import pick_device
 
-    options = distinct_options(planned.proposal.options, args.measure)
+    options = distinct_options(planned.proposal.options, count)
     device = pick_device(config.run.device, config.resources.for_device)
     console.print(f"running {len(options)} plans on {device} ...")
     results = measure_options(

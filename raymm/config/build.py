@@ -29,7 +29,7 @@ from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.graph.strict_json import MultiplexError, json_value, read_file
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.plan.plan import Plan, PlanError
-from raymm.scheduler.search.planner import LAYERS
+from raymm.scheduler.search.options import LAYERS
 
 
 def build_model(config: TrainConfig) -> MultimodalModule:

@@ -11,11 +11,22 @@ from pydantic import AfterValidator, Field, ValidationError, field_validator, mo
 from raymm.actors.optimizer.optimizer import OptimizerConfig
 from raymm.actors.rank.rank_group import RankResources
 from raymm.config.example_section import ExampleSection
+from raymm.config.planning_options import PlanningOptions
 from raymm.data import DataConfig
 from raymm.files.config_error import ConfigError, explain
 from raymm.files.config_file import expand_variables, read_sections
 from raymm.files.output import with_home
-from raymm.files.section import MOST_COUNT, Count, NonNegative, Seconds, Section, Seed, Text, Tuple
+from raymm.files.section import (
+    MOST_COUNT,
+    Count,
+    NonNegative,
+    Seconds,
+    Section,
+    Seed,
+    Text,
+    Tuple,
+    section_of,
+)
 
 # Threads of one process; torch aborts where the system cannot start as many.
 MOST_THREADS = 1024
@@ -158,31 +169,9 @@ class ParallelSection(Section):
         return bool(self.model_fields_set & {"language_model", "encoders"})
 
 
-class PlanningSection(Section):
-    """What raymm plans for, where it plans. Options of ``raymm plan`` go before it.
-
-    Attributes:
-        ranks: how many devices there will be; those of the cluster by default.
-        device: a device that costs are computed for (``raymm.scheduler.costs.devices``); the
-            cluster's by default.
-        profile: file of ``raymm profile``; its measured costs are used instead.
-        tokens: tokens per sample, by module: the language model's with everything merged in,
-            an encoder's of one item. Where not given, those of the training data.
-        memory_gib: GiB that a device may use; by default 0.9 of the device's memory, without
-            limit on CPUs.
-        ranks_per_node: devices that share a node; decides which links are fast.
-        degrees: which degrees of parallelism within modules may be used beside pipelines:
-            ``auto`` (all), ``none``, or a list of ``tp``, ``cp``, ``dp``; ``tp=4`` up to a degree,
-            ``llm.tp=4`` with this one.
-    """
-
-    ranks: Count | None = None
-    device: Text | None = None
-    profile: Text | None = None
-    tokens: dict[str, int] = Field(default_factory=dict)
-    memory_gib: float | None = Field(default=None, gt=0, le=MOST_COUNT)
-    ranks_per_node: Count = 8
-    degrees: Text | list[Text] = "auto"
+class PlanningSection(section_of(PlanningOptions)):
+    """What raymm plans for, where it plans: fields of :class:`PlanningOptions`. Options of
+    ``raymm plan`` go before it."""
 
 
 class ResourcesSection(Section):

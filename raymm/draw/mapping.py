@@ -11,6 +11,7 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from raymm.draw.palette import FAINT, RGB, TEXT, ink_on, module_hues
+from raymm.draw.row_table import time_text
 from raymm.draw.save import new_figure, picture_path, save_figure, text_width
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.multiplex.mapping import module_seconds
@@ -94,11 +95,11 @@ def draw_mapping(
 
 def _summary(mapping: StageMapping, others: Mapping[str, float], note: str, ruler) -> list[str]:
     """Lines no wider than the picture."""
-    parts = [f"predicted {_time(mapping.seconds)}" + (f" ({note})" if note else "")]
+    parts = [f"predicted {time_text(mapping.seconds)}" + (f" ({note})" if note else "")]
     if mapping.bound:
         parts.append("proven optimal" if mapping.optimal else f"gap at most {mapping.gap:.1%}")
     parts += [
-        f"{name} {_time(seconds)} ({seconds / mapping.seconds:.2f}x)"
+        f"{name} {time_text(seconds)} ({seconds / mapping.seconds:.2f}x)"
         for name, seconds in others.items()
     ]
     lines = [parts[0]]
@@ -109,10 +110,6 @@ def _summary(mapping: StageMapping, others: Mapping[str, float], note: str, rule
         else:
             lines.append(part)
     return lines
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _frame(

@@ -48,3 +48,8 @@ def html_table(rows: Sequence[Mapping[str, str]], explanation: str) -> str:
         f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
         f"<pre>{escape(explanation)}</pre>"
     )
+
+
+def time_text(seconds: float) -> str:
+    """Seconds, or milliseconds below one."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from dataclasses import MISSING, fields
+from typing import Annotated, Any, TypeVar, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 # Whole numbers of things; far above what any run has, far below where sums overflow.
 MOST_COUNT = 10**9
@@ -20,6 +21,20 @@ class Section(BaseModel):
     """A section: no unknown keys, no true for 1 or ``"3"`` for 3, no number that is not finite."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def section_of(options: type) -> type[Section]:
+    """A section with the fields of a dataclass: their types, ranges and defaults."""
+    hints = get_type_hints(options, include_extras=True)
+    made: dict[str, Any] = {
+        option.name: (
+            hints[option.name],
+            option.default if option.default_factory is MISSING
+            else Field(default_factory=option.default_factory),
+        )
+        for option in fields(options)
+    }
+    return create_model(f"{options.__name__}Section", __base__=Section, **made)
 
 
 def _text(value: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
@@ -12,29 +12,29 @@ from raymm.scheduler.multiplex.problem import MappingProblem
 
 @dataclass(frozen=True)
 class MappingResult:
-    """A mapping, and what others would have made of the same modules.
+    """A mapping, and what it follows from.
 
     Attributes:
         problem: what was mapped: surfaces, dependencies, GPUs, memory, interference.
         mapping: what to run (:class:`raymm.runtime.multiplexed_dag.MultiplexedModule`).
-        baselines: per baseline its mapping, or why it has none.
         source: where the times come from, in words.
         estimated: whether they are estimates, not measurements.
         interference: what is known of modules disturbing each other, in words.
         batch: samples of an iteration; None if nobody said.
         unfit: why the mapping does not fit in memory, if it does not.
         notes: remarks a person should see.
+        baselines: if they were asked for, per baseline its mapping, or why it has none.
     """
 
     problem: MappingProblem
     mapping: StageMapping
-    baselines: Mapping[str, StageMapping | str]
     source: str
     estimated: bool
     interference: str
     batch: int | None = None
     unfit: str | None = None
     notes: tuple[str, ...] = ()
+    baselines: Mapping[str, StageMapping | str] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:

@@ -7,15 +7,13 @@ from pathlib import Path
 from rich.table import Table
 
 from raymm.draw.mapping import draw_mapping
-from raymm.draw.row_table import html_table, row_table
+from raymm.draw.row_table import html_table, row_table, time_text
 from raymm.planning.mapping_result import MappingResult
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.multiplex.mapping import module_seconds
 from raymm.scheduler.schedule.memory import GIB
 
 _LEFT = ("module", "GPUs")
-# Less than the digits that are printed.
-SAME = 5e-4
 
 
 def mapping_rows(planned: MappingResult) -> list[dict[str, str]]:
@@ -59,7 +57,7 @@ def mapping_table(planned: MappingResult) -> Table:
 
 
 def explanation(planned: MappingResult) -> str:
-    """How long an iteration takes, how that was found and what others would take."""
+    """How long an iteration takes, and how that was found."""
     mapping = planned.mapping
     samples = f" of {planned.batch} samples" if planned.batch else ""
     lines = [f"predicted {time_text(mapping.seconds)} per iteration{samples}; {planned.source}"]
@@ -72,8 +70,6 @@ def explanation(planned: MappingResult) -> str:
     else:
         lines.append(f"found by {mapping.method}; nothing is proven of it")
     lines.append(f"interference: {planned.interference}")
-    for name, other in planned.baselines.items():
-        lines.append(_baseline_line(name, other, mapping.seconds))
     if planned.problem.memory_bytes is not None:
         lines.append(
             f"memory: at most {max(planned.memory) / GIB:.2f} GiB on a GPU over an iteration, of "
@@ -90,7 +86,7 @@ def explanation(planned: MappingResult) -> str:
 def draw_planned(
     planned: MappingResult, path: str | Path, title: str | None = None
 ) -> Path:
-    """The mapping's picture with the baselines' times beside its own."""
+    """The mapping's picture with the baselines' times beside its own, where they were asked for."""
     others = {
         name: other.seconds for name, other in planned.baselines.items()
         if isinstance(other, StageMapping)
@@ -113,23 +109,6 @@ def gpus_text(gpus: tuple[int, ...]) -> str:
     return ",".join(map(str, gpus))
 
 
-def time_text(seconds: float) -> str:
-    """Seconds, or milliseconds below one."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-
-
 def milliseconds(seconds: float) -> str:
     """A number of three digits, or whole."""
     return f"{seconds * 1e3:.3g}" if seconds < 0.1 else f"{seconds * 1e3:,.0f}"
-
-
-def _baseline_line(name: str, other: StageMapping | str, seconds: float) -> str:
-    if isinstance(other, str):
-        return f"{name} has no mapping: {other}"
-    slower = other.seconds / seconds - 1
-    text = f"{name} would take {time_text(other.seconds)}"
-    if abs(slower) < SAME:
-        return f"{text}, the same"
-    if slower < 0:  # only slices can: what is proven is of whole modules
-        return f"{text}, {-slower:.1%} less: it cuts the batch into slices, which this does not"
-    return f"{text}, {slower:.1%} longer"

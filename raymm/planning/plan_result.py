@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self
 
-from raymm.planning.planned_costs import Costs
-from raymm.planning.strategies import Search
+from raymm.planning.inputs import Costs
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.program.program import Program
 from raymm.scheduler.program.timeline import Timeline
 from raymm.scheduler.schedule.lower import full_program
 from raymm.scheduler.schedule.network import Network
-from raymm.scheduler.search.judge import Proposal, judge, step_bound, step_timeline
+from raymm.scheduler.search.judge import Option, Proposal, judge, step_bound, step_timeline
+from raymm.scheduler.search.options import PlanProblem
 
 
 @dataclass(frozen=True)
@@ -24,17 +25,21 @@ class PlanResult:
         plan: what to run.
         proposal: everything that was judged; a plan that was given is the only option.
         costs: what it was judged by.
-        search: what was searched for; None if the plan was given.
+        problem: what was solved; None if the plan was given.
+        whole: modules that cannot be cut.
         unfit: why the plan does not fit in memory, if it does not.
         notes: remarks a person should see.
+        baselines: if they were asked for, per baseline its best plan, or why it has none.
     """
 
     plan: Plan
     proposal: Proposal
     costs: Costs
-    search: Search | None = None
+    problem: PlanProblem | None = None
+    whole: tuple[str, ...] = ()
     unfit: str | None = None
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
+    baselines: Mapping[str, Option | str] = field(default_factory=dict)
 
     @property
     def network(self) -> Network:

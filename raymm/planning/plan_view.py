@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.table import Table
 
 from raymm.draw import draw_timelines
-from raymm.draw.row_table import html_table, row_table
+from raymm.draw.row_table import html_table, row_table, time_text
 from raymm.planning.plan_result import PlanResult
 from raymm.scheduler.costs.recomputation import KEEP
 from raymm.scheduler.plan.plan import Plan, Stage
@@ -114,7 +114,7 @@ def summary(planned: PlanResult) -> list[str]:
             f"best of {len(others) + 1} plans that were simulated to the end; the next is "
             f"{_slower(others[0], best)} slower: {others[0].label}"
         )
-    elif planned.search is not None:
+    elif planned.problem is not None:
         lines.append("the only plan for so few ranks")
     return lines
 
@@ -125,11 +125,11 @@ def explanation(planned: PlanResult) -> str:
     lines = [_prediction(planned)]
     if planned.unfit:
         lines.append(f"does not fit: {planned.unfit}")
-    if planned.search is not None:
+    if planned.problem is not None:
         if proposal.combinations:
             lines.append(
                 f"searched {proposal.combinations:,} combinations of stages per module within "
-                f"{planned.search.ranks} ranks: {proposal.simulated:,} simulated, the others "
+                f"{planned.problem.ranks} ranks: {proposal.simulated:,} simulated, the others "
                 "cannot be faster than those"
             )
         lines.append(f"chosen      {proposal.best.label}")
@@ -193,14 +193,14 @@ def plan_html(planned: PlanResult) -> str:
 
 def _prediction(planned: PlanResult) -> str:
     seconds, bound = planned.seconds, planned.proposal.bound
-    text = f"{_time(seconds)} per step"
+    text = f"{time_text(seconds)} per step"
     if seconds > 0:
         tokens = planned.costs.profile.tokens.get(planned.plan.graph.sink)
         if tokens:
             rate = tokens * planned.plan.num_microbatches / seconds
             text += f", {rate:,.0f} tokens/s"
         above = max(seconds / bound - 1, 0.0) if bound else 0.0
-        text += f"; at least {_time(bound)} under any schedule (it is {above:.1%} above that)"
+        text += f"; at least {time_text(bound)} under any schedule (it is {above:.1%} above that)"
     profile = planned.costs.profile
     return f"predicted {text}; {profile.source} costs of {profile.device}, {profile.dtype}"
 
@@ -216,10 +216,6 @@ def _module_text(plan: Plan, name: str) -> str:
 
 def _slower(option: Option, best: Option) -> str:
     return f"{option.seconds / best.seconds - 1:.1%}"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _ms(seconds: float) -> str:

@@ -1,28 +1,30 @@
-"""The plan that a run starts with where nobody gives it one, in the style that is asked for."""
+"""The plan that a run starts with where nobody gives it one, for the cluster it finds."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from raymm.actors.placement.node_types import reachable_resources
 from raymm.actors.rank.rank_group import RankResources
+from raymm.config.planning_options import AUTO, PIPELINED
+from raymm.costs.named_devices import cluster_device
 from raymm.data import DataConfig
 from raymm.model.multimodal import MultimodalModule
+from raymm.planning.inputs import PlanInputs
 from raymm.planning.multiplexed import PlannedMultiplexed
-from raymm.planning.plan_model import Planned
+from raymm.planning.plan import Planned
 from raymm.planning.plan_view import summary
-from raymm.planning.request import PlanRequest, request_for_cluster
-from raymm.planning.styles import (
-    AUTO,
-    PIPELINED,
-    StyleComparison,
-    compare_styles,
-    plan_multiplexed_request,
-)
+from raymm.planning.request import PlanRequest, Workload
+from raymm.planning.styles import StyleComparison, compare_styles, plan_step_multiplexed
 from raymm.scheduler.graph.strict_json import MultiplexError
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.plan.plan import Plan, PlanError
+
+# Ranks that raymm takes by itself where they are CPU processes.
+MAX_CPU_RANKS = 8
 
 
 @dataclass(frozen=True)
@@ -40,30 +42,79 @@ def plan_for_cluster(
     """Plan a run for the connected cluster.
 
     Args:
-        request, model, data, device, resources, worker_cpus: as of
-            :func:`raymm.planning.request.request_for_cluster`.
+        request: what is asked for.
+        model: the description.
+        data: the run's, or batches in memory.
+        device: ``"cpu"`` or ``"cuda"``.
+        resources: of each rank.
+        worker_cpus: CPUs of the data workers.
         dtype: the run's precision.
 
     Raises:
         StageSearchError, PlanError, MultiplexError: if nothing fits.
         DeviceError, ProfileError, LoadError, DataError.
     """
-    request, shape, note = request_for_cluster(
-        request, model, data, device=device, resources=resources, worker_cpus=worker_cpus
-    )
-    if request.style == PIPELINED:
-        return _pipelined(request.plan(model, shape, dtype, note))
-    notes = () if note is None else (f"note: {note}",)
-    if request.style == AUTO:
-        compared = compare_styles(model, request, shape, dtype)
-        found = _faster(compared)
-        lines = (*found.lines, compared.explain().splitlines()[0])
+    request, note = request_for_cluster(request, device, resources, worker_cpus)
+    assert request.ranks is not None
+    if isinstance(data, DataConfig):
+        workload = Workload.of_config(data, model.encoder_names, dtype)
     else:
-        # For what runs at once: one microbatch.
-        shape = replace(shape, microbatches=1)
-        found = _multiplexed(plan_multiplexed_request(model, request, shape, dtype))
-        lines = found.lines
-    return replace(found, lines=(*lines, *notes))
+        workload = Workload.of_batches(data, model.encoder_names, request.ranks, dtype)
+    if request.style not in (PIPELINED, AUTO):  # for what runs at once: one microbatch
+        workload = replace(workload, microbatches=1)
+    notes = () if note is None else (note,)
+    if request.style == PIPELINED:
+        return _pipelined(Planned.of(PlanInputs.of(model, request, workload, notes=notes)))
+    inputs = PlanInputs.of(model, request, workload)
+    if request.style == AUTO:
+        compared = compare_styles(inputs)
+        run = _faster(compared)
+        run = replace(run, lines=(*run.lines, compared.explain().splitlines()[0]))
+    else:
+        run = _multiplexed(plan_step_multiplexed(inputs))
+    return replace(run, lines=(*run.lines, *(f"note: {note}" for note in notes)))
+
+
+def request_for_cluster(
+    request: PlanRequest, device: str, resources: RankResources, worker_cpus: float
+) -> tuple[PlanRequest, str | None]:
+    """A request with what it does not say as the connected cluster is; and what to say if the
+    device is not in raymm's table.
+
+    Args:
+        request: what is asked for.
+        device: ``"cpu"`` or ``"cuda"``.
+        resources: of each rank.
+        worker_cpus: CPUs of the data workers.
+    """
+    if request.ranks is None:
+        request = replace(request, ranks=cluster_ranks(resources, worker_cpus))
+    if request.device is not None or request.profile is not None:
+        return request, None
+    name, note = cluster_device(device)
+    return replace(request, device=name), note
+
+
+def cluster_ranks(resources: RankResources, worker_cpus: float = 0.0) -> int:
+    """Ranks that the connected cluster, with all nodes that may come, has room for beside the data
+    workers: one per GPU share, or on CPUs at most :data:`MAX_CPU_RANKS`; at least one.
+
+    Raises:
+        PlanError: there may come any number of nodes.
+    """
+    has = reachable_resources()
+    limits = [
+        (has.get(name, 0.0) - (worker_cpus if name == "CPU" else 0.0)) / amount + 1e-9
+        for name, amount in resources.bundle().items() if amount > 0
+    ]
+    if not resources.gpus:
+        limits.append(MAX_CPU_RANKS)
+    if math.isinf(most := min(limits)):
+        raise PlanError(
+            "planning.ranks is not given, and the cluster's autoscaler may bring any number of "
+            "nodes; accepted: how many ranks to plan for"
+        )
+    return max(1, int(most))
 
 
 def _pipelined(planned: Planned) -> PlannedRun:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
+from raymm.config.planning_options import MULTIPLEXED, PIPELINED
 from raymm.costs.layer_count import Load
 from raymm.costs.named_devices import CPU
 from raymm.costs.scaling_estimates import (
@@ -16,43 +15,28 @@ from raymm.costs.scaling_estimates import (
     shapes_of,
     slowed_layers,
 )
-from raymm.costs.workload import changed_tokens, loads_of_microbatch, loads_of_tokens
-from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule
-from raymm.planning.degrees import DegreeRequest
-from raymm.planning.mapping_view import time_text
-from raymm.planning.multiplexed import (
+from raymm.draw.row_table import time_text
+from raymm.model.multimodal import LANGUAGE_MODEL
+from raymm.planning.inputs import PlanInputs, loads_of
+from raymm.planning.mapping_inputs import (
     DoesNotFitError,
-    MappingRequest,
-    PlannedMultiplexed,
-    plan_shapes,
+    MappedBatch,
+    MappingInputs,
+    mapping_inputs,
     read_surfaces,
 )
-from raymm.planning.plan_model import Planned, plan_model
-from raymm.planning.planned_costs import Costs
-from raymm.planning.request import DataShape, PlanRequest
-from raymm.planning.strategies import Search
-from raymm.scheduler.costs.devices import DeviceSpec, find_device
+from raymm.planning.multiplexed import PlannedMultiplexed
+from raymm.planning.plan import Planned
+from raymm.planning.request import PlanRequest
+from raymm.scheduler.costs.devices import find_device
 from raymm.scheduler.costs.layer_costs import CostProfile
 from raymm.scheduler.graph.strict_json import MultiplexError
-from raymm.scheduler.multiplex.problem import STEPS
-from raymm.scheduler.multiplex.surface import ScalingSurface
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.search.stage_space import StageSearchError
 
-PIPELINED, MULTIPLEXED, AUTO = "pipelined", "multiplexed", "auto"
+
 class NoWholeDeviceError(MultiplexError):
     """Surfaces do not say what a module takes on one whole device, alone."""
-
-
-@dataclass(frozen=True)
-class MultiplexOptions:
-    """What only multiplexed planning is asked; fields as of :func:`raymm.plan_multiplexed`."""
-
-    surfaces: str | Path | tuple[ScalingSurface, ...] | None = None
-    interference: Any = None
-    steps: int = STEPS
-    strategy: str = "auto"
-    deadline_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -87,6 +71,13 @@ class StyleComparison:
             if one is not None and style not in self.refused
         }
 
+    def compared(self) -> StyleComparison:
+        """This, with what the baselines of both styles make of the same. They are solved now."""
+        return replace(
+            self, pipelined=self.pipelined and self.pipelined.compared(),
+            multiplexed=self.multiplexed and self.multiplexed.compared(),
+        )
+
     def explain(self) -> str:
         """Which is faster, by how much, and what the two numbers do not have in common."""
         lines = [f"{style} does not run: {reason}" for style, reason in self.refused.items()]
@@ -115,66 +106,46 @@ class StyleComparison:
         return "\n".join(lines)
 
 
-def compare_styles(
-    model: MultimodalModule, request: PlanRequest, data: DataShape, dtype: str,
-    options: MultiplexOptions | None = None, given: Plan | None = None,
-) -> StyleComparison:
+def compare_styles(inputs: PlanInputs, given: Plan | None = None) -> StyleComparison:
     """Plan a model both ways, by the same costs.
 
     Args:
-        model: the description.
-        request: ranks (which must be known), device or profile, and what of pipelines is searched.
-        data: microbatches and what they are.
-        dtype: compute dtype.
-        options: of multiplexing. Where surfaces are given, the costs of layers are scaled to what
-            a module takes by its surface on one whole device.
-        given: a pipelined plan to compare with, instead of searching one; of as many ranks and
-            microbatches as asked for.
+        inputs: of both. Where surfaces are given, the costs of layers are scaled to what a module
+            takes by its surface on one whole device.
+        given: a pipelined plan to compare with, instead of searching one; of as many ranks
+            (:func:`with_ranks_of`) and microbatches as asked for.
 
     Raises:
         PlanError, DeviceError, ProfileError, LoadError, MultiplexError: naming what is wrong, but
             not if one style does not fit.
     """
-    options = options or MultiplexOptions()
-    if given is not None:
-        request = with_ranks_of(given, request)
-        if given.num_microbatches != data.microbatches:
-            raise MultiplexError(
-                f"microbatches is {data.microbatches}; the given plan has {given.num_microbatches}"
-            )
-    basis = _Basis.of(model, request, data, dtype)
+    workload = inputs.workload
+    if given is not None and given.num_microbatches != workload.microbatches:
+        raise MultiplexError(
+            f"microbatches is {workload.microbatches}; the given plan has {given.num_microbatches}"
+        )
     refused: dict[str, str] = {}
-    batch = data.samples * data.microbatches
+    basis = _Basis.of(inputs)
     try:
         # Lengths are for pipelines too; whether surfaces are of them is checked below.
-        multiplexed = basis.multiplexed(model, replace(request, tokens={}), options)
+        mapped = basis.mapping_inputs(replace(inputs.request, tokens={}))
+        multiplexed = PlannedMultiplexed.of(mapped)
         if multiplexed.unfit:
             refused[MULTIPLEXED] = multiplexed.unfit
     except DoesNotFitError as error:
         multiplexed, refused[MULTIPLEXED] = None, str(error)
+    pipelined = None
     try:
-        costs = replace(basis.costs, profile=basis.profile(options.surfaces, request.tokens))
-    except NoWholeDeviceError as error:
-        refused[PIPELINED] = str(error)
-        return StyleComparison(None, multiplexed, refused, batch, data.microbatches)
-    limit = costs.memory_limit(request.memory_gib)
-    try:
+        costs = replace(inputs.costs, profile=basis.profile())
         if given is not None:
-            pipelined = Planned.judged(replace(given, profile=None), costs, limit)
+            pipelined = Planned.judged(replace(given, profile=None), costs, inputs.memory_limit)
         else:
-            ranks = request.ranks
-            assert ranks is not None  # see _Basis.of
-            search = Search(
-                ranks, data.microbatches, limit, strategy=request.strategy,
-                schedules=request.schedules, layouts=request.layouts, recompute=request.recompute,
-                radius=request.radius,
-            )
-            pipelined = plan_model(model, costs, search, degrees=DegreeRequest.of(request.degrees))
+            pipelined = Planned.of(replace(inputs, costs=costs))
         if pipelined.unfit:
             refused[PIPELINED] = pipelined.unfit
-    except StageSearchError as error:
-        pipelined, refused[PIPELINED] = None, str(error)
-    return StyleComparison(pipelined, multiplexed, refused, batch, data.microbatches)
+    except (NoWholeDeviceError, StageSearchError) as error:
+        refused[PIPELINED] = str(error)
+    return StyleComparison(pipelined, multiplexed, refused, workload.batch, workload.microbatches)
 
 
 def with_ranks_of(given: Plan, request: PlanRequest) -> PlanRequest:
@@ -191,39 +162,29 @@ def with_ranks_of(given: Plan, request: PlanRequest) -> PlanRequest:
     return replace(request, ranks=given.num_ranks)
 
 
-def plan_multiplexed_request(
-    model: MultimodalModule, request: PlanRequest, data: DataShape, dtype: str,
-    options: MultiplexOptions | None = None,
-) -> PlannedMultiplexed:
-    """The multiplexed half of :func:`compare_styles`.
+def plan_step_multiplexed(inputs: PlanInputs) -> PlannedMultiplexed:
+    """The multiplexed half of :func:`compare_styles`: all samples of a step at once.
 
     Raises:
         DoesNotFitError: a module fits no GPU.
-        MultiplexError, PlanError, DeviceError, ProfileError, LoadError: naming what is wrong.
+        MultiplexError: naming what is wrong.
     """
-    options = options or MultiplexOptions()
-    return _Basis.of(model, request, data, dtype).multiplexed(model, request, options)
+    return PlannedMultiplexed.of(_Basis.of(inputs).mapping_inputs(inputs.request))
 
 
 @dataclass(frozen=True)
 class _Basis:
     """What both styles are judged by."""
 
-    costs: Costs
+    inputs: PlanInputs
     shapes: tuple[ModuleShape, ...]
     loads: Mapping[str, Load]  # of a microbatch
-    microbatches: int
-    dtype: str
     notes: tuple[str, ...]
 
     @classmethod
-    def of(
-        cls, model: MultimodalModule, request: PlanRequest, data: DataShape, dtype: str
-    ) -> _Basis:
-        if request.ranks is None:
-            raise MultiplexError("ranks is not given; accepted: the number of devices, at least 1")
-        costs = request.costs(model, data, dtype)
-        loads = _loads(model, data, request.tokens)
+    def of(cls, inputs: PlanInputs) -> _Basis:
+        costs = inputs.costs
+        loads = loads_of(inputs.model, inputs.workload, inputs.request.tokens).by_module
         notes = costs.notes
         if costs.profile.source == "measured":
             tokens = costs.profile.tokens
@@ -234,69 +195,54 @@ class _Basis:
             if costs.device is None:
                 notes += (f"the profile's device, {costs.profile.device}, is not in raymm's table: "
                           "it is taken to have no quotas, and links of CPUs",)  # fmt: skip
-        return cls(costs, shapes_of(model), loads, data.microbatches, dtype, notes)
+        return cls(inputs, shapes_of(inputs.model), loads, notes)
 
-    @property
-    def device(self) -> DeviceSpec:
-        return self.costs.device or find_device(CPU)
-
-    def multiplexed(
-        self, model: MultimodalModule, request: PlanRequest, options: MultiplexOptions
-    ) -> PlannedMultiplexed:
-        count = self.microbatches
+    def mapping_inputs(self, request: PlanRequest) -> MappingInputs:
+        """Of a mapping of all microbatches of a step at once."""
+        inputs, given = self.inputs, request.surfaces is not None
+        count, dtype = inputs.workload.microbatches, inputs.workload.dtype
         loads = {
             name: Load(load.samples * count, load.tokens,
                        None if load.labels is None else load.labels * count)
             for name, load in self.loads.items()
         }
-        measured = self.costs.profile.source == "measured" and options.surfaces is None
-        named = options.surfaces is None or request.device is not None
-        assert request.ranks is not None  # see of
-        asked = MappingRequest(
-            gpus=request.ranks, device=self.device if named else None, surfaces=options.surfaces,
-            interference=options.interference, memory_gib=request.memory_gib,
-            batch=loads[LANGUAGE_MODEL].samples, dtype=self.dtype, steps=options.steps,
-            strategy=options.strategy, ranks_per_node=request.ranks_per_node,
-            deadline_seconds=options.deadline_seconds, precision=self.dtype,
-            tokens=request.tokens or None,
-        )
-        return plan_shapes(
-            self.shapes, edges_of(model, [shape.name for shape in self.shapes]), asked,
-            loads=loads, measured=(self.costs.profile, self.loads) if measured else None,
-            notes=self.notes if options.surfaces is None else (),
+        profile = inputs.costs.profile
+        measured = None if given or profile.source != "measured" else (profile, self.loads)
+        named = not given or request.device is not None
+        return mapping_inputs(
+            self.shapes, edges_of(inputs.model, [shape.name for shape in self.shapes]), request,
+            MappedBatch(loads[LANGUAGE_MODEL].samples, dtype, dtype, loads, measured),
+            inputs.costs.device or find_device(CPU) if named else None,
+            () if given else self.notes,
         )
 
-    def profile(self, surfaces: Any, tokens: Mapping[str, int]) -> CostProfile:
+    def profile(self) -> CostProfile:
         """Layer costs that pipelines are judged by.
 
         Raises:
             NoWholeDeviceError: surfaces do not say them.
             MultiplexError: surfaces are of other lengths.
         """
-        if surfaces is None:
-            if self.costs.profile.source == "measured":
-                return self.costs.profile
-            return filled_profile(self.costs.profile, self.shapes, self.loads, self.device)
-        layers = dict(self.costs.profile.modules)
-        found, conditions = read_surfaces(surfaces, [shape.name for shape in self.shapes])
+        costs, request = self.inputs.costs, self.inputs.request
+        if request.surfaces is None:
+            if costs.profile.source == "measured":
+                return costs.profile
+            device = costs.device or find_device(CPU)
+            return filled_profile(costs.profile, self.shapes, self.loads, device)
+        layers = dict(costs.profile.modules)
+        surfaces, conditions = read_surfaces(
+            request.surfaces, [shape.name for shape in self.shapes]
+        )
         if conditions is not None:
-            conditions.check(tokens=tokens)
-        for shape, surface in zip(self.shapes, found, strict=True):
+            conditions.check(tokens=request.tokens)
+        for shape, surface in zip(self.shapes, surfaces, strict=True):
             if surface.degrees[0] > 1 or surface.quotas[-1] < surface.steps:
                 raise NoWholeDeviceError(
                     f"surfaces say nothing of {shape.name!r} on one whole device (degrees are "
                     f"{list(surface.degrees)}, quotas {list(surface.quotas)} of {surface.steps}), "
                     "by which layers of pipelines are judged"
                 )
-            alone = surface.seconds_at(1, surface.steps) / self.microbatches
+            alone = surface.seconds_at(1, surface.steps) / self.inputs.workload.microbatches
             factor = alone / shape.seconds(layers[shape.name])
             layers[shape.name] = slowed_layers(layers[shape.name], factor)
-        return replace(self.costs.profile, modules=layers)
-
-
-def _loads(
-    model: MultimodalModule, data: DataShape, tokens: Mapping[str, int]
-) -> Mapping[str, Load]:
-    if data.microbatch is None or set(tokens) >= {*model.encoder_names, LANGUAGE_MODEL}:
-        return loads_of_tokens(model, tokens, data.samples, data.text).by_module
-    return changed_tokens(loads_of_microbatch(model, data.microbatch()), tokens).by_module
+        return replace(costs.profile, modules=layers)

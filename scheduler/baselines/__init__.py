@@ -1,1 +1,1 @@
-"""What mappings are compared with."""
+"""What raymm is compared with: other people's planners and mappings, behind one interface."""

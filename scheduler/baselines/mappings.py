@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from raymm.scheduler.baselines.baseline import Baseline
 from raymm.scheduler.graph.strict_json import MultiplexError, whole
 from raymm.scheduler.multiplex.mapping import (
     Mapping,
@@ -236,3 +237,10 @@ def _wave(
     modules = list(chosen)
     placements = _placed(problem, modules, [problem.degrees[degree[m]] for m in modules], counts)
     return predicted_stage(problem, placements, slices)
+
+
+MAPPINGS: tuple[Baseline[MappingProblem, Mapping], ...] = (
+    Baseline("Megatron-LM", "every module over all GPUs, in turn", megatron),
+    Baseline("DistMM", "modules side by side on whole GPUs", distmm),
+    Baseline("Spindle", "waves of slices of modules", spindle),
+)

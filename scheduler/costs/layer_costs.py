@@ -302,15 +302,3 @@ def layer_work(
         )
         for node in graph.nodes
     }
-
-
-def unaware_work(graph: ModuleGraph, profile: CostProfile) -> dict[str, tuple[LayerWork, ...]]:
-    """What a planner that knows nothing of frozen layers believes: everything is trained."""
-    profile.check(graph)
-    return {
-        name: tuple(
-            LayerWork(c.forward, 0.0, c.backward_input, c.backward_weight)
-            for c in profile.modules[name]
-        )
-        for name in (node.name for node in graph.nodes)
-    }

@@ -6,13 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from raymm.scheduler.minibatch.balanced import plan_balanced
-from raymm.scheduler.minibatch.baselines import plan_length_grouped, plan_random
-from raymm.scheduler.minibatch.isf import plan_isf
+from raymm.scheduler.minibatch.fixed_size import plan_length_grouped, plan_random
 from raymm.scheduler.minibatch.problem import MiniBatchError, MiniBatchPlan, SampleSizes
 
 METHODS: dict[str, Callable[..., MiniBatchPlan]] = {
     "balanced": plan_balanced,
-    "isf": plan_isf,
     "length_grouped": plan_length_grouped,
     "random": plan_random,
 }

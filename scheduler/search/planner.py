@@ -5,7 +5,7 @@ It searches stage counts exactly under 1F1B
 better schedules and several chunks per rank, and the other layouts; everything is judged by
 simulated iteration time with messages, within the memory limit. If it may, it then looks for
 degrees of tensor, context and data parallelism under which pipelines are faster still
-(:mod:`~raymm.scheduler.search.degree_search`). """
+(:mod:`~raymm.scheduler.search.degree_search`)."""
 
 from __future__ import annotations
 
@@ -14,26 +14,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from raymm.scheduler.costs.layer_costs import CostProfile
-from raymm.scheduler.graph.module_graph import ModuleGraph
-from raymm.scheduler.plan.plan import SCHEDULES, Plan, PlanError
-from raymm.scheduler.plan.plan_error import check_choices, check_number
-from raymm.scheduler.schedule.network import Network
+from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.search.degree_search import search_degrees
 from raymm.scheduler.search.judge import Candidates, Proposal
 from raymm.scheduler.search.layouts import chunked, colocated, replicated
 from raymm.scheduler.search.module_degrees import DegreeChoices
+from raymm.scheduler.search.options import LAYERS, RECOMPUTE, PlanProblem
 from raymm.scheduler.search.stage_memory import ModuleMemory, StageMemory
 from raymm.scheduler.search.stage_search import joint_search
 from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
 
-LAYOUTS = ("modality_parallel", "colocated", "replicated")
-SEARCHED_SCHEDULES = ("1f1b", "zero_bubble")
-CHUNKS = (2, 3, 4)
-LAYERS = "layers"
-RECOMPUTE = (False, LAYERS, True)
-"""What stages may do to fit: nothing; their layers keep as much as there is room for; or they keep
-what they receive only."""
 # Beside layouts: ranks of several processes and copies, in pipelines.
 DEGREES = "degrees"
 # Plans with degrees that are tried with every schedule.
@@ -42,66 +32,35 @@ DEGREE_FINALISTS = 2
 FINALISTS = 3
 
 
-def propose(
-    graph: ModuleGraph,
-    profile: CostProfile,
-    ranks: int,
-    num_microbatches: int,
-    *,
-    memory_limit: int | None = None,
-    network: Network | None = None,
-    recompute: bool | str | None = None,
-    schedules: Sequence[str] = SEARCHED_SCHEDULES,
-    layouts: Sequence[str] = LAYOUTS,
-    chunks: Sequence[int] = CHUNKS,
-    degrees: Mapping[str, DegreeChoices] | None = None,
-) -> Proposal:
+def propose(problem: PlanProblem) -> Proposal:
     """Plan a model.
 
+    Plans without degrees are judged even if degrees may be searched (unless 1 is not among the
+    choices), so the best is never slower than it would be without. The search over degrees is not
+    exact.
+
     Args:
-        graph, profile: the model and what its layers cost.
-        ranks: how many devices there are; a plan may use fewer.
-        num_microbatches: microbatches per step.
-        memory_limit: bytes per rank; no limit if None.
-        network: what messages take.
-        recompute: whether stages recompute; ``"layers"``: layers keep as much as there is room
-            for; if None, a layout does the one or the other only if it does not fit otherwise.
-        schedules: of ``"1f1b"``, ``"zero_bubble"`` and ``"gpipe"``.
-        layouts: of :data:`LAYOUTS`.
-        chunks: stages of a module per rank that are tried besides one.
-        degrees: per module, the degrees it may have beside its pipeline; where missing, each of
-            its ranks is one process. Plans without degrees are judged all the same (unless 1 is
-            not among the choices), so the best is never slower than it would be without. The
-            search over degrees is not exact.
+        problem: with a rank for each module.
 
     Raises:
         StageSearchError: if nothing fits.
         ProfileError: if the profile is not of this graph.
-        PlanError: on an unknown layout or schedule, none at all, or a number that is none.
     """
-    check_number("ranks", ranks)
-    check_number("num_microbatches", num_microbatches)
-    if memory_limit is not None:
-        check_number("memory_limit", memory_limit)
-    check_choices("layouts", layouts, LAYOUTS)
-    check_choices("schedules", schedules, SCHEDULES)
-    if any(type(many) is not int or many < 2 for many in chunks):
-        raise PlanError(f"chunks is {tuple(chunks)}; each must be a whole number, at least 2")
-    network = network or Network()
+    profile, network, degrees = problem.profile, problem.network, problem.degrees
     if degrees and profile.links is None:
         profile = replace(profile, links=network.links)
-    found = Candidates(network, schedules)
-    left = (*layouts, DEGREES) if degrees else tuple(layouts)
+    found = Candidates(network, problem.schedules)
+    left = (*problem.layouts, DEGREES) if degrees else tuple(problem.layouts)
     if degrees and not all(choices.may_be_alone for choices in degrees.values()):
         left = (DEGREES,)
-    for again in RECOMPUTE if recompute is None else (recompute,):
+    for again in RECOMPUTE if problem.recompute is None else (problem.recompute,):
         space = StageSpace(
-            graph, profile, ranks, num_microbatches, recompute=again is True,
-            memory_limit=memory_limit,
+            problem.graph, profile, problem.ranks, problem.num_microbatches,
+            recompute=again is True, memory_limit=problem.memory_limit,
         )
         within = partial(within_memory, adaptive=again == LAYERS)
-        left = _Planner(space, within, found, left, chunks, degrees or {}).run()
-        if not left or memory_limit is None:
+        left = _Planner(space, within, found, left, problem.chunks, degrees).run()
+        if not left or problem.memory_limit is None:
             break
     return found.proposal()
 

@@ -126,7 +126,7 @@ class StageSpace:
         memory: which stage may hold which layers, and what making them fit adds; all fit if
             None.
         believed: what partitions balance instead of the profile's work, for comparison with
-            planners that know less (:func:`~raymm.scheduler.costs.layer_costs.unaware_work`).
+            planners that know less (:func:`~raymm.scheduler.baselines.pipelines.unaware_work`).
         degrees: how modules are shared; by default every stage is one process.
 
     Raises:

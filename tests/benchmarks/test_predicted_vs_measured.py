@@ -28,7 +28,7 @@ from benchmarks.sleeping_stages import (
 )
 from raymm.actors.executor.split_backward import backward_input
 from raymm.actors.modules.message import Message, MicrobatchContext
-from raymm.scheduler.costs.layer_costs import unaware_work
+from raymm.scheduler.baselines.pipelines import unaware_work
 from raymm.scheduler.program.program import Instruction, Op, Program, check_program
 from raymm.scheduler.schedule.lower import full_program
 from raymm.scheduler.schedule.simulate import simulate

@@ -22,12 +22,16 @@ from raymm.costs.scaling_estimates import (
 from raymm.model.contrastive import ContrastiveLoss
 from raymm.model.module_dag import DagLoss, DagModule, ModuleDag, every
 from raymm.model.multimodal import ModalityModule, MultimodalModule, module_graph
+from raymm.planning.comparison import comparison_rows
+from raymm.planning.inputs import PlanInputs
+from raymm.planning.mapping_inputs import DoesNotFitError
 from raymm.planning.mapping_result import gpu_memory
 from raymm.planning.mapping_view import explanation, gpus_text, mapping_rows
-from raymm.planning.multiplexed import DoesNotFitError, _fitting
-from raymm.planning.request import DataShape, PlanRequest
-from raymm.planning.styles import MultiplexOptions, compare_styles, plan_multiplexed_request
+from raymm.planning.multiplexed import _fitting
+from raymm.planning.request import PlanRequest, Workload
+from raymm.planning.styles import compare_styles, plan_step_multiplexed, with_ranks_of
 from raymm.runtime.specs import MultimodalParallelSpec
+from raymm.scheduler.baselines.mappings import MAPPINGS
 from raymm.scheduler.costs.devices import Link, Links, find_device
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, layer_work
 from raymm.scheduler.graph.strict_json import MultiplexError
@@ -162,15 +166,18 @@ def test_it_maps_a_graph_of_towers_and_no_baseline_of_whole_modules_is_faster():
     assert {p.module for s in planned.mapping.stages for p in s.placements} == {"a", "b", "c"}
     assert planned.estimated and "not measured" in planned.source
     assert planned.problem.interference == BANDWIDTH_SHARES
-    for name, other in planned.baselines.items():
+    assert not planned.baselines  # nobody has asked yet
+    compared = planned.compared()
+    assert compared.mapping == planned.mapping
+    assert set(compared.baselines) == {"Megatron-LM", "DistMM", "Spindle"}
+    for name, other in compared.baselines.items():
         other.check(planned.problem)
         # Slices are no part of the search.
         assert other.seconds >= planned.seconds * (1 - 1e-9) or name == "Spindle"
     again = Mapping.from_json(planned.mapping.to_json())
     assert again == planned.mapping
     text = planned.explain()
-    for part in ("Megatron-LM would take", "DistMM", "Spindle", "dynamic programming",
-                 "bandwidth", "not measured", "32 samples"):  # fmt: skip
+    for part in ("dynamic programming", "bandwidth", "not measured", "32 samples"):
         assert part in text
 
 
@@ -270,13 +277,22 @@ def test_baselines_that_are_taken_instead():
         for stage in alone_in_turn_stages(problem)
     ))
     short = replace(problem, memory_bytes=10**9)
-    taken, unfit, why = _fitting(short, tight, {"Spindle": sliced})
+    taken, unfit, why = _fitting(short, tight, lambda: {"Spindle": sliced})
     assert unfit is None and why and taken.slices == 2
     assert taken.bound == 0 and "nothing is proven" in explanation(replace(planned, mapping=taken))
-    nearly = replace(planned, baselines={"Spindle": replace(
+    nearly = replace(
         sliced, stages=tuple(replace(s, seconds=best.seconds / 2 * (1 - 1e-12))
-                             for s in sliced.stages))})  # fmt: skip
-    assert re.search("Spindle would take .*, the same$", explanation(nearly), re.M)
+                             for s in sliced.stages)
+    )  # fmt: skip
+    solved = {"Megatron-LM": best, "DistMM": "no room", "Spindle": nearly}
+    _, same, none, rounded = comparison_rows(best.seconds, solved, MAPPINGS)
+    assert same["longer"] == rounded["longer"] == "the same"
+    assert none["step"] == "-" and none["what it is"].endswith(": no room")
+
+
+def inputs_of(model, request, microbatches, samples, dtype="bf16") -> PlanInputs:
+    """Of a step of so many microbatches."""
+    return PlanInputs.of(model, request, Workload(microbatches, samples, dtype=dtype))
 
 
 def alone_in_turn_stages(problem):
@@ -298,7 +314,7 @@ def test_rows_table_and_html():
         assert float(row["ms"].replace(",", "")) == pytest.approx(1e3 * seconds, rel=0.01)
         assert row["GiB"] == "0.93"
     html = planned._repr_html_()
-    assert html.count("<tr>") == 1 + len(rows) and "Megatron-LM would take" in html
+    assert html.count("<tr>") == 1 + len(rows) and "found by auto" in html
     assert planned.table().row_count == len(rows)
     assert [gpus_text(g) for g in ((0,), (0, 1, 2, 3), (0, 2))] == ["0", "0-3", "0,2"]
 
@@ -307,8 +323,7 @@ def test_styles_are_compared_by_the_same_costs():
     model = vlm()
     request = PlanRequest(ranks=2, device="H100", tokens={"vision": 64, "llm": 512},
                           schedules=("1f1b",), degrees="none")  # fmt: skip
-    data = DataShape(4, 8)
-    found = compare_styles(model, request, data, "bf16")
+    found = compare_styles(inputs_of(model, request, 4, 8))
     assert (found.batch, found.microbatches) == (32, 4)
     both = found.seconds
     assert both == {"pipelined": found.pipelined.seconds, "multiplexed": found.multiplexed.seconds}
@@ -317,17 +332,16 @@ def test_styles_are_compared_by_the_same_costs():
     assert f"{found.style} is predicted to be {ratio:.2f} times as fast" in found.explain()
     assert found.multiplexed.batch == 32
     # On one GPU with one microbatch there is nothing to share: both take the sum of all layers.
-    alone = compare_styles(model, replace(request, ranks=1), DataShape(1, 8), "bf16").seconds
+    alone = compare_styles(inputs_of(model, replace(request, ranks=1), 1, 8)).seconds
     assert alone["pipelined"] == pytest.approx(alone["multiplexed"], rel=1e-6)
 
 
 def test_with_surfaces_pipelines_are_judged_by_them_too():
     model = vlm()
-    request = PlanRequest(ranks=1, tokens={"vision": 64, "llm": 512}, schedules=("1f1b",))
     given = (surface("vision", 0.3), surface("llm", 0.5))
-    found = compare_styles(
-        model, request, DataShape(1, 8), "fp32", MultiplexOptions(surfaces=given)
-    )
+    request = PlanRequest(ranks=1, tokens={"vision": 64, "llm": 512}, schedules=("1f1b",),
+                          surfaces=given)  # fmt: skip
+    found = compare_styles(inputs_of(model, request, 1, 8, "fp32"))
     assert found.seconds["pipelined"] == pytest.approx(0.8)
     assert found.seconds["multiplexed"] == pytest.approx(0.8)
 
@@ -345,16 +359,16 @@ def test_surfaces_of_something_else_are_refused_by_field(tmp_path, changes, text
     )
     file = tmp_path / "surfaces.json"
     file.write_text(surfaces_to_json([surface("vision"), surface("llm", 0.2)], conditions))
-    options, model = MultiplexOptions(surfaces=file), vlm()
+    model = vlm()
 
     def planned(plan, samples=8, dtype="fp32", **asked):
         asked = {"ranks": 1, "device": "H100", "tokens": {"vision": 64, "llm": 512}, **asked}
-        request = PlanRequest(**asked, schedules=("1f1b",), degrees="none")
-        return plan(model, request, DataShape(1, samples, 512), dtype, options)
+        request = PlanRequest(**asked, schedules=("1f1b",), degrees="none", surfaces=file)
+        return plan(PlanInputs.of(model, request, Workload(1, samples, 512, dtype=dtype)))
 
-    found = planned(plan_multiplexed_request)
+    found = planned(plan_step_multiplexed)
     assert found.batch == 8 and not any("not known" in note for note in found.notes)
-    for plan in (plan_multiplexed_request, compare_styles):
+    for plan in (plan_step_multiplexed, compare_styles):
         with pytest.raises(MultiplexError, match=text):
             planned(plan, **changes)
 
@@ -384,9 +398,9 @@ def test_surfaces_without_one_whole_device_refuse_pipelines_only():
     """A language model that needs two devices."""
     alone = surface("llm", 0.2)
     two = replace(alone, degrees=(2,), seconds=alone.seconds[1:], memory_bytes=(10**9,))
-    request = PlanRequest(ranks=2, tokens={"vision": 64, "llm": 512}, schedules=("1f1b",))
-    options = MultiplexOptions(surfaces=(surface("vision"), two))
-    found = compare_styles(vlm(), request, DataShape(1, 8), "fp32", options)
+    request = PlanRequest(ranks=2, tokens={"vision": 64, "llm": 512}, schedules=("1f1b",),
+                          surfaces=(surface("vision"), two))  # fmt: skip
+    found = compare_styles(inputs_of(vlm(), request, 1, 8, "fp32"))
     assert found.style == "multiplexed" and found.pipelined is None
     assert "pipelined does not run: surfaces say nothing of 'llm' on one" in found.explain()
 
@@ -395,20 +409,19 @@ def test_a_given_plan_is_compared_on_its_devices_with_its_microbatches():
     model, options = vlm(), {"device": "H100", "tokens": {"vision": 64, "llm": 512}}
     given = MultimodalParallelSpec(num_microbatches=2).plan(model)
     ranks = given.num_ranks
-    found = compare_styles(model, PlanRequest(**options), DataShape(2, 4), "bf16", given=given)
+    request = with_ranks_of(given, PlanRequest(**options))
+    found = compare_styles(inputs_of(model, request, 2, 4), given)
     assert found.multiplexed.mapping.gpus == ranks == 2
-    for asked, data, text in (
-        (PlanRequest(ranks=8, **options), DataShape(2, 4), "ranks is 8, but the given plan"),
-        (PlanRequest(**options), DataShape(4, 4), "microbatches is 4; the given plan has 2"),
-    ):
-        with pytest.raises(MultiplexError, match=text):
-            compare_styles(model, asked, data, "bf16", given=given)
+    with pytest.raises(MultiplexError, match="ranks is 8, but the given plan"):
+        with_ranks_of(given, PlanRequest(ranks=8, **options))
+    with pytest.raises(MultiplexError, match="microbatches is 4; the given plan has 2"):
+        compare_styles(inputs_of(model, request, 4, 4), given)
 
 
 def test_a_style_that_does_not_fit_loses():
     request = PlanRequest(ranks=2, device="H100", tokens={"vision": 64, "llm": 512},
                           schedules=("1f1b",), memory_gib=0.05)  # fmt: skip
-    found = compare_styles(vlm(), request, DataShape(8, 4), "bf16")
+    found = compare_styles(inputs_of(vlm(), request, 8, 4))
     assert "multiplexed" in found.refused and found.style != "multiplexed"
     assert "multiplexed does not run: module 'llm' fits nowhere" in found.explain()
 
@@ -416,7 +429,7 @@ def test_a_style_that_does_not_fit_loses():
 def test_measured_layers_scale_the_estimates():
     """A profile in which a module is three times its estimate gives surfaces of three times."""
     from raymm.costs.scaling_estimates import edges_of, local_load
-    from raymm.planning.multiplexed import MappingRequest, plan_shapes
+    from raymm.planning.mapping_inputs import MappedBatch, mapping_inputs
 
     model = vlm()
     shapes = shapes_of(model)
@@ -431,10 +444,13 @@ def test_measured_layers_scale_the_estimates():
     measured = replace(profile, source="measured", modules={
         name: tuple(map(slower, layers)) for name, layers in profile.modules.items()
     })
-    request = MappingRequest(gpus=1, device=H100)
     edges = edges_of(model, [shape.name for shape in shapes])
-    plain = plan_shapes(shapes, edges, request, loads=whole)
-    scaled = plan_shapes(shapes, edges, request, loads=whole, measured=(measured, micro))
+    plain, scaled = (
+        raymm.PlannedMultiplexed.of(mapping_inputs(
+            shapes, edges, PlanRequest(ranks=1), MappedBatch(loads=whole, measured=known), H100
+        ))
+        for known in (None, (measured, micro))
+    )
     assert scaled.seconds == pytest.approx(3 * plain.seconds)
     assert "scaled to layers measured on H100" in scaled.explain()
 

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raymm.scheduler.baselines.pipelines import unaware_work
 from raymm.scheduler.costs.layer_costs import (
     CostProfile,
     LayerCost,
     ProfileError,
     layer_work,
     trainable_before,
-    unaware_work,
 )
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage

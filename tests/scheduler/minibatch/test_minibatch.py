@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raymm.scheduler.minibatch.balanced import plan_balanced
-from raymm.scheduler.minibatch.baselines import plan_length_grouped, plan_random
 from raymm.scheduler.minibatch.budgets import least_groups
+from raymm.scheduler.minibatch.fixed_size import plan_length_grouped, plan_random
 from raymm.scheduler.minibatch.methods import METHODS, plan_minibatches
 from raymm.scheduler.minibatch.metrics import balance, loads, mixing
 from raymm.scheduler.minibatch.problem import MiniBatchError, MiniBatchPlan, SampleSizes
@@ -177,9 +177,6 @@ def _bad(**change: object) -> Callable[[], object]:
         (_bad(seed=-1), "seed and epoch must not be negative"),
         (_bad(method="random", batch=0), "batch must be at least 1"),
         (_bad(method="random", batch=4), "3 samples are fewer than 2 ranks with 4 each"),
-        (_bad(method="isf", iterations=0), "iterations must be at least 1"),
-        (_bad(method="isf", budgets=(1, 0)), "numbers above 0"),
-        (_bad(method="isf", budgets=(9, 90)), "fewer than the 2 ranks"),
         (lambda: SampleSizes(("a",), np.zeros((2, 2), int)), "one column for each"),
         (lambda: SampleSizes(("a", "a"), np.zeros((2, 2), int)), "names must differ"),
         (lambda: SampleSizes(("a",), np.zeros((2, 1))), "must be integers, got float64"),

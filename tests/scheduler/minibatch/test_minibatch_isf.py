@@ -7,13 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.scheduler.minibatch.baselines import plan_random
-from raymm.scheduler.minibatch.isf import (
+from raymm.scheduler.baselines.baseline import solutions
+from raymm.scheduler.baselines.isf import (
+    MINIBATCHES,
     isf_groups,
     plan_isf,
     search_budgets,
     statistical_budgets,
 )
+from raymm.scheduler.minibatch.fixed_size import plan_random
 from raymm.scheduler.minibatch.metrics import balance
 from raymm.scheduler.minibatch.problem import MiniBatchError, SampleSizes
 from tests.scheduler.minibatch_data import real, sizes
@@ -107,3 +109,25 @@ def test_a_search_that_finds_nothing_says_what_it_tried() -> None:
         search_budgets(of, 32)
     with pytest.raises(MiniBatchError, match="there are no units of v"):
         search_budgets(SampleSizes(("v", "t"), np.array([[0, 5]] * 8)), 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"iterations": 0}, "iterations must be at least 1"),
+        ({"budgets": (1, 0)}, "numbers above 0"),
+        ({"budgets": (9, 90)}, "fewer than the 2 ranks"),
+    ],
+)
+def test_what_isf_cannot_plan_is_named(options: dict, match: str) -> None:
+    of = SampleSizes(("vision", "text"), np.array([[1, 10], [2, 20], [3, 30]]))
+    with pytest.raises(MiniBatchError, match=match):
+        plan_isf(of, 2, **options)
+
+
+def test_isf_is_a_baseline_like_others() -> None:
+    plan = MINIBATCHES[0].solve((real("ai2d"), 8))
+    assert plan.method == MINIBATCHES[0].name == "isf"
+    few = SampleSizes(("vision", "text"), np.array([[1, 10]]))
+    (reason,) = solutions(MINIBATCHES, (few, 2)).values()
+    assert isinstance(reason, str) and "fewer than the 2 ranks" in reason

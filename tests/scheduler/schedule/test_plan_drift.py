@@ -12,6 +12,7 @@ from raymm.scheduler.schedule.lower import full_program, lower
 from raymm.scheduler.schedule.plan_drift import PlanDrift
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import op_seconds
+from raymm.scheduler.search.options import PlanProblem
 from raymm.scheduler.search.planner import propose
 
 GRAPH = ModuleGraph(
@@ -94,7 +95,7 @@ def test_planning_with_it_moves_layers_away_from_slow_ones():
     profile = CostProfile({"llm": (LayerCost(1.0, 1.0, 1.0),) * 6}, tokens={"llm": 100})
 
     def cut(of):
-        found = propose(chain, of, 2, 4, schedules=("1f1b",), chunks=())
+        found = propose(PlanProblem(chain, of, 2, 4, schedules=("1f1b",), chunks=()))
         return found.best.plan.module_stages("llm")[0].layers[1]
 
     assert cut(profile) == 3

@@ -10,15 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymm.planning.strategies import Search, find_plans
 from raymm.scheduler.costs.devices import Link
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import PlanError
 from raymm.scheduler.schedule.network import Network
 from raymm.scheduler.search.degree_search import estimates
+from raymm.scheduler.search.find_plans import find_plans
 from raymm.scheduler.search.judge import Candidates
 from raymm.scheduler.search.module_degrees import KINDS, DegreeChoices, ModuleDegrees, degrees_of
+from raymm.scheduler.search.options import PlanProblem
 from raymm.scheduler.search.planner import propose
 from raymm.scheduler.search.stage_search import joint_search
 from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
@@ -45,8 +46,8 @@ def test_never_slower_and_within_what_there_is(model, more, microbatches, limit)
     found = []
     for degrees in ({}, choices):
         try:
-            found.append(find_plans(graph, profile, Search(
-                ranks, microbatches, limit, NETWORK, schedules=SMALL["schedules"],
+            found.append(find_plans(PlanProblem(
+                graph, profile, ranks, microbatches, limit, NETWORK, schedules=SMALL["schedules"],
                 layouts=SMALL["layouts"], degrees=degrees,
             )))
         except StageSearchError:
@@ -91,9 +92,9 @@ def test_as_good_as_trying_everything_on_one_module(microbatches, bandwidth):
     network = Network(Link(1e-3, bandwidth), Link(1e-2, bandwidth / 10), 4)
     profile = replace(PROFILE, links=network.links)
     best = everything(LLM, profile, 8, microbatches, network)
-    found = propose(
+    found = propose(PlanProblem(
         LLM, profile, 8, microbatches, network=network, degrees={"llm": ALL}, **SMALL
-    )
+    ))
     assert found.best.seconds <= min(best.values()) * 1.01
 
 
@@ -115,13 +116,17 @@ def test_bounds_of_estimates_hold(model, more, microbatches):
 
 
 def test_one_microbatch_shares_layers_and_many_make_copies():
-    few = propose(LLM, PROFILE, 8, 1, network=NETWORK, degrees={"llm": ALL}, **SMALL).best.plan
+    few = propose(PlanProblem(
+        LLM, PROFILE, 8, 1, network=NETWORK, degrees={"llm": ALL}, **SMALL
+    )).best.plan
     degrees = degrees_of(few, "llm")
     assert degrees.dp == 1 and degrees.tp * degrees.cp > 1
     slow = Network(Link(1.0, 1.0), Link(1.0, 1.0), 4)
     # Where talking is slow, but a sum of gradients at the end costs less than a pipeline's bubble.
     cheap = CostProfile({"llm": (replace(BLOCK, parameter_bytes=1, replicated_bytes=0),) * 4})
-    many = propose(LLM, cheap, 4, 4, network=slow, degrees={"llm": ALL}, **SMALL).best.plan
+    many = propose(PlanProblem(
+        LLM, cheap, 4, 4, network=slow, degrees={"llm": ALL}, **SMALL
+    )).best.plan
     assert degrees_of(many, "llm").tp == 1
 
 
@@ -134,8 +139,8 @@ def test_memory_asks_for_tensor_parallelism():
     graph = ModuleGraph((ModuleNode("llm", (True,)),), ())
     options = {"network": NETWORK, "memory_limit": 2500, **SMALL}
     with pytest.raises(StageSearchError):
-        propose(graph, heavy, 2, 2, **options)
-    plan = propose(graph, heavy, 2, 2, degrees={"llm": ALL}, **options).best.plan
+        propose(PlanProblem(graph, heavy, 2, 2, **options))
+    plan = propose(PlanProblem(graph, heavy, 2, 2, degrees={"llm": ALL}, **options)).best.plan
     assert degrees_of(plan, "llm").tp == 2
 
 
@@ -145,9 +150,9 @@ def test_optimizer_state_is_shared_out_where_memory_is_limited():
     )
     graph = ModuleGraph((ModuleNode("llm", (True,)),), ())
     choices = {"llm": DegreeChoices(dp=(1, 2))}
-    found = propose(
+    found = propose(PlanProblem(
         graph, heavy, 2, 2, degrees=choices, network=NETWORK, memory_limit=3000, **SMALL
-    )
+    ))
     assert degrees_of(found.best.plan, "llm") == ModuleDegrees(2, 1, 1, "zero1")
     assert [need.state for need in found.best.memory] == [3000, 3000]
 

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.planning.strategies import Search, find_plans
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.costs.recomputation import OPTIONS, LayerOption
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
@@ -18,7 +17,9 @@ from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.program.program import Op
 from raymm.scheduler.schedule.network import Network
 from raymm.scheduler.schedule.stage_costs import op_seconds
+from raymm.scheduler.search.find_plans import find_plans
 from raymm.scheduler.search.judge import Option, judge
+from raymm.scheduler.search.options import PlanProblem
 from raymm.scheduler.search.planner import propose, within_memory
 from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
 
@@ -136,8 +137,8 @@ def test_the_planner_keeps_what_there_is_room_for() -> None:
     only = {"layouts": ("modality_parallel",), "schedules": ("1f1b",)}
 
     def best(limit: int, recompute: bool | str | None) -> Option:
-        search = Search(4, 16, limit, recompute=recompute, **only)
-        return find_plans(graph, profile, search).best
+        problem = PlanProblem(graph, profile, 4, 16, limit, recompute=recompute, **only)
+        return find_plans(problem).best
 
     free = best(10**6, None)
     assert not any(stage.layer_options for stage in free.plan.stages)
@@ -156,7 +157,9 @@ def test_cuts_know_what_is_made_again() -> None:
     """With little memory, even stages are not the best: later ones hold fewer microbatches."""
     graph, profile = chain(16, (LayerOption("all", 1.0, 10),))
     only = {"layouts": ("modality_parallel",), "schedules": ("1f1b",)}
-    found = propose(graph, profile, 4, 16, memory_limit=800, recompute="layers", **only).best
+    found = propose(PlanProblem(
+        graph, profile, 4, 16, memory_limit=800, recompute="layers", **only
+    )).best
     assert [s.layers[1] - s.layers[0] for s in found.plan.stages] == [4, 4, 3, 5]
 
 

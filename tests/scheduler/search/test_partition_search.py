@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.scheduler.search.omnibal_partition import (
+from raymm.scheduler.baselines.omnibal_partition import (
     greedy_anchor,
     partition_candidates,
 )

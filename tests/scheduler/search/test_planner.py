@@ -24,7 +24,8 @@ from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import op_seconds, stage_costs
 from raymm.scheduler.search.judge import Proposal
 from raymm.scheduler.search.layouts import colocated, replicated
-from raymm.scheduler.search.planner import LAYOUTS, propose, within_memory
+from raymm.scheduler.search.options import LAYOUTS, PlanProblem
+from raymm.scheduler.search.planner import propose, within_memory
 from raymm.scheduler.search.stage_space import StageSearchError, StageSpace, make_plan
 from tests.scheduler.random_models import models, spaces
 from tests.scheduler.random_plans import contents
@@ -122,7 +123,9 @@ def test_stage_counts_within_memory(model: Model, more: int, microbatches: int, 
     options = {"schedules": ("1f1b",), "layouts": ("modality_parallel",), "chunks": ()}
     found: Proposal | None
     try:
-        found = propose(graph, profile, ranks, microbatches, memory_limit=limit, **options)
+        found = propose(PlanProblem(
+            graph, profile, ranks, microbatches, memory_limit=limit, **options
+        ))
     except StageSearchError:
         found = None
     for recompute in (False, True):
@@ -152,11 +155,11 @@ def test_what_every_option_promises(
     schedules = data.draw(st.lists(st.sampled_from(SCHEDULES), min_size=1, unique=True))
     layouts = data.draw(st.lists(st.sampled_from(LAYOUTS), min_size=1, unique=True))
     try:
-        found = propose(
+        found = propose(PlanProblem(
             graph, profile, ranks, microbatches, memory_limit=limit, network=network,
             recompute=data.draw(st.sampled_from([None, False, True])), schedules=schedules,
             layouts=layouts,
-        )
+        ))
     except StageSearchError as error:
         assert str(error).startswith("no plan fits: ") and str(error) != "no plan fits: "
         return
@@ -187,10 +190,10 @@ def test_steps_of_any_content_fit(data: st.DataObject) -> None:
     graph, profile = data.draw(models())
     limit = data.draw(st.integers(1, 200))
     try:
-        found = propose(
+        found = propose(PlanProblem(
             graph, profile, len(graph.nodes) + 2, 5, memory_limit=limit, schedules=("1f1b",),
             layouts=("modality_parallel",),
-        )
+        ))
     except StageSearchError:
         return
     for option in found.options:
@@ -232,9 +235,9 @@ def test_messages_never_lower_the_bound(model: Model, more: int, microbatches: i
     graph, profile = model
     ranks = len(graph.nodes) + more
     options = {"schedules": ("1f1b",), "chunks": ()}
-    free = propose(graph, profile, ranks, microbatches, **options)
+    free = propose(PlanProblem(graph, profile, ranks, microbatches, **options))
     slow = Network(Link(1.0, 4.0), Link(2.0, 1.0), 2)
-    found = propose(graph, profile, ranks, microbatches, network=slow, **options)
+    found = propose(PlanProblem(graph, profile, ranks, microbatches, network=slow, **options))
     for option in found.options:
         # Its program is the one that would run if messages took no time.
         assert option.seconds >= seconds(option.plan) - 1e-5
@@ -264,10 +267,10 @@ def test_other_layouts_are_the_best_that_fit(model: Model, more: int, limit: int
     for layout, every in plans.items():
         fitting = [seconds(plan) for plan in every if max(needed(plan)) <= limit]
         try:
-            found = propose(
+            found = propose(PlanProblem(
                 graph, profile, ranks, 4, memory_limit=limit, recompute=False,
                 schedules=("1f1b",), layouts=(layout,),
-            )
+            ))
         except StageSearchError:
             assert not fitting
         else:
@@ -291,26 +294,30 @@ def small(parameter_bytes: int = 4, **changes: float) -> Model:
 
 def test_recomputes_only_where_nothing_else_fits() -> None:
     graph, profile = small()
-    plenty = propose(graph, profile, 4, 8, memory_limit=1000)
+    plenty = propose(PlanProblem(graph, profile, 4, 8, memory_limit=1000))
     assert not any(s.recompute for o in plenty.options for s in o.plan.stages)
-    tight = propose(graph, profile, 4, 8, memory_limit=40, layouts=("modality_parallel",))
+    tight = propose(PlanProblem(
+        graph, profile, 4, 8, memory_limit=40, layouts=("modality_parallel",)
+    ))
     assert any(s.recompute for s in tight.best.plan.stages)
     assert "recomputing" in tight.best.label
     with pytest.raises(StageSearchError, match="modality_parallel: no plan found .* 4 ranks"):
-        propose(graph, profile, 4, 8, memory_limit=40, layouts=("modality_parallel",),
-                recompute=False)
+        propose(PlanProblem(graph, profile, 4, 8, memory_limit=40, layouts=("modality_parallel",),
+                recompute=False))
 
 
 def test_a_layout_that_does_not_fit_leaves_the_others() -> None:
     """Two replicas hold half of the LLM each; the other layouts give it a single rank."""
     graph, profile = small(parameter_bytes=4, activation_bytes=0, output_bytes=0)
     # Per layer 4 bytes frozen, 16 trained: the encoder 24.
-    both = propose(graph, profile, 2, 4, memory_limit=32, schedules=("1f1b",), chunks=())
+    both = propose(PlanProblem(
+        graph, profile, 2, 4, memory_limit=32, schedules=("1f1b",), chunks=()
+    ))
     assert {o.layout for o in both.options} == {"modality_parallel", "colocated", "replicated"}
     short = replace(
         profile, modules={**profile.modules, "vision": (LayerCost(1, 1, 1),) * 3}
     )
-    found = propose(graph, short, 2, 4, memory_limit=8, schedules=("1f1b",), chunks=())
+    found = propose(PlanProblem(graph, short, 2, 4, memory_limit=8, schedules=("1f1b",), chunks=()))
     assert [o.layout for o in found.options] == ["replicated"]
     refused = dict(found.refused)
     assert "fits in memory" in refused["modality_parallel"]
@@ -328,16 +335,16 @@ def test_the_fastest_split_of_ranks_may_not_fit() -> None:
         "llm": (LayerCost(5, 0, 0, parameter_bytes=4),) * 2,
     })
     options = {"schedules": ("1f1b",), "layouts": ("colocated",)}
-    free = propose(graph, profile, 3, 4, **options).best
+    free = propose(PlanProblem(graph, profile, 3, 4, **options)).best
     assert [len(free.plan.module_stages(m)) for m in ("vision", "llm")] == [1, 2]
-    tight = propose(graph, profile, 3, 4, memory_limit=30, **options).best
+    tight = propose(PlanProblem(graph, profile, 3, 4, memory_limit=30, **options)).best
     assert [len(tight.plan.module_stages(m)) for m in ("vision", "llm")] == [2, 1]
     assert tight.seconds > free.seconds
 
 
 def test_more_ranks_than_layers() -> None:
     graph, profile = small()
-    found = propose(graph, profile, 100, 8, schedules=("1f1b",), chunks=())
+    found = propose(PlanProblem(graph, profile, 100, 8, schedules=("1f1b",), chunks=()))
     ranks = {option.layout: option.plan.num_ranks for option in found.options}
     assert ranks["replicated"] == 4 and ranks["colocated"] <= 7
     assert found.best.plan.num_ranks <= 7
@@ -365,24 +372,24 @@ def test_more_ranks_than_layers() -> None:
 def test_what_it_does_not_accept(options: dict, message: str) -> None:
     graph, profile = small()
     with pytest.raises(ValueError, match=message):
-        propose(graph, profile, **{"ranks": 4, "num_microbatches": 2, **options})
+        propose(PlanProblem(graph, profile, **{"ranks": 4, "num_microbatches": 2, **options}))
 
 
 def test_odd_inputs() -> None:
     graph, profile = small()
     with pytest.raises(ProfileError, match="lacks module 'llm'"):
-        propose(graph, CostProfile({"vision": profile.modules["vision"]}), 4, 2)
+        propose(PlanProblem(graph, CostProfile({"vision": profile.modules["vision"]}), 4, 2))
     with pytest.raises(StageSearchError, match="no plan fits: modality_parallel"):
-        propose(graph, profile, 4, 2, memory_limit=1)
-    assert propose(graph, profile, 4, 2, memory_limit=10**30).best.seconds > 0
-    nothing = propose(*small(forward=0, backward_input=0, backward_weight=0), 4, 3)
+        propose(PlanProblem(graph, profile, 4, 2, memory_limit=1))
+    assert propose(PlanProblem(graph, profile, 4, 2, memory_limit=10**30)).best.seconds > 0
+    nothing = propose(PlanProblem(*small(forward=0, backward_input=0, backward_weight=0), 4, 3))
     assert nothing.best.seconds == pytest.approx(0, abs=1e-5) and nothing.bound == 0
 
 
 def test_one_layer_on_one_rank() -> None:
     graph = ModuleGraph((ModuleNode("llm", (True,)),), ())
     profile = CostProfile({"llm": (LayerCost(1, 2, 3, 5, 4),)})
-    found = propose(graph, profile, 1, 1)
+    found = propose(PlanProblem(graph, profile, 1, 1))
     # The first layer's input needs no gradient.
     assert found.best.seconds == pytest.approx(4) and found.bound == 4
     assert [need.total for need in found.best.memory] == [5 + 16]

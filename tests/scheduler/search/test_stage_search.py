@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raymm.scheduler.baselines.loosely_coupled import loosely_coupled
+from raymm.scheduler.baselines.pipelines import unaware_work
 from raymm.scheduler.costs.layer_costs import (
     CostProfile,
     LayerCost,
     ProfileError,
     layer_work,
-    unaware_work,
 )
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, PlanError
@@ -25,7 +26,7 @@ from raymm.scheduler.schedule.lower import lower
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.step_graph import full_step
 from raymm.scheduler.search.stage_memory import StageMemory
-from raymm.scheduler.search.stage_search import Choice, joint_search, loosely_coupled
+from raymm.scheduler.search.stage_search import Choice, joint_search
 from raymm.scheduler.search.stage_space import StageSearchError, StageSpace, has_backward, make_plan
 
 

@@ -9,6 +9,7 @@ from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.schedule.lower import iteration_time
 from raymm.scheduler.schedule.stage_costs import stage_costs
 from raymm.scheduler.search.few_ranks import few_rank_plans
+from raymm.scheduler.search.options import PlanProblem
 from raymm.scheduler.search.planner import propose
 from raymm.scheduler.search.stage_space import StageSpace
 from raymm.scheduler.search.whole_modules import in_own_layers, with_whole_modules
@@ -48,7 +49,9 @@ def test_a_whole_module_costs_what_its_blocks_cost(model, whole):
     for name in whole:
         assert merged_graph.node(name).num_blocks == 1
         assert merged_graph.node(name).projector == graph.node(name).projector
-    found = propose(merged_graph, merged, 4, 3, layouts=("modality_parallel",)).best.plan
+    found = propose(PlanProblem(
+        merged_graph, merged, 4, 3, layouts=("modality_parallel",)
+    )).best.plan
     plan = in_own_layers(found, graph, profile)  # a Plan checks that layers are all there
     for name in whole:
         assert plan.module_stages(name)[0].layers[1] >= graph.node(name).num_blocks

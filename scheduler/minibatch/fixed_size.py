@@ -1,4 +1,4 @@
-"""What balanced mini-batches are compared with: samples of fixed number per group, padded."""
+"""Mini-batches of as many samples in every group, padded: random, or of similar length."""
 
 from __future__ import annotations
 

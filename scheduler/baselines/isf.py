@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numba import njit
 
+from raymm.scheduler.baselines.baseline import Baseline
 from raymm.scheduler.minibatch.metrics import dist_ratio, loads
 from raymm.scheduler.minibatch.problem import (
     MiniBatchError,
@@ -217,3 +218,9 @@ def search_budgets(
             f"{max(tried)} units of {sizes.names[0]}"
         )
     return min(found)[1]
+
+
+MINIBATCHES: tuple[Baseline[tuple[SampleSizes, int], MiniBatchPlan], ...] = (
+    Baseline("isf", "OmniBal §4.1", lambda problem: plan_isf(*problem)),
+)
+"""From the sizes of all samples and a number of ranks to a plan of an epoch."""

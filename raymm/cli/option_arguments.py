@@ -1,0 +1,80 @@
+"""Options of a command that are fields of a dataclass: those that have a ``help``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import Field, fields
+from typing import Any, get_origin, get_type_hints
+
+from raymm.files.config_error import ConfigError
+
+
+def _shown(options: type) -> dict[str, Field]:
+    return {field.name: field for field in fields(options) if "help" in field.metadata}
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def add_option_arguments(command: argparse.ArgumentParser, options: type) -> None:
+    """An option per field, as the command line writes it; not given, its value is None. What is a
+    mapping is given as ``--name KEY=N``, repeatedly, what is a sequence as ``--name A,B``."""
+    hints = get_type_hints(options)
+    for name, field in _shown(options).items():
+        how: dict[str, Any] = {}
+        if get_origin(hints[name]) is dict:
+            how["action"] = "append"
+        elif int in _leaves(hints[name]):
+            how["type"] = int
+        elif float in _leaves(hints[name]):
+            how["type"] = float
+        command.add_argument(_flag(name), **how, **field.metadata)
+
+
+def _leaves(hint: Any) -> tuple[Any, ...]:
+    return getattr(hint, "__args__", (hint,))
+
+
+def given_options(args: argparse.Namespace, options: type) -> list[str]:
+    """Fields of the dataclass that the command line has."""
+    return [name for name in _shown(options) if getattr(args, name) is not None]
+
+
+def read_options(
+    args: argparse.Namespace, options: type, default: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What the command line says, by field.
+
+    Args:
+        args: what was parsed.
+        options: the dataclass.
+        default: values of mappings that keys of the command line go before.
+
+    Raises:
+        ConfigError: a text that is none of the option's.
+    """
+    hints = get_type_hints(options)
+    values = {name: getattr(args, name) for name in given_options(args, options)}
+    for name, value in values.items():
+        if get_origin(hints[name]) is dict:
+            values[name] = {**default[name], **parse_counts(_flag(name), value)}
+        elif "Sequence" in str(get_origin(hints[name])):
+            values[name] = tuple(part.strip() for part in value.split(",") if part.strip())
+    return values
+
+
+def parse_counts(flag: str, entries: list[str]) -> dict[str, int]:
+    """``["llm=4096"]`` -> ``{"llm": 4096}``.
+
+    Raises:
+        ConfigError: if an entry is no ``module=number``.
+    """
+    counts = {}
+    for entry in entries:
+        name, _, number = entry.partition("=")
+        if not name or not number.isdecimal() or int(number) < 1:
+            raise ConfigError(f"{flag} has {entry!r}; give module=number, such as llm=4096")
+        counts[name] = int(number)
+    return counts

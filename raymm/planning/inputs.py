@@ -1,0 +1,196 @@
+"""Everything that a plan follows from, put together once, before anything is searched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from raymm.costs.analytic import analytic_profile
+from raymm.costs.named_devices import CPU, device_called
+from raymm.costs.workload import (
+    Loads,
+    changed_tokens,
+    check_tokens,
+    loads_of_microbatch,
+    loads_of_tokens,
+)
+from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule, module_graph
+from raymm.planning.request import PlanRequest, Workload
+from raymm.scheduler.costs.devices import DeviceSpec, find_device
+from raymm.scheduler.costs.layer_costs import CostProfile, ProfileError
+from raymm.scheduler.costs.profile_table import ProfileTable
+from raymm.scheduler.graph.module_graph import ModuleGraph
+from raymm.scheduler.plan.plan import PlanError
+from raymm.scheduler.plan.plan_error import check_number
+from raymm.scheduler.schedule.memory import GIB
+from raymm.scheduler.schedule.network import Network
+from raymm.scheduler.search.module_degrees import DegreeChoices
+from raymm.scheduler.search.options import PlanProblem
+
+# Share of a device's memory that a plan may use; the rest is for CUDA, NCCL and fragmentation.
+MEMORY_SHARE = 0.9
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a plan is judged by.
+
+    Attributes:
+        profile: costs of every layer on one microbatch, with the device's links.
+        device: where; None if measured on one that raymm has no data of.
+        ranks_per_node: processes that share a node.
+        notes: remarks a person should see.
+    """
+
+    profile: CostProfile
+    device: DeviceSpec | None = None
+    ranks_per_node: int = 8
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.device is not None and self.profile.links is None:
+            profile = replace(self.profile, links=self.network.links)
+            object.__setattr__(self, "profile", profile)
+
+    @property
+    def network(self) -> Network:
+        """The device's links; messages take no time if it is not known."""
+        if self.device is None:
+            return Network()
+        return Network(self.device.within_node, self.device.across_nodes, self.ranks_per_node)
+
+    def memory_limit(self, gib: float | None) -> int | None:
+        """Bytes a rank may use: as said, else most of a known device's memory; none on CPUs."""
+        if gib is not None:
+            if not gib > 0:
+                raise PlanError(f"memory_gib is {gib}; it must be above 0")
+            return int(gib * GIB)
+        if self.device is None or self.device.name == CPU:
+            return None
+        return int(MEMORY_SHARE * self.device.memory_bytes)
+
+
+@dataclass(frozen=True)
+class PlanInputs:
+    """What a plan follows from: everything a search is told.
+
+    Attributes:
+        model: the description; its weights are not used.
+        workload: the work of a step.
+        request: what is asked for.
+        costs: of layers on a microbatch, and of links.
+        ranks: how many devices there are; a plan may use fewer.
+        memory_limit: bytes that each may use; None: no limit.
+
+    Raises:
+        PlanError: ranks or a limit that cannot be.
+    """
+
+    model: MultimodalModule
+    workload: Workload
+    request: PlanRequest
+    costs: Costs
+    ranks: int
+    memory_limit: int | None = None
+
+    def __post_init__(self) -> None:
+        check_number("ranks", self.ranks)
+
+    @classmethod
+    def of(
+        cls, model: MultimodalModule, request: PlanRequest, workload: Workload,
+        costs: Costs | None = None, notes: Sequence[str] = (),
+    ) -> PlanInputs:
+        """The inputs of a request.
+
+        Args:
+            model: the description.
+            request: its ``ranks`` must be known.
+            workload: the work of a step.
+            costs: where they are known; by default :func:`costs_of` the others.
+            notes: remarks to hand on.
+
+        Raises:
+            PlanError, DeviceError, ProfileError, LoadError: naming the field and what is accepted.
+        """
+        if request.ranks is None:
+            raise PlanError("ranks is not given; accepted: the number of devices, at least 1")
+        costs = costs or costs_of(model, request, workload)
+        costs = replace(costs, notes=(*costs.notes, *notes))
+        limit = costs.memory_limit(request.memory_gib)
+        return cls(model, workload, request, costs, request.ranks, limit)
+
+    def problem(self, degrees: Mapping[str, DegreeChoices] | None = None) -> PlanProblem:
+        """The planner's problem of pipelining this.
+
+        Args:
+            degrees: that modules may have beside their pipelines.
+        """
+        asked = self.request
+        return PlanProblem(
+            module_graph(self.model), self.costs.profile, self.ranks, self.workload.microbatches,
+            self.memory_limit, self.costs.network, degrees=degrees or {},
+            schedules=tuple(asked.schedules), layouts=tuple(asked.layouts),
+            recompute=asked.recompute, radius=asked.radius,
+        )
+
+    @property
+    def graph(self) -> ModuleGraph:
+        """Of the model."""
+        return module_graph(self.model)
+
+
+def costs_of(model: MultimodalModule, request: PlanRequest, workload: Workload) -> Costs:
+    """Costs of a model's layers: measured ones of a profile, else analytic ones of a device.
+
+    Args:
+        model: the description; its weights are not used.
+        request: its device (by default the profile's, else ``"cpu"``), profile, tokens per sample
+            (which go before the microbatch's), and ranks per node.
+        workload: the microbatch.
+
+    Raises:
+        DeviceError, ProfileError, LoadError: naming the field and what is accepted.
+    """
+    check_tokens(model, request.tokens)
+    device = None if request.device is None else find_device(request.device)
+    if request.profile is not None:
+        table = request.profile_table
+        totals = {name: _total(table, name, each) for name, each in request.tokens.items()}
+        measured = table.at(totals)
+        return Costs(measured, device or device_called(table.device), request.ranks_per_node)
+    loads = loads_of(model, workload, request.tokens)
+    notes = loads.notes
+    if device is None:
+        device = find_device(CPU)
+        notes += ("no device is named: costs are those of one CPU core",)
+    return Costs(
+        analytic_profile(model, loads.by_module, device, workload.dtype), device,
+        request.ranks_per_node, notes,
+    )
+
+
+def loads_of(model: MultimodalModule, workload: Workload, tokens: Mapping[str, int]) -> Loads:
+    """How much one microbatch is to each module.
+
+    Args:
+        model: the description.
+        workload: a real microbatch, or samples and text.
+        tokens: per module, tokens per sample; where given, instead of the microbatch's.
+    """
+    known = set(tokens) >= {*model.encoder_names, LANGUAGE_MODEL}
+    if workload.microbatch is None or known:
+        return loads_of_tokens(model, tokens, workload.samples, workload.text)
+    return changed_tokens(loads_of_microbatch(model, workload.read_microbatch()), tokens)
+
+
+def _total(table: ProfileTable, name: str, each: int) -> int:
+    """Tokens of a microbatch from tokens per sample, with as many samples as the default
+    microbatch has."""
+    if name not in table.modules:
+        raise ProfileError(
+            f"tokens name {name!r}; the profile's modules are {', '.join(table.modules)}"
+        )
+    default = table.default[name]
+    row = next((r for r in table.modules[name] if r.tokens == default), table.modules[name][0])
+    return each * row.samples

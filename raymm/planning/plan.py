@@ -1,0 +1,95 @@
+"""``raymm.plan``: inputs, a search, its result, and views of that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule
+from raymm.planning.comparison import comparison_table
+from raymm.planning.inputs import PlanInputs
+from raymm.planning.plan_result import PlanResult
+from raymm.planning.plan_view import draw_schedule, explanation, plan_html, plan_table
+from raymm.planning.request import PlanRequest, Workload
+from raymm.planning.search import search_pipelines, with_baselines
+from raymm.scheduler.baselines.pipelines import PIPELINES
+
+
+class Planned(PlanResult):
+    """A plan, what else was tried, and pictures and tables of it. Notebooks show the table."""
+
+    @classmethod
+    def of(cls, inputs: PlanInputs) -> Planned:
+        """What a search finds.
+
+        Raises:
+            StageSearchError: if nothing fits.
+            PlanError: if a degree is asked for that a module cannot have.
+        """
+        found = search_pipelines(inputs)
+        return cls(**{field.name: getattr(found, field.name) for field in fields(found)})
+
+    def table(self) -> Table:
+        """Every stage: its layers, its place, what it costs. For a rich console."""
+        return plan_table(self)
+
+    def explain(self) -> str:
+        """How long a step takes, what was tried instead, and why it lost."""
+        return explanation(self)
+
+    def compared(self) -> Planned:
+        """This, with what the baselines make of the same problem. They are solved now."""
+        return with_baselines(self)
+
+    def comparison(self) -> Table:
+        """Predicted seconds of a step, of this and of :meth:`compared` baselines."""
+        return comparison_table(self.seconds, self.baselines, PIPELINES)
+
+    def draw(self, path: str | Path) -> Path:
+        """Draw the simulated step; ``.png`` or ``.svg``. Returns the path written."""
+        return draw_schedule(self, path)
+
+    def _repr_html_(self) -> str:
+        return plan_html(self)
+
+
+def plan(
+    model: MultimodalModule,
+    *,
+    ranks: int,
+    microbatches: int = 8,
+    microbatch: Mapping[str, Any] | None = None,
+    samples: int = 1,
+    dtype: str = "bf16",
+    **options: Any,
+) -> Planned:
+    """Plan a model: cut its modules, place the stages, choose a schedule.
+
+    Nothing is started and no weights are read::
+
+        planned = raymm.plan(model, ranks=24, device="H100", tokens={"llm": 4096})
+        planned                                # in a notebook: the table
+        raymm.Trainer(model, planned.plan, ...)
+
+    Args:
+        model: the description.
+        ranks: how many devices there are; a plan may use fewer.
+        microbatches, microbatch, samples, dtype: the work of a step, as of
+            :class:`raymm.planning.request.Workload`.
+        **options: what is planned for and how: fields of :class:`raymm.PlanRequest` (``device``,
+            ``profile``, ``tokens``, ``memory_gib``, ``ranks_per_node``, ``degrees``, ``strategy``,
+            ``schedules``, ``layouts``, ``recompute``, ``radius``).
+
+    Raises:
+        TypeError: an option that is none; by name.
+        PlanError, DeviceError, ProfileError, LoadError: naming the argument and what is accepted.
+        StageSearchError: if nothing fits.
+    """
+    request = PlanRequest.of_options({"ranks": ranks, **options})
+    request.degree_request.check((*model.encoder_names, LANGUAGE_MODEL))
+    workload = Workload(microbatches, samples, microbatch=microbatch, dtype=dtype)
+    return Planned.of(PlanInputs.of(model, request, workload))

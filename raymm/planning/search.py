@@ -1,0 +1,135 @@
+"""The search for a pipelined plan: from inputs to a result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from raymm.actors.probe.callbacks import Cuts, probe_chain
+from raymm.actors.probe.cut import ProbeError, probe_language_model
+from raymm.config.planning_options import JOINT
+from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule
+from raymm.planning.degrees import Refused, refused_degrees
+from raymm.planning.inputs import PlanInputs
+from raymm.planning.plan_result import PlanResult
+from raymm.scheduler.baselines.baseline import solutions
+from raymm.scheduler.baselines.pipelines import PIPELINES
+from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.search.find_plans import find_plans, has_rank_each
+from raymm.scheduler.search.judge import Option, Proposal
+from raymm.scheduler.search.module_degrees import degrees_of
+from raymm.scheduler.search.options import PlanProblem
+from raymm.scheduler.search.whole_modules import in_own_layers, with_whole_modules
+
+Planned = TypeVar("Planned", bound=PlanResult)
+
+
+def search_pipelines(inputs: PlanInputs) -> PlanResult:
+    """Search for a plan. Modules that the probe cannot cut stay whole, and those whose tokens or
+    parameters it cannot share out are not shared.
+
+    Raises:
+        StageSearchError: if nothing fits.
+        PlanError: if a degree is asked for that a module cannot have.
+    """
+    model, costs, strategy = inputs.model, inputs.costs, inputs.request.strategy
+    solve = {baseline.name: baseline.solve for baseline in PIPELINES}.get(strategy, find_plans)
+    degrees, problem, notes = inputs.request.degree_request, inputs.problem(), list(costs.notes)
+    searches_degrees = bool(degrees) and strategy == JOINT and has_rank_each(problem)
+    if degrees and costs.device is None:
+        searches_degrees = False
+        notes.append("degrees are not searched: no device is named, so links are not known")
+    whole: dict[str, str] = {}
+    unshared: dict[Refused, str] = {}
+    probed: set[str] = set()
+    shared: set[Any] = set()
+    while True:
+        if searches_degrees:
+            choices = degrees.choices(
+                model, inputs.ranks, inputs.workload.microbatches, costs.profile.tokens,
+                frozenset(unshared),
+            )
+            problem = replace(problem, degrees=choices)
+        proposal = _solved(problem, whole, solve)
+        cut = {name for option in proposal.options for name in cut_modules(option.plan)} - probed
+        probed |= cut
+        refused = refused_cuts(model, sorted(cut))
+        not_shared = _refused_shares(model, proposal.options, shared)
+        if not refused and not not_shared:
+            break
+        whole |= refused
+        unshared |= not_shared
+    notes += [f"{name} stays in one piece: {reason}" for name, reason in whole.items()]
+    notes += sorted({f"{name} without {kind}: {why}" for (name, kind, _), why in unshared.items()})
+    return PlanResult(
+        proposal.best.plan, proposal, costs, replace(problem, degrees={}), tuple(whole),
+        notes=tuple(notes),
+    )
+
+
+def with_baselines(planned: Planned) -> Planned:
+    """A result, with what other planners make of the same problem (none of a plan that was
+    given)."""
+    problem = planned.problem
+    if problem is None:
+        return planned
+    others = [
+        replace(baseline, solve=lambda p, solve=baseline.solve: _solved(p, planned.whole, solve))
+        for baseline in PIPELINES
+    ]
+    return replace(planned, baselines={
+        name: found if isinstance(found, str) else found.best
+        for name, found in solutions(others, problem).items()
+    })
+
+
+def _solved(
+    problem: PlanProblem, whole: Iterable[str], solve: Callable[[PlanProblem], Proposal]
+) -> Proposal:
+    """What a planner proposes, with these modules in one piece, in the model's own layers."""
+    graph, profile = with_whole_modules(problem.graph, problem.profile, set(whole))
+    proposal = solve(replace(problem, graph=graph, profile=profile))
+    options = tuple(
+        replace(option, plan=in_own_layers(option.plan, problem.graph, problem.profile))
+        for option in proposal.options
+    )
+    return replace(proposal, options=options)
+
+
+def cut_modules(plan: Plan) -> list[str]:
+    """Modules of which a plan cuts the blocks; a projector comes off any encoder."""
+    return [
+        node.name for node in plan.graph.nodes
+        if plan.replicas(node.name)[0][0].layers[1] < node.num_blocks
+    ]
+
+
+def _refused_shares(
+    model: MultimodalModule, options: Iterable[Option], probed: set[Any]
+) -> dict[Refused, str]:
+    """What the model's code does not allow of the options' degrees; ``probed`` are those that are
+    known to be allowed, or have been found out."""
+    refused: dict[Refused, str] = {}
+    for option in options:
+        key = tuple(degrees_of(option.plan, node.name)[1:3] for node in option.plan.graph.nodes)
+        if key not in probed:
+            probed.add(key)
+            refused |= refused_degrees(model, option.plan)
+    return refused
+
+
+def refused_cuts(model: MultimodalModule, modules: Sequence[str]) -> dict[str, str]:
+    """Those of the modules that the probe cannot cut, with its reason."""
+    refused = {}
+    for name in modules:
+        try:
+            if name == LANGUAGE_MODEL:
+                probe_language_model(model.language_spec().source)
+            else:
+                encoder = model.encoders[name]
+                cuts = Cuts(True, encoder.projector is not None)
+                probe_chain(model.encoder_spec(name), cuts, encoder.example_inputs)
+        except ProbeError as error:
+            refused[name] = str(error)
+    return refused

@@ -1,0 +1,140 @@
+"""Planners of pipelines that raymm's is compared with. All have one rank per stage, and what they
+find is judged like its plans.
+
+- ``loosely_coupled``: Cornstarch v1's Algorithm 1;
+- ``unaware``: the joint search of stage counts, but stages balanced as if every layer were
+  trained;
+- ``layers``, ``parameters``: the same with stages of equally many layers or parameters;
+- ``omnibal``: around the joint search's stage counts, OmniBal's partition candidates (§4.2), the
+  best of which are meant to be really run.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+
+from raymm.scheduler.baselines.baseline import Baseline
+from raymm.scheduler.baselines.loosely_coupled import loosely_coupled
+from raymm.scheduler.baselines.omnibal_partition import PartitionCandidate, partition_candidates
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerWork, layer_work
+from raymm.scheduler.graph.module_graph import ModuleGraph
+from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.search.find_plans import find_plans, has_rank_each, space_of
+from raymm.scheduler.search.judge import Candidates, Proposal
+from raymm.scheduler.search.options import PlanProblem
+from raymm.scheduler.search.partition import PartitionError, Ranges
+from raymm.scheduler.search.stage_search import SearchResult, joint_search
+from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
+
+OMNIBAL_TOP = 8
+Work = Mapping[str, tuple[LayerWork, ...]]
+Search = Callable[[StageSpace, Candidates], SearchResult]
+
+
+def unaware_work(graph: ModuleGraph, profile: CostProfile) -> dict[str, tuple[LayerWork, ...]]:
+    """What a planner that knows nothing of frozen layers believes: everything is trained."""
+    profile.check(graph)
+    return {
+        name: tuple(
+            LayerWork(c.forward, 0.0, c.backward_input, c.backward_weight)
+            for c in profile.modules[name]
+        )
+        for name in (node.name for node in graph.nodes)
+    }
+
+
+def _layers(graph: ModuleGraph, profile: CostProfile) -> Work:
+    return {m: (_weight(1.0),) * len(c) for m, c in profile.modules.items()}
+
+
+def _parameters(graph: ModuleGraph, profile: CostProfile) -> Work:
+    return {
+        m: tuple(_weight(float(cost.parameter_bytes)) for cost in costs)
+        for m, costs in profile.modules.items()
+    }
+
+
+def _weight(amount: float) -> LayerWork:
+    return LayerWork(amount, 0.0, 0.0, 0.0)
+
+
+def _joint(space: StageSpace, judge: Candidates) -> SearchResult:
+    return joint_search(space, judge.seconds, judge.bound, judge.fits)
+
+
+def _believing(
+    work: Callable[[ModuleGraph, CostProfile], Work], space: StageSpace, judge: Candidates
+) -> SearchResult:
+    """The joint search of a planner that balances stages by this work. Bounds of the profile
+    hold for any partition, so the search stays exact."""
+    return _joint(replace(space, believed=work(space.graph, space.profile)), judge)
+
+
+def _loosely_coupled(space: StageSpace, judge: Candidates) -> SearchResult:
+    return loosely_coupled(space, judge.seconds, judge.fits)
+
+
+def _propose(name: str, search: Search, problem: PlanProblem) -> Proposal:
+    """
+    Raises:
+        StageSearchError: nothing fits, or there are fewer ranks than modules.
+    """
+    space = space_of(problem)
+    if not has_rank_each(problem):
+        raise StageSearchError(
+            f"ranks is {problem.ranks}; strategy {name!r} needs one for each of "
+            f"{len(problem.graph.nodes)} modules"
+        )
+    found = Candidates(problem.network, problem.schedules)
+    result = search(space, found)
+    found.count(result)
+    plans: Iterator[Plan] = (choice.plan for choice in (result.best, *result.alternatives))
+    if name == "omnibal":
+        plans = _omnibal(space, result.best.plan, problem.radius)
+    for plan in plans:
+        found.add_schedules(name, plan)
+    return found.proposal()
+
+
+def _omnibal(space: StageSpace, best: Plan, radius: int) -> Iterator[Plan]:
+    """Plans of the best combinations of every module's candidates. OmniBal ranks by the
+    variance of forward times; here by that of 1F + 1B, of which a frozen module has no B."""
+    per_module: dict[str, tuple[PartitionCandidate, ...]] = {}
+    work = layer_work(space.graph, space.profile, space.recompute)
+    for node in space.graph.nodes:
+        anchor: Ranges = tuple(stage.layers for stage in best.module_stages(node.name))
+        try:
+            per_module[node.name] = partition_candidates(
+                [layer.total for layer in work[node.name]],
+                [cost.output_bytes for cost in space.profile.modules[node.name]],
+                len(anchor), radius, anchor, OMNIBAL_TOP,
+            )
+        except PartitionError as error:
+            raise StageSearchError(f"module {node.name!r}: {error}") from None
+    combined = heapq.nsmallest(
+        OMNIBAL_TOP, itertools.product(*per_module.values()),
+        key=lambda chosen: sum(candidate.score for candidate in chosen),
+    )
+    for chosen in combined:
+        yield space.made_of({
+            name: candidate.ranges for name, candidate in zip(per_module, chosen, strict=True)
+        })
+
+
+def _baseline(name: str, source: str, search: Search) -> Baseline[PlanProblem, Proposal]:
+    planner = partial(_propose, name, search)
+    return Baseline(name, source, lambda problem: find_plans(problem, planner))
+
+
+PIPELINES = (
+    _baseline("loosely_coupled", "Cornstarch v1, Algorithm 1", _loosely_coupled),
+    _baseline("unaware", "joint search, frozen layers unknown", partial(_believing, unaware_work)),
+    _baseline("layers", "equally many layers per stage", partial(_believing, _layers)),
+    _baseline("parameters", "equally many parameters per stage", partial(_believing, _parameters)),
+    _baseline("omnibal", "OmniBal §4.2", _joint),
+)
+"""From a problem to what the planner proposes. They have no degrees within modules."""

@@ -1,0 +1,94 @@
+"""One way in to planning a pipeline, whoever the planner is: if it is open whether stages
+recompute, plans that do are searched as well once memory gets in the way of others."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from raymm.scheduler.search.few_ranks import few_rank_plans
+from raymm.scheduler.search.judge import Candidates, Option, Proposal, fastest_first
+from raymm.scheduler.search.options import LAYERS, PlanProblem
+from raymm.scheduler.search.planner import propose
+from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
+
+Planner = Callable[[PlanProblem], Proposal]
+# A plan that fills this share of a rank's memory may owe its cuts to it.
+TIGHT = 0.8
+
+
+def has_rank_each(problem: PlanProblem) -> bool:
+    """Whether there is a rank per module, which most planners ask for."""
+    return problem.ranks >= len(problem.graph.nodes)
+
+
+def find_plans(problem: PlanProblem, planner: Planner | None = None) -> Proposal:
+    """Plan a model.
+
+    Args:
+        problem: what to plan.
+        planner: whose search it is; by default raymm's own.
+
+    Raises:
+        StageSearchError: if nothing fits.
+    """
+    find = planner or _own
+    try:
+        found = find(problem)
+    except StageSearchError:
+        if problem.recompute is not None or find is _own and has_rank_each(problem):
+            raise
+        return find(replace(problem, recompute=True))
+    # Of plans without degrees too, so that degrees never keep a better plan from being found.
+    candidates = [found.best, *itertools.islice(filter(_is_pipelines, found.options), 1)]
+    if problem.recompute is None and any(_is_tight(o, problem.memory_limit) for o in candidates):
+        for again in (LAYERS, True):
+            with suppress(StageSearchError):
+                found = _merged(found, find(replace(problem, recompute=again)))
+    return found
+
+
+def space_of(problem: PlanProblem) -> StageSpace:
+    """What planners without degrees choose stage counts from. With fewer ranks than modules, as
+    if there were one for each."""
+    return StageSpace(
+        problem.graph, problem.profile, max(problem.ranks, len(problem.graph.nodes)),
+        problem.num_microbatches, recompute=problem.recompute is True,
+        memory_limit=problem.memory_limit,
+    )
+
+
+def _own(problem: PlanProblem) -> Proposal:
+    """raymm's planner, which takes turns on ranks where there are fewer than modules."""
+    if has_rank_each(problem):
+        return propose(problem)
+    found = Candidates(problem.network, problem.schedules)
+    for label, plan in few_rank_plans(space_of(problem), problem.ranks):
+        found.add_schedules(label, plan)
+    return found.proposal()
+
+
+def _is_tight(option: Option, limit: int | None) -> bool:
+    if limit is None or any(stage.recompute for stage in option.plan.stages):
+        return False
+    return max(need.total for need in option.memory) > TIGHT * limit
+
+
+def _is_pipelines(option: Option) -> bool:
+    """Whether a plan could be found without degrees."""
+    plan = option.plan
+    copies = any(stage.replica for stage in plan.stages)
+    return plan.num_processes == plan.num_ranks and not (
+        copies and option.layout == "modality_parallel"
+    )
+
+
+def _merged(one: Proposal, other: Proposal) -> Proposal:
+    options = fastest_first((*one.options, *other.options))
+    return Proposal(
+        options, tuple(dict.fromkeys((*one.refused, *other.refused))),
+        one.bound if options[0] is one.best else other.bound,
+        one.combinations + other.combinations, one.simulated + other.simulated,
+    )
