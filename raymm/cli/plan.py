@@ -17,7 +17,7 @@ from raymm.cli.plan_styles import (
     add_style_arguments,
     check_style,
     files_of,
-    refuse_mapping,
+    given_plan,
     run_style,
     save_pipelined,
     show,
@@ -58,7 +58,7 @@ def run_plan(args: argparse.Namespace) -> None:
         ConfigError, PlanError, DeviceError, ProfileError, LoadError, StageSearchError,
         ClusterError: naming what is wrong.
     """
-    from raymm.config.build import build_model, build_plan
+    from raymm.config.build import build_model
     from raymm.config.sections import load_config
 
     for name in ("microbatches", "measure"):
@@ -75,8 +75,7 @@ def run_plan(args: argparse.Namespace) -> None:
     if args.microbatches is not None:
         config = _with_microbatches(config, args.microbatches)
     model = build_model(config)
-    given = build_plan(config, model)
-    refuse_mapping(given, config.parallel.plan)
+    given = given_plan(config, model)
     if given is not None and args.compare and style != MULTIPLEXED:
         raise ConfigError(
             "--compare is of plans that raymm makes, but the configuration gives one (parallel); "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -88,19 +88,23 @@ def with_given(
     return with_ranks_of(given, request)
 
 
-def refuse_mapping(given: Any, path: str | None) -> None:
-    """What is planned already, multiplexed, is not planned again.
+def given_plan(config: TrainConfig, model: MultimodalModule) -> Plan | None:
+    """The plan that the configuration gives by layouts or a file, if it does.
 
     Raises:
-        ConfigError: ``given`` is a mapping.
+        ConfigError: it is a mapping: what is planned already, multiplexed, is not planned again.
+        PlanError, MultiplexError: it cannot run.
     """
+    from raymm.config.build import build_plan
     from raymm.scheduler.multiplex.mapping import Mapping
 
+    given = build_plan(config, model)
     if isinstance(given, Mapping):
         raise ConfigError(
-            f"parallel.plan is {path!r}, a multiplexed mapping, which `raymm train` runs as it is; "
-            "accepted here: a pipelined plan, or none"
+            f"parallel.plan is {config.parallel.plan!r}, a multiplexed mapping, which `raymm train` "
+            "runs as it is; accepted here: a pipelined plan, or none"
         )
+    return given
 
 
 def run_style(

@@ -94,7 +94,7 @@ def plan_multiplexed(
         **options: fields of :class:`raymm.PlanRequest`: ``device`` (``"cpu"`` if there are no
             ``surfaces`` either; CPUs have no quotas), ``tokens`` (of a sample; by default what
             configs say), ``memory_gib``, ``ranks_per_node``, and those of
-            :class:`raymm.planning.request.MultiplexOptions`.
+            :class:`raymm.config.planning_options.MultiplexOptions`.
 
     Raises:
         TypeError: an option that is none; by name.

@@ -24,7 +24,7 @@ class Option:
     """One plan that was judged.
 
     Attributes:
-        layout: one of :data:`raymm.scheduler.search.planner.LAYOUTS`, with the chunks per rank if
+        layout: one of :data:`raymm.scheduler.search.options.LAYOUTS`, with the chunks per rank if
             there are several, or the name of another strategy.
         plan: the plan.
         seconds: simulated seconds of an iteration: of the program that ``lower(plan)`` gives,
