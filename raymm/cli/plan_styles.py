@@ -101,8 +101,8 @@ def given_plan(config: TrainConfig, model: MultimodalModule) -> Plan | None:
     given = build_plan(config, model)
     if isinstance(given, Mapping):
         raise ConfigError(
-            f"parallel.plan is {config.parallel.plan!r}, a multiplexed mapping, which `raymm train` "
-            "runs as it is; accepted here: a pipelined plan, or none"
+            f"parallel.plan is {config.parallel.plan!r}, a multiplexed mapping, which `raymm "
+            "train` runs as it is; accepted here: a pipelined plan, or none"
         )
     return given
 
