@@ -48,7 +48,8 @@ from raymm.kernels.context_parallel.layout import ContextLayout
 from raymm.kernels.mask import patterns
 from raymm.kernels.mask.mask import AttentionMask
 from raymm.kernels.mask.patterns import Span
-from raymm.scheduler.context_parallel.distribution import TokenDistribution, distribute
+from raymm.scheduler.baselines import token_policies
+from raymm.scheduler.context_parallel.distribution import TokenDistribution, balanced, distribute
 from raymm.scheduler.context_parallel.traffic import choose_method, method_bytes
 from raymm.scheduler.context_parallel.workload import DEFAULT_BLOCK, active_key_blocks
 
@@ -58,6 +59,7 @@ TEXT, TOKENS = 256, {1: 299, 2: 750}
 SAMPLE = TEXT + sum(TOKENS.values())
 LONGEST_DOCUMENT = 4  # samples
 POLICIES = ("balanced", "contiguous", "zigzag")
+BY_NAME = {"balanced": balanced, **token_policies.POLICIES}
 # Not at a block's edge, and in items and text alike.
 CHECKED_ROWS = slice(9000, 9300)
 
@@ -105,7 +107,7 @@ MASKS: dict[str, Callable[[int, np.random.Generator], AttentionMask]] = {
 def dealt(mask: AttentionMask, policy: str) -> TokenDistribution:
     """A mask's tokens over the ranks."""
     work = active_key_blocks(mask.query_table, mask.key_table, *mask.shape)
-    return distribute(work, RANKS, policy, n_tokens=mask.n_queries)
+    return distribute(work, RANKS, BY_NAME[policy], n_tokens=mask.n_queries)
 
 
 def imbalances(length: int, seeds: int) -> dict[str, float]:

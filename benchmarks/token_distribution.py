@@ -32,7 +32,8 @@ from benchmarks._exact_distribution import exact_distribution
 from raymm.kernels.mask import patterns
 from raymm.kernels.mask.mask import AttentionMask
 from raymm.kernels.mask.patterns import Span
-from raymm.scheduler.context_parallel.distribution import TokenDistribution, distribute
+from raymm.scheduler.baselines.token_policies import POLICIES
+from raymm.scheduler.context_parallel.distribution import TokenDistribution, balanced, distribute
 from raymm.scheduler.context_parallel.workload import active_key_blocks
 
 TEXT, TOKENS = 1024, {1: 1196, 2: 3000}  # per sample: text; image (kind 1), audio (kind 2)
@@ -42,6 +43,7 @@ LENGTHS = {"1m": 1 << 20, "64k": 1 << 16}
 CASES = (("1m", 8), ("1m", 64), ("64k", 8), ("64k", 64))
 MULTIMODAL = ("ep", "ee", "mp")
 BASELINES = ("contiguous", "zigzag", "random", "paper_lpt", "lpt")
+ALL = {"balanced": balanced, **POLICIES}
 REPEATS = 51
 
 
@@ -152,7 +154,7 @@ def imbalances(seeds: int) -> dict[str, Any]:
             ]
             case = f"{size}_{ranks}_{name}"
             for policy in ("balanced", *BASELINES):
-                found = [distribute(work, ranks, policy) for work in works]
+                found = [distribute(work, ranks, ALL[policy]) for work in works]
                 prefix = "" if policy == "balanced" else f"{policy}_"
                 result[f"{prefix}imbalance_{case}"] = round(max(f.imbalance for f in found), 6)
                 result[f"{prefix}token_spread_{case}"] = max(spread(f) for f in found)
@@ -210,7 +212,7 @@ def draw(path: Path) -> None:
     ):
         work = count(PATTERNS[name](LENGTHS["64k"], np.random.default_rng(0)))
         for policy, (label, colour, width) in names.items():
-            found = distribute(work, 64, policy)
+            found = distribute(work, 64, ALL[policy])
             for axis, values in zip(axes[:, column], (found.work, found.tokens), strict=True):
                 relative = np.sort(values)[::-1] * found.ranks / sum(values)
                 axis.step(

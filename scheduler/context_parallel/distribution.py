@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -22,6 +21,11 @@ from raymm.scheduler.context_parallel.workload import DEFAULT_BLOCK
 TOLERANCE = 5e-5
 # and stops after this many comparisons, about a millisecond.
 BUDGET = 300_000
+
+
+Policy = Callable[[np.ndarray, int, int, int], tuple[np.ndarray, int]]
+"""From (work, ranks, pinned block, seed) to the rank of every block and a lower bound of the
+largest work."""
 
 
 class TokenDistributionError(InputError, ValueError):
@@ -85,10 +89,20 @@ class TokenDistribution:
         return tuple(result)
 
 
+def balanced(work: np.ndarray, ranks: int, pinned: int, seed: int) -> tuple[np.ndarray, int]:
+    """Equal counts and equal work: LPT of equal cardinality, then exchanges between ranks; the
+    same result everywhere for the same work, within milliseconds."""
+    order = descending(work)
+    members, counts, loads = token_swaps.lpt_equal_counts(work, order, ranks, pinned)
+    bound = _equal_counts_bound(work, order, ranks)
+    token_swaps.exchange(work, members, counts, loads, int(bound * (1 + TOLERANCE)), BUDGET)
+    return token_swaps.ranks_of(members, counts, len(work)), bound
+
+
 def distribute(
     work: np.ndarray,
     ranks: int,
-    policy: str = "balanced",
+    policy: Policy = balanced,
     *,
     n_tokens: int | None = None,
     block: int = DEFAULT_BLOCK,
@@ -96,28 +110,17 @@ def distribute(
 ) -> TokenDistribution:
     """Deal out blocks to ranks.
 
-    Policies; all but the two LPT ones give every rank equally many tokens to within one block:
-
-    - ``balanced``: equal work as well. LPT of equal cardinality, then exchanges between ranks;
-      the same result everywhere for the same work, within milliseconds.
-    - ``contiguous``: one range per rank (ring attention's).
-    - ``zigzag``: one range from the head and its mirror from the tail, which balances causal
-      masks (and no others).
-    - ``random``: seeded.
-    - ``lpt``: heaviest block first, to the least loaded rank, whatever the token counts
-      (Cornstarch v1 App. A; Graham 1969).
-    - ``paper_lpt``: the same in order of position, as Cornstarch v2's Algorithm 1 is printed.
-
     Args:
         work: (blocks,) integers, work per block in any unit.
         ranks: size of the context-parallel group.
-        policy: one of the above.
+        policy: who gets what; others than the default are in
+            :mod:`raymm.scheduler.baselines.token_policies`.
         n_tokens: tokens of the sequence. Default: every block is full.
         block: tokens per block.
-        seed: of ``random``.
+        seed: of policies that draw.
 
     Raises:
-        TokenDistributionError: an unknown policy; ranks or block below what is accepted;
+        TokenDistributionError: ranks or block below what is accepted;
             work that is negative, not integers, not one per block, or so large that sums
             overflow.
     """
@@ -126,8 +129,6 @@ def distribute(
         raise TokenDistributionError(f"ranks must be at least 1, got {ranks}")
     if block < 1:
         raise TokenDistributionError(f"block must be at least 1, got {block}")
-    if policy not in POLICIES:
-        raise TokenDistributionError(f"policy must be one of {sorted(POLICIES)}, got {policy!r}")
     n_tokens = len(work) * block if n_tokens is None else n_tokens
     if -(-n_tokens // block) != len(work) or n_tokens < 0:
         raise TokenDistributionError(
@@ -137,8 +138,8 @@ def distribute(
     last = len(work) - 1 if n_tokens % block else -1
     # A shorter last block may make up for a whole one only where that rank has one more.
     pinned = last if len(work) % ranks else -1
-    rank_of, bound = POLICIES[policy](work, ranks, pinned=pinned, seed=seed)
-    return _result(policy, work, ranks, n_tokens, block, rank_of, bound)
+    rank_of, bound = policy(work, ranks, pinned, seed)
+    return _result(policy.__name__, work, ranks, n_tokens, block, rank_of, bound)
 
 
 def _checked_work(work: np.ndarray) -> np.ndarray:
@@ -187,7 +188,7 @@ def _result(
     )
 
 
-def _descending(work: np.ndarray) -> np.ndarray:
+def descending(work: np.ndarray) -> np.ndarray:
     """Blocks by descending work, of equal work by position."""
     if not len(work):
         return np.zeros(0, dtype=np.int64)
@@ -206,75 +207,9 @@ def _equal_counts_bound(work: np.ndarray, order: np.ndarray, ranks: int) -> int:
     k = np.arange(len(heavy))
     lightest = len(work) - np.maximum(len(work) // ranks - 1 - k, 0)
     least = before[heavy + 1] - before[heavy - k] + before[-1] - before[lightest]
-    return max(_any_counts_bound(work, ranks), int(least.max(initial=0)))
+    return max(any_counts_bound(work, ranks), int(least.max(initial=0)))
 
 
-def _any_counts_bound(work: np.ndarray, ranks: int) -> int:
+def any_counts_bound(work: np.ndarray, ranks: int) -> int:
+    """A largest work that no distribution gets below."""
     return max(-(-int(work.sum()) // ranks), int(work.max())) if len(work) else 0
-
-
-def _counts(blocks: int, ranks: int, long_first: bool) -> np.ndarray:
-    """Blocks per rank, equal to within one."""
-    number = np.arange(ranks)
-    longer = number < blocks % ranks if long_first else number >= ranks - blocks % ranks
-    return blocks // ranks + longer
-
-
-def _balanced(work: np.ndarray, ranks: int, pinned: int, **_: Any) -> tuple[np.ndarray, int]:
-    order = _descending(work)
-    members, counts, loads = token_swaps.lpt_equal_counts(work, order, ranks, pinned)
-    bound = _equal_counts_bound(work, order, ranks)
-    token_swaps.exchange(work, members, counts, loads, int(bound * (1 + TOLERANCE)), BUDGET)
-    return token_swaps.ranks_of(members, counts, len(work)), bound
-
-
-def _contiguous(work: np.ndarray, ranks: int, **_: Any) -> tuple[np.ndarray, int]:
-    counts = _counts(len(work), ranks, long_first=False)
-    return np.repeat(np.arange(ranks), counts), _any_counts_bound(work, ranks)
-
-
-def _zigzag(work: np.ndarray, ranks: int, **_: Any) -> tuple[np.ndarray, int]:
-    # Rank r has chunks r and 2 * ranks - 1 - r; the first ranks have one block more.
-    each = len(work) // (2 * ranks)
-    head = np.full(ranks, each)
-    tail = _counts(len(work), ranks, long_first=True) - head
-    # Of two more per rank, one belongs to the head.
-    head += tail > each + 1
-    tail = _counts(len(work), ranks, long_first=True) - head
-    numbers = np.arange(ranks)
-    return (
-        np.repeat(np.concatenate([numbers, numbers[::-1]]), np.concatenate([head, tail[::-1]])),
-        _any_counts_bound(work, ranks),
-    )
-
-
-def _random(
-    work: np.ndarray, ranks: int, pinned: int, seed: int, **_: Any
-) -> tuple[np.ndarray, int]:
-    order = np.random.default_rng(seed).permutation(len(work))
-    if pinned >= 0:  # to the front, where ranks have one block more
-        at = int(np.flatnonzero(order == pinned)[0])
-        order[[0, at]] = order[[at, 0]]
-    rank_of = np.empty(len(work), dtype=np.int64)
-    rank_of[order] = np.arange(len(work)) % ranks
-    return rank_of, _any_counts_bound(work, ranks)
-
-
-def _lpt(work: np.ndarray, ranks: int, **_: Any) -> tuple[np.ndarray, int]:
-    return token_swaps.lpt(work, _descending(work), ranks), _any_counts_bound(work, ranks)
-
-
-def _paper_lpt(work: np.ndarray, ranks: int, **_: Any) -> tuple[np.ndarray, int]:
-    return token_swaps.lpt(work, np.arange(len(work)), ranks), _any_counts_bound(work, ranks)
-
-
-POLICIES: dict[str, Callable[..., tuple[np.ndarray, int]]] = {
-    "balanced": _balanced,
-    "contiguous": _contiguous,
-    "zigzag": _zigzag,
-    "random": _random,
-    "lpt": _lpt,
-    "paper_lpt": _paper_lpt,
-}
-"""Per name: from (work, ranks, pinned block, seed) to the rank of every block and
-a lower bound of the largest work."""

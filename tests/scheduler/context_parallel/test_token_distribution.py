@@ -11,15 +11,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from benchmarks._exact_distribution import exact_distribution
+from raymm.scheduler.baselines.baseline import solutions
+from raymm.scheduler.baselines.token_policies import POLICIES, TOKENS
 from raymm.scheduler.context_parallel import swaps as token_swaps
 from raymm.scheduler.context_parallel.distribution import (
-    POLICIES,
     TokenDistribution,
     TokenDistributionError,
+    balanced,
     distribute,
 )
 
-ALL = sorted(POLICIES)
+ALL = {"balanced": balanced, **POLICIES}
 EQUAL_COUNTS = ["balanced", "contiguous", "random", "zigzag"]
 WORK = st.lists(
     st.one_of(st.integers(0, 6), st.integers(0, 600), st.sampled_from([0, 117, 286, 10**6])),
@@ -47,7 +49,7 @@ def check(found: TokenDistribution, work: list[int], n_tokens: int) -> None:
 @pytest.mark.parametrize("policy", ALL)
 def test_every_block_once_and_token_counts(policy: str, work, ranks: int, block: int, data) -> None:
     n_tokens = len(work) * block - data.draw(st.integers(0, block - 1))
-    found = distribute(np.array(work), ranks, policy, n_tokens=n_tokens, block=block)
+    found = distribute(np.array(work), ranks, ALL[policy], n_tokens=n_tokens, block=block)
     assert found.ranks == ranks
     check(found, work, n_tokens)
     if policy in EQUAL_COUNTS:
@@ -140,7 +142,7 @@ def test_exact_says_when_time_is_over() -> None:
 
 @given(WORK, st.integers(1, 9), st.sampled_from(["lpt", "paper_lpt"]))
 def test_lpt_gives_to_the_least_loaded(work, ranks: int, policy: str) -> None:
-    found = distribute(np.array(work), ranks, policy)
+    found = distribute(np.array(work), ranks, ALL[policy])
     where = {b: g for g, blocks in enumerate(found.blocks) for b in blocks}
     by_work = np.argsort(-np.array(work), kind="stable").tolist()
     order = range(len(work)) if policy == "paper_lpt" else by_work
@@ -158,19 +160,19 @@ def test_lpt_gives_to_the_least_loaded(work, ranks: int, policy: str) -> None:
     ],
 )
 def test_plain_policies(policy: str, blocks) -> None:
-    assert distribute(np.ones(10, dtype=np.int64), 3, policy).blocks == blocks
+    assert distribute(np.ones(10, dtype=np.int64), 3, ALL[policy]).blocks == blocks
 
 
 def test_zigzag_balances_causal() -> None:
-    found = distribute(np.arange(1, 65), 8, "zigzag")
+    found = distribute(np.arange(1, 65), 8, ALL["zigzag"])
     assert found.imbalance == 1.0
     assert found.ranges(1) == ((4 * 128, 8 * 128), (56 * 128, 60 * 128))
 
 
 def test_random_is_seeded() -> None:
     work = np.arange(100)
-    assert distribute(work, 7, "random", seed=3) == distribute(work, 7, "random", seed=3)
-    assert distribute(work, 7, "random", seed=3) != distribute(work, 7, "random", seed=4)
+    assert distribute(work, 7, ALL["random"], seed=3) == distribute(work, 7, ALL["random"], seed=3)
+    assert distribute(work, 7, ALL["random"], seed=3) != distribute(work, 7, ALL["random"], seed=4)
 
 
 def multimodal_work(generator: np.random.Generator, blocks: int) -> np.ndarray:
@@ -191,18 +193,18 @@ def test_balanced_reaches_what_it_is_for(seed: int, blocks: int, ranks: int, mos
     assert len(set(found.tokens)) == 1
     assert found.imbalance <= most
     for policy in ("contiguous", "zigzag", "random"):
-        assert found.imbalance < distribute(work, ranks, policy).imbalance
+        assert found.imbalance < distribute(work, ranks, ALL[policy]).imbalance
 
 
 def test_lpt_as_printed_is_worse_than_sorted() -> None:
     work = multimodal_work(np.random.default_rng(0), 512)
-    printed, sorted_first = (distribute(work, 64, p) for p in ("paper_lpt", "lpt"))
+    printed, sorted_first = (distribute(work, 64, ALL[p]) for p in ("paper_lpt", "lpt"))
     assert printed.imbalance > 1.05 > sorted_first.imbalance
 
 
 def test_lpt_leaves_tokens_uneven() -> None:
     """A few heavy blocks: their ranks get no others."""
-    found = distribute(np.array([100, 100] + [1] * 98), 4, "lpt")
+    found = distribute(np.array([100, 100] + [1] * 98), 4, ALL["lpt"])
     assert found.token_imbalance > 1.9
     assert distribute(np.array([100, 100] + [1] * 98), 4).token_imbalance == 1.0
 
@@ -277,7 +279,7 @@ def test_plain_data() -> None:
 
 def test_nothing_to_distribute() -> None:
     for policy in ALL:
-        found = distribute(np.zeros(0, dtype=np.int64), 3, policy)
+        found = distribute(np.zeros(0, dtype=np.int64), 3, ALL[policy])
         assert found.blocks == ((), (), ()) and found.imbalance == 1.0 and found.gap == 0.0
 
 
@@ -286,7 +288,6 @@ def test_nothing_to_distribute() -> None:
     [
         ({"ranks": 0}, "ranks must be at least 1, got 0"),
         ({"block": 0}, "block must be at least 1, got 0"),
-        ({"policy": "best"}, "policy must be one of .*balanced.*, got 'best'"),
         ({"n_tokens": 1000}, "n_tokens = 1000 makes 8 blocks of 128 tokens, work has 3"),
         ({"work": np.array([1, -2, 3])}, "work must not be negative, got -2 for block 1"),
         ({"work": np.array([1.5, 2, 3])}, "work must be integers, one per block, got float64"),
@@ -297,3 +298,11 @@ def test_nothing_to_distribute() -> None:
 def test_what_is_refused(changes: dict, message: str) -> None:
     with pytest.raises(TokenDistributionError, match=message):
         distribute(**({"work": np.array([1, 2, 3]), "ranks": 2} | changes))
+
+
+def test_baselines_are_solved_from_the_same_problem() -> None:
+    work = np.arange(1, 65)
+    solved = solutions(TOKENS, (work, 4))
+    assert {name: found.policy for name, found in solved.items()} == {n: n for n in POLICIES}
+    (reason,) = set(solutions(TOKENS, (work, 0)).values())
+    assert reason == "ranks must be at least 1, got 0"

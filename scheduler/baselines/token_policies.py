@@ -1,0 +1,100 @@
+"""Distributions of tokens over context-parallel ranks that ``balanced`` is compared with. All but
+the two LPT ones give every rank equally many tokens to within one block."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from raymm.scheduler.baselines.baseline import Baseline
+from raymm.scheduler.context_parallel import swaps as token_swaps
+from raymm.scheduler.context_parallel.distribution import (
+    Policy,
+    TokenDistribution,
+    any_counts_bound,
+    descending,
+    distribute,
+)
+
+
+def contiguous(
+    work: np.ndarray, ranks: int, pinned: int = -1, seed: int = 0
+) -> tuple[np.ndarray, int]:
+    """One range per rank (ring attention's)."""
+    counts = _counts(len(work), ranks, long_first=False)
+    return np.repeat(np.arange(ranks), counts), any_counts_bound(work, ranks)
+
+
+def zigzag(
+    work: np.ndarray, ranks: int, pinned: int = -1, seed: int = 0
+) -> tuple[np.ndarray, int]:
+    """One range from the head and its mirror from the tail, which balances causal masks (and no
+    others)."""
+    # Rank r has chunks r and 2 * ranks - 1 - r; the first ranks have one block more.
+    each = len(work) // (2 * ranks)
+    head = np.full(ranks, each)
+    tail = _counts(len(work), ranks, long_first=True) - head
+    # Of two more per rank, one belongs to the head.
+    head += tail > each + 1
+    tail = _counts(len(work), ranks, long_first=True) - head
+    numbers = np.arange(ranks)
+    return (
+        np.repeat(np.concatenate([numbers, numbers[::-1]]), np.concatenate([head, tail[::-1]])),
+        any_counts_bound(work, ranks),
+    )
+
+
+def random(
+    work: np.ndarray, ranks: int, pinned: int = -1, seed: int = 0
+) -> tuple[np.ndarray, int]:
+    """Drawn; equal counts."""
+    order = np.random.default_rng(seed).permutation(len(work))
+    if pinned >= 0:  # to the front, where ranks have one block more
+        at = int(np.flatnonzero(order == pinned)[0])
+        order[[0, at]] = order[[at, 0]]
+    rank_of = np.empty(len(work), dtype=np.int64)
+    rank_of[order] = np.arange(len(work)) % ranks
+    return rank_of, any_counts_bound(work, ranks)
+
+
+def lpt(
+    work: np.ndarray, ranks: int, pinned: int = -1, seed: int = 0
+) -> tuple[np.ndarray, int]:
+    """Heaviest block first, to the least loaded rank, whatever the token counts (Cornstarch v1
+    App. A; Graham 1969)."""
+    return token_swaps.lpt(work, descending(work), ranks), any_counts_bound(work, ranks)
+
+
+def paper_lpt(
+    work: np.ndarray, ranks: int, pinned: int = -1, seed: int = 0
+) -> tuple[np.ndarray, int]:
+    """:func:`lpt` in order of position, as Cornstarch v2's Algorithm 1 is printed."""
+    return token_swaps.lpt(work, np.arange(len(work)), ranks), any_counts_bound(work, ranks)
+
+
+def _counts(blocks: int, ranks: int, long_first: bool) -> np.ndarray:
+    """Blocks per rank, equal to within one."""
+    number = np.arange(ranks)
+    longer = number < blocks % ranks if long_first else number >= ranks - blocks % ranks
+    return blocks // ranks + longer
+
+
+POLICIES: dict[str, Policy] = {
+    "contiguous": contiguous, "zigzag": zigzag, "random": random, "lpt": lpt,
+    "paper_lpt": paper_lpt,
+}
+
+
+def _baseline(
+    name: str, source: str
+) -> Baseline[tuple[np.ndarray, int], TokenDistribution]:
+    return Baseline(name, source, lambda problem: distribute(*problem, POLICIES[name]))
+
+
+TOKENS = (
+    _baseline("contiguous", "ring attention"),
+    _baseline("zigzag", "head and mirrored tail, for causal masks"),
+    _baseline("random", "drawn"),
+    _baseline("lpt", "Graham 1969, Cornstarch v1 App. A"),
+    _baseline("paper_lpt", "Cornstarch v2, Algorithm 1 as printed"),
+)
+"""From work per block and a number of ranks to a distribution."""
