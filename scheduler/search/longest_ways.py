@@ -1,0 +1,47 @@
+"""How long a microbatch and its gradient are on the way through a graph of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from raymm.scheduler.graph.module_graph import ModuleGraph
+
+
+class LongestWays:
+    """Seconds of the longest way of one microbatch, to or from each cut of a module (n + 1
+    of them), from forward and gradient seconds per module and layer."""
+
+    def __init__(
+        self,
+        graph: ModuleGraph,
+        forward: Mapping[str, np.ndarray],
+        gradient: Mapping[str, np.ndarray],
+    ) -> None:
+        self.forward = {m: np.array([0.0, *np.cumsum(f)]) for m, f in forward.items()}
+        self.gradient = {m: np.array([0.0, *np.cumsum(g)]) for m, g in gradient.items()}
+        self.before: dict[str, float] = {}  # from the data to the module's input
+        self.back: dict[str, float] = {}  # a gradient from there to the first layers
+        self.beyond: dict[str, float] = {}  # from the module's output to the loss
+        for m in graph.topological:
+            feeding = graph.producers(m)
+            self.before[m] = max((self.before[p] + self.forward[p][-1] for p in feeding), default=0)
+            self.back[m] = max((self.back[p] + self.gradient[p][-1] for p in feeding), default=0)
+        for m in reversed(graph.topological):
+            fed = graph.consumers(m)
+            self.beyond[m] = max((self.beyond[c] + self.forward[c][-1] for c in fed), default=0)
+        self.from_loss = self.gradient[graph.sink][-1] + self.back[graph.sink]
+
+    def from_data(self, module: str) -> np.ndarray:
+        """From the data to each cut, forward."""
+        return self.before[module] + self.forward[module]
+
+    def to_first(self, module: str) -> np.ndarray:
+        """A gradient from each cut to the first layers."""
+        return self.back[module] + self.gradient[module]
+
+    def to_loss_and_back(self, module: str) -> np.ndarray:
+        """From each cut to the loss, and its gradient to the first layers."""
+        forward = self.forward[module]
+        return forward[-1] - forward + self.beyond[module] + self.from_loss
