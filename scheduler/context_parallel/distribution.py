@@ -91,7 +91,14 @@ class TokenDistribution:
 
 def balanced(work: np.ndarray, ranks: int, pinned: int, seed: int) -> tuple[np.ndarray, int]:
     """Equal counts and equal work: LPT of equal cardinality, then exchanges between ranks; the
-    same result everywhere for the same work, within milliseconds."""
+    same result everywhere for the same work, within milliseconds.
+
+    Args:
+        work: (blocks,) int64, work per block.
+        ranks: how many share it.
+        pinned: a block that must lie where there is one block more, or -1.
+        seed: not used; of policies that draw.
+    """
     order = descending(work)
     members, counts, loads = token_swaps.lpt_equal_counts(work, order, ranks, pinned)
     bound = _equal_counts_bound(work, order, ranks)
