@@ -11,7 +11,7 @@ from raymm.actors.placement import node_types
 from raymm.actors.placement.node_types import NodeType, spell, types_of, without_room
 from raymm.actors.placement.placement import ClusterError, PlacementOptions
 from raymm.actors.rank.rank_group import RankResources, check_capacity
-from raymm.planning.request import cluster_ranks
+from raymm.planning.planned_run import cluster_ranks
 from raymm.runtime.cluster import pick_device
 
 GPU = NodeType("gpu", {"CPU": 7.0, "GPU": 1.0, "memory": 2**35}, 4)
