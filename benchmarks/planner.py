@@ -28,7 +28,12 @@ from raymm.scheduler.schedule.bounds import lower_bound
 from raymm.scheduler.schedule.lower import iteration_time, lower, settle
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import op_seconds
-from raymm.scheduler.search.partition import even_layers, partition_layers, partition_with_cuts
+from raymm.scheduler.search.partition import (
+    cost_matrix,
+    even_layers,
+    partition_layers,
+    partition_matrix,
+)
 from raymm.scheduler.search.stage_search import joint_search, loosely_coupled
 from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
 
@@ -121,7 +126,9 @@ def speeds() -> dict[str, float]:
     program = lower(plan, present)
     return {
         "partition_300_24_ms": _median_ms(lambda: partition_layers(costs, 24)),
-        "partition_300_24_with_cuts_ms": _median_ms(lambda: partition_with_cuts(costs, 24)),
+        "partition_300_24_with_cuts_ms": _median_ms(
+            lambda: partition_matrix(cost_matrix(costs), 24)
+        ),
         "simulate_24x24_ms": _median_ms(lambda: simulate(program, seconds)),
         "lower_1f1b_24x24_ms": _median_ms(lambda: lower(plan, present)),
         "lower_zero_bubble_24x24_ms": _median_ms(lambda: lower(better, present)),
