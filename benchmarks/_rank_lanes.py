@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from raymm.scheduler.plan.process_grid import Edge, Lane
+from raymm.scheduler.plan.process_grid import Lane
+from raymm.scheduler.plan.stage import Edge, StageId
 
 
 def lanes_between_ranks(
-    edges: Sequence[Edge], ranks: Mapping[str, int]
+    edges: Sequence[Edge], ranks: Mapping[StageId, int]
 ) -> tuple[tuple[Edge, tuple[Lane, ...]], ...]:
     """The lanes of messages along data edges and back, where every rank is one process.
 

@@ -136,7 +136,7 @@ def _same_cuts(free: Plan, profile: CostProfile, limit: int) -> float | None:
     for node in free.graph.nodes:
         own = free.module_stages(node.name)
         ranges = tuple(stage.layers for stage in own)
-        beyond = free.depth[own[-1].name] - 1
+        beyond = free.depth[own[-1].id] - 1
         added = space.memory.added(node.name, len(own), beyond)
         space.memory.settle(node.name, ranges, beyond)
         added = space.memory.added(node.name, len(own), beyond)
@@ -234,7 +234,7 @@ def _report(
         )
     console.print(table)
     for stage in found["chosen"].stages:
-        console.print(stage.name, stage.layers, " ".join(stage.layer_options), highlight=False)
+        console.print(stage.id, stage.layers, " ".join(stage.layer_options), highlight=False)
     return {
         "measured_seconds": {name: round(value, 4) for name, value in median.items()},
         "measured_over_keep": round(median["chosen"] / median["keep"], 4),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from raymm.scheduler.plan.stage import stage_module
+from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.program.program import BACKWARDS, COMPUTE, FORWARDS, Instruction, Op, turn_end
 
 _SENDS_GRADIENTS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT})
@@ -15,20 +15,20 @@ class Task(NamedTuple):
     """An instruction, and whom it has to do with."""
 
     op: Op
-    stage: str
+    stage: StageId
     microbatch: int
-    peer: str
-    producers: tuple[tuple[str, str, bool], ...] = ()  # (stage, name in received, needs grad)
-    consumers: tuple[str, ...] = ()  # who gets what this produces
+    peer: StageId
+    producers: tuple[tuple[StageId, str, bool], ...] = ()  # (stage, name in received, needs grad)
+    consumers: tuple[StageId, ...] = ()  # who gets what this produces
     last: bool = False  # the stage's parameters get no more gradients in this step
     turn: int = -1
     quota: float = 1.0
 
     def __str__(self) -> str:
-        words = [self.op.value, self.stage]
+        words = [self.op.value, str(self.stage)]
         if self.microbatch >= 0:
             words.append(f"of microbatch {self.microbatch}")
-        if self.peer:
+        if self.peer.module:
             words.append(f"{'to' if self.op is Op.SEND else 'from'} {self.peer}")
         return " ".join(word for word in words if word)
 
@@ -39,12 +39,12 @@ class CompiledProgram(NamedTuple):
     end, the stages that have any."""
 
     turns: tuple[tuple[Task, ...], ...]
-    incoming: dict[tuple[str, str], tuple[int, ...]]
-    reduced: frozenset[str] | None
+    incoming: dict[Edge, tuple[int, ...]]
+    reduced: frozenset[StageId] | None
 
 
 def compile_program(
-    instructions: Sequence[Instruction], edges: Sequence[tuple[str, str]]
+    instructions: Sequence[Instruction], edges: Sequence[Edge]
 ) -> CompiledProgram:
     """Resolve a rank's program.
 
@@ -60,10 +60,10 @@ def compile_program(
     reduces = any(i.op is Op.REDUCE_TIED for i in instructions)
     last = {i.stage: n for n, i in enumerate(instructions) if reduces and i.op in BACKWARDS}
     tasks = []
-    incoming: dict[tuple[str, str], tuple[int, ...]] = {}
+    incoming: dict[Edge, tuple[int, ...]] = {}
     for number, i in enumerate(instructions):
-        producers: tuple[tuple[str, str, bool], ...] = ()
-        consumers: tuple[str, ...] = ()
+        producers: tuple[tuple[StageId, str, bool], ...] = ()
+        consumers: tuple[StageId, ...] = ()
         if i.op is Op.RECV:
             incoming[i.edge] = incoming.get(i.edge, ()) + (i.microbatch,)
         elif i.op in COMPUTE:
@@ -99,11 +99,11 @@ def compile_program(
     return CompiledProgram(tuple(turns), incoming, frozenset(last) if reduces else None)
 
 
-def between_modules(producer: str, consumer: str) -> bool:
+def between_modules(producer: StageId, consumer: StageId) -> bool:
     """Whether two stages are of different modules."""
-    return stage_module(producer) != stage_module(consumer)
+    return producer.module != consumer.module
 
 
-def _received_name(producer: str, consumer: str) -> str:
+def _received_name(producer: StageId, consumer: StageId) -> str:
     """Messages from another module are known by the module's name."""
-    return stage_module(producer) if between_modules(producer, consumer) else producer
+    return producer.module if between_modules(producer, consumer) else str(producer)

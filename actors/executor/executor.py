@@ -27,8 +27,11 @@ from raymm.actors.modules.module_state import evaluating, inputs_unchanged, stat
 from raymm.actors.optimizer.finite import FiniteWatch, Place
 from raymm.actors.optimizer.gradient_reduction import GradientReduction
 from raymm.actors.quota import Work
-from raymm.scheduler.plan.stage import stage_module
+from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.program.program import COMPUTE, FORWARDS, Instruction, Op
+
+# Tensors that a stage received and computes gradients of, by producer.
+Leaves = dict[StageId, tuple[torch.Tensor, ...]]
 
 
 class StepMeta(NamedTuple):
@@ -68,7 +71,9 @@ class StepResult:
     """
 
     losses: dict[int, float] = field(default_factory=dict)
-    spans: list[tuple[str, str, int, float, float, str, float]] = field(default_factory=list)
+    spans: list[tuple[str, StageId, int, float, float, StageId, float]] = field(
+        default_factory=list
+    )
     grad_norm: float | None = None
     learning_rate: float | None = None
     peak_bytes: int = 0
@@ -97,14 +102,12 @@ class _Step:
         losses: by microbatch.
     """
 
-    inputs: Mapping[str, Sequence[dict[str, Any] | None]]
+    inputs: Mapping[StageId, Sequence[dict[str, Any] | None]]
     meta: StepMeta
-    mailbox: dict[tuple[str, str, int], Message] = field(default_factory=dict)
-    saved: dict[tuple[str, int], tuple[dict[str, tuple[torch.Tensor, ...]], Message]] = field(
-        default_factory=dict
-    )
-    checkpoints: dict[tuple[str, int], dict[str, Message]] = field(default_factory=dict)
-    deferred: dict[tuple[str, int], DeferredWeights] = field(default_factory=dict)
+    mailbox: dict[tuple[StageId, StageId, int], Message] = field(default_factory=dict)
+    saved: dict[tuple[StageId, int], tuple[Leaves, Message]] = field(default_factory=dict)
+    checkpoints: dict[tuple[StageId, int], dict[StageId, Message]] = field(default_factory=dict)
+    deferred: dict[tuple[StageId, int], DeferredWeights] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def stage_inputs(self, task: Task) -> dict[str, Any] | None:
@@ -142,15 +145,15 @@ class Executor:
 
     def __init__(
         self,
-        stages: Mapping[str, StageModule],
-        edges: Sequence[tuple[str, str]],
-        senders: dict[tuple[str, str], SendChannel],
-        receivers: dict[tuple[str, str], RecvChannel],
+        stages: Mapping[StageId, StageModule],
+        edges: Sequence[Edge],
+        senders: dict[Edge, SendChannel],
+        receivers: dict[Edge, RecvChannel],
         collectives: dict[Op, Callable[[StepResult], None]],
         autocast: torch.dtype | None = None,
         device: torch.device | None = None,
         timeout: timedelta = timedelta(minutes=5),
-        random_shares: Mapping[str, int] | None = None,
+        random_shares: Mapping[StageId, int] | None = None,
         sum_gradient: Callable[[torch.Tensor], torch.Tensor] | None = None,
         reduction: GradientReduction | None = None,
         colocation: Colocation | None = None,
@@ -172,7 +175,7 @@ class Executor:
         self._whereabouts = whereabouts or Whereabouts()
         self._watch = watch or FiniteWatch(self._device)
         # Whether a stage draws random numbers; None: its first forward will tell.
-        self._draws: dict[str, bool | None] = {
+        self._draws: dict[StageId, bool | None] = {
             name: stage.training and (getattr(stage, "may_draw", True) or None)
             for name, stage in stages.items()
         }
@@ -184,7 +187,7 @@ class Executor:
     def run(
         self,
         program: CompiledProgram,
-        inputs: Mapping[str, Sequence[dict[str, Any] | None]],
+        inputs: Mapping[StageId, Sequence[dict[str, Any] | None]],
         meta: StepMeta,
     ) -> StepResult:
         """Run one step.
@@ -200,7 +203,7 @@ class Executor:
     def _run(
         self,
         program: CompiledProgram,
-        inputs: Mapping[str, Sequence[dict[str, Any] | None]],
+        inputs: Mapping[StageId, Sequence[dict[str, Any] | None]],
         meta: StepMeta,
     ) -> StepResult:
         result = StepResult()
@@ -253,7 +256,7 @@ class Executor:
         """
         of_module: dict[str, list[Task]] = {}
         for task in turn:
-            of_module.setdefault(stage_module(task.stage), []).append(task)
+            of_module.setdefault(task.stage.module, []).append(task)
         works = {module: self._work(tasks, step, clock) for module, tasks in of_module.items()}
         assert self._colocation is not None  # which makes turns
         outputs = self._colocation.run(works)
@@ -326,13 +329,13 @@ class Executor:
             step.mailbox[task.stage, dst, m] = handed
 
     def _run_stage(
-        self, task: Task, step: _Step, received: dict[str, Message], with_grad: bool
-    ) -> tuple[dict[str, tuple[torch.Tensor, ...]], Message]:
+        self, task: Task, step: _Step, received: dict[StageId, Message], with_grad: bool
+    ) -> tuple[Leaves, Message]:
         """A stage's forward. Returns the leaves that its backward computes gradients of, by
         producer, and the stage's output."""
         m, meta = task.microbatch, step.meta
         stage = self._stages[task.stage]
-        leaves: dict[str, tuple[torch.Tensor, ...]] = {}
+        leaves: Leaves = {}
         named: dict[str, Message] = {}
         for src, name, needs_grad in task.producers:
             message = received[src]
@@ -360,7 +363,7 @@ class Executor:
             yield None
             return
         draws = module_draws(
-            meta.seed, meta.step, stage_module(task.stage), task.microbatch,
+            meta.seed, meta.step, task.stage.module, task.microbatch,
             self._random_shares.get(task.stage, 0), watched=drawn is None, batch=meta.batch,
         )  # fmt: skip
         draws.enter("stage")
@@ -402,7 +405,7 @@ class Executor:
             self._watch.saw("gradient", task.stage, m, handed, of=src)
             step.mailbox[task.stage, src, m] = Message(handed, {})
 
-    def _has_consumer(self, stage: str) -> bool:
+    def _has_consumer(self, stage: StageId) -> bool:
         return any(src == stage for src, _ in self._edges)
 
     def _precision(self) -> contextlib.AbstractContextManager:

@@ -19,6 +19,7 @@ from raymm.actors.optimizer.checkpoint_shards import (
     copy_tensors,
     write_shard,
 )
+from raymm.scheduler.plan.stage import StageId
 
 
 def save_shards(
@@ -85,16 +86,16 @@ def load_shards(
     copy_tensors(read, own)
     taken = list(read)
     keys = stored.optimizer_keys()
-    state: dict[tuple[str, str, str], torch.Tensor] = {}
-    for node, name in here.optimizer.updated:
-        base = f"optimizer/{node}/{name}"
+    state: dict[tuple[StageId, str, str], torch.Tensor] = {}
+    for stage, name in here.optimizer.updated:
+        base = f"optimizer/{stage.module}/{name}"
         wanted = dict.fromkeys(f"{base}/{key}" for key in keys.get(base, ()))
         for full, value in stored.read(wanted).items():
-            state[node, name, full.rpartition("/")[2]] = value
+            state[stage, name, full.rpartition("/")[2]] = value
             taken.append(full)
     here.optimizer.load_state_tensors(state, step)
     lacking = [
-        f"{node}/{name}" for node, name in here.optimizer.parameters
-        if f"{node}/{name}" not in read
+        f"{stage.module}/{name}" for stage, name in here.optimizer.parameters
+        if f"{stage.module}/{name}" not in read
     ]
     return Loaded(lacking, taken)

@@ -48,6 +48,7 @@ from raymm.actors.rank.meeting import TCPStore, new_group, open_store, stay_on
 from raymm.actors.rank.rank_actor import remember
 from raymm.scheduler.graph.node_graph import NodeGraph
 from raymm.scheduler.multiplex.instructions import Part, Turn, said
+from raymm.scheduler.plan.stage import StageId
 
 
 @dataclass(frozen=True)
@@ -202,17 +203,19 @@ class GpuActor(WatchedActor):
             modules[node.name] = module.to(self._device)
         check_no_shared_parameters(modules)
         parameters = {
-            (node, name): parameter
+            (StageId(node), name): parameter
             for node, module in modules.items()
             for name, parameter in module.named_parameters()
             if parameter.requires_grad
         }
         shared = tuple(
-            SharedParameter(tuple(Holder(gpu, *key) for gpu in spec.copies[key[0]]))
+            SharedParameter(tuple(Holder(gpu, *key) for gpu in spec.copies[key[0].module]))
             for key in parameters
-            if len(spec.copies[key[0]]) > 1
+            if len(spec.copies[key[0].module]) > 1
         )
-        counted = frozenset(key for key in parameters if spec.copies[key[0]][0] == spec.gpu)
+        counted = frozenset(
+            key for key in parameters if spec.copies[key[0].module][0] == spec.gpu
+        )
         families = {one.family for one in shared}
         self._built = Device(
             self._device, spec.graph, {node.name: node for node in spec.nodes}, modules,
@@ -221,8 +224,8 @@ class GpuActor(WatchedActor):
             self._messages,
             RankOptimizer(
                 spec.gpu, parameters, spec.optimizer, Holdings(shared, counted),
-                {family: self._copies[family.stages[0]] for family in families}, self._device,
-                modules.values(),
+                {family: self._copies[family.stages[0].module] for family in families},
+                self._device, modules.values(),
             ),
             autocast,
         )
@@ -324,8 +327,8 @@ class GpuActor(WatchedActor):
     def gradients(self) -> dict[tuple[str, str], torch.Tensor | None]:
         """Gradients by (node, name); None where a trainable parameter has none."""
         return {
-            key: None if p.grad is None else p.grad.cpu()
-            for key, p in self._here.optimizer.parameters.items()
+            (stage.module, name): None if p.grad is None else p.grad.cpu()
+            for (stage, name), p in self._here.optimizer.parameters.items()
         }
 
     @task("reading parameters")
@@ -340,7 +343,9 @@ class GpuActor(WatchedActor):
 
     def not_finite_tensors(self) -> list[str]:
         """As :meth:`raymm.actors.rank.rank_actor.RankActor.not_finite_tensors`."""
-        return self._here.optimizer.not_finite_tensors(self._here.modules)
+        return self._here.optimizer.not_finite_tensors(
+            {StageId(node): module for node, module in self._here.modules.items()}
+        )
 
     def quotas(self) -> str:
         """What was asked and granted, a line per module of every turn."""

@@ -42,6 +42,7 @@ from raymm.scheduler.multiplex.instructions import (
     Run,
     Update,
 )
+from raymm.scheduler.plan.stage import StageId
 
 
 class _Made(NamedTuple):
@@ -96,7 +97,7 @@ class Iteration:
         if meta.training and meta.microbatch == 0:
             here.optimizer.watch.begin()
         if any(isinstance(one, Finish) for one in self._program.instructions):
-            here.optimizer.reduction.expect(here.modules)
+            here.optimizer.reduction.expect(map(StageId, here.modules))
         actions = {
             Run: self._run, Route: self._route, Barrier: self._barrier, Reduce: self._reduce,
             Finish: self._finish, Update: self._update,
@@ -154,7 +155,8 @@ class Iteration:
         if self._meta.training:
             count = self._meta.rows(of, Range(0, self._program.batch)).size
             self._here.optimizer.watch.saw(
-                kind, part.node, self._meta.microbatch, tensors.values(), of, rows, count
+                kind, StageId(part.node), self._meta.microbatch, tensors.values(), StageId(of),
+                rows, count,
             )
 
     def _read_rows(self, part: Part, producer: str, every: bool) -> Range:
@@ -404,7 +406,7 @@ class Iteration:
 
     def _reduce(self, one: Reduce) -> None:
         for node in one.nodes:
-            self._here.optimizer.reduction.finished(node)
+            self._here.optimizer.reduction.finished(StageId(node))
 
     def _finish(self, _: Finish) -> None:
         self._here.optimizer.reduction.wait()

@@ -10,7 +10,6 @@ are views of it afterwards.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from raymm.kernels.collectives.waiting import wait
+from raymm.scheduler.plan.stage import StageId
 
 # Gradients are summed, and updated parameters sent, this many bytes at a time.
 BUCKET_BYTES = 64 * 2**20
@@ -29,7 +29,7 @@ class Holder(NamedTuple):
     """Where a parameter lives: number of the process, stage, name in the stage."""
 
     process: int
-    stage: str
+    stage: StageId
     name: str
 
 
@@ -38,7 +38,7 @@ class Family(NamedTuple):
     have them there."""
 
     processes: tuple[int, ...]
-    stages: tuple[str, ...]
+    stages: tuple[StageId, ...]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class SharedParameter:
     def family(self) -> Family:
         return Family(
             tuple(sorted({holder.process for holder in self.holders})),
-            tuple(sorted({re.sub(r"@\d+", "", holder.stage) for holder in self.holders})),
+            tuple(sorted({holder.stage.first_replica for holder in self.holders})),
         )
 
 
@@ -66,7 +66,7 @@ class _Member(NamedTuple):
     """A shared parameter and this process's holders of it, the first of which acts for all."""
 
     shared: SharedParameter
-    stages: tuple[str, ...]
+    stages: tuple[StageId, ...]
     parameters: tuple[nn.Parameter, ...]
 
 
@@ -141,9 +141,9 @@ class _FamilyState:
 
     group: dist.ProcessGroup | None
     buckets: list[_Bucket]
-    stages: frozenset[str]
+    stages: frozenset[StageId]
     started: int = 0
-    unfinished: set[str] = field(default_factory=set)
+    unfinished: set[StageId] = field(default_factory=set)
 
     def start_ready(self, every: bool = False) -> None:
         while self.started < len(self.buckets):
@@ -168,7 +168,7 @@ class GradientReduction:
     def __init__(
         self,
         process: int,
-        parameters: Mapping[tuple[str, str], nn.Parameter],
+        parameters: Mapping[tuple[StageId, str], nn.Parameter],
         shared: Sequence[SharedParameter],
         groups: Mapping[Family, dist.ProcessGroup],
         limit: int = BUCKET_BYTES,
@@ -193,7 +193,7 @@ class GradientReduction:
             )
             for family, found in members.items()
         ]
-        self._armed: str | None = None
+        self._armed: StageId | None = None
         for family in self._families:
             for bucket in family.buckets:
                 for member in bucket.members:
@@ -202,7 +202,7 @@ class GradientReduction:
                             self._hook(family, bucket, member.stages[0])
                         )
 
-    def _hook(self, family: _FamilyState, bucket: _Bucket, stage: str):
+    def _hook(self, family: _FamilyState, bucket: _Bucket, stage: StageId):
         def accumulated(parameter: nn.Parameter) -> None:
             if self._armed == stage and family.unfinished == {stage}:
                 bucket.ready.add(id(parameter))
@@ -210,17 +210,17 @@ class GradientReduction:
 
         return accumulated
 
-    def expect(self, stages: Iterable[str]) -> None:
+    def expect(self, stages: Iterable[StageId]) -> None:
         """A step begins that ends in :meth:`wait`; ``stages`` have a backward in it."""
         due = frozenset(stages)
         for family in self._families:
             family.unfinished = set(family.stages & due)
 
-    def last_backward(self, stage: str) -> None:
+    def last_backward(self, stage: StageId) -> None:
         """The stage's last backward of the step begins, and goes once over every parameter."""
         self._armed = stage
 
-    def finished(self, stage: str) -> None:
+    def finished(self, stage: StageId) -> None:
         """The stage's gradients are final; what can be reduced is."""
         self._armed = None
         for family in self._families:

@@ -15,6 +15,7 @@ from torch import nn
 from raymm.actors.optimizer.finite import FiniteWatch, Place, not_finite, parameter_places
 from raymm.actors.optimizer.gradient_reduction import Family, GradientReduction, SharedParameter
 from raymm.actors.sharding.fully_sharded import local_part
+from raymm.scheduler.plan.stage import StageId
 
 # Hyperparameters above have overflowed before the first step is over.
 _MOST = 1e30
@@ -132,8 +133,8 @@ class Holdings:
     """
 
     shared: tuple[SharedParameter, ...] = ()
-    counted: frozenset[tuple[str, str]] = frozenset()
-    written: frozenset[tuple[str, str]] = frozenset()
+    counted: frozenset[tuple[StageId, str]] = frozenset()
+    written: frozenset[tuple[StageId, str]] = frozenset()
 
 
 class RankOptimizer:
@@ -166,7 +167,7 @@ class RankOptimizer:
     def __init__(
         self,
         process: int,
-        parameters: dict[tuple[str, str], nn.Parameter],
+        parameters: dict[tuple[StageId, str], nn.Parameter],
         config: OptimizerConfig,
         holdings: Holdings,
         groups: Mapping[Family, dist.ProcessGroup],
@@ -267,27 +268,24 @@ class RankOptimizer:
         for parameter in (*self.parameters.values(), *self.updated.values()):
             parameter.grad = None
 
-    def not_finite_tensors(
-        self, modules: Mapping[str, nn.Module], module_of: Callable[[str], str] = str
-    ) -> list[str]:
+    def not_finite_tensors(self, modules: Mapping[StageId, nn.Module]) -> list[str]:
         """Names, as in checkpoints, of parameters and optimizer state with values that are not
         finite, and how many.
 
         Args:
             modules: by stage, with frozen parameters, too.
-            module_of: a stage's module.
         """
         parameters = (
-            (f"{module_of(stage)}/{name}", local_part(parameter.detach()))
+            (f"{stage.module}/{name}", local_part(parameter.detach()))
             for stage, module in modules.items() for name, parameter in module.named_parameters()
         )
         state = (
-            (f"optimizer/{module_of(stage)}/{name}/{key}", value)
+            (f"optimizer/{stage.module}/{name}/{key}", value)
             for (stage, name, key), value in self.state_tensors().items()
         )
         return not_finite(chain(parameters, state))
 
-    def state_tensors(self) -> dict[tuple[str, str, str], torch.Tensor]:
+    def state_tensors(self) -> dict[tuple[StageId, str, str], torch.Tensor]:
         """Optimizer state by (stage, name, key)."""
         if self.optimizer is None:
             return {}
@@ -298,13 +296,13 @@ class RankOptimizer:
         }
 
     def load_state_tensors(
-        self, tensors: Mapping[tuple[str, str, str], torch.Tensor], step: int
+        self, tensors: Mapping[tuple[StageId, str, str], torch.Tensor], step: int
     ) -> None:
         """Inverse of :meth:`state_tensors`; ``step`` is the number of steps taken."""
         self._steps = step
         if self.optimizer is None:
             return
-        states: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
+        states: dict[tuple[StageId, str], dict[str, torch.Tensor]] = {}
         for (stage, name, key), value in tensors.items():
             # Moments live with their parameter; AdamW's count of steps stays on the CPU.
             held = value.to(self.updated[stage, name].device) if value.dim() else value

@@ -40,7 +40,7 @@ from raymm.actors.sharding.parameter_pieces import ChainPieces
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.collectives.tensor_group import TensorGroup
 from raymm.scheduler.plan.process_grid import Lane
-from raymm.scheduler.plan.stage import stage_module
+from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.program.program import Instruction, Op
 
 if TYPE_CHECKING:
@@ -103,9 +103,9 @@ class RankSpec:
 
     rank: int
     world_size: int
-    builders: dict[str, Callable[[], EncoderStage | LanguageStage]]
-    edges: tuple[tuple[str, str], ...]
-    lanes: tuple[tuple[tuple[str, str], tuple[Lane, ...]], ...]
+    builders: dict[StageId, Callable[[], EncoderStage | LanguageStage]]
+    edges: tuple[Edge, ...]
+    lanes: tuple[tuple[Edge, tuple[Lane, ...]], ...]
     groups: tuple[tuple[int, ...], ...] = ()
     neighbours: Neighbours = field(default_factory=Neighbours)
     pieces: dict[str, ChainPieces] = field(default_factory=dict)
@@ -129,7 +129,7 @@ class RankActor(WatchedActor):
         self._spec = spec
         self._device = torch.device(spec.device)
         self._timeout = timedelta(seconds=spec.timeout_s)
-        self._stages: dict[str, EncoderStage | LanguageStage] = {}
+        self._stages: dict[StageId, EncoderStage | LanguageStage] = {}
         self._programs: OrderedDict[str, CompiledProgram] = OrderedDict()
         self._store: TCPStore | None = None  # where ranks meet; the first one's listens
         self._colocation: Colocation | None = None
@@ -167,8 +167,8 @@ class RankActor(WatchedActor):
         self._tensors = (
             TensorGroup(self._groups[neighbours.tensors]) if neighbours.tensors else None
         )
-        self._senders: dict[tuple[str, str], SendChannel] = {}
-        self._receivers: dict[tuple[str, str], RecvChannel] = {}
+        self._senders: dict[Edge, SendChannel] = {}
+        self._receivers: dict[Edge, RecvChannel] = {}
         for edge, lanes in spec.lanes:
             for lane in lanes:
                 self._open_lane(edge, lane)
@@ -178,7 +178,7 @@ class RankActor(WatchedActor):
     def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         return new_group(ranks, self._timeout)
 
-    def _open_lane(self, edge: tuple[str, str], lane: Lane) -> None:
+    def _open_lane(self, edge: Edge, lane: Lane) -> None:
         """Each directed edge has its own groups, so that edges cannot block one another."""
         me, device, resharding = self._spec.rank, self._device, lane.resharding
         links: dict[int, Link] = {}
@@ -193,7 +193,7 @@ class RankActor(WatchedActor):
             # What goes back from another module is a gradient that every process which shares
             # the microbatch has a part of.
             is_gradient = edge not in self._spec.edges
-            between = stage_module(edge[0]) != stage_module(edge[1])
+            between = edge[0].module != edge[1].module
             summed = self._data.group if is_gradient and between and self._data else None
             self._senders[edge] = SendChannel(
                 links, device, resharding, lane.senders.index(me), summed
@@ -206,8 +206,8 @@ class RankActor(WatchedActor):
 
     @task("building stages")
     def build(
-        self, builders: dict[str, Callable[[], EncoderStage | LanguageStage]] | None = None
-    ) -> dict[str, int]:
+        self, builders: dict[StageId, Callable[[], EncoderStage | LanguageStage]] | None = None
+    ) -> dict[StageId, int]:
         """Build the stages, from ``builders`` if they are to be others than the spec's, and the
         streams of their modules' quotas. Returns the number of parameters held, per stage."""
         self._programs.clear()
@@ -218,14 +218,14 @@ class RankActor(WatchedActor):
         self._stages = {}
         for name, builder in (builders or self._spec.builders).items():
             stage: Any = builder()  # it knows of what kind the module's plans are
-            pieces = self._spec.pieces.get(stage_module(name), ChainPieces())
+            pieces = self._spec.pieces.get(name.module, ChainPieces())
             if self._tensors is not None:
                 stage.shard_tensors(pieces.plans, self._tensors)
             if self._samples is not None:
                 stage.share_samples(self._samples)
             if self._tokens is not None:
                 stage.share_tokens(self._tokens)
-            if autocast is not None and stage_module(name) in self._spec.reloadable:
+            if autocast is not None and name.module in self._spec.reloadable:
                 cast_frozen(stage, autocast)
             if pieces.shards > 1:  # first: the device never holds the whole stage
                 assert self._data is not None
@@ -234,7 +234,7 @@ class RankActor(WatchedActor):
         if self._colocation is not None:
             of_module: dict[str, list[torch.nn.Module]] = {}
             for name, stage in self._stages.items():
-                of_module.setdefault(stage_module(name), []).append(stage)
+                of_module.setdefault(name.module, []).append(stage)
             self._colocation.check(of_module)
         parameters = {
             (stage, name): parameter
@@ -297,7 +297,7 @@ class RankActor(WatchedActor):
         self,
         key: str,
         meta: StepMeta,
-        layout: Sequence[tuple[str, int]] = (),
+        layout: Sequence[tuple[StageId, int]] = (),
         *inputs: dict[str, Any],
     ) -> StepResult:
         """Run one step of a loaded program.
@@ -310,7 +310,7 @@ class RankActor(WatchedActor):
                 references among them are resolved before the call.
         """
         self._memory.restart()
-        per_stage: dict[str, list[dict[str, Any] | None]] = {}
+        per_stage: dict[StageId, list[dict[str, Any] | None]] = {}
         for (stage, microbatch), part in zip(layout, inputs, strict=True):
             row = per_stage.setdefault(stage, [None] * len(meta.keys))
             moved = {k: to_device(v, self._device) for k, v in part.items()}
@@ -338,7 +338,7 @@ class RankActor(WatchedActor):
         self._optimizer.zero_grad()
 
     @task("reading gradients")
-    def gradients(self) -> dict[tuple[str, str], torch.Tensor | None]:
+    def gradients(self) -> dict[tuple[StageId, str], torch.Tensor | None]:
         """Gradients by (stage, name); None where a trainable parameter has none."""
         return {
             key: None if p.grad is None else local_part(p.grad).cpu()
@@ -346,7 +346,7 @@ class RankActor(WatchedActor):
         }
 
     @task("reading parameters")
-    def parameters(self, trainable_only: bool = False) -> dict[tuple[str, str], torch.Tensor]:
+    def parameters(self, trainable_only: bool = False) -> dict[tuple[StageId, str], torch.Tensor]:
         """Parameters by (stage, name)."""
         return {
             (stage, name): local_part(parameter.detach()).cpu()
@@ -358,17 +358,17 @@ class RankActor(WatchedActor):
     def not_finite_tensors(self) -> list[str]:
         """Names, as in checkpoints, of parameters and optimizer state with values that are not
         finite, and how many."""
-        return self._optimizer.not_finite_tensors(self._stages, stage_module)
+        return self._optimizer.not_finite_tensors(self._stages)
 
-    def _piece(self, stage: str, name: str) -> Piece | None:
+    def _piece(self, stage: StageId, name: str) -> Piece | None:
         """Which piece of a parameter this process holds; None if all of it."""
-        chain = self._spec.pieces.get(stage_module(stage))
+        chain = self._spec.pieces.get(stage.module)
         if chain is None:
             return None
         tensors, data = (0 if one is None else one.rank for one in (self._tensors, self._data))
         return chain.piece(name, chain.place(tensors, data))
 
-    def _named_tensors(self, stage: str) -> Iterator[tuple[str, str, torch.Tensor]]:
+    def _named_tensors(self, stage: StageId) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Parameters and persistent buffers of a stage: the name, the name of the parameter that
         it is (of a tied one, the first of its names), and the tensor."""
         module = self._stages[stage]
@@ -388,8 +388,9 @@ class RankActor(WatchedActor):
         rank, holdings = self._spec.rank, self._spec.holdings
         tensors: dict[str, torch.Tensor] = {}
         for stage in self._stages:
-            owner = stage_module(stage)
-            writes_buffers = "@" not in stage and rank == min(self._spec.neighbours.rank or (rank,))
+            owner = stage.module
+            first = min(self._spec.neighbours.rank or (rank,))
+            writes_buffers = not stage.replica and rank == first
             buffers = own_buffers(self._stages[stage]) if writes_buffers else frozenset()
             trained = any(p.requires_grad for p in self._stages[stage].parameters())
             for name, parameter, tensor in self._named_tensors(stage):
@@ -404,7 +405,7 @@ class RankActor(WatchedActor):
         for (stage, name, key), value in self._optimizer.state_tensors().items():
             if (stage, name) in holdings.counted:
                 piece = self._piece(stage, name) if value.dim() else None
-                full = f"optimizer/{stage_module(stage)}/{name}/{key}"
+                full = f"optimizer/{stage.module}/{name}/{key}"
                 state.update(stored_pieces(full, value, piece))
         written = {}
         for kind, found in (("model", tensors), ("optimizer", state)):
@@ -420,7 +421,7 @@ class RankActor(WatchedActor):
         """Read parameters, buffers and optimizer state from files that are what ``files`` says."""
         stored = StoredTensors(Path(folder), index, files)
         own = [
-            (f"{stage_module(stage)}/{name}", local_part(tensor.detach()),
+            (f"{stage.module}/{name}", local_part(tensor.detach()),
              self._piece(stage, parameter) if parameter else None)
             for stage in self._stages
             for name, parameter, tensor in self._named_tensors(stage)
@@ -428,17 +429,17 @@ class RankActor(WatchedActor):
         read = stored.read({name: piece for name, _, piece in own})
         copy_tensors(read, [(name, tensor) for name, tensor, _ in own])
         taken = list(read)
-        state: dict[tuple[str, str, str], torch.Tensor] = {}
+        state: dict[tuple[StageId, str, str], torch.Tensor] = {}
         keys = stored.optimizer_keys()
         for stage, name in self._optimizer.updated:
-            base = f"optimizer/{stage_module(stage)}/{name}"
+            base = f"optimizer/{stage.module}/{name}"
             piece = self._piece(stage, name)
             wanted = {f"{base}/{key}": piece for key in keys.get(base, ())}
             for full, value in stored.read(wanted).items():
                 state[stage, name, full.rpartition("/")[2]] = value
                 taken.append(full)
         self._optimizer.load_state_tensors(state, step)
-        names = (f"{stage_module(s)}/{n}" for s, n in self._optimizer.parameters)
+        names = (f"{s.module}/{n}" for s, n in self._optimizer.parameters)
         return Loaded([name for name in names if name not in read], taken)
 
 

@@ -36,6 +36,7 @@ from raymm.actors.placement.placement import (
 )
 from raymm.actors.rank.rank_actor import RankActor, remember
 from raymm.errors import ClusterLostError, RankFailedError, RunFailedError
+from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Op, Program
 from raymm.scheduler.program.timeline import Span, Timeline
 
@@ -301,7 +302,7 @@ class RankGroup:
         self,
         key: str,
         meta: StepMeta,
-        inputs: Sequence[Sequence[tuple[str, int, Any]]],
+        inputs: Sequence[Sequence[tuple[StageId, int, Any]]],
     ) -> StepHandle[StepResult]:
         """Start a step on all ranks; returns at once. Steps run in submission order.
 

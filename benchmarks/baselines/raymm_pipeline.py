@@ -63,9 +63,9 @@ class RaymmContender(Contender):
     def setup(self, config: ChainConfig) -> None:
         plan = chain_plan(config)
         builders = [
-            {stage.name: partial(RaymmStage, config, stage.index)} for stage in plan.stages
+            {stage.id: partial(RaymmStage, config, stage.index)} for stage in plan.stages
         ]
-        places = {stage.name: stage.rank for stage in plan.stages}
+        places = {stage.id: stage.rank for stage in plan.stages}
         lanes = lanes_between_ranks(plan.stage_edges, places)
         if self.group is None:
             specs = [
@@ -75,7 +75,7 @@ class RaymmContender(Contender):
                 )
                 for rank in range(plan.num_ranks)
             ]
-            self.group = RankGroup(specs, [s.name for s in plan.stages], RankResources(1.0))
+            self.group = RankGroup(specs, [s.id for s in plan.stages], RankResources(1.0))
         else:
             self.group.rebuild(builders)
         program = lower(plan, [()] * config.microbatches)

@@ -16,11 +16,12 @@ from raymm.actors.optimizer.gradient_reduction import Family, Holder, SharedPara
 from raymm.actors.optimizer.optimizer import Holdings
 from raymm.actors.sharding.parameter_pieces import ChainPieces
 from raymm.scheduler.plan.process_grid import Processes
+from raymm.scheduler.plan.stage import StageId
 
 
 def holdings(
     processes: Processes,
-    owned: Mapping[str, Mapping[str, int]],
+    owned: Mapping[StageId, Mapping[str, int]],
     pieces: Mapping[str, ChainPieces],
 ) -> tuple[Holdings, ...]:
     """What each process has of parameters that others have too: tied embeddings, and all of a
@@ -33,8 +34,8 @@ def holdings(
     """
     groups = _groups(processes, owned, pieces)
     shared: list[list[SharedParameter]] = [[] for _ in processes.all]
-    counted: list[set[tuple[str, str]]] = [set() for _ in processes.all]
-    written: list[set[tuple[str, str]]] = [set() for _ in processes.all]
+    counted: list[set[tuple[StageId, str]]] = [set() for _ in processes.all]
+    written: list[set[tuple[StageId, str]]] = [set() for _ in processes.all]
     for group, is_first in groups:
         if len(group.holders) > 1:
             for process in group.family.processes:
@@ -59,7 +60,7 @@ def families(every: Sequence[Holdings]) -> tuple[Family, ...]:
 
 def _groups(
     processes: Processes,
-    owned: Mapping[str, Mapping[str, int]],
+    owned: Mapping[StageId, Mapping[str, int]],
     pieces: Mapping[str, ChainPieces],
 ) -> list[tuple[SharedParameter, bool]]:
     """Holders whose gradients add up, in an order that follows from the plan, and whether no
@@ -68,11 +69,11 @@ def _groups(
     places: dict[tuple[str, str, tuple[int, ...]], list[Holder]] = {}
     for stage in plan.topological_stages:
         chain = pieces[stage.module]
-        for name in owned[stage.name]:
+        for name in owned[stage.id]:
             for number in processes.of_rank(stage.rank):
                 place = place_of(processes, number, chain)
                 key = (stage.module, name, chain.holders(name, place))
-                places.setdefault(key, []).append(Holder(number, stage.name, name))
+                places.setdefault(key, []).append(Holder(number, stage.id, name))
     # Of fully sharded modules: what is not sharded.
     sharded = {stage.module for stage in plan.stages if stage.sharding != "none"}
     loads: dict[int, int] = {}

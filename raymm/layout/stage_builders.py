@@ -36,6 +36,7 @@ from raymm.actors.weights.source import LiveSource, set_mode
 from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule
 from raymm.scheduler.graph.module_graph import ModuleNode
 from raymm.scheduler.plan.plan import Plan, PlanError, Stage
+from raymm.scheduler.plan.stage import StageId
 
 Retry = Callable[[Mapping[str, Any]], None]
 
@@ -60,8 +61,8 @@ class StageBuilders:
             raises a ``ProbeError`` if not.
     """
 
-    build: dict[str, Callable[[], EncoderStage | LanguageStage]]
-    owned: dict[str, dict[str, int]]
+    build: dict[StageId, Callable[[], EncoderStage | LanguageStage]]
+    owned: dict[StageId, dict[str, int]]
     pieces: dict[str, ChainPieces]
     retries: dict[str, Retry] = field(default_factory=dict)
 
@@ -107,7 +108,7 @@ def stage_builders(model: MultimodalModule, plan: Plan) -> StageBuilders:
             if part not in parts:  # copies of the module have it in common
                 own = {name: sizes[name] for name in names(spec, lo, hi)}
                 parts[part] = own, partial(build, _slim(spec, own, lo, hi), lo, hi, options)
-            made.owned[stage.name], made.build[stage.name] = parts[part]
+            made.owned[stage.id], made.build[stage.id] = parts[part]
     return made
 
 

@@ -98,7 +98,7 @@ def _busy(timeline: Timeline, microbatches: Iterable[int]) -> list[float]:
 def _copies_busy(plan: Plan, module: str, timeline: Timeline) -> list[float]:
     of_stage = timeline.stage_busy()
     return [
-        sum(of_stage.get(stage.name, 0.0) for stage in chain) for chain in plan.replicas(module)
+        sum(of_stage.get(stage.id, 0.0) for stage in chain) for chain in plan.replicas(module)
     ]
 
 

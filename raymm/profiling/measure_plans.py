@@ -95,7 +95,7 @@ def measure_options(
 
 
 def _places(plan: Plan) -> Any:
-    return tuple(sorted((s.name, s.layers, s.rank, s.degrees, s.sharding) for s in plan.stages))
+    return tuple(sorted((s.id, s.layers, s.rank, s.degrees, s.sharding) for s in plan.stages))
 
 
 def _run(

@@ -50,6 +50,7 @@ from raymm.scheduler.multiplex.interference import (
 )
 from raymm.scheduler.multiplex.problem import STEPS
 from raymm.scheduler.multiplex.surface import ScalingSurface, SurfaceConditions
+from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.schedule.process_costs import all_reduce_seconds
 
 _FP32_BYTES = 4
@@ -206,7 +207,9 @@ class _Work:
         reloadable = reloadable_modules(self.model)
         autocast = "bfloat16" if self.precision == "bf16" else None
         return {
-            name: (builders[f"{name}.0"], self.device, autocast, name in reloadable, self.threads)
+            name: (
+                builders[StageId(name, 0)], self.device, autocast, name in reloadable, self.threads,
+            )
             for name in (*self.model.encoder_names, LANGUAGE_MODEL)
         }
 

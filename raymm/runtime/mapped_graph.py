@@ -18,6 +18,7 @@ from raymm.scheduler.multiplex.check_program import check_program
 from raymm.scheduler.multiplex.instructions import Direction, MultiplexProgram, Part, Run
 from raymm.scheduler.multiplex.lowering import copies_of, lower, turns_of
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
+from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.program.program import Op
 from raymm.scheduler.program.timeline import Span, Timeline
 
@@ -113,6 +114,11 @@ def forward_parts(program: MultiplexProgram, gpu: int) -> list[Part]:
     ]
 
 
+def stage_edges(edges: Iterable[tuple[str, str]]) -> tuple[Edge, ...]:
+    """Edges between nodes as edges between stages, of which every node is one."""
+    return tuple((StageId(source), StageId(target)) for source, target in edges)
+
+
 def losses_of(results: Iterable[IterationResult], losses: Iterable[str]) -> dict[str, float]:
     """All GPUs' parts of losses, added up."""
     found = dict.fromkeys(losses, 0.0)
@@ -133,8 +139,8 @@ def timeline_of(gpus: Sequence[Sequence[IterationResult]], turns: bool = False) 
     return Timeline(
         tuple(
             Span(
-                gpu, _OPS[Direction(one.direction)], one.node, one.turn if turns else number,
-                one.start - origin, one.end - origin,
+                gpu, _OPS[Direction(one.direction)], StageId(one.node),
+                one.turn if turns else number, one.start - origin, one.end - origin,
             )
             for gpu, results in enumerate(gpus)
             for number, result in enumerate(results)

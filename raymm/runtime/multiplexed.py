@@ -30,6 +30,7 @@ from raymm.runtime.mapped_graph import (
     ProgramKind,
     forward_parts,
     losses_of,
+    stage_edges,
     timeline_of,
 )
 from raymm.runtime.options import RuntimeOptions
@@ -171,7 +172,8 @@ class MultiplexedParallelModule(ParallelModule):
     ) -> SkippedStep | None:  # fmt: skip
         reports = [one.not_finite for one in results]
         return skipped_step(
-            step, loss, results[0].grad_norm, reports, self._mapped.graph.edges, batches
+            step, loss, results[0].grad_norm, reports, stage_edges(self._mapped.graph.edges),
+            batches,
         )
 
     def update(self) -> float | None:

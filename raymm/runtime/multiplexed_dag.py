@@ -25,6 +25,7 @@ from raymm.runtime.mapped_graph import (
     cut_entries,
     forward_parts,
     losses_of,
+    stage_edges,
     timeline_of,
 )
 from raymm.runtime.options import RuntimeOptions
@@ -93,7 +94,7 @@ class PendingIteration:
             loss, losses, end - start, end,
             timeline_of(gpus, turns=len(gpus[0]) == 1), sum(r.sent_bytes for r in results),
             last.grad_norm, last.learning_rate,
-            skipped_step(self._step, loss, last.grad_norm, reports, self._edges),
+            skipped_step(self._step, loss, last.grad_norm, reports, stage_edges(self._edges)),
         )
 
 

@@ -33,7 +33,7 @@ from raymm.runtime.parallel_module import ParallelModule, StepOutput, parameter_
 from raymm.runtime.skipped_step import SkippedStep, skipped_step
 from raymm.scheduler.plan.plan import Plan, PlanError, Stage
 from raymm.scheduler.plan.process_grid import Process, Processes
-from raymm.scheduler.plan.stage import stage_module
+from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import EPILOGUE, Op, Program, check_program
 from raymm.scheduler.schedule.lower import lower
 
@@ -127,7 +127,7 @@ class MultimodalParallelModule(ParallelModule):
             RankSpec(
                 rank=number,
                 world_size=len(processes.all),
-                builders={s.name: made.build[s.name] for s in plan.rank_stages(process.rank)},
+                builders={s.id: made.build[s.id] for s in plan.rank_stages(process.rank)},
                 edges=plan.stage_edges,
                 lanes=tuple((edge, processes.lanes(edge)) for edge in processes.remote_edges),
                 groups=processes.groups,
@@ -170,8 +170,8 @@ class MultimodalParallelModule(ParallelModule):
         Raises:
             PlanError: if it puts other layers on a rank.
         """
-        def places(plan: Plan) -> dict[str, tuple]:
-            return {s.name: (s.layers, s.rank, s.degrees, s.sharding, s.layer_options, s.quota)
+        def places(plan: Plan) -> dict[StageId, tuple]:
+            return {s.id: (s.layers, s.rank, s.degrees, s.sharding, s.layer_options, s.quota)
                     for s in plan.stages}
 
         if plan.graph != self.plan.graph or places(plan) != places(self.plan):
@@ -194,14 +194,14 @@ class MultimodalParallelModule(ParallelModule):
         self._tried.check(parts, meta)
         ops = self._epilogue() if update else ()
         key = self._program(tuple(tuple(sorted(m.items)) for m in meta), ops, forward_only)
-        inputs: list[list[tuple[str, int, Any]]] = [[] for _ in self._processes.all]
+        inputs: list[list[tuple[StageId, int, Any]]] = [[] for _ in self._processes.all]
         for index, (part, one) in enumerate(zip(parts, meta, strict=True)):
             rows = {name: torch.tensor(i, device="cpu") for name, i in one.items.items()}
             given = [(LANGUAGE_MODEL if name == "text" else name, d) for name, d in part.items()]
             for module, data in (*given, (LANGUAGE_MODEL, {"sample_index": rows})):
                 stage = self._reader(module, index)
                 for number in self._processes.of_rank(stage.rank):
-                    inputs[number].append((stage.name, index, data))
+                    inputs[number].append((stage.id, index, data))
         step = StepMeta(
             step=self._step,
             label_tokens=sum(one.label_tokens for one in meta),
@@ -266,7 +266,7 @@ class MultimodalParallelModule(ParallelModule):
         named: dict[str, torch.Tensor | None] = {}
         for number, part in enumerate(self.group.call("gradients")):
             for (stage, name), tensor in part.items():
-                pieces = self._pieces[stage_module(stage)]
+                pieces = self._pieces[stage.module]
                 place = place_of(self._processes, number, pieces)
                 if pieces.holders(name, place) == (place,) and pieces.is_replica(name, place):
                     continue  # complete, and counted already
@@ -279,12 +279,12 @@ class MultimodalParallelModule(ParallelModule):
 
     def parameters(self, trainable_only: bool = True) -> dict[str, torch.Tensor]:
         named: dict[str, torch.Tensor] = {}
-        of_copies: dict[str, str] = {}
+        of_copies: dict[str, StageId] = {}
         for number, part in enumerate(self.group.call("parameters", trainable_only)):
             process = self._processes.all[number]
             for (stage, name), tensor in part.items():
                 full = model_name(stage, name)
-                pieces = self._pieces[stage_module(stage)]
+                pieces = self._pieces[stage.module]
                 place = place_of(self._processes, number, pieces)
                 has_all = pieces.shards == 1 and process.cp > 0  # of what one before it has
                 if has_all or pieces.is_replica(name, place):
@@ -294,10 +294,11 @@ class MultimodalParallelModule(ParallelModule):
         return named
 
     def _add(
-        self, known: torch.Tensor | None, stage: str, name: str, place: int, tensor: torch.Tensor
+        self, known: torch.Tensor | None, stage: StageId, name: str, place: int,
+        tensor: torch.Tensor,
     ) -> torch.Tensor:
-        pieces = self._pieces[stage_module(stage)]
-        count = max(pieces.shards, self.plan.by_name[stage].tp)
+        pieces = self._pieces[stage.module]
+        count = max(pieces.shards, self.plan.by_id[stage].tp)
         return pieces.add(known, name, place, count, tensor)
 
 
@@ -306,9 +307,9 @@ def _grad_norm(results: Sequence[StepResult]) -> float | None:
     return next((r.grad_norm for r in results if r.grad_norm is not None), None)
 
 
-def model_name(stage: str, name: str) -> str:
-    """``("vision.0", "module.x")`` -> ``"vision_encoder.module.x"``."""
-    return parameter_name(stage_module(stage), name)
+def model_name(stage: StageId, name: str) -> str:
+    """``(StageId("vision", 0), "module.x")`` -> ``"vision_encoder.module.x"``."""
+    return parameter_name(stage.module, name)
 
 
 def _multiprocessors(device: str) -> Multiprocessors:
@@ -321,7 +322,7 @@ def process_labels(processes: Processes) -> list[str]:
     """Per process, the names of its stages, and which of their processes it is."""
     labels = []
     for process in processes.all:
-        stages = ", ".join(stage.name for stage in processes.plan.rank_stages(process.rank))
+        stages = ", ".join(str(stage.id) for stage in processes.plan.rank_stages(process.rank))
         degrees = processes.plan.degrees(process.rank)._asdict()
         places = [f"{n} {getattr(process, n)} of {d}" for n, d in degrees.items() if d > 1]
         labels.append(f"{stages}, {', '.join(places)}" if places else stages)

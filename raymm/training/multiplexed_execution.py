@@ -105,7 +105,7 @@ class MultiplexedWatch:
         model, whole = self._run.model, step.timeline.makespan or 1.0
         busy: dict[str, dict[int, float]] = {}
         for span in step.timeline.compute():
-            here = busy.setdefault(span.stage, {})
+            here = busy.setdefault(span.stage.module, {})
             here[span.rank] = here.get(span.rank, 0.0) + span.end - span.start
         copies = {
             name: mean_over_max(list(seconds.values()))

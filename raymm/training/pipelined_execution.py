@@ -26,7 +26,7 @@ class PipelinedExecution:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.num_processes = plan.num_processes
-        self.modules = {stage.name: stage.module for stage in plan.stages}
+        self.modules = {str(stage.id): stage.module for stage in plan.stages}
         self.processes = {TOTAL: plan.num_processes}
         modules_of: dict[int, set[str]] = {}
         for stage in plan.stages:

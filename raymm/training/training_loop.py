@@ -278,7 +278,8 @@ class TrainingLoop:
             "tokens": tokens,
             "tokens_per_s": round(tokens / seconds, 1),
             "stage_busy": {
-                name: round(busy / span, 4) for name, busy in output.timeline.stage_busy().items()
+                str(stage): round(busy / span, 4)
+                for stage, busy in output.timeline.stage_busy().items()
             },
             "skipped": len(batch.skipped),
             "peak_memory_bytes": list(output.peak_bytes),

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from raymm.errors import Error
 from raymm.scheduler.plan.rank_quotas import ROUNDING
-from raymm.scheduler.plan.stage import stage_module
+from raymm.scheduler.plan.stage import NO_STAGE, Edge, StageId
 
 
 class Op(StrEnum):
-    """What an instruction does. ``edge`` below is a directed pair of stage names."""
+    """What an instruction does. ``edge`` below is a directed pair of stages."""
 
     FORWARD = "forward"  # run a stage on a microbatch and keep what its backward needs
     FORWARD_NO_GRAD = "forward_no_grad"  # run it under no_grad: nothing is kept
@@ -47,19 +47,19 @@ class Instruction(NamedTuple):
     begins before all have ended. Without a turn (-1) an instruction has the whole device."""
 
     op: Op
-    stage: str = ""
+    stage: StageId = NO_STAGE
     microbatch: int = -1
-    peer: str = ""
+    peer: StageId = NO_STAGE
     turn: int = -1
     quota: float = 1.0
 
     @property
-    def edge(self) -> tuple[str, str]:
+    def edge(self) -> Edge:
         """(from stage, to stage) of a SEND or RECV."""
         return (self.stage, self.peer) if self.op is Op.SEND else (self.peer, self.stage)
 
     def __str__(self) -> str:
-        where = f" {self.stage}" if self.stage else ""
+        where = f" {self.stage}" if self.stage.module else ""
         which = f" #{self.microbatch}" if self.microbatch >= 0 else ""
         arrow = {Op.SEND: f" -> {self.peer}", Op.RECV: f" <- {self.peer}"}.get(self.op, "")
         beside = f" (turn {self.turn}, quota {self.quota:g})" if self.turn >= 0 else ""
@@ -104,7 +104,7 @@ class ProgramReport:
     """What :func:`check_program` proved. ``live_activations`` is, per stage, the largest
     number of microbatches whose activations live at once."""
 
-    live_activations: dict[str, int]
+    live_activations: dict[StageId, int]
 
 
 def check_program(program: Program) -> ProgramReport:
@@ -132,12 +132,12 @@ def check_program(program: Program) -> ProgramReport:
     for rank, instructions in enumerate(program.ranks):
         check_turns(rank, instructions)
     position = [0] * len(program.ranks)
-    queues: dict[tuple[str, str], deque[int]] = defaultdict(deque)
-    done: set[tuple[str, str, int]] = set()
-    live: dict[str, int] = defaultdict(int)
-    peak: dict[str, int] = defaultdict(int)
-    home: dict[str, int] = {}
-    met: set[tuple[str, int, str]] = set()
+    queues: dict[Edge, deque[int]] = defaultdict(deque)
+    done: set[tuple[str, StageId, int]] = set()
+    live: dict[StageId, int] = defaultdict(int)
+    peak: dict[StageId, int] = defaultdict(int)
+    home: dict[StageId, int] = {}
+    met: set[tuple[StageId, int, StageId]] = set()
     progressed = True
     while progressed:
         progressed = _meet(program, position)
@@ -191,7 +191,7 @@ def check_turns(rank: int, instructions: Sequence[Instruction]) -> None:
         ProgramError: naming rank and instruction.
     """
     quotas: dict[int, dict[str, float]] = {}
-    kept: dict[tuple[str, int], Instruction] = {}
+    kept: dict[tuple[StageId, int], Instruction] = {}
     last = -1
     for one in instructions:
         if one.turn >= 0:
@@ -200,7 +200,7 @@ def check_turns(rank: int, instructions: Sequence[Instruction]) -> None:
                 raise ProgramError(f"rank {rank}: {one}; only compute instructions have turns")
             if of_turn and last != one.turn:
                 raise ProgramError(f"rank {rank}: {one} stands apart from others of its turn")
-            of_turn[stage_module(one.stage)] = one.quota
+            of_turn[one.stage.module] = one.quota
             if sum(of_turn.values()) > 1 + ROUNDING:
                 raise ProgramError(f"rank {rank}: {one} brings the quotas of its turn above 1")
         last = one.turn
@@ -228,8 +228,8 @@ def _meet(program: Program, position: list[int]) -> bool:
 def _check_message(
     rank: int,
     instruction: Instruction,
-    done: set[tuple[str, str, int]],
-    met: set[tuple[str, int, str]],
+    done: set[tuple[str, StageId, int]],
+    met: set[tuple[StageId, int, StageId]],
 ) -> None:
     """A stage's first message with a peer about a microbatch carries its output or input,
     the second a gradient. ``met`` holds the first ones."""
@@ -261,9 +261,9 @@ _PHASE = {
 def _check_compute(
     rank: int,
     instruction: Instruction,
-    done: set[tuple[str, str, int]],
-    live: dict[str, int],
-    peak: dict[str, int],
+    done: set[tuple[str, StageId, int]],
+    live: dict[StageId, int],
+    peak: dict[StageId, int],
 ) -> None:
     op, stage, microbatch, *_ = instruction
     phase = _PHASE[op]

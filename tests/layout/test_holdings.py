@@ -25,6 +25,7 @@ from raymm.layout.stage_builders import parameter_sizes
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.process_grid import Processes
+from raymm.scheduler.plan.stage import StageId
 
 MOST_STAGES = 6
 # Elements of what every stage has; of what the first and the last have both; of the projector.
@@ -114,7 +115,7 @@ class Case:
                 is_last = stage.layers[1] == node.num_layers
                 if stage.layers[0] == 0 or is_last:
                     own[f"module.{TIED}"] = TIED_SIZE
-                self.owned[stage.name] = own | (PROJECTOR if is_last else {})
+                self.owned[stage.id] = own | (PROJECTOR if is_last else {})
         self.held = holdings(self.processes, self.owned, self.pieces)
         self.gradients: dict[tuple[int, str, str], torch.Tensor] = {}
         self.totals: dict[tuple[str, str], torch.Tensor] = {}
@@ -124,7 +125,7 @@ class Case:
         random = torch.Generator().manual_seed(0)
         for stage in self.plan.stages:
             chain = self.pieces[stage.module]
-            for name, size in self.owned[stage.name].items():
+            for name, size in self.owned[stage.id].items():
                 total = self.totals.setdefault((stage.module, name), torch.zeros(size).long())
                 made = {}
                 for number in self.processes.of_rank(stage.rank):
@@ -135,12 +136,12 @@ class Case:
                     if who not in made:
                         made[who] = torch.randint(1, 10**6, (size,), generator=random)
                         total += self._within(chain, name, number, made[who])
-                    self.gradients[number, stage.name, name] = made[who]
+                    self.gradients[number, stage.id, name] = made[who]
                 if chain.shards > 1 and chain.piece(name, 0) is not None:
                     # FSDP has summed what the processes have of each part.
                     summed = sum(made.values())
                     for number in self.processes.of_rank(stage.rank):
-                        self.gradients[number, stage.name, name] = summed
+                        self.gradients[number, stage.id, name] = summed
         for key, whole in self.gradients.items():
             self.gradients[key] = self.take(*key, whole)
 
@@ -163,7 +164,7 @@ class Case:
         return inside
 
     def take(self, number: int, stage: str, name: str, whole: torch.Tensor) -> torch.Tensor:
-        chain = self.pieces[self.plan.by_name[stage].module]
+        chain = self.pieces[self.plan.by_id[stage].module]
         piece = chain.piece(name, place_of(self.processes, number, chain))
         return whole if piece is None else torch.cat([whole[a:b] for a, b in piece.ranges])
 
@@ -183,7 +184,7 @@ class Case:
 def test_whoever_updates_a_parameter_has_all_of_its_gradient(plan: Plan) -> None:
     case = Case(plan)
     for (number, stage, name), gradient in case.summed().items():
-        due = case.take(number, stage, name, case.totals[plan.by_name[stage].module, name])
+        due = case.take(number, stage, name, case.totals[plan.by_id[stage].module, name])
         assert torch.equal(gradient, due), (number, stage, name)
 
 
@@ -195,7 +196,7 @@ def test_every_element_is_counted_and_written_once(plan: Plan) -> None:
         times = {key: torch.zeros_like(total) for key, total in case.totals.items()}
         for number, held in enumerate(case.held):
             for stage, name in getattr(held, what):
-                module = plan.by_name[stage].module
+                module = plan.by_id[stage].module
                 chain = case.pieces[module]
                 piece = chain.piece(name, place_of(case.processes, number, chain))
                 ranges = ((0, None),) if piece is None else piece.ranges
@@ -254,7 +255,7 @@ def test_owners_share_out_what_is_trained():
     spec = EncoderSpec("vision", LiveSource.of(part), num_blocks=1)
     sizes = parameter_sizes(spec)
     assert [sizes[f"module.{name}"] for name in ("0.weight", "1.weight", "1.bias")] == [0, 4, 2]
-    owned = dict.fromkeys(("llm.0", "llm.0@1"), sizes)
+    owned = dict.fromkeys((StageId("llm", 0), StageId("llm", 0, 1)), sizes)
     held = holdings(Processes(plan), owned, {"llm": ChainPieces()})
     owners = {one.holders[0].name: one.owner for one in held[0].shared}
     assert owners["module.1.weight"] != owners["module.3.weight"]

@@ -12,6 +12,7 @@ from raymm.monitor.drift_watch import EXCESS, FILE, STEPS, DriftWatch
 from raymm.monitor.rebalancing import WARM_UP_STEPS
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.schedule.lower import full_program
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import op_seconds
@@ -43,7 +44,10 @@ def watched(config, tmp_path):
 
 def steps(plan, slower):
     """A step in which the last stage takes so many times what it should, and its metadata."""
-    costs = {key: s * (slower if key[0] == "llm.1" else 1) for key, s in op_seconds(plan).items()}
+    costs = {
+        key: s * (slower if key[0] == StageId("llm", 1) else 1)
+        for key, s in op_seconds(plan).items()
+    }
     rows = torch.ones(2, 5, dtype=torch.int64)
     vision = {"pixel_values": torch.zeros(3, 1), "sample_index": torch.tensor([0, 0, 1])}
     microbatch = {"input_ids": rows, "attention_mask": rows, "labels": rows, "vision": vision}

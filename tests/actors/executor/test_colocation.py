@@ -26,6 +26,7 @@ from raymm.actors.quota import (
 from raymm.actors.quota.accounting import AccountedStream
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import BACKWARDS, COMPUTE, FORWARDS
 from raymm.scheduler.schedule.lower import lower
 from tests.actors.quota.quota_spans import most_sms, seconds_together
@@ -87,10 +88,10 @@ def plan_of(quotas=QUOTAS, frozen=(), **options) -> Plan:
 
 def parts_of(plan: Plan) -> dict[str, nn.Module]:
     torch.manual_seed(0)
-    parts = {s.name: Part(sink=s.module == "llm") for s in plan.stages}
+    parts = {s.id: Part(sink=s.module == "llm") for s in plan.stages}
     for stage in plan.stages:
         if not plan.trainable(stage):
-            parts[stage.name].requires_grad_(False)
+            parts[stage.id].requires_grad_(False)
     return parts
 
 
@@ -99,7 +100,7 @@ def inputs_of(plan: Plan, present) -> dict[str, list]:
         return {"x": torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))}
 
     rows = {
-        f"{module}.0": [
+        StageId(module, 0): [
             x(100 * number + m) if module == "llm" or module in present[m] else None
             for m in range(len(present))
         ]
@@ -114,7 +115,7 @@ def step(plan, present, colocation=None, parts=None, reduction=None, training=Tr
     executor = Executor(
         parts, plan.stage_edges, {}, {}, {}, timeout=timedelta(seconds=30), colocation=colocation,
         reduction=None if reduction is None else reduction(parts),
-        device=next(parts["llm.0"].parameters()).device,
+        device=next(parts[StageId("llm", 0)].parameters()).device,
     )
     program = executor.compile(lower(plan, present).ranks[0])
     keys = tuple(range(len(present)))
@@ -153,7 +154,7 @@ def test_the_same_bits_as_one_after_another(options, present):
     assert mine[0] == due[0]
     assert same(mine[1], due[1]) and same(mine[2], due[2])
     assert any(g is not None for g in due[1].values())
-    quotas = {span[1].rpartition(".")[0]: span[6] for span in mine[3] if span[6] < 1}
+    quotas = {span[1].module: span[6] for span in mine[3] if span[6] < 1}
     assert quotas == QUOTAS
     assert {span.partition.module for span in backend.account.spans} == set(QUOTAS)
     assert all(span[6] == 1.0 for span in due[3])
@@ -168,7 +169,9 @@ def test_sums_of_gradients_wait_for_the_whole_turn():
     def reduction(parts):
         parameters = {(n, k): p for n, part in parts.items() for k, p in part.named_parameters()}
         shared = [
-            SharedParameter((Holder(0, "vision.0", key), Holder(0, "vision.1", key)))
+            SharedParameter(
+                (Holder(0, StageId("vision", 0), key), Holder(0, StageId("vision", 1), key))
+            )
             for key in ("body.2.weight", "body.2.bias")
         ]
         return GradientReduction(0, parameters, shared, {})
@@ -199,9 +202,13 @@ def sleepers(frozen: bool) -> tuple[Plan, dict[str, nn.Module]]:
         (("vision", "llm"), ("audio", "llm")),
     )  # fmt: skip
     stages = tuple(Stage(n, 0, (0, 1), 0, quota=QUOTAS.get(n)) for n in (*QUOTAS, "llm"))
-    parts = {"vision.0": Sleeper(), "audio.0": Sleeper(), "llm.0": Part(sink=True).eval()}
+    parts = {
+        StageId("vision", 0): Sleeper(),
+        StageId("audio", 0): Sleeper(),
+        StageId("llm", 0): Part(sink=True).eval(),
+    }
     if frozen:
-        for name in ("vision.0", "audio.0"):
+        for name in (StageId("vision", 0), StageId("audio", 0)):
             parts[name].requires_grad_(False)
     return Plan(graph, stages, MICROBATCHES), parts
 
@@ -218,7 +225,7 @@ def test_sleeping_modules_overlap(frozen):
     kinds = [FORWARDS] if frozen else [FORWARDS, BACKWARDS]
     for kind, microbatch in itertools.product(kinds, range(MICROBATCHES)):
         one, other = (
-            next(s for s in spans if s[0] in kind and s[1] == f"{m}.0" and s[2] == microbatch)
+            next(s for s in spans if s[0] in kind and s[1] == StageId(m, 0) and s[2] == microbatch)
             for m in QUOTAS
         )
         assert max(one[3], other[3]) < min(one[4], other[4]), (kind, microbatch)
@@ -253,8 +260,8 @@ def _by_autograd(parts):
     rows = inputs_of(None, BOTH)
     losses = {}
     for m in range(MICROBATCHES):
-        hidden = sum(rows[f"{n}.0"][m]["x"] + parts[f"{n}.0"].work.weight for n in QUOTAS)
-        body = parts["llm.0"].body(hidden + rows["llm.0"][m]["x"])
+        hidden = sum(rows[StageId(n, 0)][m]["x"] + parts[StageId(n, 0)].work.weight for n in QUOTAS)
+        body = parts[StageId("llm", 0)].body(hidden + rows[StageId("llm", 0)][m]["x"])
         loss = body.square().sum() / 11
         loss.backward()
         losses[m] = loss.item()
@@ -307,7 +314,7 @@ def test_turns_fork_from_the_ranks_stream_and_join_it():
     colocation = Colocation(plan.quotas(0), backend, 30.0)
     backend.log.clear()
     inputs = inputs_of(plan, BOTH)
-    made: dict[str, list[int]] = {"vision.0": [], "audio.0": []}
+    made: dict[str, list[int]] = {StageId("vision", 0): [], StageId("audio", 0): []}
     parts = parts_of(plan)
     for name, pointers in made.items():
         run = parts[name].run
@@ -336,8 +343,8 @@ def test_turns_fork_from_the_ranks_stream_and_join_it():
         if kind == "keep":
             kept[name] |= value
     for module in QUOTAS:
-        assert {row["x"].data_ptr() for row in inputs[f"{module}.0"]} <= kept[module]
-    assert set(made["vision.0"]) | set(made["audio.0"]) <= kept["main"]
+        assert {row["x"].data_ptr() for row in inputs[StageId(module, 0)]} <= kept[module]
+    assert set(made[StageId("vision", 0)]) | set(made[StageId("audio", 0)]) <= kept["main"]
     colocation.close()
 
 
@@ -373,7 +380,7 @@ def test_on_green_contexts(options):
 def test_a_stage_that_raises_is_named():
     plan = plan_of()
     parts = parts_of(plan)
-    parts["audio.0"].body[2] = nn.Linear(WIDTH + 1, WIDTH)
+    parts[StageId("audio", 0)].body[2] = nn.Linear(WIDTH + 1, WIDTH)
     colocation = Colocation(plan.quotas(0), AccountingBackend(), 30.0)
     with pytest.raises(ModuleError, match="module 'audio' failed: RuntimeError: mat1 and mat2"):
         step(plan, BOTH, colocation, parts)
@@ -423,7 +430,7 @@ def test_what_a_stage_draws_is_found_out(kind):
     seen = []
     for quotas in (QUOTAS, {}):
         torch.manual_seed(0)
-        parts = {s.name: kind(sink=s.module == "llm") for s in plan.stages}
+        parts = {s.id: kind(sink=s.module == "llm") for s in plan.stages}
         colocation = Colocation(QUOTAS, AccountingBackend(), 30.0) if quotas else None
         executor = Executor(parts, plan.stage_edges, {}, {}, {}, colocation=colocation)
         program = executor.compile(lower(plan_of(quotas), BOTH).ranks[0])

@@ -10,6 +10,7 @@ from torch import nn
 
 from raymm.actors.optimizer.gradient_reduction import GradientReduction, Holder, SharedParameter
 from raymm.actors.optimizer.optimizer import Holdings, OptimizerConfig, RankOptimizer
+from raymm.scheduler.plan.stage import StageId
 
 PROCESSES = 3
 NAMES = ("0.weight", "0.bias", "1.weight", "1.bias", "unused")
@@ -42,26 +43,26 @@ def shared(stages: dict[int, list[str]], owner: bool) -> list[SharedParameter]:
 def _overlap(rank: int) -> None:
     """Buckets set out while the last backward runs; a process without one joins in the end."""
     group = dist.new_group(list(range(PROCESSES)))
-    whole = shared({p: ["a.0"] for p in range(PROCESSES)}, owner=False)
+    whole = shared({p: [StageId("a", 0)] for p in range(PROCESSES)}, owner=False)
     mine = model()
-    parameters = {("a.0", name): p for name, p in mine.named_parameters()}
+    parameters = {(StageId("a", 0), name): p for name, p in mine.named_parameters()}
     reduction = GradientReduction(rank, parameters, whole, {whole[0].family: group}, limit=64)
     (family,) = reduction._families
     assert len(family.buckets) > 2
     for step in range(3):
         takes_part = not (rank == 1 and step == 1)
-        reduction.expect(["a.0"] if takes_part else [])
+        reduction.expect([StageId("a", 0)] if takes_part else [])
         if takes_part:
             (mine(data(rank, 10 + step)).square().sum()).backward()
             assert family.started == 0  # not the last one
-            reduction.last_backward("a.0")
+            reduction.last_backward(StageId("a", 0))
             started = []
             out = mine(data(rank, step))
             mine[0].weight.register_hook(lambda g, seen=started: seen.append(family.started))
             out.square().sum().backward()
             # The unused parameter never gets a gradient: what comes after it waits for the end.
             assert started == [0] and family.started == 0
-            reduction.finished("a.0")
+            reduction.finished(StageId("a", 0))
             assert family.started == len(family.buckets)
         reduction.wait()
         due = model()
@@ -80,19 +81,19 @@ def _early(rank: int) -> None:
     """Without a parameter that nobody uses, the last layer's sum is under way before the first
     layer has its gradient."""
     group = dist.new_group(list(range(PROCESSES)))
-    whole = shared({p: ["a.0"] for p in range(PROCESSES)}, owner=False)[:-1]
+    whole = shared({p: [StageId("a", 0)] for p in range(PROCESSES)}, owner=False)[:-1]
     mine = model()
     del mine.unused
-    parameters = {("a.0", name): p for name, p in mine.named_parameters()}
+    parameters = {(StageId("a", 0), name): p for name, p in mine.named_parameters()}
     reduction = GradientReduction(rank, parameters, whole, {whole[0].family: group}, limit=16)
     (family,) = reduction._families
     seen = []
     mine[0].weight.register_hook(lambda g: seen.append(family.started))
-    reduction.expect(["a.0"])
-    reduction.last_backward("a.0")
+    reduction.expect([StageId("a", 0)])
+    reduction.last_backward(StageId("a", 0))
     mine(data(rank, 0)).square().sum().backward()
     assert seen[0] >= 2, seen
-    reduction.finished("a.0")
+    reduction.finished(StageId("a", 0))
     reduction.wait()
 
 
@@ -100,7 +101,11 @@ def _training(rank: int) -> None:
     """Copies on one process, of stages that end at different times; optimizer state of every
     parameter at all holders, or at one. The same parameters as in one process after three steps."""
     config = OptimizerConfig(lr=0.1, eps=1e-5, max_grad_norm=0.5)
-    stages = {0: ["a.0", "a.0@1"], 1: ["a.0@2"], 2: ["a.0@3"]}
+    stages = {
+        0: [StageId("a", 0), StageId("a", 0, 1)],
+        1: [StageId("a", 0, 2)],
+        2: [StageId("a", 0, 3)],
+    }
     for owner in (False, True):
         whole = shared(stages, owner)
         group = dist.new_group(list(range(PROCESSES)))

@@ -10,18 +10,19 @@ from torch import nn
 from raymm.actors.optimizer.finite import not_finite
 from raymm.actors.optimizer.gradient_reduction import GradientReduction, Holder, SharedParameter
 from raymm.actors.optimizer.optimizer import Holdings, OptimizerConfig, RankOptimizer
+from raymm.scheduler.plan.stage import StageId
 
 
 def optimizer_of(*gradients: tuple[float | None, ...]) -> RankOptimizer:
     """One shared parameter per tuple, with as many holders as it has entries."""
     parameters, shared = {}, []
     for number, values in enumerate(gradients):
-        holders = tuple(Holder(0, f"vision.0@{k}", str(number)) for k in range(len(values)))
+        holders = tuple(Holder(0, StageId("vision", 0, k), str(number)) for k in range(len(values)))
         for (_, *place), value in zip(holders, values, strict=True):
             parameters[tuple(place)] = parameter = nn.Parameter(torch.ones(2))
             parameter.grad = None if value is None else torch.full((2,), value)
         shared.append(SharedParameter(holders))
-    firsts = frozenset((f"vision.0@{0}", str(n)) for n in range(len(gradients)))
+    firsts = frozenset((StageId("vision", 0, 0), str(n)) for n in range(len(gradients)))
     holdings = Holdings(tuple(shared), firsts, firsts)
     return RankOptimizer(
         0, parameters, OptimizerConfig(), holdings, {}, torch.device("cpu")
@@ -73,9 +74,9 @@ def test_buckets(limit):
 
 
 def test_owners_that_take_turns_do_not_make_small_buckets():
-    parameters = {("a.0", str(n)): nn.Parameter(torch.ones(4)) for n in range(20)}
+    parameters = {(StageId("a", 0), str(n)): nn.Parameter(torch.ones(4)) for n in range(20)}
     shared = [
-        SharedParameter(tuple(Holder(p, "a.0", str(n)) for p in (0, 1)), owner=n % 2)
+        SharedParameter(tuple(Holder(p, StageId("a", 0), str(n)) for p in (0, 1)), owner=n % 2)
         for n in range(20)
     ]
     reduction = GradientReduction(0, parameters, shared, {})
@@ -94,7 +95,7 @@ def test_the_rate_is_that_of_the_schedule_also_where_nothing_is_trained():
 def one_parameter(gradient, config: OptimizerConfig) -> RankOptimizer:
     parameter = nn.Parameter(torch.ones(2))
     parameter.grad = torch.tensor(gradient)
-    key = ("a.0", "w")
+    key = (StageId("a", 0), "w")
     holdings = Holdings((), frozenset({key}), frozenset({key}))
     return RankOptimizer(0, {key: parameter}, config, holdings, {}, torch.device("cpu"))
 
@@ -147,25 +148,25 @@ def test_a_loss_counts_whatever_the_gradients_and_the_schedule_goes_on():
 
 
 def test_a_gradient_that_is_not_counted_here_must_be_finite_too():
-    parameters = {("a.0", name): nn.Parameter(torch.ones(1)) for name in "xy"}
+    parameters = {(StageId("a", 0), name): nn.Parameter(torch.ones(1)) for name in "xy"}
     for parameter in parameters.values():
         parameter.grad = torch.full((1,), 2.0)
     optimizer = RankOptimizer(
-        0, parameters, OptimizerConfig(), Holdings((), frozenset({("a.0", "x")})), {},
+        0, parameters, OptimizerConfig(), Holdings((), frozenset({(StageId("a", 0), "x")})), {},
         torch.device("cpu"),
     )
     assert optimizer.clip() == 2.0 and optimizer.not_finite is None
-    parameters["a.0", "y"].grad.fill_(math.nan)
+    parameters[StageId("a", 0), "y"].grad.fill_(math.nan)
     optimizer.clip()
     assert [(one.kind, one.stage, one.names) for one in optimizer.not_finite] == [
-        ("parameters", "a.0", ("y",))
+        ("parameters", StageId("a", 0), ("y",))
     ]
 
 
 def test_running_statistics_of_a_step_that_is_not_applied_are_forgotten():
     norm, frozen = nn.BatchNorm1d(2), nn.BatchNorm1d(2).eval()
     both = nn.ModuleList([norm, frozen])
-    parameters = {("a.0", name): p for name, p in norm.named_parameters()}
+    parameters = {(StageId("a", 0), name): p for name, p in norm.named_parameters()}
     optimizer = RankOptimizer(
         0, parameters, OptimizerConfig(), Holdings((), frozenset(parameters)), {},
         torch.device("cpu"), [both],

@@ -11,6 +11,7 @@ from random_plans import alignment, steps
 from benchmarks._rank_lanes import lanes_between_ranks
 from raymm.scheduler.plan.plan import Plan, PlanError
 from raymm.scheduler.plan.process_grid import Processes
+from raymm.scheduler.plan.stage import StageId
 
 # (cp, tp, fsdp); sharded parameters are not split, too.
 degrees = st.tuples(st.integers(1, 3), st.integers(1, 3), st.just(1)) | st.tuples(
@@ -70,7 +71,7 @@ def test_processes_and_their_groups(plan: Plan) -> None:
 def test_lanes_join_all_processes_of_both_ends_once(plan: Plan) -> None:
     processes = Processes(plan)
     for edge in processes.remote_edges:
-        sender, receiver = (plan.by_name[stage] for stage in edge)
+        sender, receiver = (plan.by_id[stage] for stage in edge)
         lanes = processes.lanes(edge)
         shares = sender.fsdp * sender.cp
         assert len(lanes) == (shares if sender.module == receiver.module else 1)
@@ -88,7 +89,7 @@ def test_lanes_join_all_processes_of_both_ends_once(plan: Plan) -> None:
 def test_ranks_of_one_process_have_one_lane_per_edge(step) -> None:
     plan, _ = step
     processes = Processes(plan)
-    ranks = {stage.name: stage.rank for stage in plan.stages}
+    ranks = {stage.id: stage.rank for stage in plan.stages}
     spelled_out = [(edge, processes.lanes(edge)) for edge in processes.remote_edges]
     assert tuple(spelled_out) == lanes_between_ranks(plan.stage_edges, ranks)
 
@@ -96,7 +97,9 @@ def test_ranks_of_one_process_have_one_lane_per_edge(step) -> None:
 def test_degrees_that_do_not_fit_are_refused() -> None:
     plan = alignment(microbatches=1)
     for degree in ("cp", "tp"):
-        some = tuple(replace(s, **{degree: 2}) if s.name == "llm.0" else s for s in plan.stages)
+        some = tuple(
+            replace(s, **{degree: 2}) if s.id == StageId("llm", 0) else s for s in plan.stages
+        )
         with pytest.raises(PlanError, match=f"{degree} of .* all stages of llm must have the same"):
             replace(plan, stages=some)
         with pytest.raises(PlanError, match=f"{degree} of stage"):
@@ -124,6 +127,6 @@ def test_what_goes_with_fully_sharded_parameters() -> None:
     of_llm(zero_bubble, sharding="fsdp")  # of one process
     with pytest.raises(PlanError, match="schedule is 'zero_bubble'.* sharding of 'llm' 'fsdp'"):
         of_llm(zero_bubble, sharding="fsdp", fsdp=2)
-    stages = [replace(s, sharding="fsdp") if s.name == "llm.0" else s for s in plan.stages]
+    stages = [replace(s, sharding="fsdp") if s.id == StageId("llm", 0) else s for s in plan.stages]
     with pytest.raises(PlanError, match="all stages of llm must have the same"):
         replace(plan, stages=tuple(stages))

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from random_plans import alignment, chain, steps
 
 from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import (
     EPILOGUE,
     Instruction,
@@ -118,7 +119,7 @@ def test_the_messages_say_what_is_wrong() -> None:
     assert message(edited(program, 0, 3)) == (
         "deadlock: rank 0 waits forever in recv llm.0 <- llm.1 #1")
     assert message(edited(program, 0, 6)) == "edge llm.1 -> llm.0: nobody receives [1]"
-    assert message(edited(program, 0, 0, Instruction(N, "llm.0", 0))) == (
+    assert message(edited(program, 0, 0, Instruction(N, StageId("llm", 0), 0))) == (
         "rank 0: backward llm.0 #0, but its forward kept nothing")
     assert message(exchanged(program, 0, 0, 1)) == (
         "rank 0: send llm.0 -> llm.1 #0 before its forward")

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_plans import chain, costs_of, steps, uniform
 
+from raymm.scheduler.plan.stage import NO_STAGE, Edge, StageId
 from raymm.scheduler.program.program import (
     COMPUTE,
     EPILOGUE,
@@ -68,14 +69,14 @@ def longest_paths(program: Program, costs, latency: int) -> list[Span]:
 def programs(draw: st.DrawFn) -> Program:
     """Any program that can run: written down in the order of one possible run."""
     num_ranks = draw(st.integers(1, 4))
-    stages = [f"s{r}.{k}" for r in range(num_ranks) for k in range(2)]
+    stages = [StageId(f"s{r}", k) for r in range(num_ranks) for k in range(2)]
     ranks: list[list[Instruction]] = [[] for _ in range(num_ranks)]
-    under_way: dict[tuple[str, str], list[int]] = defaultdict(list)
+    under_way: dict[Edge, list[int]] = defaultdict(list)
 
-    def emit(op: Op, stage: str, microbatch: int, peer: str = "") -> None:
+    def emit(op: Op, stage: StageId, microbatch: int, peer: StageId = NO_STAGE) -> None:
         ranks[stages.index(stage) // 2].append(Instruction(op, stage, microbatch, peer))
 
-    def receive(edge: tuple[str, str]) -> None:
+    def receive(edge: Edge) -> None:
         emit(Op.RECV, edge[1], under_way[edge].pop(0), edge[0])
 
     for number in range(draw(st.integers(0, 40))):
@@ -140,7 +141,7 @@ def test_collectives_take_no_time() -> None:
 
 
 def test_what_has_no_cost_takes_no_time() -> None:
-    timeline = simulate(lower(chain(2, 2), [(), ()]), {("llm.1", Op.BACKWARD): 3})
+    timeline = simulate(lower(chain(2, 2), [(), ()]), {(StageId("llm", 1), Op.BACKWARD): 3})
     assert timeline.makespan == 6 and timeline.busy(0) == 0
 
 

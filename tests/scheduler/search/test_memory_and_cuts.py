@@ -117,8 +117,8 @@ def test_a_plan_says_what_layers_do_and_fits(space: StageSpace, data: st.DataObj
     free = replace(plan, stages=tuple(replace(s, layer_options=()) for s in plan.stages))
     more, before = op_seconds(plan), op_seconds(free)
     for stage in plan.stages:
-        added = more[stage.name, Op.BACKWARD] - before[stage.name, Op.BACKWARD]
-        live = min(plan.depth[stage.name], space.num_microbatches)
+        added = more[stage.id, Op.BACKWARD] - before[stage.id, Op.BACKWARD]
+        live = min(plan.depth[stage.id], space.num_microbatches)
         assert added == pytest.approx(least_added(space, stage.module, *stage.layers, live))
         assert bool(stage.layer_options) or added == 0
 
