@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from raymm.actors.quota.accounting import Account, AccountedStream, AccountingBackend
 from raymm.actors.quota.partition import Multiprocessors, Partition
+from raymm.actors.quota.recording import Account, AccountedStream, RecordingBackend
 
 # A sleep ends this late at most times; the rest is waited for awake.
 AWAKE_SECONDS = 2e-4
@@ -93,7 +93,7 @@ class EmulatedStream(AccountedStream):
         self._backend.pause(seconds(one.module, degree, one.share, self._neighbours))
 
 
-class EmulatedBackend(AccountingBackend):
+class EmulatedBackend(RecordingBackend):
     """Streams whose work sleeps, and who ran when.
 
     Args:

@@ -39,7 +39,7 @@ from raymm.scheduler.costs.recomputation import ALL
 from raymm.scheduler.graph.module_graph import ModuleGraph
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.schedule.network import Network
-from raymm.scheduler.search.judge import Candidates
+from raymm.scheduler.search.evaluation import Candidates
 from raymm.scheduler.search.planner import LAYERS, propose, within_memory
 from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
 
@@ -138,7 +138,7 @@ def _same_cuts(free: Plan, profile: CostProfile, limit: int) -> float | None:
         ranges = tuple(stage.layers for stage in own)
         beyond = free.depth[own[-1].id] - 1
         added = space.memory.added(node.name, len(own), beyond)
-        space.memory.settle(node.name, ranges, beyond)
+        space.memory.refine(node.name, ranges, beyond)
         added = space.memory.added(node.name, len(own), beyond)
         if any(math.isinf(added[index][at]) for index, at in enumerate(ranges)):
             return None

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from benchmarks._rank_lanes import lanes_between_ranks
+from benchmarks._rank_p2p_groups import p2p_groups_between_ranks
 from benchmarks.emulated_backend import pause
 from raymm.actors.executor.executor import StepMeta
 from raymm.actors.modules.message import Message, MicrobatchContext
@@ -151,7 +151,7 @@ class SleepingPipeline:
             RankSpec(
                 rank=rank, world_size=ranks,
                 builders={rank_stage(rank): partial(SleepingStage, nothing, 1, False)},
-                edges=edges, lanes=lanes_between_ranks(edges, places),
+                edges=edges, p2p_groups=p2p_groups_between_ranks(edges, places),
             )
             for rank in range(ranks)
         ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from raymm.scheduler.plan.stage import Edge, StageId
-from raymm.scheduler.program.program import BACKWARDS, COMPUTE, FORWARDS, Instruction, Op, turn_end
+from raymm.scheduler.program.program import BACKWARDS, COMPUTE, FORWARDS, Instruction, Op, group_end
 
 _SENDS_GRADIENTS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT})
 
@@ -21,7 +21,7 @@ class Task(NamedTuple):
     producers: tuple[tuple[StageId, str, bool], ...] = ()  # (stage, name in received, needs grad)
     consumers: tuple[StageId, ...] = ()  # who gets what this produces
     last: bool = False  # the stage's parameters get no more gradients in this step
-    turn: int = -1
+    group: int = -1
     quota: float = 1.0
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class CompiledProgram(NamedTuple):
     itself); per incoming edge the microbatches it carries; and, if gradients are reduced at its
     end, the stages that have any."""
 
-    turns: tuple[tuple[Task, ...], ...]
+    groups: tuple[tuple[Task, ...], ...]
     incoming: dict[Edge, tuple[int, ...]]
     reduced: frozenset[StageId] | None
 
@@ -57,7 +57,7 @@ def compile_program(
     recvs = {(i.peer, i.stage, i.microbatch) for i in instructions if i.op is Op.RECV}
     forwards = {(i.stage, i.microbatch) for i in instructions if i.op in FORWARDS}
     backwards = {(i.stage, i.microbatch) for i in instructions if i.op in _SENDS_GRADIENTS}
-    reduces = any(i.op is Op.REDUCE_TIED for i in instructions)
+    reduces = any(i.op is Op.REDUCE_GRADS for i in instructions)
     last = {i.stage: n for n, i in enumerate(instructions) if reduces and i.op in BACKWARDS}
     tasks = []
     incoming: dict[Edge, tuple[int, ...]] = {}
@@ -87,16 +87,16 @@ def compile_program(
         is_last = last.get(i.stage) == number
         tasks.append(
             Task(
-                i.op, i.stage, i.microbatch, i.peer, producers, consumers, is_last, i.turn,
+                i.op, i.stage, i.microbatch, i.peer, producers, consumers, is_last, i.group,
                 i.quota,
             )
         )
-    turns, index = [], 0
+    groups, index = [], 0
     while index < len(tasks):
-        after = turn_end(tasks, index)
-        turns.append(tuple(tasks[index:after]))
+        after = group_end(tasks, index)
+        groups.append(tuple(tasks[index:after]))
         index = after
-    return CompiledProgram(tuple(turns), incoming, frozenset(last) if reduces else None)
+    return CompiledProgram(tuple(groups), incoming, frozenset(last) if reduces else None)
 
 
 def between_modules(producer: StageId, consumer: StageId) -> bool:

@@ -24,7 +24,7 @@ from raymm.actors.faults.whereabouts import Whereabouts
 from raymm.actors.modules.draws import Draws, module_draws
 from raymm.actors.modules.message import Message, MicrobatchContext, StageModule
 from raymm.actors.modules.module_state import evaluating, inputs_unchanged, statistics_kept
-from raymm.actors.optimizer.finite import FiniteWatch, Place
+from raymm.actors.optimizer.finite import FiniteObserver, Place
 from raymm.actors.optimizer.gradient_reduction import GradientReduction
 from raymm.actors.quota import Work
 from raymm.scheduler.plan.stage import Edge, StageId
@@ -158,7 +158,7 @@ class Executor:
         reduction: GradientReduction | None = None,
         colocation: Colocation | None = None,
         whereabouts: Whereabouts | None = None,
-        watch: FiniteWatch | None = None,
+        observer: FiniteObserver | None = None,
     ) -> None:
         self._stages = stages
         self._edges = tuple(edges)
@@ -173,7 +173,7 @@ class Executor:
         self._reduction = reduction
         self._colocation = colocation
         self._whereabouts = whereabouts or Whereabouts()
-        self._watch = watch or FiniteWatch(self._device)
+        self._observer = observer or FiniteObserver(self._device)
         # Whether a stage draws random numbers; None: its first forward will tell.
         self._draws: dict[StageId, bool | None] = {
             name: stage.training and (getattr(stage, "may_draw", True) or None)
@@ -209,7 +209,7 @@ class Executor:
         result = StepResult()
         step = _Step(inputs, meta)
         if meta.training:
-            self._watch.begin()
+            self._observer.begin()
         if program.reduced is not None and self._reduction is not None:
             self._reduction.expect(program.reduced)
         for edge, microbatches in program.incoming.items():
@@ -217,15 +217,15 @@ class Executor:
         clock = step_clock(self._device)
         now = clock.mark()
         timed: list[_Timed] = []
-        for turn in program.turns:
-            self._whereabouts.enter(turn[0])
-            if turn[0].turn < 0:
-                (task,) = turn
+        for group in program.groups:
+            self._whereabouts.enter(group[0])
+            if group[0].group < 0:
+                (task,) = group
                 self._run_alone(task, step, result)
                 before, now = now, clock.mark()
                 timed.append(_Timed(task, before, now))
             else:
-                timed += self._run_side_by_side(turn, step, clock)
+                timed += self._run_concurrently(group, step, clock)
                 now = clock.mark()
         self._whereabouts.enter("the end of a step")
         for sender in self._senders.values():
@@ -246,8 +246,8 @@ class Executor:
         if reduction is not None:
             reduction.finished(task.stage)
 
-    def _run_side_by_side(
-        self, turn: Sequence[Task], step: _Step, clock: StepClock
+    def _run_concurrently(
+        self, group: Sequence[Task], step: _Step, clock: StepClock
     ) -> list[_Timed]:
         """A turn: every module's tasks in its thread, on its quota. What this thread issues
         afterwards (messages, sums of gradients, the optimizer's step) comes after all of it.
@@ -255,13 +255,13 @@ class Executor:
         Sums of gradients start here only: their hooks know one backward at a time.
         """
         of_module: dict[str, list[Task]] = {}
-        for task in turn:
+        for task in group:
             of_module.setdefault(task.stage.module, []).append(task)
         works = {module: self._work(tasks, step, clock) for module, tasks in of_module.items()}
         assert self._colocation is not None  # which makes turns
         outputs = self._colocation.run(works)
         timed = [one for output in outputs.values() for one in output.get()[0]]
-        for task in turn:
+        for task in group:
             if task.last and self._reduction is not None:
                 self._reduction.finished(task.stage)
         return timed
@@ -319,11 +319,11 @@ class Executor:
             if task.op is Op.FORWARD:
                 step.saved[task.stage, m] = (leaves, output)
         if step.meta.training:
-            self._watch.saw("output", task.stage, m, output.tensors)
+            self._observer.saw("output", task.stage, m, output.tensors)
         if not self._has_consumer(task.stage):
             step.losses[m] = output.tensors[0].detach()
             if step.meta.training:
-                self._watch.loss(step.losses[m])
+                self._observer.loss(step.losses[m])
         handed = Message(tuple(t.detach() for t in output.tensors), output.side)
         for dst in task.consumers:
             step.mailbox[task.stage, dst, m] = handed
@@ -364,7 +364,7 @@ class Executor:
             return
         draws = module_draws(
             meta.seed, meta.step, task.stage.module, task.microbatch,
-            self._random_shares.get(task.stage, 0), watched=drawn is None, batch=meta.batch,
+            self._random_shares.get(task.stage, 0), observed=drawn is None, batch=meta.batch,
         )  # fmt: skip
         draws.enter("stage")
         yield draws
@@ -402,7 +402,7 @@ class Executor:
                     self._sum_gradient(one.clone(memory_format=torch.contiguous_format))
                     for one in handed
                 )
-            self._watch.saw("gradient", task.stage, m, handed, of=src)
+            self._observer.saw("gradient", task.stage, m, handed, of=src)
             step.mailbox[task.stage, src, m] = Message(handed, {})
 
     def _has_consumer(self, stage: StageId) -> bool:

@@ -58,7 +58,7 @@ class _Note(NamedTuple):
     sums: torch.Tensor
 
 
-class FiniteWatch:
+class FiniteObserver:
     """Watches the batches of an update. Nothing here waits for the device, but :meth:`places`.
 
     Args:

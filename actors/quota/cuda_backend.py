@@ -136,7 +136,7 @@ def _ordinal(device: torch.device | int | None) -> int:
 
 def _check_environment() -> None:
     if not torch.cuda.is_available():
-        raise QuotaUnavailableError("there is no CUDA device; accepted here: AccountingBackend")
+        raise QuotaUnavailableError("there is no CUDA device; accepted here: RecordingBackend")
     if os.environ.get(CONNECTIONS) == "1":
         raise QuotaUnavailableError(
             f"{CONNECTIONS} is '1': work of different streams would run in turn; accepted: "

@@ -46,7 +46,7 @@ def pad_layout(layout: torch.Tensor, processes: int) -> torch.Tensor:
     return padded
 
 
-def deal_tokens(
+def shard_tokens(
     masks: Sequence[AttentionMask], length: int, exchange: Exchange
 ) -> ContextGroup:
     """Deal a padded microbatch's tokens out so that attention work and token count balance.

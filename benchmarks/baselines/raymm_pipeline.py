@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks._rank_lanes import lanes_between_ranks
+from benchmarks._rank_p2p_groups import p2p_groups_between_ranks
 from benchmarks.baselines.chain import ChainConfig, ChainLoss, ChainResult, ChainStage, chain_inputs
 from benchmarks.baselines.contender import Contender
 from raymm.actors.executor.executor import StepMeta
@@ -66,7 +66,7 @@ class RaymmContender(Contender):
             {stage.id: partial(RaymmStage, config, stage.index)} for stage in plan.stages
         ]
         places = {stage.id: stage.rank for stage in plan.stages}
-        lanes = lanes_between_ranks(plan.stage_edges, places)
+        lanes = p2p_groups_between_ranks(plan.stage_edges, places)
         if self.group is None:
             specs = [
                 RankSpec(

@@ -27,7 +27,7 @@ from raymm.draw.palette import (
 )
 from raymm.draw.save import new_figure, picture_path, save_figure, text_width
 from raymm.scheduler.plan.stage import StageId
-from raymm.scheduler.program.program import COMPUTE, EPILOGUE, Op
+from raymm.scheduler.program.program import COMPUTE, OPTIMIZER_OPS, Op
 from raymm.scheduler.program.timeline import Span, Timeline
 
 # Sizes in inches, font sizes in points.
@@ -268,7 +268,7 @@ def _legend(
     other = []
     if any(span.op == Op.RECV for span in spans):
         other.append(Patch(facecolor=WAIT, label="waiting for a message"))
-    if any(span.op in EPILOGUE for span in spans):
+    if any(span.op in OPTIMIZER_OPS for span in spans):
         other.append(Patch(facecolor=COLLECTIVE, label="reduce, clip, optimizer step"))
     if stepped:
         other.append(Patch(alpha=0.0, label="lower boxes: later stages of a module on its rank"))
@@ -353,7 +353,7 @@ def _boxes(
             numbers.append((start, stop, middle, span, look))
         elif span.op == Op.RECV:
             half, fill, outline = 0.06, WAIT, "none"
-        elif span.op in EPILOGUE:
+        elif span.op in OPTIMIZER_OPS:
             half, fill, outline = 0.30, COLLECTIVE, "white"
         else:  # a SEND only starts a transfer
             continue

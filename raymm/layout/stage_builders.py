@@ -23,8 +23,8 @@ from raymm.actors.sharding.fully_sharded import (
     fully_sharded_plan,
     language_units,
 )
-from raymm.actors.sharding.parameter_pieces import ChainPieces, PiecePlan
-from raymm.actors.sharding.sample_rows import DealtSamplesError, count_items
+from raymm.actors.sharding.parameter_shards import ShardPlan, ShardSpec
+from raymm.actors.sharding.sample_rows import SplitSamplesError, count_items
 from raymm.actors.sharding.tensor_plan import tensor_plan
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage, encoder_stage_parameters
 from raymm.actors.stages.language import (
@@ -63,7 +63,7 @@ class StageBuilders:
 
     build: dict[StageId, Callable[[], EncoderStage | LanguageStage]]
     owned: dict[StageId, dict[str, int]]
-    pieces: dict[str, ChainPieces]
+    pieces: dict[str, ShardSpec]
     retries: dict[str, Retry] = field(default_factory=dict)
 
 
@@ -113,7 +113,7 @@ def stage_builders(model: MultimodalModule, plan: Plan) -> StageBuilders:
 
 
 def _try_inputs(
-    spec: EncoderSpec, cuts: Cuts, stage: Stage, pieces: ChainPieces, example: Mapping[str, Any]
+    spec: EncoderSpec, cuts: Cuts, stage: Stage, pieces: ShardSpec, example: Mapping[str, Any]
 ) -> None:
     """
     Raises:
@@ -202,13 +202,13 @@ def _check_samples(
     if isinstance(spec, EncoderSpec) and example is not None:
         try:
             count_items(example, module)
-        except DealtSamplesError as error:
+        except SplitSamplesError as error:
             raise PlanError(f"sharding of {module!r}: {error}") from None
 
 
 def _pieces(
     module: str, spec: EncoderSpec | LanguageSpec, stage: Stage, example: dict[str, Any] | None
-) -> ChainPieces:
+) -> ShardSpec:
     """Which piece of a module's parameters each process of a rank holds.
 
     Raises:
@@ -224,15 +224,15 @@ def _pieces(
             )
         units = language_units if isinstance(spec, LanguageSpec) else block_units
         plan = fully_sharded_plan(skeleton, units(skeleton, blocks), stage.shards)
-        return ChainPieces({"module": plan}, stage.shards)
+        return ShardSpec({"module": plan}, stage.shards)
     tp = stage.tp
     if tp == 1:
-        return ChainPieces()
-    plans: dict[str, PiecePlan] = {"module": probe_tensor(spec.source, tp, module, example)}
+        return ShardSpec()
+    plans: dict[str, ShardPlan] = {"module": probe_tensor(spec.source, tp, module, example)}
     projector = getattr(spec, "projector", None)
     if projector is not None:
         plans["projector"] = tensor_plan(projector, tp, f"{module} projector")
-    return ChainPieces(plans)
+    return ShardSpec(plans)
 
 
 def _slim(

@@ -20,7 +20,7 @@ from raymm.costs.scaling_estimates import (
     BANDWIDTH_SHARES,
     MULTIPROCESSORS,
     ModuleShape,
-    batch_loads,
+    batch_workload,
     check_steps,
     edges_of,
     estimated_surface,
@@ -46,8 +46,8 @@ from raymm.scheduler.graph.strict_json import (
 from raymm.scheduler.multiplex.interference import Interference
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.multiplex.problem import STEPS, MappingProblem
+from raymm.scheduler.multiplex.solver.leftover_quota import with_leftover_quota
 from raymm.scheduler.multiplex.solver.solve import solve
-from raymm.scheduler.multiplex.solver.spare_quota import with_spare_quota
 from raymm.scheduler.multiplex.surface import (
     ScalingSurface,
     SurfaceConditions,
@@ -166,7 +166,7 @@ def plan_multiplexed(
             raise MultiplexError(
                 "batch is not given; estimates need the samples of an iteration, at least 1"
             )
-        loads = batch_loads(shapes, tokens or {}, whole(batch, "batch", 1))
+        loads = batch_workload(shapes, tokens or {}, whole(batch, "batch", 1))
     request = MappingRequest(
         gpus, spec, surfaces, interference, memory_gib, batch, dtype, steps, strategy, seed,
         ranks_per_node, deadline_seconds, tokens=tokens or None,
@@ -236,7 +236,7 @@ def plan_shapes(
     mapping, unfit, why = _fitting(problem, mapping, baselines)
     if why:
         notes.append(why)
-    mapping = with_spare_quota(problem, mapping)
+    mapping = with_leftover_quota(problem, mapping)
     return PlannedMultiplexed(
         problem, mapping, baselines, source, estimated, about, request.batch, unfit, tuple(notes)
     )

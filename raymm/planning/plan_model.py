@@ -20,10 +20,10 @@ from raymm.planning.strategies import OMNIBAL_RADIUS, Search, find_plans, is_joi
 from raymm.scheduler.costs.profile_table import ProfileTable
 from raymm.scheduler.graph.module_graph import ModuleGraph
 from raymm.scheduler.plan.plan import Plan
-from raymm.scheduler.search.judge import Option
+from raymm.scheduler.search.evaluation import Option
 from raymm.scheduler.search.module_degrees import degrees_of
 from raymm.scheduler.search.planner import LAYOUTS, SEARCHED_SCHEDULES
-from raymm.scheduler.search.whole_modules import in_own_layers, with_whole_modules
+from raymm.scheduler.search.uncut_modules import in_own_layers, with_uncut_modules
 
 NO_DEGREES = DegreeRequest({}, {})
 class Planned(PlanResult):
@@ -77,7 +77,7 @@ def plan_model(
                 frozenset(unshared),
             )
             search = replace(search, degrees=choices)
-        found = find_plans(*with_whole_modules(graph, costs.profile, whole), search)
+        found = find_plans(*with_uncut_modules(graph, costs.profile, whole), search)
         options = tuple(
             replace(option, plan=in_own_layers(option.plan, graph, costs.profile))
             for option in found.options

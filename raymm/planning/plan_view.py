@@ -15,7 +15,7 @@ from raymm.scheduler.costs.recomputation import KEEP
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.schedule.memory import GIB, rank_memory
 from raymm.scheduler.schedule.stage_costs import stage_costs
-from raymm.scheduler.search.judge import Option, places_text
+from raymm.scheduler.search.evaluation import Option, places_text
 from raymm.scheduler.search.module_degrees import rank_text
 
 # How many of the plans that lost, and of those that do not fit, are listed.
@@ -165,7 +165,7 @@ def draw_schedule(planned: PlanResult, path: str | Path) -> Path:
     plan = planned.plan
     timelines = [(f"{plan.schedule}, predicted", planned.timeline)]
     if plan.schedule != "1f1b":
-        plain = PlanResult.judged(
+        plain = PlanResult.evaluated(
             replace(plan, schedule="1f1b", policy=None, activation_limits=None), planned.costs
         )
         timelines.insert(0, ("1f1b, the same stages", plain.timeline))

@@ -11,11 +11,11 @@ from raymm.costs.analytic import analytic_profile
 from raymm.costs.named_devices import CPU, device_called
 from raymm.costs.profile_files import load_table
 from raymm.costs.workload import (
-    Loads,
+    Workload,
     changed_tokens,
     check_tokens,
-    loads_of_microbatch,
-    loads_of_tokens,
+    microbatch_workload,
+    token_workload,
 )
 from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule
 from raymm.scheduler.costs.devices import DeviceSpec, find_device
@@ -120,11 +120,11 @@ def model_costs(
 def _loads(
     model: MultimodalModule, microbatch: Any, tokens: Mapping[str, int], samples: int,
     text: int | None,
-) -> Loads:
+) -> Workload:
     if microbatch is None or set(tokens) >= {*model.encoder_names, LANGUAGE_MODEL}:
-        return loads_of_tokens(model, tokens, samples, text)
+        return token_workload(model, tokens, samples, text)
     real: Any = microbatch() if callable(microbatch) else microbatch
-    return changed_tokens(loads_of_microbatch(model, real), tokens)
+    return changed_tokens(microbatch_workload(model, real), tokens)
 
 
 def _total(table: ProfileTable, name: str, each: int) -> int:

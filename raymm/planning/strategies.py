@@ -26,14 +26,14 @@ from raymm.scheduler.graph.module_graph import ModuleGraph
 from raymm.scheduler.plan.plan import SCHEDULES, Plan, PlanError
 from raymm.scheduler.plan.plan_error import check_choices, check_number
 from raymm.scheduler.schedule.network import Network
-from raymm.scheduler.search.few_ranks import few_rank_plans
-from raymm.scheduler.search.judge import Candidates, Option, Proposal, fastest_first
+from raymm.scheduler.search.evaluation import Candidates, Option, Proposal, fastest_first
 from raymm.scheduler.search.module_degrees import DegreeChoices
 from raymm.scheduler.search.omnibal_partition import PartitionCandidate, partition_candidates
 from raymm.scheduler.search.partition import PartitionError, Ranges
 from raymm.scheduler.search.planner import LAYERS, LAYOUTS, RECOMPUTE, SEARCHED_SCHEDULES, propose
 from raymm.scheduler.search.stage_search import joint_search, loosely_coupled
 from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
+from raymm.scheduler.search.time_shared_plans import time_shared_plans
 
 STRATEGIES = ("joint", "loosely_coupled", "unaware", "layers", "parameters", "omnibal")
 OMNIBAL_RADIUS = 1
@@ -162,7 +162,7 @@ def _find(graph: ModuleGraph, profile: CostProfile, search: Search) -> Proposal:
 
 
 def _candidates(
-    space: StageSpace, search: Search, judge: Candidates
+    space: StageSpace, search: Search, evaluate: Candidates
 ) -> Iterator[tuple[str, Plan]]:
     """(name, plan) of what a strategy would run."""
     if search.ranks < len(space.graph.nodes):
@@ -171,15 +171,15 @@ def _candidates(
                 f"ranks is {search.ranks}; strategy {search.strategy!r} needs one for each of "
                 f"{len(space.graph.nodes)} modules"
             )
-        yield from few_rank_plans(space, search.ranks)
+        yield from time_shared_plans(space, search.ranks)
         return
     if search.strategy == "loosely_coupled":
-        found = loosely_coupled(space, judge.seconds, judge.fits)
+        found = loosely_coupled(space, evaluate.seconds, evaluate.fits)
     else:
         space = replace(space, believed=_believed(space, search.strategy))
         # Bounds of the profile hold for any partition, so the search stays exact.
-        found = joint_search(space, judge.seconds, judge.bound, judge.fits)
-    judge.count(found)
+        found = joint_search(space, evaluate.seconds, evaluate.bound, evaluate.fits)
+    evaluate.count(found)
     if search.strategy == "omnibal":
         plans = _omnibal(space, found.best.plan, search.radius)
     else:

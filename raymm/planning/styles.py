@@ -16,7 +16,7 @@ from raymm.costs.scaling_estimates import (
     shapes_of,
     slowed_layers,
 )
-from raymm.costs.workload import changed_tokens, loads_of_microbatch, loads_of_tokens
+from raymm.costs.workload import changed_tokens, microbatch_workload, token_workload
 from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule
 from raymm.planning.degrees import DegreeRequest
 from raymm.planning.mapping_view import time_text
@@ -160,7 +160,7 @@ def compare_styles(
     limit = costs.memory_limit(request.memory_gib)
     try:
         if given is not None:
-            pipelined = Planned.judged(replace(given, profile=None), costs, limit)
+            pipelined = Planned.evaluated(replace(given, profile=None), costs, limit)
         else:
             ranks = request.ranks
             assert ranks is not None  # see _Basis.of
@@ -298,5 +298,5 @@ def _loads(
     model: MultimodalModule, data: DataShape, tokens: Mapping[str, int]
 ) -> Mapping[str, Load]:
     if data.microbatch is None or set(tokens) >= {*model.encoder_names, LANGUAGE_MODEL}:
-        return loads_of_tokens(model, tokens, data.samples, data.text).by_module
-    return changed_tokens(loads_of_microbatch(model, data.microbatch()), tokens).by_module
+        return token_workload(model, tokens, data.samples, data.text).by_module
+    return changed_tokens(microbatch_workload(model, data.microbatch()), tokens).by_module

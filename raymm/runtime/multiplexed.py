@@ -19,7 +19,7 @@ from raymm.actors.multiplexed.iteration_meta import (
 from raymm.actors.quota import Backend
 from raymm.actors.rank.rank_group import StepHandle
 from raymm.data import MicrobatchMeta
-from raymm.data.loading.in_memory import check_dealt
+from raymm.data.loading.in_memory import check_split
 from raymm.layout.stage_builders import reloadable_modules
 from raymm.model.batch_rules import BatchError
 from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule
@@ -126,7 +126,7 @@ class MultiplexedParallelModule(ParallelModule):
     def _arranged(self, microbatch: dict[str, Any]) -> dict[str, Any]:
         for name in self._encoders:
             if name in microbatch:
-                check_dealt(name, microbatch[name], "to deal them out over GPUs")
+                check_split(name, microbatch[name], "to deal them out over GPUs")
         return _items_by_row(microbatch)
 
     def submit(
@@ -177,7 +177,7 @@ class MultiplexedParallelModule(ParallelModule):
         )
 
     def update(self) -> float | None:
-        results = self.group.run_epilogue()
+        results = self.group.run_optimizer_ops()
         self._step += 1
         skipped = self._skipped_step(self._step, self._take_batches(), None, results)
         self._say_skipped(skipped, callers=4)  # of optimizer.step()
@@ -203,7 +203,7 @@ class MultiplexedParallelModule(ParallelModule):
             parameter_name(node, name): value
             for gpu, here in enumerate(self.group.call("parameters", trainable_only))
             for (node, name), value in here.items()
-            if self._mapped.copies[node][0] == gpu
+            if self._mapped.replicas[node][0] == gpu
         }
 
     def quotas(self) -> list[str]:

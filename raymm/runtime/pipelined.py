@@ -17,13 +17,13 @@ import torch
 
 from raymm.actors.executor.executor import StepMeta, StepResult
 from raymm.actors.quota import Multiprocessors
-from raymm.actors.rank.rank_actor import Neighbours, RankSpec, remember
+from raymm.actors.rank.rank_actor import ProcessGroups, RankSpec, remember
 from raymm.actors.rank.rank_group import RankGroup, StepHandle, measured_timeline
 from raymm.costs.named_devices import cluster_device
 from raymm.costs.scaling_estimates import MULTIPROCESSORS
 from raymm.data import MicrobatchMeta
-from raymm.data.loading.in_memory import check_dealt
-from raymm.layout.parameter_owners import families, holdings, place_of
+from raymm.data.loading.in_memory import check_split
+from raymm.layout.parameter_owners import parameter_ownership, place_of, reduction_groups
 from raymm.layout.plan_check import check_fits, check_grants
 from raymm.layout.stage_builders import reloadable_modules, stage_builders
 from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule
@@ -34,7 +34,7 @@ from raymm.runtime.skipped_step import SkippedStep, skipped_step
 from raymm.scheduler.plan.plan import Plan, PlanError, Stage
 from raymm.scheduler.plan.process_grid import Process, Processes
 from raymm.scheduler.plan.stage import StageId
-from raymm.scheduler.program.program import EPILOGUE, Op, Program, check_program
+from raymm.scheduler.program.program import OPTIMIZER_OPS, Op, Program, check_program
 from raymm.scheduler.schedule.lower import lower
 
 
@@ -121,7 +121,7 @@ class MultimodalParallelModule(ParallelModule):
         self._tried.retries.update(made.retries)
         self._pieces = made.pieces
         self._processes = processes = Processes(plan)
-        self.holdings = held = holdings(processes, made.owned, made.pieces)
+        self.parameter_ownership = held = parameter_ownership(processes, made.owned, made.pieces)
         self._reduces = any(one.shared for one in held)
         specs = [
             RankSpec(
@@ -129,12 +129,14 @@ class MultimodalParallelModule(ParallelModule):
                 world_size=len(processes.all),
                 builders={s.id: made.build[s.id] for s in plan.rank_stages(process.rank)},
                 edges=plan.stage_edges,
-                lanes=tuple((edge, processes.lanes(edge)) for edge in processes.remote_edges),
+                p2p_groups=tuple(
+                    (edge, processes.p2p_groups(edge)) for edge in processes.remote_edges
+                ),
                 groups=processes.groups,
-                neighbours=_neighbours(processes, process),
+                process_groups=_process_groups(processes, process),
                 pieces=made.pieces,
-                families=families(held),
-                holdings=held[number],
+                reduction_groups=reduction_groups(held),
+                parameter_ownership=held[number],
                 optimizer=run.optimizer,
                 autocast=run.autocast,
                 reloadable=reloadable_modules(model),
@@ -161,7 +163,7 @@ class MultimodalParallelModule(ParallelModule):
         for name in {stage.module for stage in self.plan.stages if stage.sharding == "fsdp"}:
             # What a callback makes of its inputs, only the rank sees.
             if name in encoders and name in microbatch and not encoders[name].preprocess_callback:
-                check_dealt(name, microbatch[name], "with sharding 'fsdp'")
+                check_split(name, microbatch[name], "with sharding 'fsdp'")
         return microbatch
 
     def reschedule(self, plan: Plan) -> None:
@@ -192,7 +194,7 @@ class MultimodalParallelModule(ParallelModule):
     ) -> PendingStep:
         parts, meta = prepared
         self._tried.check(parts, meta)
-        ops = self._epilogue() if update else ()
+        ops = self._optimizer_ops() if update else ()
         key = self._program(tuple(tuple(sorted(m.items)) for m in meta), ops, forward_only)
         inputs: list[list[tuple[StageId, int, Any]]] = [[] for _ in self._processes.all]
         for index, (part, one) in enumerate(zip(parts, meta, strict=True)):
@@ -236,17 +238,21 @@ class MultimodalParallelModule(ParallelModule):
         """The checked program of a step whose microbatches have these modalities."""
         program = lower(self.plan, present)
         check_program(program)
-        return program.with_epilogue(self._epilogue() if update else ())
+        return program.with_optimizer_ops(self._optimizer_ops() if update else ())
 
     def update(self) -> float | None:
-        results = self.group.run_epilogue(self._epilogue())
+        results = self.group.run_optimizer_ops(self._optimizer_ops())
         self._step += 1
         skipped = self._skipped_step(self._step, self._take_batches(), None, results)
         self._say_skipped(skipped, callers=4)  # of optimizer.step()
         return _grad_norm(results)
 
-    def _epilogue(self) -> tuple[Op, ...]:
-        return EPILOGUE if self._reduces else tuple(op for op in EPILOGUE if op != Op.REDUCE_TIED)
+    def _optimizer_ops(self) -> tuple[Op, ...]:
+        return (
+            OPTIMIZER_OPS
+            if self._reduces
+            else tuple(op for op in OPTIMIZER_OPS if op != Op.REDUCE_GRADS)
+        )
 
     def _program(self, present: tuple, ops: tuple[Op, ...], forward_only: bool) -> str:
         pattern = (present, ops, forward_only)
@@ -254,7 +260,7 @@ class MultimodalParallelModule(ParallelModule):
         if key is None:
             program = lower(self.plan, present, forward_only=forward_only)
             check_program(program)
-            program = program.with_epilogue(ops)
+            program = program.with_optimizer_ops(ops)
             of_processes = tuple(program.ranks[process.rank] for process in self._processes.all)
             key = self.group.load_program(Program(of_processes))
         else:
@@ -268,7 +274,7 @@ class MultimodalParallelModule(ParallelModule):
             for (stage, name), tensor in part.items():
                 pieces = self._pieces[stage.module]
                 place = place_of(self._processes, number, pieces)
-                if pieces.holders(name, place) == (place,) and pieces.is_replica(name, place):
+                if pieces.sharers(name, place) == (place,) and pieces.is_replica(name, place):
                     continue  # complete, and counted already
                 full = model_name(stage, name)
                 known = named.get(full)
@@ -329,7 +335,7 @@ def process_labels(processes: Processes) -> list[str]:
     return labels
 
 
-def _neighbours(processes: Processes, process: Process) -> Neighbours:
+def _process_groups(processes: Processes, process: Process) -> ProcessGroups:
     groups = (
         tuple(processes.of_rank(process.rank)),
         processes.data_group(process),
@@ -337,7 +343,7 @@ def _neighbours(processes: Processes, process: Process) -> Neighbours:
         processes.token_group(process),
         processes.tensor_group(process),
     )
-    return Neighbours(*(group if len(group) > 1 else () for group in groups))
+    return ProcessGroups(*(group if len(group) > 1 else () for group in groups))
 
 
 def _layout_key(meta: MicrobatchMeta) -> int:

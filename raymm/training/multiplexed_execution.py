@@ -16,8 +16,8 @@ from raymm.draw import draw_loss, draw_timelines
 from raymm.model.multimodal import ModelError, MultimodalModule
 from raymm.model.node_graph import check_mapping
 from raymm.monitor.balance import batch_balance, mean_over_max
+from raymm.monitor.observed_run import ObservedRun, ObservedStep
 from raymm.monitor.throughput import TOTAL
-from raymm.monitor.watched_run import WatchedRun, WatchedStep
 from raymm.runtime.multiplexed import MultiplexedParallelModule
 from raymm.scheduler.graph.strict_json import MultiplexError
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
@@ -86,19 +86,19 @@ class MultiplexedExecution:
         """Start the GPUs' processes; options as of :class:`MultiplexedParallelModule`."""
         return MultiplexedParallelModule(model, self.plan, **options)
 
-    def watch(self, run: WatchedRun) -> MultiplexedWatch:
+    def observer(self, run: ObservedRun) -> MultiplexedObserver:
         """Balance and the report."""
-        return MultiplexedWatch(run)
+        return MultiplexedObserver(run)
 
 
-class MultiplexedWatch:
-    """Watches the steps of a multiplexed run (:class:`raymm.training.execution.StepWatch`)."""
+class MultiplexedObserver:
+    """Watches the steps of a multiplexed run (:class:`raymm.training.execution.StepObserver`)."""
 
-    def __init__(self, run: WatchedRun) -> None:
+    def __init__(self, run: ObservedRun) -> None:
         self._run = run
-        self._last: WatchedStep | None = None
+        self._last: ObservedStep | None = None
 
-    def after_step(self, step: WatchedStep) -> dict[str, Any]:
+    def after_step(self, step: ObservedStep) -> dict[str, Any]:
         """``balance``, whose ``copies`` are the GPUs of a module, and ``stage_busy``: the mean over
         these GPUs."""
         self._last = step

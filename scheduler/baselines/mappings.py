@@ -21,7 +21,7 @@ from raymm.scheduler.multiplex.mapping import (
     predicted_stage,
 )
 from raymm.scheduler.multiplex.problem import MappingProblem, bits
-from raymm.scheduler.multiplex.solver.sequences import alone_in_turn
+from raymm.scheduler.multiplex.solver.sequences import alone_in_slot
 
 SPINDLE_SLICES = 24
 
@@ -29,7 +29,7 @@ SPINDLE_SLICES = 24
 def megatron(problem: MappingProblem) -> Mapping:
     """Every module over all GPUs, one after the other (the largest power of two of them)."""
     stages = []
-    for stage in alone_in_turn(problem):
+    for stage in alone_in_slot(problem):
         m = stage.bit_length() - 1
         runs = np.flatnonzero(np.isfinite(_whole(problem)[m]))
         if not len(runs):

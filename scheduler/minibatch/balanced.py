@@ -36,7 +36,7 @@ from raymm.scheduler.minibatch.problem import (
     checked_budgets,
     generator,
 )
-from raymm.scheduler.minibatch.replica_shares import deal_to_copies
+from raymm.scheduler.minibatch.replica_shares import split_over_replicas
 
 # Groups that compete for a sample; more level better, and take longer.
 POOL_GROUPS = 128
@@ -136,9 +136,9 @@ def plan_balanced(
     shuffled = random.permuted(np.arange(groups).reshape(-1, ranks), axis=1)
     shuffled = shuffled[random.permutation(len(shuffled))].ravel()
     samples, offsets = _reordered(samples, offsets, shuffled)
-    if measured is not None and measured.copies:
+    if measured is not None and measured.replicas:
         hard = np.array(budgets) if given else np.full(len(budgets), np.inf)
-        samples, offsets = deal_to_copies(samples, offsets, ranks, sizes, measured, hard)
+        samples, offsets = split_over_replicas(samples, offsets, ranks, sizes, measured, hard)
     return MiniBatchPlan(
         method="balanced", ranks=ranks, samples=samples, offsets=offsets,
         left_out=np.zeros(0, np.int64), packed=True, budgets=budgets, seed=seed, epoch=epoch,

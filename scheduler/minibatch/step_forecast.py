@@ -42,7 +42,7 @@ class StepForecast:
         self._programs: OrderedDict[tuple, Program] = OrderedDict()
 
     @property
-    def copies(self) -> dict[str, int]:
+    def replicas(self) -> dict[str, int]:
         """By modality, in how many copies its module is."""
         return {name: len(self.plan.replicas(m)) for name, m in self.modules.items()}
 

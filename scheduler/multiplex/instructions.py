@@ -30,7 +30,7 @@ class Part(NamedTuple):
     samples: Range
 
 
-class Piece(NamedTuple):
+class SampleTransfer(NamedTuple):
     """Samples that go from one GPU to another (or stay, where ``peer`` is the GPU itself).
 
     Forward they are a node's output; backward, the gradient of it.
@@ -45,7 +45,7 @@ class Piece(NamedTuple):
 class Run:
     """Run a turn's nodes side by side, on these samples."""
 
-    turn: int
+    slot: int
     direction: Direction
     parts: tuple[Part, ...]
 
@@ -60,17 +60,17 @@ class Route:
             stay are in ``receives`` only.
     """
 
-    turn: int
+    slot: int
     direction: Direction
-    sends: tuple[Piece, ...]
-    receives: tuple[Piece, ...]
+    sends: tuple[SampleTransfer, ...]
+    receives: tuple[SampleTransfer, ...]
 
 
 @dataclass(frozen=True)
 class Barrier:
     """Wait until every GPU is at this turn."""
 
-    turn: int
+    slot: int
     direction: Direction
 
 
@@ -96,7 +96,7 @@ Instruction = Run | Route | Barrier | Reduce | Finish | Update
 
 
 @dataclass(frozen=True)
-class Turn:
+class Slot:
     """What runs side by side.
 
     Attributes:
@@ -125,8 +125,8 @@ class MultiplexProgram:
 
     gpus: int
     batch: int
-    turns: tuple[Turn, ...]
-    copies: Mapping[str, tuple[int, ...]]
+    slots: tuple[Slot, ...]
+    replicas: Mapping[str, tuple[int, ...]]
     needs: Mapping[tuple[str, int], tuple[Range, ...]]
     instructions: tuple[tuple[Instruction, ...], ...]
 
@@ -143,13 +143,13 @@ def said(one: Instruction) -> str:
     kind = type(one).__name__.upper()
     if isinstance(one, Run):
         parts = ", ".join(f"{p.node}[{p.samples.lo}:{p.samples.hi}]" for p in one.parts)
-        return f"{kind} {one.direction} turn {one.turn}: {parts}"
+        return f"{kind} {one.direction} turn {one.slot}: {parts}"
     if isinstance(one, Route):
         parts = [f"{p.node}[{p.samples.lo}:{p.samples.hi}] to {p.peer}" for p in one.sends]
         parts += [f"{p.node}[{p.samples.lo}:{p.samples.hi}] from {p.peer}" for p in one.receives]
-        return f"{kind} {one.direction} turn {one.turn}: {', '.join(parts)}"
+        return f"{kind} {one.direction} turn {one.slot}: {', '.join(parts)}"
     if isinstance(one, Barrier):
-        return f"{kind} {one.direction} turn {one.turn}"
+        return f"{kind} {one.direction} turn {one.slot}"
     if isinstance(one, Reduce):
         return f"{kind} {', '.join(one.nodes)}"
     return kind

@@ -26,7 +26,7 @@ class Process(NamedTuple):
     tp: int
 
 
-class Lane(NamedTuple):
+class P2PGroup(NamedTuple):
     """Processes at both ends of an edge that have a tensor in common: the senders all hold it,
     the receivers are all to have it. By number."""
 
@@ -119,15 +119,15 @@ class Processes:
             for edge in ((src, dst), (dst, src))
         )
 
-    def lanes(self, edge: Edge) -> tuple[Lane, ...]:
+    def p2p_groups(self, edge: Edge) -> tuple[P2PGroup, ...]:
         """Who has messages with whom on a directed edge. Within a module, processes keep their
         share of the samples and tokens; what a module hands to another is whole."""
         sender, receiver = (self.plan.by_id[stage] for stage in edge)
         theirs = tuple(tuple(self.of_rank(stage.rank)) for stage in (sender, receiver))
         if sender.module != receiver.module:
-            return (Lane(*theirs),)
+            return (P2PGroup(*theirs),)
         tp = sender.tp
         return tuple(
-            Lane(*(numbers[place * tp : (place + 1) * tp] for numbers in theirs))
+            P2PGroup(*(numbers[place * tp : (place + 1) * tp] for numbers in theirs))
             for place in range(sender.fsdp * sender.cp)
         )

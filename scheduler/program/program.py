@@ -25,7 +25,7 @@ class Op(StrEnum):
     BACKWARD_WEIGHT = "backward_weight"  # B_w: gradients of parameters, after B_d
     SEND = "send"  # start sending what the stage produced for the edge; never blocks
     RECV = "recv"  # wait until the edge's next message is here
-    REDUCE_TIED = "reduce_tied"  # sum gradients of parameters that live on two ranks
+    REDUCE_GRADS = "reduce_grads"  # sum gradients of parameters that live on two ranks
     CLIP_GRADS = "clip_grads"  # scale gradients by the norm over all ranks
     STEP = "step"  # optimizer update, then zero gradients
 
@@ -33,7 +33,7 @@ class Op(StrEnum):
 FORWARDS = frozenset({Op.FORWARD, Op.FORWARD_NO_GRAD, Op.FORWARD_CHECKPOINTED})
 BACKWARDS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
 COMPUTE = FORWARDS | BACKWARDS | {Op.RECOMPUTE}
-EPILOGUE = (Op.REDUCE_TIED, Op.CLIP_GRADS, Op.STEP)
+OPTIMIZER_OPS = (Op.REDUCE_GRADS, Op.CLIP_GRADS, Op.STEP)
 
 
 class Instruction(NamedTuple):
@@ -50,7 +50,7 @@ class Instruction(NamedTuple):
     stage: StageId = NO_STAGE
     microbatch: int = -1
     peer: StageId = NO_STAGE
-    turn: int = -1
+    group: int = -1
     quota: float = 1.0
 
     @property
@@ -62,15 +62,15 @@ class Instruction(NamedTuple):
         where = f" {self.stage}" if self.stage.module else ""
         which = f" #{self.microbatch}" if self.microbatch >= 0 else ""
         arrow = {Op.SEND: f" -> {self.peer}", Op.RECV: f" <- {self.peer}"}.get(self.op, "")
-        beside = f" (turn {self.turn}, quota {self.quota:g})" if self.turn >= 0 else ""
+        beside = f" (turn {self.group}, quota {self.quota:g})" if self.group >= 0 else ""
         return f"{self.op.value}{where}{arrow}{which}{beside}"
 
 
-def turn_end(instructions: Sequence[Any], index: int) -> int:
+def group_end(instructions: Sequence[Any], index: int) -> int:
     """One past the last instruction (or task) of the turn of ``instructions[index]``; of one
     without a turn, the next."""
-    turn, end = instructions[index].turn, index + 1
-    while turn >= 0 and end < len(instructions) and instructions[end].turn == turn:
+    group, end = instructions[index].group, index + 1
+    while group >= 0 and end < len(instructions) and instructions[end].group == group:
         end += 1
     return end
 
@@ -83,7 +83,7 @@ class Program(NamedTuple):
     def __iter__(self) -> Iterator[tuple[Instruction, ...]]:  # type: ignore[override]
         return iter(self.ranks)
 
-    def with_epilogue(self, ops: tuple[Op, ...]) -> Program:
+    def with_optimizer_ops(self, ops: tuple[Op, ...]) -> Program:
         """The same program, followed on every rank by ``ops`` (collective, so on all)."""
         tail = tuple(Instruction(op) for op in ops)
         return Program(tuple(rank + tail for rank in self.ranks))
@@ -123,14 +123,14 @@ def check_program(program: Program) -> ProgramReport:
         ProgramError: naming rank and instruction.
     """
     collectives = [
-        tuple(i.op for i in rank if i.op in EPILOGUE) for rank in program.ranks
+        tuple(i.op for i in rank if i.op in OPTIMIZER_OPS) for rank in program.ranks
     ]
     for rank, ops in enumerate(collectives):
         if ops != collectives[0]:
             raise ProgramError(f"rank {rank} runs collectives {ops}, rank 0 {collectives[0]}")
 
     for rank, instructions in enumerate(program.ranks):
-        check_turns(rank, instructions)
+        check_groups(rank, instructions)
     position = [0] * len(program.ranks)
     queues: dict[Edge, deque[int]] = defaultdict(deque)
     done: set[tuple[str, StageId, int]] = set()
@@ -144,7 +144,7 @@ def check_program(program: Program) -> ProgramReport:
         for rank, instructions in enumerate(program.ranks):
             while position[rank] < len(instructions):
                 instruction = instructions[position[rank]]
-                if instruction.op in EPILOGUE:
+                if instruction.op in OPTIMIZER_OPS:
                     break
                 if home.setdefault(instruction.stage, rank) != rank:
                     raise ProgramError(
@@ -181,7 +181,7 @@ def check_program(program: Program) -> ProgramReport:
     return ProgramReport(live_activations=dict(peak))
 
 
-def check_turns(rank: int, instructions: Sequence[Instruction]) -> None:
+def check_groups(rank: int, instructions: Sequence[Instruction]) -> None:
     """Turns are of compute instructions next to each other, on quotas that a device has; a
     backward runs where the forward that kept its activations ran, because autograd runs it on
     that one's stream. Whether one instruction of a turn needs another's result cannot be seen
@@ -194,29 +194,29 @@ def check_turns(rank: int, instructions: Sequence[Instruction]) -> None:
     kept: dict[tuple[StageId, int], Instruction] = {}
     last = -1
     for one in instructions:
-        if one.turn >= 0:
-            of_turn = quotas.setdefault(one.turn, {})
+        if one.group >= 0:
+            in_group = quotas.setdefault(one.group, {})
             if one.op not in COMPUTE:
                 raise ProgramError(f"rank {rank}: {one}; only compute instructions have turns")
-            if of_turn and last != one.turn:
+            if in_group and last != one.group:
                 raise ProgramError(f"rank {rank}: {one} stands apart from others of its turn")
-            of_turn[one.stage.module] = one.quota
-            if sum(of_turn.values()) > 1 + ROUNDING:
+            in_group[one.stage.module] = one.quota
+            if sum(in_group.values()) > 1 + ROUNDING:
                 raise ProgramError(f"rank {rank}: {one} brings the quotas of its turn above 1")
-        last = one.turn
+        last = one.group
         place = one.stage, one.microbatch
         if one.op in (Op.FORWARD, Op.RECOMPUTE):
             kept[place] = one
         elif one.op in BACKWARDS and place in kept:
             before = kept[place]
-            if (before.turn >= 0, before.quota) != (one.turn >= 0, one.quota):
+            if (before.group >= 0, before.quota) != (one.group >= 0, one.quota):
                 raise ProgramError(f"rank {rank}: {one} is not on the quota of {before}")
 
 
 def _meet(program: Program, position: list[int]) -> bool:
     """Step over a collective once every rank has come to it."""
     if not program.ranks or any(
-        at == len(rank) or rank[at].op not in EPILOGUE
+        at == len(rank) or rank[at].op not in OPTIMIZER_OPS
         for rank, at in zip(program.ranks, position, strict=True)
     ):
         return False

@@ -53,7 +53,7 @@ class Task(NamedTuple):
     stage: StageId
     microbatch: int
     op: Op
-    turn: int = -1
+    group: int = -1
     quota: float = 1.0
 
 
@@ -92,7 +92,7 @@ class _Stage:
     backward and weight, so that messages of an edge keep their order."""
 
     __slots__ = (
-        "id", "rank", "depth", "turn", "held", "producers", "consumers", "recompute",
+        "id", "rank", "depth", "order", "held", "producers", "consumers", "recompute",
         "forward_s", "no_grad_s", "recompute_s", "backward_s", "input_s", "weight_s",
         "kept", "activation", "forwards", "backwards", "needs", "owes", "trains",
         "started", "next_forward", "next_recompute", "next_backward", "weights",
@@ -202,7 +202,7 @@ class ListScheduler:
             cost = self.sizes.get(stage.id, UNKNOWN_SIZES)
             state.rank, state.module, state.quota = stage.rank, stage.module, stage.quota
             state.depth = plan.depth[stage.id]
-            state.turn = (state.depth, len(stages))  # of one microbatch, nearest to loss first
+            state.order = (state.depth, len(stages))  # of one microbatch, nearest to loss first
             state.held = len(self.active) if rules.flush else plan.warm_up[stage.id]
             state.recompute = stage.recompute
             state.kept = cost.input_bytes if stage.recompute else cost.activation_bytes
@@ -234,7 +234,7 @@ class ListScheduler:
         # Per rank, bytes by microbatch and turn, which is the order things are finished in.
         self._held: list[dict[tuple[int, int, int], float]] = [{} for _ in range(plan.num_ranks)]
         self._order: list[list[Task]] = [[] for _ in range(plan.num_ranks)]
-        self._turns = 0
+        self._num_groups = 0
 
     @property
     def seconds(self) -> dict[tuple[StageId, Op], float]:
@@ -276,7 +276,7 @@ class ListScheduler:
         lacks_room = max(policy.priority)  # best priority of what only lacks room
         for state in self._on_rank[rank]:
             for kind, ready, microbatch, has_room in self._candidates(state):
-                if beside and not self._fits_beside(state, kind, microbatch, beside):
+                if beside and not self._fits_group(state, kind, microbatch, beside):
                     continue
                 if has_room:
                     candidates.append((state, kind, ready, microbatch))
@@ -316,7 +316,7 @@ class ListScheduler:
             return None
         return microbatch in state.on_quota
 
-    def _fits_beside(
+    def _fits_group(
         self, state: _Stage, kind: int, microbatch: int, beside: Sequence[_Begun]
     ) -> bool:
         return (
@@ -405,19 +405,19 @@ class ListScheduler:
         more = state.kept if kind == FORWARD else state.activation
         if sum(held.values()) + more > limit:
             return False
-        task = (microbatch, *state.turn)
+        task = (microbatch, *state.order)
         for other in self._on_rank[state.rank]:
             # What the stage will next need memory for.
             index = other.next_recompute if other.recompute else other.started
             if index == len(other.backwards):
                 continue
             first = other.backwards[index]
-            place = (first, *other.turn)
+            place = (first, *other.order)
             if place > task or (place == task and kind == RECOMPUTE):
                 continue
             after = sum(size for key, size in held.items() if key >= place)
             for late in self._on_rank[state.rank]:  # forwards that must still come before it
-                key = (first, *late.turn)
+                key = (first, *late.order)
                 if key >= place and key != task and first in late.needs:
                     if first not in late.forward_end:
                         after += late.kept
@@ -446,8 +446,8 @@ class ListScheduler:
             end = now + max(one.seconds / one.state.quota for one in begun)
             for index in range(first, len(order)):
                 quota = self._stages[order[index].stage].quota
-                order[index] = order[index]._replace(turn=self._turns, quota=quota)
-            self._turns += 1
+                order[index] = order[index]._replace(group=self._num_groups, quota=quota)
+            self._num_groups += 1
         else:
             end = now + begun[0].seconds
         for one in begun:
@@ -462,13 +462,13 @@ class ListScheduler:
         if kind == RECOMPUTE:
             microbatch, seconds = state.backwards[state.next_recompute], state.recompute_s
             state.next_recompute += 1
-            self._held[rank][microbatch, *state.turn] += state.activation
+            self._held[rank][microbatch, *state.order] += state.activation
             self._order[rank].append(Task(state.id, microbatch, Op.RECOMPUTE))
         elif kind == BACKWARD:
             return self._begin_backward(rank, state)
         else:
             microbatch, seconds = state.weights.popleft(), state.weight_s
-            del self._held[rank][microbatch, *state.turn]
+            del self._held[rank][microbatch, *state.order]
             self._order[rank].append(Task(state.id, microbatch, Op.BACKWARD_WEIGHT))
         return _Begun(state, kind, microbatch, seconds)
 
@@ -479,7 +479,7 @@ class ListScheduler:
             op = Op.FORWARD_CHECKPOINTED if state.recompute else Op.FORWARD
             seconds = state.forward_s
             state.started += 1
-            self._held[rank][microbatch, *state.turn] = state.kept
+            self._held[rank][microbatch, *state.order] = state.kept
         else:
             op, seconds = Op.FORWARD_NO_GRAD, state.no_grad_s
         run = self.active[microbatch].stages
@@ -507,7 +507,7 @@ class ListScheduler:
         if split:
             state.weights.append(microbatch)
         else:
-            del self._held[rank][microbatch, *state.turn]
+            del self._held[rank][microbatch, *state.order]
         return _Begun(state, BACKWARD, microbatch, seconds)
 
     def _end(self, begun: _Begun, end: float) -> None:

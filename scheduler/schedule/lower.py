@@ -146,7 +146,7 @@ def _zero_bubble(scheduler: ListScheduler) -> tuple[Schedule, Policy | None]:
     return best, chosen
 
 
-def settle(
+def refine(
     plan: Plan, delays: Mapping[Edge, float] | None = None
 ) -> tuple[Plan, float]:
     """A plan whose lowerings are quick, and its :func:`iteration_time`: a zero-bubble plan

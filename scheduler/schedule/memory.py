@@ -30,9 +30,9 @@ def peak_bytes(tasks: Iterable[Task], sizes: Mapping[StageId, StageCost]) -> int
     held: dict[tuple[StageId, int], int] = {}
     total = peak = remade = freed = 0
     last = -1
-    for stage, microbatch, op, turn, _ in tasks:
-        if turn < 0 or turn != last:  # what went before has ended
-            total, remade, freed, last = total - freed, 0, 0, turn
+    for stage, microbatch, op, group, _ in tasks:
+        if group < 0 or group != last:  # what went before has ended
+            total, remade, freed, last = total - freed, 0, 0, group
         size = sizes.get(stage, UNKNOWN_SIZES)
         key = (stage, microbatch)
         if op is Op.FORWARD or op is Op.RECOMPUTE:
@@ -65,7 +65,7 @@ def activation_peaks(
     """
     if isinstance(schedule, Program):
         ranks: Sequence[Sequence[Task]] = [
-            [Task(i.stage, i.microbatch, i.op, i.turn) for i in rank if i.op in COMPUTE]
+            [Task(i.stage, i.microbatch, i.op, i.group) for i in rank if i.op in COMPUTE]
             for rank in schedule.ranks
         ]
     else:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import NO_STAGE, StageId
-from raymm.scheduler.program.program import Instruction, Op, Program, turn_end
+from raymm.scheduler.program.program import Instruction, Op, Program, group_end
 from raymm.scheduler.schedule.list_schedule import Schedule, Task
 from raymm.scheduler.schedule.step_graph import ActiveStages
 
@@ -24,13 +24,13 @@ def to_program(plan: Plan, active: Sequence[ActiveStages], schedule: Schedule) -
         instructions: list[Instruction] = []
         index = 0
         while index < len(tasks):
-            after = turn_end(tasks, index)
+            after = group_end(tasks, index)
             sends: list[Instruction] = []
             computes = []
-            for stage, microbatch, op, turn, quota in tasks[index:after]:
+            for stage, microbatch, op, group, quota in tasks[index:after]:
                 receives, behind = _messages_around(plan, active, tasks[index], schedule.early)
                 instructions += receives
-                computes.append(Instruction(op, stage, microbatch, NO_STAGE, turn, quota))
+                computes.append(Instruction(op, stage, microbatch, NO_STAGE, group, quota))
                 sends += behind
                 index += 1
             instructions += computes

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 
 from raymm.scheduler.plan.stage import Edge, StageId
-from raymm.scheduler.program.program import COMPUTE, Op, Program, ProgramError, turn_end
+from raymm.scheduler.program.program import COMPUTE, Op, Program, ProgramError, group_end
 from raymm.scheduler.program.timeline import Span, Timeline
 from raymm.scheduler.schedule.network import Transfer
 
@@ -67,12 +67,12 @@ def simulate(
                 arrivals[instruction.edge].append(sent + transfer.latency)
                 if instruction.edge in waiting:
                     runnable.append(waiting.pop(instruction.edge))
-            elif instruction.turn < 0 and instruction.op in COMPUTE:
+            elif instruction.group < 0 and instruction.op in COMPUTE:
                 key = (instruction.stage, instruction.op)
                 seconds = of_microbatch.get((*key, instruction.microbatch))
                 clock[rank] += costs.get(key, 0.0) if seconds is None else seconds
-            elif instruction.turn >= 0:
-                after = turn_end(instructions, position[rank])
+            elif instruction.group >= 0:
+                after = group_end(instructions, position[rank])
                 ends: dict[str, float] = {}  # by module
                 for one in instructions[position[rank] : after]:
                     key, module = (one.stage, one.op), one.stage.module

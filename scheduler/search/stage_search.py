@@ -71,7 +71,7 @@ def loosely_coupled(
     """
     llm = space.graph.sink
     combinations = 0
-    judged = []
+    evaluated = []
     for count in space.possible(llm):
         counts = _pace_encoders(space, {llm: count}, space.bottleneck(llm, count), relax)
         if counts is None:
@@ -79,8 +79,8 @@ def loosely_coupled(
         combinations += 1
         plan = space.plan(counts)
         if fits is None or fits(plan):
-            judged.append(Choice(counts, plan, iteration_time(plan)))
-    return _result(space, judged, combinations, alternatives)
+            evaluated.append(Choice(counts, plan, iteration_time(plan)))
+    return _result(space, evaluated, combinations, alternatives)
 
 
 def _pace_encoders(
@@ -162,7 +162,7 @@ def joint_search(
     ]
     heapq.heapify(queue)
     combinations = len(queue)
-    judged: list[Choice] = []
+    evaluated: list[Choice] = []
     kept: list[float] = []  # the best times so far, negated: a heap with the worst of them first
     while queue:
         bound, size, final, chosen = heapq.heappop(queue)
@@ -178,23 +178,23 @@ def joint_search(
             continue
         if fits is not None and not fits(plan):
             continue
-        judged.append(Choice(counts, plan, iteration_time(plan)))
-        heapq.heappush(kept, -judged[-1].seconds)
+        evaluated.append(Choice(counts, plan, iteration_time(plan)))
+        heapq.heappush(kept, -evaluated[-1].seconds)
         if len(kept) > alternatives + 1:
             heapq.heappop(kept)
-    return _result(space, judged, combinations, alternatives)
+    return _result(space, evaluated, combinations, alternatives)
 
 
 def _result(
-    space: StageSpace, judged: list[Choice], combinations: int, alternatives: int
+    space: StageSpace, evaluated: list[Choice], combinations: int, alternatives: int
 ) -> SearchResult:
-    if not judged:
+    if not evaluated:
         more = "" if space.recompute else ", or turn recomputation on"
         raise StageSearchError(
             f"no plan found with at most {space.ranks} ranks that fits in memory; "
             f"give it more ranks or memory{more}"
         )
-    judged.sort(key=lambda c: (c.seconds, sum(c.counts.values()), tuple(c.counts.values())))
+    evaluated.sort(key=lambda c: (c.seconds, sum(c.counts.values()), tuple(c.counts.values())))
     return SearchResult(
-        judged[0], tuple(judged[1 : 1 + alternatives]), combinations, len(judged)
+        evaluated[0], tuple(evaluated[1 : 1 + alternatives]), combinations, len(evaluated)
     )

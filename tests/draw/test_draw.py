@@ -14,7 +14,7 @@ from raymm.draw.palette import module_hues
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.stage import StageId
-from raymm.scheduler.program.program import EPILOGUE, Op
+from raymm.scheduler.program.program import OPTIMIZER_OPS, Op
 from raymm.scheduler.program.timeline import Span, Timeline
 from raymm.scheduler.schedule.lower import full_program
 from raymm.scheduler.schedule.simulate import simulate
@@ -58,7 +58,7 @@ def timeline(plan: Plan, scale: float = 1.0, epilogue: bool = False) -> Timeline
     end = simulated.makespan
     tail = [
         Span(rank, op, "", -1, end, end + 0.002) for rank in range(plan.num_ranks)
-        for op in EPILOGUE
+        for op in OPTIMIZER_OPS
     ]
     return Timeline(simulated.spans + tuple(tail if epilogue else ()), plan.num_ranks)
 

@@ -35,7 +35,7 @@ def test_vision_and_llm_in_2_plus_2_stages(ray_cluster):
         check_gradients(parallel, oracle, split_batch(whole, 2), other)
         tied = [
             [holder.stage for holder in one.holders]
-            for one in parallel.holdings[2].shared
+            for one in parallel.parameter_ownership[2].shared
             if one.holders[0].name.endswith("embed_tokens.weight")
         ]
         assert tied == [[StageId("llm", 0), StageId("llm", 1)]]

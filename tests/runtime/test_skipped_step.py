@@ -91,7 +91,7 @@ def test_batches_and_names_that_are_not_known():
     assert began(place("output", StageId("llm", 0), 1, [0], 2, batch=5))[0] == [
         ("llm.0", "output", 1, ())
     ]
-    assert began(place("output", "tower", 1, [4], 9), batches=())[0] == [
+    assert began(place("output", StageId("tower"), 1, [4], 9), batches=())[0] == [
         ("tower", "output", 1, ("4",))
     ]
     assert skipped_step(1, 0.5, 1.0, [None, None], EDGES) is None

@@ -15,15 +15,19 @@ from raymm.actors.executor.colocation import Colocation
 from raymm.actors.executor.executor import Executor, StepMeta
 from raymm.actors.modules.message import Message
 from raymm.actors.modules.module_state import may_draw
-from raymm.actors.optimizer.gradient_reduction import GradientReduction, Holder, SharedParameter
+from raymm.actors.optimizer.gradient_reduction import (
+    GradientReduction,
+    ParameterReference,
+    SharedParameter,
+)
 from raymm.actors.quota import (
-    AccountingBackend,
     CudaBackend,
     ModuleError,
     Multiprocessors,
     QuotaError,
+    RecordingBackend,
 )
-from raymm.actors.quota.accounting import AccountedStream
+from raymm.actors.quota.recording import AccountedStream
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.stage import StageId
@@ -146,7 +150,7 @@ def same(one, other) -> bool:
 )  # fmt: skip
 def test_the_same_bits_as_one_after_another(options, present):
     """Dropout, batch norm, split backwards, recomputation: whatever runs beside it."""
-    backend = AccountingBackend()
+    backend = RecordingBackend()
     plan = plan_of(**options)
     colocation = Colocation(plan.quotas(0), backend, 30.0)
     mine = step(plan, present, colocation)
@@ -170,13 +174,16 @@ def test_sums_of_gradients_wait_for_the_whole_turn():
         parameters = {(n, k): p for n, part in parts.items() for k, p in part.named_parameters()}
         shared = [
             SharedParameter(
-                (Holder(0, StageId("vision", 0), key), Holder(0, StageId("vision", 1), key))
+                (
+                    ParameterReference(0, StageId("vision", 0), key),
+                    ParameterReference(0, StageId("vision", 1), key),
+                )
             )
             for key in ("body.2.weight", "body.2.bias")
         ]
         return GradientReduction(0, parameters, shared, {})
 
-    colocation = Colocation(plan.quotas(0), AccountingBackend(), 30.0)
+    colocation = Colocation(plan.quotas(0), RecordingBackend(), 30.0)
     mine = step(plan, BOTH, colocation, reduction=reduction)
     due = step(plan_of(quotas={}), BOTH, reduction=reduction)
     assert mine[0] == due[0] and same(mine[1], due[1])
@@ -292,7 +299,7 @@ class LoggedStream(AccountedStream):
         self.log.append((self.name, "keep", {t.data_ptr() for t in tensors}))
 
 
-class LoggedBackend(AccountingBackend):
+class LoggedBackend(RecordingBackend):
     def __init__(self) -> None:
         super().__init__()
         self.log: list[tuple] = []
@@ -330,14 +337,14 @@ def test_turns_fork_from_the_ranks_stream_and_join_it():
     forks = [i for i, entry in enumerate(log) if entry[:2] == ("main", "record")]
     assert len(forks) == 2 * MICROBATCHES
     for begin, after in itertools.pairwise([*forks, len(log)]):
-        turn = log[begin:after]
-        modules = {name for name, *_ in turn} - {"main"}
+        group = log[begin:after]
+        modules = {name for name, *_ in group} - {"main"}
         assert modules <= set(QUOTAS) and modules
         for module in modules:
-            what = [(kind, value) for name, kind, value in turn if name == module]
-            assert what[0] == ("wait", ("main", turn[0][2]))
+            what = [(kind, value) for name, kind, value in group if name == module]
+            assert what[0] == ("wait", ("main", group[0][2]))
             event = next(value for kind, value in what if kind == "record")
-            assert ("main", "wait", (module, event)) in turn
+            assert ("main", "wait", (module, event)) in group
     kept = {name: set() for name in ("main", *QUOTAS)}
     for name, kind, value in log:
         if kind == "keep":
@@ -381,7 +388,7 @@ def test_a_stage_that_raises_is_named():
     plan = plan_of()
     parts = parts_of(plan)
     parts[StageId("audio", 0)].body[2] = nn.Linear(WIDTH + 1, WIDTH)
-    colocation = Colocation(plan.quotas(0), AccountingBackend(), 30.0)
+    colocation = Colocation(plan.quotas(0), RecordingBackend(), 30.0)
     with pytest.raises(ModuleError, match="module 'audio' failed: RuntimeError: mat1 and mat2"):
         step(plan, BOTH, colocation, parts)
     colocation.close()
@@ -389,8 +396,8 @@ def test_a_stage_that_raises_is_named():
 
 def test_quotas_and_shared_weights_that_cannot_be_are_refused():
     with pytest.raises(QuotaError, match=r"quota of 'audio' is 0\.01 .*accepted: 0\.06061"):
-        Colocation({"vision": 0.5, "audio": 0.01}, AccountingBackend(), 30.0)
-    colocation = Colocation(QUOTAS, AccountingBackend(), 30.0)
+        Colocation({"vision": 0.5, "audio": 0.01}, RecordingBackend(), 30.0)
+    colocation = Colocation(QUOTAS, RecordingBackend(), 30.0)
     one, other = Part(), Part()
     colocation.check({"vision": [one], "audio": [other], "llm": [one]})
     other.body[2] = one.body[2]
@@ -431,7 +438,7 @@ def test_what_a_stage_draws_is_found_out(kind):
     for quotas in (QUOTAS, {}):
         torch.manual_seed(0)
         parts = {s.id: kind(sink=s.module == "llm") for s in plan.stages}
-        colocation = Colocation(QUOTAS, AccountingBackend(), 30.0) if quotas else None
+        colocation = Colocation(QUOTAS, RecordingBackend(), 30.0) if quotas else None
         executor = Executor(parts, plan.stage_edges, {}, {}, {}, colocation=colocation)
         program = executor.compile(lower(plan_of(quotas), BOTH).ranks[0])
         losses = []

@@ -55,11 +55,11 @@ WITH_IMAGE = (True, False, True, True, False)
 FROZEN = {"none": (), "encoders": (StageId("vision", 0),), "llm": LLM}
 
 
-def chain(microbatch: int) -> tuple[str, ...]:
+def chain(microbatch: int) -> tuple[StageId, ...]:
     return (CHAINS[microbatch % 2] if WITH_IMAGE[microbatch] else ()) + LLM
 
 
-def stages(frozen: str) -> dict[str, Part]:
+def stages(frozen: str) -> dict[StageId, Part]:
     torch.manual_seed(0)
     parts = {name: Part(name, name == StageId("llm", 1)) for name in (*CHAINS[0], *LLM)}
     for name in FROZEN[frozen]:
@@ -69,7 +69,7 @@ def stages(frozen: str) -> dict[str, Part]:
     return parts
 
 
-def data() -> dict[str, list]:
+def data() -> dict[StageId, list]:
     def rows(seed):
         return [{"x": torch.randn(4, 6, generator=torch.Generator().manual_seed(seed + m))}
                 for m in range(len(WITH_IMAGE))]
@@ -173,7 +173,7 @@ def test_any_order_gives_the_gradients_of_plain_autograd(frozen, recompute, spli
         parts = stages(frozen)
         assert execute(parts, program) == losses
         for name in (*CHAINS[0], *LLM):
-            copies = [parts[n] for n in (name, name + "@1") if n in parts]
+            copies = [parts[n] for n in (name, name._replace(replica=1)) if n in parts]
             for key, due in reference[name].named_parameters():
                 held = [dict(one.named_parameters())[key].grad for one in copies]
                 held = [gradient for gradient in held if gradient is not None]
@@ -193,7 +193,7 @@ def test_copies_see_their_own_microbatches():
     assert [names for names, _ in first] == [["vision.0"]] * 4
     assert [names for names, _ in second] == [["vision.0@1"]] * 2
     assert sorted(grad for _, grad in second) == [False, True]
-    assert {tuple(names) for names, _ in parts["llm.0"].seen} == {("vision",), ()}
+    assert {tuple(names) for names, _ in parts[StageId("llm", 0)].seen} == {("vision",), ()}
 
 
 def test_pass_two_is_where_the_weights_are():

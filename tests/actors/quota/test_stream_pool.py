@@ -9,12 +9,12 @@ import torch
 
 from benchmarks.emulated_backend import EmulatedBackend, EmulatedModule, pause
 from raymm.actors.quota import (
-    AccountingBackend,
     CudaBackend,
     Multiprocessors,
     OversubscribedError,
     QuotaError,
     QuotaUnavailableError,
+    RecordingBackend,
     StreamPool,
 )
 from tests.actors.quota.quota_spans import most_sms, seconds_together
@@ -26,7 +26,7 @@ SETS = {
 }
 
 
-class Logged(AccountingBackend):
+class Logged(RecordingBackend):
     """Keeps a log of what streams are told."""
 
     def __init__(self):
@@ -73,7 +73,7 @@ def test_everything_is_created_before_and_selecting_creates_nothing():
 
 
 def test_a_process_of_its_own_makes_only_its_own_streams():
-    whole = StreamPool(AccountingBackend(), SETS)
+    whole = StreamPool(RecordingBackend(), SETS)
     log = []
     for module in ("vision", "audio"):
         backend = Logged()
@@ -124,7 +124,7 @@ def test_a_failure_while_creating_closes_the_backend():
 
 
 def test_the_report_names_what_was_asked_and_granted():
-    report = StreamPool(AccountingBackend(), SETS).report().splitlines()
+    report = StreamPool(RecordingBackend(), SETS).report().splitlines()
     assert len(report) == 5
     assert report[0].startswith("encoders: 'vision': asked 0.6 (79.2 SMs), granted 80 of 132")
     assert report[2].endswith("granted 132 of 132 SMs (1), the whole GPU")
@@ -140,7 +140,7 @@ class Clock:
 
 def test_the_account_says_who_ran_when():
     clock = Clock()
-    backend = AccountingBackend(clock=clock)
+    backend = RecordingBackend(clock=clock)
     pool = StreamPool(backend, SETS)
     vision, audio = pool.select("encoders").streams.values()
     with vision.use():
@@ -155,7 +155,7 @@ def test_the_account_says_who_ran_when():
 
 
 def test_the_account_refuses_oversubscription():
-    backend = AccountingBackend(Multiprocessors(100, 10))
+    backend = RecordingBackend(Multiprocessors(100, 10))
     pool = StreamPool(backend, {"a": {"x": 0.5, "y": 0.5}, "b": {"z": 1.0}, "c": {"w": 0.3}})
     streams = {m: s for name in "abc" for m, s in pool.select(name).streams.items()}
     with streams["y"].use():

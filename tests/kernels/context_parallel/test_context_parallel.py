@@ -42,10 +42,10 @@ def random_layout(length: int, ranks: int, seed: int) -> ContextLayout:
     rng = np.random.default_rng(seed)
     cuts = np.unique(np.concatenate([[0, length], rng.integers(0, length + 1, 12)]))
     owner = rng.integers(0, ranks, len(cuts) - 1)
-    pieces = list(zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True))
+    regions = list(zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True))
     return ContextLayout(
         tuple(
-            join_ranges([p for p, o in zip(pieces, owner, strict=True) if o == rank])
+            join_ranges([p for p, o in zip(regions, owner, strict=True) if o == rank])
             for rank in range(ranks)
         )
     )

@@ -40,7 +40,7 @@ def real_step(plan, seconds, present):
 
 def test_a_step_like_those_before_is_predicted_exactly(plan):
     forecast = StepForecast(plan, MODULES, "text")
-    assert forecast.copies == {"vision": 1, "text": 2}
+    assert forecast.replicas == {"vision": 1, "text": 2}
     rng = np.random.default_rng(0)
     for _ in range(3):
         seconds = rng.uniform(0.1, 1.0, (4, 2))

@@ -54,11 +54,11 @@ def colocated(quotas=HALVES, frozen=(), microbatches=4, recompute=False, schedul
     return Plan(graph, stages, microbatches, schedule)
 
 
-def turns_of(program: Program, rank: int = 0) -> list[list[Instruction]]:
+def slots_of(program: Program, rank: int = 0) -> list[list[Instruction]]:
     found: dict[int, list[Instruction]] = {}
     for one in program.ranks[rank]:
-        if one.turn >= 0:
-            found.setdefault(one.turn, []).append(one)
+        if one.group >= 0:
+            found.setdefault(one.group, []).append(one)
     return list(found.values())
 
 
@@ -114,11 +114,11 @@ def test_all_work_of_both_encoders_is_side_by_side(recompute):
     program = full_program(plan)
     check_program(program)
     own = [i for i in program.ranks[0] if i.op in COMPUTE]
-    assert all(i.turn >= 0 and i.quota == 0.5 for i in own)
-    for turn in turns_of(program):
-        assert {i.stage for i in turn} == {StageId("vision", 0), StageId("audio", 0)}
-        assert len({i.microbatch for i in turn}) == 1  # the same, as both always have input
-    assert all(i.turn < 0 for rank in program.ranks[1:] for i in rank)
+    assert all(i.group >= 0 and i.quota == 0.5 for i in own)
+    for group in slots_of(program):
+        assert {i.stage for i in group} == {StageId("vision", 0), StageId("audio", 0)}
+        assert len({i.microbatch for i in group}) == 1  # the same, as both always have input
+    assert all(i.group < 0 for rank in program.ranks[1:] for i in rank)
 
 
 def test_what_has_nobody_beside_it_has_the_whole_device():
@@ -129,17 +129,17 @@ def test_what_has_nobody_beside_it_has_the_whole_device():
     check_program(program)
     place = {(i.stage, i.microbatch, i.op): i for i in program.ranks[0] if i.op in COMPUTE}
     for op in (Op.FORWARD, Op.BACKWARD):
-        assert place[StageId("vision", 0), 0, op].turn >= 0
+        assert place[StageId("vision", 0), 0, op].group >= 0
     for microbatch, modules in enumerate(present):
         for module in modules:
             forward = place[StageId(module, 0), microbatch, Op.FORWARD]
             backward = place[StageId(module, 0), microbatch, Op.BACKWARD]
-            assert (forward.turn >= 0) == (backward.turn >= 0)
+            assert (forward.group >= 0) == (backward.group >= 0)
 
 
 def test_a_single_modality_never_leaves_the_whole_device():
     program = lower(colocated(), [("vision",)] * 3)
-    assert turns_of(program) == []
+    assert slots_of(program) == []
     assert program == lower(colocated({}), [("vision",)] * 3)
 
 
@@ -164,14 +164,14 @@ def with_quotas(draw: st.DrawFn, of_plans) -> Plan:
 def check_turns_of(plan: Plan, program: Program) -> None:
     """What a turn promises, looked at one pair of instructions at a time."""
     for rank in range(plan.num_ranks):
-        for turn in turns_of(program, rank):
-            modules = [plan.by_id[i.stage].module for i in turn]
+        for group in slots_of(program, rank):
+            modules = [plan.by_id[i.stage].module for i in group]
             kinds = {"F" if i.op in FORWARDS else "W" if i.op is Op.BACKWARD_WEIGHT else "B"
-                     for i in turn if i.op is not Op.RECOMPUTE}  # fmt: skip
+                     for i in group if i.op is not Op.RECOMPUTE}  # fmt: skip
             assert len(kinds) <= 1
-            for one, module in zip(turn, modules, strict=True):
+            for one, module in zip(group, modules, strict=True):
                 assert one.quota == plan.by_id[one.stage].quota
-                for other, its in zip(turn, modules, strict=True):
+                for other, its in zip(group, modules, strict=True):
                     if module != its and one.microbatch == other.microbatch:
                         edge = one.stage, other.stage
                         assert edge not in plan.stage_edges and edge[::-1] not in plan.stage_edges
@@ -207,9 +207,9 @@ def test_zero_bubble_with_turns(data):
 
 def test_a_turn_takes_as_long_as_its_slowest_module():
     program = Program(((
-        Instruction(Op.FORWARD_NO_GRAD, StageId("a", 0), 0, turn=0, quota=0.25),
-        Instruction(Op.FORWARD_NO_GRAD, StageId("b", 0), 0, turn=0, quota=0.5),
-        Instruction(Op.FORWARD_NO_GRAD, StageId("b", 1), 0, turn=0, quota=0.5),
+        Instruction(Op.FORWARD_NO_GRAD, StageId("a", 0), 0, group=0, quota=0.25),
+        Instruction(Op.FORWARD_NO_GRAD, StageId("b", 0), 0, group=0, quota=0.5),
+        Instruction(Op.FORWARD_NO_GRAD, StageId("b", 1), 0, group=0, quota=0.5),
         Instruction(Op.FORWARD_NO_GRAD, StageId("a", 0), 1),
     ),))  # fmt: skip
     costs = {
@@ -244,15 +244,15 @@ def test_modules_of_a_turn_hold_their_memory_at_the_same_time():
 
     of_stage = {StageId("a", 0): sizes(4, 1), StageId("b", 0): sizes(6, 2)}
 
-    def tasks(*turns):
+    def tasks(*groups):
         return [
-            Task(stage, 0, op, turn)
-            for op, turn in zip((F, B), turns, strict=True) for stage in of_stage
+            Task(stage, 0, op, group)
+            for op, group in zip((F, B), groups, strict=True) for stage in of_stage
         ]
 
     assert peak_bytes(tasks(0, 1), of_stage) == 4 + 6 + 1 + 2
     assert peak_bytes(tasks(0, -1), of_stage) == 4 + 6 + 1  # then 6 + 2
-    program = Program((tuple(Instruction(t.op, t.stage, 0, turn=t.turn) for t in tasks(0, 1)),))
+    program = Program((tuple(Instruction(t.op, t.stage, 0, group=t.group) for t in tasks(0, 1)),))
     assert activation_peaks(colocated(), program, of_stage) == (13,)
 
 
@@ -262,22 +262,22 @@ def test_modules_of_a_turn_hold_their_memory_at_the_same_time():
     ("instructions", "why"),
     [
         (
-            [Instruction(F, StageId("a", 0), 0, turn=0, quota=0.5),
+            [Instruction(F, StageId("a", 0), 0, group=0, quota=0.5),
              Instruction(F, StageId("b", 0), 0),
-             Instruction(F, StageId("c", 0), 0, turn=0, quota=0.5)],
+             Instruction(F, StageId("c", 0), 0, group=0, quota=0.5)],
             "stands apart from others of its turn",
         ),
         (
-            [Instruction(F, StageId("a", 0), 0, turn=0, quota=0.6),
-             Instruction(F, StageId("b", 0), 0, turn=0, quota=0.5)],
+            [Instruction(F, StageId("a", 0), 0, group=0, quota=0.6),
+             Instruction(F, StageId("b", 0), 0, group=0, quota=0.5)],
             "brings the quotas of its turn above 1",
         ),
         (
-            [Instruction(Op.SEND, StageId("a", 0), 0, StageId("b", 0), turn=0, quota=0.5)],
+            [Instruction(Op.SEND, StageId("a", 0), 0, StageId("b", 0), group=0, quota=0.5)],
             "only compute instructions have turns",
         ),
         (
-            [Instruction(F, StageId("a", 0), 0, turn=0, quota=0.5),
+            [Instruction(F, StageId("a", 0), 0, group=0, quota=0.5),
              Instruction(B, StageId("a", 0), 0)],
             r"backward a\.0 #0 is not on the quota of forward a\.0 #0 \(turn 0, quota 0\.5\)",
         ),
@@ -290,7 +290,7 @@ def test_turns_that_cannot_run_are_refused(instructions, why):
 
 def test_backwards_of_a_pair_stay_a_pair():
     program = full_program(colocated())
-    kinds = [{i.op for i in turn} for turn in turns_of(program)]
+    kinds = [{i.op for i in group} for group in slots_of(program)]
     assert sum(kind <= BACKWARDS for kind in kinds) == sum(kind <= FORWARDS for kind in kinds) == 4
 
 

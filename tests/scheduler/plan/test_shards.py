@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_plans import alignment, steps
 
-from benchmarks._rank_lanes import lanes_between_ranks
+from benchmarks._rank_p2p_groups import p2p_groups_between_ranks
 from raymm.scheduler.plan.plan import Plan, PlanError
 from raymm.scheduler.plan.process_grid import Processes
 from raymm.scheduler.plan.stage import StageId
@@ -72,16 +72,18 @@ def test_lanes_join_all_processes_of_both_ends_once(plan: Plan) -> None:
     processes = Processes(plan)
     for edge in processes.remote_edges:
         sender, receiver = (plan.by_id[stage] for stage in edge)
-        lanes = processes.lanes(edge)
+        p2p_groups = processes.p2p_groups(edge)
         shares = sender.fsdp * sender.cp
-        assert len(lanes) == (shares if sender.module == receiver.module else 1)
-        senders = [n for lane in lanes for n in lane.senders]
-        receivers = [n for lane in lanes for n in lane.receivers]
+        assert len(p2p_groups) == (shares if sender.module == receiver.module else 1)
+        senders = [n for p2p_group in p2p_groups for n in p2p_group.senders]
+        receivers = [n for p2p_group in p2p_groups for n in p2p_group.receivers]
         assert senders == list(processes.of_rank(sender.rank))
         assert receivers == list(processes.of_rank(receiver.rank))
         if sender.module == receiver.module:
-            for number, lane in enumerate(lanes):  # samples and tokens stay where they are
-                ends = [processes.all[n] for n in (*lane.senders, *lane.receivers)]
+            for number, p2p_group in enumerate(
+                p2p_groups
+            ):  # samples and tokens stay where they are
+                ends = [processes.all[n] for n in (*p2p_group.senders, *p2p_group.receivers)]
                 assert {processes.data_place(end) for end in ends} == {number}
 
 
@@ -90,8 +92,8 @@ def test_ranks_of_one_process_have_one_lane_per_edge(step) -> None:
     plan, _ = step
     processes = Processes(plan)
     ranks = {stage.id: stage.rank for stage in plan.stages}
-    spelled_out = [(edge, processes.lanes(edge)) for edge in processes.remote_edges]
-    assert tuple(spelled_out) == lanes_between_ranks(plan.stage_edges, ranks)
+    spelled_out = [(edge, processes.p2p_groups(edge)) for edge in processes.remote_edges]
+    assert tuple(spelled_out) == p2p_groups_between_ranks(plan.stage_edges, ranks)
 
 
 def test_degrees_that_do_not_fit_are_refused() -> None:

@@ -7,7 +7,7 @@ import json
 import pytest
 from random_plans import chain, uniform
 
-from raymm.scheduler.plan.stage import StageId
+from raymm.scheduler.plan.stage import NO_STAGE, StageId
 from raymm.scheduler.program.program import Op
 from raymm.scheduler.program.timeline import Span, Timeline, chrome_trace
 from raymm.scheduler.schedule.lower import lower
@@ -17,7 +17,7 @@ TIMELINE = Timeline((
     Span(0, "forward", StageId("a", 0), 0, 1.0, 2.0),
     Span(0, "send", StageId("a", 0), 0, 2.0, 2.5, StageId("b", 0)),
     Span(0, "backward", StageId("a", 0), 0, 4.0, 6.0),
-    Span(0, "step", "", -1, 6.0, 11.0),
+    Span(0, "step", NO_STAGE, -1, 6.0, 11.0),
     Span(1, "recv", StageId("b", 0), 0, 1.0, 2.0, StageId("a", 0)),
     Span(1, "forward_no_grad", StageId("b", 0), 0, 2.0, 2.5),
     Span(1, "forward_no_grad", StageId("b", 0), 1, 2.5, 3.5),

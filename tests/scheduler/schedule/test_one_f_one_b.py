@@ -11,10 +11,10 @@ from random_plans import alignment, chain, costs_of, plans, steps, uniform
 
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
-from raymm.scheduler.plan.stage import StageId
+from raymm.scheduler.plan.stage import NO_STAGE, StageId
 from raymm.scheduler.program.program import (
     COMPUTE,
-    EPILOGUE,
+    OPTIMIZER_OPS,
     Instruction,
     Op,
     Program,
@@ -225,7 +225,7 @@ def test_an_absent_encoder_has_no_instruction(step: tuple[Plan, list[set[str]]])
     sources = {n.name for n in plan.graph.nodes if not plan.graph.producers(n.name)}
     for rank in program:
         for i in rank:
-            for stage in {i.stage, i.peer} - {""}:
+            for stage in {i.stage, i.peer} - {NO_STAGE}:
                 module = plan.by_id[stage].module
                 if module in sources and module != plan.graph.sink:
                     assert module in present[i.microbatch]
@@ -301,10 +301,10 @@ def test_fewer_microbatches_than_the_plan() -> None:
 @given(plans())
 def test_the_epilogue_closes_every_rank(plan: Plan) -> None:
     program = lower(plan, [()] * plan.num_microbatches)
-    closed = program.with_epilogue(EPILOGUE)
+    closed = program.with_optimizer_ops(OPTIMIZER_OPS)
     check_program(closed)
     for before, after in zip(program, closed, strict=True):
-        assert after == before + tuple(Instruction(op) for op in EPILOGUE)
+        assert after == before + tuple(Instruction(op) for op in OPTIMIZER_OPS)
 
 
 @given(st.data())

@@ -37,8 +37,8 @@ def plan_of(profile=PROFILE):
 def measured(plan, slower, present=None):
     """A step in which stages of a module and index take so many times what they should."""
     costs = {
-        (name, op): seconds * slower.get((name.split(".")[0], int(name.split(".")[1][0])), 1.0)
-        for (name, op), seconds in op_seconds(plan).items()
+        (stage, op): seconds * slower.get((stage.module, stage.index), 1.0)
+        for (stage, op), seconds in op_seconds(plan).items()
     }
     program = full_program(plan) if present is None else lower(plan, present)
     return simulate(program, costs)

@@ -18,7 +18,7 @@ from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.program.program import Op
 from raymm.scheduler.schedule.network import Network
 from raymm.scheduler.schedule.stage_costs import op_seconds
-from raymm.scheduler.search.judge import Option, judge
+from raymm.scheduler.search.evaluation import Option, evaluate
 from raymm.scheduler.search.planner import propose, within_memory
 from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
 
@@ -111,7 +111,7 @@ def test_a_plan_says_what_layers_do_and_fits(space: StageSpace, data: st.DataObj
         plan = None
     if plan is None:
         return
-    option, unfit = judge(plan, Network())
+    option, unfit = evaluate(plan, Network())
     assert unfit is None and max(one.total for one in option.memory) <= space.memory_limit
     assert Plan.from_json(plan.to_json()) == plan
     free = replace(plan, stages=tuple(replace(s, layer_options=()) for s in plan.stages))

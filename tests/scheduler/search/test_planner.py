@@ -22,7 +22,7 @@ from raymm.scheduler.schedule.memory import rank_memory
 from raymm.scheduler.schedule.network import Network, edge_transfers
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import op_seconds, stage_costs
-from raymm.scheduler.search.judge import Proposal
+from raymm.scheduler.search.evaluation import Proposal
 from raymm.scheduler.search.layouts import colocated, replicated
 from raymm.scheduler.search.planner import LAYOUTS, propose, within_memory
 from raymm.scheduler.search.stage_space import StageSearchError, StageSpace, make_plan
@@ -66,7 +66,7 @@ def brute_force(space: StageSpace, limit: int) -> list[list[float]]:
     that with the least bottleneck and then squares, of those whose stages fit. Several where
     cuts are equally good."""
     graph = space.graph
-    judged = []
+    evaluated = []
     sizes = [range(1, node.num_layers + 1) for node in graph.nodes]
     for chosen in itertools.product(*sizes):
         if sum(chosen) > space.ranks:
@@ -88,8 +88,8 @@ def brute_force(space: StageSpace, limit: int) -> list[list[float]]:
             names = [node.name for node in graph.nodes]
             times.append(seconds(made_of(space, dict(zip(names, ways, strict=True)))))
         if times:
-            judged.append(times)
-    return judged
+            evaluated.append(times)
+    return evaluated
 
 
 def made_of(space: StageSpace, partitions: dict) -> Plan:

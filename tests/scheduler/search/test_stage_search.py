@@ -60,12 +60,14 @@ def work_bound(plan: Plan) -> float:
 
 
 def exhaustive_search(
-    space: StageSpace, judge: Callable[[Plan], float], fits: Callable[[Plan], bool] = lambda _: True
+    space: StageSpace,
+    evaluate: Callable[[Plan], float],
+    fits: Callable[[Plan], bool] = lambda _: True,
 ) -> list[Choice]:
     """Every combination of stage counts, fastest first."""
     modules = [node.name for node in space.graph.nodes]
     most = [min(node.num_layers, space.max_stages or 99) for node in space.graph.nodes]
-    judged = []
+    evaluated = []
     for chosen in itertools.product(*(range(1, n + 1) for n in most)):
         if sum(chosen) <= space.ranks:
             counts = dict(zip(modules, chosen, strict=True))
@@ -74,8 +76,8 @@ def exhaustive_search(
             except StageSearchError:
                 continue
             if fits(plan):
-                judged.append(Choice(counts, plan, judge(plan)))
-    return sorted(judged, key=lambda choice: choice.seconds)
+                evaluated.append(Choice(counts, plan, evaluate(plan)))
+    return sorted(evaluated, key=lambda choice: choice.seconds)
 
 
 @st.composite
@@ -131,7 +133,7 @@ def depth_limit(space: StageSpace, budget: int):
                     found[index, lo, hi] = np.inf
             return found
 
-        def settle(self, *_: object) -> bool:
+        def refine(self, *_: object) -> bool:
             return False
 
         def options(self, module: str, ranges: tuple, beyond: int) -> list[tuple[str, ...]]:

@@ -26,7 +26,7 @@ from typing import Any
 from torch import nn
 
 from raymm.actors.quota.backend import QuotaStream
-from raymm.actors.quota.generators import Turn, generator_state, seed_generators
+from raymm.actors.quota.generators import Ticket, generator_state, seed_generators
 from raymm.actors.quota.pool import StreamSet
 from raymm.actors.quota.thread_settings import ThreadSettings
 from raymm.actors.quota.work import Output, Work, tensors_in
@@ -81,7 +81,7 @@ class UndeclaredRandomnessError(Error, RuntimeError):
     beside it, depend on how threads took turns."""
 
 
-class SideBySide:
+class ConcurrentModules:
     """The threads of one process's modules. Reused from step to step, made as modules come.
 
     Args:
@@ -130,18 +130,24 @@ class SideBySide:
         with self._exclusively():
             issued = streams.backend.current().record()
             settings = ThreadSettings.capture()
-            turns = _Turns(self._timeout)
+            tickets = _Tickets(self._timeout)
             tasks = {
                 module: self._worker(module).submit(
                     partial(
-                        _perform, module, work, streams, issued, settings, turns.next(module, work)
+                        _perform,
+                        module,
+                        work,
+                        streams,
+                        issued,
+                        settings,
+                        tickets.next(module, work),
                     )
                 )
                 for module, work in works.items()
             }
-            self._wait(tasks, turns)
+            self._wait(tasks, tickets)
         _raise_first({module: task.error for module, task in tasks.items()})
-        turns.check()
+        tickets.check()
         return {module: task.result for module, task in tasks.items()}
 
     @contextlib.contextmanager
@@ -160,14 +166,14 @@ class SideBySide:
             self._workers[module] = Worker(module)
         return self._workers[module]
 
-    def _wait(self, tasks: Mapping[str, Task], turns: _Turns) -> None:
+    def _wait(self, tasks: Mapping[str, Task], tickets: _Tickets) -> None:
         deadline = time.monotonic() + self._timeout
         try:
             for task in tasks.values():
                 task.done.wait(max(0.0, deadline - time.monotonic()))
         finally:
             # Also where the wait was interrupted from outside.
-            late = turns.stuck([m for m, task in tasks.items() if not task.done.is_set()])
+            late = tickets.stuck([m for m, task in tasks.items() if not task.done.is_set()])
             if late:
                 self._unusable = f"modules {', '.join(map(repr, late))} did not end"
         if late:
@@ -183,7 +189,7 @@ class SideBySide:
         for worker in workers.values():
             worker.close(max(0.0, deadline - time.monotonic()))
 
-    def __enter__(self) -> SideBySide:
+    def __enter__(self) -> ConcurrentModules:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -209,14 +215,14 @@ def check_no_shared_parameters(modules: Mapping[str, nn.Module]) -> None:
                 )
 
 
-class _Turns:
+class _Tickets:
     """Turns at the generators, and whether anybody drew out of turn."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
-        self._last: Turn | None = None
+        self._last: Ticket | None = None
         self._before: tuple[object, ...] | None = None
-        self._turns: dict[str, Turn] = {}
+        self._tickets: dict[str, Ticket] = {}
         self._without: list[str] = []
 
     def next(self, module: str, work: Work) -> contextlib.AbstractContextManager[None]:
@@ -225,12 +231,12 @@ class _Turns:
             if self._before is None:
                 self._before = generator_state()
             return contextlib.nullcontext()
-        self._last = self._turns[module] = Turn(self._last, self._timeout)
+        self._last = self._tickets[module] = Ticket(self._last, self._timeout)
         return self._last
 
     def stuck(self, late: Sequence[str]) -> tuple[str, ...]:
         """Of modules that have not ended, those that did not only wait for another's turn."""
-        begun = tuple(m for m in late if m not in self._turns or self._turns[m].entered)
+        begun = tuple(m for m in late if m not in self._tickets or self._tickets[m].entered)
         return begun or tuple(late)
 
     def check(self) -> None:
@@ -279,12 +285,12 @@ def _perform(
     streams: StreamSet,
     issued: Any,
     settings: ThreadSettings,
-    turn: contextlib.AbstractContextManager[None],
+    ticket: contextlib.AbstractContextManager[None],
 ) -> Output:
     """One work, in its module's thread."""
     stream = streams.streams[module]
     # The turn first: while it waits, the module holds no partition.
-    with turn, settings.applied(), stream.use():
+    with ticket, settings.applied(), stream.use():
         stream.wait(issued)
         if work.backward_of is not None:
             stream.wait(work.backward_of.event)

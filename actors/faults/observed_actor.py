@@ -17,7 +17,7 @@ WATCH = "watch"
 CONCURRENCY_GROUPS = {WATCH: 1}
 
 
-class WatchedActor:
+class ObservedActor:
     """Base of actors that a group watches.
 
     Args:

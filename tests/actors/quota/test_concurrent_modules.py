@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.emulated_backend import EmulatedBackend, EmulatedModule
 from raymm.actors.quota import (
-    AccountingBackend,
+    RecordingBackend,
     StreamPool,
     UndeclaredRandomnessError,
     Work,
@@ -199,7 +199,7 @@ def test_outputs_of_earlier_stages_are_consumed(streams, side):
     assert joined["audio"].get().tolist() == [4, 4]
 
 
-class Ordered(AccountingBackend):
+class Ordered(RecordingBackend):
     """Streams that log what they are told, and the events of which know their stream."""
 
     def __init__(self):

@@ -103,7 +103,7 @@ class AccountedStream(HostStream):
             yield
 
 
-class AccountingBackend:
+class RecordingBackend:
     """Streams that only keep books, in :attr:`account`.
 
     Args:
