@@ -31,13 +31,13 @@ _SET = "rank"
 
 
 class Colocation:
-    """Runs works of a rank's modules side by side. All streams are made here, before the first
+    """Runs works of a rank's modules concurrently. All streams are made here, before the first
     step.
 
     Args:
         quotas: share of the multiprocessors, by module.
         backend: makes the streams.
-        timeout: seconds that the works of one turn may take.
+        timeout: seconds that the works of one group may take.
 
     Raises:
         QuotaError: quotas that the device cannot grant.
@@ -62,7 +62,7 @@ class Colocation:
         )
 
     def run(self, works: Mapping[str, Work]) -> dict[str, Output]:
-        """Run works side by side; as :meth:`raymm.actors.quota.ConcurrentModules.run`."""
+        """Run works concurrently; as :meth:`raymm.actors.quota.ConcurrentModules.run`."""
         return self._concurrent.run(self._pool.select(_SET), works)
 
     def report(self) -> str:

@@ -34,7 +34,7 @@ class Task(NamedTuple):
 
 
 class CompiledProgram(NamedTuple):
-    """A rank's instructions, resolved, in turns (most are of one task, which has the device to
+    """A rank's instructions, resolved, in groups (most are of one task, which has the device to
     itself); per incoming edge the microbatches it carries; and, if gradients are reduced at its
     end, the stages that have any."""
 

@@ -138,7 +138,7 @@ class Executor:
         reduction: sums gradients of shared parameters, from their stage's last backward on.
         sum_gradient: makes a gradient that each of them has a part of the whole one, in place if
             it likes; for gradients that stages of other modules on the same rank are handed.
-        colocation: runs the tasks of one turn side by side; None if no module has a quota.
+        colocation: runs the tasks of one group concurrently; None if no module has a quota.
         whereabouts: is told every instruction.
         watch: is shown what stages hand on and back, and the losses.
     """
@@ -249,7 +249,7 @@ class Executor:
     def _run_concurrently(
         self, group: Sequence[Task], step: _Step, clock: StepClock
     ) -> list[_Timed]:
-        """A turn: every module's tasks in its thread, on its quota. What this thread issues
+        """A group: every module's tasks in its thread, on its quota. What this thread issues
         afterwards (messages, sums of gradients, the optimizer's step) comes after all of it.
 
         Sums of gradients start here only: their hooks know one backward at a time.
@@ -258,7 +258,7 @@ class Executor:
         for task in group:
             of_module.setdefault(task.stage.module, []).append(task)
         works = {module: self._work(tasks, step, clock) for module, tasks in of_module.items()}
-        assert self._colocation is not None  # which makes turns
+        assert self._colocation is not None  # which makes groups
         outputs = self._colocation.run(works)
         timed = [one for output in outputs.values() for one in output.get()[0]]
         for task in group:

@@ -59,7 +59,7 @@ class GpuSpec:
         gpu, gpus: its number, and how many there are.
         graph: of all nodes.
         nodes: those with a copy here.
-        turns: of the plan.
+        slots: of the plan.
         steps: steps of a GPU's quota.
         copies: GPUs with a copy, by node.
         optimizer: the optimizer's configuration.
@@ -252,7 +252,7 @@ class GpuActor(ObservedActor):
         return RecordingBackend(Multiprocessors(self._spec.steps, 1))
 
     def _quotas(self) -> dict[str, dict[str, float]]:
-        """The quotas of exactly the turns that this GPU takes part in."""
+        """The quotas of exactly the slots that this GPU takes part in."""
         spec = self._spec
         return {
             slot.name: {n: quota / spec.steps for n, quota in slot.quotas[spec.gpu].items()}
@@ -361,5 +361,5 @@ class GpuActor(ObservedActor):
         )
 
     def quotas(self) -> str:
-        """What was asked and granted, a line per module of every turn."""
+        """What was asked and granted, a line per module of every slot."""
         return self._here.pool.report()

@@ -20,7 +20,7 @@ class GpuProgram:
         gpu: its number.
         batch: samples of the whole batch.
         instructions: its list.
-        turns: of all GPUs.
+        slots: of all GPUs.
         needs: per producer, the samples that it reads here.
     """
 

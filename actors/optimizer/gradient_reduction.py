@@ -1,6 +1,6 @@
 """Sums of gradients over the holders of shared parameters, under way while backward runs.
 
-Copies of a module (data parallelism), processes that share samples' tokens, tied embeddings:
+Replicas of a module (data parallelism), processes that share samples' tokens, tied embeddings:
 each has a part of a parameter's gradient. Parameters that the same processes hold for the
 same stages form a family, which has a process group of its own, so that families need no
 common order; within one, buckets are reduced in a fixed order, as early as the last backward

@@ -69,7 +69,7 @@ class Comparison(NamedTuple):
 def probe_tensor(
     source: ModuleSource, tp: int, name: str, inputs: Tensors | None = None
 ) -> TensorPlan:
-    """The fastest plan under which a shrunk copy of the module gives the whole's numbers.
+    """The fastest plan under which a shrunk replica of the module gives the whole's numbers.
 
     Args:
         name: of the module, for errors.

@@ -1,4 +1,4 @@
-"""SM-quota streams: several modules of one process side by side, each on a share of the GPU.
+"""SM-quota streams: several modules of one process concurrently, each on a share of the GPU.
 
 Make a backend (:class:`CudaBackend`, or :class:`RecordingBackend`
 without a GPU), a :class:`StreamPool` of all sets of quotas that the plan uses, and run works

@@ -1,4 +1,4 @@
-"""Modules of one process side by side, each in its own thread on its own stream.
+"""Modules of one process concurrently, each in its own thread on its own stream.
 
 The host never waits for the device: a stream waits for the events of what its work consumes,
 and every result has an event. Numbers are those of the same works one after another, whatever
@@ -105,7 +105,7 @@ class ConcurrentModules:
         self._unusable: str | None = None
 
     def run(self, streams: StreamSet, works: Mapping[str, Work]) -> dict[str, Output]:
-        """Run works side by side, each on its module's stream of the set.
+        """Run works concurrently, each on its module's stream of the set.
 
         They come after what the calling thread has issued on its current stream. Returns when
         all have been issued, on a CPU: when all are done.
@@ -153,9 +153,9 @@ class ConcurrentModules:
     @contextlib.contextmanager
     def _exclusively(self) -> Iterator[None]:
         if self._unusable is not None:
-            raise RuntimeError(f"modules cannot run side by side any more: {self._unusable}")
+            raise RuntimeError(f"modules cannot run concurrently any more: {self._unusable}")
         if not self._running.acquire(blocking=False):
-            raise RuntimeError("modules already run side by side: run() was called during run()")
+            raise RuntimeError("modules already run concurrently: run() was called during run()")
         try:
             yield
         finally:
@@ -197,7 +197,7 @@ class ConcurrentModules:
 
 
 def check_no_shared_parameters(modules: Mapping[str, nn.Module]) -> None:
-    """Modules that run side by side must not have parameters or buffers in common: two threads
+    """Modules that run concurrently must not have parameters or buffers in common: two threads
     would add to one gradient, or update one buffer, in whatever order.
 
     Raises:
@@ -211,12 +211,12 @@ def check_no_shared_parameters(modules: Mapping[str, nn.Module]) -> None:
             if owner != module:
                 raise ValueError(
                     f"{name!r} of module {module!r} is {its_name!r} of module {owner!r}; "
-                    "accepted: modules that share nothing run side by side"
+                    "accepted: modules that share nothing run concurrently"
                 )
 
 
 class _Tickets:
-    """Turns at the generators, and whether anybody drew out of turn."""
+    """Tickets for the generators, and whether anybody drew out of turn."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
@@ -235,7 +235,7 @@ class _Tickets:
         return self._last
 
     def stuck(self, late: Sequence[str]) -> tuple[str, ...]:
-        """Of modules that have not ended, those that did not only wait for another's turn."""
+        """Of modules that have not ended, those that did not only wait for another's ticket."""
         begun = tuple(m for m in late if m not in self._tickets or self._tickets[m].entered)
         return begun or tuple(late)
 
@@ -289,7 +289,7 @@ def _perform(
 ) -> Output:
     """One work, in its module's thread."""
     stream = streams.streams[module]
-    # The turn first: while it waits, the module holds no partition.
+    # The ticket first: while it waits, the module holds no partition.
     with ticket, settings.applied(), stream.use():
         stream.wait(issued)
         if work.backward_of is not None:

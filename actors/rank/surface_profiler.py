@@ -1,4 +1,4 @@
-"""What an actor runs to measure scaling surfaces: whole modules, on quotas, side by side.
+"""What an actor runs to measure scaling surfaces: whole modules, on quotas, concurrently.
 
 Quotas and colocations need a GPU with green contexts (:mod:`raymm.actors.quota`); that part has
 not run on one yet. On a CPU a module has the whole device.
@@ -173,7 +173,7 @@ class ColocatedTimes:
 
 
 class ColocationProfiler:
-    """Several modules of one GPU, side by side on quotas. Not yet run on a GPU.
+    """Several modules of one GPU, concurrently on quotas. Not yet run on a GPU.
 
     Args:
         arguments: of :class:`SurfaceProfiler`, by module.

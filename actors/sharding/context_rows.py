@@ -27,7 +27,7 @@ MOST_BLOCK = 128
 
 
 def block_size(length: int, processes: int) -> int:
-    """Tokens that are dealt out together."""
+    """Tokens that are split together."""
     return max(1, min(MOST_BLOCK, length // (BLOCKS_PER_PROCESS * processes)))
 
 

@@ -26,7 +26,7 @@ _ROWS = {
 
 
 class SplitSamplesError(InputError, ValueError):
-    """Inputs that cannot be dealt out by samples."""
+    """Inputs that cannot be split by samples."""
 
 
 def shares(count: int, processes: int) -> list[range]:
@@ -85,7 +85,7 @@ def count_items(inputs: Mapping[str, Any], module: str) -> int:
         found = ", ".join(f"{name} {tuple(value.shape)}" for name, value in tensors.items())
         raise SplitSamplesError(
             f"{module!r} gets {found or 'no tensor'}; with sharding 'fsdp' the items of a "
-            "microbatch are dealt out along the first dimension, which must be the same for all: "
+            "microbatch are split along the first dimension, which must be the same for all: "
             "use sharding zero1 for this module"
         )
     return counts.pop()

@@ -133,7 +133,7 @@ def tensor_plan(
         name: of the module, for errors.
 
     Raises:
-        PlanError: if heads or feed-forward widths cannot be dealt out over ``tp``, or Hugging
+        PlanError: if heads or feed-forward widths cannot be split over ``tp``, or Hugging
             Face's plan for the model has a style that is not supported.
     """
     return plan_module(source.skeleton(), tp, name, choices)
@@ -222,7 +222,7 @@ class _Planner:
             self._shard(row, SPLIT_ROW, shares(width, self.tp))
 
     def _add_fused(self, unit: Unit, layout: str) -> bool:
-        """A column of several projections; False if they cannot be dealt out."""
+        """A column of several projections; False if they cannot be split."""
         (column,), (row,) = unit.columns, unit.rows
         inner = widths(self.module.get_submodule(row))[0]
         if not unit.heads:

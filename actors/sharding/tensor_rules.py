@@ -81,7 +81,7 @@ class Unit:
         where: name of the module that holds head counts, for attention; else of the one around
             the unit.
         heads: whether the shares are heads.
-        columns: names of modules whose output is dealt out.
+        columns: names of modules whose output is split.
         rows: names of modules whose input is.
         gathered: whether outputs of columns are put together again, and inputs of rows split,
             so that what lies between is computed whole by every process.
@@ -109,7 +109,7 @@ class Experts:
 
     Attributes:
         where: name of the module.
-        dims: per parameter name (dim, blocks): what dim is dealt out, and how many blocks of
+        dims: per parameter name (dim, blocks): what dim is split, and how many blocks of
             equal length lie along it (gate and up: 2).
     """
 
@@ -119,7 +119,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Rules:
-    """What is sharded. ``parameters``: bare ones that are dealt out by heads along dim 0."""
+    """What is sharded. ``parameters``: bare ones that are split by heads along dim 0."""
 
     units: tuple[Unit, ...] = ()
     experts: tuple[Experts, ...] = ()

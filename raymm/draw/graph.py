@@ -62,7 +62,7 @@ def draw_plan(plan: Plan, path: str | os.PathLike[str], *, title: str | None = N
     cell per layer, dark if the layer is trained, pale if it is frozen; a projector's cell is
     outlined. Grey arrows are activations; a red arrow beside one is the gradient that travels
     back along it (when the microbatch has every modality). Stages stand as far from the right
-    as they are deep, so the loss is at the right, and copies of a module below each other. A plan
+    as they are deep, so the loss is at the right, and replicas of a module below each other. A plan
     too deep for the page goes on in a band below; arrows from one to the next are cut and say
     what they lead to.
 
@@ -160,7 +160,7 @@ def _sheet(
 
 
 def _rows(plan: Plan) -> dict[tuple[str, int], float]:
-    """A row per copy of a module: one for each source, the mean of its producers for any
+    """A row per replica of a module: one for each source, the mean of its producers for any
     other, and the nearest free row where two would lie on each other."""
     rows: dict[tuple[str, int], float] = {}
     spans: dict[tuple[str, int], tuple[int, int]] = {}

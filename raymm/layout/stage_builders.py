@@ -105,7 +105,7 @@ def stage_builders(model: MultimodalModule, plan: Plan) -> StageBuilders:
         parts: dict[tuple, tuple[dict[str, int], Callable[[], EncoderStage | LanguageStage]]] = {}
         for stage in plan.module_stages(node.name):
             (lo, hi), options = part = stage.layers, stage.layer_options
-            if part not in parts:  # copies of the module have it in common
+            if part not in parts:  # replicas of the module have it in common
                 own = {name: sizes[name] for name in names(spec, lo, hi)}
                 parts[part] = own, partial(build, _slim(spec, own, lo, hi), lo, hi, options)
             made.owned[stage.id], made.build[stage.id] = parts[part]
@@ -172,7 +172,7 @@ def _check_tokens(
 ) -> None:
     """
     Raises:
-        ProbeError: if a module's tokens cannot be dealt out over processes.
+        ProbeError: if a module's tokens cannot be split over processes.
     """
     try:
         if isinstance(spec, LanguageSpec):
@@ -188,7 +188,7 @@ def _check_samples(
 ) -> None:
     """
     Raises:
-        PlanError: if a module's samples cannot be dealt out over processes.
+        PlanError: if a module's samples cannot be split over processes.
     """
     if any(
         isinstance(one, _BatchNorm) and skeleton.training

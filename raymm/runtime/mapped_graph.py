@@ -53,7 +53,7 @@ class MappedGraph:
         lockstep: every stage begins on all GPUs at once.
 
     Attributes:
-        turns: what runs side by side.
+        slots: what runs concurrently.
         copies: GPUs with a copy, by node.
 
     Raises:
@@ -133,7 +133,7 @@ def timeline_of(gpus: Sequence[Sequence[IterationResult]], slots: bool = False) 
 
     Args:
         gpus: results of a step's iterations, by GPU.
-        turns: a span's ``microbatch`` is the turn, not the number of the iteration.
+        slots: a span's ``microbatch`` is the slot, not the number of the iteration.
     """
     origin = min(result.start for results in gpus for result in results)
     return Timeline(

@@ -76,7 +76,7 @@ class MultiplexedParallelModule(ParallelModule):
 
     A step's microbatches run one after another, each whole through whole modules, and their
     gradients are accumulated; a mapping is planned for a step of one microbatch. Samples are
-    dealt out over a module's GPUs, also where their numbers of items differ; where none of a
+    split over a module's GPUs, also where their numbers of items differ; where none of a
     GPU's samples has a modality, its encoder does not run there. Loss, gradients and updates are
     those of one process. Dropout draws other numbers than in the pipelined style.
 

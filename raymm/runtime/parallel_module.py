@@ -247,7 +247,7 @@ class ParallelModule(ABC):
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Accumulated gradients of all trainable parameters, by the model's names.
 
-        Holders of a shared parameter (tied embeddings, copies of a module) have each their
+        Holders of a shared parameter (tied embeddings, replicas of a module) have each their
         part, until the optimizer's step sums them; here they are summed.
         """
 

@@ -26,10 +26,10 @@ class ParallelSpec:
 
     Attributes:
         pp: number of ranks in its pipeline.
-        dp: copies of the module, among which the microbatches are shared out; gradients are
+        dp: replicas of the module, among which the microbatches are shared out; gradients are
             summed over them. Modules may have different degrees.
         cp: context parallel degree: every rank is that many processes, among which each sample's
-            tokens (of an encoder: each item's) are dealt out so that work and count balance.
+            tokens (of an encoder: each item's) are split so that work and count balance.
         tp: tensor parallel degree: every rank is that many processes, which share the
             parameters of each layer. With both, it is ``cp * tp``.
         sharding: ``"zero1"``: the optimizer's state of a parameter is kept by one of the
@@ -50,7 +50,7 @@ class ParallelSpec:
         ranks: the ranks of the pipeline, copy after copy. By default ranks of its own; modules
             that name the same rank share it.
         quota: share of the multiprocessors that its stages run on wherever they share a rank with
-            stages of another module that has one, side by side with those. Such modules' quotas
+            stages of another module that has one, concurrently with those. Such modules' quotas
             are at most 1 in all. None: it takes turns, with the whole device to itself.
 
     Raises:
@@ -114,7 +114,7 @@ class ParallelSpec:
 
     @property
     def module_replicas(self) -> int:
-        """Copies of the module, each with a rank per pipeline place."""
+        """Replicas of the module, each with a rank per pipeline place."""
         return 1 if self.sharding == "fsdp" else self.dp
 
     @property

@@ -44,7 +44,7 @@ class MultiplexedExecution:
         """
         Raises:
             MultiplexError, ModelError: a mapping of another model, quotas finer than what the
-                cluster's GPUs set apart, or modules that cannot be dealt out.
+                cluster's GPUs set apart, or modules that cannot be split.
             ConfigError: an option of the data that only pipelined plans have.
         """
         check_mapping(model, self.plan)

@@ -42,7 +42,7 @@ def megatron(problem: MappingProblem) -> Mapping:
 
 
 def distmm(problem: MappingProblem) -> Mapping:
-    """Modules of a level side by side on GPUs of their own, so that the slowest is as fast as can
+    """Modules of a level concurrently on GPUs of their own, so that the slowest is as fast as can
     be. A level that has more modules than the GPUs can hold is cut into as few groups as
     possible, of modules of similar length, which take turns."""
     stages: list[MultiplexStage] = []

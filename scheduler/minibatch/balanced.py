@@ -1,7 +1,7 @@
 """Mini-batches that are equally large in every modality, in all groups of every step.
 
 OmniBal's ISF draws groups until they happen to be full and drops what is left. Here the number
-of steps is fixed first and the samples are dealt out to exactly that many groups:
+of steps is fixed first and the samples are split to exactly that many groups:
 
 1. The samples, sorted by size, are dealt at random to *pools* of some steps each, so that every
    pool has the same distribution of sizes and, in every epoch, other samples.
@@ -14,7 +14,7 @@ of steps is fixed first and the samples are dealt out to exactly that many group
 4. Steps, and the ranks within each, are shuffled.
 
 With measured costs (:mod:`raymm.scheduler.minibatch.measured_costs`) seconds of every module are
-levelled instead of units, which then only count for budgets; and where copies of a module differ
+levelled instead of units, which then only count for budgets; and where replicas of a module differ
 in speed, the samples of every step are dealt anew over its groups in the end.
 """
 
@@ -81,7 +81,7 @@ def plan_balanced(
             :func:`raymm.scheduler.minibatch.budgets.suggest_budgets` for ``samples_per_group``.
         samples_per_group: about how many samples a group should have, without budgets.
         model: what samples cost; default: every modality costs the same over the whole data.
-        measured: what units cost, instead of ``model``. Where copies of a module are not equally
+        measured: what units cost, instead of ``model``. Where replicas of a module are not equally
             fast, group g of a step is for copy g mod n, and those of fast ones may be larger
             than the others, but not than ``budgets`` that are given.
         source_weight: how much the groups' mix of data sets counts beside their sizes; 0 for

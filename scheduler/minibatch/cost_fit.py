@@ -1,7 +1,7 @@
 """Learning what modules cost from measured steps, with the older ones forgotten little by little.
 
 Per module seconds are fitted as ``fixed + linear * units + square * squares`` with coefficients
-that are not negative, and per copy of a module a factor where some take longer than others.
+that are not negative, and per replica of a module a factor where some take longer than others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Less work for copies of a module that are slower, more for those that are faster.
+"""Less work for replicas of a module that are slower, more for those that are faster.
 
 Microbatch i of a step goes to copy i mod n of a module with n copies. So the samples of every step
 are dealt anew over its microbatches, to take equally long on the copies they go to; which samples

@@ -1,8 +1,8 @@
 """What one GPU does in an iteration of a multiplexed program, as data.
 
 Every GPU's process has a list of these. Turns are numbered: the stages of the mapping, then
-those of losses that the mapping does not place. All turns run forward in order, then backward in
-the reverse order. A ``Route`` comes after the ``Run`` of its turn and direction, on all GPUs that
+those of losses that the mapping does not place. All slots run forward in order, then backward in
+the reverse order. A ``Route`` comes after the ``Run`` of its slot and direction, on all GPUs that
 take part; as all have them in the same order, none waits for another that waits for it.
 """
 
@@ -24,7 +24,7 @@ class Direction(StrEnum):
 
 
 class Part(NamedTuple):
-    """Samples of a node that a GPU works on in a turn."""
+    """Samples of a node that a GPU works on in a slot."""
 
     node: str
     samples: Range
@@ -43,7 +43,7 @@ class SampleTransfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """Run a turn's nodes side by side, on these samples."""
+    """Run a slot's nodes concurrently, on these samples."""
 
     slot: int
     direction: Direction
@@ -68,7 +68,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Barrier:
-    """Wait until every GPU is at this turn."""
+    """Wait until every GPU is at this slot."""
 
     slot: int
     direction: Direction
@@ -97,10 +97,10 @@ Instruction = Run | Route | Barrier | Reduce | Finish | Update
 
 @dataclass(frozen=True)
 class Slot:
-    """What runs side by side.
+    """What runs concurrently.
 
     Attributes:
-        name: of the turn.
+        name: of the slot.
         quotas: per GPU, the quota of every node there, in steps of the mapping.
         placed: whether the mapping has it, and so predicts its seconds.
     """
@@ -117,7 +117,7 @@ class MultiplexProgram:
     Attributes:
         gpus: how many.
         batch: samples.
-        turns: in forward order.
+        slots: in forward order.
         copies: GPUs that hold each node's parameters, ascending.
         needs: by (node, GPU): the samples of the node's output that the GPU reads.
         instructions: per GPU.

@@ -1,6 +1,6 @@
 """From a mapping to a program: who works on which samples, and what goes from whom to whom.
 
-A node's samples are dealt out over its GPUs as consecutive ranges, so that what a GPU needs from
+A node's samples are split over its GPUs as consecutive ranges, so that what a GPU needs from
 another is an intersection of ranges. A GPU gets the samples of a producer's output that any of
 its nodes reads, each once, however many read them; the gradients that its nodes make of them are
 summed there before they go back. A contrastive loss reads the samples of the whole batch on
@@ -36,7 +36,7 @@ from raymm.scheduler.multiplex.mapping import Mapping
 
 @dataclass(frozen=True)
 class _Share:
-    """Samples of a node that a GPU works on in a turn."""
+    """Samples of a node that a GPU works on in a slot."""
 
     node: str
     slot: int
@@ -45,7 +45,7 @@ class _Share:
 
 
 def slots_of(graph: NodeGraph, mapping: Mapping) -> tuple[Slot, ...]:
-    """The mapping's stages, then turns of the losses that it does not place: those are on the
+    """The mapping's stages, then slots of the losses that it does not place: those are on the
     GPUs on which their last producer is.
 
     Raises:
@@ -88,7 +88,7 @@ def slots_of(graph: NodeGraph, mapping: Mapping) -> tuple[Slot, ...]:
 
 
 def replicas_of(slots: Sequence[Slot]) -> dict[str, tuple[int, ...]]:
-    """GPUs on which each node is in any turn, ascending."""
+    """GPUs on which each node is in any slot, ascending."""
     found: dict[str, set[int]] = {}
     for slot in slots:
         for gpu, quotas in slot.quotas.items():
@@ -117,7 +117,7 @@ def lower(
         reduce: with sums of gradients over copies; only where ``train``. Without, every copy
             keeps its part, to which later iterations add theirs.
         update: with the optimizer's step; only where ``reduce``.
-        lockstep: every turn begins on all GPUs at once, as eq. 1 of Mosaic has it. Otherwise a
+        lockstep: every slot begins on all GPUs at once, as eq. 1 of Mosaic has it. Otherwise a
             GPU goes on as soon as it has what it needs.
 
     Raises:
@@ -248,7 +248,7 @@ def _moves(
 def _routes(
     shares: Sequence[_Share], needs: ByName[tuple[str, int], tuple[Range, ...]]
 ) -> _Pieces:
-    """Outputs leave in the turn that makes them."""
+    """Outputs leave in the slot that makes them."""
     pieces: _Pieces = {}
     for share, gpu, samples in _moves(shares, needs):
         _put(pieces, share.slot, share.node, share.gpu, gpu, samples)
@@ -260,7 +260,7 @@ def _gradient_routes(
     shares: Sequence[_Share],
     needs: ByName[tuple[str, int], tuple[Range, ...]],
 ) -> _Pieces:
-    """Gradients leave a GPU in the turn that adds the last part to them there."""
+    """Gradients leave a GPU in the slot that adds the last part to them there."""
     pieces: _Pieces = {}
     for share, gpu, samples in _moves(shares, needs):
         if share.node in graph.backward:

@@ -29,7 +29,7 @@ class Plan:
     """What runs where: stages over ranks, microbatches, schedule.
 
     Several stages may share a rank (the rank then takes turns between them; modules with quotas
-    run side by side); every rank is one process on one device, one Ray actor.
+    run concurrently); every rank is one process on one device, one Ray actor.
 
     Attributes:
         graph: the model's modules.
@@ -164,8 +164,8 @@ class Plan:
             )
         if stage.replica:
             raise PlanError(
-                f"sharding of stage {stage.id} is 'fsdp', which has no copies of a module; "
-                "use fsdp, the degree over which samples are dealt out"
+                f"sharding of stage {stage.id} is 'fsdp', which has no replicas of a module; "
+                "use fsdp, the degree over which samples are split"
             )
         if stage.shards > 1 and self.schedule == "zero_bubble":
             raise PlanError(
@@ -261,7 +261,7 @@ class Plan:
         return tuple(accumulate(counts, initial=0))
 
     def sharers(self, stage: Stage) -> int:
-        """Processes that have the same parameters as one of a stage's: over copies of its module,
+        """Processes that have the same parameters as one of a stage's: over replicas of its module,
         and by tokens."""
         return len(self.replicas(stage.module)) * stage.cp * stage.fsdp
 
@@ -270,7 +270,7 @@ class Plan:
         return tuple(s for s in self.topological_stages if s.rank == rank)
 
     def quotas(self, rank: int) -> dict[str, float]:
-        """By module, shares of a rank's multiprocessors; empty if nothing runs side by side."""
+        """By module, shares of a rank's multiprocessors; empty if nothing runs concurrently."""
         return rank_quotas(self.rank_stages(rank), rank)
 
     @cached_property

@@ -56,8 +56,8 @@ class Stage:
         module, index: the module, and the stage's place in it.
         layers: first layer, and one past the last.
         rank: where it runs.
-        replica: which copy of the module it belongs to (data parallelism). Microbatches are
-            dealt out over the copies in turn; gradients of all copies are summed.
+        replica: which replica of the module it belongs to (data parallelism). Microbatches are
+            split over the copies in turn; gradients of all copies are summed.
         recompute: keep only its inputs, and run its forward again for the backward.
         cp: context parallel degree: its rank is that many processes, each with its share of
             every sample's tokens.

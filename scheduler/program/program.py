@@ -41,10 +41,10 @@ class Instruction(NamedTuple):
     stage at the other end of a SEND or RECV (a gradient travels from consumer to producer,
     so its edge is the data edge reversed).
 
-    Compute instructions of one ``turn`` (a number, unique on the rank) stand next to each other
-    and run side by side: one module's in their order, each module on its ``quota``, the share of
+    Compute instructions of one ``group`` (a number, unique on the rank) stand next to each other
+    and run concurrently: one module's in their order, each module on its ``quota``, the share of
     the rank's multiprocessors. All begin when all before them has ended, and nothing after them
-    begins before all have ended. Without a turn (-1) an instruction has the whole device."""
+    begins before all have ended. Without a group (-1) an instruction has the whole device."""
 
     op: Op
     stage: StageId = NO_STAGE
@@ -62,13 +62,13 @@ class Instruction(NamedTuple):
         where = f" {self.stage}" if self.stage.module else ""
         which = f" #{self.microbatch}" if self.microbatch >= 0 else ""
         arrow = {Op.SEND: f" -> {self.peer}", Op.RECV: f" <- {self.peer}"}.get(self.op, "")
-        beside = f" (turn {self.group}, quota {self.quota:g})" if self.group >= 0 else ""
+        beside = f" (group {self.group}, quota {self.quota:g})" if self.group >= 0 else ""
         return f"{self.op.value}{where}{arrow}{which}{beside}"
 
 
 def group_end(instructions: Sequence[Any], index: int) -> int:
-    """One past the last instruction (or task) of the turn of ``instructions[index]``; of one
-    without a turn, the next."""
+    """One past the last instruction (or task) of the group of ``instructions[index]``; of one
+    without a group, the next."""
     group, end = instructions[index].group, index + 1
     while group >= 0 and end < len(instructions) and instructions[end].group == group:
         end += 1
@@ -115,7 +115,7 @@ def check_program(program: Program) -> ProgramReport:
     microbatch, in the same order on the same edge; no message is left over; no set of
     ranks waits in a circle; a backward follows its own forward and runs once; outputs and
     gradients are computed before they are sent and received before they are used;
-    collective instructions come in the same order on every rank; of every turn, what
+    collective instructions come in the same order on every rank; of every group, what
     :func:`check_turns` says. Whether a program lacks
     both ends of a message that the model needs cannot be seen without the plan.
 
@@ -184,7 +184,7 @@ def check_program(program: Program) -> ProgramReport:
 def check_groups(rank: int, instructions: Sequence[Instruction]) -> None:
     """Turns are of compute instructions next to each other, on quotas that a device has; a
     backward runs where the forward that kept its activations ran, because autograd runs it on
-    that one's stream. Whether one instruction of a turn needs another's result cannot be seen
+    that one's stream. Whether one instruction of a group needs another's result cannot be seen
     without the plan.
 
     Raises:
@@ -197,12 +197,12 @@ def check_groups(rank: int, instructions: Sequence[Instruction]) -> None:
         if one.group >= 0:
             in_group = quotas.setdefault(one.group, {})
             if one.op not in COMPUTE:
-                raise ProgramError(f"rank {rank}: {one}; only compute instructions have turns")
+                raise ProgramError(f"rank {rank}: {one}; only compute instructions have groups")
             if in_group and last != one.group:
-                raise ProgramError(f"rank {rank}: {one} stands apart from others of its turn")
+                raise ProgramError(f"rank {rank}: {one} stands apart from others of its group")
             in_group[one.stage.module] = one.quota
             if sum(in_group.values()) > 1 + ROUNDING:
-                raise ProgramError(f"rank {rank}: {one} brings the quotas of its turn above 1")
+                raise ProgramError(f"rank {rank}: {one} brings the quotas of its group above 1")
         last = one.group
         place = one.stage, one.microbatch
         if one.op in (Op.FORWARD, Op.RECOMPUTE):

@@ -61,7 +61,7 @@ class Timeline:
         return tuple(s for s in self.spans if s.op in COMPUTE)
 
     def busy(self, rank: int) -> float:
-        """Seconds a rank spent in forwards and backwards; those that run side by side count
+        """Seconds a rank spent in forwards and backwards; those that run concurrently count
         once."""
         total, until = 0.0, -math.inf
         for span in sorted((s for s in self.compute() if s.rank == rank), key=_start):
@@ -112,7 +112,7 @@ def chrome_trace(
     timelines: Iterable[tuple[str, Timeline]], rank_names: Mapping[int, str] | None = None
 ) -> dict[str, Any]:
     """Timelines as a Chrome/Perfetto trace: one process per timeline, one thread per rank, and
-    one for each module that runs side by side with others on it.
+    one for each module that runs concurrently with others on it.
 
     Args:
         timelines: (label, timeline) pairs, e.g. ``[("measured", t), ("predicted", p)]``.

@@ -43,7 +43,7 @@ class _Bound:
         self.delays = delays
         self.limits = limits
         self.costs = stage_costs(plan)
-        # Microbatches that go through the same copies of all modules are alike.
+        # Microbatches that go through the same replicas of all modules are alike.
         self.active = tuple(dict.fromkeys(active_stages(plan, full_step(plan))))
         everywhere = frozenset(plan.by_id)
         self.head = self._heads(everywhere)

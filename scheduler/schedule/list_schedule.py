@@ -231,7 +231,7 @@ class ListScheduler:
         self._on_rank = [
             [stages[s.id] for s in plan.rank_stages(rank)] for rank in range(plan.num_ranks)
         ]
-        # Per rank, bytes by microbatch and turn, which is the order things are finished in.
+        # Per rank, bytes by microbatch and group, which is the order things are finished in.
         self._held: list[dict[tuple[int, int, int], float]] = [{} for _ in range(plan.num_ranks)]
         self._order: list[list[Task]] = [[] for _ in range(plan.num_ranks)]
         self._num_groups = 0

@@ -20,7 +20,7 @@ def peak_bytes(tasks: Iterable[Task], sizes: Mapping[StageId, StageCost]) -> int
 
     A forward keeps its activations until its backward (B_w where it is split), a checkpointed
     one its inputs, and from its recomputation on its activations too. Layers that make some of
-    theirs again hold those while their backward runs, one layer at a time; in a turn all begin
+    theirs again hold those while their backward runs, one layer at a time; in a group all begin
     before any ends. Not counted: outputs under way to another rank.
 
     Args:

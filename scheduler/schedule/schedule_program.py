@@ -12,7 +12,7 @@ from raymm.scheduler.schedule.step_graph import ActiveStages
 
 
 def to_program(plan: Plan, active: Sequence[ActiveStages], schedule: Schedule) -> Program:
-    """The schedule's tasks with their messages: those of a turn before and after all of it.
+    """The schedule's tasks with their messages: those of a group before and after all of it.
 
     Args:
         plan: whose stages run.

@@ -183,7 +183,7 @@ class StageSpace:
         return process_profile(self.graph, self.profile, self.degrees)
 
     def replica_microbatches(self, module: str) -> int:
-        """Microbatches of a step that one copy of a module has."""
+        """Microbatches of a step that one replica of a module has."""
         return self.num_microbatches // self.shared(module).dp
 
     def most_stages(self, module: str) -> int:

@@ -51,7 +51,7 @@ def check_split(name: str, items: Mapping[str, torch.Tensor], purpose: str) -> N
     Args:
         name: of the modality.
         items: its tensors and ``sample_index``.
-        purpose: why items are to be dealt out.
+        purpose: why items are to be split.
 
     Raises:
         BatchError: a tensor has not its items along the first dimension.

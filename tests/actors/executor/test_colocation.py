@@ -1,4 +1,4 @@
-"""Stages of several modules side by side in the executor, in one process."""
+"""Stages of several modules concurrently in the executor, in one process."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def sleepers(frozen: bool) -> tuple[Plan, dict[str, nn.Module]]:
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_sleeping_modules_overlap(frozen):
-    """Each forward and backward of a turn is under way while its partner is: by the step's own
+    """Each forward and backward of a group is under way while its partner is: by the step's own
     clock and by the backend's books."""
     plan, parts = sleepers(frozen)
     backend = emulated()
@@ -237,7 +237,7 @@ def test_sleeping_modules_overlap(frozen):
         )
         assert max(one[3], other[3]) < min(one[4], other[4]), (kind, microbatch)
     for early, late in itertools.pairwise(_turn_intervals(spans)):
-        assert early[1] <= late[0]  # nothing of a turn is left when the next one begins
+        assert early[1] <= late[0]  # nothing of a group is left when the next one begins
     assert most_sms(backend.account) == 75
     assert seconds_together(backend.account, "vision", "audio") > 0
     expected = _by_autograd(reference)
@@ -313,10 +313,10 @@ class LoggedBackend(RecordingBackend):
 
 
 def test_turns_fork_from_the_ranks_stream_and_join_it():
-    """Every turn: modules wait for what the rank's stream was given and keep what others made;
+    """Every group: modules wait for what the rank's stream was given and keep what others made;
     then that stream waits for them and keeps what they made. (A GPU's streams promise no order
     and no memory beyond that.)"""
-    plan = sleepers(frozen=False)[0]  # one stage each, so that all encoders' work is in turns
+    plan = sleepers(frozen=False)[0]  # one stage each, so that all encoders' work is in groups
     backend = LoggedBackend()
     colocation = Colocation(plan.quotas(0), backend, 30.0)
     backend.log.clear()
@@ -401,7 +401,7 @@ def test_quotas_and_shared_weights_that_cannot_be_are_refused():
     one, other = Part(), Part()
     colocation.check({"vision": [one], "audio": [other], "llm": [one]})
     other.body[2] = one.body[2]
-    with pytest.raises(ValueError, match="modules that share nothing run side by side"):
+    with pytest.raises(ValueError, match="modules that share nothing run concurrently"):
         colocation.check({"vision": [one], "audio": [other]})
     assert "'vision': asked 0.5 (66.0 SMs), granted 64 of 132" in colocation.report()
     colocation.close()

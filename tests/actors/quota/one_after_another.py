@@ -1,4 +1,4 @@
-"""What modules side by side are held to: the same works, one after another in one thread."""
+"""What modules concurrently are held to: the same works, one after another in one thread."""
 
 from __future__ import annotations
 

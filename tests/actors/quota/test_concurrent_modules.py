@@ -1,4 +1,4 @@
-"""Modules side by side: the numbers of one after another, whatever turns threads take."""
+"""Modules concurrently: the numbers of one after another, whatever turns threads take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Emulated GPUs as Ray actors: the modules of each sleep side by side."""
+"""Emulated GPUs as Ray actors: the modules of each sleep concurrently."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MEET_SECONDS = 60
 
 
 class EmulatedGpu:
-    """Encoders side by side, then the language model, forward and backward."""
+    """Encoders concurrently, then the language model, forward and backward."""
 
     def __init__(self):
         self.slept = []

@@ -484,7 +484,7 @@ def refusals_on_a_rank(group) -> list[str]:
 def test_what_does_not_fit_is_refused(processes):
     expected = [
         "method is 'tree'", "must be multiples of 2 ranks", "for 11 queries", "6 rows and 6 keys",
-        "dealt out over 3 ranks",
+        "split over 3 ranks",
     ]  # fmt: skip
     for said in processes.run(refusals_on_a_rank, 2):
         assert all(part in one for part, one in zip(expected, said, strict=True)), said

@@ -76,7 +76,7 @@ def cases(draw):
 
 
 def runs(program, direction):
-    """(node, sample) -> (gpu, turn), of all runs."""
+    """(node, sample) -> (gpu, slot), of all runs."""
     found = {}
     for gpu, listed in enumerate(program.instructions):
         for one in listed:
@@ -89,7 +89,7 @@ def runs(program, direction):
 
 
 def messages(program, direction):
-    """(turn, sender, receiver, node, sample), as sent and as received."""
+    """(slot, sender, receiver, node, sample), as sent and as received."""
     sent, received = [], []
     for gpu, listed in enumerate(program.instructions):
         for one in listed:
@@ -326,6 +326,6 @@ def test_graphs_that_make_no_sense_are_refused(nodes, message):
 
 def test_programs_are_readable():
     text = lower(clip(), mapping_of(2, {"image": (0,), "text": (0, 1)}), 4, update=True).describe()
-    assert "gpu 0: RUN forward turn 0: image[0:4], text[0:2]" in text
-    assert "gpu 1: ROUTE forward turn 0: " in text and "image[0:4] from 0" in text
+    assert "gpu 0: RUN forward slot 0: image[0:4], text[0:2]" in text
+    assert "gpu 1: ROUTE forward slot 0: " in text and "image[0:4] from 0" in text
     assert text.endswith("gpu 1: UPDATE")

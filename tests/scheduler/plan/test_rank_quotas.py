@@ -1,4 +1,4 @@
-"""Quotas of modules that share a rank: what is refused, which tasks get a turn, and its time."""
+"""Quotas of modules that share a rank: what is refused, which tasks get a group, and its time."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def with_quotas(draw: st.DrawFn, of_plans) -> Plan:
 
 
 def check_turns_of(plan: Plan, program: Program) -> None:
-    """What a turn promises, looked at one pair of instructions at a time."""
+    """What a group promises, looked at one pair of instructions at a time."""
     for rank in range(plan.num_ranks):
         for group in slots_of(program, rank):
             modules = [plan.by_id[i.stage].module for i in group]
@@ -265,21 +265,21 @@ def test_modules_of_a_turn_hold_their_memory_at_the_same_time():
             [Instruction(F, StageId("a", 0), 0, group=0, quota=0.5),
              Instruction(F, StageId("b", 0), 0),
              Instruction(F, StageId("c", 0), 0, group=0, quota=0.5)],
-            "stands apart from others of its turn",
+            "stands apart from others of its group",
         ),
         (
             [Instruction(F, StageId("a", 0), 0, group=0, quota=0.6),
              Instruction(F, StageId("b", 0), 0, group=0, quota=0.5)],
-            "brings the quotas of its turn above 1",
+            "brings the quotas of its group above 1",
         ),
         (
             [Instruction(Op.SEND, StageId("a", 0), 0, StageId("b", 0), group=0, quota=0.5)],
-            "only compute instructions have turns",
+            "only compute instructions have groups",
         ),
         (
             [Instruction(F, StageId("a", 0), 0, group=0, quota=0.5),
              Instruction(B, StageId("a", 0), 0)],
-            r"backward a\.0 #0 is not on the quota of forward a\.0 #0 \(turn 0, quota 0\.5\)",
+            r"backward a\.0 #0 is not on the quota of forward a\.0 #0 \(group 0, quota 0\.5\)",
         ),
     ],
 )  # fmt: skip

@@ -22,7 +22,7 @@ from tests.scheduler.random_plans import contents
 
 
 def covered(plan: Plan) -> None:
-    """Every copy of every module runs each of its layers once, in order."""
+    """Every replica of every module runs each of its layers once, in order."""
     for node in plan.graph.nodes:
         for chain in plan.replicas(node.name):
             layers = [layer for stage in chain for layer in range(*stage.layers)]
