@@ -43,7 +43,7 @@ class Backend(Protocol):
 
     gpu: Multiprocessors
 
-    def create(self, partition: Partition, neighbours: Sequence[Partition] = ()) -> QuotaStream:
+    def create(self, partition: Partition, colocated: Sequence[Partition] = ()) -> QuotaStream:
         """A new stream on a partition.
 
         Args:

@@ -91,7 +91,7 @@ class CudaBackend:
         self.gpu = self._contexts.gpu
         self._streams: dict[tuple[str, int, int, bool], torch.cuda.Stream] = {}
 
-    def create(self, partition: Partition, neighbours: Sequence[Partition] = ()) -> CudaQuotaStream:
+    def create(self, partition: Partition, colocated: Sequence[Partition] = ()) -> CudaQuotaStream:
         """A stream on a partition. A module's partitions of the same groups, in different sets,
         are one stream: cuBLAS keeps a workspace (32 MiB on an H100) for every stream, and
         autograd's backward finds the stream of its forward."""

@@ -119,7 +119,7 @@ class RecordingBackend:
         self.gpu = gpu or Multiprocessors()
         self.account = Account(clock)
 
-    def create(self, partition: Partition, neighbours: Sequence[Partition] = ()) -> AccountedStream:
+    def create(self, partition: Partition, colocated: Sequence[Partition] = ()) -> AccountedStream:
         return AccountedStream(partition, self.account)
 
     def current(self) -> HostStream:

@@ -67,8 +67,8 @@ def shard_tokens(
     )
     for other in others:
         work = work + other
-    dealt = distribute(work, exchange.size, n_tokens=total, block=block)
-    layout = ContextLayout.of_blocks(dealt.blocks, block, total)
+    token_shards = distribute(work, exchange.size, n_tokens=total, block=block)
+    layout = ContextLayout.of_blocks(token_shards.blocks, block, total)
     return ContextGroup(exchange, layout, layout)
 
 

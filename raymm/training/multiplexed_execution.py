@@ -128,18 +128,18 @@ class MultiplexedObserver:
             files["loss curve"] = folder / "loss.png"
             draw_loss(history, files["loss curve"])
         if self._last is not None:
-            lanes, names = _lanes(self._last.timeline)
+            module_rows, names = _module_rows(self._last.timeline)
             files["schedule"] = folder / "schedule.png"
             draw_timelines(
-                [("measured", lanes)], files["schedule"], rank_names=names,
+                [("measured", module_rows)], files["schedule"], rank_names=names,
                 title=f"step {self._last.number}", bubble=self._last.timeline.mean_bubble,
             )
             files["trace"] = folder / "trace.json"
-            write_json(files["trace"], chrome_trace([("measured", lanes)], names))
+            write_json(files["trace"], chrome_trace([("measured", module_rows)], names))
         return files
 
 
-def _lanes(timeline: Timeline) -> tuple[Timeline, dict[int, str]]:
+def _module_rows(timeline: Timeline) -> tuple[Timeline, dict[int, str]]:
     """A timeline with a row for every module on a GPU, as they run at the same time; and names of
     rows."""
     places = sorted({(span.rank, span.stage) for span in timeline.spans})

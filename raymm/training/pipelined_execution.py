@@ -91,14 +91,14 @@ class PipelinedObserver:
         run, timeline = self._run, step.timeline
         program = run.parallel.program([sorted(one.items) for one in step.meta])
         self._report.add(step.number, program, timeline)
-        learnt = self._rebalancing and self._rebalancing.after_step(
+        fitted = self._rebalancing and self._rebalancing.after_step(
             step.number, step.state_after, len(step.meta), step.complete, timeline
         )
         return {
             "balance": step_balance(
                 step.meta, run.model.encoder_names, run.model.packing, run.training.tokens,
                 self._plan, timeline,
-            ) | (learnt or {}),
+            ) | (fitted or {}),
             **self._drift.after_step(step.number, step.meta, timeline),
         }
 

@@ -51,7 +51,7 @@ def distmm(problem: MappingProblem) -> Mapping:
         for groups in range(1, len(modules) + 1):
             cuts = [round(i * len(modules) / groups) for i in range(groups + 1)]
             made = [
-                _side_by_side(problem, modules[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)
+                _concurrently(problem, modules[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)
             ]
             complete = [stage for stage in made if stage is not None]
             if len(complete) == groups:
@@ -109,7 +109,7 @@ def _needs_whole(problem: MappingProblem, m: int) -> str:
     )
 
 
-def _side_by_side(problem: MappingProblem, modules: list[int]) -> MultiplexStage | None:
+def _concurrently(problem: MappingProblem, modules: list[int]) -> MultiplexStage | None:
     """Whole GPUs for each so that the slowest is fastest: the least time at which the least
     degrees that are fast enough fit; None if there are too many modules."""
     seconds = _whole(problem)[modules]

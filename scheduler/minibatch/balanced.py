@@ -212,7 +212,7 @@ def _group(
     steps = _enough_steps(features, limits, order, ranks, least, group_of, random)
 
     pools, pool_steps = _pools(steps, ranks)
-    of_pool = np.minimum(_dealt(n, steps, random) // pool_steps, pools - 1)
+    of_pool = np.minimum(_split_groups(n, steps, random) // pool_steps, pools - 1)
     by_pool = np.argsort(of_pool.astype(np.uint16 if pools <= 1 << 16 else np.int64),
                          kind="stable")
     stops = np.cumsum(np.bincount(of_pool, minlength=pools))
@@ -241,12 +241,12 @@ def _pools(steps: int, ranks: int) -> tuple[int, int]:
     return max(1, steps // pool_steps), pool_steps
 
 
-def _dealt(n: int, slots: int, random: np.random.Generator) -> np.ndarray:
+def _split_groups(n: int, slots: int, random: np.random.Generator) -> np.ndarray:
     """(n,) a slot for every place, such that every run of ``slots`` places from a multiple of it
     has every slot once."""
     rounds = -(-n // slots)
-    dealt = np.broadcast_to(np.arange(slots), (rounds, slots))
-    return random.permuted(dealt, axis=1).ravel()[:n]
+    split_groups = np.broadcast_to(np.arange(slots), (rounds, slots))
+    return random.permuted(split_groups, axis=1).ravel()[:n]
 
 
 def _enough_steps(
@@ -259,7 +259,7 @@ def _enough_steps(
         pools, pool_steps = _pools(steps, ranks)
         if pools == 1:
             return steps  # the only pool looks for itself
-        trial = order[_dealt(n, steps, random) < pool_steps]
+        trial = order[_split_groups(n, steps, random) < pool_steps]
         spilled = level(features, trial, limits, pool_steps * ranks, group_of)
         if spilled <= SPILL * len(trial):
             return steps

@@ -116,7 +116,7 @@ def check_program(program: Program) -> ProgramReport:
     ranks waits in a circle; a backward follows its own forward and runs once; outputs and
     gradients are computed before they are sent and received before they are used;
     collective instructions come in the same order on every rank; of every group, what
-    :func:`check_turns` says. Whether a program lacks
+    :func:`check_groups` says. Whether a program lacks
     both ends of a message that the model needs cannot be seen without the plan.
 
     Raises:

@@ -196,8 +196,8 @@ SECONDS = {"vision": 0.03, "audio": 0.02}
 
 
 def emulated() -> EmulatedBackend:
-    def seconds(module, degree, quota, neighbours):
-        return SECONDS[module] * (1 if neighbours else 0.5)
+    def seconds(module, degree, quota, colocated):
+        return SECONDS[module] * (1 if colocated else 0.5)
 
     return EmulatedBackend(seconds, seconds, Multiprocessors(100, 1))
 
@@ -305,7 +305,7 @@ class LoggedBackend(RecordingBackend):
         self.log: list[tuple] = []
         self.main = LoggedStream("main", self.log)
 
-    def create(self, partition, neighbours=()):
+    def create(self, partition, colocated=()):
         return LoggedStream(partition.module, self.log, partition, self.account)
 
     def current(self):

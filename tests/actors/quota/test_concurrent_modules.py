@@ -206,8 +206,8 @@ class Ordered(RecordingBackend):
         super().__init__()
         self.log = []
 
-    def create(self, partition, neighbours=()):
-        return self.logged(super().create(partition, neighbours), partition.module)
+    def create(self, partition, colocated=()):
+        return self.logged(super().create(partition, colocated), partition.module)
 
     def current(self):
         return self.logged(super().current(), "caller")

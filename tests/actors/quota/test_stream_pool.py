@@ -33,9 +33,9 @@ class Logged(RecordingBackend):
         super().__init__()
         self.log, self.closed = [], 0
 
-    def create(self, partition, neighbours=()):
-        stream = super().create(partition, neighbours)
-        self.log.append(("create", partition.module, [one.module for one in neighbours]))
+    def create(self, partition, colocated=()):
+        stream = super().create(partition, colocated)
+        self.log.append(("create", partition.module, [one.module for one in colocated]))
         stream.record = lambda: self.log.append(("record", partition.module)) or partition.module
         stream.wait = lambda event: self.log.append(("wait", partition.module, event))
         return stream
@@ -112,10 +112,10 @@ def test_a_failure_while_creating_closes_the_backend():
     backend = Logged()
     create = backend.create
 
-    def fails(partition, neighbours):
+    def fails(partition, colocated):
         if partition.module == "llm":
             raise OSError("no memory")
-        return create(partition, neighbours)
+        return create(partition, colocated)
 
     backend.create = fails
     with pytest.raises(OSError, match="no memory"):
@@ -175,12 +175,12 @@ def test_the_account_refuses_oversubscription():
 def test_an_emulated_module_takes_what_the_performance_model_says():
     asked, paused = [], []
 
-    def forward(module, degree, quota, neighbours):
-        asked.append((module, degree, quota, dict(neighbours)))
+    def forward(module, degree, quota, colocated):
+        asked.append((module, degree, quota, dict(colocated)))
         return 1 / quota
 
-    def backward(module, degree, quota, neighbours):
-        return 2 / quota + sum(neighbours.values())
+    def backward(module, degree, quota, colocated):
+        return 2 / quota + sum(colocated.values())
 
     backend = EmulatedBackend(forward, backward, Multiprocessors(100, 10), pause=paused.append)
     pool = StreamPool(backend, {"both": {"vision": 0.52, "audio": 0.4}, "one": {"llm": 1.0}})

@@ -161,7 +161,7 @@ def with_quotas(draw: st.DrawFn, of_plans) -> Plan:
     return replace(plan, stages=tuple(stages))
 
 
-def check_turns_of(plan: Plan, program: Program) -> None:
+def check_groups_of(plan: Plan, program: Program) -> None:
     """What a group promises, looked at one pair of instructions at a time."""
     for rank in range(plan.num_ranks):
         for group in slots_of(program, rank):
@@ -184,7 +184,7 @@ def test_programs_with_turns_run_to_their_end_and_do_all_the_work(data):
     plan = replace(plan, schedule=schedule)
     program = lower(plan, present)
     check_program(program)
-    check_turns_of(plan, program)
+    check_groups_of(plan, program)
 
     def work(program):
         return [sorted((i.op, i.stage, i.microbatch) for i in rank if i.op in COMPUTE)
@@ -199,7 +199,7 @@ def test_zero_bubble_with_turns(data):
     plan = replace(data.draw(with_quotas(profiled_plans())), schedule="zero_bubble")
     program = full_program(plan)
     check_program(program)
-    check_turns_of(plan, program)
+    check_groups_of(plan, program)
 
 
 # -- time -----------------------------------------------------------------------------------
