@@ -1,7 +1,7 @@
 """What a backend of SM-quota streams has to offer. All of them look the same to their users.
 
 ``cuda`` (:mod:`.cuda_backend`) limits streams to multiprocessors through CUDA Green Contexts,
-and ``accounting`` (:mod:`.accounting`) keeps books where there is no GPU.
+and ``recording`` (:mod:`.recording`) notes who ran when where there is no GPU.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from raymm.actors.quota import (
     StreamPool,
     Work,
     check_no_shared_parameters,
-    side_by_side,
+    concurrent_modules,
 )
-from raymm.actors.quota.generators import Turn
+from raymm.actors.quota.generators import Ticket
 from tests.actors.quota.one_after_another import one_after_another
 from tests.actors.quota.three_modules import MEET_SECONDS, MODULES, QUOTAS
 
@@ -100,14 +100,14 @@ def test_modules_that_wait_for_their_turn_are_not_taken_for_stuck(streams):
     begun = {m: Work(lambda: release.wait(MEET_SECONDS)) for m in ("audio", "vision")}
     turns = []
 
-    class Patient(Turn):
+    class Patient(Ticket):
         def __init__(self, before, timeout):  # waits on where the others time out
             super().__init__(before, MEET_SECONDS)
             turns.append(self)
 
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(side_by_side, "Turn", Patient)
+            patch.setattr(concurrent_modules, "Ticket", Patient)
             with pytest.raises(ModuleTimeoutError) as late:
                 side.run(streams, begun)
         assert late.value.modules == ("audio",)
