@@ -38,7 +38,7 @@ from raymm.monitor.training_data import TrainingData, give_examples, training_da
 from raymm.planning.planned_run import plan_for_cluster
 from raymm.planning.request import PlanRequest
 from raymm.runtime.cluster import connected, pick_device
-from raymm.runtime.drain_notices import DrainWatch
+from raymm.runtime.drain_notices import DrainObserver
 from raymm.runtime.parallel_module import ParallelModule
 from raymm.runtime.specs import MultimodalParallelSpec
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
@@ -412,7 +412,7 @@ class Trainer:
                 self.stop,
             )
             self._loop = loop
-            with DrainWatch(parallel.group.nodes, self._ask_to_leave):
+            with DrainObserver(parallel.group.nodes, self._ask_to_leave):
                 stopped = loop.run(_data_position(checkpoint))
             if stopped is not None:
                 callbacks.stopped(stopped)
