@@ -35,14 +35,14 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks import _common
-from benchmarks._dealt_attention import (
+from benchmarks._ranks import Ranks, gloo_ranks
+from benchmarks._sharded_attention import (
     Call,
     Measured,
     largest_error,
     measure,
     write_expected,
 )
-from benchmarks._ranks import Ranks, gloo_ranks
 from raymm.kernels.context_parallel.attention import METHODS
 from raymm.kernels.context_parallel.layout import ContextLayout
 from raymm.kernels.mask import patterns

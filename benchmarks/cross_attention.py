@@ -30,7 +30,8 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks import _common
-from benchmarks._dealt_attention import (
+from benchmarks._ranks import LIMITS, Ranks, gloo_ranks, slow_network
+from benchmarks._sharded_attention import (
     Call,
     Measured,
     bandwidth_on_rank,
@@ -38,7 +39,6 @@ from benchmarks._dealt_attention import (
     measure,
     write_expected,
 )
-from benchmarks._ranks import LIMITS, Ranks, gloo_ranks, slow_network
 from raymm.kernels.context_parallel.layout import ContextLayout
 from raymm.kernels.mask.patterns import full
 from raymm.scheduler.context_parallel.traffic import choose_method

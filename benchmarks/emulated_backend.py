@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from raymm.actors.quota.accounting import Account, AccountedStream, AccountingBackend
 from raymm.actors.quota.partition import Multiprocessors, Partition
+from raymm.actors.quota.recording import Account, AccountedStream, RecordingBackend
 
 # A sleep ends this late at most times; the rest is waited for awake.
 AWAKE_SECONDS = 2e-4
@@ -26,7 +26,7 @@ class Seconds(Protocol):
     """A performance model of forwards, or of backwards."""
 
     def __call__(
-        self, module: str, degree: int, quota: float, neighbours: Mapping[str, float]
+        self, module: str, degree: int, quota: float, colocated: Mapping[str, float]
     ) -> float:
         """Seconds of one call.
 
@@ -57,12 +57,12 @@ class EmulatedStream(AccountedStream):
     def __init__(
         self,
         partition: Partition,
-        neighbours: Sequence[Partition],
+        colocated: Sequence[Partition],
         account: Account,
         backend: EmulatedBackend,
     ) -> None:
         super().__init__(partition, account)
-        self._neighbours = {one.module: one.share for one in neighbours}
+        self._colocated = {one.module: one.share for one in colocated}
         self._backend = backend
 
     @contextmanager
@@ -90,10 +90,10 @@ class EmulatedStream(AccountedStream):
 
     def _take(self, seconds: Seconds, degree: int) -> None:
         one = self.partition
-        self._backend.pause(seconds(one.module, degree, one.share, self._neighbours))
+        self._backend.pause(seconds(one.module, degree, one.share, self._colocated))
 
 
-class EmulatedBackend(AccountingBackend):
+class EmulatedBackend(RecordingBackend):
     """Streams whose work sleeps, and who ran when.
 
     Args:
@@ -116,8 +116,8 @@ class EmulatedBackend(AccountingBackend):
         self.backward_seconds = backward_seconds
         self.pause = pause
 
-    def create(self, partition: Partition, neighbours: Sequence[Partition] = ()) -> EmulatedStream:
-        return EmulatedStream(partition, neighbours, self.account, self)
+    def create(self, partition: Partition, colocated: Sequence[Partition] = ()) -> EmulatedStream:
+        return EmulatedStream(partition, colocated, self.account, self)
 
 
 class _Sleeps(torch.autograd.Function):

@@ -38,7 +38,7 @@ class SurfaceSeconds:
     share: float
 
     def __call__(
-        self, module: str, degree: int, quota: float, neighbours: Mapping[str, float]
+        self, module: str, degree: int, quota: float, colocated: Mapping[str, float]
     ) -> float:
         """As of :class:`benchmarks.emulated_backend.Seconds`. Nodes that stand for nothing take no
         time."""
@@ -48,7 +48,7 @@ class SurfaceSeconds:
         m = problem.names.index(name)
         beside = {
             problem.names.index(self.slices[one].module): share
-            for one, share in neighbours.items() if one in self.slices
+            for one, share in colocated.items() if one in self.slices
         }
         use = [self._bandwidth(o, beside[o]) for o in sorted(beside)]
         delay = problem.interference.delay(self._bandwidth(m, quota), use)

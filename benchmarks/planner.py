@@ -27,7 +27,7 @@ from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.schedule.bounds import lower_bound
-from raymm.scheduler.schedule.lower import iteration_time, lower, settle
+from raymm.scheduler.schedule.lower import iteration_time, lower, refine
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import op_seconds
 from raymm.scheduler.search.partition import (
@@ -123,7 +123,7 @@ def speeds() -> dict[str, float]:
     profile = CostProfile({"llm": (LayerCost(1.0, 1.0, 1.0, 100, 0, 1),) * 24})
     stages = tuple(Stage("llm", i, (i, i + 1), i) for i in range(24))
     plan = Plan(graph, stages, 24, "1f1b", profile)
-    better, _ = settle(replace(plan, schedule="zero_bubble"))
+    better, _ = refine(replace(plan, schedule="zero_bubble"))
     present, seconds = [["llm"]] * 24, op_seconds(plan)
     program = lower(plan, present)
     return {

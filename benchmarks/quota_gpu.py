@@ -167,7 +167,7 @@ def placement() -> dict[str, Any]:
 
 def overlap(size: int) -> dict[str, Any]:
     """Two modules on halves of the GPU: spans in milliseconds, alone and together."""
-    from raymm.actors.quota import CudaBackend, SideBySide, StreamPool, Work
+    from raymm.actors.quota import ConcurrentModules, CudaBackend, StreamPool, Work
 
     a, b = matrices(size)
     outs = {module: torch.empty_like(a) for module in HALVES}
@@ -180,7 +180,7 @@ def overlap(size: int) -> dict[str, Any]:
         end.record()
         return start, end
 
-    def run(side: SideBySide, streams: Any, modules: Sequence[str]) -> dict[str, Any]:
+    def run(side: ConcurrentModules, streams: Any, modules: Sequence[str]) -> dict[str, Any]:
         torch.cuda.synchronize()
         base = torch.cuda.Event(enable_timing=True)
         base.record()
@@ -192,7 +192,7 @@ def overlap(size: int) -> dict[str, Any]:
             for m, (start, end) in events.items()
         }
 
-    with SideBySide() as side, StreamPool(CudaBackend(), {"halves": HALVES}) as pool:
+    with ConcurrentModules() as side, StreamPool(CudaBackend(), {"halves": HALVES}) as pool:
         streams = pool.select("halves")
         run(side, streams, list(HALVES))  # cuBLAS handles and workspaces of both threads
         alone = {m: run(side, streams, [m])[m] for m in HALVES}

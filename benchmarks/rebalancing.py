@@ -116,8 +116,8 @@ class Simulated:
                 chain = chains[m % len(chains)]
                 for stage in chain:
                     each = float(seconds[m, column]) / len(chain)
-                    costs[stage.name, Op.FORWARD, m] = each * FORWARD
-                    costs[stage.name, Op.BACKWARD, m] = each * (1 - FORWARD)
+                    costs[stage.id, Op.FORWARD, m] = each * FORWARD
+                    costs[stage.id, Op.BACKWARD, m] = each * (1 - FORWARD)
         return simulate(self._program, {}, microbatch_costs=costs)
 
     def slowness(self, steps: list[Groups], costs: MeasuredCosts) -> float:

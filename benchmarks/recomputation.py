@@ -39,7 +39,7 @@ from raymm.scheduler.costs.recomputation import ALL
 from raymm.scheduler.graph.module_graph import ModuleGraph
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.schedule.network import Network
-from raymm.scheduler.search.judge import Candidates
+from raymm.scheduler.search.evaluation import Candidates
 from raymm.scheduler.search.options import LAYERS, PlanProblem
 from raymm.scheduler.search.planner import propose, within_memory
 from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
@@ -139,9 +139,9 @@ def _same_cuts(free: Plan, profile: CostProfile, limit: int) -> float | None:
     for node in free.graph.nodes:
         own = free.module_stages(node.name)
         ranges = tuple(stage.layers for stage in own)
-        beyond = free.depth[own[-1].name] - 1
+        beyond = free.depth[own[-1].id] - 1
         added = space.memory.added(node.name, len(own), beyond)
-        space.memory.settle(node.name, ranges, beyond)
+        space.memory.refine(node.name, ranges, beyond)
         added = space.memory.added(node.name, len(own), beyond)
         if any(math.isinf(added[index][at]) for index, at in enumerate(ranges)):
             return None
@@ -237,7 +237,7 @@ def _report(
         )
     console.print(table)
     for stage in found["chosen"].stages:
-        console.print(stage.name, stage.layers, " ".join(stage.layer_options), highlight=False)
+        console.print(stage.id, stage.layers, " ".join(stage.layer_options), highlight=False)
     return {
         "measured_seconds": {name: round(value, 4) for name, value in median.items()},
         "measured_over_keep": round(median["chosen"] / median["keep"], 4),

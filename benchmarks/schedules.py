@@ -39,7 +39,7 @@ from benchmarks import _common
 from benchmarks.valm_configs import MICROBATCHES, TRAINABLE, VALM_CONFIGS, ValmConfig, valm_profile
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.schedule.bounds import lower_bound
-from raymm.scheduler.schedule.lower import full_program, iteration_time, one_f_one_b_limits, settle
+from raymm.scheduler.schedule.lower import full_program, iteration_time, one_f_one_b_limits, refine
 from raymm.scheduler.schedule.memory import activation_peaks
 from raymm.scheduler.schedule.stage_costs import stage_costs
 from raymm.scheduler.search.layouts import chunked
@@ -72,7 +72,7 @@ def ratios(space: StageSpace, counts: dict[str, int]) -> dict[str, float]:
     for name, plan in plans.items():
         plan = replace(plan, schedule="zero_bubble", activation_limits=limits)
         try:
-            plan, one = settle(plan)
+            plan, one = refine(plan)
             program = full_program(plan)
         except ValueError:  # does not fit in the baseline's memory at all
             continue

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from benchmarks._rank_lanes import lanes_between_ranks
+from benchmarks._rank_p2p_groups import p2p_groups_between_ranks
 from benchmarks.emulated_backend import pause
 from raymm.actors.executor.executor import StepMeta
 from raymm.actors.modules.message import Message, MicrobatchContext
@@ -23,6 +23,7 @@ from raymm.actors.rank.rank_group import RankGroup, RankResources, measured_time
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.plan.stage import NO_STAGE, StageId
 from raymm.scheduler.program.program import COMPUTE, Op, Program, check_program
 from raymm.scheduler.program.timeline import Span, Timeline
 from raymm.scheduler.schedule.lower import full_program
@@ -102,13 +103,13 @@ class Renaming(NamedTuple):
         return self.ranks - self.plan.num_ranks
 
     @property
-    def names(self) -> dict[str, str]:
-        """The plan's stage names to the group's."""
-        return {s.name: rank_stage(self.offset + s.rank) for s in self.plan.stages}
+    def names(self) -> dict[StageId, StageId]:
+        """The plan's stages to the group's."""
+        return {s.id: rank_stage(self.offset + s.rank) for s in self.plan.stages}
 
     def program(self, program: Program) -> Program:
         """The plan's program as the group runs it; further ranks do nothing."""
-        names = {**self.names, "": ""}
+        names = {**self.names, NO_STAGE: NO_STAGE}
         return Program(
             ((),) * self.offset
             + tuple(
@@ -119,7 +120,7 @@ class Renaming(NamedTuple):
 
     def timeline(self, timeline: Timeline) -> Timeline:
         """A timeline of the group in the plan's names and ranks."""
-        names = {ours: theirs for theirs, ours in self.names.items()} | {"": ""}
+        names = {ours: theirs for theirs, ours in self.names.items()} | {NO_STAGE: NO_STAGE}
         return Timeline(
             tuple(
                 s._replace(rank=s.rank - self.offset, stage=names[s.stage], peer=names[s.peer])
@@ -129,9 +130,9 @@ class Renaming(NamedTuple):
         )
 
 
-def rank_stage(rank: int) -> str:
-    """Name of the stage on a rank of the group."""
-    return f"chain.{rank}"
+def rank_stage(rank: int) -> StageId:
+    """The stage on a rank of the group."""
+    return StageId("chain", rank)
 
 
 class SleepingPipeline:
@@ -150,7 +151,7 @@ class SleepingPipeline:
             RankSpec(
                 rank=rank, world_size=ranks,
                 builders={rank_stage(rank): partial(SleepingStage, nothing, 1, False)},
-                edges=edges, lanes=lanes_between_ranks(edges, places),
+                edges=edges, p2p_groups=p2p_groups_between_ranks(edges, places),
             )
             for rank in range(ranks)
         ]
@@ -245,7 +246,7 @@ class Overheads(NamedTuple):
 
     def added_to(
         self, costs: Mapping[tuple[str, Op], float], program: Program
-    ) -> dict[tuple[str, Op], float]:
+    ) -> dict[tuple[StageId, Op], float]:
         """Costs per (stage, compute op) with the overhead of the op and of the messages around
         it: receives before and sends after it, of which all microbatches have as many."""
         around: dict[tuple[str, Op], list[float]] = {}
@@ -316,7 +317,7 @@ def ready_receives(timeline: Timeline) -> list[float]:
     ]
 
 
-def op_seconds_measured(timelines: Sequence[Timeline]) -> dict[tuple[str, Op], float]:
+def op_seconds_measured(timelines: Sequence[Timeline]) -> dict[tuple[StageId, Op], float]:
     """Median seconds per (stage, compute op) over several steps."""
     found: dict[tuple[str, Op], list[float]] = {}
     for timeline in timelines:

@@ -27,7 +27,7 @@ def token_cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torc
 def vocabulary_parallel_cross_entropy_sum(
     logits: torch.Tensor, targets: torch.Tensor, start: int, group: TensorGroup
 ) -> torch.Tensor:
-    """:func:`token_cross_entropy_sum` of logits whose columns are dealt out over a group.
+    """:func:`token_cross_entropy_sum` of logits whose columns are split over a group.
 
     Only three numbers per token travel: the largest logit, the sum of exponentials, and the
     target's logit (Megatron-LM's vocabulary-parallel cross entropy). All members compute the

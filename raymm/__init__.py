@@ -56,6 +56,7 @@ _PUBLIC = {
     "Timeline": "raymm.scheduler.program.timeline",
 }
 
+# The names are those of the table: pyright reads lists only that are written out.
 __all__ = [*_PUBLIC, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 TRAINING, MASKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
 # What the second example is given: a model folder and some tokens.
@@ -37,6 +39,7 @@ def run(code: str, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.ray
 def test_the_training_example(tmp_path):
     lines = run(TRAINING, tmp_path).splitlines()
     losses = [float(line.split()[1]) for line in lines if line[:1].isdigit()]

@@ -133,7 +133,9 @@ class SendChannel:
         self._resharding = resharding
         self._index = index
         self._summed = summed
-        self._guided = [r for r in self._links if resharding.guide(r) == index]
+        self._metadata_receivers = [
+            r for r in self._links if resharding.metadata_sender(r) == index
+        ]
         self._layouts: dict[object, Layout] = {}
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
         self._sent_before: list[tuple[dist.Work, torch.Tensor]] = []
@@ -151,7 +153,7 @@ class SendChannel:
         if known is None:
             self._layouts[key] = layout
             header = torch.frombuffer(bytearray(layout.encode()), dtype=torch.uint8)
-            for receiver in self._guided:
+            for receiver in self._metadata_receivers:
                 self._isend(receiver, torch.tensor([header.numel()], device=self._device))
                 self._isend(receiver, header.to(self._device))
         elif known != layout:
@@ -305,9 +307,9 @@ class RecvChannel:
         return Message(tensors, side)
 
     def _recv_layout(self) -> Layout:
-        guide = self._links[self._resharding.guide(self._index)]
+        metadata_sender = self._links[self._resharding.metadata_sender(self._index)]
         length = torch.zeros(1, dtype=torch.int64, device=self._device)
-        wait(guide.irecv(length), self._timeout)
+        wait(metadata_sender.irecv(length), self._timeout)
         header = torch.empty(int(length), dtype=torch.uint8, device=self._device)
-        wait(guide.irecv(header), self._timeout)
+        wait(metadata_sender.irecv(header), self._timeout)
         return Layout.decode(header.cpu().numpy().tobytes())

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from raymm.actors.quota import (
-    AccountingBackend,
     Backend,
+    ConcurrentModules,
     CudaBackend,
     Output,
-    SideBySide,
+    RecordingBackend,
     StreamPool,
     Work,
     check_no_shared_parameters,
@@ -31,13 +31,13 @@ _SET = "rank"
 
 
 class Colocation:
-    """Runs works of a rank's modules side by side. All streams are made here, before the first
+    """Runs works of a rank's modules concurrently. All streams are made here, before the first
     step.
 
     Args:
         quotas: share of the multiprocessors, by module.
         backend: makes the streams.
-        timeout: seconds that the works of one turn may take.
+        timeout: seconds that the works of one group may take.
 
     Raises:
         QuotaError: quotas that the device cannot grant.
@@ -46,7 +46,7 @@ class Colocation:
 
     def __init__(self, quotas: Mapping[str, float], backend: Backend, timeout: float) -> None:
         self._pool = StreamPool(backend, {_SET: quotas})
-        self._side_by_side = SideBySide(timeout)
+        self._concurrent = ConcurrentModules(timeout)
 
     def check(self, stages: Mapping[str, Sequence[nn.Module]]) -> None:
         """Modules with quotas must have no parameter or buffer in common.
@@ -62,8 +62,8 @@ class Colocation:
         )
 
     def run(self, works: Mapping[str, Work]) -> dict[str, Output]:
-        """Run works side by side; as :meth:`raymm.actors.quota.SideBySide.run`."""
-        return self._side_by_side.run(self._pool.select(_SET), works)
+        """Run works concurrently; as :meth:`raymm.actors.quota.ConcurrentModules.run`."""
+        return self._concurrent.run(self._pool.select(_SET), works)
 
     def report(self) -> str:
         """What was asked and granted, a line per module."""
@@ -71,10 +71,10 @@ class Colocation:
 
     def close(self) -> None:
         """End threads and streams."""
-        self._side_by_side.close()
+        self._concurrent.close()
         self._pool.close()
 
 
 def default_backend(device: torch.device) -> Backend:
     """Green contexts on CUDA; on a CPU books of who ran when, as if it were an H100."""
-    return CudaBackend(device) if device.type == "cuda" else AccountingBackend()
+    return CudaBackend(device) if device.type == "cuda" else RecordingBackend()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from raymm.scheduler.plan.stage import stage_module
-from raymm.scheduler.program.program import BACKWARDS, COMPUTE, FORWARDS, Instruction, Op, turn_end
+from raymm.scheduler.plan.stage import Edge, StageId
+from raymm.scheduler.program.program import BACKWARDS, COMPUTE, FORWARDS, Instruction, Op, group_end
 
 _SENDS_GRADIENTS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT})
 
@@ -15,36 +15,36 @@ class Task(NamedTuple):
     """An instruction, and whom it has to do with."""
 
     op: Op
-    stage: str
+    stage: StageId
     microbatch: int
-    peer: str
-    producers: tuple[tuple[str, str, bool], ...] = ()  # (stage, name in received, needs grad)
-    consumers: tuple[str, ...] = ()  # who gets what this produces
+    peer: StageId
+    producers: tuple[tuple[StageId, str, bool], ...] = ()  # (stage, name in received, needs grad)
+    consumers: tuple[StageId, ...] = ()  # who gets what this produces
     last: bool = False  # the stage's parameters get no more gradients in this step
-    turn: int = -1
+    group: int = -1
     quota: float = 1.0
 
     def __str__(self) -> str:
-        words = [self.op.value, self.stage]
+        words = [self.op.value, str(self.stage)]
         if self.microbatch >= 0:
             words.append(f"of microbatch {self.microbatch}")
-        if self.peer:
+        if self.peer.module:
             words.append(f"{'to' if self.op is Op.SEND else 'from'} {self.peer}")
         return " ".join(word for word in words if word)
 
 
 class CompiledProgram(NamedTuple):
-    """A rank's instructions, resolved, in turns (most are of one task, which has the device to
+    """A rank's instructions, resolved, in groups (most are of one task, which has the device to
     itself); per incoming edge the microbatches it carries; and, if gradients are reduced at its
     end, the stages that have any."""
 
-    turns: tuple[tuple[Task, ...], ...]
-    incoming: dict[tuple[str, str], tuple[int, ...]]
-    reduced: frozenset[str] | None
+    groups: tuple[tuple[Task, ...], ...]
+    incoming: dict[Edge, tuple[int, ...]]
+    reduced: frozenset[StageId] | None
 
 
 def compile_program(
-    instructions: Sequence[Instruction], edges: Sequence[tuple[str, str]]
+    instructions: Sequence[Instruction], edges: Sequence[Edge]
 ) -> CompiledProgram:
     """Resolve a rank's program.
 
@@ -57,13 +57,13 @@ def compile_program(
     recvs = {(i.peer, i.stage, i.microbatch) for i in instructions if i.op is Op.RECV}
     forwards = {(i.stage, i.microbatch) for i in instructions if i.op in FORWARDS}
     backwards = {(i.stage, i.microbatch) for i in instructions if i.op in _SENDS_GRADIENTS}
-    reduces = any(i.op is Op.REDUCE_TIED for i in instructions)
+    reduces = any(i.op is Op.REDUCE_GRADS for i in instructions)
     last = {i.stage: n for n, i in enumerate(instructions) if reduces and i.op in BACKWARDS}
     tasks = []
-    incoming: dict[tuple[str, str], tuple[int, ...]] = {}
+    incoming: dict[Edge, tuple[int, ...]] = {}
     for number, i in enumerate(instructions):
-        producers: tuple[tuple[str, str, bool], ...] = ()
-        consumers: tuple[str, ...] = ()
+        producers: tuple[tuple[StageId, str, bool], ...] = ()
+        consumers: tuple[StageId, ...] = ()
         if i.op is Op.RECV:
             incoming[i.edge] = incoming.get(i.edge, ()) + (i.microbatch,)
         elif i.op in COMPUTE:
@@ -87,23 +87,23 @@ def compile_program(
         is_last = last.get(i.stage) == number
         tasks.append(
             Task(
-                i.op, i.stage, i.microbatch, i.peer, producers, consumers, is_last, i.turn,
+                i.op, i.stage, i.microbatch, i.peer, producers, consumers, is_last, i.group,
                 i.quota,
             )
         )
-    turns, index = [], 0
+    groups, index = [], 0
     while index < len(tasks):
-        after = turn_end(tasks, index)
-        turns.append(tuple(tasks[index:after]))
+        after = group_end(tasks, index)
+        groups.append(tuple(tasks[index:after]))
         index = after
-    return CompiledProgram(tuple(turns), incoming, frozenset(last) if reduces else None)
+    return CompiledProgram(tuple(groups), incoming, frozenset(last) if reduces else None)
 
 
-def between_modules(producer: str, consumer: str) -> bool:
+def between_modules(producer: StageId, consumer: StageId) -> bool:
     """Whether two stages are of different modules."""
-    return stage_module(producer) != stage_module(consumer)
+    return producer.module != consumer.module
 
 
-def _received_name(producer: str, consumer: str) -> str:
+def _received_name(producer: StageId, consumer: StageId) -> str:
     """Messages from another module are known by the module's name."""
-    return stage_module(producer) if between_modules(producer, consumer) else producer
+    return producer.module if between_modules(producer, consumer) else str(producer)

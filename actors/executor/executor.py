@@ -24,11 +24,14 @@ from raymm.actors.faults.whereabouts import Whereabouts
 from raymm.actors.modules.draws import Draws, module_draws
 from raymm.actors.modules.message import Message, MicrobatchContext, StageModule
 from raymm.actors.modules.module_state import evaluating, inputs_unchanged, statistics_kept
-from raymm.actors.optimizer.finite import FiniteWatch, Place
+from raymm.actors.optimizer.finite import FiniteObserver, Place
 from raymm.actors.optimizer.gradient_reduction import GradientReduction
 from raymm.actors.quota import Work
-from raymm.scheduler.plan.stage import stage_module
+from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.program.program import COMPUTE, FORWARDS, Instruction, Op
+
+# Tensors that a stage received and computes gradients of, by producer.
+Leaves = dict[StageId, tuple[torch.Tensor, ...]]
 
 
 class StepMeta(NamedTuple):
@@ -68,7 +71,9 @@ class StepResult:
     """
 
     losses: dict[int, float] = field(default_factory=dict)
-    spans: list[tuple[str, str, int, float, float, str, float]] = field(default_factory=list)
+    spans: list[tuple[str, StageId, int, float, float, StageId, float]] = field(
+        default_factory=list
+    )
     grad_norm: float | None = None
     learning_rate: float | None = None
     peak_bytes: int = 0
@@ -97,14 +102,12 @@ class _Step:
         losses: by microbatch.
     """
 
-    inputs: Mapping[str, Sequence[dict[str, Any] | None]]
+    inputs: Mapping[StageId, Sequence[dict[str, Any] | None]]
     meta: StepMeta
-    mailbox: dict[tuple[str, str, int], Message] = field(default_factory=dict)
-    saved: dict[tuple[str, int], tuple[dict[str, tuple[torch.Tensor, ...]], Message]] = field(
-        default_factory=dict
-    )
-    checkpoints: dict[tuple[str, int], dict[str, Message]] = field(default_factory=dict)
-    deferred: dict[tuple[str, int], DeferredWeights] = field(default_factory=dict)
+    mailbox: dict[tuple[StageId, StageId, int], Message] = field(default_factory=dict)
+    saved: dict[tuple[StageId, int], tuple[Leaves, Message]] = field(default_factory=dict)
+    checkpoints: dict[tuple[StageId, int], dict[StageId, Message]] = field(default_factory=dict)
+    deferred: dict[tuple[StageId, int], DeferredWeights] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def stage_inputs(self, task: Task) -> dict[str, Any] | None:
@@ -135,27 +138,27 @@ class Executor:
         reduction: sums gradients of shared parameters, from their stage's last backward on.
         sum_gradient: makes a gradient that each of them has a part of the whole one, in place if
             it likes; for gradients that stages of other modules on the same rank are handed.
-        colocation: runs the tasks of one turn side by side; None if no module has a quota.
+        colocation: runs the tasks of one group concurrently; None if no module has a quota.
         whereabouts: is told every instruction.
         watch: is shown what stages hand on and back, and the losses.
     """
 
     def __init__(
         self,
-        stages: Mapping[str, StageModule],
-        edges: Sequence[tuple[str, str]],
-        senders: dict[tuple[str, str], SendChannel],
-        receivers: dict[tuple[str, str], RecvChannel],
+        stages: Mapping[StageId, StageModule],
+        edges: Sequence[Edge],
+        senders: dict[Edge, SendChannel],
+        receivers: dict[Edge, RecvChannel],
         collectives: dict[Op, Callable[[StepResult], None]],
         autocast: torch.dtype | None = None,
         device: torch.device | None = None,
         timeout: timedelta = timedelta(minutes=5),
-        random_shares: Mapping[str, int] | None = None,
+        random_shares: Mapping[StageId, int] | None = None,
         sum_gradient: Callable[[torch.Tensor], torch.Tensor] | None = None,
         reduction: GradientReduction | None = None,
         colocation: Colocation | None = None,
         whereabouts: Whereabouts | None = None,
-        watch: FiniteWatch | None = None,
+        observer: FiniteObserver | None = None,
     ) -> None:
         self._stages = stages
         self._edges = tuple(edges)
@@ -170,9 +173,9 @@ class Executor:
         self._reduction = reduction
         self._colocation = colocation
         self._whereabouts = whereabouts or Whereabouts()
-        self._watch = watch or FiniteWatch(self._device)
+        self._observer = observer or FiniteObserver(self._device)
         # Whether a stage draws random numbers; None: its first forward will tell.
-        self._draws: dict[str, bool | None] = {
+        self._draws: dict[StageId, bool | None] = {
             name: stage.training and (getattr(stage, "may_draw", True) or None)
             for name, stage in stages.items()
         }
@@ -184,7 +187,7 @@ class Executor:
     def run(
         self,
         program: CompiledProgram,
-        inputs: Mapping[str, Sequence[dict[str, Any] | None]],
+        inputs: Mapping[StageId, Sequence[dict[str, Any] | None]],
         meta: StepMeta,
     ) -> StepResult:
         """Run one step.
@@ -200,13 +203,13 @@ class Executor:
     def _run(
         self,
         program: CompiledProgram,
-        inputs: Mapping[str, Sequence[dict[str, Any] | None]],
+        inputs: Mapping[StageId, Sequence[dict[str, Any] | None]],
         meta: StepMeta,
     ) -> StepResult:
         result = StepResult()
         step = _Step(inputs, meta)
         if meta.training:
-            self._watch.begin()
+            self._observer.begin()
         if program.reduced is not None and self._reduction is not None:
             self._reduction.expect(program.reduced)
         for edge, microbatches in program.incoming.items():
@@ -214,15 +217,15 @@ class Executor:
         clock = step_clock(self._device)
         now = clock.mark()
         timed: list[_Timed] = []
-        for turn in program.turns:
-            self._whereabouts.enter(turn[0])
-            if turn[0].turn < 0:
-                (task,) = turn
+        for group in program.groups:
+            self._whereabouts.enter(group[0])
+            if group[0].group < 0:
+                (task,) = group
                 self._run_alone(task, step, result)
                 before, now = now, clock.mark()
                 timed.append(_Timed(task, before, now))
             else:
-                timed += self._run_side_by_side(turn, step, clock)
+                timed += self._run_concurrently(group, step, clock)
                 now = clock.mark()
         self._whereabouts.enter("the end of a step")
         for sender in self._senders.values():
@@ -243,22 +246,22 @@ class Executor:
         if reduction is not None:
             reduction.finished(task.stage)
 
-    def _run_side_by_side(
-        self, turn: Sequence[Task], step: _Step, clock: StepClock
+    def _run_concurrently(
+        self, group: Sequence[Task], step: _Step, clock: StepClock
     ) -> list[_Timed]:
-        """A turn: every module's tasks in its thread, on its quota. What this thread issues
+        """A group: every module's tasks in its thread, on its quota. What this thread issues
         afterwards (messages, sums of gradients, the optimizer's step) comes after all of it.
 
         Sums of gradients start here only: their hooks know one backward at a time.
         """
         of_module: dict[str, list[Task]] = {}
-        for task in turn:
-            of_module.setdefault(stage_module(task.stage), []).append(task)
+        for task in group:
+            of_module.setdefault(task.stage.module, []).append(task)
         works = {module: self._work(tasks, step, clock) for module, tasks in of_module.items()}
-        assert self._colocation is not None  # which makes turns
+        assert self._colocation is not None  # which makes groups
         outputs = self._colocation.run(works)
         timed = [one for output in outputs.values() for one in output.get()[0]]
-        for task in turn:
+        for task in group:
             if task.last and self._reduction is not None:
                 self._reduction.finished(task.stage)
         return timed
@@ -316,23 +319,23 @@ class Executor:
             if task.op is Op.FORWARD:
                 step.saved[task.stage, m] = (leaves, output)
         if step.meta.training:
-            self._watch.saw("output", task.stage, m, output.tensors)
+            self._observer.saw("output", task.stage, m, output.tensors)
         if not self._has_consumer(task.stage):
             step.losses[m] = output.tensors[0].detach()
             if step.meta.training:
-                self._watch.loss(step.losses[m])
+                self._observer.loss(step.losses[m])
         handed = Message(tuple(t.detach() for t in output.tensors), output.side)
         for dst in task.consumers:
             step.mailbox[task.stage, dst, m] = handed
 
     def _run_stage(
-        self, task: Task, step: _Step, received: dict[str, Message], with_grad: bool
-    ) -> tuple[dict[str, tuple[torch.Tensor, ...]], Message]:
+        self, task: Task, step: _Step, received: dict[StageId, Message], with_grad: bool
+    ) -> tuple[Leaves, Message]:
         """A stage's forward. Returns the leaves that its backward computes gradients of, by
         producer, and the stage's output."""
         m, meta = task.microbatch, step.meta
         stage = self._stages[task.stage]
-        leaves: dict[str, tuple[torch.Tensor, ...]] = {}
+        leaves: Leaves = {}
         named: dict[str, Message] = {}
         for src, name, needs_grad in task.producers:
             message = received[src]
@@ -360,8 +363,8 @@ class Executor:
             yield None
             return
         draws = module_draws(
-            meta.seed, meta.step, stage_module(task.stage), task.microbatch,
-            self._random_shares.get(task.stage, 0), watched=drawn is None, batch=meta.batch,
+            meta.seed, meta.step, task.stage.module, task.microbatch,
+            self._random_shares.get(task.stage, 0), observed=drawn is None, batch=meta.batch,
         )  # fmt: skip
         draws.enter("stage")
         yield draws
@@ -399,10 +402,10 @@ class Executor:
                     self._sum_gradient(one.clone(memory_format=torch.contiguous_format))
                     for one in handed
                 )
-            self._watch.saw("gradient", task.stage, m, handed, of=src)
+            self._observer.saw("gradient", task.stage, m, handed, of=src)
             step.mailbox[task.stage, src, m] = Message(handed, {})
 
-    def _has_consumer(self, stage: str) -> bool:
+    def _has_consumer(self, stage: StageId) -> bool:
         return any(src == stage for src, _ in self._edges)
 
     def _precision(self) -> contextlib.AbstractContextManager:

@@ -59,7 +59,7 @@ def inquire(actors: Mapping[int, Any], timeout: float = ANSWER_TIMEOUT_S) -> Inq
     """Ask where processes are, all at once.
 
     Args:
-        actors: handles of :class:`raymm.actors.faults.watched_actor.WatchedActor`, by number.
+        actors: handles of :class:`raymm.actors.faults.observed_actor.ObservedActor`, by number.
         timeout: seconds for all answers.
     """
     refs = {number: actor.where.remote() for number, actor in actors.items()}

@@ -35,8 +35,8 @@ class Draws:
         drawn: whether there were, until :meth:`end`.
     """
 
-    def __init__(self, seed: int, watched: bool = False) -> None:
-        self._seed, self._watched = seed, watched
+    def __init__(self, seed: int, observed: bool = False) -> None:
+        self._seed, self._observed = seed, observed
         self._untouched: tuple[bytes, ...] | None = None
         self.drawn = False
 
@@ -48,17 +48,17 @@ class Draws:
         """What is drawn from now on follows from this seed."""
         self.end()
         seed_generators(seed)
-        if self._watched:
+        if self._observed:
             self._untouched = generator_state()
 
     def end(self) -> None:
         """Nothing is drawn any more, for now."""
-        if self._watched and self._untouched is not None:
+        if self._observed and self._untouched is not None:
             self.drawn |= generator_state() != self._untouched
 
 
 def module_draws(
-    seed: int, step: int, module: str, microbatch: int, share: int = 0, watched: bool = False,
+    seed: int, step: int, module: str, microbatch: int, share: int = 0, observed: bool = False,
     batch: int = 0,
 ) -> Draws:
     """A module's random numbers in a microbatch of a step.
@@ -71,7 +71,7 @@ def module_draws(
         batch: number of the batch, of those whose gradients the step accumulates.
     """
     own = (*((share,) if share else ()), *(("batch", batch) if batch else ()))
-    return Draws(derive_seed(seed, step, module, microbatch, *own), watched)
+    return Draws(derive_seed(seed, step, module, microbatch, *own), observed)
 
 
 class BlockDraws:

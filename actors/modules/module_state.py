@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from raymm.actors.modules.message import Message
+from raymm.scheduler.plan.stage import StageId
 
 # Layers that draw no random numbers in training.
 _DRAWLESS = frozenset({
@@ -65,7 +66,7 @@ def statistics_kept(stage: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def inputs_unchanged(
-    stage: str, received: dict[str, Message], inputs: dict[str, Any] | None
+    stage: StageId, received: dict[StageId, Message], inputs: dict[str, Any] | None
 ) -> Iterator[None]:
     """Refuse a stage that changes in place what its recomputation starts from.
 

@@ -1,1 +1,1 @@
-"""Actors that run a multiplexed program: one process per GPU, modules side by side."""
+"""Actors that run a multiplexed program: one process per GPU, modules concurrently."""

@@ -19,10 +19,11 @@ from raymm.actors.optimizer.checkpoint_shards import (
     copy_tensors,
     write_shard,
 )
+from raymm.scheduler.plan.stage import StageId
 
 
 def save_shards(
-    folder: Path, gpu: int, here: Device, written: Collection[str], skip_frozen: Collection[str]
+    folder: Path, gpu: int, here: Device, saved_nodes: Collection[str], skip_frozen: Collection[str]
 ) -> dict[str, WrittenShard]:
     """Write the modules that this GPU, of all with a copy, writes, and their optimizer state.
 
@@ -30,14 +31,14 @@ def save_shards(
         folder: an existing folder that is not committed yet.
         gpu: its number.
         here: the GPU.
-        written: the modules.
+        saves: the modules.
         skip_frozen: modules whose frozen weights are elsewhere and need no copy.
 
     Returns:
         What is in the shards, per file.
     """
     tensors: dict[str, torch.Tensor] = {}
-    for node in sorted(written):
+    for node in sorted(saved_nodes):
         seen: set[int] = set()
         trained = any(p.requires_grad for p in here.modules[node].parameters())
         for name, tensor in here.modules[node].state_dict(keep_vars=True).items():
@@ -49,8 +50,9 @@ def save_shards(
                 seen.add(tensor.data_ptr())
                 tensors[f"{node}/{name}"] = tensor.detach().clone() if tied else tensor.detach()
     state = {
-        f"optimizer/{node}/{name}/{key}": value
-        for (node, name, key), value in here.optimizer.state_tensors().items() if node in written
+        f"optimizer/{stage.module}/{name}/{key}": value
+        for (stage, name, key), value in here.optimizer.state_tensors().items()
+        if stage.module in saved_nodes
     }
     files = {}
     for kind, found in (("model", tensors), ("optimizer", state)):
@@ -85,16 +87,16 @@ def load_shards(
     copy_tensors(read, own)
     taken = list(read)
     keys = stored.optimizer_keys()
-    state: dict[tuple[str, str, str], torch.Tensor] = {}
-    for node, name in here.optimizer.updated:
-        base = f"optimizer/{node}/{name}"
+    state: dict[tuple[StageId, str, str], torch.Tensor] = {}
+    for stage, name in here.optimizer.updated:
+        base = f"optimizer/{stage.module}/{name}"
         wanted = dict.fromkeys(f"{base}/{key}" for key in keys.get(base, ()))
         for full, value in stored.read(wanted).items():
-            state[node, name, full.rpartition("/")[2]] = value
+            state[stage, name, full.rpartition("/")[2]] = value
             taken.append(full)
     here.optimizer.load_state_tensors(state, step)
     lacking = [
-        f"{node}/{name}" for node, name in here.optimizer.parameters
-        if f"{node}/{name}" not in read
+        f"{stage.module}/{name}" for stage, name in here.optimizer.parameters
+        if f"{stage.module}/{name}" not in read
     ]
     return Loaded(lacking, taken)

@@ -17,7 +17,7 @@ class TimedRun(NamedTuple):
 
     direction: str
     node: str
-    turn: int
+    slot: int
     start: float
     end: float
 
@@ -51,7 +51,7 @@ class RunClock:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return [
-            TimedRun(str(run.direction), node, run.turn, self._seconds(a), self._seconds(b))
+            TimedRun(str(run.direction), node, run.slot, self._seconds(a), self._seconds(b))
             for run, node, a, b in self._found
         ]
 

@@ -13,7 +13,7 @@ from raymm.actors.multiplexed.messages import Messages
 from raymm.actors.multiplexed.node import NodeSpec
 from raymm.actors.multiplexed.samples import KnownLayout
 from raymm.actors.optimizer.optimizer import RankOptimizer
-from raymm.actors.quota import SideBySide, StreamPool
+from raymm.actors.quota import ConcurrentModules, StreamPool
 from raymm.scheduler.graph.node_graph import NodeGraph
 
 
@@ -37,7 +37,7 @@ class Device:
         graph: of all nodes.
         specs, modules: of the nodes here.
         modes: of all submodules, as they were built.
-        pool, side_by_side: streams and threads.
+        pool, concurrent_modules: streams and threads.
         messages: to other GPUs; None where there are none.
         optimizer: of the parameters here.
         autocast: dtype of automatic mixed precision, None for none.
@@ -50,7 +50,7 @@ class Device:
     modules: Mapping[str, nn.Module]
     modes: Sequence[Mode]
     pool: StreamPool
-    side_by_side: SideBySide
+    concurrent_modules: ConcurrentModules
     messages: Messages | None
     optimizer: RankOptimizer
     autocast: torch.dtype | None = None

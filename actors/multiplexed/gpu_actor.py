@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from raymm.actors.faults.lost_processes import ChannelError
-from raymm.actors.faults.watched_actor import WatchedActor
+from raymm.actors.faults.observed_actor import ObservedActor
 from raymm.actors.faults.whereabouts import task
 from raymm.actors.memory.peak_memory import PeakMemory
 from raymm.actors.memory.to_device import to_device
@@ -33,21 +33,22 @@ from raymm.actors.multiplexed.iteration_meta import (
 from raymm.actors.multiplexed.messages import Messages
 from raymm.actors.multiplexed.node import NodeSpec
 from raymm.actors.optimizer.checkpoint_shards import Loaded, ShardFile, WrittenShard
-from raymm.actors.optimizer.gradient_reduction import Holder, SharedParameter
-from raymm.actors.optimizer.optimizer import Holdings, OptimizerConfig, RankOptimizer
+from raymm.actors.optimizer.gradient_reduction import ParameterReference, SharedParameter
+from raymm.actors.optimizer.optimizer import OptimizerConfig, ParameterOwnership, RankOptimizer
 from raymm.actors.quota import (
-    AccountingBackend,
     Backend,
+    ConcurrentModules,
     CudaBackend,
     Multiprocessors,
-    SideBySide,
+    RecordingBackend,
     StreamPool,
     check_no_shared_parameters,
 )
 from raymm.actors.rank.meeting import TCPStore, new_group, open_store, stay_on
 from raymm.actors.rank.rank_actor import remember
 from raymm.scheduler.graph.node_graph import NodeGraph
-from raymm.scheduler.multiplex.instructions import Part, Turn, said
+from raymm.scheduler.multiplex.instructions import Part, Slot, said
+from raymm.scheduler.plan.stage import StageId
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class GpuSpec:
         gpu, gpus: its number, and how many there are.
         graph: of all nodes.
         nodes: those with a copy here.
-        turns: of the plan.
+        slots: of the plan.
         steps: steps of a GPU's quota.
         copies: GPUs with a copy, by node.
         optimizer: the optimizer's configuration.
@@ -78,9 +79,9 @@ class GpuSpec:
     gpus: int
     graph: NodeGraph
     nodes: tuple[NodeSpec, ...]
-    turns: tuple[Turn, ...]
+    slots: tuple[Slot, ...]
     steps: int
-    copies: Mapping[str, tuple[int, ...]]
+    replicas: Mapping[str, tuple[int, ...]]
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     autocast: str | None = None
     reloadable: frozenset[str] = frozenset()
@@ -98,7 +99,7 @@ class GpuSpec:
             raise ValueError(f"timeout_s is {self.timeout_s!r}; accepted: a positive number")
 
 
-class GpuActor(WatchedActor):
+class GpuActor(ObservedActor):
     """One GPU. Wrapped by ``ray.remote`` in :mod:`raymm.actors.multiplexed.group`."""
 
     def __init__(self, spec: GpuSpec) -> None:
@@ -149,13 +150,13 @@ class GpuActor(WatchedActor):
                 self._new_group(gpus),
                 new_group(gpus, self._timeout, backend="gloo"),
             )
-        self._connect_copies()
+        self._connect_replicas()
 
-    def _connect_copies(self) -> None:
+    def _connect_replicas(self) -> None:
         """One group for every node, so that sums of different nodes need no common order."""
-        self._copies = {
+        self._replicas = {
             name: self._new_group(gpus)
-            for name, gpus in sorted(self._spec.copies.items())
+            for name, gpus in sorted(self._spec.replicas.items())
             if len(gpus) > 1 and self._spec.graph.by_name[name].trainable
         }
 
@@ -163,16 +164,16 @@ class GpuActor(WatchedActor):
     def replace(self, spec: GpuSpec) -> None:
         """Become another model's process; the old one's modules and streams are gone. The
         processes stay the same ones, and stay connected."""
-        self._here.side_by_side.close()
+        self._here.concurrent_modules.close()
         pool, self._built = self._here.pool, None
         pool.close()
-        for group in self._copies.values():
+        for group in self._replicas.values():
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
                 dist.destroy_process_group(group)
         self._spec = spec
         self._programs.clear()
         self._layout_keys.clear()
-        self._connect_copies()
+        self._connect_replicas()
 
     def _new_group(self, gpus: Sequence[int]) -> dist.ProcessGroup:
         group = new_group(gpus, self._timeout)
@@ -202,26 +203,41 @@ class GpuActor(WatchedActor):
             modules[node.name] = module.to(self._device)
         check_no_shared_parameters(modules)
         parameters = {
-            (node, name): parameter
+            (StageId(node), name): parameter
             for node, module in modules.items()
             for name, parameter in module.named_parameters()
             if parameter.requires_grad
         }
         shared = tuple(
-            SharedParameter(tuple(Holder(gpu, *key) for gpu in spec.copies[key[0]]))
+            SharedParameter(
+                tuple(ParameterReference(gpu, *key) for gpu in spec.replicas[key[0].module])
+            )
             for key in parameters
-            if len(spec.copies[key[0]]) > 1
+            if len(spec.replicas[key[0].module]) > 1
         )
-        counted = frozenset(key for key in parameters if spec.copies[key[0]][0] == spec.gpu)
-        families = {one.family for one in shared}
+        in_grad_norm = frozenset(
+            key for key in parameters if spec.replicas[key[0].module][0] == spec.gpu
+        )
+        reduction_groups = {one.reduction_group for one in shared}
         self._built = Device(
-            self._device, spec.graph, {node.name: node for node in spec.nodes}, modules,
+            self._device,
+            spec.graph,
+            {node.name: node for node in spec.nodes},
+            modules,
             [Mode(sub, sub.training) for module in modules.values() for sub in module.modules()],
-            StreamPool(self._backend(), self._quotas()), SideBySide(spec.timeout_s),
+            StreamPool(self._backend(), self._quotas()),
+            ConcurrentModules(spec.timeout_s),
             self._messages,
             RankOptimizer(
-                spec.gpu, parameters, spec.optimizer, Holdings(shared, counted),
-                {family: self._copies[family.stages[0]] for family in families}, self._device,
+                spec.gpu,
+                parameters,
+                spec.optimizer,
+                ParameterOwnership(shared, in_grad_norm),
+                {
+                    reduction_group: self._replicas[reduction_group.stages[0].module]
+                    for reduction_group in reduction_groups
+                },
+                self._device,
                 modules.values(),
             ),
             autocast,
@@ -233,15 +249,15 @@ class GpuActor(WatchedActor):
             return self._spec.backend()
         if self._device.type == "cuda":
             return CudaBackend()
-        return AccountingBackend(Multiprocessors(self._spec.steps, 1))
+        return RecordingBackend(Multiprocessors(self._spec.steps, 1))
 
     def _quotas(self) -> dict[str, dict[str, float]]:
-        """The quotas of exactly the turns that this GPU takes part in."""
+        """The quotas of exactly the slots that this GPU takes part in."""
         spec = self._spec
         return {
-            turn.name: {n: quota / spec.steps for n, quota in turn.quotas[spec.gpu].items()}
-            for turn in spec.turns
-            if turn.quotas.get(spec.gpu)
+            slot.name: {n: quota / spec.steps for n, quota in slot.quotas[spec.gpu].items()}
+            for slot in spec.slots
+            if slot.quotas.get(spec.gpu)
         }
 
     def load_program(self, key: str, program: GpuProgram) -> None:
@@ -294,7 +310,7 @@ class GpuActor(WatchedActor):
         return Iteration(self._here, program, meta, moved, self.whereabouts).run()
 
     @task("the optimizer's step")
-    def run_epilogue(self) -> IterationResult:
+    def run_optimizer_ops(self) -> IterationResult:
         """Sum gradients over copies, clip, and step the optimizer, after iterations that only
         accumulated gradients."""
         optimizer = self._here.optimizer
@@ -310,7 +326,7 @@ class GpuActor(WatchedActor):
     def save(self, folder: str, skip_frozen: frozenset[str]) -> dict[str, WrittenShard]:
         """As :meth:`raymm.actors.rank.rank_actor.RankActor.save`."""
         spec = self._spec
-        first = {name for name in self._here.modules if spec.copies[name][0] == spec.gpu}
+        first = {name for name in self._here.modules if spec.replicas[name][0] == spec.gpu}
         return save_shards(Path(folder), spec.gpu, self._here, first, skip_frozen)
 
     @task("loading a checkpoint")
@@ -324,8 +340,8 @@ class GpuActor(WatchedActor):
     def gradients(self) -> dict[tuple[str, str], torch.Tensor | None]:
         """Gradients by (node, name); None where a trainable parameter has none."""
         return {
-            key: None if p.grad is None else p.grad.cpu()
-            for key, p in self._here.optimizer.parameters.items()
+            (stage.module, name): None if p.grad is None else p.grad.cpu()
+            for (stage, name), p in self._here.optimizer.parameters.items()
         }
 
     @task("reading parameters")
@@ -340,8 +356,10 @@ class GpuActor(WatchedActor):
 
     def not_finite_tensors(self) -> list[str]:
         """As :meth:`raymm.actors.rank.rank_actor.RankActor.not_finite_tensors`."""
-        return self._here.optimizer.not_finite_tensors(self._here.modules)
+        return self._here.optimizer.not_finite_tensors(
+            {StageId(node): module for node, module in self._here.modules.items()}
+        )
 
     def quotas(self) -> str:
-        """What was asked and granted, a line per module of every turn."""
+        """What was asked and granted, a line per module of every slot."""
         return self._here.pool.report()

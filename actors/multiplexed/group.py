@@ -119,7 +119,7 @@ class GpuGroup(RankGroup):
                     node: ranges for (node, at), ranges in program.needs.items() if at == gpu
                 }
                 actor.load_program.remote(key, GpuProgram(
-                    gpu, program.batch, program.instructions[gpu], program.turns, needs
+                    gpu, program.batch, program.instructions[gpu], program.slots, needs
                 ))
         remember(self._loaded, key, None)
 
@@ -152,9 +152,9 @@ class GpuGroup(RankGroup):
             ]
         return StepHandle(self, refs)
 
-    def run_epilogue(self) -> list[IterationResult]:
+    def run_optimizer_ops(self) -> list[IterationResult]:
         """Sum accumulated gradients, clip and step the optimizer, on all GPUs."""
-        return self.call("run_epilogue")
+        return self.call("run_optimizer_ops")
 
 
 def _labels(specs: Sequence[GpuSpec]) -> list[str]:

@@ -36,12 +36,13 @@ from raymm.scheduler.multiplex.instructions import (
     Direction,
     Finish,
     Part,
-    Piece,
     Reduce,
     Route,
     Run,
+    SampleTransfer,
     Update,
 )
+from raymm.scheduler.plan.stage import StageId
 
 
 class _Made(NamedTuple):
@@ -94,9 +95,9 @@ class Iteration:
         if meta.training and not meta.keep_gradients:
             here.optimizer.zero_grad()
         if meta.training and meta.microbatch == 0:
-            here.optimizer.watch.begin()
+            here.optimizer.observer.begin()
         if any(isinstance(one, Finish) for one in self._program.instructions):
-            here.optimizer.reduction.expect(here.modules)
+            here.optimizer.reduction.expect(map(StageId, here.modules))
         actions = {
             Run: self._run, Route: self._route, Barrier: self._barrier, Reduce: self._reduce,
             Finish: self._finish, Update: self._update,
@@ -117,7 +118,7 @@ class Iteration:
 
     # Runs
 
-    def _rows(self, part: Part | Piece) -> Range:
+    def _rows(self, part: Part | SampleTransfer) -> Range:
         return self._meta.rows(part.node, part.samples)
 
     def _run(self, run: Run) -> None:
@@ -128,8 +129,8 @@ class Iteration:
         works = {part.node: work(run, part) for part in parts}
         if not works:
             return
-        streams = self._here.pool.select(self._program.turns[run.turn].name)
-        outputs = self._here.side_by_side.run(streams, works)
+        streams = self._here.pool.select(self._program.slots[run.slot].name)
+        outputs = self._here.concurrent_modules.run(streams, works)
         for part in parts:
             value = outputs[part.node].get()
             if run.direction is Direction.FORWARD:
@@ -139,7 +140,7 @@ class Iteration:
                 if self._here.specs[part.node].loss:
                     self._losses.setdefault(part.node, []).append(tensors[ONLY].detach())
                     if self._meta.training:
-                        self._here.optimizer.watch.loss(tensors[ONLY])
+                        self._here.optimizer.observer.loss(tensors[ONLY])
             else:
                 for (producer, every), gradients in value.items():
                     rows = self._read_rows(part, producer, every)
@@ -153,8 +154,9 @@ class Iteration:
     ) -> None:  # fmt: skip
         if self._meta.training:
             count = self._meta.rows(of, Range(0, self._program.batch)).size
-            self._here.optimizer.watch.saw(
-                kind, part.node, self._meta.microbatch, tensors.values(), of, rows, count
+            self._here.optimizer.observer.saw(
+                kind, StageId(part.node), self._meta.microbatch, tensors.values(), StageId(of),
+                rows, count,
             )
 
     def _read_rows(self, part: Part, producer: str, every: bool) -> Range:
@@ -300,7 +302,7 @@ class Iteration:
             known = cache.setdefault((key, node), KnownLayout(layout, gpu))
             known.check(node, layout, gpu)
 
-        for node, samples in {(p.node, p.samples) for p in self._own_pieces(route)}:
+        for node, samples in {(p.node, p.samples) for p in self._own_transfers(route)}:
             note(node, Layout.of(self._part_with(node, samples)[1].values), me)
         if self._meta.new_layout:
             device = self._here.device
@@ -320,11 +322,11 @@ class Iteration:
                 note(node, Layout.decode(data), peer)
         return {p.node: cache[key, p.node].layout for p in self._filled(route.receives)}
 
-    def _own_pieces(self, route: Route) -> list[Piece]:
+    def _own_transfers(self, route: Route) -> list[SampleTransfer]:
         kept = [piece for piece in route.receives if piece.peer == self._program.gpu]
         return self._filled((*route.sends, *kept))
 
-    def _filled(self, pieces: Sequence[Piece]) -> list[Piece]:
+    def _filled(self, pieces: Sequence[SampleTransfer]) -> list[SampleTransfer]:
         """Those that there is anything of."""
         return [piece for piece in pieces if self._rows(piece)]
 
@@ -334,7 +336,7 @@ class Iteration:
                 return part, made
         raise IndexError(f"samples {samples} of {node!r} were not made here")
 
-    def _piece(self, piece: Piece) -> Tensors:
+    def _piece(self, piece: SampleTransfer) -> Tensors:
         part, made = self._part_with(piece.node, piece.samples)
         rows = self._rows(piece)
         lo = rows.lo - self._rows(part).lo
@@ -349,7 +351,7 @@ class Iteration:
             for name, gradient in held.gradient(self._rows(piece)).items():
                 sends.append((piece.peer, gradient))
                 flags.setdefault(piece.peer, []).append(name in held.present)
-        coming: list[tuple[Piece, Tensors]] = []
+        coming: list[tuple[SampleTransfer, Tensors]] = []
         for piece in self._filled(route.receives):
             if piece.peer == me:
                 held = self._samples[piece.node]
@@ -379,7 +381,7 @@ class Iteration:
         return messages
 
     def _expect(
-        self, piece: Piece, gradients: Tensors, works: list[Waitable],
+        self, piece: SampleTransfer, gradients: Tensors, works: list[Waitable],
         present: Callable[[], frozenset[str]],
     ) -> None:  # fmt: skip
         part, _ = self._part_with(piece.node, piece.samples)
@@ -404,7 +406,7 @@ class Iteration:
 
     def _reduce(self, one: Reduce) -> None:
         for node in one.nodes:
-            self._here.optimizer.reduction.finished(node)
+            self._here.optimizer.reduction.finished(StageId(node))
 
     def _finish(self, _: Finish) -> None:
         self._here.optimizer.reduction.wait()

@@ -9,7 +9,7 @@ from raymm.actors.modules.message import MicrobatchContext
 from raymm.actors.multiplexed.clock import TimedRun
 from raymm.actors.optimizer.finite import Place
 from raymm.scheduler.graph.sample_ranges import Range, rows_of
-from raymm.scheduler.multiplex.instructions import Instruction, Turn
+from raymm.scheduler.multiplex.instructions import Instruction, Slot
 
 
 @dataclass(frozen=True)
@@ -20,14 +20,14 @@ class GpuProgram:
         gpu: its number.
         batch: samples of the whole batch.
         instructions: its list.
-        turns: of all GPUs.
+        slots: of all GPUs.
         needs: per producer, the samples that it reads here.
     """
 
     gpu: int
     batch: int
     instructions: tuple[Instruction, ...]
-    turns: tuple[Turn, ...]
+    slots: tuple[Slot, ...]
     needs: Mapping[str, tuple[Range, ...]]
 
 

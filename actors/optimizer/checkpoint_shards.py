@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from raymm.errors import Error
 
 if TYPE_CHECKING:
-    from raymm.actors.sharding.tensor_plan import Piece
+    from raymm.actors.sharding.tensor_plan import ParameterShard
 
 
 _RANGE = re.compile(r"(.*)\[(\d+):(\d+):(\d+)\]")
@@ -195,8 +195,8 @@ def verify_shards(
         )
 
 
-def stored_pieces(
-    name: str, tensor: torch.Tensor, piece: Piece | None
+def stored_shards(
+    name: str, tensor: torch.Tensor, piece: ParameterShard | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and tensors under which a process's part of a tensor is stored: ``name`` itself if it
     has all of it, else ``name[dim:start:stop]`` for every range."""
@@ -231,7 +231,7 @@ class StoredTensors:
 
     Args:
         folder: the checkpoint.
-        index: file name per stored name (:func:`stored_pieces`).
+        index: file name per stored name (:func:`stored_shards`).
         files: what the files must be. One is verified before the first read of it.
     """
 
@@ -262,7 +262,7 @@ class StoredTensors:
                 keys.setdefault(parameter, []).append(key)
         return keys
 
-    def read(self, wanted: Mapping[str, Piece | None]) -> dict[str, torch.Tensor]:
+    def read(self, wanted: Mapping[str, ParameterShard | None]) -> dict[str, torch.Tensor]:
         """Read tensors, or pieces of them.
 
         Args:
@@ -294,7 +294,7 @@ class StoredTensors:
                 if name in self._stored
             }
 
-    def _files_of(self, name: str, piece: Piece | None) -> set[str]:
+    def _files_of(self, name: str, piece: ParameterShard | None) -> set[str]:
         """Files that have something of a piece of a tensor."""
         parts = self._stored[name]
         if piece is None or parts[0].stop is None or piece.dim != parts[0].dim:
@@ -306,7 +306,7 @@ class StoredTensors:
         return found or {parts[0].file}
 
     def _read(
-        self, name: str, piece: Piece | None, opened: Callable[[str], Any]
+        self, name: str, piece: ParameterShard | None, opened: Callable[[str], Any]
     ) -> torch.Tensor:
         parts = self._stored[name]
         file = parts[0].file
@@ -340,7 +340,7 @@ class StoredTensors:
             raise ShardError(f"cannot read {self._folder / file}: {error}") from None
 
 
-def _ranges(view: Any, piece: Piece) -> torch.Tensor:
+def _ranges(view: Any, piece: ParameterShard) -> torch.Tensor:
     return torch.cat([_along(view, piece.dim, *one) for one in piece.ranges], piece.dim)
 
 

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from raymm.scheduler.plan.stage import NO_STAGE, StageId
+
 # What is noted between two updates; beyond that the oldest is forgotten.
 MAX_NOTES = 2**16
 # Names of parameters in a report.
@@ -29,7 +31,7 @@ class Place(NamedTuple):
     Attributes:
         kind: what a stage handed on, the gradient that it handed back, or its parameters'
             gradients, summed over microbatches, copies and processes.
-        stage: its name.
+        stage: which.
         batch: number of the batch, of those whose gradients were accumulated; -1 if unknown.
         microbatch: its number; -1 if unknown.
         of: the stage whose output, or whose output's gradient, it is.
@@ -39,10 +41,10 @@ class Place(NamedTuple):
     """
 
     kind: Literal["output", "gradient", "parameters"]
-    stage: str
+    stage: StageId
     batch: int = -1
     microbatch: int = -1
-    of: str = ""
+    of: StageId = NO_STAGE
     rows: tuple[int, ...] = ()
     count: int = 0
     names: tuple[str, ...] = ()
@@ -56,7 +58,7 @@ class _Note(NamedTuple):
     sums: torch.Tensor
 
 
-class FiniteWatch:
+class FiniteObserver:
     """Watches the batches of an update. Nothing here waits for the device, but :meth:`places`.
 
     Args:
@@ -102,10 +104,10 @@ class FiniteWatch:
     def saw(
         self,
         kind: Literal["output", "gradient"],
-        stage: str,
+        stage: StageId,
         microbatch: int,
         tensors: Iterable[torch.Tensor],
-        of: str | None = None,
+        of: StageId | None = None,
         rows: tuple[int, int] | None = None,
         count: int = 0,
     ) -> None:
@@ -162,14 +164,14 @@ def _row_sums(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def parameter_places(
-    gradients: Iterable[tuple[tuple[str, str], torch.Tensor | None]]
+    gradients: Iterable[tuple[tuple[StageId, str], torch.Tensor | None]]
 ) -> list[Place]:
     """A place for every stage with a parameter's gradient that is not finite.
 
     Args:
         gradients: by (stage, name); None for none.
     """
-    names: dict[str, list[str]] = {}
+    names: dict[StageId, list[str]] = {}
     for (stage, name), gradient in gradients:
         if gradient is not None and not is_finite(gradient):
             names.setdefault(stage, []).append(name)

@@ -1,6 +1,6 @@
 """Sums of gradients over the holders of shared parameters, under way while backward runs.
 
-Copies of a module (data parallelism), processes that share samples' tokens, tied embeddings:
+Replicas of a module (data parallelism), processes that share samples' tokens, tied embeddings:
 each has a part of a parameter's gradient. Parameters that the same processes hold for the
 same stages form a family, which has a process group of its own, so that families need no
 common order; within one, buckets are reduced in a fixed order, as early as the last backward
@@ -10,7 +10,6 @@ are views of it afterwards.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -20,25 +19,26 @@ import torch.distributed as dist
 from torch import nn
 
 from raymm.kernels.collectives.waiting import wait
+from raymm.scheduler.plan.stage import StageId
 
 # Gradients are summed, and updated parameters sent, this many bytes at a time.
 BUCKET_BYTES = 64 * 2**20
 
 
-class Holder(NamedTuple):
+class ParameterReference(NamedTuple):
     """Where a parameter lives: number of the process, stage, name in the stage."""
 
     process: int
-    stage: str
+    stage: StageId
     name: str
 
 
-class Family(NamedTuple):
+class ReductionGroup(NamedTuple):
     """Processes that hold parameters together, ascending, and the stages (of any copy) that
     have them there."""
 
     processes: tuple[int, ...]
-    stages: tuple[str, ...]
+    stages: tuple[StageId, ...]
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,14 @@ class SharedParameter:
             None if every holder does.
     """
 
-    holders: tuple[Holder, ...]
+    references: tuple[ParameterReference, ...]
     owner: int | None = None
 
     @property
-    def family(self) -> Family:
-        return Family(
-            tuple(sorted({holder.process for holder in self.holders})),
-            tuple(sorted({re.sub(r"@\d+", "", holder.stage) for holder in self.holders})),
+    def reduction_group(self) -> ReductionGroup:
+        return ReductionGroup(
+            tuple(sorted({reference.process for reference in self.references})),
+            tuple(sorted({reference.stage.first_replica for reference in self.references})),
         )
 
 
@@ -66,7 +66,7 @@ class _Member(NamedTuple):
     """A shared parameter and this process's holders of it, the first of which acts for all."""
 
     shared: SharedParameter
-    stages: tuple[str, ...]
+    stages: tuple[StageId, ...]
     parameters: tuple[nn.Parameter, ...]
 
 
@@ -131,7 +131,7 @@ def _gathered(member: _Member) -> nn.Parameter:
 
 
 @dataclass
-class _FamilyState:
+class _ReductionGroupState:
     """A family's buckets, in the order in which every member reduces them.
 
     Attributes:
@@ -141,9 +141,9 @@ class _FamilyState:
 
     group: dist.ProcessGroup | None
     buckets: list[_Bucket]
-    stages: frozenset[str]
+    stages: frozenset[StageId]
     started: int = 0
-    unfinished: set[str] = field(default_factory=set)
+    unfinished: set[StageId] = field(default_factory=set)
 
     def start_ready(self, every: bool = False) -> None:
         while self.started < len(self.buckets):
@@ -168,89 +168,91 @@ class GradientReduction:
     def __init__(
         self,
         process: int,
-        parameters: Mapping[tuple[str, str], nn.Parameter],
+        parameters: Mapping[tuple[StageId, str], nn.Parameter],
         shared: Sequence[SharedParameter],
-        groups: Mapping[Family, dist.ProcessGroup],
+        groups: Mapping[ReductionGroup, dist.ProcessGroup],
         limit: int = BUCKET_BYTES,
     ) -> None:
         self._process = process
-        members: dict[Family, list[_Member]] = {}
+        members: dict[ReductionGroup, list[_Member]] = {}
         for one in shared:
-            here = [h for h in one.holders if (h.stage, h.name) in parameters
+            here = [h for h in one.references if (h.stage, h.name) in parameters
                     and h.process == process]  # fmt: skip
             if here:
-                members.setdefault(one.family, []).append(
+                members.setdefault(one.reduction_group, []).append(
                     _Member(
                         one, tuple(h.stage for h in here),
                         tuple(parameters[h.stage, h.name] for h in here),
                     )
                 )
-        self._families = [
-            _FamilyState(
-                groups.get(family),
+        self._reduction_groups = [
+            _ReductionGroupState(
+                groups.get(reduction_group),
                 buckets_of(list(reversed(found)), limit),  # gradients come from the last layer on
                 frozenset(stage for member in found for stage in member.stages),
             )
-            for family, found in members.items()
+            for reduction_group, found in members.items()
         ]
-        self._armed: str | None = None
-        for family in self._families:
-            for bucket in family.buckets:
+        self._armed: StageId | None = None
+        for reduction_group in self._reduction_groups:
+            for bucket in reduction_group.buckets:
                 for member in bucket.members:
                     if len(member.parameters) == 1:
                         member.parameters[0].register_post_accumulate_grad_hook(
-                            self._hook(family, bucket, member.stages[0])
+                            self._hook(reduction_group, bucket, member.stages[0])
                         )
 
-    def _hook(self, family: _FamilyState, bucket: _Bucket, stage: str):
+    def _hook(self, reduction_group: _ReductionGroupState, bucket: _Bucket, stage: StageId):
         def accumulated(parameter: nn.Parameter) -> None:
-            if self._armed == stage and family.unfinished == {stage}:
+            if self._armed == stage and reduction_group.unfinished == {stage}:
                 bucket.ready.add(id(parameter))
-                family.start_ready()
+                reduction_group.start_ready()
 
         return accumulated
 
-    def expect(self, stages: Iterable[str]) -> None:
+    def expect(self, stages: Iterable[StageId]) -> None:
         """A step begins that ends in :meth:`wait`; ``stages`` have a backward in it."""
         due = frozenset(stages)
-        for family in self._families:
-            family.unfinished = set(family.stages & due)
+        for reduction_group in self._reduction_groups:
+            reduction_group.unfinished = set(reduction_group.stages & due)
 
-    def last_backward(self, stage: str) -> None:
+    def last_backward(self, stage: StageId) -> None:
         """The stage's last backward of the step begins, and goes once over every parameter."""
         self._armed = stage
 
-    def finished(self, stage: str) -> None:
+    def finished(self, stage: StageId) -> None:
         """The stage's gradients are final; what can be reduced is."""
         self._armed = None
-        for family in self._families:
-            if stage in family.unfinished:
-                family.unfinished.discard(stage)
-                if not family.unfinished:
-                    family.start_ready(every=True)
+        for reduction_group in self._reduction_groups:
+            if stage in reduction_group.unfinished:
+                reduction_group.unfinished.discard(stage)
+                if not reduction_group.unfinished:
+                    reduction_group.start_ready(every=True)
 
     def wait(self) -> None:
         """Give every holder of a shared parameter the sum of all holders' gradients, or the
         owner alone, if it has one. Collective."""
-        for family in self._families:
-            family.start_ready(every=True)
-        for family in self._families:
-            for bucket in family.buckets:
+        for reduction_group in self._reduction_groups:
+            reduction_group.start_ready(every=True)
+        for reduction_group in self._reduction_groups:
+            for bucket in reduction_group.buckets:
                 bucket.finish(self._process)
-            family.started = 0
-            family.unfinished = set()
+            reduction_group.started = 0
+            reduction_group.unfinished = set()
 
     def send_updates(self) -> None:
         """Give every holder the values that the parameter's owner has. Collective."""
         under_way = []
         with torch.no_grad():
-            for family in self._families:
-                for bucket in family.buckets:
-                    if bucket.owner is None or family.group is None:
+            for reduction_group in self._reduction_groups:
+                for bucket in reduction_group.buckets:
+                    if bucket.owner is None or reduction_group.group is None:
                         continue
                     values = [member.parameters[0].detach() for member in bucket.members]
                     flat = torch.cat([value.reshape(-1) for value in values])
-                    work = dist.broadcast(flat, bucket.owner, group=family.group, async_op=True)
+                    work = dist.broadcast(
+                        flat, bucket.owner, group=reduction_group.group, async_op=True
+                    )
                     under_way.append((bucket, flat, work))
             for bucket, flat, work in under_way:
                 wait(work)

@@ -12,9 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raymm.actors.optimizer.finite import FiniteWatch, Place, not_finite, parameter_places
-from raymm.actors.optimizer.gradient_reduction import Family, GradientReduction, SharedParameter
+from raymm.actors.optimizer.finite import FiniteObserver, Place, not_finite, parameter_places
+from raymm.actors.optimizer.gradient_reduction import (
+    GradientReduction,
+    ReductionGroup,
+    SharedParameter,
+)
 from raymm.actors.sharding.fully_sharded import local_part
+from raymm.scheduler.plan.stage import StageId
 
 # Hyperparameters above have overflowed before the first step is over.
 _MOST = 1e30
@@ -121,19 +126,19 @@ def _check_number(
 
 
 @dataclass(frozen=True)
-class Holdings:
+class ParameterOwnership:
     """What a process has of parameters that others have too.
 
     Attributes:
         shared: parameters that are summed with others, in an order common to all processes.
-        counted: (stage, name) of the parameters that this process, among all that have the very
-            same, counts in the gradient norm; it writes their optimizer state, too.
-        written: those whose values it writes.
+        in_grad_norm: (stage, name) of the parameters that this process, among all that have the
+            very same, counts in the gradient norm; it writes their optimizer state, too.
+        saves: those whose values it writes.
     """
 
     shared: tuple[SharedParameter, ...] = ()
-    counted: frozenset[tuple[str, str]] = frozenset()
-    written: frozenset[tuple[str, str]] = frozenset()
+    in_grad_norm: frozenset[tuple[StageId, str]] = frozenset()
+    saves: frozenset[tuple[StageId, str]] = frozenset()
 
 
 class RankOptimizer:
@@ -166,30 +171,34 @@ class RankOptimizer:
     def __init__(
         self,
         process: int,
-        parameters: dict[tuple[str, str], nn.Parameter],
+        parameters: dict[tuple[StageId, str], nn.Parameter],
         config: OptimizerConfig,
-        holdings: Holdings,
-        groups: Mapping[Family, dist.ProcessGroup],
+        parameter_ownership: ParameterOwnership,
+        groups: Mapping[ReductionGroup, dist.ProcessGroup],
         device: torch.device,
         modules: Iterable[nn.Module] = (),
     ) -> None:
         self.parameters = parameters
         self.config = config
         self._device = device
-        self.reduction = GradientReduction(process, parameters, holdings.shared, groups)
+        self.reduction = GradientReduction(process, parameters, parameter_ownership.shared, groups)
         elsewhere = {
-            (holder.stage, holder.name)
-            for one in holdings.shared if one.owner not in (None, process)
-            for holder in one.holders if holder.process == process
+            (reference.stage, reference.name)
+            for one in parameter_ownership.shared if one.owner not in (None, process)
+            for reference in one.references if reference.process == process
         }
         self.updated = {
             key: _plain(p) for key, p in parameters.items()
             if key not in elsewhere and local_part(p).numel()
         }
-        self._counted = [p for key, p in self.updated.items() if key in holdings.counted]
-        self._others = [p for key, p in self.updated.items() if key not in holdings.counted]
+        self._in_grad_norm = [
+            p for key, p in self.updated.items() if key in parameter_ownership.in_grad_norm
+        ]
+        self._others = [
+            p for key, p in self.updated.items() if key not in parameter_ownership.in_grad_norm
+        ]
         self._steps = 0
-        self.watch = FiniteWatch(device, modules)
+        self.observer = FiniteObserver(device, modules)
         self.not_finite: list[Place] | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         if self.updated:
@@ -212,7 +221,7 @@ class RankOptimizer:
             scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))
         if not norm * scale <= LARGEST_NORM:  # NaN, too
             found = ((key, parameter.grad) for key, parameter in self.updated.items())
-            self.not_finite = self.watch.places() + parameter_places(found)
+            self.not_finite = self.observer.places() + parameter_places(found)
         elif scale < 1.0:
             for parameter in self.updated.values():
                 if parameter.grad is not None:
@@ -221,9 +230,9 @@ class RankOptimizer:
 
     def _global_norm(self, dtype: torch.dtype | None) -> float:
         """Of all gradients, each counted once; computed in ``dtype``, None for their own."""
-        square = self.watch.losses().clone()
+        square = self.observer.losses().clone()
         # A copy of a gradient that is counted elsewhere adds nothing, unless it is not finite.
-        for parameters, weight in ((self._counted, 1.0), (self._others, 0.0)):
+        for parameters, weight in ((self._in_grad_norm, 1.0), (self._others, 0.0)):
             norms = [
                 torch.linalg.vector_norm(p.grad, dtype=dtype)
                 for p in parameters if p.grad is not None
@@ -248,7 +257,7 @@ class RankOptimizer:
                 self.optimizer.step()
             self.reduction.send_updates()
         else:
-            self.watch.restore_statistics()
+            self.observer.restore_statistics()
         self.zero_grad()
         return rate if applied else None
 
@@ -262,32 +271,29 @@ class RankOptimizer:
 
     def zero_grad(self) -> None:
         """Forget accumulated gradients."""
-        self.watch.clear()
+        self.observer.clear()
         self.not_finite = None
         for parameter in (*self.parameters.values(), *self.updated.values()):
             parameter.grad = None
 
-    def not_finite_tensors(
-        self, modules: Mapping[str, nn.Module], module_of: Callable[[str], str] = str
-    ) -> list[str]:
+    def not_finite_tensors(self, modules: Mapping[StageId, nn.Module]) -> list[str]:
         """Names, as in checkpoints, of parameters and optimizer state with values that are not
         finite, and how many.
 
         Args:
             modules: by stage, with frozen parameters, too.
-            module_of: a stage's module.
         """
         parameters = (
-            (f"{module_of(stage)}/{name}", local_part(parameter.detach()))
+            (f"{stage.module}/{name}", local_part(parameter.detach()))
             for stage, module in modules.items() for name, parameter in module.named_parameters()
         )
         state = (
-            (f"optimizer/{module_of(stage)}/{name}/{key}", value)
+            (f"optimizer/{stage.module}/{name}/{key}", value)
             for (stage, name, key), value in self.state_tensors().items()
         )
         return not_finite(chain(parameters, state))
 
-    def state_tensors(self) -> dict[tuple[str, str, str], torch.Tensor]:
+    def state_tensors(self) -> dict[tuple[StageId, str, str], torch.Tensor]:
         """Optimizer state by (stage, name, key)."""
         if self.optimizer is None:
             return {}
@@ -298,13 +304,13 @@ class RankOptimizer:
         }
 
     def load_state_tensors(
-        self, tensors: Mapping[tuple[str, str, str], torch.Tensor], step: int
+        self, tensors: Mapping[tuple[StageId, str, str], torch.Tensor], step: int
     ) -> None:
         """Inverse of :meth:`state_tensors`; ``step`` is the number of steps taken."""
         self._steps = step
         if self.optimizer is None:
             return
-        states: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
+        states: dict[tuple[StageId, str], dict[str, torch.Tensor]] = {}
         for (stage, name, key), value in tensors.items():
             # Moments live with their parameter; AdamW's count of steps stays on the CPU.
             held = value.to(self.updated[stage, name].device) if value.dim() else value

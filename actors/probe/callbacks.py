@@ -351,5 +351,6 @@ def own_callbacks(spec: EncoderSpec) -> EncoderSpec:
     given = tuple(getattr(spec, name) for name in _CALLBACKS)
     if not any(given):
         return spec
+    # cloudpickle has no list of its public names, and takes loads from pickle.
     copies = cloudpickle.loads(cloudpickle.dumps(given))  # pyright: ignore[reportPrivateImportUsage]
     return replace(spec, **dict(zip(_CALLBACKS, copies, strict=True)))

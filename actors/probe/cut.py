@@ -1,7 +1,7 @@
 """The probe: learn, on a shrunk copy, how a model class can be cut; refuse what cannot be.
 
 Nothing here knows a model by name. A copy with few layers and a small vocabulary runs
-whole and in pieces on the CPU (:mod:`raymm.actors.probe.pieces`); the pieces must give the
+whole and in stages on the CPU (:mod:`raymm.actors.probe.stage_comparison`); these must give the
 same bits as the whole, and the gradients that reach parameters outside the blocks say which pieces
 need them.
 """
@@ -27,8 +27,8 @@ from raymm.actors.modules.cut import CutInfo
 from raymm.actors.modules.message import first_tensor
 from raymm.actors.probe.error import NotRunError, NotTakenError, ProbeError
 from raymm.actors.probe.example_inputs import ExampleError, example_inputs, in_words
-from raymm.actors.probe.pieces import Run, compare_pieces, skips_blocks
 from raymm.actors.probe.small_model import parameters_of, small_models
+from raymm.actors.probe.stage_comparison import Run, compare_stages, skips_blocks
 from raymm.actors.weights.source import ModuleSource, on_meta, set_mode
 from raymm.errors import USER_CODE_RAISES
 
@@ -253,6 +253,6 @@ def _probe(source: ModuleSource, run_of: Callable[[nn.Module], Run]) -> CutInfo:
             )
         if len(block_list(model, blocks)) < 2:
             raise ProbeError(f"{name} has a single block; give it one stage (pp 1)")
-        return compare_pieces(model, blocks, run_of(model), set_mode(source.skeleton()).training)
+        return compare_stages(model, blocks, run_of(model), set_mode(source.skeleton()).training)
 
     return of_one_that_runs(source, probe)

@@ -17,7 +17,7 @@ from raymm.actors.modules.blocks import block_list, find_blocks
 from raymm.actors.modules.message import first_tensor
 from raymm.actors.probe.cut import ProbeError, encoder_inputs, of_one_that_runs
 from raymm.actors.probe.draws import DrawnShapes
-from raymm.actors.probe.pieces import skips_blocks
+from raymm.actors.probe.stage_comparison import skips_blocks
 from raymm.actors.sharding.context_method import Attend
 from raymm.actors.sharding.shared_items import Peers, SharedItems, SharedItemsError
 from raymm.actors.weights.source import ModuleSource

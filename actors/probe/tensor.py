@@ -69,7 +69,7 @@ class Comparison(NamedTuple):
 def probe_tensor(
     source: ModuleSource, tp: int, name: str, inputs: Tensors | None = None
 ) -> TensorPlan:
-    """The fastest plan under which a shrunk copy of the module gives the whole's numbers.
+    """The fastest plan under which a shrunk replica of the module gives the whole's numbers.
 
     Args:
         name: of the module, for errors.
@@ -193,7 +193,7 @@ def _compare(plan: TensorPlan, results: Sequence[Result], expected: Result) -> C
         for rank in range(plan.tp):
             piece = cut_tensor(gradient, plan.piece(name, rank))
             norm = max(float(gradient.norm()), floor)
-            if _close(_sum(results, name, plan.holders(name, rank)), piece, norm):
+            if _close(_sum(results, name, plan.sharers(name, rank)), piece, norm):
                 continue
             everyone = _sum(results, name, range(plan.tp))
             if plan.piece(name, rank) is None and _close(everyone, gradient, norm):
@@ -203,9 +203,9 @@ def _compare(plan: TensorPlan, results: Sequence[Result], expected: Result) -> C
     return Comparison(None, frozenset(partial - plan.partial))
 
 
-def _sum(results: Sequence[Result], name: str, holders: Any) -> torch.Tensor | None:
+def _sum(results: Sequence[Result], name: str, sharers: Any) -> torch.Tensor | None:
     total: Any = 0
-    for rank in holders:
+    for rank in sharers:
         part = results[rank].gradients.get(name)
         if part is None:
             return None

@@ -1,28 +1,28 @@
-"""SM-quota streams: several modules of one process side by side, each on a share of the GPU.
+"""SM-quota streams: several modules of one process concurrently, each on a share of the GPU.
 
-Make a backend (:class:`CudaBackend`, or :class:`AccountingBackend`
+Make a backend (:class:`CudaBackend`, or :class:`RecordingBackend`
 without a GPU), a :class:`StreamPool` of all sets of quotas that the plan uses, and run works
-with :class:`SideBySide` on the streams that :meth:`StreamPool.select` gives (Mosaic §3.2).
+with :class:`ConcurrentModules` on the streams that :meth:`StreamPool.select` gives (Mosaic §3.2).
 """
 
-from raymm.actors.quota.accounting import Account, AccountingBackend, OversubscribedError, QuotaSpan
 from raymm.actors.quota.backend import Backend, QuotaStream, Stream
+from raymm.actors.quota.concurrent_modules import (
+    ConcurrentModules,
+    ModuleError,
+    ModuleTimeoutError,
+    UndeclaredRandomnessError,
+    check_no_shared_parameters,
+)
 from raymm.actors.quota.cuda_backend import CudaBackend
 from raymm.actors.quota.green_context import DriverError, QuotaUnavailableError
 from raymm.actors.quota.partition import Multiprocessors, Partition, QuotaError, partition
 from raymm.actors.quota.pool import StreamPool, StreamSet
-from raymm.actors.quota.side_by_side import (
-    ModuleError,
-    ModuleTimeoutError,
-    SideBySide,
-    UndeclaredRandomnessError,
-    check_no_shared_parameters,
-)
+from raymm.actors.quota.recording import Account, OversubscribedError, QuotaSpan, RecordingBackend
 from raymm.actors.quota.work import Output, Work
 
 __all__ = [
     "Account",
-    "AccountingBackend",
+    "RecordingBackend",
     "Backend",
     "CudaBackend",
     "DriverError",
@@ -36,7 +36,7 @@ __all__ = [
     "QuotaSpan",
     "QuotaStream",
     "QuotaUnavailableError",
-    "SideBySide",
+    "ConcurrentModules",
     "Stream",
     "StreamPool",
     "StreamSet",

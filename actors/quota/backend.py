@@ -1,7 +1,7 @@
 """What a backend of SM-quota streams has to offer. All of them look the same to their users.
 
 ``cuda`` (:mod:`.cuda_backend`) limits streams to multiprocessors through CUDA Green Contexts,
-and ``accounting`` (:mod:`.accounting`) keeps books where there is no GPU.
+and ``recording`` (:mod:`.recording`) notes who ran when where there is no GPU.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Backend(Protocol):
 
     gpu: Multiprocessors
 
-    def create(self, partition: Partition, neighbours: Sequence[Partition] = ()) -> QuotaStream:
+    def create(self, partition: Partition, colocated: Sequence[Partition] = ()) -> QuotaStream:
         """A new stream on a partition.
 
         Args:

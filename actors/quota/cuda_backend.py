@@ -91,7 +91,7 @@ class CudaBackend:
         self.gpu = self._contexts.gpu
         self._streams: dict[tuple[str, int, int, bool], torch.cuda.Stream] = {}
 
-    def create(self, partition: Partition, neighbours: Sequence[Partition] = ()) -> CudaQuotaStream:
+    def create(self, partition: Partition, colocated: Sequence[Partition] = ()) -> CudaQuotaStream:
         """A stream on a partition. A module's partitions of the same groups, in different sets,
         are one stream: cuBLAS keeps a workspace (32 MiB on an H100) for every stream, and
         autograd's backward finds the stream of its forward."""
@@ -136,7 +136,7 @@ def _ordinal(device: torch.device | int | None) -> int:
 
 def _check_environment() -> None:
     if not torch.cuda.is_available():
-        raise QuotaUnavailableError("there is no CUDA device; accepted here: AccountingBackend")
+        raise QuotaUnavailableError("there is no CUDA device; accepted here: RecordingBackend")
     if os.environ.get(CONNECTIONS) == "1":
         raise QuotaUnavailableError(
             f"{CONNECTIONS} is '1': work of different streams would run in turn; accepted: "

@@ -59,7 +59,7 @@ def generators_kept() -> Iterator[None]:
         random.setstate(of_python)
 
 
-class Turn:
+class Ticket:
     """One place in a queue for the generators: entered once the one before has been left.
 
     Args:
@@ -70,7 +70,7 @@ class Turn:
         entered: whether it has been.
     """
 
-    def __init__(self, before: Turn | None, timeout: float) -> None:
+    def __init__(self, before: Ticket | None, timeout: float) -> None:
         self._before = before
         self._timeout = timeout
         self._over = threading.Event()

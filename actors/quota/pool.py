@@ -16,7 +16,7 @@ from raymm.actors.quota.partition import Partition, QuotaError, partition
 
 @dataclass(frozen=True)
 class StreamSet:
-    """The streams of the modules that run side by side in one stage of the plan.
+    """The streams of the modules that run concurrently in one stage of the plan.
 
     Attributes:
         name: of the set.

@@ -16,7 +16,7 @@ from raymm.actors.executor.channel import Link, RecvChannel, SendChannel
 from raymm.actors.executor.colocation import Colocation, default_backend
 from raymm.actors.executor.compiled_program import CompiledProgram
 from raymm.actors.executor.executor import Executor, StepMeta, StepResult
-from raymm.actors.faults.watched_actor import WatchedActor
+from raymm.actors.faults.observed_actor import ObservedActor
 from raymm.actors.faults.whereabouts import task
 from raymm.actors.memory.peak_memory import PeakMemory
 from raymm.actors.memory.to_device import to_device
@@ -28,23 +28,23 @@ from raymm.actors.optimizer.checkpoint_shards import (
     StoredTensors,
     WrittenShard,
     copy_tensors,
-    stored_pieces,
+    stored_shards,
     write_shard,
 )
-from raymm.actors.optimizer.gradient_reduction import Family
-from raymm.actors.optimizer.optimizer import Holdings, OptimizerConfig, RankOptimizer
+from raymm.actors.optimizer.gradient_reduction import ReductionGroup
+from raymm.actors.optimizer.optimizer import OptimizerConfig, ParameterOwnership, RankOptimizer
 from raymm.actors.quota import Backend
 from raymm.actors.rank.meeting import TCPStore, new_group, open_store, stay_on
 from raymm.actors.sharding.fully_sharded import local_part
-from raymm.actors.sharding.parameter_pieces import ChainPieces
+from raymm.actors.sharding.parameter_shards import ShardSpec
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.collectives.tensor_group import TensorGroup
-from raymm.scheduler.plan.process_grid import Lane
-from raymm.scheduler.plan.stage import stage_module
+from raymm.scheduler.plan.process_grid import P2PGroup
+from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.program.program import Instruction, Op
 
 if TYPE_CHECKING:
-    from raymm.actors.sharding.tensor_plan import Piece
+    from raymm.actors.sharding.tensor_plan import ParameterShard
     from raymm.actors.stages.encoder import EncoderStage
     from raymm.actors.stages.language import LanguageStage
 
@@ -64,7 +64,7 @@ def remember(programs: OrderedDict[Key, Value], key: Key, value: Value) -> None:
         programs.popitem(last=False)
 
 
-class Neighbours(NamedTuple):
+class ProcessGroups(NamedTuple):
     """Processes of one rank: all of them; those that share a microbatch with one, its samples,
     its samples' tokens; and those that share every token's work. None where it is the only one."""
 
@@ -103,14 +103,14 @@ class RankSpec:
 
     rank: int
     world_size: int
-    builders: dict[str, Callable[[], EncoderStage | LanguageStage]]
-    edges: tuple[tuple[str, str], ...]
-    lanes: tuple[tuple[tuple[str, str], tuple[Lane, ...]], ...]
+    builders: dict[StageId, Callable[[], EncoderStage | LanguageStage]]
+    edges: tuple[Edge, ...]
+    p2p_groups: tuple[tuple[Edge, tuple[P2PGroup, ...]], ...]
     groups: tuple[tuple[int, ...], ...] = ()
-    neighbours: Neighbours = field(default_factory=Neighbours)
-    pieces: dict[str, ChainPieces] = field(default_factory=dict)
-    families: tuple[Family, ...] = ()
-    holdings: Holdings = field(default_factory=Holdings)
+    process_groups: ProcessGroups = field(default_factory=ProcessGroups)
+    pieces: dict[str, ShardSpec] = field(default_factory=dict)
+    reduction_groups: tuple[ReductionGroup, ...] = ()
+    parameter_ownership: ParameterOwnership = field(default_factory=ParameterOwnership)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     autocast: str | None = None
     reloadable: frozenset[str] = frozenset()
@@ -121,7 +121,7 @@ class RankSpec:
     timeout_s: float = 300.0
 
 
-class RankActor(WatchedActor):
+class RankActor(ObservedActor):
     """One rank. Wrapped by ``ray.remote`` in :mod:`raymm.actors.rank.rank_group`."""
 
     def __init__(self, spec: RankSpec) -> None:
@@ -129,7 +129,7 @@ class RankActor(WatchedActor):
         self._spec = spec
         self._device = torch.device(spec.device)
         self._timeout = timedelta(seconds=spec.timeout_s)
-        self._stages: dict[str, EncoderStage | LanguageStage] = {}
+        self._stages: dict[StageId, EncoderStage | LanguageStage] = {}
         self._programs: OrderedDict[str, CompiledProgram] = OrderedDict()
         self._store: TCPStore | None = None  # where ranks meet; the first one's listens
         self._colocation: Colocation | None = None
@@ -159,55 +159,57 @@ class RankActor(WatchedActor):
             timeout=self._timeout,
         )
         self._groups = {one: self._new_group(one) for one in spec.groups}
-        neighbours = spec.neighbours
+        process_groups = spec.process_groups
         self._data, self._samples, self._tokens = (
             Exchange(self._groups[group]) if group else None
-            for group in (neighbours.data, neighbours.samples, neighbours.tokens)
+            for group in (process_groups.data, process_groups.samples, process_groups.tokens)
         )
         self._tensors = (
-            TensorGroup(self._groups[neighbours.tensors]) if neighbours.tensors else None
+            TensorGroup(self._groups[process_groups.tensors]) if process_groups.tensors else None
         )
-        self._senders: dict[tuple[str, str], SendChannel] = {}
-        self._receivers: dict[tuple[str, str], RecvChannel] = {}
-        for edge, lanes in spec.lanes:
-            for lane in lanes:
-                self._open_lane(edge, lane)
-        self._families = {one: self._new_group(one.processes) for one in spec.families}
+        self._senders: dict[Edge, SendChannel] = {}
+        self._receivers: dict[Edge, RecvChannel] = {}
+        for edge, p2p_groups in spec.p2p_groups:
+            for p2p_group in p2p_groups:
+                self._open_p2p_group(edge, p2p_group)
+        self._reduction_groups = {
+            one: self._new_group(one.processes) for one in spec.reduction_groups
+        }
         dist.all_reduce(torch.zeros(1, device=self._device))  # connects all pairs now, not later
 
     def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         return new_group(ranks, self._timeout)
 
-    def _open_lane(self, edge: tuple[str, str], lane: Lane) -> None:
+    def _open_p2p_group(self, edge: Edge, p2p_group: P2PGroup) -> None:
         """Each directed edge has its own groups, so that edges cannot block one another."""
-        me, device, resharding = self._spec.rank, self._device, lane.resharding
+        me, device, resharding = self._spec.rank, self._device, p2p_group.resharding
         links: dict[int, Link] = {}
         for sender, receiver in resharding.links():
-            ends = lane.senders[sender], lane.receivers[receiver]
+            ends = p2p_group.senders[sender], p2p_group.receivers[receiver]
             group = self._new_group(ends)
             if me == ends[0]:
                 links[receiver] = Link(group, ends[1])
             elif me == ends[1]:
                 links[sender] = Link(group, ends[0])
-        if me in lane.senders:
+        if me in p2p_group.senders:
             # What goes back from another module is a gradient that every process which shares
             # the microbatch has a part of.
             is_gradient = edge not in self._spec.edges
-            between = stage_module(edge[0]) != stage_module(edge[1])
+            between = edge[0].module != edge[1].module
             summed = self._data.group if is_gradient and between and self._data else None
             self._senders[edge] = SendChannel(
-                links, device, resharding, lane.senders.index(me), summed
+                links, device, resharding, p2p_group.senders.index(me), summed
             )
-        elif me in lane.receivers:
+        elif me in p2p_group.receivers:
             self._receivers[edge] = RecvChannel(
-                links, device, self._timeout, resharding, lane.receivers.index(me),
-                self._groups.get(lane.receivers),
+                links, device, self._timeout, resharding, p2p_group.receivers.index(me),
+                self._groups.get(p2p_group.receivers),
             )
 
     @task("building stages")
     def build(
-        self, builders: dict[str, Callable[[], EncoderStage | LanguageStage]] | None = None
-    ) -> dict[str, int]:
+        self, builders: dict[StageId, Callable[[], EncoderStage | LanguageStage]] | None = None
+    ) -> dict[StageId, int]:
         """Build the stages, from ``builders`` if they are to be others than the spec's, and the
         streams of their modules' quotas. Returns the number of parameters held, per stage."""
         self._programs.clear()
@@ -218,14 +220,14 @@ class RankActor(WatchedActor):
         self._stages = {}
         for name, builder in (builders or self._spec.builders).items():
             stage: Any = builder()  # it knows of what kind the module's plans are
-            pieces = self._spec.pieces.get(stage_module(name), ChainPieces())
+            pieces = self._spec.pieces.get(name.module, ShardSpec())
             if self._tensors is not None:
                 stage.shard_tensors(pieces.plans, self._tensors)
             if self._samples is not None:
                 stage.share_samples(self._samples)
             if self._tokens is not None:
                 stage.share_tokens(self._tokens)
-            if autocast is not None and stage_module(name) in self._spec.reloadable:
+            if autocast is not None and name.module in self._spec.reloadable:
                 cast_frozen(stage, autocast)
             if pieces.shards > 1:  # first: the device never holds the whole stage
                 assert self._data is not None
@@ -234,7 +236,7 @@ class RankActor(WatchedActor):
         if self._colocation is not None:
             of_module: dict[str, list[torch.nn.Module]] = {}
             for name, stage in self._stages.items():
-                of_module.setdefault(stage_module(name), []).append(stage)
+                of_module.setdefault(name.module, []).append(stage)
             self._colocation.check(of_module)
         parameters = {
             (stage, name): parameter
@@ -243,12 +245,12 @@ class RankActor(WatchedActor):
             if parameter.requires_grad
         }
         self._optimizer = RankOptimizer(
-            self._spec.rank, parameters, self._spec.optimizer, self._spec.holdings,
-            self._families, self._device, self._stages.values(),
+            self._spec.rank, parameters, self._spec.optimizer, self._spec.parameter_ownership,
+            self._reduction_groups, self._device, self._stages.values(),
         )
         self._executor = Executor(
             self._stages, self._spec.edges, self._senders, self._receivers,
-            {Op.REDUCE_TIED: self._reduce_tied, Op.CLIP_GRADS: self._clip, Op.STEP: self._step},
+            {Op.REDUCE_GRADS: self._reduce_grads, Op.CLIP_GRADS: self._clip, Op.STEP: self._step},
             autocast, self._device, self._timeout,
             random_shares={} if self._data is None else {
                 name: stage.random_share for name, stage in self._stages.items()
@@ -257,7 +259,7 @@ class RankActor(WatchedActor):
             reduction=self._optimizer.reduction,
             colocation=self._colocation,
             whereabouts=self.whereabouts,
-            watch=self._optimizer.watch,
+            observer=self._optimizer.observer,
         )
         return {
             stage: sum(local_part(p).numel() for p in module.parameters())
@@ -278,7 +280,7 @@ class RankActor(WatchedActor):
         dist.all_reduce(gradient, group=self._data.group)
         return gradient
 
-    def _reduce_tied(self, result: StepResult) -> None:
+    def _reduce_grads(self, result: StepResult) -> None:
         self._optimizer.reduction.wait()
 
     def _clip(self, result: StepResult) -> None:
@@ -297,7 +299,7 @@ class RankActor(WatchedActor):
         self,
         key: str,
         meta: StepMeta,
-        layout: Sequence[tuple[str, int]] = (),
+        layout: Sequence[tuple[StageId, int]] = (),
         *inputs: dict[str, Any],
     ) -> StepResult:
         """Run one step of a loaded program.
@@ -310,7 +312,7 @@ class RankActor(WatchedActor):
                 references among them are resolved before the call.
         """
         self._memory.restart()
-        per_stage: dict[str, list[dict[str, Any] | None]] = {}
+        per_stage: dict[StageId, list[dict[str, Any] | None]] = {}
         for (stage, microbatch), part in zip(layout, inputs, strict=True):
             row = per_stage.setdefault(stage, [None] * len(meta.keys))
             moved = {k: to_device(v, self._device) for k, v in part.items()}
@@ -322,11 +324,11 @@ class RankActor(WatchedActor):
         return result
 
     @task("the optimizer's step")
-    def run_epilogue(self, ops: Sequence[Op]) -> StepResult:
+    def run_optimizer_ops(self, ops: Sequence[Op]) -> StepResult:
         """Run collective ops on their own, after steps that only accumulated gradients."""
         result = StepResult()
         actions = {
-            Op.REDUCE_TIED: self._reduce_tied, Op.CLIP_GRADS: self._clip, Op.STEP: self._step,
+            Op.REDUCE_GRADS: self._reduce_grads, Op.CLIP_GRADS: self._clip, Op.STEP: self._step,
         }
         for op in ops:
             self.whereabouts.enter(Op(op).value)
@@ -338,7 +340,7 @@ class RankActor(WatchedActor):
         self._optimizer.zero_grad()
 
     @task("reading gradients")
-    def gradients(self) -> dict[tuple[str, str], torch.Tensor | None]:
+    def gradients(self) -> dict[tuple[StageId, str], torch.Tensor | None]:
         """Gradients by (stage, name); None where a trainable parameter has none."""
         return {
             key: None if p.grad is None else local_part(p.grad).cpu()
@@ -346,7 +348,7 @@ class RankActor(WatchedActor):
         }
 
     @task("reading parameters")
-    def parameters(self, trainable_only: bool = False) -> dict[tuple[str, str], torch.Tensor]:
+    def parameters(self, trainable_only: bool = False) -> dict[tuple[StageId, str], torch.Tensor]:
         """Parameters by (stage, name)."""
         return {
             (stage, name): local_part(parameter.detach()).cpu()
@@ -358,17 +360,17 @@ class RankActor(WatchedActor):
     def not_finite_tensors(self) -> list[str]:
         """Names, as in checkpoints, of parameters and optimizer state with values that are not
         finite, and how many."""
-        return self._optimizer.not_finite_tensors(self._stages, stage_module)
+        return self._optimizer.not_finite_tensors(self._stages)
 
-    def _piece(self, stage: str, name: str) -> Piece | None:
+    def _piece(self, stage: StageId, name: str) -> ParameterShard | None:
         """Which piece of a parameter this process holds; None if all of it."""
-        chain = self._spec.pieces.get(stage_module(stage))
+        chain = self._spec.pieces.get(stage.module)
         if chain is None:
             return None
         tensors, data = (0 if one is None else one.rank for one in (self._tensors, self._data))
         return chain.piece(name, chain.place(tensors, data))
 
-    def _named_tensors(self, stage: str) -> Iterator[tuple[str, str, torch.Tensor]]:
+    def _named_tensors(self, stage: StageId) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Parameters and persistent buffers of a stage: the name, the name of the parameter that
         it is (of a tied one, the first of its names), and the tensor."""
         module = self._stages[stage]
@@ -385,27 +387,32 @@ class RankActor(WatchedActor):
             folder: an existing folder that is not committed yet.
             skip_frozen: modules whose frozen weights are elsewhere and need no copy.
         """
-        rank, holdings = self._spec.rank, self._spec.holdings
+        rank, parameter_ownership = self._spec.rank, self._spec.parameter_ownership
         tensors: dict[str, torch.Tensor] = {}
         for stage in self._stages:
-            owner = stage_module(stage)
-            writes_buffers = "@" not in stage and rank == min(self._spec.neighbours.rank or (rank,))
+            owner = stage.module
+            first = min(self._spec.process_groups.rank or (rank,))
+            writes_buffers = not stage.replica and rank == first
             buffers = own_buffers(self._stages[stage]) if writes_buffers else frozenset()
             trained = any(p.requires_grad for p in self._stages[stage].parameters())
             for name, parameter, tensor in self._named_tensors(stage):
-                writes = (stage, parameter) in holdings.written if parameter else name in buffers
+                writes = (
+                    (stage, parameter) in parameter_ownership.saves
+                    if parameter
+                    else name in buffers
+                )
                 # Running statistics of what is trained change, though nothing has their gradient.
                 changes = tensor.requires_grad or (not parameter and trained)
                 if writes and (changes or owner not in skip_frozen):
                     piece = self._piece(stage, parameter) if parameter else None
                     here = local_part(tensor.detach())
-                    tensors.update(stored_pieces(f"{owner}/{name}", here, piece))
+                    tensors.update(stored_shards(f"{owner}/{name}", here, piece))
         state: dict[str, torch.Tensor] = {}
         for (stage, name, key), value in self._optimizer.state_tensors().items():
-            if (stage, name) in holdings.counted:
+            if (stage, name) in parameter_ownership.in_grad_norm:
                 piece = self._piece(stage, name) if value.dim() else None
-                full = f"optimizer/{stage_module(stage)}/{name}/{key}"
-                state.update(stored_pieces(full, value, piece))
+                full = f"optimizer/{stage.module}/{name}/{key}"
+                state.update(stored_shards(full, value, piece))
         written = {}
         for kind, found in (("model", tensors), ("optimizer", state)):
             if found:
@@ -420,7 +427,7 @@ class RankActor(WatchedActor):
         """Read parameters, buffers and optimizer state from files that are what ``files`` says."""
         stored = StoredTensors(Path(folder), index, files)
         own = [
-            (f"{stage_module(stage)}/{name}", local_part(tensor.detach()),
+            (f"{stage.module}/{name}", local_part(tensor.detach()),
              self._piece(stage, parameter) if parameter else None)
             for stage in self._stages
             for name, parameter, tensor in self._named_tensors(stage)
@@ -428,17 +435,17 @@ class RankActor(WatchedActor):
         read = stored.read({name: piece for name, _, piece in own})
         copy_tensors(read, [(name, tensor) for name, tensor, _ in own])
         taken = list(read)
-        state: dict[tuple[str, str, str], torch.Tensor] = {}
+        state: dict[tuple[StageId, str, str], torch.Tensor] = {}
         keys = stored.optimizer_keys()
         for stage, name in self._optimizer.updated:
-            base = f"optimizer/{stage_module(stage)}/{name}"
+            base = f"optimizer/{stage.module}/{name}"
             piece = self._piece(stage, name)
             wanted = {f"{base}/{key}": piece for key in keys.get(base, ())}
             for full, value in stored.read(wanted).items():
                 state[stage, name, full.rpartition("/")[2]] = value
                 taken.append(full)
         self._optimizer.load_state_tensors(state, step)
-        names = (f"{stage_module(s)}/{n}" for s, n in self._optimizer.parameters)
+        names = (f"{s.module}/{n}" for s, n in self._optimizer.parameters)
         return Loaded([name for name in names if name not in read], taken)
 
 

@@ -15,13 +15,13 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from raymm.actors.executor.executor import StepMeta, StepResult
-from raymm.actors.faults.cluster_watch import ClusterWatch
+from raymm.actors.faults.cluster_observer import ClusterObserver
 from raymm.actors.faults.failure import accusation, first_line
 from raymm.actors.faults.fault_folder import keep
 from raymm.actors.faults.inquiry import Inquiry, inquire, kill_from_outside, look_from_outside
 from raymm.actors.faults.lost_processes import ChannelError
+from raymm.actors.faults.observed_actor import CONCURRENCY_GROUPS
 from raymm.actors.faults.stacks import Address
-from raymm.actors.faults.watched_actor import CONCURRENCY_GROUPS
 from raymm.actors.placement.node_types import (
     all_types,
     autoscaled_types,
@@ -36,6 +36,7 @@ from raymm.actors.placement.placement import (
 )
 from raymm.actors.rank.rank_actor import RankActor, remember
 from raymm.errors import ClusterLostError, RankFailedError, RunFailedError
+from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Op, Program
 from raymm.scheduler.program.timeline import Span, Timeline
 
@@ -189,7 +190,7 @@ class RankGroup:
         self.places: tuple[RankPlace, ...] = ()
         self._addresses: dict[int, Address] = {}
         self._patience = specs[0].timeout_s
-        self._watch: ClusterWatch | None = None
+        self._observer: ClusterObserver | None = None
         self._programs: OrderedDict[str, None] = OrderedDict()
         self._ended: str | None = None  # why nothing runs any more
         # Calls of several threads reach all ranks in the same order: else ranks would work on
@@ -207,7 +208,7 @@ class RankGroup:
             )
             self._places = [f", process {p.pid} on {p.host}" for p in self.places]
             self._addresses = {rank: p["address"] for rank, p in enumerate(found)}
-            self._watch = ClusterWatch({one.node for one in self._addresses.values()})
+            self._observer = ClusterObserver({one.node for one in self._addresses.values()})
             address, port = self.wait([self._actors[0].rendezvous.remote()], ranks=[0])[0]
             self.call("connect", address, port)
             self.num_parameters = self.call("build")
@@ -301,7 +302,7 @@ class RankGroup:
         self,
         key: str,
         meta: StepMeta,
-        inputs: Sequence[Sequence[tuple[str, int, Any]]],
+        inputs: Sequence[Sequence[tuple[StageId, int, Any]]],
     ) -> StepHandle[StepResult]:
         """Start a step on all ranks; returns at once. Steps run in submission order.
 
@@ -321,9 +322,9 @@ class RankGroup:
                 refs.append(actor.run_step.remote(key, meta, layout, *(data for *_, data in rows)))
         return StepHandle(self, refs)
 
-    def run_epilogue(self, ops: Sequence[Op]) -> list[StepResult]:
+    def run_optimizer_ops(self, ops: Sequence[Op]) -> list[StepResult]:
         """Run collective ops on all ranks."""
-        return self.call("run_epilogue", list(ops))
+        return self.call("run_optimizer_ops", list(ops))
 
     def wait(
         self,
@@ -370,11 +371,11 @@ class RankGroup:
         Raises:
             ClusterLostError: a node with ranks is gone, or the server that knows the cluster.
         """
-        if self._watch is None or self._watch.lost is None:
+        if self._observer is None or self._observer.lost is None:
             return
-        there = [n for n, one in self._addresses.items() if one.node in self._watch.lost_nodes]
+        there = [n for n, one in self._addresses.items() if one.node in self._observer.lost_nodes]
         had = f". It had {', '.join(self._name(rank) for rank in there)}" if there else ""
-        self._fail(f"{self._watch.lost}{had}", None, kind=ClusterLostError)
+        self._fail(f"{self._observer.lost}{had}", None, kind=ClusterLostError)
 
     def _check_progress(self, pending: Mapping[Any, int], timeout: float | None) -> float:
         """Seconds to wait on before this is to be asked again.
@@ -448,9 +449,9 @@ class RankGroup:
     def shutdown(self) -> None:
         """End all ranks and give their resources back."""
         self._ended = self._ended or "they were shut down"
-        if self._watch is not None:
-            self._watch.stop()
-            if self._watch.gcs_is_lost:  # Ray's own calls would never return
+        if self._observer is not None:
+            self._observer.stop()
+            if self._observer.gcs_is_lost:  # Ray's own calls would never return
                 kill_from_outside(self._addresses, everywhere=False)
                 return
         for actor in self._actors:

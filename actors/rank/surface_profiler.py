@@ -1,4 +1,4 @@
-"""What an actor runs to measure scaling surfaces: whole modules, on quotas, side by side.
+"""What an actor runs to measure scaling surfaces: whole modules, on quotas, concurrently.
 
 Quotas and colocations need a GPU with green contexts (:mod:`raymm.actors.quota`); that part has
 not run on one yet. On a CPU a module has the whole device.
@@ -19,7 +19,7 @@ import torch
 
 from raymm.actors.memory.to_device import to_device
 from raymm.actors.modules.message import Message, MicrobatchContext
-from raymm.actors.quota import Backend, CudaBackend, SideBySide, StreamPool, StreamSet, Work
+from raymm.actors.quota import Backend, ConcurrentModules, CudaBackend, StreamPool, StreamSet, Work
 from raymm.actors.rank.module_profiler import WARM_UP_RUNS, ModuleProfiler, ProfileRequest
 
 WHOLE = 1.0
@@ -164,7 +164,7 @@ class SurfaceProfiler(ModuleProfiler):
 
 
 @dataclass(frozen=True)
-class BesideTimes:
+class ColocatedTimes:
     """Seconds of an iteration of a module, alone and beside others, on the same
     multiprocessors."""
 
@@ -173,7 +173,7 @@ class BesideTimes:
 
 
 class ColocationProfiler:
-    """Several modules of one GPU, side by side on quotas. Not yet run on a GPU.
+    """Several modules of one GPU, concurrently on quotas. Not yet run on a GPU.
 
     Args:
         arguments: of :class:`SurfaceProfiler`, by module.
@@ -188,7 +188,7 @@ class ColocationProfiler:
         groups: Sequence[Mapping[str, float]],
         expected: Sequence[Mapping[str, float]],
         backend: Backend | None = None,
-    ) -> list[dict[str, BesideTimes]]:
+    ) -> list[dict[str, ColocatedTimes]]:
         """Seconds of an iteration of every module of every group, alone and beside the others.
 
         Both on the same multiprocessors: quotas are granted in whole groups of these, and how
@@ -208,7 +208,7 @@ class ColocationProfiler:
         for name, request in requests.items():
             self._modules[name].prepare(request)
         found = []
-        with SideBySide() as threads, StreamPool(
+        with ConcurrentModules() as threads, StreamPool(
             backend, {str(index): group for index, group in enumerate(groups)}
         ) as pool:
             for index, (group, seconds) in enumerate(zip(groups, expected, strict=True)):
@@ -219,13 +219,13 @@ class ColocationProfiler:
                 for name in group:
                     alone |= self._timed(threads, streams, {name: counts[name]})
                 beside = self._timed(threads, streams, counts)
-                found.append({name: BesideTimes(alone[name], beside[name]) for name in group})
+                found.append({name: ColocatedTimes(alone[name], beside[name]) for name in group})
             for one in self._modules.values():
                 one.forget()
         return found
 
     def _timed(
-        self, threads: SideBySide, streams: StreamSet, counts: Mapping[str, int]
+        self, threads: ConcurrentModules, streams: StreamSet, counts: Mapping[str, int]
     ) -> dict[str, float]:
         """Seconds of an iteration of modules that run so many at the same time."""
         outputs = threads.run(streams, {

@@ -27,7 +27,7 @@ MOST_BLOCK = 128
 
 
 def block_size(length: int, processes: int) -> int:
-    """Tokens that are dealt out together."""
+    """Tokens that are split together."""
     return max(1, min(MOST_BLOCK, length // (BLOCKS_PER_PROCESS * processes)))
 
 
@@ -46,7 +46,7 @@ def pad_layout(layout: torch.Tensor, processes: int) -> torch.Tensor:
     return padded
 
 
-def deal_tokens(
+def shard_tokens(
     masks: Sequence[AttentionMask], length: int, exchange: Exchange
 ) -> ContextGroup:
     """Deal a padded microbatch's tokens out so that attention work and token count balance.
@@ -67,8 +67,8 @@ def deal_tokens(
     )
     for other in others:
         work = work + other
-    dealt = distribute(work, exchange.size, n_tokens=total, block=block)
-    layout = ContextLayout.of_blocks(dealt.blocks, block, total)
+    token_shards = distribute(work, exchange.size, n_tokens=total, block=block)
+    layout = ContextLayout.of_blocks(token_shards.blocks, block, total)
     return ContextGroup(exchange, layout, layout)
 
 

@@ -30,7 +30,7 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from raymm.actors.modules.blocks import block_list, input_embeddings, method_of
-from raymm.actors.sharding.tensor_plan import Piece
+from raymm.actors.sharding.tensor_plan import ParameterShard
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,16 @@ class FullyShardedPlan:
     lengths: Mapping[str, int]
     units: tuple[str, ...] = ()
 
-    def piece(self, parameter: str, place: int) -> Piece | None:
+    def piece(self, parameter: str, place: int) -> ParameterShard | None:
         """What a process holds of a parameter, maybe nothing; None: all of it."""
         length = self.lengths.get(parameter)
         if length is None:
             return None
         share = -(-length // self.shards)
         start, stop = (min(share * at, length) for at in (place, place + 1))
-        return Piece(0, ((start, stop),))
+        return ParameterShard(0, ((start, stop),))
 
-    def holders(self, parameter: str, place: int) -> tuple[int, ...]:
+    def sharers(self, parameter: str, place: int) -> tuple[int, ...]:
         """The processes whose gradients of this process's piece must be summed."""
         return (place,) if parameter in self.lengths else tuple(range(self.shards))
 

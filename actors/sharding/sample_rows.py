@@ -25,8 +25,8 @@ _ROWS = {
 }  # fmt: skip
 
 
-class DealtSamplesError(InputError, ValueError):
-    """Inputs that cannot be dealt out by samples."""
+class SplitSamplesError(InputError, ValueError):
+    """Inputs that cannot be split by samples."""
 
 
 def shares(count: int, processes: int) -> list[range]:
@@ -45,10 +45,10 @@ def take_rows(merged: Mapping[str, Any], place: int, processes: int) -> dict[str
             ``token_layout`` (3, B, T); where there is one row for all, it stays.
 
     Raises:
-        DealtSamplesError: if there is anything else.
+        SplitSamplesError: if there is anything else.
     """
     if unknown := sorted(set(merged) - set(_ROWS)):
-        raise DealtSamplesError(
+        raise SplitSamplesError(
             f"the merge policy returned {unknown}; with sharding 'fsdp' a language model gets "
             f"{sorted(_ROWS)} and nothing else"
         )
@@ -63,7 +63,7 @@ def take_rows(merged: Mapping[str, Any], place: int, processes: int) -> dict[str
         dim = _ROWS[name] % value.dim()
         rows = value.shape[dim]
         if rows not in (1, count):
-            raise DealtSamplesError(
+            raise SplitSamplesError(
                 f"the merge policy returned {name} of shape {tuple(value.shape)}, which has "
                 f"{rows} rows along dimension {dim}; the microbatch has {count}"
             )
@@ -77,15 +77,15 @@ def count_items(inputs: Mapping[str, Any], module: str) -> int:
     """How many items there are.
 
     Raises:
-        DealtSamplesError: if not every tensor has its items along its first dimension.
+        SplitSamplesError: if not every tensor has its items along its first dimension.
     """
     tensors = {n: v for n, v in inputs.items() if isinstance(v, torch.Tensor) and v.dim()}
     counts = {value.shape[0] for value in tensors.values()}
     if len(counts) != 1:
         found = ", ".join(f"{name} {tuple(value.shape)}" for name, value in tensors.items())
-        raise DealtSamplesError(
+        raise SplitSamplesError(
             f"{module!r} gets {found or 'no tensor'}; with sharding 'fsdp' the items of a "
-            "microbatch are dealt out along the first dimension, which must be the same for all: "
+            "microbatch are split along the first dimension, which must be the same for all: "
             "use sharding zero1 for this module"
         )
     return counts.pop()

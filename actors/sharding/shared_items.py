@@ -141,7 +141,7 @@ class SharedItems:
         self._layout = layout = ContextLayout.even(length, self._peers.size)
         attend = self._peers.attend(layout)
         if length > self._length:
-            attend = _among_copies(attend, length)
+            attend = _among_replicas(attend, length)
         self._attention.start(attend, self._length)
         return self._cut(block, args, kwargs, hidden_too=self._first == 0)
 
@@ -175,7 +175,7 @@ class SharedItems:
         return (), {hidden_name(block): hidden, **named}
 
 
-def _among_copies(attend: Attend, length: int) -> Attend:
+def _among_replicas(attend: Attend, length: int) -> Attend:
     """Attention among fewer tokens than ``length``; those from there on see and show nothing."""
 
     def padded(*tensors: Any, **options: Any) -> torch.Tensor:

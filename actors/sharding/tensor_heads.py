@@ -48,16 +48,16 @@ class Heads:
 def count_heads(module: nn.Module, unit: Unit) -> Heads | None:
     """Heads of an attention unit, from what its module keeps, the config and the widths of its
     projections; None if they do not say."""
-    holder = module.get_submodule(unit.where)
-    configs = [getattr(holder, "config", None), *_configs(module, unit.where)]
+    container = module.get_submodule(unit.where)
+    configs = [getattr(container, "config", None), *_configs(module, unit.where)]
     out = {name: widths(module.get_submodule(name))[1] for name in unit.columns}
     queries = [width for name, width in out.items() if is_query(name)] or list(out.values())
     keys = [width for name, width in out.items() if is_key_or_value(name)]
-    head_dim = _first_number((holder,), _HEAD_DIMS)
+    head_dim = _first_number((container,), _HEAD_DIMS)
     if unit.fused:
         queries = [widths(module.get_submodule(name))[0] for name in unit.rows]
     candidates = [
-        _first_number((holder,), _QUERY_COUNTS),
+        _first_number((container,), _QUERY_COUNTS),
         *(_first_number((config,), _CONFIG_HEADS) for config in configs),
         queries[0] // head_dim if head_dim else None,
     ]
@@ -73,7 +73,7 @@ def count_heads(module: nn.Module, unit: Unit) -> Heads | None:
         return Heads(query, query)
     candidates = [
         keys[0] // head_dim if head_dim and keys[0] % head_dim == 0 else None,
-        _first_number((holder, *configs), _KEY_COUNTS),
+        _first_number((container, *configs), _KEY_COUNTS),
         query * keys[0] // queries[0],
     ]
     key = next((n for n in candidates if n and all(w % n == 0 for w in keys)), None)
@@ -83,7 +83,7 @@ def count_heads(module: nn.Module, unit: Unit) -> Heads | None:
 def local_attributes(module: nn.Module, unit: Unit, heads: Heads, tp: int) -> dict[str, int]:
     """What an attention module has to keep instead when it has its share of the heads: numbers
     of heads, and widths of all heads together; see :data:`CONFIG`."""
-    holder = module.get_submodule(unit.where)
+    container = module.get_submodule(unit.where)
     key = max(1, heads.key // tp)
     values = {
         **{(name, heads.key): key for name in _KEY_COUNTS},
@@ -97,9 +97,9 @@ def local_attributes(module: nn.Module, unit: Unit, heads: Heads, tp: int) -> di
     local = {
         name: new
         for (name, old), new in values.items()
-        if type(vars(holder).get(name)) is int and vars(holder)[name] == old
+        if type(vars(container).get(name)) is int and vars(container)[name] == old
     }
-    config = getattr(holder, "config", None)
+    config = getattr(container, "config", None)
     if unit.fused and config is not None:  # they take their output apart by what it says
         in_config = {n: heads.query // tp for n in _CONFIG_HEADS} | {_KEY_COUNTS[0]: key}
         local |= {CONFIG + n: new for n, new in in_config.items() if hasattr(config, n)}

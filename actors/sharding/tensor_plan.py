@@ -38,7 +38,7 @@ EMBEDDING, EXPERTS = "embedding", "experts"
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterShard:
     """The part of a parameter that a process holds.
 
     Attributes:
@@ -74,16 +74,16 @@ class TensorPlan:
     styles: Mapping[str, str] = field(default_factory=dict)
     attributes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     tails: Mapping[str, int] = field(default_factory=dict)
-    pieces: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
+    pieces: Mapping[str, tuple[ParameterShard, ...]] = field(default_factory=dict)
     partial: frozenset[str] = frozenset()
     head: str | None = None
 
-    def piece(self, parameter: str, rank: int) -> Piece | None:
+    def piece(self, parameter: str, rank: int) -> ParameterShard | None:
         """What this process holds of a parameter; None: all of it."""
         pieces = self.pieces.get(parameter)
         return None if pieces is None else pieces[rank]
 
-    def holders(self, parameter: str, rank: int) -> tuple[int, ...]:
+    def sharers(self, parameter: str, rank: int) -> tuple[int, ...]:
         """The processes whose gradients of this process's piece must be summed: just itself
         where its own is complete. They are the same for all holders."""
         pieces = self.pieces.get(parameter)
@@ -133,7 +133,7 @@ def tensor_plan(
         name: of the module, for errors.
 
     Raises:
-        PlanError: if heads or feed-forward widths cannot be dealt out over ``tp``, or Hugging
+        PlanError: if heads or feed-forward widths cannot be split over ``tp``, or Hugging
             Face's plan for the model has a style that is not supported.
     """
     return plan_module(source.skeleton(), tp, name, choices)
@@ -184,7 +184,7 @@ class _Planner:
         self.styles: dict[str, str] = {}
         self.attributes: dict[str, dict[str, int]] = {}
         self.tails: dict[str, int] = {}
-        self.pieces: dict[str, tuple[Piece, ...]] = {}
+        self.pieces: dict[str, tuple[ParameterShard, ...]] = {}
         self.partial: set[str] = set()
         self.head: str | None = None
         self.heads: dict[str, Heads] = {}
@@ -222,7 +222,7 @@ class _Planner:
             self._shard(row, SPLIT_ROW, shares(width, self.tp))
 
     def _add_fused(self, unit: Unit, layout: str) -> bool:
-        """A column of several projections; False if they cannot be dealt out."""
+        """A column of several projections; False if they cannot be split."""
         (column,), (row,) = unit.columns, unit.rows
         inner = widths(self.module.get_submodule(row))[0]
         if not unit.heads:
@@ -310,9 +310,9 @@ class _Planner:
         self.styles[where] = style
         by_output = style in (COLUMN, GATHERED_COLUMN)
         dim = int(by_output == isinstance(linear, Conv1D))
-        self.pieces[f"{where}.weight"] = tuple(Piece(dim, own) for own in ranges)
+        self.pieces[f"{where}.weight"] = tuple(ParameterShard(dim, own) for own in ranges)
         if by_output and linear.bias is not None:
-            self.pieces[f"{where}.bias"] = tuple(Piece(0, own) for own in ranges)
+            self.pieces[f"{where}.bias"] = tuple(ParameterShard(0, own) for own in ranges)
 
     def add_experts(self, experts: Experts) -> None:
         """Every process has a part of every expert."""
@@ -323,7 +323,9 @@ class _Planner:
                 self.refuse(f"{parameter!r} of shape {tuple(shape)}, not of three dims", "1")
             width = shape[dim] // blocks
             self.pieces[parameter] = tuple(
-                Piece(dim, tuple((start + b * width, stop + b * width) for b in range(blocks)))
+                ParameterShard(
+                    dim, tuple((start + b * width, stop + b * width) for b in range(blocks))
+                )
                 for start, stop in self._features(parameter, width)
             )
 
@@ -335,7 +337,7 @@ class _Planner:
         if heads is None or length % heads.query:
             self.refuse(f"{parameter!r} with {length} rows, which are not heads", "1")
         ranges = self._by_heads(length, heads.query)
-        self.pieces[parameter] = tuple(Piece(0, (r,)) for r in ranges)
+        self.pieces[parameter] = tuple(ParameterShard(0, (r,)) for r in ranges)
 
     def add_vocabulary(self) -> None:
         """Embedding and output head, by rows of their weights."""
@@ -353,7 +355,7 @@ class _Planner:
             where = next(n for n, m in self.module.named_modules() if m is embedding)
             ranges = shares(embedding.num_embeddings, self.tp)
             self.styles[where] = EMBEDDING
-            self.pieces[f"{where}.weight"] = tuple(Piece(0, (r,)) for r in ranges)
+            self.pieces[f"{where}.weight"] = tuple(ParameterShard(0, (r,)) for r in ranges)
 
     def finish(self, partial: frozenset[str]) -> TensorPlan:
         for names in tied_names(self.module):

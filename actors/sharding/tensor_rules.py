@@ -81,7 +81,7 @@ class Unit:
         where: name of the module that holds head counts, for attention; else of the one around
             the unit.
         heads: whether the shares are heads.
-        columns: names of modules whose output is dealt out.
+        columns: names of modules whose output is split.
         rows: names of modules whose input is.
         gathered: whether outputs of columns are put together again, and inputs of rows split,
             so that what lies between is computed whole by every process.
@@ -109,7 +109,7 @@ class Experts:
 
     Attributes:
         where: name of the module.
-        dims: per parameter name (dim, blocks): what dim is dealt out, and how many blocks of
+        dims: per parameter name (dim, blocks): what dim is split, and how many blocks of
             equal length lie along it (gate and up: 2).
     """
 
@@ -119,7 +119,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Rules:
-    """What is sharded. ``parameters``: bare ones that are dealt out by heads along dim 0."""
+    """What is sharded. ``parameters``: bare ones that are split by heads along dim 0."""
 
     units: tuple[Unit, ...] = ()
     experts: tuple[Experts, ...] = ()
@@ -285,11 +285,13 @@ def _attention_units(where: str, parent: nn.Module) -> Iterable[Unit]:
         # Values may have a width of their own, but rows take in as much as all heads give.
         query, key, _ = (widths(column)[1] for column in columns)
         if widths(row[1])[0] % key == 0 and query % key == 0:
-            holder = ".".join(names[0].split(".")[:-1])
-            holder = _join(where, holder)
-            norms = _local_norms(holder, parent.get_submodule(".".join(names[0].split(".")[:-1])))
+            container = ".".join(names[0].split(".")[:-1])
+            container = _join(where, container)
+            norms = _local_norms(
+                container, parent.get_submodule(".".join(names[0].split(".")[:-1]))
+            )
             yield Unit(
-                holder, True, tuple(_join(where, n) for n in names), (_join(where, row[0]),),
+                container, True, tuple(_join(where, n) for n in names), (_join(where, row[0]),),
                 partial=norms,
             )
     if (latent := _latent_unit(where, parent)) is not None:
@@ -315,9 +317,9 @@ def _latent_unit(where: str, parent: nn.Module) -> Unit | None:
     return Unit(where, True, columns, (_join(where, row[0]),), tails=tails)
 
 
-def _local_norms(where: str, holder: nn.Module) -> tuple[str, ...]:
+def _local_norms(where: str, container: nn.Module) -> tuple[str, ...]:
     return tuple(
-        _join(where, name) for name, _ in holder.named_children() if name in _LOCAL_NORMS
+        _join(where, name) for name, _ in container.named_children() if name in _LOCAL_NORMS
     )
 
 

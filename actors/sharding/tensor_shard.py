@@ -34,7 +34,7 @@ from raymm.actors.sharding.tensor_plan import (
     GATHERED_COLUMN,
     ROW,
     SPLIT_ROW,
-    Piece,
+    ParameterShard,
     Range,
     TensorPlan,
     tied_names,
@@ -70,7 +70,7 @@ def shard_module(module: nn.Module, plan: TensorPlan, group: TensorGroup) -> Non
             around = _around(module, name)
             if around not in entries:
                 entries[around] = _Entry(group)
-                entries[around].watch(module.get_submodule(around))
+                entries[around].observer(module.get_submodule(around))
             child.register_forward_pre_hook(entries[around].take, with_kwargs=True)
         _SHARD[style](child, plan.pieces.get(f"{name}.weight"), group)
     for name, length in plan.tails.items():
@@ -91,7 +91,7 @@ def _around(module: nn.Module, name: str) -> str:
     return around
 
 
-def cut_tensor(tensor: torch.Tensor, piece: Piece | None) -> torch.Tensor:
+def cut_tensor(tensor: torch.Tensor, piece: ParameterShard | None) -> torch.Tensor:
     """A copy of the piece of a full tensor; the tensor itself if the piece is all of it."""
     if piece is None:
         return tensor
@@ -150,7 +150,7 @@ class _Entry:
         self._seen: tuple[torch.Tensor, int] | None = None
         self._shared: torch.Tensor | None = None
 
-    def watch(self, around: nn.Module) -> None:
+    def observer(self, around: nn.Module) -> None:
         """Forget the tensor when the module around the columns is done."""
         around.register_forward_hook(self._forget, always_call=True)
 
@@ -173,16 +173,16 @@ class _Entry:
         return shared
 
 
-def _sizes(pieces: tuple[Piece, ...]) -> tuple[int, ...]:
+def _sizes(pieces: tuple[ParameterShard, ...]) -> tuple[int, ...]:
     return tuple(piece.length for piece in pieces)
 
 
-def _shard_column(child: nn.Module, pieces: tuple[Piece, ...], group: TensorGroup) -> None:
+def _shard_column(child: nn.Module, pieces: tuple[ParameterShard, ...], group: TensorGroup) -> None:
     _set_widths(child)
 
 
 def _shard_gathered_column(
-    child: nn.Module, pieces: tuple[Piece, ...], group: TensorGroup
+    child: nn.Module, pieces: tuple[ParameterShard, ...], group: TensorGroup
 ) -> None:
     _set_widths(child)
     sizes = _sizes(pieces)
@@ -217,7 +217,7 @@ class _RowConv1D(_Row, Conv1D):
 
 
 def _shard_row(
-    child: nn.Module, pieces: tuple[Piece, ...], group: TensorGroup, split: bool = False
+    child: nn.Module, pieces: tuple[ParameterShard, ...], group: TensorGroup, split: bool = False
 ) -> None:
     _set_widths(child)
     row = cast(_Row, child)
@@ -226,7 +226,9 @@ def _shard_row(
     row.tensor_sizes = _sizes(pieces) if split else None
 
 
-def _shard_split_row(child: nn.Module, pieces: tuple[Piece, ...], group: TensorGroup) -> None:
+def _shard_split_row(
+    child: nn.Module, pieces: tuple[ParameterShard, ...], group: TensorGroup
+) -> None:
     _shard_row(child, pieces, group, split=True)
 
 
@@ -254,7 +256,9 @@ class _VocabularyShare(nn.Module):
         return reduce_from_shards(own.masked_fill(elsewhere[..., None], 0), self.tensor_group)
 
 
-def _shard_embedding(child: nn.Module, pieces: tuple[Piece, ...], group: TensorGroup) -> None:
+def _shard_embedding(
+    child: nn.Module, pieces: tuple[ParameterShard, ...], group: TensorGroup
+) -> None:
     kind = type(child)
     child.__class__ = type(kind.__name__, (_VocabularyShare, kind), {})
     share = cast(_VocabularyShare, child)

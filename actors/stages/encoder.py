@@ -16,7 +16,7 @@ from raymm.actors.modules.message import Message, MicrobatchContext, StageModule
 from raymm.actors.modules.module_state import may_draw
 from raymm.actors.modules.projector import Projector
 from raymm.actors.sharding.fully_sharded import FullyShardedPlan, shard_parameters
-from raymm.actors.sharding.sample_rows import DealtSamplesError, count_items, shares, take_items
+from raymm.actors.sharding.sample_rows import SplitSamplesError, count_items, shares, take_items
 from raymm.actors.sharding.shared_items import ProcessPeers, SharedItems, SharedItemsError
 from raymm.actors.sharding.tensor_plan import TensorPlan
 from raymm.actors.sharding.tensor_shard import shard_module
@@ -236,7 +236,7 @@ class EncoderStage(StageModule):
             hidden = self.projector(hidden)
             if self.spec.postprocess_projector is not None:
                 context.enter("postprocess_projector")
-                with Reads("postprocess_projector", self.spec.name).watched() as reads:
+                with Reads("postprocess_projector", self.spec.name).observed() as reads:
                     shown = self._shown(inputs, side, reads)
                     hidden = first_tensor(self.spec.postprocess_projector(shown, hidden))
         if self._exchange is not None:
@@ -255,7 +255,7 @@ class EncoderStage(StageModule):
         if callback is None:
             return output
         context.enter("postprocess_module")
-        with Reads("postprocess_module", self.spec.name).watched() as reads:
+        with Reads("postprocess_module", self.spec.name).observed() as reads:
             if self._blocks[0] > 0:
                 output = shown_output(output, self.spec.lost, reads)
             return callback(self._shown(inputs, side, reads), output)
@@ -277,7 +277,7 @@ class EncoderStage(StageModule):
         sizes = [len(share) for share in shares(items, samples.size)]
         own = sizes[samples.rank]
         if len(hidden) != max(own, 1):
-            raise DealtSamplesError(
+            raise SplitSamplesError(
                 f"{self.spec.name!r} returns features of shape {tuple(hidden.shape)} for "
                 f"{max(own, 1)} items; with sharding 'fsdp' it must return (items, tokens, width)"
             )

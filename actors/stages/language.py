@@ -27,7 +27,7 @@ from raymm.actors.modules.token_layout import (
     row_masks,
 )
 from raymm.actors.sharding.context_method import attend_over
-from raymm.actors.sharding.context_rows import deal_tokens, pad_layout, take_tokens
+from raymm.actors.sharding.context_rows import pad_layout, shard_tokens, take_tokens
 from raymm.actors.sharding.fully_sharded import FullyShardedPlan, shard_parameters
 from raymm.actors.sharding.sample_rows import take_rows
 from raymm.actors.sharding.tensor_plan import TensorPlan
@@ -263,7 +263,7 @@ class LanguageStage(StageModule):
         else:
             length = int(side["length"])
         masks = row_masks(layout, policy)
-        group = deal_tokens(masks, length, exchange)
+        group = shard_tokens(masks, length, exchange)
         if embeds is not None:
             given = {k: v for k, v in side.items() if k != "token_layout"}
             positions = group.queries.positions(exchange.rank)

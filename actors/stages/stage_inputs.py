@@ -115,7 +115,7 @@ class Reads:
         return self._error
 
     @contextmanager
-    def watched(self) -> Iterator[Reads]:
+    def observed(self) -> Iterator[Reads]:
         yield self
         if self._error is not None:
             raise self._error

@@ -28,7 +28,7 @@ class ComputedTensorError(Error, ValueError):
 
 
 def computed_tensors(module: nn.Module) -> dict[int, torch.Tensor]:
-    """By id, what stands in a copy of a module for tensors that forward hooks compute anew.
+    """By id, what stands in a replica of a module for tensors that forward hooks compute anew.
 
     Raises:
         ComputedTensorError: one that no hook computes.

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks._rank_lanes import lanes_between_ranks
+from benchmarks._rank_p2p_groups import p2p_groups_between_ranks
 from benchmarks.baselines.chain import ChainConfig, ChainLoss, ChainResult, ChainStage, chain_inputs
 from benchmarks.baselines.contender import Contender
 from raymm.actors.executor.executor import StepMeta
@@ -63,10 +63,10 @@ class RaymmContender(Contender):
     def setup(self, config: ChainConfig) -> None:
         plan = chain_plan(config)
         builders = [
-            {stage.name: partial(RaymmStage, config, stage.index)} for stage in plan.stages
+            {stage.id: partial(RaymmStage, config, stage.index)} for stage in plan.stages
         ]
-        places = {stage.name: stage.rank for stage in plan.stages}
-        lanes = lanes_between_ranks(plan.stage_edges, places)
+        places = {stage.id: stage.rank for stage in plan.stages}
+        lanes = p2p_groups_between_ranks(plan.stage_edges, places)
         if self.group is None:
             specs = [
                 RankSpec(
@@ -75,7 +75,7 @@ class RaymmContender(Contender):
                 )
                 for rank in range(plan.num_ranks)
             ]
-            self.group = RankGroup(specs, [s.name for s in plan.stages], RankResources(1.0))
+            self.group = RankGroup(specs, [s.id for s in plan.stages], RankResources(1.0))
         else:
             self.group.rebuild(builders)
         program = lower(plan, [()] * config.microbatches)

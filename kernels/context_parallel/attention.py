@@ -1,4 +1,4 @@
-"""Attention of tokens that are dealt out over the ranks of a group, with any mask.
+"""Attention of tokens that are split over the ranks of a group, with any mask.
 
 Five ways, of the same result (Cornstarch v2 §4.3; LV-XAttn §3):
 
@@ -6,7 +6,7 @@ Five ways, of the same result (Cornstarch v2 §4.3; LV-XAttn §3):
   next heads on their way while these are computed; ``needed``: of those only what its rows
   can see.
 - ``ring``: keys and values visit every rank; outputs stay.
-- ``ulysses``: heads instead of tokens are dealt out for the time of the attention.
+- ``ulysses``: heads instead of tokens are split for the time of the attention.
 - ``rotate``: queries, partial outputs and LSE visit every rank; keys and values stay. For
   cross attention with many more keys than queries.
 

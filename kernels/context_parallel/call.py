@@ -23,7 +23,7 @@ ACCUMULATOR = torch.float32
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """The ranks over which a sequence is dealt out, and which tokens they have.
+    """The ranks over which a sequence is split, and which tokens they have.
 
     Attributes:
         exchange: this rank's end of the group.
@@ -39,7 +39,7 @@ class ContextGroup:
         for name, layout in (("queries", self.queries), ("keys", self.keys)):
             if layout.num_ranks != self.exchange.size:
                 raise MaskError(
-                    f"{name} are dealt out over {layout.num_ranks} ranks, the group has "
+                    f"{name} are split over {layout.num_ranks} ranks, the group has "
                     f"{self.exchange.size}"
                 )
 

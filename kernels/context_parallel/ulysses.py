@@ -1,4 +1,4 @@
-"""Attention over ranks with heads dealt out instead of tokens, for the time of the attention
+"""Attention over ranks with heads split instead of tokens, for the time of the attention
 (DeepSpeed-Ulysses).
 
 Legend: ``B`` sequences, ``Hq`` query heads, ``Hk`` key heads, ``T`` tokens, ``D`` head dim, ``n``

@@ -149,7 +149,7 @@ def _planned(
             )
         else:
             costs = costs_of(model, request, workload)
-        return Planned.judged(given, costs, costs.memory_limit(request.memory_gib))
+        return Planned.evaluated(given, costs, costs.memory_limit(request.memory_gib))
     request, note = _known_ranks(request, config)
     text = f"planning {len(model.encoder_names) + 1} modules for {request.ranks} devices"
     if not console.is_terminal:

@@ -204,9 +204,9 @@ def default_tokens(module: nn.Module) -> int:
 
 def _number(names: tuple[str, ...], *holders: Any) -> int | None:
     """The first whole number that a holder has under one of the names."""
-    for holder in holders:
+    for container in holders:
         for name in names:
-            value = getattr(holder, name, None)
+            value = getattr(container, name, None)
             if isinstance(value, int) and not isinstance(value, bool):
                 return value
     return None

@@ -179,10 +179,10 @@ def _before(trainable: Sequence[bool], earlier: bool) -> tuple[bool, ...]:
     return tuple(earlier or any(trainable[:index]) for index in range(len(trainable)))
 
 
-def batch_loads(
+def batch_workload(
     shapes: Sequence[ModuleShape], tokens: Mapping[str, int], batch: int
 ) -> dict[str, Load]:
-    """Loads of a batch of which only lengths are known: one item per sample.
+    """Workload of a batch of which only lengths are known: one item per sample.
 
     Raises:
         LoadError: on an unknown module, a number below 1, or a length that nobody says.

@@ -25,14 +25,14 @@ MOST_TOKENS = 10**9
 
 
 @dataclass(frozen=True)
-class Loads:
-    """Loads by module, and remarks a person should see."""
+class ModuleWorkloads:
+    """Workload by module, and remarks a person should see."""
 
     by_module: Mapping[str, Load]
     notes: tuple[str, ...] = ()
 
 
-def loads_of_microbatch(model: MultimodalModule, microbatch: Mapping[str, Any]) -> Loads:
+def microbatch_workload(model: MultimodalModule, microbatch: Mapping[str, Any]) -> ModuleWorkloads:
     """The loads of a real microbatch.
 
     An encoder's tokens come from running its skeleton, without weights or memory (torch's meta
@@ -64,7 +64,7 @@ def loads_of_microbatch(model: MultimodalModule, microbatch: Mapping[str, Any]) 
     labels = int((microbatch["labels"][:, 1:] != IGNORE_INDEX).sum())
     longest = max(int(lengths.max()), 1)
     loads[LANGUAGE_MODEL] = Load(rows, longest, min(labels, rows * longest))
-    return Loads(loads, tuple(notes))
+    return ModuleWorkloads(loads, tuple(notes))
 
 
 def item_tokens(
@@ -86,9 +86,9 @@ def item_tokens(
     return found
 
 
-def loads_of_tokens(
+def token_workload(
     model: MultimodalModule, tokens: Mapping[str, int], samples: int = 1, text: int | None = None
-) -> Loads:
+) -> ModuleWorkloads:
     """The loads of microbatches of which only lengths are known.
 
     Args:
@@ -124,16 +124,16 @@ def loads_of_tokens(
             f"a sample is taken to have {text + more} tokens in the language model: the longest "
             "text allowed" + (" and all of the encoders' tokens" if more else "")
         )
-    return Loads({name: Load(samples, lengths[name]) for name in names}, tuple(notes))
+    return ModuleWorkloads({name: Load(samples, lengths[name]) for name in names}, tuple(notes))
 
 
-def changed_tokens(loads: Loads, tokens: Mapping[str, int]) -> Loads:
+def changed_tokens(loads: ModuleWorkloads, tokens: Mapping[str, int]) -> ModuleWorkloads:
     """The same samples with other lengths."""
     changed = {
         name: replace(load, tokens=tokens[name], labels=None) if name in tokens else load
         for name, load in loads.by_module.items()
     }
-    return Loads(changed, loads.notes)
+    return ModuleWorkloads(changed, loads.notes)
 
 
 def check_tokens(model: MultimodalModule, tokens: Mapping[str, int]) -> None:

@@ -15,11 +15,11 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch, Rectangle
 from raymm.draw.palette import FAINT, RGB, TEXT, module_hues, tint
 from raymm.draw.save import new_figure, picture_path, save_figure, text_width
 from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.schedule.stage_costs import StageCost, stage_costs
 from raymm.scheduler.search.module_degrees import rank_text
 
 Point = tuple[float, float]
-Edge = tuple[str, str]  # two stages
 
 # Inches; font sizes in points.
 BOX_WIDTH, BOX_HEIGHT = 1.62, 1.06
@@ -49,8 +49,8 @@ class _Sheet(NamedTuple):
     height: float
     box: tuple[float, float]  # width and height of all boxes
     bottom: float  # of the lowest box
-    place: dict[str, Point]  # per stage, the lower left corner of its box
-    band: dict[str, int]  # per stage, its band, counted from the top
+    place: dict[StageId, Point]  # per stage, the lower left corner of its box
+    band: dict[StageId, int]  # per stage, its band, counted from the top
 
 
 def draw_plan(plan: Plan, path: str | os.PathLike[str], *, title: str | None = None) -> Path:
@@ -62,7 +62,7 @@ def draw_plan(plan: Plan, path: str | os.PathLike[str], *, title: str | None = N
     cell per layer, dark if the layer is trained, pale if it is frozen; a projector's cell is
     outlined. Grey arrows are activations; a red arrow beside one is the gradient that travels
     back along it (when the microbatch has every modality). Stages stand as far from the right
-    as they are deep, so the loss is at the right, and copies of a module below each other. A plan
+    as they are deep, so the loss is at the right, and replicas of a module below each other. A plan
     too deep for the page goes on in a band below; arrows from one to the next are cut and say
     what they lead to.
 
@@ -92,7 +92,7 @@ def draw_plan(plan: Plan, path: str | os.PathLike[str], *, title: str | None = N
     hues = module_hues(node.name for node in plan.graph.nodes)
     _edges(axes, plan, sheet, needs)
     for stage in plan.stages:
-        _box(axes, plan, stage, sheet, hues[stage.module], needs, costs.get(stage.name))
+        _box(axes, plan, stage, sheet, hues[stage.module], needs, costs.get(stage.id))
     for line, text in enumerate(note):
         axes.text(MARGIN, 0.16 + (len(note) - 1 - line) * NOTE_LINE, text, fontsize=7,
                   color=FAINT, va="center")
@@ -110,12 +110,12 @@ def _heading(plan: Plan) -> str:
 
 
 def _sheet(
-    plan: Plan, needs: set[str], costs: Mapping[str, StageCost], note: Sequence[str]
+    plan: Plan, needs: set[StageId], costs: Mapping[StageId, StageCost], note: Sequence[str]
 ) -> _Sheet:
     ruler = new_figure(1, 1)
     lines = {text for stage in plan.stages
-             for text in _lines(plan, stage, needs, costs.get(stage.name))}
-    tops = {(s.name, _place(s)) for s in plan.stages}
+             for text in _lines(plan, stage, needs, costs.get(stage.id))}
+    tops = {(str(s.id), _place(s)) for s in plan.stages}
     middles = {(_layers(plan, s), "recompute" if _recomputes(s, needs) else "")
                for s in plan.stages}
     wide = max([
@@ -135,20 +135,20 @@ def _sheet(
     # Cut arrows need room beside the outer boxes.
     side = MARGIN + (GAP_X if bands > 1 else 0.0)
     rows = _rows(plan)
-    column = {s.name: deepest - plan.depth[s.name] for s in plan.stages}
+    column = {s.id: deepest - plan.depth[s.id] for s in plan.stages}
     band = {name: at // columns for name, at in column.items()}
     levels = [
-        [rows[s.module, s.replica] for s in plan.stages if band[s.name] == b] for b in range(bands)
+        [rows[s.module, s.replica] for s in plan.stages if band[s.id] == b] for b in range(bands)
     ]
     tall = [(max(used) - min(used)) * (high + GAP_Y) + high for used in levels]
     bottom = LEGEND + len(note) * NOTE_LINE + 0.15
     height = HEAD + sum(tall) + BAND_GAP * (bands - 1) + bottom
     top = [height - HEAD - sum(tall[:b]) - BAND_GAP * b for b in range(bands)]
     place = {
-        s.name: (
-            side + (column[s.name] % columns) * (wide + gap),
-            top[band[s.name]] - high
-            - (rows[s.module, s.replica] - min(levels[band[s.name]])) * (high + GAP_Y),
+        s.id: (
+            side + (column[s.id] % columns) * (wide + gap),
+            top[band[s.id]] - high
+            - (rows[s.module, s.replica] - min(levels[band[s.id]])) * (high + GAP_Y),
         )
         for s in plan.stages
     }
@@ -160,7 +160,7 @@ def _sheet(
 
 
 def _rows(plan: Plan) -> dict[tuple[str, int], float]:
-    """A row per copy of a module: one for each source, the mean of its producers for any
+    """A row per replica of a module: one for each source, the mean of its producers for any
     other, and the nearest free row where two would lie on each other."""
     rows: dict[tuple[str, int], float] = {}
     spans: dict[tuple[str, int], tuple[int, int]] = {}
@@ -175,7 +175,7 @@ def _rows(plan: Plan) -> dict[tuple[str, int], float]:
             else:
                 wanted = float(sources)
                 sources += 1
-            depths = [plan.depth[stage.name] for stage in chain]
+            depths = [plan.depth[stage.id] for stage in chain]
             near, far = min(depths), max(depths)
             taken = [
                 rows[other] for other, (first, last) in spans.items()
@@ -190,22 +190,22 @@ def _rows(plan: Plan) -> dict[tuple[str, int], float]:
     return rows
 
 
-def _needs_backward(plan: Plan) -> set[str]:
+def _needs_backward(plan: Plan) -> set[StageId]:
     """Stages with something trainable in them or before them."""
-    needs: set[str] = set()
+    needs: set[StageId] = set()
     for stage in plan.topological_stages:
-        before = [src for src, dst in plan.stage_edges if dst == stage.name]
+        before = [src for src, dst in plan.stage_edges if dst == stage.id]
         if plan.trainable(stage) or any(src in needs for src in before):
-            needs.add(stage.name)
+            needs.add(stage.id)
     return needs
 
 
-def _work(plan: Plan, stage: Stage, needs: set[str]) -> str:
-    if stage.name not in needs:
+def _work(plan: Plan, stage: Stage, needs: set[StageId]) -> str:
+    if stage.id not in needs:
         return "frozen: forward only"
     if not plan.trainable(stage):
         return "frozen: passes gradients on"
-    before = [src for src, dst in plan.stage_edges if dst == stage.name]
+    before = [src for src, dst in plan.stage_edges if dst == stage.id]
     return "trained" if not any(src in needs for src in before) else "trained, passes gradients on"
 
 
@@ -229,12 +229,12 @@ def _layers(plan: Plan, stage: Stage) -> str:
     return " + ".join(parts)
 
 
-def _recomputes(stage: Stage, needs: set[str]) -> bool:
+def _recomputes(stage: Stage, needs: set[StageId]) -> bool:
     """A stage without backward has nothing to recompute for."""
-    return stage.recompute and stage.name in needs
+    return stage.recompute and stage.id in needs
 
 
-def _lines(plan: Plan, stage: Stage, needs: set[str], cost: StageCost | None) -> list[str]:
+def _lines(plan: Plan, stage: Stage, needs: set[StageId], cost: StageCost | None) -> list[str]:
     """The small print of a box."""
     lines = [_work(plan, stage, needs)]
     if cost is None:
@@ -259,17 +259,17 @@ def _size(number: int) -> str:
 
 
 def _box(
-    axes: Axes, plan: Plan, stage: Stage, sheet: _Sheet, hue: RGB, needs: set[str],
+    axes: Axes, plan: Plan, stage: Stage, sheet: _Sheet, hue: RGB, needs: set[StageId],
     cost: StageCost | None,
 ) -> None:
-    (x, y), (width, height) = sheet.place[stage.name], sheet.box
+    (x, y), (width, height) = sheet.place[stage.id], sheet.box
     axes.add_patch(
         FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0,rounding_size=0.08",
                        facecolor="white", edgecolor=hue, linewidth=1.6, zorder=3)
     )
     top = y + height
     shared = stage.rank in (plan.shared_ranks or ())
-    axes.text(x + 0.1, top - 0.19, stage.name, fontsize=10, weight="bold", color=TEXT,
+    axes.text(x + 0.1, top - 0.19, str(stage.id), fontsize=10, weight="bold", color=TEXT,
               va="center", zorder=4)
     axes.text(x + width - 0.1, top - 0.19, _place(stage), fontsize=8,
               color="white" if shared else TEXT, va="center", ha="right", zorder=4,
@@ -301,7 +301,7 @@ def _badge(colour: RGB | str) -> dict[str, Any]:
     return {"boxstyle": "round,pad=0.25", "facecolor": colour, "edgecolor": "none"}
 
 
-def _edges(axes: Axes, plan: Plan, sheet: _Sheet, needs: set[str]) -> None:
+def _edges(axes: Axes, plan: Plan, sheet: _Sheet, needs: set[StageId]) -> None:
     leave, enter = _ports(plan, sheet)
     wide, high = sheet.box
     for src, dst in plan.stage_edges:
@@ -317,7 +317,7 @@ def _edges(axes: Axes, plan: Plan, sheet: _Sheet, needs: set[str]) -> None:
             ((stop[0] - STUB, stop[1]), stop, stop[0] - STUB, src, "right"),
         ):
             _edge(axes, here, there, 0.0, gradient)
-            axes.text(near + STUB / 2, here[1] + 0.15, name, fontsize=7, color=ACTIVATION,
+            axes.text(near + STUB / 2, here[1] + 0.15, str(name), fontsize=7, color=ACTIVATION,
                       ha="center", va="center", zorder=6, gid=f"cut {side}",
                       bbox={"boxstyle": "square,pad=0.05", "facecolor": "white",
                             "edgecolor": "none"})
@@ -330,7 +330,7 @@ def _ports(plan: Plan, sheet: _Sheet) -> tuple[dict[Edge, float], dict[Edge, flo
     enter: dict[Edge, float] = {}
     for stage in plan.stages:
         for here, there, ports in ((0, 1, leave), (1, 0, enter)):
-            edges = [e for e in plan.stage_edges if e[here] == stage.name]
+            edges = [e for e in plan.stage_edges if e[here] == stage.id]
             edges.sort(key=lambda e: sheet.place[e[there]][1])
             step = min(PORT, (sheet.box[1] - 0.3) / max(len(edges) - 1, 1))
             for index, edge in enumerate(edges):
@@ -338,7 +338,7 @@ def _ports(plan: Plan, sheet: _Sheet) -> tuple[dict[Edge, float], dict[Edge, flo
     return leave, enter
 
 
-def _bend(start: Point, stop: Point, sheet: _Sheet, ends: tuple[str, str]) -> float:
+def _bend(start: Point, stop: Point, sheet: _Sheet, ends: Edge) -> float:
     """How far an arrow must bend (matplotlib's arc3 radius) to stay out of the other boxes
     and on the page; 0 if nothing helps."""
     width, height = sheet.box
@@ -385,7 +385,7 @@ def _count(number: int, noun: str, plural: str) -> str:
     return f"{number} {noun if number == 1 else noun + plural}"
 
 
-def _legend(axes: Axes, plan: Plan, needs: set[str], x: float, y: float) -> None:
+def _legend(axes: Axes, plan: Plan, needs: set[StageId], x: float, y: float) -> None:
     """What occurs in the plan."""
     grey: RGB = (0.35, 0.35, 0.35)
     trained = {flag for node in plan.graph.nodes for flag in node.trainable}

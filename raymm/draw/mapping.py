@@ -18,7 +18,7 @@ from raymm.scheduler.multiplex.mapping import module_seconds
 from raymm.scheduler.multiplex.problem import MappingProblem
 
 # Sizes in inches, font sizes in points.
-LANE, LANE_LEAST, LANES_HEIGHT = 0.85, 0.16, 24.0
+BAND, BAND_LEAST, BANDS_HEIGHT = 0.85, 0.16, 24.0
 GAP = 0.12  # of a lane, between lanes
 BODY = 9.0
 HEAD, STAGES, AXIS, LEGEND_ROW, LINE = 0.42, 0.26, 0.50, 0.24, 0.20
@@ -61,7 +61,7 @@ def draw_mapping(
     second, unit = next(
         ((s, u) for s, u in UNITS if mapping.seconds >= s), UNITS[-1]
     )
-    lane = max(LANE_LEAST, min(LANE, LANES_HEIGHT / mapping.gpus))
+    band = max(BAND_LEAST, min(BAND, BANDS_HEIGHT / mapping.gpus))
     ruler = new_figure(1, 1)
     labels = [f"GPU {gpu}" for gpu in range(mapping.gpus)]
     left = 0.25 + max(text_width(ruler, label, LABEL) for label in labels)
@@ -73,7 +73,7 @@ def draw_mapping(
     said = _summary(mapping, others or {}, note, ruler)
     legend = LEGEND_ROW * -(-len(handles) // columns) + 0.12
     head = HEAD + LINE * len(said) + STAGES
-    width, height = left + BODY + 0.3, head + lane * mapping.gpus + AXIS + legend
+    width, height = left + BODY + 0.3, head + band * mapping.gpus + AXIS + legend
     figure = new_figure(width, height)
     figure.text(0.12 / width, 1 - 0.26 / height, title or f"mapping: {mapping.method}",
                 fontsize=12, weight="bold", color=TEXT, va="center")
@@ -81,10 +81,10 @@ def draw_mapping(
         figure.text(0.12 / width, 1 - (HEAD + 0.06 + LINE * index) / height, line, fontsize=9,
                     color=TEXT, va="center")
     axes = figure.add_axes((
-        left / width, (AXIS + legend) / height, BODY / width, lane * mapping.gpus / height
+        left / width, (AXIS + legend) / height, BODY / width, band * mapping.gpus / height
     ))
     _frame(axes, mapping, labels, second, unit)
-    _bars(axes, problem, mapping, hues, second, lane)
+    _bars(axes, problem, mapping, hues, second, band)
     figure.legend(
         handles=handles, ncols=columns, loc="lower left", fontsize=LABEL, frameon=False,
         bbox_to_anchor=(left / width, 0.02), borderaxespad=0.0, handlelength=1.6,
@@ -149,7 +149,7 @@ def _frame(
 
 def _bars(
     axes: Axes, problem: MappingProblem, mapping: StageMapping, hues: Mapping[str, RGB],
-    second: float, lane: float,
+    second: float, band: float,
 ) -> None:
     ruler = axes.get_figure(root=True)
     assert ruler is not None
@@ -161,7 +161,7 @@ def _bars(
             share = one.quota / mapping.steps
             text = f"{one.module}  {share:.0%}"
             inches = seconds / mapping.seconds * BODY
-            size = min(SMALL, share * (1 - GAP) * lane * 72 * 0.85)
+            size = min(SMALL, share * (1 - GAP) * band * 72 * 0.85)
             for gpu in one.gpus:
                 high = share * (1 - GAP)
                 low = gpu + GAP / 2 + filled[gpu]

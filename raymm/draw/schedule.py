@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +26,8 @@ from raymm.draw.palette import (
     op_looks,
 )
 from raymm.draw.save import new_figure, picture_path, save_figure, text_width
-from raymm.scheduler.program.program import COMPUTE, EPILOGUE, Op
+from raymm.scheduler.plan.stage import StageId
+from raymm.scheduler.program.program import COMPUTE, OPTIMIZER_OPS, Op
 from raymm.scheduler.program.timeline import Span, Timeline
 
 # Sizes in inches, font sizes in points.
@@ -111,7 +111,7 @@ def draw_timelines(
     on_rank = _stages_of_ranks(timelines)
     names = _row_names(on_rank, rank_names)
     steps = _steps(on_rank)
-    hues = module_hues(_module(s.stage) for _, t in timelines for s in t.compute())
+    hues = module_hues(s.stage.module for _, t in timelines for s in t.compute())
     looks = {module: op_looks(hue) for module, hue in hues.items()}
     handles, columns = _legend(timelines, looks, stepped=any(s.rise for s in steps.values()))
 
@@ -163,31 +163,22 @@ def draw_timelines(
     return save_figure(figure, target)
 
 
-def _module(stage: str) -> str:
-    return stage.rsplit(".", 1)[0]
-
-
-def _natural(stage: str) -> list[int | str]:
-    """Sorts ``llm.10`` after ``llm.2``."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", stage)]
-
-
-def _stages_of_ranks(timelines: Sequence[tuple[str, Timeline]]) -> dict[int, list[str]]:
-    stages: dict[int, set[str]] = {}
+def _stages_of_ranks(timelines: Sequence[tuple[str, Timeline]]) -> dict[int, list[StageId]]:
+    stages: dict[int, set[StageId]] = {}
     for _, timeline in timelines:
         for rank in range(timeline.num_ranks):
             stages.setdefault(rank, set())
         for span in timeline.compute():
             stages[span.rank].add(span.stage)
-    return {rank: sorted(found, key=_natural) for rank, found in stages.items()}
+    return {rank: sorted(found) for rank, found in stages.items()}
 
 
 def _row_names(
-    on_rank: Mapping[int, Sequence[str]], given: Mapping[int, str] | None
+    on_rank: Mapping[int, Sequence[StageId]], given: Mapping[int, str] | None
 ) -> dict[int, str]:
     names = {}
     for rank, stages in on_rank.items():
-        shown = list(stages)
+        shown = [str(stage) for stage in stages]
         more = len(shown) - LABEL_STAGES
         if more > 0:
             shown = [*shown[:LABEL_STAGES], f"+{more}"]
@@ -196,13 +187,13 @@ def _row_names(
     return names
 
 
-def _steps(on_rank: Mapping[int, Sequence[str]]) -> dict[tuple[int, str, float], _Step]:
+def _steps(on_rank: Mapping[int, Sequence[StageId]]) -> dict[tuple[int, StageId, float], _Step]:
     """By rank, stage and quota (here 1). Stages of one module on one rank stand one step lower
     each."""
     steps = {}
     for rank, stages in on_rank.items():
-        for module in {_module(stage) for stage in stages}:
-            same = [stage for stage in stages if _module(stage) == module]
+        for module in {stage.module for stage in stages}:
+            same = [stage for stage in stages if stage.module == module]
             room = min(STEP_ROWS * (len(same) - 1), MAX_STEP_ROWS)
             for index, stage in enumerate(same):
                 rise = room * (0.5 - index / (len(same) - 1)) if room else 0.0
@@ -210,18 +201,18 @@ def _steps(on_rank: Mapping[int, Sequence[str]]) -> dict[tuple[int, str, float],
     return steps
 
 
-def _on_quotas(timeline: Timeline) -> dict[tuple[int, str, float], _Step]:
+def _on_quotas(timeline: Timeline) -> dict[tuple[int, StageId, float], _Step]:
     """Where the boxes of what runs on a quota stand; in order of first appearance."""
     shares: dict[int, dict[str, float]] = {}
     for span in timeline.compute():
         if span.quota < 1:
-            shares.setdefault(span.rank, {})[_module(span.stage)] = span.quota
+            shares.setdefault(span.rank, {})[span.stage.module] = span.quota
     steps = {}
     for span in timeline.compute():
         if span.quota < 1:
             above = 0.0
             for module, quota in shares[span.rank].items():
-                if module == _module(span.stage):
+                if module == span.stage.module:
                     break
                 above += quota
             rise = BOX_ROWS * (0.5 - above - span.quota / 2)
@@ -265,7 +256,7 @@ def _legend(
 ) -> tuple[list[Patch], int]:
     """Legend entries, column by column (a column is a module), and the number of columns."""
     spans = [span for _, timeline in timelines for span in timeline.spans]
-    used = {(_module(span.stage), span.op) for span in spans if span.op in COMPUTE}
+    used = {(span.stage.module, span.op) for span in spans if span.op in COMPUTE}
     blank = Patch(alpha=0.0, label="")
     columns: list[list[Patch]] = []
     for module, of_op in looks.items():
@@ -277,7 +268,7 @@ def _legend(
     other = []
     if any(span.op == Op.RECV for span in spans):
         other.append(Patch(facecolor=WAIT, label="waiting for a message"))
-    if any(span.op in EPILOGUE for span in spans):
+    if any(span.op in OPTIMIZER_OPS for span in spans):
         other.append(Patch(facecolor=COLLECTIVE, label="reduce, clip, optimizer step"))
     if stepped:
         other.append(Patch(alpha=0.0, label="lower boxes: later stages of a module on its rank"))
@@ -340,7 +331,7 @@ def _boxes(
     axes: Axes,
     timeline: Timeline,
     looks: Mapping[str, Mapping[Op, Look]],
-    steps: Mapping[tuple[int, str, float], _Step],
+    steps: Mapping[tuple[int, StageId, float], _Step],
     scale: _Scale,
     digits: float,
 ) -> None:
@@ -356,13 +347,13 @@ def _boxes(
         middle, hatch = float(span.rank), ""
         if span.op in COMPUTE:
             step = steps[span.rank, span.stage, span.quota]
-            look = looks[_module(span.stage)][Op(span.op)]
+            look = looks[span.stage.module][Op(span.op)]
             middle, half = span.rank - step.rise, step.half
             fill, outline, hatch = look.fill, look.edge, look.hatch
             numbers.append((start, stop, middle, span, look))
         elif span.op == Op.RECV:
             half, fill, outline = 0.06, WAIT, "none"
-        elif span.op in EPILOGUE:
+        elif span.op in OPTIMIZER_OPS:
             half, fill, outline = 0.30, COLLECTIVE, "white"
         else:  # a SEND only starts a transfer
             continue

@@ -12,17 +12,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from raymm.actors.optimizer.gradient_reduction import Family, Holder, SharedParameter
-from raymm.actors.optimizer.optimizer import Holdings
-from raymm.actors.sharding.parameter_pieces import ChainPieces
+from raymm.actors.optimizer.gradient_reduction import (
+    ParameterReference,
+    ReductionGroup,
+    SharedParameter,
+)
+from raymm.actors.optimizer.optimizer import ParameterOwnership
+from raymm.actors.sharding.parameter_shards import ShardSpec
 from raymm.scheduler.plan.process_grid import Processes
+from raymm.scheduler.plan.stage import StageId
 
 
-def holdings(
+def parameter_ownership(
     processes: Processes,
-    owned: Mapping[str, Mapping[str, int]],
-    pieces: Mapping[str, ChainPieces],
-) -> tuple[Holdings, ...]:
+    owned: Mapping[StageId, Mapping[str, int]],
+    pieces: Mapping[str, ShardSpec],
+) -> tuple[ParameterOwnership, ...]:
     """What each process has of parameters that others have too: tied embeddings, and all of a
     module that has several copies, shares out microbatches, or has fewer pieces than processes.
 
@@ -33,60 +38,62 @@ def holdings(
     """
     groups = _groups(processes, owned, pieces)
     shared: list[list[SharedParameter]] = [[] for _ in processes.all]
-    counted: list[set[tuple[str, str]]] = [set() for _ in processes.all]
-    written: list[set[tuple[str, str]]] = [set() for _ in processes.all]
+    in_grad_norm: list[set[tuple[StageId, str]]] = [set() for _ in processes.all]
+    saves: list[set[tuple[StageId, str]]] = [set() for _ in processes.all]
     for group, is_first in groups:
-        if len(group.holders) > 1:
-            for process in group.family.processes:
+        if len(group.references) > 1:
+            for process in group.reduction_group.processes:
                 shared[process].append(group)
         if is_first:
-            process, stage, name = next(iter(group.holders))
-            written[process].add((stage, name))
+            process, stage, name = next(iter(group.references))
+            saves[process].add((stage, name))
             if group.owner is not None:
-                process, stage, name = next(h for h in group.holders if h.process == group.owner)
-            counted[process].add((stage, name))
+                process, stage, name = next(r for r in group.references if r.process == group.owner)
+            in_grad_norm[process].add((stage, name))
     return tuple(
-        Holdings(tuple(s), frozenset(c), frozenset(w))
-        for s, c, w in zip(shared, counted, written, strict=True)
+        ParameterOwnership(tuple(s), frozenset(c), frozenset(w))
+        for s, c, w in zip(shared, in_grad_norm, saves, strict=True)
     )
 
 
-def families(every: Sequence[Holdings]) -> tuple[Family, ...]:
-    """All families of several processes, in one order: their groups are made together."""
-    found = {one.family for holding in every for one in holding.shared}
-    return tuple(sorted(family for family in found if len(family.processes) > 1))
+def reduction_groups(every: Sequence[ParameterOwnership]) -> tuple[ReductionGroup, ...]:
+    """All groups of several processes, in one order: their process groups are made together."""
+    found = {one.reduction_group for holding in every for one in holding.shared}
+    return tuple(
+        sorted(reduction_group for reduction_group in found if len(reduction_group.processes) > 1)
+    )
 
 
 def _groups(
     processes: Processes,
-    owned: Mapping[str, Mapping[str, int]],
-    pieces: Mapping[str, ChainPieces],
+    owned: Mapping[StageId, Mapping[str, int]],
+    pieces: Mapping[str, ShardSpec],
 ) -> list[tuple[SharedParameter, bool]]:
     """Holders whose gradients add up, in an order that follows from the plan, and whether no
     group before has the very same piece."""
     plan = processes.plan
-    places: dict[tuple[str, str, tuple[int, ...]], list[Holder]] = {}
+    places: dict[tuple[str, str, tuple[int, ...]], list[ParameterReference]] = {}
     for stage in plan.topological_stages:
         chain = pieces[stage.module]
-        for name in owned[stage.name]:
+        for name in owned[stage.id]:
             for number in processes.of_rank(stage.rank):
                 place = place_of(processes, number, chain)
-                key = (stage.module, name, chain.holders(name, place))
-                places.setdefault(key, []).append(Holder(number, stage.name, name))
+                key = (stage.module, name, chain.sharers(name, place))
+                places.setdefault(key, []).append(ParameterReference(number, stage.id, name))
     # Of fully sharded modules: what is not sharded.
     sharded = {stage.module for stage in plan.stages if stage.sharding != "none"}
     loads: dict[int, int] = {}
     groups = []
-    for (module, name, _), holders in places.items():
-        group = SharedParameter(tuple(holders))
-        if module in sharded and len(group.family.processes) > 1:
-            group = replace(group, owner=_lightest(group, loads, owned[holders[0].stage][name]))
-        place = place_of(processes, holders[0].process, pieces[module])
+    for (module, name, _), references in places.items():
+        group = SharedParameter(tuple(references))
+        if module in sharded and len(group.reduction_group.processes) > 1:
+            group = replace(group, owner=_lightest(group, loads, owned[references[0].stage][name]))
+        place = place_of(processes, references[0].process, pieces[module])
         groups.append((group, not pieces[module].is_replica(name, place)))
     return groups
 
 
-def place_of(processes: Processes, number: int, pieces: ChainPieces) -> int:
+def place_of(processes: Processes, number: int, pieces: ShardSpec) -> int:
     """A process's place among those that share a module's parameters."""
     process = processes.all[number]
     return pieces.place(process.tp, processes.data_place(process))
@@ -94,6 +101,8 @@ def place_of(processes: Processes, number: int, pieces: ChainPieces) -> int:
 
 def _lightest(group: SharedParameter, loads: dict[int, int], size: int) -> int:
     """The holder that has least to update so far."""
-    owner = min(group.family.processes, key=lambda process: (loads.get(process, 0), process))
+    owner = min(
+        group.reduction_group.processes, key=lambda process: (loads.get(process, 0), process)
+    )
     loads[owner] = loads.get(owner, 0) + size
     return owner

@@ -23,8 +23,8 @@ from raymm.actors.sharding.fully_sharded import (
     fully_sharded_plan,
     language_units,
 )
-from raymm.actors.sharding.parameter_pieces import ChainPieces, PiecePlan
-from raymm.actors.sharding.sample_rows import DealtSamplesError, count_items
+from raymm.actors.sharding.parameter_shards import ShardPlan, ShardSpec
+from raymm.actors.sharding.sample_rows import SplitSamplesError, count_items
 from raymm.actors.sharding.tensor_plan import tensor_plan
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage, encoder_stage_parameters
 from raymm.actors.stages.language import (
@@ -36,6 +36,7 @@ from raymm.actors.weights.source import LiveSource, set_mode
 from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule
 from raymm.scheduler.graph.module_graph import ModuleNode
 from raymm.scheduler.plan.plan import Plan, PlanError, Stage
+from raymm.scheduler.plan.stage import StageId
 
 Retry = Callable[[Mapping[str, Any]], None]
 
@@ -60,9 +61,9 @@ class StageBuilders:
             raises a ``ProbeError`` if not.
     """
 
-    build: dict[str, Callable[[], EncoderStage | LanguageStage]]
-    owned: dict[str, dict[str, int]]
-    pieces: dict[str, ChainPieces]
+    build: dict[StageId, Callable[[], EncoderStage | LanguageStage]]
+    owned: dict[StageId, dict[str, int]]
+    pieces: dict[str, ShardSpec]
     retries: dict[str, Retry] = field(default_factory=dict)
 
 
@@ -104,15 +105,15 @@ def stage_builders(model: MultimodalModule, plan: Plan) -> StageBuilders:
         parts: dict[tuple, tuple[dict[str, int], Callable[[], EncoderStage | LanguageStage]]] = {}
         for stage in plan.module_stages(node.name):
             (lo, hi), options = part = stage.layers, stage.layer_options
-            if part not in parts:  # copies of the module have it in common
+            if part not in parts:  # replicas of the module have it in common
                 own = {name: sizes[name] for name in names(spec, lo, hi)}
                 parts[part] = own, partial(build, _slim(spec, own, lo, hi), lo, hi, options)
-            made.owned[stage.name], made.build[stage.name] = parts[part]
+            made.owned[stage.id], made.build[stage.id] = parts[part]
     return made
 
 
 def _try_inputs(
-    spec: EncoderSpec, cuts: Cuts, stage: Stage, pieces: ChainPieces, example: Mapping[str, Any]
+    spec: EncoderSpec, cuts: Cuts, stage: Stage, pieces: ShardSpec, example: Mapping[str, Any]
 ) -> None:
     """
     Raises:
@@ -171,7 +172,7 @@ def _check_tokens(
 ) -> None:
     """
     Raises:
-        ProbeError: if a module's tokens cannot be dealt out over processes.
+        ProbeError: if a module's tokens cannot be split over processes.
     """
     try:
         if isinstance(spec, LanguageSpec):
@@ -187,7 +188,7 @@ def _check_samples(
 ) -> None:
     """
     Raises:
-        PlanError: if a module's samples cannot be dealt out over processes.
+        PlanError: if a module's samples cannot be split over processes.
     """
     if any(
         isinstance(one, _BatchNorm) and skeleton.training
@@ -201,13 +202,13 @@ def _check_samples(
     if isinstance(spec, EncoderSpec) and example is not None:
         try:
             count_items(example, module)
-        except DealtSamplesError as error:
+        except SplitSamplesError as error:
             raise PlanError(f"sharding of {module!r}: {error}") from None
 
 
 def _pieces(
     module: str, spec: EncoderSpec | LanguageSpec, stage: Stage, example: dict[str, Any] | None
-) -> ChainPieces:
+) -> ShardSpec:
     """Which piece of a module's parameters each process of a rank holds.
 
     Raises:
@@ -223,15 +224,15 @@ def _pieces(
             )
         units = language_units if isinstance(spec, LanguageSpec) else block_units
         plan = fully_sharded_plan(skeleton, units(skeleton, blocks), stage.shards)
-        return ChainPieces({"module": plan}, stage.shards)
+        return ShardSpec({"module": plan}, stage.shards)
     tp = stage.tp
     if tp == 1:
-        return ChainPieces()
-    plans: dict[str, PiecePlan] = {"module": probe_tensor(spec.source, tp, module, example)}
+        return ShardSpec()
+    plans: dict[str, ShardPlan] = {"module": probe_tensor(spec.source, tp, module, example)}
     projector = getattr(spec, "projector", None)
     if projector is not None:
         plans["projector"] = tensor_plan(projector, tp, f"{module} projector")
-    return ChainPieces(plans)
+    return ShardSpec(plans)
 
 
 def _slim(

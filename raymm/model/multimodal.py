@@ -180,9 +180,9 @@ class ModalityModule(nn.Module):
         given, config = self._hidden_size, source.config
         stated = [
             value
-            for holder in (config, self.module)
+            for container in (config, self.module)
             for name in ("hidden_size", "d_model", "n_embd")
-            if isinstance(value := getattr(holder, name, None), int)
+            if isinstance(value := getattr(container, name, None), int)
         ]
         if given is None and not stated:
             raise ModelError("the module does not say how wide its output is; give hidden_size")

@@ -54,7 +54,7 @@ def check_mapping(model: MultimodalModule, mapping: StageMapping) -> None:
     if missing := [name for name in names if name not in placed]:
         raise MultiplexError(f"stages do not have {missing}; every module of the model must run")
     _check_shared(model)
-    copies = lower(multimodal_graph(model), mapping, mapping.gpus).copies
+    copies = lower(multimodal_graph(model), mapping, mapping.gpus).replicas
     for name in model.encoder_names:
         spec, count = model.encoder_spec(name), len(copies[name])
         parts = [spec.source.skeleton()]

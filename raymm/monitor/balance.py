@@ -60,7 +60,7 @@ def step_balance(
         seconds of its copies over the largest.
     """
     copies = {
-        name: mean_over_max(_copies_busy(plan, name, timeline))
+        name: mean_over_max(_replicas_busy(plan, name, timeline))
         for name in dict.fromkeys(stage.module for stage in plan.stages)
         if len(plan.replicas(name)) > 1
     }
@@ -95,10 +95,10 @@ def _busy(timeline: Timeline, microbatches: Iterable[int]) -> list[float]:
     return list(seconds.values())
 
 
-def _copies_busy(plan: Plan, module: str, timeline: Timeline) -> list[float]:
+def _replicas_busy(plan: Plan, module: str, timeline: Timeline) -> list[float]:
     of_stage = timeline.stage_busy()
     return [
-        sum(of_stage.get(stage.name, 0.0) for stage in chain) for chain in plan.replicas(module)
+        sum(of_stage.get(stage.id, 0.0) for stage in chain) for chain in plan.replicas(module)
     ]
 
 

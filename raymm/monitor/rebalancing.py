@@ -63,11 +63,11 @@ class Rebalancing:
         self._forecast = StepForecast(
             plan, {n: LANGUAGE_MODEL if n == TEXT else n for n in names}, TEXT, half_life
         )
-        self._fit = CostFit(names, self._forecast.copies, half_life)
+        self._fit = CostFit(names, self._forecast.replicas, half_life)
         self._log = DecisionLog(folder / FILE, sampler.digest)
         self._first = step
         self._errors: list[float] = []
-        sampler.follow(self._forecast.copies, self._log.decisions)
+        sampler.follow(self._forecast.replicas, self._log.decisions)
 
     def after_step(
         self, step: int, state_after: Any, microbatches: int, complete: bool, timeline: Timeline
@@ -137,7 +137,7 @@ class Rebalancing:
             return
         now = self._slowness(self._sampler.upcoming(AHEAD), costs)
         options = [costs]
-        if costs.copies:  # what it takes to spare a slow copy may cost more than it brings
+        if costs.replicas:  # what it takes to spare a slow copy may cost more than it brings
             options.append(MeasuredCosts(costs.modules))
         found = [
             (self._slowness(self._sampler.trial(one, AHEAD), costs), number)
@@ -184,12 +184,12 @@ def rebalancing(
 def _line(
     step: int, decision: Decision, gain: float, error: float, costs: MeasuredCosts
 ) -> str:
-    copies = "".join(
+    replicas = "".join(
         f"; copies of {name} take {', '.join(f'{factor:.2f}' for factor in factors)} of their mean"
-        for name, factors in costs.copies.items()
+        for name, factors in costs.replicas.items()
     )
     return (
         f"step {step:>5}  rebalanced: from step {decision.step} of epoch {decision.epoch} on, "
         f"microbatches are planned by measured seconds, {gain:.1%} faster by prediction (the "
-        f"costs were off by {error:.1%}){copies}"
+        f"costs were off by {error:.1%}){replicas}"
     )

@@ -12,6 +12,7 @@ from raymm.config.build import write_json
 from raymm.draw import draw_loss, draw_plan, draw_timelines
 from raymm.planning.plan_view import rank_names
 from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Op, Program
 from raymm.scheduler.program.timeline import Timeline, chrome_trace
 from raymm.scheduler.schedule.simulate import simulate
@@ -60,10 +61,10 @@ class RunReport:
             write_json(files["trace"], chrome_trace(timelines, names))
         return files
 
-    def _predicting_costs(self) -> dict[tuple[str, Op], float]:
+    def _predicting_costs(self) -> dict[tuple[StageId, Op], float]:
         """Median costs of the steps before the one shown, so that it is a prediction."""
         before = list(self._recent)[:-1] or list(self._recent)
-        samples: dict[tuple[str, Op], list[float]] = {}
+        samples: dict[tuple[StageId, Op], list[float]] = {}
         for _, _, timeline in before:
             for key, seconds in timeline.costs().items():
                 samples.setdefault(key, []).append(seconds)

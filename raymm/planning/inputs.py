@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from raymm.costs.analytic import analytic_profile
 from raymm.costs.named_devices import CPU, device_called
 from raymm.costs.workload import (
-    Loads,
+    ModuleWorkloads,
     changed_tokens,
     check_tokens,
-    loads_of_microbatch,
-    loads_of_tokens,
+    microbatch_workload,
+    token_workload,
 )
 from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule, module_graph
 from raymm.planning.request import PlanRequest, Workload
@@ -170,7 +170,9 @@ def costs_of(model: MultimodalModule, request: PlanRequest, workload: Workload) 
     )
 
 
-def loads_of(model: MultimodalModule, workload: Workload, tokens: Mapping[str, int]) -> Loads:
+def loads_of(
+    model: MultimodalModule, workload: Workload, tokens: Mapping[str, int]
+) -> ModuleWorkloads:
     """How much one microbatch is to each module.
 
     Args:
@@ -180,8 +182,8 @@ def loads_of(model: MultimodalModule, workload: Workload, tokens: Mapping[str, i
     """
     known = set(tokens) >= {*model.encoder_names, LANGUAGE_MODEL}
     if workload.microbatch is None or known:
-        return loads_of_tokens(model, tokens, workload.samples, workload.text)
-    return changed_tokens(loads_of_microbatch(model, workload.read_microbatch()), tokens)
+        return token_workload(model, tokens, workload.samples, workload.text)
+    return changed_tokens(microbatch_workload(model, workload.read_microbatch()), tokens)
 
 
 def _total(table: ProfileTable, name: str, each: int) -> int:

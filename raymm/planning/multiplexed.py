@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.table import Table
 
-from raymm.costs.scaling_estimates import batch_loads, edges_of, shapes_of
+from raymm.costs.scaling_estimates import batch_workload, edges_of, shapes_of
 from raymm.model.module_dag import ModuleDag
 from raymm.model.multimodal import MultimodalModule
 from raymm.planning.comparison import comparison_table
@@ -28,8 +28,8 @@ from raymm.scheduler.costs.devices import find_device
 from raymm.scheduler.graph.strict_json import MOST_GPUS, MultiplexError, whole
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.multiplex.problem import STEPS, MappingProblem
+from raymm.scheduler.multiplex.solver.leftover_quota import with_leftover_quota
 from raymm.scheduler.multiplex.solver.solve import solve
-from raymm.scheduler.multiplex.solver.spare_quota import with_spare_quota
 from raymm.scheduler.schedule.memory import GIB
 
 
@@ -112,7 +112,7 @@ def plan_multiplexed(
             raise MultiplexError(
                 "batch is not given; estimates need the samples of an iteration, at least 1"
             )
-        loads = batch_loads(shapes, request.tokens, whole(batch, "batch", 1))
+        loads = batch_workload(shapes, request.tokens, whole(batch, "batch", 1))
     return PlannedMultiplexed.of(mapping_inputs(
         shapes, edges_of(model, [shape.name for shape in shapes]), request,
         MappedBatch(batch, dtype, loads=loads), device,
@@ -128,7 +128,7 @@ def search_mapping(inputs: MappingInputs) -> MappingResult:
     mapping, unfit, why = _fitting(problem, mapping, lambda: solutions(MAPPINGS, problem))
     notes = (*inputs.notes, why) if why else inputs.notes
     return MappingResult(
-        problem, with_spare_quota(problem, mapping), inputs.source, inputs.estimated,
+        problem, with_leftover_quota(problem, mapping), inputs.source, inputs.estimated,
         inputs.interference, inputs.batch, unfit, notes,
     )
 

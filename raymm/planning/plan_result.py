@@ -13,7 +13,7 @@ from raymm.scheduler.program.program import Program
 from raymm.scheduler.program.timeline import Timeline
 from raymm.scheduler.schedule.lower import full_program
 from raymm.scheduler.schedule.network import Network
-from raymm.scheduler.search.judge import Option, Proposal, judge, step_bound, step_timeline
+from raymm.scheduler.search.evaluation import Option, Proposal, evaluate, step_bound, step_timeline
 from raymm.scheduler.search.options import PlanProblem
 
 
@@ -62,7 +62,7 @@ class PlanResult:
         return self.timeline.makespan
 
     @classmethod
-    def judged(cls, plan: Plan, costs: Costs, memory_limit: int | None = None) -> Self:
+    def evaluated(cls, plan: Plan, costs: Costs, memory_limit: int | None = None) -> Self:
         """A plan that was given, with costs: what raymm expects of it.
 
         Args:
@@ -75,7 +75,7 @@ class PlanResult:
             plan, profile=costs.profile,
             memory_limit=memory_limit if plan.memory_limit is None else plan.memory_limit,
         )
-        option, unfit = judge(plan, costs.network, "given")
+        option, unfit = evaluate(plan, costs.network, "given")
         bound = step_bound(option.plan, costs.network)
         return cls(
             option.plan, Proposal((option,), (), bound, 0, 1), costs, unfit=unfit, notes=costs.notes

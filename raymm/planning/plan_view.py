@@ -15,7 +15,7 @@ from raymm.scheduler.costs.recomputation import KEEP
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.schedule.memory import GIB, rank_memory
 from raymm.scheduler.schedule.stage_costs import stage_costs
-from raymm.scheduler.search.judge import Option, places_text
+from raymm.scheduler.search.evaluation import Option, places_text
 from raymm.scheduler.search.module_degrees import rank_text
 
 # How many of the plans that lost, and of those that do not fit, are listed.
@@ -38,14 +38,14 @@ def plan_rows(planned: PlanResult) -> list[dict[str, str]]:
     on_quotas = any(stage.quota is not None for stage in plan.stages)
     rows, seen = [], set()
     for stage in plan.stages:
-        cost = costs[stage.name]
+        cost = costs[stage.id]
         first = stage.rank not in seen
         seen.add(stage.rank)
         trained = any(plan.graph.node(stage.module).trainable[slice(*stage.layers)])
         split = cost.backward_input, cost.backward_weight
         rows.append({
             "module": stage.module,
-            "stage": stage.name.removeprefix(f"{stage.module}.") + ("" if trained else " *"),
+            "stage": str(stage.id).removeprefix(f"{stage.module}.") + ("" if trained else " *"),
             "layers": layers_text(plan, stage),
             **({"shared": rank_text(stage.degrees) or "-"} if several else {}),
             "rank": str(stage.rank),
@@ -165,7 +165,7 @@ def draw_schedule(planned: PlanResult, path: str | Path) -> Path:
     plan = planned.plan
     timelines = [(f"{plan.schedule}, predicted", planned.timeline)]
     if plan.schedule != "1f1b":
-        plain = PlanResult.judged(
+        plain = PlanResult.evaluated(
             replace(plan, schedule="1f1b", policy=None, activation_limits=None), planned.costs
         )
         timelines.insert(0, ("1f1b, the same stages", plain.timeline))
@@ -179,7 +179,7 @@ def rank_names(plan: Plan) -> dict[int, str]:
     """Per rank, its number, its stages, and how it is several processes."""
     names = {}
     for rank in range(plan.num_ranks):
-        stages = [stage.name for stage in plan.rank_stages(rank)]
+        stages = [str(stage.id) for stage in plan.rank_stages(rank)]
         shown = " ".join(stages) if len(stages) <= 3 else f"{stages[0]} .. {stages[-1]}"
         several = rank_text(plan.degrees(rank))
         names[rank] = f"rank {rank}: {shown}" + (f" ({several})" if several else "")

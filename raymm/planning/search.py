@@ -16,11 +16,11 @@ from raymm.planning.plan_result import PlanResult
 from raymm.scheduler.baselines.baseline import solutions
 from raymm.scheduler.baselines.pipelines import PIPELINES
 from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.search.evaluation import Option, Proposal
 from raymm.scheduler.search.find_plans import find_plans, has_rank_each
-from raymm.scheduler.search.judge import Option, Proposal
 from raymm.scheduler.search.module_degrees import degrees_of
 from raymm.scheduler.search.options import PlanProblem
-from raymm.scheduler.search.whole_modules import in_own_layers, with_whole_modules
+from raymm.scheduler.search.uncut_modules import in_own_layers, with_uncut_modules
 
 Planned = TypeVar("Planned", bound=PlanResult)
 
@@ -88,7 +88,7 @@ def _solved(
     problem: PlanProblem, whole: Iterable[str], solve: Callable[[PlanProblem], Proposal]
 ) -> Proposal:
     """What a planner proposes, with these modules in one piece, in the model's own layers."""
-    graph, profile = with_whole_modules(problem.graph, problem.profile, set(whole))
+    graph, profile = with_uncut_modules(problem.graph, problem.profile, set(whole))
     proposal = solve(replace(problem, graph=graph, profile=profile))
     options = tuple(
         replace(option, plan=in_own_layers(option.plan, problem.graph, problem.profile))

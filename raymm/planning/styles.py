@@ -138,7 +138,7 @@ def compare_styles(inputs: PlanInputs, given: Plan | None = None) -> StyleCompar
     try:
         costs = replace(inputs.costs, profile=basis.profile())
         if given is not None:
-            pipelined = Planned.judged(replace(given, profile=None), costs, inputs.memory_limit)
+            pipelined = Planned.evaluated(replace(given, profile=None), costs, inputs.memory_limit)
         else:
             pipelined = Planned.of(replace(inputs, costs=costs))
         if pipelined.unfit:

@@ -22,6 +22,7 @@ from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule, text_inputs
 from raymm.runtime.specs import MultimodalParallelSpec
 from raymm.scheduler.costs.layer_costs import LayerCost, ProfileError
 from raymm.scheduler.costs.profile_table import Measurement, ProfileTable
+from raymm.scheduler.plan.stage import StageId
 
 # Seconds all repeats of one module at one length may take.
 MEASURE_TIMEOUT_S = 3600.0
@@ -75,7 +76,7 @@ def profile_model(
     about: dict[str, str] = {}
     for name in (*model.encoder_names, LANGUAGE_MODEL):
         arguments = (
-            builders[f"{name}.0"], device, autocast, name in reloadable, threads,
+            builders[StageId(name, 0)], device, autocast, name in reloadable, threads,
         )
         requests = _requests(name, model, microbatch, shapes, lengths)
         about, times = _measure(name, arguments, requests, repeats, resources)

@@ -13,7 +13,7 @@ from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.pipelined import MultimodalParallelModule
 from raymm.scheduler.plan.plan import Plan, PlanError
 from raymm.scheduler.schedule.lower import full_program
-from raymm.scheduler.search.judge import Option
+from raymm.scheduler.search.evaluation import Option
 
 WARM_UP_STEPS = 2
 STEPS = 5
@@ -95,7 +95,7 @@ def measure_options(
 
 
 def _places(plan: Plan) -> Any:
-    return tuple(sorted((s.name, s.layers, s.rank, s.degrees, s.sharding) for s in plan.stages))
+    return tuple(sorted((s.id, s.layers, s.rank, s.degrees, s.sharding) for s in plan.stages))
 
 
 def _run(

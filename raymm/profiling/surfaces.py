@@ -35,7 +35,7 @@ from raymm.actors.rank.surface_profiler import (
 from raymm.costs.layer_count import Load
 from raymm.costs.named_devices import CPU, device_called
 from raymm.costs.scaling_estimates import ModuleShape, shapes_of
-from raymm.costs.workload import loads_of_microbatch
+from raymm.costs.workload import microbatch_workload
 from raymm.layout.stage_builders import reloadable_modules, stage_builders
 from raymm.model.batch_rules import complete_microbatch
 from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule, text_inputs
@@ -50,6 +50,7 @@ from raymm.scheduler.multiplex.interference import (
 )
 from raymm.scheduler.multiplex.problem import STEPS
 from raymm.scheduler.multiplex.surface import ScalingSurface, SurfaceConditions
+from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.schedule.process_costs import all_reduce_seconds
 
 _FP32_BYTES = 4
@@ -193,7 +194,7 @@ class _Work:
         if cuda and len(shapes) > 1:
             colocations = self._colocations(arguments, requests, times, surfaces)
         fit = fit_interference(colocations, coupling="own") if len(colocations) >= 3 else None
-        loads = loads_of_microbatch(self.model, self.microbatch).by_module
+        loads = microbatch_workload(self.model, self.microbatch).by_module
         conditions = SurfaceConditions(
             self.batch, name_of_device, self.precision,
             {name: loads[name].tokens for name in shapes},
@@ -206,7 +207,9 @@ class _Work:
         reloadable = reloadable_modules(self.model)
         autocast = "bfloat16" if self.precision == "bf16" else None
         return {
-            name: (builders[f"{name}.0"], self.device, autocast, name in reloadable, self.threads)
+            name: (
+                builders[StageId(name, 0)], self.device, autocast, name in reloadable, self.threads,
+            )
             for name in (*self.model.encoder_names, LANGUAGE_MODEL)
         }
 

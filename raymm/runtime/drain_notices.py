@@ -26,7 +26,7 @@ def draining_nodes() -> dict[str, float | None]:
     }
 
 
-class DrainWatch:
+class DrainObserver:
     """Looks for notices in a thread that does not keep this process from ending.
 
     Args:
@@ -37,15 +37,15 @@ class DrainWatch:
     def __init__(self, nodes: Collection[str], tell: Callable[[str], None]) -> None:
         self._nodes, self._tell = frozenset(nodes), tell
         self._ended = Event()
-        Thread(target=self._watch, name="drain-watch", daemon=True).start()
+        Thread(target=self._observe, name="drain-watch", daemon=True).start()
 
-    def __enter__(self) -> DrainWatch:
+    def __enter__(self) -> DrainObserver:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._ended.set()
 
-    def _watch(self) -> None:
+    def _observe(self) -> None:
         while not self._ended.wait(INTERVAL_S):
             try:
                 notices = draining_nodes()

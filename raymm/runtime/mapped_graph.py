@@ -16,8 +16,9 @@ from raymm.runtime.options import RuntimeOptions
 from raymm.scheduler.graph.node_graph import NodeGraph
 from raymm.scheduler.multiplex.check_program import check_program
 from raymm.scheduler.multiplex.instructions import Direction, MultiplexProgram, Part, Run
-from raymm.scheduler.multiplex.lowering import copies_of, lower, turns_of
+from raymm.scheduler.multiplex.lowering import lower, replicas_of, slots_of
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
+from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.program.program import Op
 from raymm.scheduler.program.timeline import Span, Timeline
 
@@ -52,7 +53,7 @@ class MappedGraph:
         lockstep: every stage begins on all GPUs at once.
 
     Attributes:
-        turns: what runs side by side.
+        slots: what runs concurrently.
         copies: GPUs with a copy, by node.
 
     Raises:
@@ -61,8 +62,8 @@ class MappedGraph:
 
     def __init__(self, graph: NodeGraph, mapping: StageMapping, lockstep: bool = False) -> None:
         self.graph, self.mapping, self.lockstep = graph, mapping, lockstep
-        self.turns = turns_of(graph, mapping)
-        self.copies = copies_of(self.turns)
+        self.slots = slots_of(graph, mapping)
+        self.replicas = replicas_of(self.slots)
         self._programs: OrderedDict[ProgramKind, MultiplexProgram] = OrderedDict()
         self.program(ProgramKind(mapping.gpus))  # refuses what does not fit, before anything starts
 
@@ -93,8 +94,8 @@ class MappedGraph:
         return [
             GpuSpec(
                 gpu, mapping.gpus, self.graph,
-                tuple(one for one in nodes if gpu in self.copies[one.name]),
-                self.turns, mapping.steps, self.copies,
+                tuple(one for one in nodes if gpu in self.replicas[one.name]),
+                self.slots, mapping.steps, self.replicas,
                 optimizer=options.optimizer, autocast=options.autocast, reloadable=reloadable,
                 backend=options.quota_backend, device=options.device, threads=options.threads,
                 timeout_s=options.timeout_s,
@@ -113,6 +114,11 @@ def forward_parts(program: MultiplexProgram, gpu: int) -> list[Part]:
     ]
 
 
+def stage_edges(edges: Iterable[tuple[str, str]]) -> tuple[Edge, ...]:
+    """Edges between nodes as edges between stages, of which every node is one."""
+    return tuple((StageId(source), StageId(target)) for source, target in edges)
+
+
 def losses_of(results: Iterable[IterationResult], losses: Iterable[str]) -> dict[str, float]:
     """All GPUs' parts of losses, added up."""
     found = dict.fromkeys(losses, 0.0)
@@ -122,19 +128,19 @@ def losses_of(results: Iterable[IterationResult], losses: Iterable[str]) -> dict
     return found
 
 
-def timeline_of(gpus: Sequence[Sequence[IterationResult]], turns: bool = False) -> Timeline:
+def timeline_of(gpus: Sequence[Sequence[IterationResult]], slots: bool = False) -> Timeline:
     """When each node ran on each GPU, from the first one's beginning.
 
     Args:
         gpus: results of a step's iterations, by GPU.
-        turns: a span's ``microbatch`` is the turn, not the number of the iteration.
+        slots: a span's ``microbatch`` is the slot, not the number of the iteration.
     """
     origin = min(result.start for results in gpus for result in results)
     return Timeline(
         tuple(
             Span(
-                gpu, _OPS[Direction(one.direction)], one.node, one.turn if turns else number,
-                one.start - origin, one.end - origin,
+                gpu, _OPS[Direction(one.direction)], StageId(one.node),
+                one.slot if slots else number, one.start - origin, one.end - origin,
             )
             for gpu, results in enumerate(gpus)
             for number, result in enumerate(results)

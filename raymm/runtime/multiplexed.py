@@ -19,7 +19,7 @@ from raymm.actors.multiplexed.iteration_meta import (
 from raymm.actors.quota import Backend
 from raymm.actors.rank.rank_group import StepHandle
 from raymm.data import MicrobatchMeta
-from raymm.data.loading.in_memory import check_dealt
+from raymm.data.loading.in_memory import check_split
 from raymm.layout.stage_builders import reloadable_modules
 from raymm.model.batch_rules import BatchError
 from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule
@@ -30,6 +30,7 @@ from raymm.runtime.mapped_graph import (
     ProgramKind,
     forward_parts,
     losses_of,
+    stage_edges,
     timeline_of,
 )
 from raymm.runtime.options import RuntimeOptions
@@ -75,7 +76,7 @@ class MultiplexedParallelModule(ParallelModule):
 
     A step's microbatches run one after another, each whole through whole modules, and their
     gradients are accumulated; a mapping is planned for a step of one microbatch. Samples are
-    dealt out over a module's GPUs, also where their numbers of items differ; where none of a
+    split over a module's GPUs, also where their numbers of items differ; where none of a
     GPU's samples has a modality, its encoder does not run there. Loss, gradients and updates are
     those of one process. Dropout draws other numbers than in the pipelined style.
 
@@ -125,7 +126,7 @@ class MultiplexedParallelModule(ParallelModule):
     def _arranged(self, microbatch: dict[str, Any]) -> dict[str, Any]:
         for name in self._encoders:
             if name in microbatch:
-                check_dealt(name, microbatch[name], "to deal them out over GPUs")
+                check_split(name, microbatch[name], "to deal them out over GPUs")
         return _items_by_row(microbatch)
 
     def submit(
@@ -171,11 +172,12 @@ class MultiplexedParallelModule(ParallelModule):
     ) -> SkippedStep | None:  # fmt: skip
         reports = [one.not_finite for one in results]
         return skipped_step(
-            step, loss, results[0].grad_norm, reports, self._mapped.graph.edges, batches
+            step, loss, results[0].grad_norm, reports, stage_edges(self._mapped.graph.edges),
+            batches,
         )
 
     def update(self) -> float | None:
-        results = self.group.run_epilogue()
+        results = self.group.run_optimizer_ops()
         self._step += 1
         skipped = self._skipped_step(self._step, self._take_batches(), None, results)
         self._say_skipped(skipped, callers=4)  # of optimizer.step()
@@ -201,7 +203,7 @@ class MultiplexedParallelModule(ParallelModule):
             parameter_name(node, name): value
             for gpu, here in enumerate(self.group.call("parameters", trainable_only))
             for (node, name), value in here.items()
-            if self._mapped.copies[node][0] == gpu
+            if self._mapped.replicas[node][0] == gpu
         }
 
     def quotas(self) -> list[str]:

@@ -25,6 +25,7 @@ from raymm.runtime.mapped_graph import (
     cut_entries,
     forward_parts,
     losses_of,
+    stage_edges,
     timeline_of,
 )
 from raymm.runtime.options import RuntimeOptions
@@ -91,9 +92,9 @@ class PendingIteration:
         reports = [one[-1].not_finite for one in gpus]
         return MultiplexedOutput(
             loss, losses, end - start, end,
-            timeline_of(gpus, turns=len(gpus[0]) == 1), sum(r.sent_bytes for r in results),
+            timeline_of(gpus, slots=len(gpus[0]) == 1), sum(r.sent_bytes for r in results),
             last.grad_norm, last.learning_rate,
-            skipped_step(self._step, loss, last.grad_norm, reports, self._edges),
+            skipped_step(self._step, loss, last.grad_norm, reports, stage_edges(self._edges)),
         )
 
 
@@ -142,7 +143,7 @@ class MultiplexedModule:
         self.options, self._step = run, 0
         self._check = DagCheck(dag)
         self._mapped = MappedGraph(dag.graph, mapping, lockstep)
-        self.copies = self._mapped.copies
+        self.replicas = self._mapped.replicas
         nodes = dag.specs().values()
         connect()
         specs = self._mapped.gpu_specs(nodes, run)
@@ -263,18 +264,18 @@ class MultiplexedModule:
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Gradients of all trainable parameters after :meth:`execute`, by the names that
         :class:`ModuleDag` has for them; None where there is none."""
-        return self._of_first_copies(self.group.call("gradients"))
+        return self._of_first_replicas(self.group.call("gradients"))
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """All parameters, by the names that :class:`ModuleDag` has for them."""
-        return self._of_first_copies(self.group.call("parameters"))
+        return self._of_first_replicas(self.group.call("parameters"))
 
-    def _of_first_copies(self, found: list[dict[tuple[str, str], torch.Tensor]]) -> dict:
+    def _of_first_replicas(self, found: list[dict[tuple[str, str], torch.Tensor]]) -> dict:
         return {
             f"{node}.{name}": value
             for gpu, here in enumerate(found)
             for (node, name), value in here.items()
-            if self.copies[node][0] == gpu
+            if self.replicas[node][0] == gpu
         }
 
     def not_finite_tensors(self) -> list[str]:

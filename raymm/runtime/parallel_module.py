@@ -21,7 +21,6 @@ from raymm.layout.stage_builders import reloadable_modules
 from raymm.model.multimodal import LANGUAGE_MODEL, ModelError, MultimodalModule
 from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.skipped_step import MAX_NAMED, SkippedStep, SkippedStepWarning
-from raymm.scheduler.plan.stage import stage_module
 from raymm.scheduler.program.timeline import Timeline
 
 # Batches between two updates whose samples are remembered.
@@ -61,8 +60,8 @@ class StepOutput:
             facts.append(f"gradient norm {self.grad_norm:.3g}")
         if self.skipped is not None:
             facts.append(f"not applied: {self.skipped}")
-        modules = {name: stage_module(name) or name for name in busy}
-        shares = {name: seconds / whole for name, seconds in busy.items()}
+        modules = {str(stage): stage.module for stage in busy}
+        shares = {str(stage): seconds / whole for stage, seconds in busy.items()}
         return bars_html("  ·  ".join(facts) + "  ·  busy:", shares, modules)
 
 
@@ -248,7 +247,7 @@ class ParallelModule(ABC):
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Accumulated gradients of all trainable parameters, by the model's names.
 
-        Holders of a shared parameter (tied embeddings, copies of a module) have each their
+        Holders of a shared parameter (tied embeddings, replicas of a module) have each their
         part, until the optimizer's step sums them; here they are summed.
         """
 

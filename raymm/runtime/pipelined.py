@@ -17,13 +17,13 @@ import torch
 
 from raymm.actors.executor.executor import StepMeta, StepResult
 from raymm.actors.quota import Multiprocessors
-from raymm.actors.rank.rank_actor import Neighbours, RankSpec, remember
+from raymm.actors.rank.rank_actor import ProcessGroups, RankSpec, remember
 from raymm.actors.rank.rank_group import RankGroup, StepHandle, measured_timeline
 from raymm.costs.named_devices import cluster_device
 from raymm.costs.scaling_estimates import MULTIPROCESSORS
 from raymm.data import MicrobatchMeta
-from raymm.data.loading.in_memory import check_dealt
-from raymm.layout.parameter_owners import families, holdings, place_of
+from raymm.data.loading.in_memory import check_split
+from raymm.layout.parameter_owners import parameter_ownership, place_of, reduction_groups
 from raymm.layout.plan_check import check_fits, check_grants
 from raymm.layout.stage_builders import reloadable_modules, stage_builders
 from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule
@@ -33,8 +33,8 @@ from raymm.runtime.parallel_module import ParallelModule, StepOutput, parameter_
 from raymm.runtime.skipped_step import SkippedStep, skipped_step
 from raymm.scheduler.plan.plan import Plan, PlanError, Stage
 from raymm.scheduler.plan.process_grid import Process, Processes
-from raymm.scheduler.plan.stage import stage_module
-from raymm.scheduler.program.program import EPILOGUE, Op, Program, check_program
+from raymm.scheduler.plan.stage import StageId
+from raymm.scheduler.program.program import OPTIMIZER_OPS, Op, Program, check_program
 from raymm.scheduler.schedule.lower import lower
 
 
@@ -121,20 +121,22 @@ class MultimodalParallelModule(ParallelModule):
         self._tried.retries.update(made.retries)
         self._pieces = made.pieces
         self._processes = processes = Processes(plan)
-        self.holdings = held = holdings(processes, made.owned, made.pieces)
+        self.parameter_ownership = held = parameter_ownership(processes, made.owned, made.pieces)
         self._reduces = any(one.shared for one in held)
         specs = [
             RankSpec(
                 rank=number,
                 world_size=len(processes.all),
-                builders={s.name: made.build[s.name] for s in plan.rank_stages(process.rank)},
+                builders={s.id: made.build[s.id] for s in plan.rank_stages(process.rank)},
                 edges=plan.stage_edges,
-                lanes=tuple((edge, processes.lanes(edge)) for edge in processes.remote_edges),
+                p2p_groups=tuple(
+                    (edge, processes.p2p_groups(edge)) for edge in processes.remote_edges
+                ),
                 groups=processes.groups,
-                neighbours=_neighbours(processes, process),
+                process_groups=_process_groups(processes, process),
                 pieces=made.pieces,
-                families=families(held),
-                holdings=held[number],
+                reduction_groups=reduction_groups(held),
+                parameter_ownership=held[number],
                 optimizer=run.optimizer,
                 autocast=run.autocast,
                 reloadable=reloadable_modules(model),
@@ -161,7 +163,7 @@ class MultimodalParallelModule(ParallelModule):
         for name in {stage.module for stage in self.plan.stages if stage.sharding == "fsdp"}:
             # What a callback makes of its inputs, only the rank sees.
             if name in encoders and name in microbatch and not encoders[name].preprocess_callback:
-                check_dealt(name, microbatch[name], "with sharding 'fsdp'")
+                check_split(name, microbatch[name], "with sharding 'fsdp'")
         return microbatch
 
     def reschedule(self, plan: Plan) -> None:
@@ -170,8 +172,8 @@ class MultimodalParallelModule(ParallelModule):
         Raises:
             PlanError: if it puts other layers on a rank.
         """
-        def places(plan: Plan) -> dict[str, tuple]:
-            return {s.name: (s.layers, s.rank, s.degrees, s.sharding, s.layer_options, s.quota)
+        def places(plan: Plan) -> dict[StageId, tuple]:
+            return {s.id: (s.layers, s.rank, s.degrees, s.sharding, s.layer_options, s.quota)
                     for s in plan.stages}
 
         if plan.graph != self.plan.graph or places(plan) != places(self.plan):
@@ -192,16 +194,16 @@ class MultimodalParallelModule(ParallelModule):
     ) -> PendingStep:
         parts, meta = prepared
         self._tried.check(parts, meta)
-        ops = self._epilogue() if update else ()
+        ops = self._optimizer_ops() if update else ()
         key = self._program(tuple(tuple(sorted(m.items)) for m in meta), ops, forward_only)
-        inputs: list[list[tuple[str, int, Any]]] = [[] for _ in self._processes.all]
+        inputs: list[list[tuple[StageId, int, Any]]] = [[] for _ in self._processes.all]
         for index, (part, one) in enumerate(zip(parts, meta, strict=True)):
             rows = {name: torch.tensor(i, device="cpu") for name, i in one.items.items()}
             given = [(LANGUAGE_MODEL if name == "text" else name, d) for name, d in part.items()]
             for module, data in (*given, (LANGUAGE_MODEL, {"sample_index": rows})):
                 stage = self._reader(module, index)
                 for number in self._processes.of_rank(stage.rank):
-                    inputs[number].append((stage.name, index, data))
+                    inputs[number].append((stage.id, index, data))
         step = StepMeta(
             step=self._step,
             label_tokens=sum(one.label_tokens for one in meta),
@@ -236,17 +238,21 @@ class MultimodalParallelModule(ParallelModule):
         """The checked program of a step whose microbatches have these modalities."""
         program = lower(self.plan, present)
         check_program(program)
-        return program.with_epilogue(self._epilogue() if update else ())
+        return program.with_optimizer_ops(self._optimizer_ops() if update else ())
 
     def update(self) -> float | None:
-        results = self.group.run_epilogue(self._epilogue())
+        results = self.group.run_optimizer_ops(self._optimizer_ops())
         self._step += 1
         skipped = self._skipped_step(self._step, self._take_batches(), None, results)
         self._say_skipped(skipped, callers=4)  # of optimizer.step()
         return _grad_norm(results)
 
-    def _epilogue(self) -> tuple[Op, ...]:
-        return EPILOGUE if self._reduces else tuple(op for op in EPILOGUE if op != Op.REDUCE_TIED)
+    def _optimizer_ops(self) -> tuple[Op, ...]:
+        return (
+            OPTIMIZER_OPS
+            if self._reduces
+            else tuple(op for op in OPTIMIZER_OPS if op != Op.REDUCE_GRADS)
+        )
 
     def _program(self, present: tuple, ops: tuple[Op, ...], forward_only: bool) -> str:
         pattern = (present, ops, forward_only)
@@ -254,7 +260,7 @@ class MultimodalParallelModule(ParallelModule):
         if key is None:
             program = lower(self.plan, present, forward_only=forward_only)
             check_program(program)
-            program = program.with_epilogue(ops)
+            program = program.with_optimizer_ops(ops)
             of_processes = tuple(program.ranks[process.rank] for process in self._processes.all)
             key = self.group.load_program(Program(of_processes))
         else:
@@ -266,9 +272,9 @@ class MultimodalParallelModule(ParallelModule):
         named: dict[str, torch.Tensor | None] = {}
         for number, part in enumerate(self.group.call("gradients")):
             for (stage, name), tensor in part.items():
-                pieces = self._pieces[stage_module(stage)]
+                pieces = self._pieces[stage.module]
                 place = place_of(self._processes, number, pieces)
-                if pieces.holders(name, place) == (place,) and pieces.is_replica(name, place):
+                if pieces.sharers(name, place) == (place,) and pieces.is_replica(name, place):
                     continue  # complete, and counted already
                 full = model_name(stage, name)
                 known = named.get(full)
@@ -279,12 +285,12 @@ class MultimodalParallelModule(ParallelModule):
 
     def parameters(self, trainable_only: bool = True) -> dict[str, torch.Tensor]:
         named: dict[str, torch.Tensor] = {}
-        of_copies: dict[str, str] = {}
+        of_copies: dict[str, StageId] = {}
         for number, part in enumerate(self.group.call("parameters", trainable_only)):
             process = self._processes.all[number]
             for (stage, name), tensor in part.items():
                 full = model_name(stage, name)
-                pieces = self._pieces[stage_module(stage)]
+                pieces = self._pieces[stage.module]
                 place = place_of(self._processes, number, pieces)
                 has_all = pieces.shards == 1 and process.cp > 0  # of what one before it has
                 if has_all or pieces.is_replica(name, place):
@@ -294,10 +300,11 @@ class MultimodalParallelModule(ParallelModule):
         return named
 
     def _add(
-        self, known: torch.Tensor | None, stage: str, name: str, place: int, tensor: torch.Tensor
+        self, known: torch.Tensor | None, stage: StageId, name: str, place: int,
+        tensor: torch.Tensor,
     ) -> torch.Tensor:
-        pieces = self._pieces[stage_module(stage)]
-        count = max(pieces.shards, self.plan.by_name[stage].tp)
+        pieces = self._pieces[stage.module]
+        count = max(pieces.shards, self.plan.by_id[stage].tp)
         return pieces.add(known, name, place, count, tensor)
 
 
@@ -306,9 +313,9 @@ def _grad_norm(results: Sequence[StepResult]) -> float | None:
     return next((r.grad_norm for r in results if r.grad_norm is not None), None)
 
 
-def model_name(stage: str, name: str) -> str:
-    """``("vision.0", "module.x")`` -> ``"vision_encoder.module.x"``."""
-    return parameter_name(stage_module(stage), name)
+def model_name(stage: StageId, name: str) -> str:
+    """``(StageId("vision", 0), "module.x")`` -> ``"vision_encoder.module.x"``."""
+    return parameter_name(stage.module, name)
 
 
 def _multiprocessors(device: str) -> Multiprocessors:
@@ -321,14 +328,14 @@ def process_labels(processes: Processes) -> list[str]:
     """Per process, the names of its stages, and which of their processes it is."""
     labels = []
     for process in processes.all:
-        stages = ", ".join(stage.name for stage in processes.plan.rank_stages(process.rank))
+        stages = ", ".join(str(stage.id) for stage in processes.plan.rank_stages(process.rank))
         degrees = processes.plan.degrees(process.rank)._asdict()
         places = [f"{n} {getattr(process, n)} of {d}" for n, d in degrees.items() if d > 1]
         labels.append(f"{stages}, {', '.join(places)}" if places else stages)
     return labels
 
 
-def _neighbours(processes: Processes, process: Process) -> Neighbours:
+def _process_groups(processes: Processes, process: Process) -> ProcessGroups:
     groups = (
         tuple(processes.of_rank(process.rank)),
         processes.data_group(process),
@@ -336,7 +343,7 @@ def _neighbours(processes: Processes, process: Process) -> Neighbours:
         processes.token_group(process),
         processes.tensor_group(process),
     )
-    return Neighbours(*(group if len(group) > 1 else () for group in groups))
+    return ProcessGroups(*(group if len(group) > 1 else () for group in groups))
 
 
 def _layout_key(meta: MicrobatchMeta) -> int:

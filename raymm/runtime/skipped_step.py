@@ -11,7 +11,7 @@ from raymm.actors.optimizer.finite import Place
 from raymm.data import MicrobatchMeta
 from raymm.errors import RunError
 from raymm.model.multimodal import LANGUAGE_MODEL
-from raymm.scheduler.plan.stage import stage_module
+from raymm.scheduler.plan.stage import Edge, StageId
 
 # Places and sample ids that are named; all beginnings are counted.
 MAX_NAMED = 8
@@ -110,7 +110,7 @@ def skipped_step(
     loss: float | None,
     grad_norm: float | None,
     reports: Iterable[Sequence[Place] | None],
-    edges: Sequence[tuple[str, str]],
+    edges: Sequence[Edge],
     batches: Sequence[Sequence[MicrobatchMeta]] = (),
 ) -> SkippedStep | None:
     """What processes report of an update; None if it was applied.
@@ -135,7 +135,7 @@ def skipped_step(
     return SkippedStep(step, loss, norm, tuple(origins[:MAX_NAMED]), len(origins))
 
 
-def _beginnings(places: set[Place], edges: Sequence[tuple[str, str]]) -> list[Place]:
+def _beginnings(places: set[Place], edges: Sequence[Edge]) -> list[Place]:
     """Outputs that were not finite though those that they were made of were; else gradients;
     else gradients of parameters. In the order of data flow."""
     order = {stage: number for number, stage in enumerate(_in_order(edges))}
@@ -157,10 +157,10 @@ def _beginnings(places: set[Place], edges: Sequence[tuple[str, str]]) -> list[Pl
     return []
 
 
-def _in_order(edges: Sequence[tuple[str, str]]) -> list[str]:
+def _in_order(edges: Sequence[Edge]) -> list[StageId]:
     """Stages, each after those that it gets something of."""
     left = dict.fromkeys(stage for edge in edges for stage in edge)
-    found: list[str] = []
+    found: list[StageId] = []
     while left:
         ready = [one for one in left if not any(d == one and s in left for s, d in edges)]
         found += ready
@@ -172,22 +172,22 @@ def _in_order(edges: Sequence[tuple[str, str]]) -> list[str]:
 def _origin(
     place: Place, rows: Sequence[int], batches: Sequence[Sequence[MicrobatchMeta]]
 ) -> Origin:
-    module = stage_module(place.stage) or place.stage
+    module = place.stage.module
     if place.microbatch < 0:
-        return Origin(module, place.stage, place.kind, parameters=place.names)
+        return Origin(module, str(place.stage), place.kind, parameters=place.names)
     ids: Sequence[str] = [str(row) for row in rows]
     if batches:
         known = place.batch < len(batches)
         meta = batches[place.batch][place.microbatch] if known else None
         ids = () if meta is None else _samples(place, rows, meta)
     return Origin(
-        module, place.stage, place.kind, place.microbatch, place.batch, tuple(ids)
+        module, str(place.stage), place.kind, place.microbatch, place.batch, tuple(ids)
     )
 
 
 def _samples(place: Place, rows: Sequence[int], meta: MicrobatchMeta) -> Sequence[str]:
     """Ids of the samples that rows are of."""
-    module = stage_module(place.of) or place.of
+    module = place.of.module
     owners: Sequence[int] = meta.items.get(module, ())
     if module == LANGUAGE_MODEL:
         owners = range(meta.num_samples)

@@ -26,10 +26,10 @@ class ParallelSpec:
 
     Attributes:
         pp: number of ranks in its pipeline.
-        dp: copies of the module, among which the microbatches are shared out; gradients are
+        dp: replicas of the module, among which the microbatches are shared out; gradients are
             summed over them. Modules may have different degrees.
         cp: context parallel degree: every rank is that many processes, among which each sample's
-            tokens (of an encoder: each item's) are dealt out so that work and count balance.
+            tokens (of an encoder: each item's) are split so that work and count balance.
         tp: tensor parallel degree: every rank is that many processes, which share the
             parameters of each layer. With both, it is ``cp * tp``.
         sharding: ``"zero1"``: the optimizer's state of a parameter is kept by one of the
@@ -50,7 +50,7 @@ class ParallelSpec:
         ranks: the ranks of the pipeline, copy after copy. By default ranks of its own; modules
             that name the same rank share it.
         quota: share of the multiprocessors that its stages run on wherever they share a rank with
-            stages of another module that has one, side by side with those. Such modules' quotas
+            stages of another module that has one, concurrently with those. Such modules' quotas
             are at most 1 in all. None: it takes turns, with the whole device to itself.
 
     Raises:
@@ -90,14 +90,16 @@ class ParallelSpec:
                 "zero1"
             )
         for name, wanted, what in (
-            ("layers", self.stages, "stage"), ("ranks", self.pp * self.copies, "rank"),
+            ("layers", self.stages, "stage"), ("ranks", self.pp * self.module_replicas, "rank"),
         ):
             value = getattr(self, name)
             for number in value or ():
                 check_number(name, number, 1 if name == "layers" else 0)
             if value is not None and len(value) != wanted:
                 factors = f"pp={self.pp}"
-                other = ("chunks", self.chunks) if name == "layers" else ("dp", self.copies)
+                other = ("dp", self.module_replicas)
+                if name == "layers":
+                    other = ("chunks", self.chunks)
                 if other[1] > 1:
                     factors += f", {other[0]}={other[1]}"
                 raise PlanError(
@@ -111,8 +113,8 @@ class ParallelSpec:
         return {"cp": self.cp, "tp": self.tp, "sharding": self.sharding, "fsdp": fsdp}
 
     @property
-    def copies(self) -> int:
-        """Copies of the module, each with a rank per pipeline place."""
+    def module_replicas(self) -> int:
+        """Replicas of the module, each with a rank per pipeline place."""
         return 1 if self.sharding == "fsdp" else self.dp
 
     @property
@@ -146,7 +148,7 @@ class MultimodalParallelSpec:
             raise PlanError(f"schedule is {self.schedule!r}; accepted: {', '.join(SCHEDULES)}")
         check_number("num_microbatches", self.num_microbatches)
         for name, spec in (*self.encoder_specs.items(), (LANGUAGE_MODEL, self.language_model_spec)):
-            if self.num_microbatches % spec.copies:
+            if self.num_microbatches % spec.module_replicas:
                 raise PlanError(
                     f"dp of {name!r} is {spec.dp}, which does not divide the step's "
                     f"num_microbatches={self.num_microbatches} into equal shares"
@@ -193,8 +195,8 @@ def _placed(
     stages: tuple[Stage, ...], spec: ParallelSpec, free: Iterator[int]
 ) -> Iterator[Stage]:
     """A module's stages in every copy, each on its rank."""
-    ranks = spec.ranks or [next(free) for _ in range(spec.pp * spec.copies)]
-    for copy in range(spec.copies):
+    ranks = spec.ranks or [next(free) for _ in range(spec.pp * spec.module_replicas)]
+    for copy in range(spec.module_replicas):
         for stage in stages:
             rank = ranks[copy * spec.pp + stage.index % spec.pp]
             yield replace(stage, rank=rank, replica=copy, **spec.of_stages)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from raymm.model.multimodal import MultimodalModule
-from raymm.monitor.watched_run import WatchedRun, WatchedStep
+from raymm.monitor.observed_run import ObservedRun, ObservedStep
 from raymm.runtime.parallel_module import ParallelModule
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.plan.plan import Plan
@@ -15,10 +15,10 @@ from raymm.training.multiplexed_execution import MultiplexedExecution
 from raymm.training.pipelined_execution import PipelinedExecution
 
 
-class StepWatch(Protocol):
+class StepObserver(Protocol):
     """What a style makes of the steps of a run."""
 
-    def after_step(self, step: WatchedStep) -> dict[str, Any]:
+    def after_step(self, step: ObservedStep) -> dict[str, Any]:
         """Look at a step; what ``metrics.jsonl`` gets of it."""
         ...
 
@@ -70,7 +70,7 @@ class Execution(Protocol):
         """Start the processes."""
         ...
 
-    def watch(self, run: WatchedRun) -> StepWatch:
+    def observer(self, run: ObservedRun) -> StepObserver:
         """Of a run that has started."""
         ...
 

@@ -16,8 +16,8 @@ from raymm.draw import draw_loss, draw_timelines
 from raymm.model.multimodal import ModelError, MultimodalModule
 from raymm.model.node_graph import check_mapping
 from raymm.monitor.balance import batch_balance, mean_over_max
+from raymm.monitor.observed_run import ObservedRun, ObservedStep
 from raymm.monitor.throughput import TOTAL
-from raymm.monitor.watched_run import WatchedRun, WatchedStep
 from raymm.runtime.multiplexed import MultiplexedParallelModule
 from raymm.scheduler.graph.strict_json import MultiplexError
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
@@ -44,7 +44,7 @@ class MultiplexedExecution:
         """
         Raises:
             MultiplexError, ModelError: a mapping of another model, quotas finer than what the
-                cluster's GPUs set apart, or modules that cannot be dealt out.
+                cluster's GPUs set apart, or modules that cannot be split.
             ConfigError: an option of the data that only pipelined plans have.
         """
         check_mapping(model, self.plan)
@@ -86,26 +86,26 @@ class MultiplexedExecution:
         """Start the GPUs' processes; options as of :class:`MultiplexedParallelModule`."""
         return MultiplexedParallelModule(model, self.plan, **options)
 
-    def watch(self, run: WatchedRun) -> MultiplexedWatch:
+    def observer(self, run: ObservedRun) -> MultiplexedObserver:
         """Balance and the report."""
-        return MultiplexedWatch(run)
+        return MultiplexedObserver(run)
 
 
-class MultiplexedWatch:
-    """Watches the steps of a multiplexed run (:class:`raymm.training.execution.StepWatch`)."""
+class MultiplexedObserver:
+    """Watches the steps of a multiplexed run (:class:`raymm.training.execution.StepObserver`)."""
 
-    def __init__(self, run: WatchedRun) -> None:
+    def __init__(self, run: ObservedRun) -> None:
         self._run = run
-        self._last: WatchedStep | None = None
+        self._last: ObservedStep | None = None
 
-    def after_step(self, step: WatchedStep) -> dict[str, Any]:
+    def after_step(self, step: ObservedStep) -> dict[str, Any]:
         """``balance``, whose ``copies`` are the GPUs of a module, and ``stage_busy``: the mean over
         these GPUs."""
         self._last = step
         model, whole = self._run.model, step.timeline.makespan or 1.0
         busy: dict[str, dict[int, float]] = {}
         for span in step.timeline.compute():
-            here = busy.setdefault(span.stage, {})
+            here = busy.setdefault(span.stage.module, {})
             here[span.rank] = here.get(span.rank, 0.0) + span.end - span.start
         copies = {
             name: mean_over_max(list(seconds.values()))
@@ -128,18 +128,18 @@ class MultiplexedWatch:
             files["loss curve"] = folder / "loss.png"
             draw_loss(history, files["loss curve"])
         if self._last is not None:
-            lanes, names = _lanes(self._last.timeline)
+            module_rows, names = _module_rows(self._last.timeline)
             files["schedule"] = folder / "schedule.png"
             draw_timelines(
-                [("measured", lanes)], files["schedule"], rank_names=names,
+                [("measured", module_rows)], files["schedule"], rank_names=names,
                 title=f"step {self._last.number}", bubble=self._last.timeline.mean_bubble,
             )
             files["trace"] = folder / "trace.json"
-            write_json(files["trace"], chrome_trace([("measured", lanes)], names))
+            write_json(files["trace"], chrome_trace([("measured", module_rows)], names))
         return files
 
 
-def _lanes(timeline: Timeline) -> tuple[Timeline, dict[int, str]]:
+def _module_rows(timeline: Timeline) -> tuple[Timeline, dict[int, str]]:
     """A timeline with a row for every module on a GPU, as they run at the same time; and names of
     rows."""
     places = sorted({(span.rank, span.stage) for span in timeline.spans})

@@ -11,11 +11,11 @@ from raymm.data import DataConfig
 from raymm.layout.plan_check import differences
 from raymm.model.multimodal import MultimodalModule, module_graph
 from raymm.monitor.balance import step_balance
-from raymm.monitor.drift_watch import DriftWatch
+from raymm.monitor.drift_observer import DriftObserver
+from raymm.monitor.observed_run import ObservedRun, ObservedStep
 from raymm.monitor.rebalancing import rebalancing
 from raymm.monitor.report import RunReport
 from raymm.monitor.throughput import TOTAL
-from raymm.monitor.watched_run import WatchedRun, WatchedStep
 from raymm.runtime.pipelined import MultimodalParallelModule
 from raymm.scheduler.plan.plan import Plan
 
@@ -26,7 +26,7 @@ class PipelinedExecution:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.num_processes = plan.num_processes
-        self.modules = {stage.name: stage.module for stage in plan.stages}
+        self.modules = {str(stage.id): stage.module for stage in plan.stages}
         self.processes = {TOTAL: plan.num_processes}
         modules_of: dict[int, set[str]] = {}
         for stage in plan.stages:
@@ -69,36 +69,36 @@ class PipelinedExecution:
         """Start the ranks; options as of :class:`MultimodalParallelModule`."""
         return MultimodalParallelModule(model, self.plan, **options)
 
-    def watch(self, run: WatchedRun) -> PipelinedWatch:
+    def observer(self, run: ObservedRun) -> PipelinedObserver:
         """Balance, rebalancing, drift from the plan's profile, and the report."""
-        return PipelinedWatch(run, self.plan)
+        return PipelinedObserver(run, self.plan)
 
 
-class PipelinedWatch:
-    """Watches the steps of a pipelined run (:class:`raymm.training.execution.StepWatch`)."""
+class PipelinedObserver:
+    """Watches the steps of a pipelined run (:class:`raymm.training.execution.StepObserver`)."""
 
-    def __init__(self, run: WatchedRun, plan: Plan) -> None:
+    def __init__(self, run: ObservedRun, plan: Plan) -> None:
         self._run, self._plan = run, plan
         self._report = RunReport(run.folder, plan)
         self._rebalancing = rebalancing(
             run.data, run.training.sampler, plan, run.model.packing, run.folder,
             run.parallel.steps_taken, run.say,
         )
-        self._drift = DriftWatch(plan, run.folder, run.say)
+        self._drift = DriftObserver(plan, run.folder, run.say)
 
-    def after_step(self, step: WatchedStep) -> dict[str, Any]:
+    def after_step(self, step: ObservedStep) -> dict[str, Any]:
         """``balance``, and ``plan_drift`` where the plan has a profile."""
         run, timeline = self._run, step.timeline
         program = run.parallel.program([sorted(one.items) for one in step.meta])
         self._report.add(step.number, program, timeline)
-        learnt = self._rebalancing and self._rebalancing.after_step(
+        fitted = self._rebalancing and self._rebalancing.after_step(
             step.number, step.state_after, len(step.meta), step.complete, timeline
         )
         return {
             "balance": step_balance(
                 step.meta, run.model.encoder_names, run.model.packing, run.training.tokens,
                 self._plan, timeline,
-            ) | (learnt or {}),
+            ) | (fitted or {}),
             **self._drift.after_step(step.number, step.meta, timeline),
         }
 

@@ -30,15 +30,15 @@ from raymm.layout.plan_data import plan_from_dict
 from raymm.model.batch_rules import Vocabulary
 from raymm.model.multimodal import MultimodalModule
 from raymm.monitor.metrics import METRICS, SAMPLES, MetricsLog, SampleLog, read_metrics
+from raymm.monitor.observed_run import ObservedRun
 from raymm.monitor.progress import RunProgress
 from raymm.monitor.rebalancing import FILE as DECISIONS
 from raymm.monitor.throughput import Throughput
 from raymm.monitor.training_data import TrainingData, give_examples, training_data
-from raymm.monitor.watched_run import WatchedRun
 from raymm.planning.planned_run import plan_for_cluster
 from raymm.planning.request import PlanRequest
 from raymm.runtime.cluster import connected, pick_device
-from raymm.runtime.drain_notices import DrainWatch
+from raymm.runtime.drain_notices import DrainObserver
 from raymm.runtime.parallel_module import ParallelModule
 from raymm.runtime.specs import MultimodalParallelSpec
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
@@ -389,7 +389,7 @@ class Trainer:
             RunProgress(self.run.steps, parallel.steps_taken, self.console) as progress,
             CallbackHandler(self.callbacks, observed, progress.line) as callbacks,
         ):
-            watch = execution.watch(WatchedRun(
+            observer = execution.observer(ObservedRun(
                 parallel, self.model, self.data, self.training, self.path, progress.line
             ))
             batches = Batches(
@@ -399,11 +399,20 @@ class Trainer:
                 self.model, execution.processes, device, self.run.precision, progress.line
             )
             loop = TrainingLoop(
-                self.run, batches, parallel, store, metrics, samples, watch, throughput, callbacks,
-                progress, self.stop,
+                self.run,
+                batches,
+                parallel,
+                store,
+                metrics,
+                samples,
+                observer,
+                throughput,
+                callbacks,
+                progress,
+                self.stop,
             )
             self._loop = loop
-            with DrainWatch(parallel.group.nodes, self._ask_to_leave):
+            with DrainObserver(parallel.group.nodes, self._ask_to_leave):
                 stopped = loop.run(_data_position(checkpoint))
             if stopped is not None:
                 callbacks.stopped(stopped)
@@ -414,7 +423,7 @@ class Trainer:
                 path=self.path, corrupt=corrupt,
                 steps_not_applied=steps_not_applied(metrics.rows), stopped=stopped,
             )
-        files = watch.write(metrics.rows)
+        files = observer.write(metrics.rows)
         for what, file in files.items():
             self.console.print(f"{what:<14} {file}", highlight=False, soft_wrap=True)
         if skipped := sum(row.get("skipped", 0) for row in metrics.rows):

@@ -15,14 +15,14 @@ from raymm.config.sections import RunConfig
 from raymm.data import DataConfig, MicrobatchMeta, Skipped, StepLoader
 from raymm.data.loading.builder import SampleCheck
 from raymm.monitor.metrics import MetricsLog, SampleLog
+from raymm.monitor.observed_run import ObservedStep
 from raymm.monitor.progress import RunProgress, heldout_line, skipped_line, step_line
 from raymm.monitor.throughput import Throughput
 from raymm.monitor.training_data import TrainingData
-from raymm.monitor.watched_run import WatchedStep
 from raymm.runtime.parallel_module import ParallelModule, PendingOutput, StepOutput
 from raymm.runtime.skipped_step import NotFiniteError, SkippedStep
 from raymm.storage.checkpoint import CheckpointStore
-from raymm.training.execution import StepWatch
+from raymm.training.execution import StepObserver
 from raymm.training.stop_request import StopRequest
 
 # Skipped samples that a run reports one by one; all are counted.
@@ -120,7 +120,7 @@ class TrainingLoop:
         store: CheckpointStore,
         metrics: MetricsLog,
         samples: SampleLog | None,
-        watch: StepWatch,
+        observer: StepObserver,
         throughput: Throughput,
         callbacks: CallbackHandler,
         progress: RunProgress,
@@ -128,7 +128,7 @@ class TrainingLoop:
     ) -> None:
         self._run, self._batches, self._parallel, self._store = run, batches, parallel, store
         self._metrics, self._samples = metrics, samples
-        self._watch, self._throughput = watch, throughput
+        self._observer, self._throughput = observer, throughput
         self._callbacks, self._progress = callbacks, progress
         self._pending: deque[tuple[int, Batch, PendingOutput, float]] = deque()
         self._last_read = time.perf_counter()
@@ -265,7 +265,7 @@ class TrainingLoop:
     ) -> dict[str, Any]:
         span = output.timeline.makespan or 1.0
         tokens = sum(microbatch.tokens for microbatch in batch.meta)
-        watched = self._watch.after_step(WatchedStep(
+        observed = self._observer.after_step(ObservedStep(
             step, batch.meta, batch.state_after, not batch.skipped, output.timeline
         ))
         return {
@@ -278,7 +278,8 @@ class TrainingLoop:
             "tokens": tokens,
             "tokens_per_s": round(tokens / seconds, 1),
             "stage_busy": {
-                name: round(busy / span, 4) for name, busy in output.timeline.stage_busy().items()
+                str(stage): round(busy / span, 4)
+                for stage, busy in output.timeline.stage_busy().items()
             },
             "skipped": len(batch.skipped),
             "peak_memory_bytes": list(output.peak_bytes),
@@ -286,7 +287,7 @@ class TrainingLoop:
             # if one was under way: they stood still for as long at most.
             "data_wait_s": round(waited, 4),
             **self._throughput.after_step(batch.meta, seconds),
-            **watched,
+            **observed,
             **({} if output.skipped is None else {"not_applied": output.skipped.to_dict()}),
         }
 

@@ -43,7 +43,7 @@ def loosely_coupled(
     """
     llm = space.graph.sink
     combinations = 0
-    judged = []
+    evaluated = []
     for count in space.possible(llm):
         counts = _pace_encoders(space, {llm: count}, space.bottleneck(llm, count), relax)
         if counts is None:
@@ -51,8 +51,8 @@ def loosely_coupled(
         combinations += 1
         plan = space.plan(counts)
         if fits is None or fits(plan):
-            judged.append(Choice(counts, plan, iteration_time(plan)))
-    return search_result(space, judged, combinations, alternatives)
+            evaluated.append(Choice(counts, plan, iteration_time(plan)))
+    return search_result(space, evaluated, combinations, alternatives)
 
 
 def _pace_encoders(

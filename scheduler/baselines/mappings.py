@@ -22,7 +22,7 @@ from raymm.scheduler.multiplex.mapping import (
     predicted_stage,
 )
 from raymm.scheduler.multiplex.problem import MappingProblem, bits
-from raymm.scheduler.multiplex.solver.sequences import alone_in_turn
+from raymm.scheduler.multiplex.solver.sequences import alone_in_slot
 
 SPINDLE_SLICES = 24
 
@@ -30,7 +30,7 @@ SPINDLE_SLICES = 24
 def megatron(problem: MappingProblem) -> Mapping:
     """Every module over all GPUs, one after the other (the largest power of two of them)."""
     stages = []
-    for stage in alone_in_turn(problem):
+    for stage in alone_in_slot(problem):
         m = stage.bit_length() - 1
         runs = np.flatnonzero(np.isfinite(_whole(problem)[m]))
         if not len(runs):
@@ -43,7 +43,7 @@ def megatron(problem: MappingProblem) -> Mapping:
 
 
 def distmm(problem: MappingProblem) -> Mapping:
-    """Modules of a level side by side on GPUs of their own, so that the slowest is as fast as can
+    """Modules of a level concurrently on GPUs of their own, so that the slowest is as fast as can
     be. A level that has more modules than the GPUs can hold is cut into as few groups as
     possible, of modules of similar length, which take turns."""
     stages: list[MultiplexStage] = []
@@ -52,7 +52,7 @@ def distmm(problem: MappingProblem) -> Mapping:
         for groups in range(1, len(modules) + 1):
             cuts = [round(i * len(modules) / groups) for i in range(groups + 1)]
             made = [
-                _side_by_side(problem, modules[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)
+                _concurrently(problem, modules[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)
             ]
             complete = [stage for stage in made if stage is not None]
             if len(complete) == groups:
@@ -110,7 +110,7 @@ def _needs_whole(problem: MappingProblem, m: int) -> str:
     )
 
 
-def _side_by_side(problem: MappingProblem, modules: list[int]) -> MultiplexStage | None:
+def _concurrently(problem: MappingProblem, modules: list[int]) -> MultiplexStage | None:
     """Whole GPUs for each so that the slowest is fastest: the least time at which the least
     degrees that are fast enough fit; None if there are too many modules."""
     seconds = _whole(problem)[modules]

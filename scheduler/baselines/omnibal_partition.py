@@ -32,7 +32,7 @@ class PartitionCandidate:
     score: float
 
 
-def greedy_anchor(forward: Sequence[float], stages: int) -> Ranges:
+def greedy_start(forward: Sequence[float], stages: int) -> Ranges:
     """OmniBal's anchor: each stage in turn takes the layers that bring it nearest to an
     equal share of the forward time that is left.
 
@@ -78,7 +78,7 @@ def partition_candidates(
         output_bytes: bytes that each layer hands to the next.
         stages: number of stages.
         radius: how many layers a cut may move.
-        anchor: where to start; :func:`greedy_anchor` by default. An anchor with the least
+        anchor: where to start; :func:`greedy_start` by default. An anchor with the least
             bottleneck of 1F + 1B (:func:`~raymm.scheduler.search.partition.partition_layers`)
             knows frozen layers.
         top: how many to return.
@@ -88,7 +88,7 @@ def partition_candidates(
 
     Raises:
         PartitionError: if the lists differ in length, the anchor is no partition of these
-            layers, or as :func:`greedy_anchor`.
+            layers, or as :func:`greedy_start`.
         ValueError: if ``radius`` or ``top`` is out of range.
     """
     if radius < 0 or top < 1:
@@ -99,9 +99,9 @@ def partition_candidates(
             f"it needs one per layer ({len(forward)})"
         )
     partition_layers(output_bytes, stages)  # checks the volumes
-    greedy = greedy_anchor(forward, stages)
+    greedy = greedy_start(forward, stages)
     anchor = greedy if anchor is None else anchor
-    _check_anchor(anchor, len(forward), stages)
+    _check_start(anchor, len(forward), stages)
 
     terms = _Terms(forward, output_bytes, stages)
     levels = _levels(anchor, radius, len(forward))
@@ -210,7 +210,7 @@ def _best_first(
                 heapq.heappush(queue, (*key, cost, (*path, cut)))
 
 
-def _check_anchor(anchor: Ranges, num_layers: int, stages: int) -> None:
+def _check_start(anchor: Ranges, num_layers: int, stages: int) -> None:
     bounds = [0, *(hi for _, hi in anchor)]
     pairs = tuple(itertools.pairwise(bounds))
     if (

@@ -1,5 +1,5 @@
 """Planners of pipelines that raymm's is compared with. All have one rank per stage, and what they
-find is judged like its plans.
+find is evaluated like its plans.
 
 - ``loosely_coupled``: Cornstarch v1's Algorithm 1;
 - ``unaware``: the joint search of stage counts, but stages balanced as if every layer were
@@ -23,8 +23,8 @@ from raymm.scheduler.baselines.omnibal_partition import PartitionCandidate, part
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerWork, layer_work
 from raymm.scheduler.graph.module_graph import ModuleGraph
 from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.search.evaluation import Candidates, Proposal
 from raymm.scheduler.search.find_plans import find_plans, has_rank_each, space_of
-from raymm.scheduler.search.judge import Candidates, Proposal
 from raymm.scheduler.search.options import PlanProblem
 from raymm.scheduler.search.partition import PartitionError, Ranges
 from raymm.scheduler.search.stage_search import SearchResult, joint_search
@@ -62,20 +62,20 @@ def _weight(amount: float) -> LayerWork:
     return LayerWork(amount, 0.0, 0.0, 0.0)
 
 
-def _joint(space: StageSpace, judge: Candidates) -> SearchResult:
-    return joint_search(space, judge.seconds, judge.bound, judge.fits)
+def _joint(space: StageSpace, candidates: Candidates) -> SearchResult:
+    return joint_search(space, candidates.seconds, candidates.bound, candidates.fits)
 
 
 def _believing(
-    work: Callable[[ModuleGraph, CostProfile], Work], space: StageSpace, judge: Candidates
+    work: Callable[[ModuleGraph, CostProfile], Work], space: StageSpace, candidates: Candidates
 ) -> SearchResult:
     """The joint search of a planner that balances stages by this work. Bounds of the profile
     hold for any partition, so the search stays exact."""
-    return _joint(replace(space, believed=work(space.graph, space.profile)), judge)
+    return _joint(replace(space, believed=work(space.graph, space.profile)), candidates)
 
 
-def _loosely_coupled(space: StageSpace, judge: Candidates) -> SearchResult:
-    return loosely_coupled(space, judge.seconds, judge.fits)
+def _loosely_coupled(space: StageSpace, candidates: Candidates) -> SearchResult:
+    return loosely_coupled(space, candidates.seconds, candidates.fits)
 
 
 def _propose(name: str, search: Search, problem: PlanProblem) -> Proposal:

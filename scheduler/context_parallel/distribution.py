@@ -34,7 +34,7 @@ class TokenDistributionError(InputError, ValueError):
 
 @dataclass(frozen=True)
 class TokenDistribution:
-    """Blocks of one sequence dealt out to ranks.
+    """Blocks of one sequence split to ranks.
 
     Attributes:
         policy: which policy made it.

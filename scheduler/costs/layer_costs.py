@@ -114,7 +114,7 @@ class CostProfile:
         source: ``"measured"`` or ``"analytic"``.
         tokens: per module, tokens of the microbatch.
         versions: versions of the packages it was measured with.
-        links: what the processes of a rank and the copies of a module talk over; if None,
+        links: what the processes of a rank and the replicas of a module talk over; if None,
             that takes no time.
     """
 
@@ -141,7 +141,7 @@ class CostProfile:
         dtype.
 
         Args:
-            moments_shared_by: processes among which the moments are dealt out (ZeRO-1).
+            moments_shared_by: processes among which the moments are split (ZeRO-1).
         """
         if trainable:
             return TRAINED_COPIES - MOMENTS * (1 - 1 / moments_shared_by)

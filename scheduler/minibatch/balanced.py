@@ -1,7 +1,7 @@
 """Mini-batches that are equally large in every modality, in all groups of every step.
 
 OmniBal's ISF draws groups until they happen to be full and drops what is left. Here the number
-of steps is fixed first and the samples are dealt out to exactly that many groups:
+of steps is fixed first and the samples are split to exactly that many groups:
 
 1. The samples, sorted by size, are dealt at random to *pools* of some steps each, so that every
    pool has the same distribution of sizes and, in every epoch, other samples.
@@ -14,7 +14,7 @@ of steps is fixed first and the samples are dealt out to exactly that many group
 4. Steps, and the ranks within each, are shuffled.
 
 With measured costs (:mod:`raymm.scheduler.minibatch.measured_costs`) seconds of every module are
-levelled instead of units, which then only count for budgets; and where copies of a module differ
+levelled instead of units, which then only count for budgets; and where replicas of a module differ
 in speed, the samples of every step are dealt anew over its groups in the end.
 """
 
@@ -36,7 +36,7 @@ from raymm.scheduler.minibatch.problem import (
     checked_budgets,
     generator,
 )
-from raymm.scheduler.minibatch.replica_shares import deal_to_copies
+from raymm.scheduler.minibatch.replica_shares import split_over_replicas
 
 # Groups that compete for a sample; more level better, and take longer.
 POOL_GROUPS = 128
@@ -81,7 +81,7 @@ def plan_balanced(
             :func:`raymm.scheduler.minibatch.budgets.suggest_budgets` for ``samples_per_group``.
         samples_per_group: about how many samples a group should have, without budgets.
         model: what samples cost; default: every modality costs the same over the whole data.
-        measured: what units cost, instead of ``model``. Where copies of a module are not equally
+        measured: what units cost, instead of ``model``. Where replicas of a module are not equally
             fast, group g of a step is for copy g mod n, and those of fast ones may be larger
             than the others, but not than ``budgets`` that are given.
         source_weight: how much the groups' mix of data sets counts beside their sizes; 0 for
@@ -136,9 +136,9 @@ def plan_balanced(
     shuffled = random.permuted(np.arange(groups).reshape(-1, ranks), axis=1)
     shuffled = shuffled[random.permutation(len(shuffled))].ravel()
     samples, offsets = _reordered(samples, offsets, shuffled)
-    if measured is not None and measured.copies:
+    if measured is not None and measured.replicas:
         hard = np.array(budgets) if given else np.full(len(budgets), np.inf)
-        samples, offsets = deal_to_copies(samples, offsets, ranks, sizes, measured, hard)
+        samples, offsets = split_over_replicas(samples, offsets, ranks, sizes, measured, hard)
     return MiniBatchPlan(
         method="balanced", ranks=ranks, samples=samples, offsets=offsets,
         left_out=np.zeros(0, np.int64), packed=True, budgets=budgets, seed=seed, epoch=epoch,
@@ -212,7 +212,7 @@ def _group(
     steps = _enough_steps(features, limits, order, ranks, least, group_of, random)
 
     pools, pool_steps = _pools(steps, ranks)
-    of_pool = np.minimum(_dealt(n, steps, random) // pool_steps, pools - 1)
+    of_pool = np.minimum(_split_groups(n, steps, random) // pool_steps, pools - 1)
     by_pool = np.argsort(of_pool.astype(np.uint16 if pools <= 1 << 16 else np.int64),
                          kind="stable")
     stops = np.cumsum(np.bincount(of_pool, minlength=pools))
@@ -241,12 +241,12 @@ def _pools(steps: int, ranks: int) -> tuple[int, int]:
     return max(1, steps // pool_steps), pool_steps
 
 
-def _dealt(n: int, slots: int, random: np.random.Generator) -> np.ndarray:
+def _split_groups(n: int, slots: int, random: np.random.Generator) -> np.ndarray:
     """(n,) a slot for every place, such that every run of ``slots`` places from a multiple of it
     has every slot once."""
     rounds = -(-n // slots)
-    dealt = np.broadcast_to(np.arange(slots), (rounds, slots))
-    return random.permuted(dealt, axis=1).ravel()[:n]
+    split_groups = np.broadcast_to(np.arange(slots), (rounds, slots))
+    return random.permuted(split_groups, axis=1).ravel()[:n]
 
 
 def _enough_steps(
@@ -259,7 +259,7 @@ def _enough_steps(
         pools, pool_steps = _pools(steps, ranks)
         if pools == 1:
             return steps  # the only pool looks for itself
-        trial = order[_dealt(n, steps, random) < pool_steps]
+        trial = order[_split_groups(n, steps, random) < pool_steps]
         spilled = level(features, trial, limits, pool_steps * ranks, group_of)
         if spilled <= SPILL * len(trial):
             return steps

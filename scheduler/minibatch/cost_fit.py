@@ -1,7 +1,7 @@
 """Learning what modules cost from measured steps, with the older ones forgotten little by little.
 
 Per module seconds are fitted as ``fixed + linear * units + square * squares`` with coefficients
-that are not negative, and per copy of a module a factor where some take longer than others.
+that are not negative, and per replica of a module a factor where some take longer than others.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class CostFit:
     """
 
     def __init__(
-        self, names: Sequence[str], copies: Mapping[str, int] | None = None,
+        self, names: Sequence[str], replicas: Mapping[str, int] | None = None,
         half_life: float = 50.0,
     ) -> None:  # fmt: skip
         self.names = tuple(names)
         self._modules = {
-            name: _ModuleFit((copies or {}).get(name, 1), 0.5 ** (1.0 / half_life))
+            name: _ModuleFit((replicas or {}).get(name, 1), 0.5 ** (1.0 / half_life))
             for name in names
         }
 
@@ -87,14 +87,14 @@ class _ModuleFit:
     """Least squares of one module, kept as sums: over copies ``k``, of products of a
     microbatch's (1, units, squares) with each other and with its seconds."""
 
-    def __init__(self, copies: int, keep: float) -> None:
+    def __init__(self, replicas: int, keep: float) -> None:
         self._keep = keep
-        self._products = np.zeros((copies, 3, 3))
-        self._moments = np.zeros((copies, 3))
-        self._count = np.zeros(copies)
+        self._products = np.zeros((replicas, 3, 3))
+        self._moments = np.zeros((replicas, 3))
+        self._count = np.zeros(replicas)
         self._seen = 0
         self.cost = ModuleCost()
-        self.factors = (1.0,) * copies
+        self.factors = (1.0,) * replicas
 
     @property
     def known(self) -> bool:
@@ -104,20 +104,20 @@ class _ModuleFit:
         self, units: np.ndarray, squares: np.ndarray, seconds: np.ndarray, slots: np.ndarray
     ) -> np.ndarray | None:
         """Add microbatches; returns what was expected of them, None if nothing was."""
-        copies = slots % len(self.factors)
+        replicas = slots % len(self.factors)
         rows = np.stack([np.ones(len(units)), units, squares], 1)
         expected = None
         if self.known:
-            expected = rows @ np.array(self.cost) * np.array(self.factors)[copies]
+            expected = rows @ np.array(self.cost) * np.array(self.factors)[replicas]
             seconds = np.where(
                 expected > 0, np.minimum(seconds, SURPRISE * expected), seconds
             )
         self._products *= self._keep
         self._moments *= self._keep
         self._count *= self._keep
-        np.add.at(self._products, copies, rows[:, :, None] * rows[:, None, :])
-        np.add.at(self._moments, copies, rows * seconds[:, None])
-        np.add.at(self._count, copies, 1.0)
+        np.add.at(self._products, replicas, rows[:, :, None] * rows[:, None, :])
+        np.add.at(self._moments, replicas, rows * seconds[:, None])
+        np.add.at(self._count, replicas, 1.0)
         self._seen += len(units)
         if self.known:
             self._solve()

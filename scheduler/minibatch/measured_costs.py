@@ -40,7 +40,7 @@ class MeasuredCosts:
     """
 
     modules: Mapping[str, ModuleCost]
-    copies: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    replicas: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, cost in self.modules.items():
@@ -48,7 +48,7 @@ class MeasuredCosts:
                 raise MiniBatchError(
                     f"costs of {name!r} are {tuple(cost)}; they must be at least 0 and finite"
                 )
-        for name, factors in self.copies.items():
+        for name, factors in self.replicas.items():
             if not factors or not all(0 < value < math.inf for value in factors):
                 raise MiniBatchError(
                     f"copies of {name!r} take {factors}; each must be above 0 and finite"
@@ -74,8 +74,8 @@ class MeasuredCosts:
         """(M, slots) relative seconds of the copies that the microbatches of a step go to."""
         result = np.ones((len(names), slots))
         for row, name in enumerate(names):
-            if name in self.copies:
-                result[row] = np.resize(self.copies[name], slots)
+            if name in self.replicas:
+                result[row] = np.resize(self.replicas[name], slots)
         return result
 
     def of_samples(self, names: Sequence[str], values: np.ndarray) -> np.ndarray:
@@ -106,16 +106,16 @@ class MeasuredCosts:
             np.maximum(weights, LEAST_WEIGHT),
         )
 
-    def for_copies(self, copies: Mapping[str, int]) -> MeasuredCosts:
+    def for_replicas(self, replicas: Mapping[str, int]) -> MeasuredCosts:
         """Without what is known of copies of modules that now have another number of them."""
-        kept = {n: f for n, f in self.copies.items() if copies.get(n, 1) == len(f)}
-        return self if kept == dict(self.copies) else MeasuredCosts(self.modules, kept)
+        kept = {n: f for n, f in self.replicas.items() if replicas.get(n, 1) == len(f)}
+        return self if kept == dict(self.replicas) else MeasuredCosts(self.modules, kept)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON."""
         return {
             "modules": {name: list(cost) for name, cost in self.modules.items()},
-            "copies": {name: list(factors) for name, factors in self.copies.items()},
+            "copies": {name: list(factors) for name, factors in self.replicas.items()},
         }
 
     @classmethod

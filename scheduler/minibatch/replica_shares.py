@@ -1,4 +1,4 @@
-"""Less work for copies of a module that are slower, more for those that are faster.
+"""Less work for replicas of a module that are slower, more for those that are faster.
 
 Microbatch i of a step goes to copy i mod n of a module with n copies. So the samples of every step
 are dealt anew over its microbatches, to take equally long on the copies they go to; which samples
@@ -23,7 +23,7 @@ EVEN_WEIGHT = 0.1
 ROUNDS = 8
 
 
-def deal_to_copies(
+def split_over_replicas(
     samples: np.ndarray, offsets: np.ndarray, ranks: int, sizes: SampleSizes,
     measured: MeasuredCosts, limits: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -42,7 +42,7 @@ def deal_to_copies(
             dealing finds no place within them keeps its groups.
     """
     factors = np.clip(measured.factors(sizes.names, ranks), LEAST_FACTOR, MOST_FACTOR)
-    even = [name not in measured.copies for name in sizes.names]
+    even = [name not in measured.replicas for name in sizes.names]
     factors[even] *= EVEN_WEIGHT
     fixed = np.array([measured.modules[n].fixed if n in measured.modules else 0.0
                       for n in sizes.names])  # fmt: skip
@@ -74,7 +74,7 @@ def _deal(seconds, units, samples, offsets, ranks, factors, fixed, limits, round
         counts = np.zeros(ranks, np.int64)
         for g in range(ranks):
             loads[g] = fixed
-        if _deal_one_by_one(
+        if _split_one_by_one(
             seconds, units, mine, factors, limits, loads, used, counts, slot_of
         ):
             for _ in range(rounds):
@@ -91,7 +91,7 @@ def _deal(seconds, units, samples, offsets, ranks, factors, fixed, limits, round
 
 
 @njit(cache=True)
-def _deal_one_by_one(seconds, units, mine, factors, limits, loads, used, counts, slot_of):
+def _split_one_by_one(seconds, units, mine, factors, limits, loads, used, counts, slot_of):
     """Largest first, each where the sum grows least; False if one has no place."""
     ranks, columns = loads.shape
     total = np.zeros(mine.shape[0])

@@ -42,7 +42,7 @@ class StepForecast:
         self._programs: OrderedDict[tuple, Program] = OrderedDict()
 
     @property
-    def copies(self) -> dict[str, int]:
+    def replicas(self) -> dict[str, int]:
         """By modality, in how many copies its module is."""
         return {name: len(self.plan.replicas(m)) for name, m in self.modules.items()}
 
@@ -53,7 +53,7 @@ class StepForecast:
         for key in self._spent:
             self._spent[key] *= self._keep
         for span in timeline.compute():
-            stage = self.plan.by_name[span.stage]
+            stage = self.plan.by_id[span.stage]
             if stage.module in column and 0 <= span.microbatch < microbatches:
                 seconds = span.device_seconds
                 result[span.microbatch, column[stage.module]] += seconds
@@ -76,7 +76,7 @@ class StepForecast:
                 if of == module and totals[module]:
                     for microbatch, whole in enumerate(seconds[:, number].tolist()):
                         stage = chains[microbatch % len(chains)][index]
-                        costs[stage.name, op, microbatch] = whole * spent / totals[module]
+                        costs[stage.id, op, microbatch] = whole * spent / totals[module]
         names = list(self.modules)
         present = [
             tuple(sorted(n for n, s in zip(names, row, strict=True) if s > 0 and n != self._text))

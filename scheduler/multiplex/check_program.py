@@ -19,10 +19,10 @@ from raymm.scheduler.multiplex.instructions import (
     Instruction,
     MultiplexProgram,
     Part,
-    Piece,
     Reduce,
     Route,
     Run,
+    SampleTransfer,
 )
 
 _Samples = Counter[tuple[str, int]]  # (node, sample)
@@ -70,10 +70,10 @@ def check_every_sample(graph: NodeGraph, program: MultiplexProgram) -> None:
                     )
         if reduces and node.trainable:
             summed = [place.gpu for place in places if node.name in place.reduced]
-            if tuple(summed) != program.copies[node.name]:
+            if tuple(summed) != program.replicas[node.name]:
                 raise MultiplexError(
                     f"GPUs {summed} sum the gradients of {node.name!r}; it must be those with a "
-                    f"copy, {list(program.copies[node.name])}"
+                    f"copy, {list(program.replicas[node.name])}"
                 )
 
 
@@ -121,7 +121,7 @@ class _Process:
         self.has: dict[Direction, _Samples] = {d: Counter() for d in Direction}
         self.reduced: list[str] = []
         self.sends: dict[tuple[int, Direction], Route] = {
-            (one.turn, one.direction): one for one in self.list if isinstance(one, Route)
+            (one.slot, one.direction): one for one in self.list if isinstance(one, Route)
         }
 
     @property
@@ -136,7 +136,7 @@ class _Process:
         """Whether it is at this instruction, or past it."""
         for i, one in enumerate(self.list):
             if isinstance(one, Route | Barrier):
-                if (type(one), one.turn, one.direction) == wanted:
+                if (type(one), one.slot, one.direction) == wanted:
                     return i <= self.at
         return False
 
@@ -147,12 +147,12 @@ class _Process:
             return False
         if isinstance(one, Route):
             peers = {piece.peer for piece in (*one.sends, *one.receives)}
-            key = (Route, one.turn, one.direction)
+            key = (Route, one.slot, one.direction)
             if not all(p == self.gpu or places[p].reached(key) for p in peers):
                 return False
             self._route(one, places)
         elif isinstance(one, Barrier):
-            if not all(p.reached((Barrier, one.turn, one.direction)) for p in places):
+            if not all(p.reached((Barrier, one.slot, one.direction)) for p in places):
                 return False
         elif isinstance(one, Run):
             self._run(one)
@@ -192,7 +192,7 @@ class _Process:
         for piece in route.sends:
             self._check_made(route.direction, piece)
         for peer in {piece.peer for piece in (*route.sends, *route.receives)} - {self.gpu}:
-            theirs = places[peer].sends[route.turn, route.direction]
+            theirs = places[peer].sends[route.slot, route.direction]
             sent = [(p.node, p.samples) for p in theirs.sends if p.peer == self.gpu]
             due = [(p.node, p.samples) for p in route.receives if p.peer == peer]
             if sent != due:
@@ -203,7 +203,7 @@ class _Process:
             for sample in range(*piece.samples):
                 self.has[route.direction][piece.node, sample] += 1
 
-    def _check_made(self, direction: Direction, piece: Piece) -> None:
+    def _check_made(self, direction: Direction, piece: SampleTransfer) -> None:
         """What is handed on is there, and complete."""
         if direction is Direction.FORWARD:
             for sample in range(*piece.samples):

@@ -1,8 +1,8 @@
 """What one GPU does in an iteration of a multiplexed program, as data.
 
 Every GPU's process has a list of these. Turns are numbered: the stages of the mapping, then
-those of losses that the mapping does not place. All turns run forward in order, then backward in
-the reverse order. A ``Route`` comes after the ``Run`` of its turn and direction, on all GPUs that
+those of losses that the mapping does not place. All slots run forward in order, then backward in
+the reverse order. A ``Route`` comes after the ``Run`` of its slot and direction, on all GPUs that
 take part; as all have them in the same order, none waits for another that waits for it.
 """
 
@@ -24,13 +24,13 @@ class Direction(StrEnum):
 
 
 class Part(NamedTuple):
-    """Samples of a node that a GPU works on in a turn."""
+    """Samples of a node that a GPU works on in a slot."""
 
     node: str
     samples: Range
 
 
-class Piece(NamedTuple):
+class SampleTransfer(NamedTuple):
     """Samples that go from one GPU to another (or stay, where ``peer`` is the GPU itself).
 
     Forward they are a node's output; backward, the gradient of it.
@@ -43,9 +43,9 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """Run a turn's nodes side by side, on these samples."""
+    """Run a slot's nodes concurrently, on these samples."""
 
-    turn: int
+    slot: int
     direction: Direction
     parts: tuple[Part, ...]
 
@@ -60,17 +60,17 @@ class Route:
             stay are in ``receives`` only.
     """
 
-    turn: int
+    slot: int
     direction: Direction
-    sends: tuple[Piece, ...]
-    receives: tuple[Piece, ...]
+    sends: tuple[SampleTransfer, ...]
+    receives: tuple[SampleTransfer, ...]
 
 
 @dataclass(frozen=True)
 class Barrier:
-    """Wait until every GPU is at this turn."""
+    """Wait until every GPU is at this slot."""
 
-    turn: int
+    slot: int
     direction: Direction
 
 
@@ -96,11 +96,11 @@ Instruction = Run | Route | Barrier | Reduce | Finish | Update
 
 
 @dataclass(frozen=True)
-class Turn:
-    """What runs side by side.
+class Slot:
+    """What runs concurrently.
 
     Attributes:
-        name: of the turn.
+        name: of the slot.
         quotas: per GPU, the quota of every node there, in steps of the mapping.
         placed: whether the mapping has it, and so predicts its seconds.
     """
@@ -117,7 +117,7 @@ class MultiplexProgram:
     Attributes:
         gpus: how many.
         batch: samples.
-        turns: in forward order.
+        slots: in forward order.
         copies: GPUs that hold each node's parameters, ascending.
         needs: by (node, GPU): the samples of the node's output that the GPU reads.
         instructions: per GPU.
@@ -125,8 +125,8 @@ class MultiplexProgram:
 
     gpus: int
     batch: int
-    turns: tuple[Turn, ...]
-    copies: Mapping[str, tuple[int, ...]]
+    slots: tuple[Slot, ...]
+    replicas: Mapping[str, tuple[int, ...]]
     needs: Mapping[tuple[str, int], tuple[Range, ...]]
     instructions: tuple[tuple[Instruction, ...], ...]
 
@@ -143,13 +143,13 @@ def said(one: Instruction) -> str:
     kind = type(one).__name__.upper()
     if isinstance(one, Run):
         parts = ", ".join(f"{p.node}[{p.samples.lo}:{p.samples.hi}]" for p in one.parts)
-        return f"{kind} {one.direction} turn {one.turn}: {parts}"
+        return f"{kind} {one.direction} turn {one.slot}: {parts}"
     if isinstance(one, Route):
         parts = [f"{p.node}[{p.samples.lo}:{p.samples.hi}] to {p.peer}" for p in one.sends]
         parts += [f"{p.node}[{p.samples.lo}:{p.samples.hi}] from {p.peer}" for p in one.receives]
-        return f"{kind} {one.direction} turn {one.turn}: {', '.join(parts)}"
+        return f"{kind} {one.direction} turn {one.slot}: {', '.join(parts)}"
     if isinstance(one, Barrier):
-        return f"{kind} {one.direction} turn {one.turn}"
+        return f"{kind} {one.direction} turn {one.slot}"
     if isinstance(one, Reduce):
         return f"{kind} {', '.join(one.nodes)}"
     return kind

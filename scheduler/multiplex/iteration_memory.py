@@ -82,10 +82,10 @@ def _placed(
     gpus = len(loads[0])
     place = [list(range(gpus)) for _ in loads]
     used = [0] * gpus
-    for turn in range(PASSES):
+    for slot in range(PASSES):
         before = [list(one) for one in place]
         for s in order:
-            if turn:
+            if slot:
                 for local, g in enumerate(place[s]):
                     used[g] -= loads[s][local]
             largest = sorted(range(gpus), key=lambda g: (-loads[s][g], g))

@@ -1,6 +1,6 @@
 """From a mapping to a program: who works on which samples, and what goes from whom to whom.
 
-A node's samples are dealt out over its GPUs as consecutive ranges, so that what a GPU needs from
+A node's samples are split over its GPUs as consecutive ranges, so that what a GPU needs from
 another is an intersection of ranges. A GPU gets the samples of a producer's output that any of
 its nodes reads, each once, however many read them; the gradients that its nodes make of them are
 summed there before they go back. A contrastive loss reads the samples of the whole batch on
@@ -24,11 +24,11 @@ from raymm.scheduler.multiplex.instructions import (
     Instruction,
     MultiplexProgram,
     Part,
-    Piece,
     Reduce,
     Route,
     Run,
-    Turn,
+    SampleTransfer,
+    Slot,
     Update,
 )
 from raymm.scheduler.multiplex.mapping import Mapping
@@ -36,23 +36,23 @@ from raymm.scheduler.multiplex.mapping import Mapping
 
 @dataclass(frozen=True)
 class _Share:
-    """Samples of a node that a GPU works on in a turn."""
+    """Samples of a node that a GPU works on in a slot."""
 
     node: str
-    turn: int
+    slot: int
     gpu: int
     samples: Range
 
 
-def turns_of(graph: NodeGraph, mapping: Mapping) -> tuple[Turn, ...]:
-    """The mapping's stages, then turns of the losses that it does not place: those are on the
+def slots_of(graph: NodeGraph, mapping: Mapping) -> tuple[Slot, ...]:
+    """The mapping's stages, then slots of the losses that it does not place: those are on the
     GPUs on which their last producer is.
 
     Raises:
         MultiplexError: the mapping names a node that there is not, or lacks a module.
     """
     names = set(graph.by_name)
-    turns, last = [], {}
+    slots, last = [], {}
     for s, stage in enumerate(mapping.stages):
         quotas: dict[int, dict[str, int]] = {}
         for p, placement in enumerate(stage.placements):
@@ -64,7 +64,7 @@ def turns_of(graph: NodeGraph, mapping: Mapping) -> tuple[Turn, ...]:
             last[placement.module] = (s, placement.gpus)
             for gpu in placement.gpus:
                 quotas.setdefault(gpu, {})[placement.module] = placement.quota
-        turns.append(Turn(f"stage {s}", quotas))
+        slots.append(Slot(f"stage {s}", quotas))
     for name in graph.order:
         if name not in last and not graph.by_name[name].loss:
             raise MultiplexError(f"stages do not have module {name!r}; every module must run")
@@ -83,15 +83,15 @@ def turns_of(graph: NodeGraph, mapping: Mapping) -> tuple[Turn, ...]:
                 quotas.setdefault(gpu, {})[name] = 0
         for here in quotas.values():
             here.update(dict.fromkeys(here, mapping.steps // len(here)))
-        turns.append(Turn(f"losses {first // mapping.steps}", quotas, placed=False))
-    return tuple(turns)
+        slots.append(Slot(f"losses {first // mapping.steps}", quotas, placed=False))
+    return tuple(slots)
 
 
-def copies_of(turns: Sequence[Turn]) -> dict[str, tuple[int, ...]]:
-    """GPUs on which each node is in any turn, ascending."""
+def replicas_of(slots: Sequence[Slot]) -> dict[str, tuple[int, ...]]:
+    """GPUs on which each node is in any slot, ascending."""
     found: dict[str, set[int]] = {}
-    for turn in turns:
-        for gpu, quotas in turn.quotas.items():
+    for slot in slots:
+        for gpu, quotas in slot.quotas.items():
             for name in quotas:
                 found.setdefault(name, set()).add(gpu)
     return {name: tuple(sorted(gpus)) for name, gpus in found.items()}
@@ -117,7 +117,7 @@ def lower(
         reduce: with sums of gradients over copies; only where ``train``. Without, every copy
             keeps its part, to which later iterations add theirs.
         update: with the optimizer's step; only where ``reduce``.
-        lockstep: every turn begins on all GPUs at once, as eq. 1 of Mosaic has it. Otherwise a
+        lockstep: every slot begins on all GPUs at once, as eq. 1 of Mosaic has it. Otherwise a
             GPU goes on as soon as it has what it needs.
 
     Raises:
@@ -125,19 +125,19 @@ def lower(
             what it reads; a batch without samples.
     """
     whole(batch, "batch", 1)
-    turns = turns_of(graph, mapping)
-    shares = _shares(graph, mapping, turns, batch)
+    slots = slots_of(graph, mapping)
+    shares = _shares(graph, mapping, slots, batch)
     _check_order(graph, shares)
     needs = _needs(graph, shares, batch)
     lists: list[list[Instruction]] = [[] for _ in range(mapping.gpus)]
 
-    def turn(t: int, direction: Direction, pieces: dict[int, tuple[list, list]]) -> None:
+    def slot(t: int, direction: Direction, pieces: dict[int, tuple[list, list]]) -> None:
         for gpu, listed in enumerate(lists):
             if lockstep:
                 listed.append(Barrier(t, direction))
             parts = tuple(
                 Part(s.node, s.samples) for s in shares
-                if s.turn == t and s.gpu == gpu and s.samples
+                if s.slot == t and s.gpu == gpu and s.samples
                 and (direction is Direction.FORWARD or s.node in graph.backward)
             )
             if parts:
@@ -147,18 +147,18 @@ def lower(
                 listed.append(Route(t, direction, tuple(sends), tuple(receives)))
 
     outputs = _routes(shares, needs)
-    for t in range(len(turns)):
-        turn(t, Direction.FORWARD, outputs.get(t, {}))
+    for t in range(len(slots)):
+        slot(t, Direction.FORWARD, outputs.get(t, {}))
     if train:
         gradients = _gradient_routes(graph, shares, needs)
-        copies = copies_of(turns)
-        first = {name: min(s.turn for s in shares if s.node == name) for name in copies}
-        for t in reversed(range(len(turns))):
-            turn(t, Direction.BACKWARD, gradients.get(t, {}))
+        replicas = replicas_of(slots)
+        first = {name: min(s.slot for s in shares if s.node == name) for name in replicas}
+        for t in reversed(range(len(slots))):
+            slot(t, Direction.BACKWARD, gradients.get(t, {}))
             for gpu, listed in enumerate(lists if reduce else ()):
                 done = tuple(
                     name for name in graph.order
-                    if first[name] == t and gpu in copies[name] and graph.by_name[name].trainable
+                    if first[name] == t and gpu in replicas[name] and graph.by_name[name].trainable
                 )
                 if done:
                     listed.append(Reduce(done))
@@ -167,12 +167,12 @@ def lower(
             if update:
                 listed.append(Update())
     return MultiplexProgram(
-        mapping.gpus, batch, turns, copies_of(turns), needs, tuple(tuple(one) for one in lists)
+        mapping.gpus, batch, slots, replicas_of(slots), needs, tuple(tuple(one) for one in lists)
     )
 
 
 def _shares(
-    graph: NodeGraph, mapping: Mapping, turns: Sequence[Turn], batch: int
+    graph: NodeGraph, mapping: Mapping, slots: Sequence[Slot], batch: int
 ) -> list[_Share]:
     """Who works on what; a node's slices follow each other in its samples."""
     found: list[_Share] = []
@@ -197,9 +197,9 @@ def _shares(
                 f"stages have {count} of {mapping.slices} slices of {name!r}; every module must "
                 "run"
             )
-    for t, turn in enumerate(turns):
-        for name in () if turn.placed else graph.order:
-            gpus = [gpu for gpu in sorted(turn.quotas) if name in turn.quotas[gpu]]
+    for t, slot in enumerate(slots):
+        for name in () if slot.placed else graph.order:
+            gpus = [gpu for gpu in sorted(slot.quotas) if name in slot.quotas[gpu]]
             if gpus:
                 for gpu, samples in zip(gpus, deal(Range(0, batch), len(gpus)), strict=True):
                     found.append(_Share(name, t, gpu, samples))
@@ -208,8 +208,8 @@ def _shares(
 
 def _check_order(graph: NodeGraph, shares: Sequence[_Share]) -> None:
     for producer, reader in graph.edges:
-        last = max(s.turn for s in shares if s.node == producer)
-        first = min(s.turn for s in shares if s.node == reader)
+        last = max(s.slot for s in shares if s.node == producer)
+        first = min(s.slot for s in shares if s.node == reader)
         if first <= last:
             raise MultiplexError(
                 f"stages[{first}] has {reader!r}, which reads {producer!r}; that must be complete "
@@ -229,7 +229,7 @@ def _needs(
     return {place: union(ranges) for place, ranges in sorted(reads.items())}
 
 
-_Pieces = dict[int, dict[int, tuple[list[Piece], list[Piece]]]]
+_Pieces = dict[int, dict[int, tuple[list[SampleTransfer], list[SampleTransfer]]]]
 
 
 def _moves(
@@ -248,10 +248,10 @@ def _moves(
 def _routes(
     shares: Sequence[_Share], needs: ByName[tuple[str, int], tuple[Range, ...]]
 ) -> _Pieces:
-    """Outputs leave in the turn that makes them."""
+    """Outputs leave in the slot that makes them."""
     pieces: _Pieces = {}
     for share, gpu, samples in _moves(shares, needs):
-        _put(pieces, share.turn, share.node, share.gpu, gpu, samples)
+        _put(pieces, share.slot, share.node, share.gpu, gpu, samples)
     return pieces
 
 
@@ -260,20 +260,20 @@ def _gradient_routes(
     shares: Sequence[_Share],
     needs: ByName[tuple[str, int], tuple[Range, ...]],
 ) -> _Pieces:
-    """Gradients leave a GPU in the turn that adds the last part to them there."""
+    """Gradients leave a GPU in the slot that adds the last part to them there."""
     pieces: _Pieces = {}
     for share, gpu, samples in _moves(shares, needs):
         if share.node in graph.backward:
             readers = {node.name for node in graph.readers(share.node)}
-            turn = min(s.turn for s in shares if s.gpu == gpu and s.node in readers and s.samples)
-            _put(pieces, turn, share.node, gpu, share.gpu, samples)
+            slot = min(s.slot for s in shares if s.gpu == gpu and s.node in readers and s.samples)
+            _put(pieces, slot, share.node, gpu, share.gpu, samples)
     return pieces
 
 
 def _put(
-    pieces: _Pieces, turn: int, node: str, sender: int, receiver: int, samples: Range
+    pieces: _Pieces, slot: int, node: str, sender: int, receiver: int, samples: Range
 ) -> None:
-    there = pieces.setdefault(turn, {})
+    there = pieces.setdefault(slot, {})
     if sender != receiver:
-        there.setdefault(sender, ([], []))[0].append(Piece(node, receiver, samples))
-    there.setdefault(receiver, ([], []))[1].append(Piece(node, sender, samples))
+        there.setdefault(sender, ([], []))[0].append(SampleTransfer(node, receiver, samples))
+    there.setdefault(receiver, ([], []))[1].append(SampleTransfer(node, sender, samples))

@@ -45,7 +45,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class MultiplexStage:
-    """Modules that run side by side, and the seconds until the last is done."""
+    """Modules that run concurrently, and the seconds until the last is done."""
 
     placements: tuple[Placement, ...]
     seconds: float

@@ -29,7 +29,7 @@ class MappingProblem:
     """Modules to be put on a pool of equal GPUs (Mosaic §3.1).
 
     A module runs on 2^j GPUs with one quota on all of them (eq. 6). Stages run one after the
-    other; a stage's modules run side by side and must not depend on each other.
+    other; a stage's modules run concurrently and must not depend on each other.
 
     Attributes:
         surfaces: one per module.

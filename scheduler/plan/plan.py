@@ -18,7 +18,7 @@ from raymm.scheduler.plan.plan_error import PlanError, check_number
 from raymm.scheduler.plan.plan_json import graph_of, integers, only, policy_of, stage_of, typed
 from raymm.scheduler.plan.policy import Policy
 from raymm.scheduler.plan.rank_quotas import check_quotas, rank_quotas
-from raymm.scheduler.plan.stage import SHARDINGS, Degrees, Stage
+from raymm.scheduler.plan.stage import SHARDINGS, Degrees, Edge, Stage, StageId
 
 PLAN_FORMAT = 1
 SCHEDULES = ("1f1b", "zero_bubble", "gpipe")
@@ -29,7 +29,7 @@ class Plan:
     """What runs where: stages over ranks, microbatches, schedule.
 
     Several stages may share a rank (the rank then takes turns between them; modules with quotas
-    run side by side); every rank is one process on one device, one Ray actor.
+    run concurrently); every rank is one process on one device, one Ray actor.
 
     Attributes:
         graph: the model's modules.
@@ -63,7 +63,7 @@ class Plan:
         known = {node.name for node in self.graph.nodes}
         for stage in self.stages:
             if stage.module not in known:
-                raise PlanError(f"stage {stage.name}: modules are {sorted(known)}")
+                raise PlanError(f"stage {stage.id}: modules are {sorted(known)}")
         for node in self.graph.nodes:
             self._check_replicas(node)
         if self.profile is not None:
@@ -86,7 +86,7 @@ class Plan:
     def _check_shared_ranks(self) -> None:
         stages: dict[int, list[str]] = {}
         for stage in self.stages:
-            stages.setdefault(stage.rank, []).append(stage.name)
+            stages.setdefault(stage.rank, []).append(str(stage.id))
         shared = tuple(sorted(rank for rank, names in stages.items() if len(names) > 1))
         if self.shared_ranks is None:
             object.__setattr__(self, "shared_ranks", shared)
@@ -103,11 +103,11 @@ class Plan:
         for stage in self.stages:
             if stage.sharding not in SHARDINGS:
                 raise PlanError(
-                    f"sharding of stage {stage.name} is {stage.sharding!r}; accepted: "
+                    f"sharding of stage {stage.id} is {stage.sharding!r}; accepted: "
                     f"{', '.join(SHARDINGS)}"
                 )
             for name, degree in stage.degrees._asdict().items():
-                check_number(f"{name} of stage {stage.name}", degree)
+                check_number(f"{name} of stage {stage.id}", degree)
             self._check_sharding(stage)
             for known, what in ((widths, f"rank {stage.rank}"), (degrees, stage.module)):
                 key = stage.rank if known is widths else stage.module
@@ -117,7 +117,7 @@ class Plan:
                 ):
                     if mine != theirs:
                         raise PlanError(
-                            f"{name} of stage {stage.name} is {mine} and of {other.name} {theirs}; "
+                            f"{name} of stage {stage.id} is {mine} and of {other.id} {theirs}; "
                             f"all stages of {what} must have the same"
                         )
 
@@ -127,19 +127,19 @@ class Plan:
             return
         if len(options) != max(blocks, 0) or not set(options) <= set(OPTIONS):
             raise PlanError(
-                f"layer_options of stage {stage.name} are {list(options)}; there must be one for "
+                f"layer_options of stage {stage.id} are {list(options)}; there must be one for "
                 f"each of its {max(blocks, 0)} blocks, of {', '.join(OPTIONS)}"
             )
         if set(options) == {OPTIONS[0]}:
             return
         if stage.recompute:
             raise PlanError(
-                f"stage {stage.name} has layer_options and recompute, which runs all of it again; "
+                f"stage {stage.id} has layer_options and recompute, which runs all of it again; "
                 "give one of them"
             )
         if self.schedule == "zero_bubble":
             raise PlanError(
-                f"layer_options of stage {stage.name} with schedule 'zero_bubble', whose two "
+                f"layer_options of stage {stage.id} with schedule 'zero_bubble', whose two "
                 "backward passes would each recompute; use '1f1b' or 'gpipe', or recompute"
             )
 
@@ -147,25 +147,25 @@ class Plan:
         first = self.replicas(stage.module)[0][0]
         if stage.sharding != first.sharding:
             raise PlanError(
-                f"sharding of stage {stage.name} is {stage.sharding!r} and of {first.name} "
+                f"sharding of stage {stage.id} is {stage.sharding!r} and of {first.id} "
                 f"{first.sharding!r}; all stages of {stage.module} must have the same"
             )
         if stage.sharding != "fsdp":
             if stage.fsdp > 1:
                 raise PlanError(
-                    f"fsdp of stage {stage.name} is {stage.fsdp} and its sharding "
+                    f"fsdp of stage {stage.id} is {stage.fsdp} and its sharding "
                     f"{stage.sharding!r}; fsdp above 1 needs sharding 'fsdp'"
                 )
             return
         if stage.tp > 1:
             raise PlanError(
-                f"sharding of stage {stage.name} is 'fsdp' and its tp {stage.tp}; with tp above 1, "
+                f"sharding of stage {stage.id} is 'fsdp' and its tp {stage.tp}; with tp above 1, "
                 "sharding may be none or zero1"
             )
         if stage.replica:
             raise PlanError(
-                f"sharding of stage {stage.name} is 'fsdp', which has no copies of a module; "
-                "use fsdp, the degree over which samples are dealt out"
+                f"sharding of stage {stage.id} is 'fsdp', which has no replicas of a module; "
+                "use fsdp, the degree over which samples are split"
             )
         if stage.shards > 1 and self.schedule == "zero_bubble":
             raise PlanError(
@@ -196,7 +196,7 @@ class Plan:
                 else:
                     what = "overlap" if lo < expected else "leave a gap"
                 raise PlanError(
-                    f"stage {stage.name}: layers [{lo}, {hi}) would {what}; "
+                    f"stage {stage.id}: layers [{lo}, {hi}) would {what}; "
                     f"it must start at {expected} and hold at least one layer"
                 )
             expected = hi
@@ -261,7 +261,7 @@ class Plan:
         return tuple(accumulate(counts, initial=0))
 
     def sharers(self, stage: Stage) -> int:
-        """Processes that have the same parameters as one of a stage's: over copies of its module,
+        """Processes that have the same parameters as one of a stage's: over replicas of its module,
         and by tokens."""
         return len(self.replicas(stage.module)) * stage.cp * stage.fsdp
 
@@ -270,31 +270,31 @@ class Plan:
         return tuple(s for s in self.topological_stages if s.rank == rank)
 
     def quotas(self, rank: int) -> dict[str, float]:
-        """By module, shares of a rank's multiprocessors; empty if nothing runs side by side."""
+        """By module, shares of a rank's multiprocessors; empty if nothing runs concurrently."""
         return rank_quotas(self.rank_stages(rank), rank)
 
     @cached_property
-    def by_name(self) -> Mapping[str, Stage]:
-        return {stage.name: stage for stage in self.stages}
+    def by_id(self) -> Mapping[StageId, Stage]:
+        return {stage.id: stage for stage in self.stages}
 
     @cached_property
     def topological_stages(self) -> tuple[Stage, ...]:
         return tuple(s for m in self.graph.topological for s in self.module_stages(m))
 
     @cached_property
-    def stage_edges(self) -> tuple[tuple[str, str], ...]:
+    def stage_edges(self) -> tuple[Edge, ...]:
         """Directed data edges between stages, within modules and between them. Of copies, only
         those are joined that some microbatch goes through both of."""
         edges = []
         for node in self.graph.nodes:
             for chain in self.replicas(node.name):
-                names = [stage.name for stage in chain]
+                names = [stage.id for stage in chain]
                 edges += list(zip(names, names[1:], strict=False))
         for src, dst in self.graph.edges:
             # Microbatch m goes through copy m % p of the one and m % c of the other.
             period = gcd(len(self.replicas(src)), len(self.replicas(dst)))
             edges += [
-                (producer[-1].name, consumer[0].name)
+                (producer[-1].id, consumer[0].id)
                 for producer in self.replicas(src)
                 for consumer in self.replicas(dst)
                 if producer[0].replica % period == consumer[0].replica % period
@@ -302,42 +302,42 @@ class Plan:
         return tuple(edges)
 
     @cached_property
-    def stage_producers(self) -> Mapping[str, tuple[str, ...]]:
+    def stage_producers(self) -> Mapping[StageId, tuple[StageId, ...]]:
         """Per stage, the stages it receives from."""
         return {
-            stage.name: tuple(src for src, dst in self.stage_edges if dst == stage.name)
+            stage.id: tuple(src for src, dst in self.stage_edges if dst == stage.id)
             for stage in self.stages
         }
 
     @cached_property
-    def stage_consumers(self) -> Mapping[str, tuple[str, ...]]:
+    def stage_consumers(self) -> Mapping[StageId, tuple[StageId, ...]]:
         """Per stage, the stages it sends to."""
         return {
-            stage.name: tuple(dst for src, dst in self.stage_edges if src == stage.name)
+            stage.id: tuple(dst for src, dst in self.stage_edges if src == stage.id)
             for stage in self.stages
         }
 
     @cached_property
-    def depth(self) -> Mapping[str, int]:
+    def depth(self) -> Mapping[StageId, int]:
         """Stages on the longest path from a stage to the loss, itself included."""
-        depth: dict[str, int] = {}
+        depth: dict[StageId, int] = {}
         for stage in reversed(self.topological_stages):
-            after = [depth[dst] for dst in self.stage_consumers[stage.name]]
-            depth[stage.name] = 1 + max(after, default=0)
+            after = [depth[dst] for dst in self.stage_consumers[stage.id]]
+            depth[stage.id] = 1 + max(after, default=0)
         return depth
 
     @cached_property
-    def warm_up(self) -> Mapping[str, int]:
+    def warm_up(self) -> Mapping[StageId, int]:
         """Microbatches that a stage may have under way in 1F1B: its depth, and where copies of
         another module share out what it makes, as many as keep all of them busy."""
-        under_way: dict[str, int] = {}
+        under_way: dict[StageId, int] = {}
         for stage in reversed(self.topological_stages):
             own = len(self.replicas(stage.module))
             after = [
-                under_way[dst] * max(1, len(self.replicas(self.by_name[dst].module)) // own)
-                for dst in self.stage_consumers[stage.name]
+                under_way[dst] * max(1, len(self.replicas(self.by_id[dst].module)) // own)
+                for dst in self.stage_consumers[stage.id]
             ]
-            under_way[stage.name] = 1 + max(after, default=0)
+            under_way[stage.id] = 1 + max(after, default=0)
         return under_way
 
     def trainable(self, stage: Stage) -> bool:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.resharding import Resharding
+from raymm.scheduler.plan.stage import Edge
 
 
 class Process(NamedTuple):
@@ -25,7 +26,7 @@ class Process(NamedTuple):
     tp: int
 
 
-class Lane(NamedTuple):
+class P2PGroup(NamedTuple):
     """Processes at both ends of an edge that have a tensor in common: the senders all hold it,
     the receivers are all to have it. By number."""
 
@@ -35,9 +36,6 @@ class Lane(NamedTuple):
     @property
     def resharding(self) -> Resharding:
         return Resharding(len(self.senders), len(self.receivers))
-
-
-Edge = tuple[str, str]
 
 
 class Processes:
@@ -113,23 +111,23 @@ class Processes:
     @cached_property
     def remote_edges(self) -> tuple[Edge, ...]:
         """Directed edges of messages between ranks: data edges, and their reverse."""
-        by_name = self.plan.by_name
+        by_id = self.plan.by_id
         return tuple(
             edge
             for src, dst in self.plan.stage_edges
-            if by_name[src].rank != by_name[dst].rank
+            if by_id[src].rank != by_id[dst].rank
             for edge in ((src, dst), (dst, src))
         )
 
-    def lanes(self, edge: Edge) -> tuple[Lane, ...]:
+    def p2p_groups(self, edge: Edge) -> tuple[P2PGroup, ...]:
         """Who has messages with whom on a directed edge. Within a module, processes keep their
         share of the samples and tokens; what a module hands to another is whole."""
-        sender, receiver = (self.plan.by_name[stage] for stage in edge)
+        sender, receiver = (self.plan.by_id[stage] for stage in edge)
         theirs = tuple(tuple(self.of_rank(stage.rank)) for stage in (sender, receiver))
         if sender.module != receiver.module:
-            return (Lane(*theirs),)
+            return (P2PGroup(*theirs),)
         tp = sender.tp
         return tuple(
-            Lane(*(numbers[place * tp : (place + 1) * tp] for numbers in theirs))
+            P2PGroup(*(numbers[place * tp : (place + 1) * tp] for numbers in theirs))
             for place in range(sender.fsdp * sender.cp)
         )

@@ -46,17 +46,17 @@ def check_quotas(stages: Sequence[Stage]) -> None:
     """
     of_rank: dict[int, dict[str, Stage]] = {}
     for stage in stages:
-        check_quota(f"quota of stage {stage.name}", stage.quota)
+        check_quota(f"quota of stage {stage.id}", stage.quota)
         first = of_rank.setdefault(stage.rank, {}).setdefault(stage.module, stage)
         if stage.quota != first.quota:
             raise PlanError(
-                f"quota of stage {stage.name} is {stage.quota} and of {first.name} {first.quota}; "
+                f"quota of stage {stage.id} is {stage.quota} and of {first.id} {first.quota}; "
                 f"all stages of {stage.module!r} on rank {stage.rank} must have the same"
             )
         if stage.quota is not None and math.prod(stage.degrees) > 1:
             degrees = ", ".join(f"{n} {d}" for n, d in stage.degrees._asdict().items() if d > 1)
             raise PlanError(
-                f"quota of stage {stage.name} is {stage.quota} and its {degrees}; accepted: quotas "
+                f"quota of stage {stage.id} is {stage.quota} and its {degrees}; accepted: quotas "
                 "on ranks of one process, because processes that share a module's work must meet "
                 "in the same order"
             )
@@ -68,7 +68,7 @@ def _check_rank(rank: int, quotas: Mapping[str, float], stages: Mapping[str, Sta
     if len(quotas) == 1:
         (module,) = quotas
         raise PlanError(
-            f"quota of stage {stages[module].name} is {quotas[module]}, and no other module has "
+            f"quota of stage {stages[module].id} is {quotas[module]}, and no other module has "
             f"one on rank {rank}; accepted: quotas of two modules or more that share a rank"
         )
     total = math.fsum(quotas.values())

@@ -72,6 +72,6 @@ class Resharding:
             for receiver in range(first, last):
                 yield sender, receiver
 
-    def guide(self, receiver: int) -> int:
+    def metadata_sender(self, receiver: int) -> int:
         """The sender of a receiver's first part; it also says what is coming."""
         return receiver * self.senders // self.receivers

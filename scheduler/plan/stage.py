@@ -10,9 +10,33 @@ SHARDINGS = ("none", "zero1", "fsdp")
 untied embeddings (ZeRO-3, as torch's FSDP2 has it)."""
 
 
-def stage_module(stage: str) -> str:
-    """The module of a stage, from its name: ``"llm.2@1"`` -> ``"llm"``."""
-    return stage.rpartition(".")[0]
+class StageId(NamedTuple):
+    """Which stage: its module, its place in the module, and the module's replica. Ids sort like
+    that, and print as the name that people and files have: ``llm.2``, or ``vision.0@1`` in the
+    module's second replica.
+
+    A module that runs whole (one of a mapping) has :data:`WHOLE` as its place and the module's
+    name as its own. ``StageId("")`` is no stage: what concerns all of a rank.
+    """
+
+    module: str
+    index: int = -1
+    replica: int = 0
+
+    def __str__(self) -> str:
+        place = "" if self.index == WHOLE else f".{self.index}"
+        return self.module + place + (f"@{self.replica}" if self.replica else "")
+
+    @property
+    def first_replica(self) -> StageId:
+        """The same stage in the module's first replica."""
+        return self._replace(replica=0)
+
+
+WHOLE = -1
+NO_STAGE = StageId("")
+Edge = tuple[StageId, StageId]
+"""From one stage to another."""
 
 
 class Degrees(NamedTuple):
@@ -32,8 +56,8 @@ class Stage:
         module, index: the module, and the stage's place in it.
         layers: first layer, and one past the last.
         rank: where it runs.
-        replica: which copy of the module it belongs to (data parallelism). Microbatches are
-            dealt out over the copies in turn; gradients of all copies are summed.
+        replica: which replica of the module it belongs to (data parallelism). Microbatches are
+            split over the copies in turn; gradients of all copies are summed.
         recompute: keep only its inputs, and run its forward again for the backward.
         cp: context parallel degree: its rank is that many processes, each with its share of
             every sample's tokens.
@@ -75,6 +99,6 @@ class Stage:
         return self.fsdp * self.cp if self.sharding == "fsdp" else 1
 
     @property
-    def name(self) -> str:
-        """Unique name, e.g. ``"llm.2"``, or ``"vision.0@1"`` in the module's second copy."""
-        return f"{self.module}.{self.index}" + (f"@{self.replica}" if self.replica else "")
+    def id(self) -> StageId:
+        """Which stage it is."""
+        return StageId(self.module, self.index, self.replica)

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from raymm.errors import Error
 from raymm.scheduler.plan.rank_quotas import ROUNDING
-from raymm.scheduler.plan.stage import stage_module
+from raymm.scheduler.plan.stage import NO_STAGE, Edge, StageId
 
 
 class Op(StrEnum):
-    """What an instruction does. ``edge`` below is a directed pair of stage names."""
+    """What an instruction does. ``edge`` below is a directed pair of stages."""
 
     FORWARD = "forward"  # run a stage on a microbatch and keep what its backward needs
     FORWARD_NO_GRAD = "forward_no_grad"  # run it under no_grad: nothing is kept
@@ -25,7 +25,7 @@ class Op(StrEnum):
     BACKWARD_WEIGHT = "backward_weight"  # B_w: gradients of parameters, after B_d
     SEND = "send"  # start sending what the stage produced for the edge; never blocks
     RECV = "recv"  # wait until the edge's next message is here
-    REDUCE_TIED = "reduce_tied"  # sum gradients of parameters that live on two ranks
+    REDUCE_GRADS = "reduce_grads"  # sum gradients of parameters that live on two ranks
     CLIP_GRADS = "clip_grads"  # scale gradients by the norm over all ranks
     STEP = "step"  # optimizer update, then zero gradients
 
@@ -33,7 +33,7 @@ class Op(StrEnum):
 FORWARDS = frozenset({Op.FORWARD, Op.FORWARD_NO_GRAD, Op.FORWARD_CHECKPOINTED})
 BACKWARDS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
 COMPUTE = FORWARDS | BACKWARDS | {Op.RECOMPUTE}
-EPILOGUE = (Op.REDUCE_TIED, Op.CLIP_GRADS, Op.STEP)
+OPTIMIZER_OPS = (Op.REDUCE_GRADS, Op.CLIP_GRADS, Op.STEP)
 
 
 class Instruction(NamedTuple):
@@ -41,36 +41,36 @@ class Instruction(NamedTuple):
     stage at the other end of a SEND or RECV (a gradient travels from consumer to producer,
     so its edge is the data edge reversed).
 
-    Compute instructions of one ``turn`` (a number, unique on the rank) stand next to each other
-    and run side by side: one module's in their order, each module on its ``quota``, the share of
+    Compute instructions of one ``group`` (a number, unique on the rank) stand next to each other
+    and run concurrently: one module's in their order, each module on its ``quota``, the share of
     the rank's multiprocessors. All begin when all before them has ended, and nothing after them
-    begins before all have ended. Without a turn (-1) an instruction has the whole device."""
+    begins before all have ended. Without a group (-1) an instruction has the whole device."""
 
     op: Op
-    stage: str = ""
+    stage: StageId = NO_STAGE
     microbatch: int = -1
-    peer: str = ""
-    turn: int = -1
+    peer: StageId = NO_STAGE
+    group: int = -1
     quota: float = 1.0
 
     @property
-    def edge(self) -> tuple[str, str]:
+    def edge(self) -> Edge:
         """(from stage, to stage) of a SEND or RECV."""
         return (self.stage, self.peer) if self.op is Op.SEND else (self.peer, self.stage)
 
     def __str__(self) -> str:
-        where = f" {self.stage}" if self.stage else ""
+        where = f" {self.stage}" if self.stage.module else ""
         which = f" #{self.microbatch}" if self.microbatch >= 0 else ""
         arrow = {Op.SEND: f" -> {self.peer}", Op.RECV: f" <- {self.peer}"}.get(self.op, "")
-        beside = f" (turn {self.turn}, quota {self.quota:g})" if self.turn >= 0 else ""
+        beside = f" (group {self.group}, quota {self.quota:g})" if self.group >= 0 else ""
         return f"{self.op.value}{where}{arrow}{which}{beside}"
 
 
-def turn_end(instructions: Sequence[Any], index: int) -> int:
-    """One past the last instruction (or task) of the turn of ``instructions[index]``; of one
-    without a turn, the next."""
-    turn, end = instructions[index].turn, index + 1
-    while turn >= 0 and end < len(instructions) and instructions[end].turn == turn:
+def group_end(instructions: Sequence[Any], index: int) -> int:
+    """One past the last instruction (or task) of the group of ``instructions[index]``; of one
+    without a group, the next."""
+    group, end = instructions[index].group, index + 1
+    while group >= 0 and end < len(instructions) and instructions[end].group == group:
         end += 1
     return end
 
@@ -83,7 +83,7 @@ class Program(NamedTuple):
     def __iter__(self) -> Iterator[tuple[Instruction, ...]]:  # type: ignore[override]
         return iter(self.ranks)
 
-    def with_epilogue(self, ops: tuple[Op, ...]) -> Program:
+    def with_optimizer_ops(self, ops: tuple[Op, ...]) -> Program:
         """The same program, followed on every rank by ``ops`` (collective, so on all)."""
         tail = tuple(Instruction(op) for op in ops)
         return Program(tuple(rank + tail for rank in self.ranks))
@@ -104,7 +104,7 @@ class ProgramReport:
     """What :func:`check_program` proved. ``live_activations`` is, per stage, the largest
     number of microbatches whose activations live at once."""
 
-    live_activations: dict[str, int]
+    live_activations: dict[StageId, int]
 
 
 def check_program(program: Program) -> ProgramReport:
@@ -115,36 +115,36 @@ def check_program(program: Program) -> ProgramReport:
     microbatch, in the same order on the same edge; no message is left over; no set of
     ranks waits in a circle; a backward follows its own forward and runs once; outputs and
     gradients are computed before they are sent and received before they are used;
-    collective instructions come in the same order on every rank; of every turn, what
-    :func:`check_turns` says. Whether a program lacks
+    collective instructions come in the same order on every rank; of every group, what
+    :func:`check_groups` says. Whether a program lacks
     both ends of a message that the model needs cannot be seen without the plan.
 
     Raises:
         ProgramError: naming rank and instruction.
     """
     collectives = [
-        tuple(i.op for i in rank if i.op in EPILOGUE) for rank in program.ranks
+        tuple(i.op for i in rank if i.op in OPTIMIZER_OPS) for rank in program.ranks
     ]
     for rank, ops in enumerate(collectives):
         if ops != collectives[0]:
             raise ProgramError(f"rank {rank} runs collectives {ops}, rank 0 {collectives[0]}")
 
     for rank, instructions in enumerate(program.ranks):
-        check_turns(rank, instructions)
+        check_groups(rank, instructions)
     position = [0] * len(program.ranks)
-    queues: dict[tuple[str, str], deque[int]] = defaultdict(deque)
-    done: set[tuple[str, str, int]] = set()
-    live: dict[str, int] = defaultdict(int)
-    peak: dict[str, int] = defaultdict(int)
-    home: dict[str, int] = {}
-    met: set[tuple[str, int, str]] = set()
+    queues: dict[Edge, deque[int]] = defaultdict(deque)
+    done: set[tuple[str, StageId, int]] = set()
+    live: dict[StageId, int] = defaultdict(int)
+    peak: dict[StageId, int] = defaultdict(int)
+    home: dict[StageId, int] = {}
+    met: set[tuple[StageId, int, StageId]] = set()
     progressed = True
     while progressed:
         progressed = _meet(program, position)
         for rank, instructions in enumerate(program.ranks):
             while position[rank] < len(instructions):
                 instruction = instructions[position[rank]]
-                if instruction.op in EPILOGUE:
+                if instruction.op in OPTIMIZER_OPS:
                     break
                 if home.setdefault(instruction.stage, rank) != rank:
                     raise ProgramError(
@@ -181,42 +181,42 @@ def check_program(program: Program) -> ProgramReport:
     return ProgramReport(live_activations=dict(peak))
 
 
-def check_turns(rank: int, instructions: Sequence[Instruction]) -> None:
+def check_groups(rank: int, instructions: Sequence[Instruction]) -> None:
     """Turns are of compute instructions next to each other, on quotas that a device has; a
     backward runs where the forward that kept its activations ran, because autograd runs it on
-    that one's stream. Whether one instruction of a turn needs another's result cannot be seen
+    that one's stream. Whether one instruction of a group needs another's result cannot be seen
     without the plan.
 
     Raises:
         ProgramError: naming rank and instruction.
     """
     quotas: dict[int, dict[str, float]] = {}
-    kept: dict[tuple[str, int], Instruction] = {}
+    kept: dict[tuple[StageId, int], Instruction] = {}
     last = -1
     for one in instructions:
-        if one.turn >= 0:
-            of_turn = quotas.setdefault(one.turn, {})
+        if one.group >= 0:
+            in_group = quotas.setdefault(one.group, {})
             if one.op not in COMPUTE:
-                raise ProgramError(f"rank {rank}: {one}; only compute instructions have turns")
-            if of_turn and last != one.turn:
-                raise ProgramError(f"rank {rank}: {one} stands apart from others of its turn")
-            of_turn[stage_module(one.stage)] = one.quota
-            if sum(of_turn.values()) > 1 + ROUNDING:
-                raise ProgramError(f"rank {rank}: {one} brings the quotas of its turn above 1")
-        last = one.turn
+                raise ProgramError(f"rank {rank}: {one}; only compute instructions have groups")
+            if in_group and last != one.group:
+                raise ProgramError(f"rank {rank}: {one} stands apart from others of its group")
+            in_group[one.stage.module] = one.quota
+            if sum(in_group.values()) > 1 + ROUNDING:
+                raise ProgramError(f"rank {rank}: {one} brings the quotas of its group above 1")
+        last = one.group
         place = one.stage, one.microbatch
         if one.op in (Op.FORWARD, Op.RECOMPUTE):
             kept[place] = one
         elif one.op in BACKWARDS and place in kept:
             before = kept[place]
-            if (before.turn >= 0, before.quota) != (one.turn >= 0, one.quota):
+            if (before.group >= 0, before.quota) != (one.group >= 0, one.quota):
                 raise ProgramError(f"rank {rank}: {one} is not on the quota of {before}")
 
 
 def _meet(program: Program, position: list[int]) -> bool:
     """Step over a collective once every rank has come to it."""
     if not program.ranks or any(
-        at == len(rank) or rank[at].op not in EPILOGUE
+        at == len(rank) or rank[at].op not in OPTIMIZER_OPS
         for rank, at in zip(program.ranks, position, strict=True)
     ):
         return False
@@ -228,8 +228,8 @@ def _meet(program: Program, position: list[int]) -> bool:
 def _check_message(
     rank: int,
     instruction: Instruction,
-    done: set[tuple[str, str, int]],
-    met: set[tuple[str, int, str]],
+    done: set[tuple[str, StageId, int]],
+    met: set[tuple[StageId, int, StageId]],
 ) -> None:
     """A stage's first message with a peer about a microbatch carries its output or input,
     the second a gradient. ``met`` holds the first ones."""
@@ -261,9 +261,9 @@ _PHASE = {
 def _check_compute(
     rank: int,
     instruction: Instruction,
-    done: set[tuple[str, str, int]],
-    live: dict[str, int],
-    peak: dict[str, int],
+    done: set[tuple[str, StageId, int]],
+    live: dict[StageId, int],
+    peak: dict[StageId, int],
 ) -> None:
     op, stage, microbatch, *_ = instruction
     phase = _PHASE[op]

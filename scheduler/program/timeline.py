@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from raymm.scheduler.plan.stage import stage_module
+from raymm.scheduler.plan.stage import NO_STAGE, StageId
 from raymm.scheduler.program.program import COMPUTE, Op
 
 _start = attrgetter("start")
@@ -23,11 +23,11 @@ class Span(NamedTuple):
 
     rank: int
     op: str
-    stage: str
+    stage: StageId
     microbatch: int
     start: float
     end: float
-    peer: str = ""
+    peer: StageId = NO_STAGE
     quota: float = 1.0
 
     @property
@@ -61,7 +61,7 @@ class Timeline:
         return tuple(s for s in self.spans if s.op in COMPUTE)
 
     def busy(self, rank: int) -> float:
-        """Seconds a rank spent in forwards and backwards; those that run side by side count
+        """Seconds a rank spent in forwards and backwards; those that run concurrently count
         once."""
         total, until = 0.0, -math.inf
         for span in sorted((s for s in self.compute() if s.rank == rank), key=_start):
@@ -78,17 +78,17 @@ class Timeline:
         """Over all ranks."""
         return sum(map(self.bubble, range(self.num_ranks))) / max(1, self.num_ranks)
 
-    def stage_busy(self) -> dict[str, float]:
+    def stage_busy(self) -> dict[StageId, float]:
         """Seconds of compute per stage."""
-        busy: dict[str, float] = {}
+        busy: dict[StageId, float] = {}
         for span in self.compute():
             busy[span.stage] = busy.get(span.stage, 0.0) + span.end - span.start
         return busy
 
-    def costs(self) -> dict[tuple[str, Op], float]:
+    def costs(self) -> dict[tuple[StageId, Op], float]:
         """Median :attr:`Span.device_seconds` per (stage, compute op): what the simulator
         takes."""
-        samples: dict[tuple[str, Op], list[float]] = {}
+        samples: dict[tuple[StageId, Op], list[float]] = {}
         for span in self.compute():
             samples.setdefault((span.stage, Op(span.op)), []).append(span.device_seconds)
         return {key: statistics.median(values) for key, values in samples.items()}
@@ -99,14 +99,20 @@ class Timeline:
     @classmethod
     def from_json(cls, text: str) -> Timeline:
         data = json.loads(text)
-        return cls(tuple(Span(*span) for span in data["spans"]), data["num_ranks"])
+        return cls(
+            tuple(
+                Span(rank, op, StageId(*stage), microbatch, start, end, StageId(*peer), quota)
+                for rank, op, stage, microbatch, start, end, peer, quota in data["spans"]
+            ),
+            data["num_ranks"],
+        )
 
 
 def chrome_trace(
     timelines: Iterable[tuple[str, Timeline]], rank_names: Mapping[int, str] | None = None
 ) -> dict[str, Any]:
     """Timelines as a Chrome/Perfetto trace: one process per timeline, one thread per rank, and
-    one for each module that runs side by side with others on it.
+    one for each module that runs concurrently with others on it.
 
     Args:
         timelines: (label, timeline) pairs, e.g. ``[("measured", t), ("predicted", p)]``.
@@ -121,7 +127,7 @@ def chrome_trace(
         for span in timeline.spans:
             tid = span.rank
             if span.quota < 1:
-                place = span.rank, stage_module(span.stage)
+                place = span.rank, span.stage.module
                 if place not in beside:
                     beside[place] = timeline.num_ranks + len(beside)
                     name = f"{_rank_name(span.rank, rank_names)}, {place[1]} on {span.quota:g}"
@@ -138,7 +144,10 @@ def chrome_trace(
                     "tid": tid,
                     "ts": span.start * 1e6,
                     "dur": (span.end - span.start) * 1e6,
-                    "args": {"stage": span.stage, "microbatch": span.microbatch, "peer": span.peer},
+                    "args": {
+                        "stage": str(span.stage), "microbatch": span.microbatch,
+                        "peer": str(span.peer),
+                    },
                 }
             )
     return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -6,13 +6,14 @@ import math
 from collections.abc import Mapping
 
 from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.schedule.stage_costs import StageCost, stage_costs
 from raymm.scheduler.schedule.step_graph import ActiveStages, active_stages, full_step
 
 
 def lower_bound(
     plan: Plan,
-    delays: Mapping[tuple[str, str], float] | None = None,
+    delays: Mapping[Edge, float] | None = None,
     activation_limits: Mapping[int, float] | None = None,
 ) -> float:
     """Seconds that a step with every modality in every microbatch takes at least.
@@ -35,16 +36,16 @@ class _Bound:
     def __init__(
         self,
         plan: Plan,
-        delays: Mapping[tuple[str, str], float],
+        delays: Mapping[Edge, float],
         limits: Mapping[int, float],
     ) -> None:
         self.plan = plan
         self.delays = delays
         self.limits = limits
         self.costs = stage_costs(plan)
-        # Microbatches that go through the same copies of all modules are alike.
+        # Microbatches that go through the same replicas of all modules are alike.
         self.active = tuple(dict.fromkeys(active_stages(plan, full_step(plan))))
-        everywhere = frozenset(plan.by_name)
+        everywhere = frozenset(plan.by_id)
         self.head = self._heads(everywhere)
         self.tail = self._tails(everywhere)
 
@@ -52,45 +53,45 @@ class _Bound:
         ranks = range(self.plan.num_ranks)
         return max([self._path(), *(self._rank(rank) for rank in ranks)])
 
-    def _delay(self, src: str, dst: str) -> float:
-        same = self.plan.by_name[src].rank == self.plan.by_name[dst].rank
+    def _delay(self, src: StageId, dst: StageId) -> float:
+        same = self.plan.by_id[src].rank == self.plan.by_id[dst].rank
         return 0.0 if same else self.delays.get((src, dst), 0.0)
 
-    def _heads(self, run: frozenset[str]) -> dict[str, float]:
+    def _heads(self, run: frozenset[StageId]) -> dict[StageId, float]:
         """When the first input of the stages of ``run`` can be there at the earliest."""
-        head: dict[str, float] = {}
+        head: dict[StageId, float] = {}
         for stage in self.plan.topological_stages:
             # Of several replicas of a producer one delivers the first microbatch.
             by_module: dict[str, float] = {}
-            for producer in self.plan.stage_producers[stage.name]:
+            for producer in self.plan.stage_producers[stage.id]:
                 if producer not in run:
                     continue
                 there = (
                     head[producer] + self.costs[producer].forward
-                    + self._delay(producer, stage.name)
+                    + self._delay(producer, stage.id)
                 )
-                module = self.plan.by_name[producer].module
+                module = self.plan.by_id[producer].module
                 by_module[module] = min(by_module.get(module, there), there)
-            head[stage.name] = max(by_module.values(), default=0.0)
+            head[stage.id] = max(by_module.values(), default=0.0)
         return head
 
-    def _tails(self, run: frozenset[str]) -> dict[str, float]:
+    def _tails(self, run: frozenset[StageId]) -> dict[StageId, float]:
         """What is left to do at least, in ``run``, after a stage has sent its last gradient."""
-        tail: dict[str, float] = {}
+        tail: dict[StageId, float] = {}
         for stage in self.plan.topological_stages:
             owed: dict[str, float] = {}
-            for producer in self.plan.stage_producers[stage.name]:
+            for producer in self.plan.stage_producers[stage.id]:
                 owes = any(producer in a.needs_backward for a in self.active)
                 if producer not in run or not owes:
                     continue
                 cost = self.costs[producer]
                 after = (
-                    self._delay(stage.name, producer) + cost.backward_input
+                    self._delay(stage.id, producer) + cost.backward_input
                     + max(cost.backward_weight, tail[producer])
                 )
-                module = self.plan.by_name[producer].module
+                module = self.plan.by_id[producer].module
                 owed[module] = min(owed.get(module, after), after)
-            tail[stage.name] = max(owed.values(), default=0.0)
+            tail[stage.id] = max(owed.values(), default=0.0)
         return tail
 
     def _path(self) -> float:
@@ -99,19 +100,19 @@ class _Bound:
         for active in self.active:
             sink = next(
                 s for s in self.plan.stages
-                if s.name in active.stages and not self.plan.stage_consumers[s.name]
+                if s.id in active.stages and not self.plan.stage_consumers[s.id]
             )
-            head = self._heads(active.stages)[sink.name]
-            tail = self._tails(active.stages)[sink.name]
-            last = self.costs[sink.name].backward_weight
+            head = self._heads(active.stages)[sink.id]
+            tail = self._tails(active.stages)[sink.id]
+            last = self.costs[sink.id].backward_weight
             once = self._once(sink, active)
             longest = max(longest, head + max(once, once - last + tail))
         return longest
 
     def _once(self, stage: Stage, active: ActiveStages) -> float:
         """Seconds of a stage's work on one microbatch that passes through it."""
-        cost = self.costs[stage.name]
-        if stage.name not in active.needs_backward:
+        cost = self.costs[stage.id]
+        if stage.id not in active.needs_backward:
             return cost.forward
         again = cost.forward if stage.recompute else 0.0
         return cost.forward + again + cost.backward_input + cost.backward_weight
@@ -120,20 +121,20 @@ class _Bound:
         stages = self.plan.rank_stages(rank)
         work, waiting, tails = 0.0, 0.0, [math.inf]
         for stage in stages:
-            active = next((a for a in self.active if stage.name in a.stages), None)
+            active = next((a for a in self.active if stage.id in a.stages), None)
             if active is None:
                 continue
             count = sum(
                 self.plan.runs(stage, m) for m in range(self.plan.num_microbatches)
             )
             work += count * self._once(stage, active)
-            if stage.name in active.needs_input_grad:
-                tails.append(self.tail[stage.name])
-                cost = self.costs[stage.name]
+            if stage.id in active.needs_input_grad:
+                tails.append(self.tail[stage.id])
+                cost = self.costs[stage.id]
                 waiting += self._can_wait(stage, cost, count) * cost.backward_weight
             else:  # nobody waits for it
                 tails.append(0.0)
-        head = min((self.head[s.name] for s in stages), default=0.0)
+        head = min((self.head[s.id] for s in stages), default=0.0)
         return head + max(work, work - waiting + min(tails))
 
     def _can_wait(self, stage: Stage, cost: StageCost, count: int) -> int:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from raymm.errors import Error
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.policy import ONE_F_ONE_B, Policy
+from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.program.program import Op
 from raymm.scheduler.schedule.stage_costs import StageCost
 from raymm.scheduler.schedule.step_graph import ActiveStages
@@ -49,10 +50,10 @@ class NoRoomError(Error, ValueError):
 class Task(NamedTuple):
     """One compute instruction to be."""
 
-    stage: str
+    stage: StageId
     microbatch: int
     op: Op
-    turn: int = -1
+    group: int = -1
     quota: float = 1.0
 
 
@@ -91,7 +92,7 @@ class _Stage:
     backward and weight, so that messages of an edge keep their order."""
 
     __slots__ = (
-        "name", "rank", "depth", "turn", "held", "producers", "consumers", "recompute",
+        "id", "rank", "depth", "order", "held", "producers", "consumers", "recompute",
         "forward_s", "no_grad_s", "recompute_s", "backward_s", "input_s", "weight_s",
         "kept", "activation", "forwards", "backwards", "needs", "owes", "trains",
         "started", "next_forward", "next_recompute", "next_backward", "weights",
@@ -99,20 +100,20 @@ class _Stage:
         "grad_delay", "module", "quota", "on_quota",
     )
 
-    def __init__(self, name: str, costs: Mapping[tuple[str, Op], float]) -> None:
+    def __init__(self, stage: StageId, costs: Mapping[tuple[StageId, Op], float]) -> None:
         """Durations as far as they are known. A forward that was measured under ``no_grad``
         only (or only with gradients) takes about as long the other way."""
 
         def known(*ops: Op, default: float) -> float:
-            found = (costs[name, op] for op in ops if (name, op) in costs)
+            found = (costs[stage, op] for op in ops if (stage, op) in costs)
             return max(next(found, default), SHORTEST)
 
         f, n, c = Op.FORWARD, Op.FORWARD_NO_GRAD, Op.FORWARD_CHECKPOINTED
-        self.name = name
+        self.id = stage
         self.forward_s = known(f, c, n, default=UNKNOWN_FORWARD)
         self.no_grad_s = known(n, c, f, default=UNKNOWN_FORWARD)
         self.recompute_s = known(Op.RECOMPUTE, f, c, n, default=UNKNOWN_FORWARD)
-        parts = [costs.get((name, op)) for op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)]
+        parts = [costs.get((stage, op)) for op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)]
         found = [part for part in parts if part is not None]
         whole = sum(found) if len(found) == len(parts) else UNKNOWN_BACKWARD
         self.backward_s = known(Op.BACKWARD, default=whole)
@@ -153,9 +154,9 @@ class ListScheduler:
         self,
         plan: Plan,
         active: Sequence[ActiveStages],
-        costs: Mapping[tuple[str, Op], float],
-        sizes: Mapping[str, StageCost] | None = None,
-        delays: Mapping[tuple[str, str], float] | None = None,
+        costs: Mapping[tuple[StageId, Op], float],
+        sizes: Mapping[StageId, StageCost] | None = None,
+        delays: Mapping[Edge, float] | None = None,
     ) -> None:
         self.plan = plan
         self.active = active
@@ -197,49 +198,49 @@ class ListScheduler:
         plan, rules = self.plan, self._rules
         stages = {}
         for stage in plan.stages:
-            state = _Stage(stage.name, self.costs)
-            cost = self.sizes.get(stage.name, UNKNOWN_SIZES)
+            state = _Stage(stage.id, self.costs)
+            cost = self.sizes.get(stage.id, UNKNOWN_SIZES)
             state.rank, state.module, state.quota = stage.rank, stage.module, stage.quota
-            state.depth = plan.depth[stage.name]
-            state.turn = (state.depth, len(stages))  # of one microbatch, nearest to loss first
-            state.held = len(self.active) if rules.flush else plan.warm_up[stage.name]
+            state.depth = plan.depth[stage.id]
+            state.order = (state.depth, len(stages))  # of one microbatch, nearest to loss first
+            state.held = len(self.active) if rules.flush else plan.warm_up[stage.id]
             state.recompute = stage.recompute
             state.kept = cost.input_bytes if stage.recompute else cost.activation_bytes
             state.activation = cost.activation_bytes if stage.recompute else 0
             state.trains = plan.trainable(stage)
-            state.forwards = [m for m, a in enumerate(self.active) if stage.name in a.stages]
+            state.forwards = [m for m, a in enumerate(self.active) if stage.id in a.stages]
             state.backwards = [
-                m for m, a in enumerate(self.active) if stage.name in a.needs_backward
+                m for m, a in enumerate(self.active) if stage.id in a.needs_backward
             ]
             state.needs = frozenset(state.backwards)
             state.owes = frozenset(
-                m for m, a in enumerate(self.active) if stage.name in a.needs_input_grad
+                m for m, a in enumerate(self.active) if stage.id in a.needs_input_grad
             )
-            stages[stage.name] = state
+            stages[stage.id] = state
         for state in stages.values():
-            state.producers = [stages[name] for name in plan.stage_producers[state.name]]
-            state.consumers = [stages[name] for name in plan.stage_consumers[state.name]]
+            state.producers = [stages[name] for name in plan.stage_producers[state.id]]
+            state.consumers = [stages[name] for name in plan.stage_consumers[state.id]]
             state.edge_delay = [
-                self.delays.get((p.name, state.name), 0.0) for p in state.producers
+                self.delays.get((p.id, state.id), 0.0) for p in state.producers
             ]
             state.grad_delay = [
-                self.delays.get((c.name, state.name), 0.0) for c in state.consumers
+                self.delays.get((c.id, state.id), 0.0) for c in state.consumers
             ]
-            state.consumed = {plan.by_name[c.name].module: 0 for c in state.consumers}
+            state.consumed = {plan.by_id[c.id].module: 0 for c in state.consumers}
         self._stages = stages
         self._on_rank = [
-            [stages[s.name] for s in plan.rank_stages(rank)] for rank in range(plan.num_ranks)
+            [stages[s.id] for s in plan.rank_stages(rank)] for rank in range(plan.num_ranks)
         ]
-        # Per rank, bytes by microbatch and turn, which is the order things are finished in.
+        # Per rank, bytes by microbatch and group, which is the order things are finished in.
         self._held: list[dict[tuple[int, int, int], float]] = [{} for _ in range(plan.num_ranks)]
         self._order: list[list[Task]] = [[] for _ in range(plan.num_ranks)]
-        self._turns = 0
+        self._num_groups = 0
 
     @property
-    def seconds(self) -> dict[tuple[str, Op], float]:
+    def seconds(self) -> dict[tuple[StageId, Op], float]:
         """What every op of the last run was taken to take."""
         return {
-            (state.name, op): seconds
+            (state.id, op): seconds
             for state in self._stages.values()
             for op, seconds in (
                 (Op.FORWARD, state.forward_s),
@@ -259,10 +260,10 @@ class ListScheduler:
             if left and self._rules.byte_limits is not None:
                 raise NoRoomError(
                     f"activation limits {self._rules.byte_limits} leave {left} task(s) of stage "
-                    f"{state.name} without room; a rank needs room for one microbatch"
+                    f"{state.id} without room; a rank needs room for one microbatch"
                 )
             if left:  # cannot happen: every limit is at least one and the graph is acyclic
-                raise AssertionError(f"{left} task(s) of stage {state.name} are unscheduled")
+                raise AssertionError(f"{left} task(s) of stage {state.id} are unscheduled")
 
     # -- choosing ---------------------------------------------------------------------
 
@@ -275,7 +276,7 @@ class ListScheduler:
         lacks_room = max(policy.priority)  # best priority of what only lacks room
         for state in self._on_rank[rank]:
             for kind, ready, microbatch, has_room in self._candidates(state):
-                if beside and not self._fits_beside(state, kind, microbatch, beside):
+                if beside and not self._fits_group(state, kind, microbatch, beside):
                     continue
                 if has_room:
                     candidates.append((state, kind, ready, microbatch))
@@ -315,7 +316,7 @@ class ListScheduler:
             return None
         return microbatch in state.on_quota
 
-    def _fits_beside(
+    def _fits_group(
         self, state: _Stage, kind: int, microbatch: int, beside: Sequence[_Begun]
     ) -> bool:
         return (
@@ -357,7 +358,7 @@ class ListScheduler:
         run = self.active[microbatch].stages
         ready = 0.0
         for producer, delay in zip(state.producers, state.edge_delay, strict=True):
-            if producer.name in run:
+            if producer.id in run:
                 ready = max(ready, producer.forward_end.get(microbatch, math.inf) + delay)
         return ready
 
@@ -366,7 +367,7 @@ class ListScheduler:
         ready = done.get(microbatch, math.inf)
         run = self.active[microbatch].stages
         for consumer, delay in zip(state.consumers, state.grad_delay, strict=True):
-            if consumer.name in run:
+            if consumer.id in run:
                 ready = max(ready, consumer.backward_end.get(microbatch, math.inf) + delay)
         return ready
 
@@ -375,7 +376,7 @@ class ListScheduler:
             if not state.consumers:
                 return True
             run = self.active[microbatch].stages
-            state = next(c for c in state.consumers if c.name in run)
+            state = next(c for c in state.consumers if c.id in run)
             if microbatch in state.backward_end:
                 return True
         return not state.consumers and microbatch in state.forward_end
@@ -404,19 +405,19 @@ class ListScheduler:
         more = state.kept if kind == FORWARD else state.activation
         if sum(held.values()) + more > limit:
             return False
-        task = (microbatch, *state.turn)
+        task = (microbatch, *state.order)
         for other in self._on_rank[state.rank]:
             # What the stage will next need memory for.
             index = other.next_recompute if other.recompute else other.started
             if index == len(other.backwards):
                 continue
             first = other.backwards[index]
-            place = (first, *other.turn)
+            place = (first, *other.order)
             if place > task or (place == task and kind == RECOMPUTE):
                 continue
             after = sum(size for key, size in held.items() if key >= place)
             for late in self._on_rank[state.rank]:  # forwards that must still come before it
-                key = (first, *late.turn)
+                key = (first, *late.order)
                 if key >= place and key != task and first in late.needs:
                     if first not in late.forward_end:
                         after += late.kept
@@ -445,8 +446,8 @@ class ListScheduler:
             end = now + max(one.seconds / one.state.quota for one in begun)
             for index in range(first, len(order)):
                 quota = self._stages[order[index].stage].quota
-                order[index] = order[index]._replace(turn=self._turns, quota=quota)
-            self._turns += 1
+                order[index] = order[index]._replace(group=self._num_groups, quota=quota)
+            self._num_groups += 1
         else:
             end = now + begun[0].seconds
         for one in begun:
@@ -461,14 +462,14 @@ class ListScheduler:
         if kind == RECOMPUTE:
             microbatch, seconds = state.backwards[state.next_recompute], state.recompute_s
             state.next_recompute += 1
-            self._held[rank][microbatch, *state.turn] += state.activation
-            self._order[rank].append(Task(state.name, microbatch, Op.RECOMPUTE))
+            self._held[rank][microbatch, *state.order] += state.activation
+            self._order[rank].append(Task(state.id, microbatch, Op.RECOMPUTE))
         elif kind == BACKWARD:
             return self._begin_backward(rank, state)
         else:
             microbatch, seconds = state.weights.popleft(), state.weight_s
-            del self._held[rank][microbatch, *state.turn]
-            self._order[rank].append(Task(state.name, microbatch, Op.BACKWARD_WEIGHT))
+            del self._held[rank][microbatch, *state.order]
+            self._order[rank].append(Task(state.id, microbatch, Op.BACKWARD_WEIGHT))
         return _Begun(state, kind, microbatch, seconds)
 
     def _begin_forward(self, rank: int, state: _Stage, now: float) -> _Begun:
@@ -478,15 +479,15 @@ class ListScheduler:
             op = Op.FORWARD_CHECKPOINTED if state.recompute else Op.FORWARD
             seconds = state.forward_s
             state.started += 1
-            self._held[rank][microbatch, *state.turn] = state.kept
+            self._held[rank][microbatch, *state.order] = state.kept
         else:
             op, seconds = Op.FORWARD_NO_GRAD, state.no_grad_s
         run = self.active[microbatch].stages
         for producer in state.producers:
-            if producer.name in run:
-                producer.consumed[self.plan.by_name[state.name].module] += 1
+            if producer.id in run:
+                producer.consumed[self.plan.by_id[state.id].module] += 1
                 self._wakes.append((now, producer.rank))
-        self._order[rank].append(Task(state.name, microbatch, op))
+        self._order[rank].append(Task(state.id, microbatch, op))
         return _Begun(state, FORWARD, microbatch, seconds)
 
     def _begin_backward(self, rank: int, state: _Stage) -> _Begun:
@@ -494,19 +495,19 @@ class ListScheduler:
         order = self._order[rank]
         seconds = 0.0
         if state.recompute and not self._rules.early_recompute:
-            order.append(Task(state.name, microbatch, Op.RECOMPUTE))
+            order.append(Task(state.id, microbatch, Op.RECOMPUTE))
             seconds = state.recompute_s
             state.next_recompute += 1
         split = self._rules.split and state.trains and microbatch in state.owes
         seconds += state.input_s if split else state.backward_s
         state.next_backward += 1
         order.append(
-            Task(state.name, microbatch, Op.BACKWARD_INPUT if split else Op.BACKWARD)
+            Task(state.id, microbatch, Op.BACKWARD_INPUT if split else Op.BACKWARD)
         )
         if split:
             state.weights.append(microbatch)
         else:
-            del self._held[rank][microbatch, *state.turn]
+            del self._held[rank][microbatch, *state.order]
         return _Begun(state, BACKWARD, microbatch, seconds)
 
     def _end(self, begun: _Begun, end: float) -> None:
@@ -515,12 +516,12 @@ class ListScheduler:
         if kind == FORWARD:
             state.forward_end[microbatch] = end
             for consumer in state.consumers:
-                delay = self.delays.get((state.name, consumer.name), 0.0)
+                delay = self.delays.get((state.id, consumer.id), 0.0)
                 self._wakes.append((end + delay, consumer.rank))
         elif kind == RECOMPUTE:
             state.recomputed_end[microbatch] = end
         elif kind == BACKWARD:
             state.backward_end[microbatch] = end
             for producer in state.producers:
-                delay = self.delays.get((state.name, producer.name), 0.0)
+                delay = self.delays.get((state.id, producer.id), 0.0)
                 self._wakes.append((end + delay, producer.rank))

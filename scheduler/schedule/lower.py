@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.policy import Policy, policies
+from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.program.program import Op, Program
 from raymm.scheduler.schedule.list_schedule import (
     ListScheduler,
@@ -25,9 +26,9 @@ from raymm.scheduler.schedule.step_graph import active_stages, full_step
 def lower(
     plan: Plan,
     present: Sequence[Collection[str]],
-    costs: Mapping[tuple[str, Op], float] | None = None,
+    costs: Mapping[tuple[StageId, Op], float] | None = None,
     forward_only: bool = False,
-    delays: Mapping[tuple[str, str], float] | None = None,
+    delays: Mapping[Edge, float] | None = None,
 ) -> Program:
     """Lower a plan to a program for one step, by the plan's schedule.
 
@@ -61,7 +62,7 @@ def lower(
 
 
 def full_program(
-    plan: Plan, *, delays: Mapping[tuple[str, str], float] | None = None
+    plan: Plan, *, delays: Mapping[Edge, float] | None = None
 ) -> Program:
     """:func:`lower`'s program of a step with every modality in every microbatch."""
     return lower(plan, full_step(plan), delays=delays)
@@ -69,8 +70,8 @@ def full_program(
 
 def iteration_time(
     plan: Plan,
-    costs: Mapping[tuple[str, Op], float] | None = None,
-    delays: Mapping[tuple[str, str], float] | None = None,
+    costs: Mapping[tuple[StageId, Op], float] | None = None,
+    delays: Mapping[Edge, float] | None = None,
 ) -> float:
     """Seconds of a step with every modality in every microbatch: what :func:`simulate` says
     of :func:`full_program`.
@@ -86,8 +87,8 @@ def iteration_time(
 
 
 def _known_costs(
-    plan: Plan, costs: Mapping[tuple[str, Op], float] | None
-) -> tuple[Mapping[tuple[str, Op], float], Mapping[str, StageCost]]:
+    plan: Plan, costs: Mapping[tuple[StageId, Op], float] | None
+) -> tuple[Mapping[tuple[StageId, Op], float], Mapping[StageId, StageCost]]:
     if plan.profile is None:
         return costs or {}, {}
     return op_seconds(plan) if costs is None else costs, stage_costs(plan)
@@ -145,8 +146,8 @@ def _zero_bubble(scheduler: ListScheduler) -> tuple[Schedule, Policy | None]:
     return best, chosen
 
 
-def settle(
-    plan: Plan, delays: Mapping[tuple[str, str], float] | None = None
+def refine(
+    plan: Plan, delays: Mapping[Edge, float] | None = None
 ) -> tuple[Plan, float]:
     """A plan whose lowerings are quick, and its :func:`iteration_time`: a zero-bubble plan
     without policy gets the best one."""
@@ -159,7 +160,7 @@ def settle(
 
 
 def one_f_one_b_limits(
-    plan: Plan, baseline: Schedule | Program, sizes: Mapping[str, StageCost]
+    plan: Plan, baseline: Schedule | Program, sizes: Mapping[StageId, StageCost]
 ) -> tuple[int, ...]:
     """Bytes of activations per rank that cost no more memory than 1F1B does.
 
@@ -174,7 +175,7 @@ def one_f_one_b_limits(
     """
     peaks = activation_peaks(plan, baseline, sizes)
     state = [
-        sum(sizes[s.name].state_bytes for s in plan.rank_stages(rank) if s.name in sizes)
+        sum(sizes[s.id].state_bytes for s in plan.rank_stages(rank) if s.id in sizes)
         for rank in range(plan.num_ranks)
     ]
     device = max(p + s for p, s in zip(peaks, state, strict=True))

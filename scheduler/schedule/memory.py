@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import COMPUTE, Op, Program
 from raymm.scheduler.schedule.list_schedule import UNKNOWN_SIZES, Schedule, Task
 from raymm.scheduler.schedule.stage_costs import StageCost, stage_costs
@@ -14,24 +15,24 @@ from raymm.scheduler.schedule.stage_costs import StageCost, stage_costs
 GIB = 2**30
 
 
-def peak_bytes(tasks: Iterable[Task], sizes: Mapping[str, StageCost]) -> int:
+def peak_bytes(tasks: Iterable[Task], sizes: Mapping[StageId, StageCost]) -> int:
     """The most bytes of activations that one rank holds at any time.
 
     A forward keeps its activations until its backward (B_w where it is split), a checkpointed
     one its inputs, and from its recomputation on its activations too. Layers that make some of
-    theirs again hold those while their backward runs, one layer at a time; in a turn all begin
+    theirs again hold those while their backward runs, one layer at a time; in a group all begin
     before any ends. Not counted: outputs under way to another rank.
 
     Args:
         tasks: of the rank, in order.
         sizes: bytes per stage.
     """
-    held: dict[tuple[str, int], int] = {}
+    held: dict[tuple[StageId, int], int] = {}
     total = peak = remade = freed = 0
     last = -1
-    for stage, microbatch, op, turn, _ in tasks:
-        if turn < 0 or turn != last:  # what went before has ended
-            total, remade, freed, last = total - freed, 0, 0, turn
+    for stage, microbatch, op, group, _ in tasks:
+        if group < 0 or group != last:  # what went before has ended
+            total, remade, freed, last = total - freed, 0, 0, group
         size = sizes.get(stage, UNKNOWN_SIZES)
         key = (stage, microbatch)
         if op is Op.FORWARD or op is Op.RECOMPUTE:
@@ -53,7 +54,7 @@ def peak_bytes(tasks: Iterable[Task], sizes: Mapping[str, StageCost]) -> int:
 
 
 def activation_peaks(
-    plan: Plan, schedule: Schedule | Program, sizes: Mapping[str, StageCost]
+    plan: Plan, schedule: Schedule | Program, sizes: Mapping[StageId, StageCost]
 ) -> tuple[int, ...]:
     """Per rank, :func:`peak_bytes` of a schedule or program.
 
@@ -64,7 +65,7 @@ def activation_peaks(
     """
     if isinstance(schedule, Program):
         ranks: Sequence[Sequence[Task]] = [
-            [Task(i.stage, i.microbatch, i.op, i.turn) for i in rank if i.op in COMPUTE]
+            [Task(i.stage, i.microbatch, i.op, i.group) for i in rank if i.op in COMPUTE]
             for rank in schedule.ranks
         ]
     else:
@@ -89,7 +90,7 @@ def rank_memory(plan: Plan, program: Program) -> tuple[RankMemory, ...]:
     """Per rank, what a plan with a profile needs under a program."""
     sizes = stage_costs(plan)
     return tuple(
-        RankMemory(sum(sizes[s.name].state_bytes for s in plan.rank_stages(rank)), peak)
+        RankMemory(sum(sizes[s.id].state_bytes for s in plan.rank_stages(rank)), peak)
         for rank, peak in enumerate(activation_peaks(plan, program, sizes))
     )
 
@@ -104,7 +105,7 @@ def check_memory(plan: Plan, program: Program) -> None:
         return
     for rank, need in enumerate(rank_memory(plan, program)):
         if need.total > plan.memory_limit:
-            names = ", ".join(stage.name for stage in plan.rank_stages(rank))
+            names = ", ".join(str(stage.id) for stage in plan.rank_stages(rank))
             several = f", each of its {n} processes," if (n := plan.processes(rank)) > 1 else ""
             raise PlanError(
                 f"rank {rank} ({names}){several} needs {_size(need.total)}: {_size(need.state)} of "

@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 from raymm.scheduler.costs.devices import Link, Links
 from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.schedule.process_costs import gather_seconds
 from raymm.scheduler.schedule.stage_costs import StageCost, stage_costs
-
-Edge = tuple[str, str]
 
 
 class Transfer(NamedTuple):
@@ -31,7 +30,7 @@ def edge_transfers(
     within_node: Link,
     across_nodes: Link,
     ranks_per_node: int,
-    sizes: Mapping[str, StageCost] | None = None,
+    sizes: Mapping[StageId, StageCost] | None = None,
 ) -> dict[Edge, Transfer]:
     """Per directed edge between two ranks, what one message takes. A gradient is as large as
     the output it belongs to. Processes fill nodes in order of their numbers.
@@ -57,7 +56,7 @@ def edge_transfers(
     links = Links(within_node, across_nodes, ranks_per_node)
     transfers = {}
     for src, dst in plan.stage_edges:
-        producer, consumer = plan.by_name[src], plan.by_name[dst]
+        producer, consumer = plan.by_id[src], plan.by_id[dst]
         if producer.rank == consumer.rank:
             continue
         for edge, ends in (

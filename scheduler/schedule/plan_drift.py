@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from raymm.scheduler.costs.layer_costs import LayerCost, ProfileError
 from raymm.scheduler.costs.profile_table import Measurement, ProfileTable
 from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Op
 from raymm.scheduler.program.timeline import Timeline
 from raymm.scheduler.schedule.stage_costs import op_seconds
@@ -28,7 +29,7 @@ class Drift:
     """
 
     rank: int
-    stage: str
+    stage: StageId
     measured: float
     expected: float
 
@@ -54,8 +55,8 @@ class PlanDrift:
         self._plan, self._profile = plan, plan.profile
         self._expected_of = op_seconds(plan)
         self._keep = 0.5 ** (1.0 / HALF_LIFE_STEPS)
-        self._measured: dict[str, float] = defaultdict(float)
-        self._expected: dict[str, float] = defaultdict(float)
+        self._measured: dict[StageId, float] = defaultdict(float)
+        self._expected: dict[StageId, float] = defaultdict(float)
 
     def observe(self, timeline: Timeline) -> Drift | None:
         """Add a step; what all steps up to now say, of which older ones say less. None if the
@@ -73,15 +74,15 @@ class PlanDrift:
         rank = max(measured, key=lambda r: measured[r])
         return Drift(
             rank,
-            max((s.name for s in self._plan.rank_stages(rank)), key=lambda n: self._measured[n]),
+            max((s.id for s in self._plan.rank_stages(rank)), key=lambda n: self._measured[n]),
             measured[rank] / sum(measured.values()),
             expected[rank] / sum(expected.values()),
         )
 
-    def _by_rank(self, sums: Mapping[str, float]) -> dict[int, float]:
+    def _by_rank(self, sums: Mapping[StageId, float]) -> dict[int, float]:
         found: dict[int, float] = defaultdict(float)
         for stage, seconds in sums.items():
-            found[self._plan.by_name[stage].rank] += seconds
+            found[self._plan.by_id[stage].rank] += seconds
         return found
 
     def profile(self, samples: Mapping[str, int], date: str = "") -> ProfileTable:
@@ -116,7 +117,7 @@ class PlanDrift:
     def _ratio(self, module: str, index: int) -> float:
         """Measured over expected of a stage, over all its copies; of one that never ran or was
         expected to take no time, that of everything."""
-        names = [chain[index].name for chain in self._plan.replicas(module)]
+        names = [chain[index].id for chain in self._plan.replicas(module)]
         measured = sum(self._measured[name] for name in names)
         expected = sum(self._expected[name] for name in names)
         if measured and expected:

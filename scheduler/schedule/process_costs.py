@@ -1,5 +1,5 @@
 """What a layer costs one process, where several share the tokens (``cp``) or parameters (``tp``)
-of a rank, or copies of a module (``dp``) sum gradients.
+of a rank, or replicas of a module (``dp``) sum gradients.
 
 Everything follows from the profile's numbers of whole layers; with ``n`` processes in a group
 and B bytes, a ring's all-reduce sends ``2 (n-1)/n B`` per process, a gather ``(n-1)/n B``.

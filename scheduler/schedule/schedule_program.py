@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raymm.scheduler.plan.plan import Plan
-from raymm.scheduler.program.program import Instruction, Op, Program, turn_end
+from raymm.scheduler.plan.stage import NO_STAGE, StageId
+from raymm.scheduler.program.program import Instruction, Op, Program, group_end
 from raymm.scheduler.schedule.list_schedule import Schedule, Task
 from raymm.scheduler.schedule.step_graph import ActiveStages
 
 
 def to_program(plan: Plan, active: Sequence[ActiveStages], schedule: Schedule) -> Program:
-    """The schedule's tasks with their messages: those of a turn before and after all of it.
+    """The schedule's tasks with their messages: those of a group before and after all of it.
 
     Args:
         plan: whose stages run.
@@ -23,13 +24,13 @@ def to_program(plan: Plan, active: Sequence[ActiveStages], schedule: Schedule) -
         instructions: list[Instruction] = []
         index = 0
         while index < len(tasks):
-            after = turn_end(tasks, index)
+            after = group_end(tasks, index)
             sends: list[Instruction] = []
             computes = []
-            for stage, microbatch, op, turn, quota in tasks[index:after]:
+            for stage, microbatch, op, group, quota in tasks[index:after]:
                 receives, behind = _messages_around(plan, active, tasks[index], schedule.early)
                 instructions += receives
-                computes.append(Instruction(op, stage, microbatch, "", turn, quota))
+                computes.append(Instruction(op, stage, microbatch, NO_STAGE, group, quota))
                 sends += behind
                 index += 1
             instructions += computes
@@ -47,7 +48,7 @@ def _messages_around(
     if task.op is Op.RECOMPUTE and not early:
         backward = task._replace(op=Op.BACKWARD)
         receives, _ = messages(plan, active[task.microbatch], backward)
-    elif task.op is Op.BACKWARD and plan.by_name[task.stage].recompute and not early:
+    elif task.op is Op.BACKWARD and plan.by_id[task.stage].recompute and not early:
         receives = []  # they came before the recomputation
     return receives, sends
 
@@ -64,22 +65,22 @@ def messages(
         task: of the schedule.
     """
     name, microbatch, op, *_ = task
-    rank = plan.by_name[name].rank
+    rank = plan.by_id[name].rank
     producers = [s for s in plan.stage_producers[name] if s in active.stages]
     consumers = [s for s in plan.stage_consumers[name] if s in active.stages]
-    sources: list[str] = []
-    targets: list[str] = []
+    sources: list[StageId] = []
+    targets: list[StageId] = []
     if op in (Op.BACKWARD, Op.BACKWARD_INPUT):
         sources = consumers
         targets = [p for p in producers if p in active.needs_backward]
     elif op not in (Op.RECOMPUTE, Op.BACKWARD_WEIGHT):
         sources, targets = producers, consumers
 
-    def remote(what: Op, names: list[str]) -> list[Instruction]:
+    def remote(what: Op, stages: list[StageId]) -> list[Instruction]:
         return [
             Instruction(what, name, microbatch, other)
-            for other in names
-            if plan.by_name[other].rank != rank
+            for other in stages
+            if plan.by_id[other].rank != rank
         ]
 
     return remote(Op.RECV, sources), remote(Op.SEND, targets)

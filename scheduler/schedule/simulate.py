@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping
 
-from raymm.scheduler.plan.stage import stage_module
-from raymm.scheduler.program.program import COMPUTE, Op, Program, ProgramError, turn_end
+from raymm.scheduler.plan.stage import Edge, StageId
+from raymm.scheduler.program.program import COMPUTE, Op, Program, ProgramError, group_end
 from raymm.scheduler.program.timeline import Span, Timeline
 from raymm.scheduler.schedule.network import Transfer
 
 
 def simulate(
     program: Program,
-    costs: Mapping[tuple[str, Op], float],
+    costs: Mapping[tuple[StageId, Op], float],
     latency: float = 0.0,
-    transfers: Mapping[tuple[str, str], Transfer] | None = None,
-    microbatch_costs: Mapping[tuple[str, Op, int], float] | None = None,
+    transfers: Mapping[Edge, Transfer] | None = None,
+    microbatch_costs: Mapping[tuple[StageId, Op, int], float] | None = None,
 ) -> Timeline:
     """Run a program on paper.
 
@@ -39,15 +39,15 @@ def simulate(
     """
     clock = [0.0] * len(program.ranks)
     position = [0] * len(program.ranks)
-    arrivals: dict[tuple[str, str], deque[float]] = defaultdict(deque)
+    arrivals: dict[Edge, deque[float]] = defaultdict(deque)
     spans: list[Span] = []
     # Any order that respects the queues gives the same times: a rank's clock depends only
     # on its own past and on arrival times, which are fixed when the sender gets there.
     runnable = deque(range(len(program.ranks)))
-    waiting: dict[tuple[str, str], int] = {}
+    waiting: dict[Edge, int] = {}
     transfers, of_microbatch = transfers or {}, microbatch_costs or {}
     default = Transfer(0.0, latency)
-    link_free: dict[tuple[str, str], float] = defaultdict(float)
+    link_free: dict[Edge, float] = defaultdict(float)
     while runnable:
         rank = runnable.popleft()
         instructions = program.ranks[rank]
@@ -67,15 +67,15 @@ def simulate(
                 arrivals[instruction.edge].append(sent + transfer.latency)
                 if instruction.edge in waiting:
                     runnable.append(waiting.pop(instruction.edge))
-            elif instruction.turn < 0 and instruction.op in COMPUTE:
+            elif instruction.group < 0 and instruction.op in COMPUTE:
                 key = (instruction.stage, instruction.op)
                 seconds = of_microbatch.get((*key, instruction.microbatch))
                 clock[rank] += costs.get(key, 0.0) if seconds is None else seconds
-            elif instruction.turn >= 0:
-                after = turn_end(instructions, position[rank])
+            elif instruction.group >= 0:
+                after = group_end(instructions, position[rank])
                 ends: dict[str, float] = {}  # by module
                 for one in instructions[position[rank] : after]:
-                    key, module = (one.stage, one.op), stage_module(one.stage)
+                    key, module = (one.stage, one.op), one.stage.module
                     seconds = of_microbatch.get((*key, one.microbatch))
                     whole = costs.get(key, 0.0) if seconds is None else seconds
                     begin = ends.get(module, start)

@@ -12,6 +12,7 @@ from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, trainable_
 from raymm.scheduler.costs.recomputation import KEEP, LayerOption, remade_bytes
 from raymm.scheduler.graph.module_graph import ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Op
 from raymm.scheduler.schedule.process_costs import (
     all_reduce_seconds,
@@ -61,7 +62,7 @@ class StageCost:
         }
 
 
-def stage_costs(plan: Plan, profile: CostProfile | None = None) -> dict[str, StageCost]:
+def stage_costs(plan: Plan, profile: CostProfile | None = None) -> dict[StageId, StageCost]:
     """Per stage of a plan, with the frozen rules (see :mod:`raymm.scheduler.costs.layer_costs`).
 
     Args:
@@ -77,7 +78,7 @@ def stage_costs(plan: Plan, profile: CostProfile | None = None) -> dict[str, Sta
     profile.check(plan.graph)
     before = trainable_before(plan.graph)
     return {
-        stage.name: _stage_cost(plan, stage, profile, before[stage.module])
+        stage.id: _stage_cost(plan, stage, profile, before[stage.module])
         for stage in plan.stages
     }
 
@@ -175,7 +176,7 @@ def _sharers(plan: Plan, stage: Stage) -> list[int]:
     ]
 
 
-def op_seconds(plan: Plan, profile: CostProfile | None = None) -> dict[tuple[str, Op], float]:
+def op_seconds(plan: Plan, profile: CostProfile | None = None) -> dict[tuple[StageId, Op], float]:
     """Seconds per (stage, compute op), as the lowerings and the simulator take them."""
     return {
         (name, op): seconds

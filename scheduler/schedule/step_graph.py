@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.plan.stage import StageId
 
 
 @dataclass(frozen=True)
@@ -18,9 +19,9 @@ class ActiveStages:
         needs_input_grad: those that owe a gradient to a stage before them.
     """
 
-    stages: frozenset[str]
-    needs_backward: frozenset[str]
-    needs_input_grad: frozenset[str]
+    stages: frozenset[StageId]
+    needs_backward: frozenset[StageId]
+    needs_input_grad: frozenset[StageId]
 
 
 def active_stages(
@@ -69,14 +70,14 @@ def _active(
     for module in plan.graph.topological:
         if module == plan.graph.sink or running.intersection(plan.graph.producers(module)):
             running.add(module)
-    run = {s.name for s in plan.stages if s.module in running and plan.runs(s, microbatch)}
-    needs: set[str] = set()
-    owes: set[str] = set()
+    run = {s.id for s in plan.stages if s.module in running and plan.runs(s, microbatch)}
+    needs: set[StageId] = set()
+    owes: set[StageId] = set()
     for stage in plan.topological_stages:
-        if stage.name not in run or forward_only:
+        if stage.id not in run or forward_only:
             continue
-        if any(src in needs for src in plan.stage_producers[stage.name]):
-            owes.add(stage.name)
-        if plan.trainable(stage) or stage.name in owes:
-            needs.add(stage.name)
+        if any(src in needs for src in plan.stage_producers[stage.id]):
+            owes.add(stage.id)
+        if plan.trainable(stage) or stage.id in owes:
+            needs.add(stage.id)
     return ActiveStages(frozenset(run), frozenset(needs), frozenset(owes))

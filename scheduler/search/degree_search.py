@@ -210,7 +210,7 @@ def _module(space: StageSpace, name: str, degrees: ModuleDegrees) -> _Module | N
 
 
 def _estimate(space: StageSpace, chosen: tuple[_Module, ...]) -> Estimate | None:
-    counts = _dealt_out(space.ranks, chosen)
+    counts = _split_over(space.ranks, chosen)
     if counts is None:
         return None
     loads = [module.load(n) for module, n in zip(chosen, counts, strict=True)]
@@ -231,7 +231,7 @@ def _estimate(space: StageSpace, chosen: tuple[_Module, ...]) -> Estimate | None
     return Estimate(degrees, max(seconds, path), max(loads))
 
 
-def _dealt_out(devices: int, chosen: tuple[_Module, ...]) -> list[int] | None:
+def _split_over(devices: int, chosen: tuple[_Module, ...]) -> list[int] | None:
     """Stages per module so that the largest load is least: every further stage goes to the
     module that has it. None if memory asks for more than there are devices."""
     counts = [module.least for module in chosen]

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from raymm.scheduler.search.few_ranks import few_rank_plans
-from raymm.scheduler.search.judge import Candidates, Option, Proposal, fastest_first
+from raymm.scheduler.search.evaluation import Candidates, Option, Proposal, fastest_first
 from raymm.scheduler.search.options import LAYERS, PlanProblem
 from raymm.scheduler.search.planner import propose
 from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
+from raymm.scheduler.search.time_shared_plans import time_shared_plans
 
 Planner = Callable[[PlanProblem], Proposal]
 # A plan that fills this share of a rank's memory may owe its cuts to it.
@@ -65,7 +65,7 @@ def _own(problem: PlanProblem) -> Proposal:
     if has_rank_each(problem):
         return propose(problem)
     found = Candidates(problem.network, problem.schedules)
-    for label, plan in few_rank_plans(space_of(problem), problem.ranks):
+    for label, plan in time_shared_plans(space_of(problem), problem.ranks):
         found.add_schedules(label, plan)
     return found.proposal()
 

@@ -58,7 +58,7 @@ def chunked(space: StageSpace, counts: Mapping[str, int], chunks: int) -> Plan:
 
 
 def colocated(space: StageSpace, encoder_ranks: int, language_ranks: int) -> Plan:
-    """Megatron style: encoders side by side on the first ranks, stage by stage, then the
+    """Megatron style: encoders concurrently on the first ranks, stage by stage, then the
     language model (or whatever the encoders feed).
 
     An encoder with fewer layers than ranks uses the last ones, next to its consumer.

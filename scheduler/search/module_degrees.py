@@ -140,6 +140,6 @@ def with_degrees(plan: Plan, degrees: SharedModules) -> Plan:
         copies,
         key=lambda s: (-of(s).cp * of(s).tp, order[s.module], s.index, s.replica),
     )
-    ranks = {stage.name: rank for rank, stage in enumerate(near)}
-    stages = tuple(replace(stage, rank=ranks[stage.name]) for stage in copies)
+    ranks = {stage.id: rank for rank, stage in enumerate(near)}
+    stages = tuple(replace(stage, rank=ranks[stage.id]) for stage in copies)
     return replace(plan, stages=stages, shared_ranks=None)

@@ -16,7 +16,7 @@ from functools import partial
 
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.search.degree_search import search_degrees
-from raymm.scheduler.search.judge import Candidates, Proposal
+from raymm.scheduler.search.evaluation import Candidates, Proposal
 from raymm.scheduler.search.layouts import chunked, colocated, replicated
 from raymm.scheduler.search.module_degrees import DegreeChoices
 from raymm.scheduler.search.options import LAYERS, RECOMPUTE, PlanProblem
@@ -189,5 +189,5 @@ def within_memory(space: StageSpace, adaptive: bool = False) -> StageSpace:
             [first, *(c.output_bytes // degrees.cp for c in costs)],
             space.recomputing[name], space.memory_limit, adaptive,
         )
-    microbatches = {name: space.copy_microbatches(name) for name in modules}
+    microbatches = {name: space.replica_microbatches(name) for name in modules}
     return replace(space, memory=StageMemory(modules, microbatches, adaptive))

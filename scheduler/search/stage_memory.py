@@ -77,7 +77,7 @@ class ModuleMemory:
             self._added[live] = added
         return self._added[live]
 
-    def settle(self, live: int, lo: int, hi: int) -> bool:
+    def refine(self, live: int, lo: int, hi: int) -> bool:
         """Make a stage's entry of :meth:`added` exact; whether that changed it."""
         bound = self.added(live)[lo, hi]
         if self._whole[live][lo, hi] or bound == np.inf:
@@ -191,11 +191,11 @@ class StageMemory:
         memory = self._modules[module]
         return np.stack([memory.added(live) for live in self._live(module, stages, beyond)])
 
-    def settle(self, module: str, ranges: Ranges, beyond: int) -> bool:
+    def refine(self, module: str, ranges: Ranges, beyond: int) -> bool:
         """Make the entries of a partition's stages exact; whether that changed any."""
         lives = self._live(module, len(ranges), beyond)
         changed = [
-            self._modules[module].settle(live, lo, hi)
+            self._modules[module].refine(live, lo, hi)
             for live, (lo, hi) in zip(lives, ranges, strict=True)
         ]
         return any(changed)

@@ -19,7 +19,7 @@ DEFAULT_ALTERNATIVES = 4
 
 @dataclass(frozen=True)
 class Choice:
-    """A plan that was judged: stages per module and seconds per iteration."""
+    """A plan that was evaluated: stages per module and seconds per iteration."""
 
     counts: Counts
     plan: Plan
@@ -99,7 +99,7 @@ def joint_search(
     ]
     heapq.heapify(queue)
     combinations = len(queue)
-    judged: list[Choice] = []
+    evaluated: list[Choice] = []
     kept: list[float] = []  # the best times so far, negated: a heap with the worst of them first
     while queue:
         bound, size, final, chosen = heapq.heappop(queue)
@@ -115,28 +115,28 @@ def joint_search(
             continue
         if fits is not None and not fits(plan):
             continue
-        judged.append(Choice(counts, plan, iteration_time(plan)))
-        heapq.heappush(kept, -judged[-1].seconds)
+        evaluated.append(Choice(counts, plan, iteration_time(plan)))
+        heapq.heappush(kept, -evaluated[-1].seconds)
         if len(kept) > alternatives + 1:
             heapq.heappop(kept)
-    return search_result(space, judged, combinations, alternatives)
+    return search_result(space, evaluated, combinations, alternatives)
 
 
 def search_result(
-    space: StageSpace, judged: list[Choice], combinations: int, alternatives: int
+    space: StageSpace, evaluated: list[Choice], combinations: int, alternatives: int
 ) -> SearchResult:
-    """The best of what was judged.
+    """The best of what was evaluated.
 
     Raises:
         StageSearchError: nothing was.
     """
-    if not judged:
+    if not evaluated:
         more = "" if space.recompute else ", or turn recomputation on"
         raise StageSearchError(
             f"no plan found with at most {space.ranks} ranks that fits in memory; "
             f"give it more ranks or memory{more}"
         )
-    judged.sort(key=lambda c: (c.seconds, sum(c.counts.values()), tuple(c.counts.values())))
+    evaluated.sort(key=lambda c: (c.seconds, sum(c.counts.values()), tuple(c.counts.values())))
     return SearchResult(
-        judged[0], tuple(judged[1 : 1 + alternatives]), combinations, len(judged)
+        evaluated[0], tuple(evaluated[1 : 1 + alternatives]), combinations, len(evaluated)
     )

@@ -183,8 +183,8 @@ class StageSpace:
         """What layers cost one process."""
         return process_profile(self.graph, self.profile, self.degrees)
 
-    def copy_microbatches(self, module: str) -> int:
-        """Microbatches of a step that one copy of a module has."""
+    def replica_microbatches(self, module: str) -> int:
+        """Microbatches of a step that one replica of a module has."""
         return self.num_microbatches // self.shared(module).dp
 
     def most_stages(self, module: str) -> int:
@@ -226,7 +226,7 @@ class StageSpace:
         while True:  # bounds become exact where they matter, so this ends with the best
             added = self.memory.added(module, stages, beyond)
             ranges = partition_matrix(matrix + added, stages)
-            if not self.memory.settle(module, ranges, beyond):
+            if not self.memory.refine(module, ranges, beyond):
                 return ranges
 
     def possible(self, module: str, beyond: int = 0, most: int | None = None) -> list[int]:
@@ -362,7 +362,7 @@ def _tables(space: StageSpace) -> dict[str, _ModuleTable]:
         after = np.where(
             last_has_backward, ways.to_first(module)[:, None], ways.to_loss_and_back(module)
         )
-        steps = space.copy_microbatches(module)
+        steps = space.replica_microbatches(module)
         bound = ways.from_data(module)[:, None] + np.maximum(
             steps * all_work, steps * in_time + after
         )

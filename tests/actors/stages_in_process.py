@@ -19,7 +19,6 @@ from raymm.model.multimodal import (
     text_inputs,
 )
 from raymm.scheduler.plan.plan import Plan
-from raymm.scheduler.plan.stage import stage_module
 from raymm.scheduler.schedule.lower import lower
 
 SEED, STEP = 5, 3
@@ -48,7 +47,7 @@ class StagesInProcess:
             data = {name: batch[name] for name in present[number]}
             for module, value in (*data.items(), (LANGUAGE_MODEL, text_inputs(batch))):
                 firsts = (chain[0] for chain in self.plan.replicas(module))
-                (reader,) = (one.name for one in firsts if self.plan.runs(one, number))
+                (reader,) = (one.id for one in firsts if self.plan.runs(one, number))
                 inputs.setdefault(reader, [None] * len(batches))[number] = value
         executor = Executor(self.stages, self.plan.stage_edges, {}, {}, {})
         meta = StepMeta(
@@ -60,7 +59,7 @@ class StagesInProcess:
         """By the reference's names; summed over stages that share a parameter, and copies."""
         found: Gradients = {}
         for name, stage in self.stages.items():
-            module = stage_module(name)
+            module = name.module
             place = "language_model" if module == LANGUAGE_MODEL else f"{module}_encoder"
             for key, parameter in stage.named_parameters():
                 if parameter.requires_grad:

@@ -29,6 +29,7 @@ from benchmarks.sleeping_stages import (
 from raymm.actors.executor.split_backward import backward_input
 from raymm.actors.modules.message import Message, MicrobatchContext
 from raymm.scheduler.baselines.pipelines import unaware_work
+from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Instruction, Op, Program, check_program
 from raymm.scheduler.schedule.lower import full_program
 from raymm.scheduler.schedule.simulate import simulate
@@ -58,13 +59,13 @@ def test_a_tables_plan_costs_what_the_table_says(row, aware):
     costs = stage_costs(plan)
     assert len(costs) == counts.total == plan.num_ranks
     for i in range(counts.encoder):
-        cost = costs[f"{ENCODER}.{i}"]
+        cost = costs[StageId(ENCODER, i)]
         assert cost.forward == pytest.approx(times.encoder_forward / 1e3)
         last = i + 1 == counts.encoder
         assert cost.backward_weight == pytest.approx(last * times.encoder_backward / 1e3)
         assert cost.backward_input == 0
     for i in range(counts.llm):
-        cost = costs[f"{LLM}.{i}"]
+        cost = costs[StageId(LLM, i)]
         assert cost.forward == pytest.approx(times.llm_forward / 1e3)
         assert cost.backward_input == pytest.approx(times.llm_backward / 1e3)
         assert cost.backward_weight == 0
@@ -74,17 +75,19 @@ def test_trained_and_recomputing_variants():
     row = BY_NAME["VLM-M"]
     times = row.times[0]
     trained = stage_costs(table_plan(row, 1e-3, True, "zero_bubble", trainable=True))
-    assert trained["llm.0"].backward_weight == pytest.approx(times.llm_forward / 1e3)
-    assert trained["encoder.0"].backward_input == 0
-    assert trained["encoder.1"].backward_input == pytest.approx(times.encoder_forward / 1e3)
+    assert trained[StageId("llm", 0)].backward_weight == pytest.approx(times.llm_forward / 1e3)
+    assert trained[StageId("encoder", 0)].backward_input == 0
+    assert trained[StageId("encoder", 1)].backward_input == pytest.approx(
+        times.encoder_forward / 1e3
+    )
     plan = table_plan(row, 1e-3, True, "zero_bubble", recompute=True, microbatches=3)
     seconds = op_seconds(plan)
-    whole = seconds["llm.0", Op.RECOMPUTE] + seconds["llm.0", Op.BACKWARD]
+    whole = seconds[StageId("llm", 0), Op.RECOMPUTE] + seconds[StageId("llm", 0), Op.BACKWARD]
     assert whole == pytest.approx(times.llm_backward / 1e3)
     ops = {(i.stage, i.op) for rank in full_program(plan) for i in rank}
-    assert ("llm.0", Op.RECOMPUTE) in ops
-    assert ("encoder.2", Op.RECOMPUTE) not in ops
-    assert ("llm.4", Op.RECOMPUTE) not in ops  # it would gain nothing
+    assert (StageId("llm", 0), Op.RECOMPUTE) in ops
+    assert (StageId("encoder", 2), Op.RECOMPUTE) not in ops
+    assert (StageId("llm", 4), Op.RECOMPUTE) not in ops  # it would gain nothing
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -126,7 +129,7 @@ def test_a_plan_laid_on_the_last_ranks():
     moved = chain.program(program)
     check_program(moved)
     assert [len(rank) for rank in moved][:2] == [0, 0]
-    assert {i.stage for i in moved.ranks[-1]} == {"chain.8"}
+    assert {i.stage for i in moved.ranks[-1]} == {StageId("chain", 8)}
     costs = {(chain.names[stage], op): s for (stage, op), s in op_seconds(plan).items()}
     back = chain.timeline(simulate(moved, costs))
     assert sorted(back.spans) == sorted(simulate(program, op_seconds(plan)).spans)
@@ -174,21 +177,31 @@ def test_a_frozen_stage_has_no_weight(pauses):
 
 
 def test_overheads_of_ops_and_their_messages():
-    program = Program((
-        (Instruction(Op.FORWARD, "a.0", 0), Instruction(Op.SEND, "a.0", 0, "a.1"),
-         Instruction(Op.RECV, "a.0", 0, "a.1"), Instruction(Op.BACKWARD, "a.0", 0)),
-        (Instruction(Op.RECV, "a.1", 0, "a.0"), Instruction(Op.FORWARD, "a.1", 0),
-         Instruction(Op.BACKWARD, "a.1", 0), Instruction(Op.SEND, "a.1", 0, "a.0")),
-    ))
+    program = Program(
+        (
+            (
+                Instruction(Op.FORWARD, StageId("a", 0), 0),
+                Instruction(Op.SEND, StageId("a", 0), 0, StageId("a", 1)),
+                Instruction(Op.RECV, StageId("a", 0), 0, StageId("a", 1)),
+                Instruction(Op.BACKWARD, StageId("a", 0), 0),
+            ),
+            (
+                Instruction(Op.RECV, StageId("a", 1), 0, StageId("a", 0)),
+                Instruction(Op.FORWARD, StageId("a", 1), 0),
+                Instruction(Op.BACKWARD, StageId("a", 1), 0),
+                Instruction(Op.SEND, StageId("a", 1), 0, StageId("a", 0)),
+            ),
+        )
+    )
     per_op = {Op.FORWARD: 0.01, Op.BACKWARD: 0.02, Op.SEND: 0.1, Op.RECV: 0.3}
     overheads = Overheads(1.0, per_op)
     assert overheads.latency == pytest.approx(0.6)
-    costs = {("a.0", Op.FORWARD): 10.0, ("a.0", Op.BACKWARD): 20.0,
-             ("a.1", Op.FORWARD): 30.0, ("a.1", Op.BACKWARD): 40.0}
+    costs = {(StageId("a", 0), Op.FORWARD): 10.0, (StageId("a", 0), Op.BACKWARD): 20.0,
+             (StageId("a", 1), Op.FORWARD): 30.0, (StageId("a", 1), Op.BACKWARD): 40.0}
     added = overheads.added_to(costs, program)
-    assert added["a.0", Op.FORWARD] == pytest.approx(10.11)
-    assert added["a.1", Op.FORWARD] == pytest.approx(30.31)
-    assert added["a.0", Op.BACKWARD] == pytest.approx(20.32)
+    assert added[StageId("a", 0), Op.FORWARD] == pytest.approx(10.11)
+    assert added[StageId("a", 1), Op.FORWARD] == pytest.approx(30.31)
+    assert added[StageId("a", 0), Op.BACKWARD] == pytest.approx(20.32)
     # Down and back: both messages take what was measured, ends included.
     makespan = simulate(program, added, overheads.latency).makespan
     assert makespan == pytest.approx(100 + 2 * 0.01 + 2 * 0.02 + 2 * 1.0)

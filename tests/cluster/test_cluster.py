@@ -17,7 +17,7 @@ DRIVER = """
 import ray, sys
 from raymm.actors.placement import placement
 from raymm.actors.placement.node_types import all_types, spell, without_room
-from raymm.runtime.drain_notices import DrainWatch
+from raymm.runtime.drain_notices import DrainObserver
 import threading
 
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
@@ -29,7 +29,7 @@ place = placement.Placement([{"CPU": 1.0, "GPU": 1.0}] * 2, options)
 place.wait()
 print("placed on", len(place.nodes()), "nodes", flush=True)
 heard = threading.Event()
-with DrainWatch(place.nodes(), lambda notice: (print(notice, flush=True), heard.set())):
+with DrainObserver(place.nodes(), lambda notice: (print(notice, flush=True), heard.set())):
     assert heard.wait(120)
 place.remove()
 ray.shutdown()

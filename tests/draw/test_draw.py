@@ -13,7 +13,8 @@ from raymm.draw.loss import LINE, _smooth, _spread
 from raymm.draw.palette import module_hues
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
-from raymm.scheduler.program.program import EPILOGUE, Op
+from raymm.scheduler.plan.stage import StageId
+from raymm.scheduler.program.program import OPTIMIZER_OPS, Op
 from raymm.scheduler.program.timeline import Span, Timeline
 from raymm.scheduler.schedule.lower import full_program
 from raymm.scheduler.schedule.simulate import simulate
@@ -52,12 +53,12 @@ def multimodal() -> Plan:
 def timeline(plan: Plan, scale: float = 1.0, epilogue: bool = False) -> Timeline:
     program = full_program(plan)
     weight = {Op.FORWARD: 0.01, Op.FORWARD_NO_GRAD: 0.01, Op.BACKWARD: 0.02}
-    costs = {(s.name, op): scale * w for s in plan.stages for op, w in weight.items()}
+    costs = {(s.id, op): scale * w for s in plan.stages for op, w in weight.items()}
     simulated = simulate(program, costs, latency=0.001)
     end = simulated.makespan
     tail = [
         Span(rank, op, "", -1, end, end + 0.002) for rank in range(plan.num_ranks)
-        for op in EPILOGUE
+        for op in OPTIMIZER_OPS
     ]
     return Timeline(simulated.spans + tuple(tail if epilogue else ()), plan.num_ranks)
 
@@ -111,9 +112,9 @@ def svg_comments(path) -> str:
 def test_timelines_say_what_a_reader_looks_for(tmp_path) -> None:
     path = tmp_path / "schedule.svg"
     predicted = Timeline((
-        Span(0, Op.FORWARD, "vision.0", 3, 0.0, 0.010),
-        Span(1, Op.RECV, "llm.0", 3, 0.0, 0.010, "vision.0"),
-        Span(1, Op.FORWARD_NO_GRAD, "llm.0", 3, 0.010, 0.040),
+        Span(0, Op.FORWARD, StageId("vision", 0), 3, 0.0, 0.010),
+        Span(1, Op.RECV, StageId("llm", 0), 3, 0.0, 0.010, StageId("vision", 0)),
+        Span(1, Op.FORWARD_NO_GRAD, StageId("llm", 0), 3, 0.010, 0.040),
     ), 2)
     # Late as a whole: the panel still begins at 0 and its length leaves the start out.
     measured = Timeline(tuple(s._replace(start=5 + 2 * s.start, end=5 + 2 * s.end)
@@ -138,8 +139,8 @@ def test_rank_names_replace_the_row_labels(tmp_path) -> None:
 
 
 def test_numbers_are_left_out_where_they_do_not_fit(tmp_path) -> None:
-    wide = Span(0, Op.FORWARD, "llm.0", 77, 0.0, 1.0)
-    narrow = Span(0, Op.FORWARD, "llm.0", 88, 1.0, 1.001)
+    wide = Span(0, Op.FORWARD, StageId("llm", 0), 77, 0.0, 1.0)
+    narrow = Span(0, Op.FORWARD, StageId("llm", 0), 88, 1.0, 1.001)
     draw_timelines([("run", Timeline((wide, narrow, wide._replace(start=2.0, end=3.0)), 1))],
                    tmp_path / "a.svg")
     text = svg_comments(tmp_path / "a.svg")

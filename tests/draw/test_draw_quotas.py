@@ -4,14 +4,15 @@ from pytest import approx
 
 from raymm.draw import draw_timelines
 from raymm.draw.schedule import BOX_ROWS, _on_quotas
+from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.timeline import Span, Timeline
 
 TIMELINE = Timeline(
     (
-        Span(0, "forward", "vision.0", 0, 0.0, 2.0, quota=0.5),
-        Span(0, "forward", "audio.0", 0, 0.0, 1.0, quota=0.25),
-        Span(0, "forward", "vision.0", 1, 2.0, 3.0),
-        Span(1, "forward", "llm.0", 0, 2.0, 4.0),
+        Span(0, "forward", StageId("vision", 0), 0, 0.0, 2.0, quota=0.5),
+        Span(0, "forward", StageId("audio", 0), 0, 0.0, 1.0, quota=0.25),
+        Span(0, "forward", StageId("vision", 0), 1, 2.0, 3.0),
+        Span(1, "forward", StageId("llm", 0), 0, 2.0, 4.0),
     ),
     2,
 )
@@ -19,8 +20,8 @@ TIMELINE = Timeline(
 
 def test_boxes_on_quotas_stand_below_each_other_as_high_as_their_quota(tmp_path):
     found = _on_quotas(TIMELINE)
-    assert set(found) == {(0, "vision.0", 0.5), (0, "audio.0", 0.25)}
-    vision, audio = found[0, "vision.0", 0.5], found[0, "audio.0", 0.25]
+    assert set(found) == {(0, StageId("vision", 0), 0.5), (0, StageId("audio", 0), 0.25)}
+    vision, audio = found[0, StageId("vision", 0), 0.5], found[0, StageId("audio", 0), 0.25]
     assert (vision.half, audio.half) == approx((BOX_ROWS / 4, BOX_ROWS / 8))
     assert vision.rise + vision.half == approx(BOX_ROWS / 2)  # the top of the row
     assert vision.rise - vision.half == approx(audio.rise + audio.half)  # then the next

@@ -13,6 +13,7 @@ from raymm.draw.palette import HUES, ink_on, op_looks
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import COMPUTE, Op
 from raymm.scheduler.program.timeline import Span, Timeline
 from raymm.scheduler.schedule.lower import lower
@@ -113,8 +114,8 @@ def test_later_chunks_of_a_rank_stand_lower(drawn) -> None:
         ]
         tops[span.rank, span.stage].add(round(top, 6))
     assert all(len(of_stage) == 1 for of_stage in tops.values())
-    assert tops[0, "llm.0"].pop() < tops[0, "llm.2"].pop()
-    assert tops[1, "llm.1"].pop() < tops[1, "llm.3"].pop()
+    assert tops[0, StageId("llm", 0)].pop() < tops[0, StageId("llm", 2)].pop()
+    assert tops[1, StageId("llm", 1)].pop() < tops[1, StageId("llm", 3)].pop()
     assert all(rank - 0.5 < top and bottom < rank + 0.5
                for *_, top, bottom, _ in found for rank in [round((top + bottom) / 2)])
     assert any("lower boxes" in text for text in drawn.texts())
@@ -124,7 +125,10 @@ def test_stages_of_different_modules_and_ranks_stand_level(drawn) -> None:
     spans = tuple(
         Span(rank, Op.FORWARD, stage, 0, start, start + 1.0)
         for rank, stage, start in (
-            (0, "vision.0", 0.0), (0, "audio.0", 1.0), (1, "vision.0@1", 0.0), (2, "llm.0", 2.0)
+            (0, StageId("vision", 0), 0.0),
+            (0, StageId("audio", 0), 1.0),
+            (1, StageId("vision", 0, 1), 0.0),
+            (2, StageId("llm", 0), 2.0),
         )
     )
     draw_timelines([("run", Timeline(spans, 3))], "a.png")
@@ -138,7 +142,7 @@ def test_stages_of_different_modules_and_ranks_stand_level(drawn) -> None:
 
 @pytest.mark.parametrize("stages", [2, 7])
 def test_copies_on_one_rank_stay_in_its_row(drawn, stages: int) -> None:
-    names = ["vision.0", *(f"vision.0@{i}" for i in range(1, stages))]
+    names = [StageId("vision", 0), *(StageId("vision", 0, i) for i in range(1, stages))]
     spans = tuple(Span(0, Op.FORWARD, name, i, i, i + 1.0) for i, name in enumerate(names))
     draw_timelines([("run", Timeline(spans, 1))], "a.png")
     found = sorted(boxes(drawn.figure.axes[0]))
@@ -178,14 +182,15 @@ def test_panels_share_the_axis_and_mark_the_first_ones_end(drawn) -> None:
     (90.0, "s", "90 s"), (1.25, "s", "1.25 s"), (0.5, "ms", "500 ms"), (3e-5, "µs", "30 µs"),
 ])
 def test_units_fit_the_length(drawn, seconds: float, unit: str, number: str) -> None:
-    draw_timelines([("run", Timeline((Span(0, Op.FORWARD, "llm.0", 0, 0.0, seconds),), 1))],
-                   "a.png")
+    draw_timelines(
+        [("run", Timeline((Span(0, Op.FORWARD, StageId("llm", 0), 0, 0.0, seconds),), 1))], "a.png"
+    )
     assert drawn.figure.axes[0].get_xlabel() == f"time ({unit})"
     assert f"run: iteration {number}, mean bubble 0%" in drawn.texts()
 
 
 def test_stages_are_named_in_the_order_of_their_numbers(drawn) -> None:
-    spans = tuple(Span(0, Op.FORWARD, f"llm.{i}", 0, i, i + 1.0) for i in (10, 2, 0))
+    spans = tuple(Span(0, Op.FORWARD, StageId("llm", i), 0, i, i + 1.0) for i in (10, 2, 0))
     draw_timelines([("run", Timeline(spans, 1))], "a.png")
     assert "rank 0: llm.0 llm.2 llm.10" in drawn.texts()
 
@@ -197,10 +202,10 @@ def test_a_png_of_24_ranks_is_small(tmp_path) -> None:
 
 
 def test_panels_have_numbers_of_one_size_and_smaller_ones_where_room_is_short(drawn) -> None:
-    wide = tuple(Span(0, Op.FORWARD, "llm.0", i, i, i + 1.0) for i in range(10))
+    wide = tuple(Span(0, Op.FORWARD, StageId("llm", 0), i, i, i + 1.0) for i in range(10))
     narrow = (
-        Span(0, Op.FORWARD, "llm.0", 11, 10.0, 10.15),
-        Span(0, Op.FORWARD, "llm.0", 12, 10.15, 10.16),
+        Span(0, Op.FORWARD, StageId("llm", 0), 11, 10.0, 10.15),
+        Span(0, Op.FORWARD, StageId("llm", 0), 12, 10.15, 10.16),
     )
     draw_timelines([("a", Timeline(wide, 1)), ("b", Timeline(wide + narrow, 1))], "a.png")
     sizes = [

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from examples.compare_schedules import MODULES, SCHEDULES, compare, main, model_plan
+from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Op
 from raymm.scheduler.schedule.bounds import lower_bound
 
@@ -37,8 +38,8 @@ def test_every_schedule_runs_every_forward_and_what_is_trained_backward(outcomes
             Op.FORWARD, Op.FORWARD_NO_GRAD, Op.FORWARD_CHECKPOINTED)]
         assert len(forwards) == 6 * 7 == len({(s.stage, s.microbatch) for s in forwards})
         recomputed = {s.stage for s in spans if s.op == Op.RECOMPUTE}
-        assert recomputed == {"llm.0", "llm.1", "llm.2"}
-        assert not [s for s in spans if s.stage == "vision.0" and "backward" in s.op]
+        assert recomputed == {StageId("llm", 0), StageId("llm", 1), StageId("llm", 2)}
+        assert not [s for s in spans if s.stage == StageId("vision", 0) and "backward" in s.op]
 
 
 def test_gpipe_holds_all_microbatches_on_the_fullest_rank(outcomes) -> None:

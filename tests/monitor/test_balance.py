@@ -9,6 +9,7 @@ from raymm.monitor.balance import microbatch_loads, step_balance
 from raymm.monitor.progress import step_line
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.timeline import Span, Timeline
 
 
@@ -51,10 +52,12 @@ def plan():
 
 
 def test_a_step_with_figures_done_by_hand(plan):
-    copies = [stage.name for stage in plan.stages if stage.module == "llm"]
+    copies = [stage.id for stage in plan.stages if stage.module == "llm"]
     spans = (
-        Span(0, "forward", "vision.0", 0, 0.0, 1.0), Span(0, "forward", "vision.0", 1, 1.0, 2.0),
-        Span(1, "forward", copies[0], 0, 1.0, 3.0), Span(1, "recv", copies[0], 0, 0.0, 1.0),
+        Span(0, "forward", StageId("vision", 0), 0, 0.0, 1.0),
+        Span(0, "forward", StageId("vision", 0), 1, 1.0, 2.0),
+        Span(1, "forward", copies[0], 0, 1.0, 3.0),
+        Span(1, "recv", copies[0], 0, 0.0, 1.0),
         Span(2, "forward", copies[1], 1, 2.0, 3.0),
     )
     meta = [meta_of([6, 2], [0]), meta_of([4], [0])]

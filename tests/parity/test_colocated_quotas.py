@@ -15,6 +15,7 @@ from raymm.actors.weights.source import FactorySource
 from raymm.model.multimodal import ModalityModule, MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.plan.stage import StageId
 
 BATCHES = (
     pm.batch([7, 5], 4, vision=[0, 0], audio=[1]), pm.batch([6, 8], 5, vision=[0, 1], audio=[0]),
@@ -41,7 +42,7 @@ def quotas_seen(outputs) -> dict[str, set[float]]:
     found: dict[str, set[float]] = {}
     for output in outputs:
         for span in output.timeline.compute():
-            found.setdefault(span.stage.rpartition(".")[0], set()).add(span.quota)
+            found.setdefault(span.stage.module, set()).add(span.quota)
     return found
 
 
@@ -137,7 +138,7 @@ def test_frozen_encoders_are_under_way_at_the_same_time(ray_cluster):
     for microbatch in range(2):
         one, other = (
             next(s for s in timeline.compute() if (s.stage, s.microbatch) == (name, microbatch))
-            for name in ("vision.0", "audio.0")
+            for name in (StageId("vision", 0), StageId("audio", 0))
         )
         assert max(one.start, other.start) < min(one.end, other.end)
     rank = sorted((s for s in timeline.compute() if s.rank == 0), key=lambda s: s.start)
@@ -185,4 +186,4 @@ def test_stages_without_company_keep_the_whole_device():
         ("vision", 0): None, ("vision", 1): 0.5, ("audio", 0): 0.5, ("llm", 0): None,
     }
     for one, other in itertools.combinations(plan.stages, 2):
-        assert one.name != other.name
+        assert one.id != other.id

@@ -11,6 +11,7 @@ from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
 
 from raymm.model.multimodal import ModalityModule, MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Op
 
 COMBINATIONS = {  # name -> (encoder frozen, projector frozen)
@@ -51,14 +52,14 @@ def test_frozen_combinations(ray_cluster, llm_frozen):
             step = [pm.batch([7, 5], 3, **{name: [0, 1]}), pm.batch([6], 4, **{name: [0]})]
             (output,) = check_gradients(parallel, oracle, step)
             due = {
-                stage.name: any(
+                stage.id: any(
                     p.requires_grad for p in
                     [*getattr(oracle, f"{name}_encoder").module.parameters()] * (not encoder)
                 ) or (stage.index == 1 or name == "projector_frozen") and not projector
                 for stage in parallel.plan.module_stages(name)
             }
             anything = not (encoder and projector and llm_frozen)
-            due |= {f"llm.{i}": anything for i in (0, 1)}
+            due |= {StageId("llm", i): anything for i in (0, 1)}
             backwards = {s.stage for s in output.timeline.spans if s.op == Op.BACKWARD}
             assert backwards == {stage for stage, needed in due.items() if needed}
             if not anything:

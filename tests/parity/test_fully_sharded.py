@@ -10,6 +10,7 @@ from raymm.actors.modules.merge import ReplaceTokens
 from raymm.model.multimodal import ModalityModule, MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.plan.plan import PlanError
+from raymm.scheduler.plan.stage import StageId
 
 
 def fsdp(**degrees) -> ParallelSpec:
@@ -57,7 +58,7 @@ def test_both_modules_and_a_projector(ray_cluster):
     held = check_everything(model, MultimodalParallelSpec({"vision": fsdp(dp=2)}, fsdp(dp=2), 3))
     for name in ("vision", "llm"):
         inside, around = elements(model, name)
-        parts = [part[f"{name}.0"] for part in held if f"{name}.0" in part]
+        parts = [part[StageId(name, 0)] for part in held if StageId(name, 0) in part]
         assert parts == [inside // 2 + around] * 2  # all first dimensions are even
 
 
@@ -92,7 +93,7 @@ def test_embeddings_apart(ray_cluster):
     held = check_everything(model, spec)
     llm = model.language_model.module
     blocks = sum(p.numel() for p in llm.model.layers[:2].parameters())
-    first = [part["llm.0"] for part in held if "llm.0" in part]
+    first = [part[StageId("llm", 0)] for part in held if StageId("llm", 0) in part]
     assert sum(first) == blocks + llm.model.embed_tokens.weight.numel()
 
 

@@ -160,7 +160,7 @@ def test_both_styles_agree(gpus):
 
 
 def test_items_in_any_order(gpus):
-    """Items are sorted by their rows before they are dealt out."""
+    """Items are sorted by their rows before they are split."""
     model = model_of(llama())
     oracle = oracle_of(model)
     shuffled = batch([5, 6, 4], 7, vision=[2, 0, 2])

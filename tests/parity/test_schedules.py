@@ -14,6 +14,7 @@ from raymm.runtime.parallel_module import StepOutput
 from raymm.runtime.pipelined import MultimodalParallelModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.plan.plan import Plan, PlanError, Stage
+from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Op
 from raymm.storage.checkpoint import CheckpointStore, restore
 
@@ -73,13 +74,13 @@ def test_every_schedule_with_two_chunks_per_rank(ray_cluster, training):
     with MultimodalParallelModule(model, plan, optimizer=OPTIMIZER) as parallel:
         parallel.reschedule(planned(plan, "gpipe", "vision"))
         (output,) = check_gradients(parallel, oracle, STEP)
-        assert Op.RECOMPUTE in ops(output)["vision.1"]
-        assert (Op.RECOMPUTE in ops(output)["vision.0"]) == (training == "everything")
+        assert Op.RECOMPUTE in ops(output)[StageId("vision", 1)]
+        assert (Op.RECOMPUTE in ops(output)[StageId("vision", 0)]) == (training == "everything")
 
         parallel.reschedule(planned(plan, "1f1b", LANGUAGE_MODEL))
         (output,) = check_gradients(parallel, oracle, STEP)
-        assert all(Op.FORWARD_CHECKPOINTED in ops(output)[f"llm.{i}"] for i in range(4))
-        assert ops(output)["vision.1"] == {Op.FORWARD, Op.BACKWARD}
+        assert all(Op.FORWARD_CHECKPOINTED in ops(output)[StageId("llm", i)] for i in range(4))
+        assert ops(output)[StageId("vision", 1)] == {Op.FORWARD, Op.BACKWARD}
 
         parallel.reschedule(planned(plan, "zero_bubble"))
         (output,) = check_gradients(parallel, oracle, STEP)
@@ -119,7 +120,7 @@ def test_two_copies_of_an_encoder(ray_cluster, tmp_path):
         check_training(parallel, oracle, [[STEP], [STEP[2:3]], [TEXT], [STEP[:4], STEP[2:]]])
         held = parallel.group.call("parameters", True)
         for name, tensor in held[0].items():
-            if name[0].startswith("vision.0"):
+            if name[0].startswith(StageId("vision", 0)):
                 assert torch.equal(tensor, held[1][name[0] + "@1", name[1]])
 
         folder = CheckpointStore(tmp_path).save(parallel, {})

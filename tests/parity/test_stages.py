@@ -15,6 +15,7 @@ from raymm.actors.modules.merge import ReplaceTokens
 from raymm.data.loading.in_memory import split_batch
 from raymm.model.multimodal import ModalityModule, MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.scheduler.plan.stage import StageId
 
 
 def test_vision_and_llm_in_2_plus_2_stages(ray_cluster):
@@ -34,10 +35,10 @@ def test_vision_and_llm_in_2_plus_2_stages(ray_cluster):
         check_gradients(parallel, oracle, split_batch(whole, 2), other)
         tied = [
             [holder.stage for holder in one.holders]
-            for one in parallel.holdings[2].shared
+            for one in parallel.parameter_ownership[2].shared
             if one.holders[0].name.endswith("embed_tokens.weight")
         ]
-        assert tied == [["llm.0", "llm.1"]]
+        assert tied == [[StageId("llm", 0), StageId("llm", 1)]]
         check_training(parallel, oracle, [[split_batch(whole, 2), other], [other], [other]])
 
 
@@ -96,7 +97,7 @@ def test_clip_and_gemma3_with_a_projector_on_a_rank_of_its_own(ray_cluster):
     spec = two_ranks(
         ParallelSpec(pp=3, layers=(1, 1, 1), ranks=(0, 1, 2)), ParallelSpec(pp=2, ranks=(0, 1))
     )
-    assert [s.name for s in spec.plan(model).rank_stages(2)] == ["vision.2"]
+    assert [s.id for s in spec.plan(model).rank_stages(2)] == [StageId("vision", 2)]
     check_pair(model, spec, ray_cluster)
 
 

@@ -274,7 +274,7 @@ def test_baselines_that_are_taken_instead():
     ) * 2, 0.0, "Spindle", 2)  # fmt: skip
     tight = replace(best, stages=tuple(
         replace(stage, placements=tuple(replace(p, gpus=(0, 1)) for p in stage.placements))
-        for stage in alone_in_turn_stages(problem)
+        for stage in alone_in_slot_stages(problem)
     ))
     short = replace(problem, memory_bytes=10**9)
     taken, unfit, why = _fitting(short, tight, lambda: {"Spindle": sliced})
@@ -295,7 +295,7 @@ def inputs_of(model, request, microbatches, samples, dtype="bf16") -> PlanInputs
     return PlanInputs.of(model, request, Workload(microbatches, samples, dtype=dtype))
 
 
-def alone_in_turn_stages(problem):
+def alone_in_slot_stages(problem):
     """A stage per module, on all GPUs."""
     return [predicted_stage(problem, (Placement(name, (0, 1), 10),)) for name in problem.names]
 

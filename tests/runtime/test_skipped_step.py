@@ -3,10 +3,12 @@
 from raymm.actors.optimizer.finite import Place
 from raymm.data import MicrobatchMeta
 from raymm.runtime.skipped_step import skipped_step
+from raymm.scheduler.plan.stage import StageId
 
 NAN = float("nan")
 EDGES = [
-    ("vision.0", "vision.1"), ("vision.1", "llm.0"), ("audio.0", "llm.0"), ("llm.0", "llm.1"),
+    (StageId("vision", 0), StageId("vision", 1)), (StageId("vision", 1), StageId("llm", 0)),
+    (StageId("audio", 0), StageId("llm", 0)), (StageId("llm", 0), StageId("llm", 1)),
 ]  # fmt: skip
 
 
@@ -31,9 +33,12 @@ def began(*places, batches=(BATCH,)):
 
 def test_what_became_of_it_is_not_told():
     found, step = began(
-        place("gradient", "llm.0", 0, [1], 2), place("output", "llm.1", 0),
-        place("output", "llm.0", 0, [1], 2), place("output", "vision.1", 0, [2], 3),
-        place("output", "llm.0", 1, [0, 1], 2), place("parameters", "llm.0", -1),
+        place("gradient", StageId("llm", 0), 0, [1], 2),
+        place("output", StageId("llm", 1), 0),
+        place("output", StageId("llm", 0), 0, [1], 2),
+        place("output", StageId("vision", 1), 0, [2], 3),
+        place("output", StageId("llm", 0), 1, [0, 1], 2),
+        place("parameters", StageId("llm", 0), -1),
     )
     assert found == [
         ("vision.1", "output", 0, ("b",)), ("llm.0", "output", 1, ("c", "d")),
@@ -46,20 +51,22 @@ def test_what_became_of_it_is_not_told():
 
 def test_two_beginnings_of_one_microbatch():
     found, _ = began(
-        place("output", "llm.0", 1), place("output", "audio.0", 1, [0], 2),
-        place("output", "vision.0", 1, [0], 1), place("output", "vision.1", 1, [0], 1),
+        place("output", StageId("llm", 0), 1),
+        place("output", StageId("audio", 0), 1, [0], 2),
+        place("output", StageId("vision", 0), 1, [0], 1),
+        place("output", StageId("vision", 1), 1, [0], 1),
     )
     assert found == [("vision.0", "output", 1, ("d",)), ("audio.0", "output", 1, ("c",))]
 
 
 def test_gradients_begin_at_the_other_end():
     found, _ = began(
-        place("gradient", "vision.1", 0, [0], 3, of="vision.0"),
-        place("gradient", "llm.0", 0, [0], 3, of="vision.1"),
-        Place("parameters", "vision.0", names=("w",), count=1),
+        place("gradient", StageId("vision", 1), 0, [0], 3, of=StageId("vision", 0)),
+        place("gradient", StageId("llm", 0), 0, [0], 3, of=StageId("vision", 1)),
+        Place("parameters", StageId("vision", 0), names=("w",), count=1),
     )
     assert found == [("llm.0", "gradient", 0, ("a",))]
-    found, step = began(Place("parameters", "vision.0", names=("w", "b"), count=9))
+    found, step = began(Place("parameters", StageId("vision", 0), names=("w", "b"), count=9))
     assert found == [("vision.0", "parameters", None, ())]
     assert "in the gradients of parameters of vision.0 (w, b), summed over micro" in str(step)
 
@@ -67,17 +74,24 @@ def test_gradients_begin_at_the_other_end():
 def test_shares_of_processes_are_put_together():
     """Rows that are no samples' (tokens of a share, packed rows) are all samples'."""
     found, _ = began(
-        place("output", "vision.0", 0, [0], 3), place("output", "vision.0", 0, [2], 3)
+        place("output", StageId("vision", 0), 0, [0], 3),
+        place("output", StageId("vision", 0), 0, [2], 3),
     )
     assert found == [("vision.0", "output", 0, ("a", "b"))]
-    assert began(place("output", "llm.1", 0, [5], 9))[0] == [("llm.1", "output", 0, ("a", "b"))]
+    assert began(place("output", StageId("llm", 1), 0, [5], 9))[0] == [
+        ("llm.1", "output", 0, ("a", "b"))
+    ]
 
 
 def test_batches_and_names_that_are_not_known():
-    found, step = began(place("output", "vision.0", 1, [0], 1, batch=1), batches=(BATCH, BATCH))
+    found, step = began(
+        place("output", StageId("vision", 0), 1, [0], 1, batch=1), batches=(BATCH, BATCH)
+    )
     assert found == [("vision.0", "output", 1, ("d",))] and "microbatch 1 of batch 1" in str(step)
-    assert began(place("output", "llm.0", 1, [0], 2, batch=5))[0] == [("llm.0", "output", 1, ())]
-    assert began(place("output", "tower", 1, [4], 9), batches=())[0] == [
+    assert began(place("output", StageId("llm", 0), 1, [0], 2, batch=5))[0] == [
+        ("llm.0", "output", 1, ())
+    ]
+    assert began(place("output", StageId("tower"), 1, [4], 9), batches=())[0] == [
         ("tower", "output", 1, ("4",))
     ]
     assert skipped_step(1, 0.5, 1.0, [None, None], EDGES) is None

@@ -45,7 +45,7 @@ def alignment(microbatches: int) -> Plan:
 def uniform(plan: Plan, forward: int, backward: int) -> Costs:
     """The same costs for every stage, in whole seconds, so that sums are exact."""
     weight = {op: backward if op is Op.BACKWARD else forward for op in COMPUTE}
-    return {(s.name, op): w for s in plan.stages for op, w in weight.items()}
+    return {(s.id, op): w for s in plan.stages for op, w in weight.items()}
 
 
 @st.composite
@@ -129,6 +129,6 @@ def costs_of(draw: st.DrawFn, plan: Plan) -> Costs:
     costs: Costs = {}
     for stage in plan.stages:
         forward = draw(st.integers(1, 20))
-        costs[stage.name, Op.FORWARD] = costs[stage.name, Op.FORWARD_NO_GRAD] = forward
-        costs[stage.name, Op.BACKWARD] = draw(st.integers(1, 40))
+        costs[stage.id, Op.FORWARD] = costs[stage.id, Op.FORWARD_NO_GRAD] = forward
+        costs[stage.id, Op.BACKWARD] = draw(st.integers(1, 40))
     return costs

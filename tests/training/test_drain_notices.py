@@ -8,7 +8,7 @@ from ray._private.state import GlobalState, state
 
 from raymm.cli.main import EXIT_START_AGAIN, main
 from raymm.runtime import drain_notices
-from raymm.runtime.drain_notices import DrainWatch, draining_nodes, notice
+from raymm.runtime.drain_notices import DrainObserver, draining_nodes, notice
 from raymm.storage.checkpoint import CheckpointStore, read_manifest
 
 
@@ -29,7 +29,7 @@ def test_other_nodes_do_not_count(monkeypatch):
     notices: dict[str, float | None] = {"theirs": 5.0}
     monkeypatch.setattr(drain_notices, "draining_nodes", lambda: notices)
     told, heard = [], threading.Event()
-    with DrainWatch({"mine"}, lambda text: (told.append(text), heard.set())):
+    with DrainObserver({"mine"}, lambda text: (told.append(text), heard.set())):
         assert not heard.wait(0.2)
         notices["mine"] = None
         assert heard.wait(30)

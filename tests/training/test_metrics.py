@@ -9,6 +9,7 @@ from raymm.monitor.metrics import MetricsLog, read_metrics
 from raymm.monitor.report import COST_STEPS, RunReport
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Op
 from raymm.scheduler.schedule.lower import lower
 from raymm.scheduler.schedule.simulate import simulate
@@ -81,7 +82,7 @@ def measured(plan, factor):
     """A program and what it would take if every operation took its stage's number of ms."""
     program = lower(plan, [["vision"], ["vision"]])
     costs = {
-        (stage.name, op): factor * (number + 1) / 1000
+        (stage.id, op): factor * (number + 1) / 1000
         for number, stage in enumerate(plan.stages) for op in (Op.FORWARD, Op.BACKWARD)
     }
     return program, simulate(program, costs)
@@ -111,7 +112,7 @@ def test_the_report_keeps_few_steps(plan, tmp_path):
     for step in range(1, 3 * COST_STEPS):
         report.add(step, *measured(plan, 1 if step < 2 * COST_STEPS - 1 else 2))
     costs = report._predicting_costs()
-    assert costs["llm.1", Op.FORWARD] == pytest.approx(2 * 3 / 1000)
+    assert costs[StageId("llm", 1), Op.FORWARD] == pytest.approx(2 * 3 / 1000)
 
 
 def test_a_report_without_steps_has_no_loss_curve(plan, tmp_path):

@@ -13,7 +13,8 @@ from raymm.scheduler.baselines.pipelines import PIPELINES
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, PlanError
-from raymm.scheduler.search.judge import Option
+from raymm.scheduler.plan.stage import StageId
+from raymm.scheduler.search.evaluation import Option
 from raymm.scheduler.search.stage_space import make_plan
 
 EXAMPLE = "examples/planning/llm32b.yaml"
@@ -112,8 +113,11 @@ def test_a_given_layout_is_judged_not_changed(raymm, make_config, tmp_path, wide
     code, text = raymm("plan", config, "--out", str(tmp_path / "plan"), "--svg")
     assert code == 0, text
     plan = saved_plan(tmp_path / "plan")
-    assert [(s.name, s.rank) for s in plan.stages] == [
-        ("vision.0", 0), ("vision.0@1", 1), ("llm.0", 0), ("llm.1", 0)
+    assert [(s.id, s.rank) for s in plan.stages] == [
+        (StageId("vision", 0), 0),
+        (StageId("vision", 0, 1), 1),
+        (StageId("llm", 0), 0),
+        (StageId("llm", 1), 0),
     ]
     assert plan.schedule == "zero_bubble" and plan.profile.source == "analytic"
     # The stage of the loss needs its activations at once.

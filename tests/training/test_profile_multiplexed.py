@@ -6,11 +6,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from raymm.actors.quota import AccountingBackend, Multiprocessors
+from raymm.actors.quota import Multiprocessors, RecordingBackend
 from raymm.actors.rank.module_profiler import ProfileRequest
 from raymm.actors.rank.rank_group import RankResources
 from raymm.actors.rank.surface_profiler import (
-    BesideTimes,
+    ColocatedTimes,
     ColocationProfiler,
     SurfaceRequest,
     SurfaceTimes,
@@ -131,7 +131,7 @@ def made_up(model, monkeypatch):
         def __enter__(self):
             # On the multiprocessors of a group a module is 1.1 times as slow as by its surface.
             return lambda _, wanted, groups, expected: [
-                {name: BesideTimes(1.1 * about[name], 1.65 * about[name]) for name in group}
+                {name: ColocatedTimes(1.1 * about[name], 1.65 * about[name]) for name in group}
                 for group, about in zip(groups, expected, strict=True)
             ]
 
@@ -176,7 +176,7 @@ def test_what_becomes_of_colocations(make_config, monkeypatch):
 
 def test_alone_and_beside_are_measured_on_the_same_multiprocessors():
     """An H100 has 16 groups: 0.7 of it alone would be 12, and is 11 beside 0.3."""
-    backend = AccountingBackend(Multiprocessors())
+    backend = RecordingBackend(Multiprocessors())
     runs = []
 
     class Event(NamedTuple):
@@ -208,7 +208,7 @@ def test_alone_and_beside_are_measured_on_the_same_multiprocessors():
     found = profiler.beside(
         {"a": None, "b": None}, [{"a": 0.7, "b": 0.3}], [{"a": 1.0, "b": 0.5}], backend
     )
-    assert found == [{"a": BesideTimes(2.0, 3.0), "b": BesideTimes(2.0, 3.0)}]
+    assert found == [{"a": ColocatedTimes(2.0, 3.0), "b": ColocatedTimes(2.0, 3.0)}]
     assert runs[:2] == [("a", 3), ("b", 6)] and sorted(runs[2:]) == runs[:2]
     sms = {name: {s.partition.sms for s in backend.account.spans if s.partition.module == name}
            for name in "ab"}  # fmt: skip

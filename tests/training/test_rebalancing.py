@@ -21,6 +21,7 @@ from raymm.scheduler.minibatch.measured_costs import (
 )
 from raymm.scheduler.minibatch.problem import SampleSizes
 from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Op
 from raymm.scheduler.schedule.lower import full_program
 from raymm.scheduler.schedule.simulate import simulate
@@ -84,7 +85,9 @@ class SimulatedRun:
     def _timeline(self, seconds):
         costs = {}
         for m, (vision, text) in enumerate(seconds.tolist()):
-            for stage, whole in (("vision.0", vision), ("llm.0" + "@1" * (m % 2), text)):
+            for stage, whole in (
+                (StageId("vision", 0), vision), (StageId("llm", 0, m % 2), text),
+            ):
                 costs[stage, Op.FORWARD, m] = whole / 3
                 costs[stage, Op.BACKWARD, m] = whole * 2 / 3
         return simulate(full_program(self.plan), {}, microbatch_costs=costs)

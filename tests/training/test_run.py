@@ -8,6 +8,7 @@ from tiny_run import curve, heldout_rows
 from raymm.config.sections import load_config
 from raymm.monitor.metrics import read_metrics
 from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.plan.stage import StageId
 from raymm.storage.checkpoint import CheckpointStore, read_manifest
 
 PNG = b"\x89PNG\r\n"
@@ -43,7 +44,11 @@ def test_a_run_leaves_pictures_plan_trace_and_checkpoints(finished):
         assert (finished.path / name).read_bytes().startswith(PNG), name
         assert f"{finished.path / name}" in finished.output
     plan = Plan.from_json((finished.path / "plan.json").read_text())
-    assert [(s.name, s.rank) for s in plan.stages] == [("vision.0", 0), ("llm.0", 0), ("llm.1", 1)]
+    assert [(s.id, s.rank) for s in plan.stages] == [
+        (StageId("vision", 0), 0),
+        (StageId("llm", 0), 0),
+        (StageId("llm", 1), 1),
+    ]
     events = json.loads((finished.path / "trace.json").read_text())["traceEvents"]
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert set(processes.values()) == {"predicted", "measured"}

@@ -20,12 +20,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from raymm.kernels.flash.cpu.pieces import (
+from raymm.kernels.flash.cpu.regions import (
+    MaskRegion,
     MatchingKeys,
-    Piece,
     Ranges,
     intersect,
-    mask_pieces,
+    mask_regions,
     size,
     subtract,
     union,
@@ -100,7 +100,7 @@ class Plan:
     def __init__(self, mask: AttentionMask, limits: Limits) -> None:
         keys = MatchingKeys(mask)
         self.blocks = tuple(
-            block for group in _shared(mask_pieces(mask), keys, limits.overhead)
+            block for group in _shared(mask_regions(mask), keys, limits.overhead)
             for block in _blocks(group, keys, limits)
         )  # fmt: skip
         # The mask itself must not be kept: plans live for as long as their mask.
@@ -138,43 +138,45 @@ def plan_blocks(mask: AttentionMask, limits: Limits) -> Plan:
     return plans[limits]
 
 
-def _shared(pieces: list[Piece], keys: MatchingKeys, overhead: int) -> Iterator[list[Piece]]:
+def _shared(
+    regions: list[MaskRegion], keys: MatchingKeys, overhead: int
+) -> Iterator[list[MaskRegion]]:
     """Groups of pieces that share a block: those that see the same keys, and small ones where
     one call with a mask is cheaper than one each. Pieces of a group have the same attend bits;
     they may lie apart."""
-    group: list[Piece] = []
+    group: list[MaskRegion] = []
     cost, every, some = 0.0, [], []
-    for piece in sorted(pieces, key=lambda piece: (piece.attend, piece.start)):
+    for region in sorted(regions, key=lambda region: (region.attend, region.start)):
         joins = False
-        if group and group[0].attend == piece.attend:
-            rows = sum(member.rows for member in group) + piece.rows
-            same = every == some == piece.every() == piece.some()
-            if same or (piece.rows < SMALL_ROWS and rows <= SHARED_ROWS):
-                both_every = intersect(every, piece.every())
-                both_some = union([*some, *piece.some()])
-                both = _cost(rows, len(group) + 1, both_every, both_some, piece, keys, overhead)
-                alone = _cost(piece.rows, 1, piece.every(), piece.some(), piece, keys, overhead)
+        if group and group[0].attend == region.attend:
+            rows = sum(member.rows for member in group) + region.rows
+            same = every == some == region.every() == region.some()
+            if same or (region.rows < SMALL_ROWS and rows <= SHARED_ROWS):
+                both_every = intersect(every, region.every())
+                both_some = union([*some, *region.some()])
+                both = _cost(rows, len(group) + 1, both_every, both_some, region, keys, overhead)
+                alone = _cost(region.rows, 1, region.every(), region.some(), region, keys, overhead)
                 joins = both < cost + alone
         if joins:
-            group.append(piece)
+            group.append(region)
             cost, every, some = both, both_every, both_some
             continue
         if group:
             yield group
-        group, every, some = [piece], piece.every(), piece.some()
-        cost = _cost(piece.rows, 1, every, some, piece, keys, overhead)
+        group, every, some = [region], region.every(), region.some()
+        cost = _cost(region.rows, 1, every, some, region, keys, overhead)
     if group:
         yield group
 
 
 def _cost(
-    rows: int, row_runs: int, every: Ranges, some: Ranges, piece: Piece, keys: MatchingKeys,
+    rows: int, row_runs: int, every: Ranges, some: Ranges, region: MaskRegion, keys: MatchingKeys,
     overhead: int,
 ) -> float:  # fmt: skip
     """Pairs of rows with attend bits like the piece's, overheads included: a full and a masked
     part, or one that masks everything."""
-    full, full_runs = keys.count(every, piece.attend)
-    seen, runs = keys.count(some, piece.attend)
+    full, full_runs = keys.count(every, region.attend)
+    seen, runs = keys.count(some, region.attend)
     together = overhead + (rows + ROW_COST) * MASK_COST * seen + overhead * RUN_COST * runs
     apart = ((full > 0) + (seen > full)) * overhead + (rows + ROW_COST) * (
         full + MASK_COST * (seen - full)
@@ -183,60 +185,60 @@ def _cost(
     return min(together, apart) + overhead * RUN_COST * row_runs
 
 
-def _blocks(group: list[Piece], keys: MatchingKeys, limits: Limits) -> Iterator[Block]:
+def _blocks(group: list[MaskRegion], keys: MatchingKeys, limits: Limits) -> Iterator[Block]:
     """The blocks of pieces that share one."""
     if len(group) > 1:
-        runs = union((piece.start, piece.stop) for piece in group)
+        runs = union((region.start, region.stop) for region in group)
         for page in _pages(runs, limits.rows):
-            pieces = [
-                piece.cut(max(piece.start, start), min(piece.stop, stop))
+            regions = [
+                region.cut(max(region.start, start), min(region.stop, stop))
                 for start, stop in page
-                for piece in group
-                if piece.start < stop and start < piece.stop
+                for region in group
+                if region.start < stop and start < region.stop
             ]
-            yield from _block(page, _mixed(pieces, keys), limits)
+            yield from _block(page, _mixed(regions, keys), limits)
         return
-    piece = group[0]
-    crossed = piece.crossed()
-    for start, stop in _cut(range(piece.start, piece.stop), _rows(piece, crossed, keys, limits)):
-        here = piece.cut(start, stop)
+    region = group[0]
+    crossed = region.crossed()
+    for start, stop in _cut(range(region.start, region.stop), _rows(region, crossed, keys, limits)):
+        here = region.cut(start, stop)
         parts = _mixed([here], keys) if crossed else _exact(here, keys, limits.triangles)
         yield from _block([(start, stop)], parts, limits)
 
 
-def _rows(piece: Piece, crossed: bool, keys: MatchingKeys, limits: Limits) -> int:
+def _rows(region: MaskRegion, crossed: bool, keys: MatchingKeys, limits: Limits) -> int:
     """How many rows of a piece a block should have."""
-    rows = piece.rows
-    growing = any(t for _, _, _, t in piece.intervals)
-    if crossed or any(s for _, _, s, _ in piece.intervals):
+    rows = region.rows
+    growing = any(t for _, _, _, t in region.intervals)
+    if crossed or any(s for _, _, s, _ in region.intervals):
         # A window: many rows waste its corners, few rows are slow.
-        width = size(piece.every()) or 1
-        width = max(width, min(b - a + (t - s) * piece.start for a, b, s, t in piece.intervals))
+        width = size(region.every()) or 1
+        width = max(width, min(b - a + (t - s) * region.start for a, b, s, t in region.intervals))
         rows = min(
             (128, 192, 256, 384, 512),
             key=lambda n: (1 + ROW_COST / n) * (width + n) + 3 * limits.overhead / n,
         )
     elif growing:
         # A triangle needs a mask where keys among it do not match.
-        some = piece.some()
-        holes = keys.count(some, piece.attend)[0] < size(some)
+        some = region.some()
+        holes = keys.count(some, region.attend)[0] < size(some)
         if holes or not limits.triangles:
             rows = TRIANGLE_ROWS
     return min(rows, limits.rows or rows)
 
 
-def _exact(piece: Piece, keys: MatchingKeys, triangles: bool) -> dict[Kind, Ranges]:
+def _exact(region: MaskRegion, keys: MatchingKeys, triangles: bool) -> dict[Kind, Ranges]:
     """The keys of rows of one piece by kind of part, from its corners."""
     full, causal, masked = [], [], []
-    first, last = piece.start, piece.stop - 1
-    for a, b, s, t in piece.intervals:
+    first, last = region.start, region.stop - 1
+    for a, b, s, t in region.intervals:
         lo, inner_lo, inner_hi, hi = a + s * first, a + s * last, b + t * first, b + t * last
         if inner_lo >= inner_hi:
             masked.append((lo, hi))
             continue
         masked.append((lo, inner_lo))
         triangle = (inner_hi - 1, hi)
-        matching, _ = keys.count([triangle], piece.attend)
+        matching, _ = keys.count([triangle], region.attend)
         if t and first < last and triangles and matching == size([triangle]):
             full.append((inner_lo, inner_hi - 1))
             causal.append(triangle)
@@ -244,18 +246,18 @@ def _exact(piece: Piece, keys: MatchingKeys, triangles: bool) -> dict[Kind, Rang
             full.append((inner_lo, inner_hi))
             masked.append((inner_hi, hi))
     return {
-        Kind.FULL: keys.matching(union(full), piece.attend),
+        Kind.FULL: keys.matching(union(full), region.attend),
         Kind.CAUSAL: causal,
-        Kind.MASKED: keys.matching(union(masked), piece.attend),
+        Kind.MASKED: keys.matching(union(masked), region.attend),
     }
 
 
-def _mixed(pieces: list[Piece], keys: MatchingKeys) -> dict[Kind, Ranges]:
+def _mixed(regions: list[MaskRegion], keys: MatchingKeys) -> dict[Kind, Ranges]:
     """The keys of rows of the same attend bits: what all see, and what else some see."""
-    attend, every = pieces[0].attend, pieces[0].every()
-    for piece in pieces[1:]:
-        every = intersect(every, piece.every())
-    some = union(r for piece in pieces for r in piece.some())
+    attend, every = regions[0].attend, regions[0].every()
+    for region in regions[1:]:
+        every = intersect(every, region.every())
+    some = union(r for region in regions for r in region.some())
     return {
         Kind.FULL: keys.matching(every, attend),
         Kind.CAUSAL: [],
@@ -297,6 +299,6 @@ def _pages(ranges: Ranges, most: int) -> Iterator[Ranges]:
 
 def _cut(rows: range, most: int) -> Iterator[tuple[int, int]]:
     """Even pieces of at most ``most`` rows."""
-    pieces = -(-len(rows) // most)
-    edges = [rows.start + len(rows) * i // pieces for i in range(pieces + 1)]
+    regions = -(-len(rows) // most)
+    edges = [rows.start + len(rows) * i // regions for i in range(regions + 1)]
     return zip(edges[:-1], edges[1:], strict=True)

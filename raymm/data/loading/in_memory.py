@@ -37,7 +37,7 @@ def _rows_of(batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
         if not isinstance(value, Mapping):
             found[name] = value[start:stop]
             continue
-        check_dealt(name, value, "to split a batch")
+        check_split(name, value, "to split a batch")
         index = value[INDEX]
         chosen = (index >= start) & (index < stop)
         if chosen.any():
@@ -46,12 +46,12 @@ def _rows_of(batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
     return found
 
 
-def check_dealt(name: str, items: Mapping[str, torch.Tensor], purpose: str) -> None:
+def check_split(name: str, items: Mapping[str, torch.Tensor], purpose: str) -> None:
     """
     Args:
         name: of the modality.
         items: its tensors and ``sample_index``.
-        purpose: why items are to be dealt out.
+        purpose: why items are to be split.
 
     Raises:
         BatchError: a tensor has not its items along the first dimension.

@@ -16,7 +16,7 @@ import ray
 import torch
 from ray.actor import ActorHandle
 
-from raymm.actors.faults.watched_actor import CONCURRENCY_GROUPS, WatchedActor
+from raymm.actors.faults.observed_actor import CONCURRENCY_GROUPS, ObservedActor
 from raymm.actors.faults.whereabouts import task
 from raymm.data.loading.builder import Skipped, StepBuilder
 from raymm.data.loading.object_store import ItemStack, StoredTensors
@@ -40,7 +40,7 @@ def part_names(config: DataConfig) -> list[str]:
     return ["text", *config.modalities]
 
 
-class DataWorker(WatchedActor):
+class DataWorker(ObservedActor):
     """Builds steps.
 
     Args:

@@ -36,12 +36,12 @@ class RebalancedSampler(GroupSampler):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._copies: Mapping[str, int] | None = None
+        self._replicas: Mapping[str, int] | None = None
         self._decisions: tuple[Decision, ...] = ()
         self._live: Position | None = None
         self._handed: deque[tuple[GroupState, Groups]] = deque(maxlen=REMEMBERED)
 
-    def follow(self, copies: Mapping[str, int], decisions: Sequence[Decision] = ()) -> None:
+    def follow(self, replicas: Mapping[str, int], decisions: Sequence[Decision] = ()) -> None:
         """Say, before the first step, what is known of the run.
 
         Args:
@@ -49,7 +49,7 @@ class RebalancedSampler(GroupSampler):
                 copies is left out.
             decisions: taken earlier, in order; those before the state are not looked at.
         """
-        self._copies, self._decisions = dict(copies), tuple(decisions)
+        self._replicas, self._decisions = dict(replicas), tuple(decisions)
 
     def batches(self, state: GroupState | None = None) -> Iterator[tuple[Groups, GroupState]]:
         """As of :class:`GroupSampler`. The last one started is the one that is steered."""
@@ -117,4 +117,4 @@ class RebalancedSampler(GroupSampler):
         if costs is None or self.planner["method"] != "balanced":
             return None
         found = MeasuredCosts.from_dict(costs)
-        return (found if self._copies is None else found.for_copies(self._copies)).to_dict()
+        return (found if self._replicas is None else found.for_replicas(self._replicas)).to_dict()

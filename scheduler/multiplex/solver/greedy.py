@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from raymm.scheduler.multiplex.problem import MappingProblem, bits
-from raymm.scheduler.multiplex.solver.sequences import alone_in_turn, in_order_within
+from raymm.scheduler.multiplex.solver.sequences import alone_in_slot, in_order_within
 from raymm.scheduler.multiplex.solver.stage_evaluation import StageResult
 
 
@@ -44,7 +44,7 @@ def merge_greedily(
         Sets of modules, in an order that meets every dependency.
     """
     problem = evaluator.problem
-    stages = alone_in_turn(problem, within)
+    stages = alone_in_slot(problem, within)
     seconds = {stage: evaluator.result(stage).seconds for stage in stages}
     while len(stages) > 1:
         best_gain, best = 0.0, None

@@ -328,7 +328,8 @@ def pack(inputs, before, spread, weights, kept, node_limit):
     result, nodes = _search(first, levels, classes, options, pool, spread, node_limit)
     if result != FOUND:
         return result, nodes, nothing
-    count = levels[modules].classes
+    # A record: numba knows its fields, pyright does not.
+    count = levels[modules].classes  # pyright: ignore[reportAttributeAccessIssue]
     chosen = np.zeros((modules, 2), np.int64)
     gpus, content = np.zeros(count, np.int64), np.zeros(count, np.int64)
     for t in range(count):

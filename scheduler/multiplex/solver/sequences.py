@@ -44,7 +44,7 @@ def in_order_within(problem: MappingProblem, stages: list[int], within: int | No
     return [stage for stage in ordered if stage in stages]
 
 
-def alone_in_turn(problem: MappingProblem, within: int | None = None) -> list[int]:
+def alone_in_slot(problem: MappingProblem, within: int | None = None) -> list[int]:
     """Every module (of those within) a stage of its own, in topological order (Algorithm 1,
     line 3)."""
     stages = in_order(problem, [1 << m for m in range(len(problem.names))]) or []
@@ -56,7 +56,7 @@ def components(problem: MappingProblem) -> list[int]:
     before: no stage can have modules of both sides, so each part is mapped by itself."""
     parts: list[int] = []
     everyone, done, part = (1 << len(problem.names)) - 1, 0, 0
-    for stage in alone_in_turn(problem):
+    for stage in alone_in_slot(problem):
         part |= stage
         rest = everyone & ~done & ~part
         if all(not part & ~problem.ancestors[m] for m in bits(rest)):

@@ -16,7 +16,7 @@ from raymm.scheduler.multiplex.solver.memory_search import fitted
 from raymm.scheduler.multiplex.solver.partition_columns import TooManyStages, best_partition
 from raymm.scheduler.multiplex.solver.sequence_dp import TooManyTransitions, best_sequence
 from raymm.scheduler.multiplex.solver.sequences import (
-    alone_in_turn,
+    alone_in_slot,
     components,
     mapping_of,
     total_seconds,
@@ -161,7 +161,7 @@ class _Search:
 
     def __init__(self, problem: MappingProblem, stop: Callable[[], bool]) -> None:
         self.evaluator = StageEvaluator(problem)
-        self.best = {part: alone_in_turn(problem, part) for part in components(problem)}
+        self.best = {part: alone_in_slot(problem, part) for part in components(problem)}
         for stages in self.best.values():
             total_seconds(self.evaluator, stages)
         self.evaluator.stop = stop

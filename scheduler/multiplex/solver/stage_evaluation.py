@@ -37,7 +37,7 @@ RESTARTS = 8
 REPLACEMENTS = (12, 300)
 REPLACED = (2, 7)
 REPLACING_NODES = (400, 1_500)
-JITTER = 0.5
+PERTURBATION = 0.5
 SEEDS = 2**32
 # Times that, where nothing was found at any seconds: memory leaves little room.
 LAST_RESORT = 50
@@ -177,7 +177,7 @@ class StageEvaluator:
         """Placements that take less time, where the stage is too large to search completely."""
         if known.packing is not None and not known.exact:
             inputs = self._inputs(stage)
-            effort = Repacking(RESTARTS, replacements, *REPLACED, JITTER, ROUNDING, nodes)
+            effort = Repacking(RESTARTS, replacements, *REPLACED, PERTURBATION, ROUNDING, nodes)
             packed = repack(inputs, known.packing.packed, effort, stage % SEEDS)
             seconds = float(class_seconds(inputs, packed).max())
             if seconds < known.seconds:

@@ -44,7 +44,7 @@ class Repacking(NamedTuple):
     replacements: int
     least_out: int
     most_out: int
-    jitter: float
+    perturbation: float
     rounding: float
     node_limit: int
 
@@ -187,17 +187,17 @@ def repack(inputs, packed, effort, seed):
     times = class_seconds(inputs, packed)
     nobody = nothing_placed(modules, inputs.pool.gpus)
     weights = np.ones(modules)
-    failed, turn = 0, 0
+    failed, number = 0, 0
     while failed < effort.replacements:
         before = times.max() * (1.0 - effort.rounding)
         for m in range(modules):
-            weights[m] = np.exp(effort.jitter * np.random.standard_normal())
+            weights[m] = np.exp(effort.perturbation * np.random.standard_normal())
         kept = nobody
-        if turn >= effort.restarts:
+        if number >= effort.restarts:
             kept = _without_some(packed, times.argmax(), effort)
             failed += 1
-        result, _, found = pack(inputs, before, turn % 2 == 1, weights, kept, effort.node_limit)
-        turn += 1
+        result, _, found = pack(inputs, before, number % 2 == 1, weights, kept, effort.node_limit)
+        number += 1
         if result == FOUND:
             packed = found
             times = class_seconds(inputs, packed)

@@ -1,4 +1,4 @@
-"""Stages of several modules side by side in the executor, in one process."""
+"""Stages of several modules concurrently in the executor, in one process."""
 
 from __future__ import annotations
 
@@ -15,17 +15,22 @@ from raymm.actors.executor.colocation import Colocation
 from raymm.actors.executor.executor import Executor, StepMeta
 from raymm.actors.modules.message import Message
 from raymm.actors.modules.module_state import may_draw
-from raymm.actors.optimizer.gradient_reduction import GradientReduction, Holder, SharedParameter
+from raymm.actors.optimizer.gradient_reduction import (
+    GradientReduction,
+    ParameterReference,
+    SharedParameter,
+)
 from raymm.actors.quota import (
-    AccountingBackend,
     CudaBackend,
     ModuleError,
     Multiprocessors,
     QuotaError,
+    RecordingBackend,
 )
-from raymm.actors.quota.accounting import AccountedStream
+from raymm.actors.quota.recording import AccountedStream
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import BACKWARDS, COMPUTE, FORWARDS
 from raymm.scheduler.schedule.lower import lower
 from tests.actors.quota.quota_spans import most_sms, seconds_together
@@ -87,10 +92,10 @@ def plan_of(quotas=QUOTAS, frozen=(), **options) -> Plan:
 
 def parts_of(plan: Plan) -> dict[str, nn.Module]:
     torch.manual_seed(0)
-    parts = {s.name: Part(sink=s.module == "llm") for s in plan.stages}
+    parts = {s.id: Part(sink=s.module == "llm") for s in plan.stages}
     for stage in plan.stages:
         if not plan.trainable(stage):
-            parts[stage.name].requires_grad_(False)
+            parts[stage.id].requires_grad_(False)
     return parts
 
 
@@ -99,7 +104,7 @@ def inputs_of(plan: Plan, present) -> dict[str, list]:
         return {"x": torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))}
 
     rows = {
-        f"{module}.0": [
+        StageId(module, 0): [
             x(100 * number + m) if module == "llm" or module in present[m] else None
             for m in range(len(present))
         ]
@@ -114,7 +119,7 @@ def step(plan, present, colocation=None, parts=None, reduction=None, training=Tr
     executor = Executor(
         parts, plan.stage_edges, {}, {}, {}, timeout=timedelta(seconds=30), colocation=colocation,
         reduction=None if reduction is None else reduction(parts),
-        device=next(parts["llm.0"].parameters()).device,
+        device=next(parts[StageId("llm", 0)].parameters()).device,
     )
     program = executor.compile(lower(plan, present).ranks[0])
     keys = tuple(range(len(present)))
@@ -145,7 +150,7 @@ def same(one, other) -> bool:
 )  # fmt: skip
 def test_the_same_bits_as_one_after_another(options, present):
     """Dropout, batch norm, split backwards, recomputation: whatever runs beside it."""
-    backend = AccountingBackend()
+    backend = RecordingBackend()
     plan = plan_of(**options)
     colocation = Colocation(plan.quotas(0), backend, 30.0)
     mine = step(plan, present, colocation)
@@ -153,7 +158,7 @@ def test_the_same_bits_as_one_after_another(options, present):
     assert mine[0] == due[0]
     assert same(mine[1], due[1]) and same(mine[2], due[2])
     assert any(g is not None for g in due[1].values())
-    quotas = {span[1].rpartition(".")[0]: span[6] for span in mine[3] if span[6] < 1}
+    quotas = {span[1].module: span[6] for span in mine[3] if span[6] < 1}
     assert quotas == QUOTAS
     assert {span.partition.module for span in backend.account.spans} == set(QUOTAS)
     assert all(span[6] == 1.0 for span in due[3])
@@ -168,12 +173,17 @@ def test_sums_of_gradients_wait_for_the_whole_turn():
     def reduction(parts):
         parameters = {(n, k): p for n, part in parts.items() for k, p in part.named_parameters()}
         shared = [
-            SharedParameter((Holder(0, "vision.0", key), Holder(0, "vision.1", key)))
+            SharedParameter(
+                (
+                    ParameterReference(0, StageId("vision", 0), key),
+                    ParameterReference(0, StageId("vision", 1), key),
+                )
+            )
             for key in ("body.2.weight", "body.2.bias")
         ]
         return GradientReduction(0, parameters, shared, {})
 
-    colocation = Colocation(plan.quotas(0), AccountingBackend(), 30.0)
+    colocation = Colocation(plan.quotas(0), RecordingBackend(), 30.0)
     mine = step(plan, BOTH, colocation, reduction=reduction)
     due = step(plan_of(quotas={}), BOTH, reduction=reduction)
     assert mine[0] == due[0] and same(mine[1], due[1])
@@ -186,8 +196,8 @@ SECONDS = {"vision": 0.03, "audio": 0.02}
 
 
 def emulated() -> EmulatedBackend:
-    def seconds(module, degree, quota, neighbours):
-        return SECONDS[module] * (1 if neighbours else 0.5)
+    def seconds(module, degree, quota, colocated):
+        return SECONDS[module] * (1 if colocated else 0.5)
 
     return EmulatedBackend(seconds, seconds, Multiprocessors(100, 1))
 
@@ -199,16 +209,20 @@ def sleepers(frozen: bool) -> tuple[Plan, dict[str, nn.Module]]:
         (("vision", "llm"), ("audio", "llm")),
     )  # fmt: skip
     stages = tuple(Stage(n, 0, (0, 1), 0, quota=QUOTAS.get(n)) for n in (*QUOTAS, "llm"))
-    parts = {"vision.0": Sleeper(), "audio.0": Sleeper(), "llm.0": Part(sink=True).eval()}
+    parts = {
+        StageId("vision", 0): Sleeper(),
+        StageId("audio", 0): Sleeper(),
+        StageId("llm", 0): Part(sink=True).eval(),
+    }
     if frozen:
-        for name in ("vision.0", "audio.0"):
+        for name in (StageId("vision", 0), StageId("audio", 0)):
             parts[name].requires_grad_(False)
     return Plan(graph, stages, MICROBATCHES), parts
 
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_sleeping_modules_overlap(frozen):
-    """Each forward and backward of a turn is under way while its partner is: by the step's own
+    """Each forward and backward of a group is under way while its partner is: by the step's own
     clock and by the backend's books."""
     plan, parts = sleepers(frozen)
     backend = emulated()
@@ -218,12 +232,12 @@ def test_sleeping_modules_overlap(frozen):
     kinds = [FORWARDS] if frozen else [FORWARDS, BACKWARDS]
     for kind, microbatch in itertools.product(kinds, range(MICROBATCHES)):
         one, other = (
-            next(s for s in spans if s[0] in kind and s[1] == f"{m}.0" and s[2] == microbatch)
+            next(s for s in spans if s[0] in kind and s[1] == StageId(m, 0) and s[2] == microbatch)
             for m in QUOTAS
         )
         assert max(one[3], other[3]) < min(one[4], other[4]), (kind, microbatch)
     for early, late in itertools.pairwise(_turn_intervals(spans)):
-        assert early[1] <= late[0]  # nothing of a turn is left when the next one begins
+        assert early[1] <= late[0]  # nothing of a group is left when the next one begins
     assert most_sms(backend.account) == 75
     assert seconds_together(backend.account, "vision", "audio") > 0
     expected = _by_autograd(reference)
@@ -253,8 +267,8 @@ def _by_autograd(parts):
     rows = inputs_of(None, BOTH)
     losses = {}
     for m in range(MICROBATCHES):
-        hidden = sum(rows[f"{n}.0"][m]["x"] + parts[f"{n}.0"].work.weight for n in QUOTAS)
-        body = parts["llm.0"].body(hidden + rows["llm.0"][m]["x"])
+        hidden = sum(rows[StageId(n, 0)][m]["x"] + parts[StageId(n, 0)].work.weight for n in QUOTAS)
+        body = parts[StageId("llm", 0)].body(hidden + rows[StageId("llm", 0)][m]["x"])
         loss = body.square().sum() / 11
         loss.backward()
         losses[m] = loss.item()
@@ -285,13 +299,13 @@ class LoggedStream(AccountedStream):
         self.log.append((self.name, "keep", {t.data_ptr() for t in tensors}))
 
 
-class LoggedBackend(AccountingBackend):
+class LoggedBackend(RecordingBackend):
     def __init__(self) -> None:
         super().__init__()
         self.log: list[tuple] = []
         self.main = LoggedStream("main", self.log)
 
-    def create(self, partition, neighbours=()):
+    def create(self, partition, colocated=()):
         return LoggedStream(partition.module, self.log, partition, self.account)
 
     def current(self):
@@ -299,15 +313,15 @@ class LoggedBackend(AccountingBackend):
 
 
 def test_turns_fork_from_the_ranks_stream_and_join_it():
-    """Every turn: modules wait for what the rank's stream was given and keep what others made;
+    """Every group: modules wait for what the rank's stream was given and keep what others made;
     then that stream waits for them and keeps what they made. (A GPU's streams promise no order
     and no memory beyond that.)"""
-    plan = sleepers(frozen=False)[0]  # one stage each, so that all encoders' work is in turns
+    plan = sleepers(frozen=False)[0]  # one stage each, so that all encoders' work is in groups
     backend = LoggedBackend()
     colocation = Colocation(plan.quotas(0), backend, 30.0)
     backend.log.clear()
     inputs = inputs_of(plan, BOTH)
-    made: dict[str, list[int]] = {"vision.0": [], "audio.0": []}
+    made: dict[str, list[int]] = {StageId("vision", 0): [], StageId("audio", 0): []}
     parts = parts_of(plan)
     for name, pointers in made.items():
         run = parts[name].run
@@ -323,21 +337,21 @@ def test_turns_fork_from_the_ranks_stream_and_join_it():
     forks = [i for i, entry in enumerate(log) if entry[:2] == ("main", "record")]
     assert len(forks) == 2 * MICROBATCHES
     for begin, after in itertools.pairwise([*forks, len(log)]):
-        turn = log[begin:after]
-        modules = {name for name, *_ in turn} - {"main"}
+        group = log[begin:after]
+        modules = {name for name, *_ in group} - {"main"}
         assert modules <= set(QUOTAS) and modules
         for module in modules:
-            what = [(kind, value) for name, kind, value in turn if name == module]
-            assert what[0] == ("wait", ("main", turn[0][2]))
+            what = [(kind, value) for name, kind, value in group if name == module]
+            assert what[0] == ("wait", ("main", group[0][2]))
             event = next(value for kind, value in what if kind == "record")
-            assert ("main", "wait", (module, event)) in turn
+            assert ("main", "wait", (module, event)) in group
     kept = {name: set() for name in ("main", *QUOTAS)}
     for name, kind, value in log:
         if kind == "keep":
             kept[name] |= value
     for module in QUOTAS:
-        assert {row["x"].data_ptr() for row in inputs[f"{module}.0"]} <= kept[module]
-    assert set(made["vision.0"]) | set(made["audio.0"]) <= kept["main"]
+        assert {row["x"].data_ptr() for row in inputs[StageId(module, 0)]} <= kept[module]
+    assert set(made[StageId("vision", 0)]) | set(made[StageId("audio", 0)]) <= kept["main"]
     colocation.close()
 
 
@@ -373,8 +387,8 @@ def test_on_green_contexts(options):
 def test_a_stage_that_raises_is_named():
     plan = plan_of()
     parts = parts_of(plan)
-    parts["audio.0"].body[2] = nn.Linear(WIDTH + 1, WIDTH)
-    colocation = Colocation(plan.quotas(0), AccountingBackend(), 30.0)
+    parts[StageId("audio", 0)].body[2] = nn.Linear(WIDTH + 1, WIDTH)
+    colocation = Colocation(plan.quotas(0), RecordingBackend(), 30.0)
     with pytest.raises(ModuleError, match="module 'audio' failed: RuntimeError: mat1 and mat2"):
         step(plan, BOTH, colocation, parts)
     colocation.close()
@@ -382,12 +396,12 @@ def test_a_stage_that_raises_is_named():
 
 def test_quotas_and_shared_weights_that_cannot_be_are_refused():
     with pytest.raises(QuotaError, match=r"quota of 'audio' is 0\.01 .*accepted: 0\.06061"):
-        Colocation({"vision": 0.5, "audio": 0.01}, AccountingBackend(), 30.0)
-    colocation = Colocation(QUOTAS, AccountingBackend(), 30.0)
+        Colocation({"vision": 0.5, "audio": 0.01}, RecordingBackend(), 30.0)
+    colocation = Colocation(QUOTAS, RecordingBackend(), 30.0)
     one, other = Part(), Part()
     colocation.check({"vision": [one], "audio": [other], "llm": [one]})
     other.body[2] = one.body[2]
-    with pytest.raises(ValueError, match="modules that share nothing run side by side"):
+    with pytest.raises(ValueError, match="modules that share nothing run concurrently"):
         colocation.check({"vision": [one], "audio": [other]})
     assert "'vision': asked 0.5 (66.0 SMs), granted 64 of 132" in colocation.report()
     colocation.close()
@@ -423,8 +437,8 @@ def test_what_a_stage_draws_is_found_out(kind):
     seen = []
     for quotas in (QUOTAS, {}):
         torch.manual_seed(0)
-        parts = {s.name: kind(sink=s.module == "llm") for s in plan.stages}
-        colocation = Colocation(QUOTAS, AccountingBackend(), 30.0) if quotas else None
+        parts = {s.id: kind(sink=s.module == "llm") for s in plan.stages}
+        colocation = Colocation(QUOTAS, RecordingBackend(), 30.0) if quotas else None
         executor = Executor(parts, plan.stage_edges, {}, {}, {}, colocation=colocation)
         program = executor.compile(lower(plan_of(quotas), BOTH).ranks[0])
         losses = []

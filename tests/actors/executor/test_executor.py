@@ -12,7 +12,7 @@ from torch import nn
 from raymm.actors.executor.executor import Executor, StepMeta
 from raymm.actors.modules.draws import module_draws
 from raymm.actors.modules.message import Message
-from raymm.scheduler.plan.stage import stage_module
+from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Instruction, Op, Program, check_program
 
 SEED, STEP = 3, 11
@@ -41,22 +41,27 @@ class Part(nn.Module):
 
 
 # Two copies of a two-stage encoder feed a language model in two stages.
-CHAINS = {0: ("vision.0", "vision.1"), 1: ("vision.0@1", "vision.1@1")}
-LLM = ("llm.0", "llm.1")
+CHAINS = {
+    0: (StageId("vision", 0), StageId("vision", 1)),
+    1: (StageId("vision", 0, 1), StageId("vision", 1, 1)),
+}
+LLM = (StageId("llm", 0), StageId("llm", 1))
 EDGES = tuple(
-    edge for first, second in CHAINS.values() for edge in ((first, second), (second, "llm.0"))
+    edge
+    for first, second in CHAINS.values()
+    for edge in ((first, second), (second, StageId("llm", 0)))
 ) + (LLM,)
 WITH_IMAGE = (True, False, True, True, False)
-FROZEN = {"none": (), "encoders": ("vision.0",), "llm": LLM}
+FROZEN = {"none": (), "encoders": (StageId("vision", 0),), "llm": LLM}
 
 
-def chain(microbatch: int) -> tuple[str, ...]:
+def chain(microbatch: int) -> tuple[StageId, ...]:
     return (CHAINS[microbatch % 2] if WITH_IMAGE[microbatch] else ()) + LLM
 
 
-def stages(frozen: str) -> dict[str, Part]:
+def stages(frozen: str) -> dict[StageId, Part]:
     torch.manual_seed(0)
-    parts = {name: Part(name, name == "llm.1") for name in (*CHAINS[0], *LLM)}
+    parts = {name: Part(name, name == StageId("llm", 1)) for name in (*CHAINS[0], *LLM)}
     for name in FROZEN[frozen]:
         parts[name].requires_grad_(False)
     for one, other in zip(*CHAINS.values(), strict=True):
@@ -64,18 +69,22 @@ def stages(frozen: str) -> dict[str, Part]:
     return parts
 
 
-def data() -> dict[str, list]:
+def data() -> dict[StageId, list]:
     def rows(seed):
         return [{"x": torch.randn(4, 6, generator=torch.Generator().manual_seed(seed + m))}
                 for m in range(len(WITH_IMAGE))]
 
-    return {"vision.0": rows(0), "vision.0@1": rows(0), "llm.0": rows(50)}
+    return {
+        StageId("vision", 0): rows(0),
+        StageId("vision", 0, 1): rows(0),
+        StageId("llm", 0): rows(50),
+    }
 
 
 def random_program(frozen: str, rng: random.Random, recompute: bool, split: bool):
     """Any order in which every instruction comes after what it needs. Each stage takes its
     microbatches in ascending order."""
-    trains = {n: n.partition("@")[0] not in FROZEN[frozen] for c in CHAINS.values() for n in c}
+    trains = {n: n.first_replica not in FROZEN[frozen] for c in CHAINS.values() for n in c}
     trains |= {n: n not in FROZEN[frozen] for n in LLM}
     waiting: list[tuple[tuple[Op, str, int], set]] = []
     for m in range(len(WITH_IMAGE)):
@@ -121,8 +130,8 @@ def expected(parts: dict[str, Part]) -> dict[int, float]:
     for m in range(len(WITH_IMAGE)):
         message = None
         for name in chain(m):
-            name = name.partition("@")[0]
-            module_draws(SEED, STEP, stage_module(name), m).enter("stage")
+            name = name.first_replica
+            module_draws(SEED, STEP, name.module, m).enter("stage")
             rows = inputs.get(name)
             received = {} if message is None else {"before": message}
             message = parts[name].run(rows and rows[m], received, _Context(m))
@@ -164,7 +173,7 @@ def test_any_order_gives_the_gradients_of_plain_autograd(frozen, recompute, spli
         parts = stages(frozen)
         assert execute(parts, program) == losses
         for name in (*CHAINS[0], *LLM):
-            copies = [parts[n] for n in (name, name + "@1") if n in parts]
+            copies = [parts[n] for n in (name, name._replace(replica=1)) if n in parts]
             for key, due in reference[name].named_parameters():
                 held = [dict(one.named_parameters())[key].grad for one in copies]
                 held = [gradient for gradient in held if gradient is not None]
@@ -180,11 +189,11 @@ def test_copies_see_their_own_microbatches():
     parts = stages("none")
     execute(parts, random_program("none", random.Random(0), True, True))
     # Forward and recomputation of microbatches 0 and 2, and of 3; 1 and 4 have no image.
-    first, second = (parts[name].seen for name in ("vision.1", "vision.1@1"))
+    first, second = (parts[name].seen for name in (StageId("vision", 1), StageId("vision", 1, 1)))
     assert [names for names, _ in first] == [["vision.0"]] * 4
     assert [names for names, _ in second] == [["vision.0@1"]] * 2
     assert sorted(grad for _, grad in second) == [False, True]
-    assert {tuple(names) for names, _ in parts["llm.0"].seen} == {("vision",), ()}
+    assert {tuple(names) for names, _ in parts[StageId("llm", 0)].seen} == {("vision",), ()}
 
 
 def test_pass_two_is_where_the_weights_are():
@@ -205,10 +214,10 @@ def test_a_stage_that_changes_its_inputs_cannot_be_recomputed():
 
     def run(inputs, received, context):
         inputs["x"].mul_(2)
-        return Message((inputs["x"] * parts["vision.0"].linear.weight.sum(),), {})
+        return Message((inputs["x"] * parts[StageId("vision", 0)].linear.weight.sum(),), {})
 
-    parts["vision.0"].run = run
-    program = [Instruction(Op.FORWARD_CHECKPOINTED, "vision.0", 0)]
+    parts[StageId("vision", 0)].run = run
+    program = [Instruction(Op.FORWARD_CHECKPOINTED, StageId("vision", 0), 0)]
     with pytest.raises(RuntimeError, match="vision.0 changes its inputs in place.*recompute"):
         execute(parts, program)
 
@@ -229,16 +238,31 @@ def test_a_gradient_summed_over_processes_is_not_the_one_that_pass_two_starts_fr
     """Also where the sum is made in place, as collectives do."""
     own, handed = {}, {}
     for op in (Op.BACKWARD, Op.BACKWARD_INPUT):
-        parts = {"vision.0": stages("none")["vision.0"], "llm.0": Add()}
+        parts = {
+            StageId("vision", 0): stages("none")[StageId("vision", 0)],
+            StageId("llm", 0): Add(),
+        }
         executor = Executor(
-            parts, [("vision.0", "llm.0")], {}, {}, {}, sum_gradient=lambda g: g.mul_(3)
+            parts,
+            [(StageId("vision", 0), StageId("llm", 0))],
+            {},
+            {},
+            {},
+            sum_gradient=lambda g: g.mul_(3),
         )
-        program = [(Op.FORWARD, "vision.0", 0), (Op.FORWARD, "llm.0", 0), (op, "llm.0", 0)]
+        program = [
+            (Op.FORWARD, StageId("vision", 0), 0),
+            (Op.FORWARD, StageId("llm", 0), 0),
+            (op, StageId("llm", 0), 0),
+        ]
         if op is Op.BACKWARD_INPUT:
-            program.append((Op.BACKWARD_WEIGHT, "llm.0", 0))
-        program.append((Op.BACKWARD, "vision.0", 0))
+            program.append((Op.BACKWARD_WEIGHT, StageId("llm", 0), 0))
+        program.append((Op.BACKWARD, StageId("vision", 0), 0))
         compiled = executor.compile([Instruction(*i) for i in program])
         executor.run(compiled, data(), StepMeta(STEP, 9, (0,), SEED))
-        own[op], handed[op] = parts["llm.0"].own.grad, parts["vision.0"].linear.weight.grad
+        own[op], handed[op] = (
+            parts[StageId("llm", 0)].own.grad,
+            parts[StageId("vision", 0)].linear.weight.grad,
+        )
     assert torch.equal(own[Op.BACKWARD], own[Op.BACKWARD_INPUT])
     assert torch.equal(handed[Op.BACKWARD], handed[Op.BACKWARD_INPUT])

@@ -435,11 +435,11 @@ def test_no_hook_is_left_on_a_graph_that_lives_on():
     _, deferred = backward_input([output], [torch.ones(3, 4)], [leaf])
     deferred.run()
     later = torch.full((3, 4), 2.0)
-    watched = weakref.ref(later)
+    observed = weakref.ref(later)
     (gradient,) = torch.autograd.grad([output], [leaf], [later])
     assert gradient.equal(later)
     del gradient, later
-    assert watched() is None
+    assert observed() is None
 
 
 def test_hooks_of_tensors_and_parameters_apply_once():

@@ -307,7 +307,7 @@ def test_all_members_of_every_group_meet_before_its_first_messages(four_gpus):
     """NCCL groups that begin with messages of some of their members hang."""
 
     def met(actor):
-        groups = {"messages": actor._messages._group, **actor._copies}
+        groups = {"messages": actor._messages._group, **actor._replicas}
         return {
             name: one._get_sequence_number_for_group() for name, one in groups.items()
             if one is not torch.distributed.GroupMember.NON_GROUP_MEMBER

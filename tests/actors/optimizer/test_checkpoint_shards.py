@@ -13,12 +13,12 @@ from raymm.actors.optimizer.checkpoint_shards import (
     ShardError,
     StoredTensors,
     checksum,
-    stored_pieces,
+    stored_shards,
     write_shard,
 )
 
 
-class Piece(NamedTuple):
+class ParameterShard(NamedTuple):
     dim: int
     ranges: tuple[tuple[int, int], ...]
 
@@ -27,7 +27,7 @@ WHOLE = torch.arange(11 * 6, dtype=torch.float32).view(11, 6)
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> list[Piece | None]:
+def layouts(draw: st.DrawFn) -> list[ParameterShard | None]:
     """How several processes have a tensor: whole, or cut along a dimension, perhaps packed (two
     parts, each cut for itself)."""
     processes = draw(st.integers(1, 4))
@@ -41,11 +41,12 @@ def layouts(draw: st.DrawFn) -> list[Piece | None]:
         inner = sorted(draw(st.integers(lo, hi)) for _ in range(processes - 1))
         cuts.append([lo, *inner, hi])
     return [
-        Piece(dim, tuple((c[i], c[i + 1]) for c in cuts if c[0] < c[-1])) for i in range(processes)
+        ParameterShard(dim, tuple((c[i], c[i + 1]) for c in cuts if c[0] < c[-1]))
+        for i in range(processes)
     ]
 
 
-def cut(piece: Piece | None) -> torch.Tensor:
+def cut(piece: ParameterShard | None) -> torch.Tensor:
     if piece is None:
         return WHOLE
     return torch.cat([WHOLE.narrow(piece.dim, a, b - a) for a, b in piece.ranges], piece.dim)
@@ -58,9 +59,9 @@ def test_any_pieces_from_any_others(tmp_path_factory, written, wanted):
     index, files = {}, {}
     writers = written if written[0] is not None else written[:1]
     for process, piece in enumerate(writers):
-        tensors = dict(stored_pieces("llm/weight", cut(piece), piece))
+        tensors = dict(stored_shards("llm/weight", cut(piece), piece))
         if process == 0:  # of what several have, one writes
-            tensors |= dict(stored_pieces("optimizer/llm/weight/step", torch.tensor(3.0), None))
+            tensors |= dict(stored_shards("optimizer/llm/weight/step", torch.tensor(3.0), None))
         shard = write_shard(folder / f"{process}", {n: t.clone() for n, t in tensors.items()})
         assert shard.names == sorted(tensors)
         files[str(process)] = shard.file
@@ -76,19 +77,19 @@ def test_any_pieces_from_any_others(tmp_path_factory, written, wanted):
 
 
 def test_a_range_that_nobody_wrote(tmp_path):
-    piece = Piece(0, ((0, 4),))
-    shard = write_shard(tmp_path / "a", dict(stored_pieces("x", WHOLE[:4].clone(), piece)))
+    piece = ParameterShard(0, ((0, 4),))
+    shard = write_shard(tmp_path / "a", dict(stored_shards("x", WHOLE[:4].clone(), piece)))
     stored = StoredTensors(tmp_path, {"x[0:0:4]": "a"}, {"a": shard.file})
-    assert torch.equal(stored.read({"x": Piece(0, ((1, 3),))})["x"], WHOLE[1:3])
+    assert torch.equal(stored.read({"x": ParameterShard(0, ((1, 3),))})["x"], WHOLE[1:3])
     with pytest.raises(ShardError, match=r"lacks \[4, 8\) of x"):
-        stored.read({"x": Piece(0, ((2, 8),))})
+        stored.read({"x": ParameterShard(0, ((2, 8),))})
 
 
 def two_shards(folder):
     """A tensor in two files; index and files of it."""
     index, files = {}, {}
     for name, rows in (("a", (0, 5)), ("b", (5, 11))):
-        part = dict(stored_pieces("x", WHOLE[slice(*rows)].clone(), Piece(0, (rows,))))
+        part = dict(stored_shards("x", WHOLE[slice(*rows)].clone(), ParameterShard(0, (rows,))))
         files[name] = write_shard(folder / name, part).file
         index |= dict.fromkeys(part, name)
     return index, files
@@ -98,8 +99,8 @@ def test_only_files_that_are_read_from_are_verified_each_before_its_first_read(t
     index, files = two_shards(tmp_path)
     flip(tmp_path / "b", -1)
     stored = StoredTensors(tmp_path, index, files)
-    assert torch.equal(stored.read({"x": Piece(0, ((1, 5),))})["x"], WHOLE[1:5])
-    for wanted in (Piece(0, ((4, 6),)), Piece(1, ((0, 1),)), None):
+    assert torch.equal(stored.read({"x": ParameterShard(0, ((1, 5),))})["x"], WHOLE[1:5])
+    for wanted in (ParameterShard(0, ((4, 6),)), ParameterShard(1, ((0, 1),)), None):
         with pytest.raises(ShardError, match="/b has checksum .* bytes have changed"):
             stored.read({"x": wanted})
 

@@ -8,8 +8,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from raymm.actors.optimizer.gradient_reduction import GradientReduction, Holder, SharedParameter
-from raymm.actors.optimizer.optimizer import Holdings, OptimizerConfig, RankOptimizer
+from raymm.actors.optimizer.gradient_reduction import (
+    GradientReduction,
+    ParameterReference,
+    SharedParameter,
+)
+from raymm.actors.optimizer.optimizer import OptimizerConfig, ParameterOwnership, RankOptimizer
+from raymm.scheduler.plan.stage import StageId
 
 PROCESSES = 3
 NAMES = ("0.weight", "0.bias", "1.weight", "1.bias", "unused")
@@ -29,12 +34,14 @@ def data(process: int, step: int) -> torch.Tensor:
 
 def shared(stages: dict[int, list[str]], owner: bool) -> list[SharedParameter]:
     """Every parameter of the model, held by these stages of every process."""
-    holders = {
-        name: tuple(Holder(p, stage, name) for p, held in stages.items() for stage in held)
+    references = {
+        name: tuple(
+            ParameterReference(p, stage, name) for p, held in stages.items() for stage in held
+        )
         for name in NAMES
     }
     return [
-        SharedParameter(holders[name], number % PROCESSES if owner else None)
+        SharedParameter(references[name], number % PROCESSES if owner else None)
         for number, name in enumerate(NAMES)
     ]
 
@@ -42,27 +49,31 @@ def shared(stages: dict[int, list[str]], owner: bool) -> list[SharedParameter]:
 def _overlap(rank: int) -> None:
     """Buckets set out while the last backward runs; a process without one joins in the end."""
     group = dist.new_group(list(range(PROCESSES)))
-    whole = shared({p: ["a.0"] for p in range(PROCESSES)}, owner=False)
+    whole = shared({p: [StageId("a", 0)] for p in range(PROCESSES)}, owner=False)
     mine = model()
-    parameters = {("a.0", name): p for name, p in mine.named_parameters()}
-    reduction = GradientReduction(rank, parameters, whole, {whole[0].family: group}, limit=64)
-    (family,) = reduction._families
-    assert len(family.buckets) > 2
+    parameters = {(StageId("a", 0), name): p for name, p in mine.named_parameters()}
+    reduction = GradientReduction(
+        rank, parameters, whole, {whole[0].reduction_group: group}, limit=64
+    )
+    (reduction_group,) = reduction._reduction_groups
+    assert len(reduction_group.buckets) > 2
     for step in range(3):
         takes_part = not (rank == 1 and step == 1)
-        reduction.expect(["a.0"] if takes_part else [])
+        reduction.expect([StageId("a", 0)] if takes_part else [])
         if takes_part:
             (mine(data(rank, 10 + step)).square().sum()).backward()
-            assert family.started == 0  # not the last one
-            reduction.last_backward("a.0")
+            assert reduction_group.started == 0  # not the last one
+            reduction.last_backward(StageId("a", 0))
             started = []
             out = mine(data(rank, step))
-            mine[0].weight.register_hook(lambda g, seen=started: seen.append(family.started))
+            mine[0].weight.register_hook(
+                lambda g, seen=started: seen.append(reduction_group.started)
+            )
             out.square().sum().backward()
             # The unused parameter never gets a gradient: what comes after it waits for the end.
-            assert started == [0] and family.started == 0
-            reduction.finished("a.0")
-            assert family.started == len(family.buckets)
+            assert started == [0] and reduction_group.started == 0
+            reduction.finished(StageId("a", 0))
+            assert reduction_group.started == len(reduction_group.buckets)
         reduction.wait()
         due = model()
         for process in range(PROCESSES):
@@ -80,19 +91,21 @@ def _early(rank: int) -> None:
     """Without a parameter that nobody uses, the last layer's sum is under way before the first
     layer has its gradient."""
     group = dist.new_group(list(range(PROCESSES)))
-    whole = shared({p: ["a.0"] for p in range(PROCESSES)}, owner=False)[:-1]
+    whole = shared({p: [StageId("a", 0)] for p in range(PROCESSES)}, owner=False)[:-1]
     mine = model()
     del mine.unused
-    parameters = {("a.0", name): p for name, p in mine.named_parameters()}
-    reduction = GradientReduction(rank, parameters, whole, {whole[0].family: group}, limit=16)
-    (family,) = reduction._families
+    parameters = {(StageId("a", 0), name): p for name, p in mine.named_parameters()}
+    reduction = GradientReduction(
+        rank, parameters, whole, {whole[0].reduction_group: group}, limit=16
+    )
+    (reduction_group,) = reduction._reduction_groups
     seen = []
-    mine[0].weight.register_hook(lambda g: seen.append(family.started))
-    reduction.expect(["a.0"])
-    reduction.last_backward("a.0")
+    mine[0].weight.register_hook(lambda g: seen.append(reduction_group.started))
+    reduction.expect([StageId("a", 0)])
+    reduction.last_backward(StageId("a", 0))
     mine(data(rank, 0)).square().sum().backward()
     assert seen[0] >= 2, seen
-    reduction.finished("a.0")
+    reduction.finished(StageId("a", 0))
     reduction.wait()
 
 
@@ -100,7 +113,11 @@ def _training(rank: int) -> None:
     """Copies on one process, of stages that end at different times; optimizer state of every
     parameter at all holders, or at one. The same parameters as in one process after three steps."""
     config = OptimizerConfig(lr=0.1, eps=1e-5, max_grad_norm=0.5)
-    stages = {0: ["a.0", "a.0@1"], 1: ["a.0@2"], 2: ["a.0@3"]}
+    stages = {
+        0: [StageId("a", 0), StageId("a", 0, 1)],
+        1: [StageId("a", 0, 2)],
+        2: [StageId("a", 0, 3)],
+    }
     for owner in (False, True):
         whole = shared(stages, owner)
         group = dist.new_group(list(range(PROCESSES)))
@@ -109,13 +126,17 @@ def _training(rank: int) -> None:
             (stage, name): p for stage, one in copies.items() for name, p in one.named_parameters()
         }
         first = frozenset(
-            (h.stage, h.name) for one in whole for h in one.holders[:1]
+            (h.stage, h.name) for one in whole for h in one.references[:1]
             if one.owner is None and h.process == rank
         ) | frozenset(
-            (stages[rank][0], one.holders[0].name) for one in whole if one.owner == rank
+            (stages[rank][0], one.references[0].name) for one in whole if one.owner == rank
         )
         optimizer = RankOptimizer(
-            rank, parameters, config, Holdings(tuple(whole), first), {whole[0].family: group},
+            rank,
+            parameters,
+            config,
+            ParameterOwnership(tuple(whole), first),
+            {whole[0].reduction_group: group},
             torch.device("cpu"),
         )
         kept = {name for _, name in optimizer.updated}

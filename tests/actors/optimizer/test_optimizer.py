@@ -8,23 +8,30 @@ import torch
 from torch import nn
 
 from raymm.actors.optimizer.finite import not_finite
-from raymm.actors.optimizer.gradient_reduction import GradientReduction, Holder, SharedParameter
-from raymm.actors.optimizer.optimizer import Holdings, OptimizerConfig, RankOptimizer
+from raymm.actors.optimizer.gradient_reduction import (
+    GradientReduction,
+    ParameterReference,
+    SharedParameter,
+)
+from raymm.actors.optimizer.optimizer import OptimizerConfig, ParameterOwnership, RankOptimizer
+from raymm.scheduler.plan.stage import StageId
 
 
 def optimizer_of(*gradients: tuple[float | None, ...]) -> RankOptimizer:
     """One shared parameter per tuple, with as many holders as it has entries."""
     parameters, shared = {}, []
     for number, values in enumerate(gradients):
-        holders = tuple(Holder(0, f"vision.0@{k}", str(number)) for k in range(len(values)))
-        for (_, *place), value in zip(holders, values, strict=True):
+        references = tuple(
+            ParameterReference(0, StageId("vision", 0, k), str(number)) for k in range(len(values))
+        )
+        for (_, *place), value in zip(references, values, strict=True):
             parameters[tuple(place)] = parameter = nn.Parameter(torch.ones(2))
             parameter.grad = None if value is None else torch.full((2,), value)
-        shared.append(SharedParameter(holders))
-    firsts = frozenset((f"vision.0@{0}", str(n)) for n in range(len(gradients)))
-    holdings = Holdings(tuple(shared), firsts, firsts)
+        shared.append(SharedParameter(references))
+    firsts = frozenset((StageId("vision", 0, 0), str(n)) for n in range(len(gradients)))
+    parameter_ownership = ParameterOwnership(tuple(shared), firsts, firsts)
     return RankOptimizer(
-        0, parameters, OptimizerConfig(), holdings, {}, torch.device("cpu")
+        0, parameters, OptimizerConfig(), parameter_ownership, {}, torch.device("cpu")
     )
 
 
@@ -53,14 +60,18 @@ def test_buckets(limit):
         torch.randn(40), torch.randn(1).bfloat16(),
     ]
     for number, gradient in enumerate(tensors):
-        holders = tuple(Holder(0, f"a.0{copy}", str(number)) for copy in ("", "@1"))
-        shared.append(SharedParameter(holders))
-        for _, *place in holders:
+        references = tuple(ParameterReference(0, StageId("a", 0, k), str(number)) for k in (0, 1))
+        shared.append(SharedParameter(references))
+        for _, *place in references:
             parameters[tuple(place)] = parameter = nn.Parameter(torch.empty_like(gradient))
             parameter.grad = gradient.clone()
         due.append(gradient * 2)
     reduction = GradientReduction(0, parameters, shared, {}, limit)
-    buckets = [bucket for family in reduction._families for bucket in family.buckets]
+    buckets = [
+        bucket
+        for reduction_group in reduction._reduction_groups
+        for bucket in reduction_group.buckets
+    ]
     for bucket in buckets:
         sizes = [member.parameters[0].nbytes for member in bucket.members]
         assert sum(sizes) <= limit or len(sizes) == 1 or sum(sizes) == max(sizes)
@@ -73,19 +84,24 @@ def test_buckets(limit):
 
 
 def test_owners_that_take_turns_do_not_make_small_buckets():
-    parameters = {("a.0", str(n)): nn.Parameter(torch.ones(4)) for n in range(20)}
+    parameters = {(StageId("a", 0), str(n)): nn.Parameter(torch.ones(4)) for n in range(20)}
     shared = [
-        SharedParameter(tuple(Holder(p, "a.0", str(n)) for p in (0, 1)), owner=n % 2)
+        SharedParameter(
+            tuple(ParameterReference(p, StageId("a", 0), str(n)) for p in (0, 1)), owner=n % 2
+        )
         for n in range(20)
     ]
     reduction = GradientReduction(0, parameters, shared, {})
-    (family,) = reduction._families
-    assert [(bucket.owner, len(bucket.members)) for bucket in family.buckets] == [(1, 10), (0, 10)]
+    (reduction_group,) = reduction._reduction_groups
+    assert [(bucket.owner, len(bucket.members)) for bucket in reduction_group.buckets] == [
+        (1, 10),
+        (0, 10),
+    ]
 
 
 def test_the_rate_is_that_of_the_schedule_also_where_nothing_is_trained():
     config = OptimizerConfig(lr=1.0, warmup_steps=4)
-    optimizer = RankOptimizer(0, {}, config, Holdings(), {}, torch.device("cpu"))
+    optimizer = RankOptimizer(0, {}, config, ParameterOwnership(), {}, torch.device("cpu"))
     assert [optimizer.step() for _ in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
     optimizer.load_state_tensors({}, 1)
     assert optimizer.step() == 0.5
@@ -94,9 +110,9 @@ def test_the_rate_is_that_of_the_schedule_also_where_nothing_is_trained():
 def one_parameter(gradient, config: OptimizerConfig) -> RankOptimizer:
     parameter = nn.Parameter(torch.ones(2))
     parameter.grad = torch.tensor(gradient)
-    key = ("a.0", "w")
-    holdings = Holdings((), frozenset({key}), frozenset({key}))
-    return RankOptimizer(0, {key: parameter}, config, holdings, {}, torch.device("cpu"))
+    key = (StageId("a", 0), "w")
+    parameter_ownership = ParameterOwnership((), frozenset({key}), frozenset({key}))
+    return RankOptimizer(0, {key: parameter}, config, parameter_ownership, {}, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("clipped", [True, False])
@@ -134,48 +150,52 @@ def test_what_is_finite_is_applied_and_nothing_else(clipped, gradient, applied):
 
 def test_a_loss_counts_whatever_the_gradients_and_the_schedule_goes_on():
     optimizer = one_parameter([1.0, 1.0], OptimizerConfig(lr=1.0, warmup_steps=4))
-    optimizer.watch.begin()
-    optimizer.watch.loss(torch.tensor(math.inf))
-    optimizer.watch.begin()  # of a batch before the last one, too
-    optimizer.watch.loss(torch.tensor(1.0))
+    optimizer.observer.begin()
+    optimizer.observer.loss(torch.tensor(math.inf))
+    optimizer.observer.begin()  # of a batch before the last one, too
+    optimizer.observer.loss(torch.tensor(1.0))
     assert math.isnan(optimizer.clip()) and optimizer.not_finite == []
     assert optimizer.step() is None
-    optimizer.watch.begin()
-    optimizer.watch.loss(torch.tensor(1.0))
+    optimizer.observer.begin()
+    optimizer.observer.loss(torch.tensor(1.0))
     optimizer.clip()
     assert optimizer.step() == 0.5  # the second step's rate
 
 
 def test_a_gradient_that_is_not_counted_here_must_be_finite_too():
-    parameters = {("a.0", name): nn.Parameter(torch.ones(1)) for name in "xy"}
+    parameters = {(StageId("a", 0), name): nn.Parameter(torch.ones(1)) for name in "xy"}
     for parameter in parameters.values():
         parameter.grad = torch.full((1,), 2.0)
     optimizer = RankOptimizer(
-        0, parameters, OptimizerConfig(), Holdings((), frozenset({("a.0", "x")})), {},
+        0,
+        parameters,
+        OptimizerConfig(),
+        ParameterOwnership((), frozenset({(StageId("a", 0), "x")})),
+        {},
         torch.device("cpu"),
     )
     assert optimizer.clip() == 2.0 and optimizer.not_finite is None
-    parameters["a.0", "y"].grad.fill_(math.nan)
+    parameters[StageId("a", 0), "y"].grad.fill_(math.nan)
     optimizer.clip()
     assert [(one.kind, one.stage, one.names) for one in optimizer.not_finite] == [
-        ("parameters", "a.0", ("y",))
+        ("parameters", StageId("a", 0), ("y",))
     ]
 
 
 def test_running_statistics_of_a_step_that_is_not_applied_are_forgotten():
     norm, frozen = nn.BatchNorm1d(2), nn.BatchNorm1d(2).eval()
     both = nn.ModuleList([norm, frozen])
-    parameters = {("a.0", name): p for name, p in norm.named_parameters()}
+    parameters = {(StageId("a", 0), name): p for name, p in norm.named_parameters()}
     optimizer = RankOptimizer(
-        0, parameters, OptimizerConfig(), Holdings((), frozenset(parameters)), {},
+        0, parameters, OptimizerConfig(), ParameterOwnership((), frozenset(parameters)), {},
         torch.device("cpu"), [both],
     )
     seen = []
     for rows in ([[1.0, 2.0], [3.0, 5.0]], [[math.nan, 1.0], [2.0, 3.0]], [[4.0, 4.0], [3.0, 1.0]]):
-        optimizer.watch.begin()
+        optimizer.observer.begin()
         loss = norm(torch.tensor(rows)).square().sum()
         loss.backward()
-        optimizer.watch.loss(loss)
+        optimizer.observer.loss(loss)
         optimizer.clip()
         optimizer.step()
         seen.append({name: value.clone() for name, value in norm.named_buffers()})

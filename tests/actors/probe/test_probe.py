@@ -16,6 +16,7 @@ from raymm.layout.stage_builders import stage_builders
 from raymm.model.multimodal import ModalityModule, MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.plan.plan import PlanError
+from raymm.scheduler.plan.stage import StageId
 
 INPUTS = {"x": torch.linspace(-1, 1, 8).view(1, 2, 4)}
 
@@ -132,7 +133,7 @@ def test_the_refusal_comes_before_anything_starts():
     with pytest.raises(ProbeError, match="SharedMemoryEncoder"):
         stage_builders(model, cut)
     whole = MultimodalParallelSpec({}).plan(model)  # in one stage it runs
-    assert set(stage_builders(model, whole).build) == {"vision.0", "llm.0"}
+    assert set(stage_builders(model, whole).build) == {StageId("vision", 0), StageId("llm", 0)}
 
 
 class NormProjector(nn.Module):

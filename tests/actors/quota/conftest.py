@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from raymm.actors.quota import (
-    AccountingBackend,
-    SideBySide,
+    ConcurrentModules,
+    RecordingBackend,
     StreamPool,
 )
 from tests.actors.quota.three_modules import QUOTAS
@@ -14,11 +14,11 @@ from tests.actors.quota.three_modules import QUOTAS
 
 @pytest.fixture
 def streams():
-    with StreamPool(AccountingBackend(), {"s": QUOTAS}) as pool:
+    with StreamPool(RecordingBackend(), {"s": QUOTAS}) as pool:
         yield pool.select("s")
 
 
 @pytest.fixture
 def side():
-    with SideBySide() as one:
+    with ConcurrentModules() as one:
         yield one

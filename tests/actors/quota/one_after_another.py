@@ -1,31 +1,31 @@
-"""What modules side by side are held to: the same works, one after another in one thread."""
+"""What modules concurrently are held to: the same works, one after another in one thread."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
 
-from raymm.actors.quota import ModuleError, Output, StreamSet, Work, side_by_side
+from raymm.actors.quota import ModuleError, Output, StreamSet, Work, concurrent_modules
 from raymm.actors.quota.thread_settings import ThreadSettings
 
 
 def one_after_another(streams: StreamSet, works: Mapping[str, Work]) -> dict[str, Output]:
-    """What :meth:`SideBySide.run` does, in the calling thread, in the order of ``works``:
+    """What :meth:`ConcurrentModules.run` does, in the calling thread, in the order of ``works``:
     the same numbers.
 
     Raises:
         ModuleError: at the first module whose work raises.
-        ValueError: as :meth:`SideBySide.run`.
+        ValueError: as :meth:`ConcurrentModules.run`.
     """
-    side_by_side._check(streams, works)
+    concurrent_modules._check(streams, works)
     settings = ThreadSettings.capture()
     found = {}
     for module, work in works.items():
         issued = streams.backend.current().record()
         try:
-            found[module] = side_by_side._perform(
+            found[module] = concurrent_modules._perform(
                 module, work, streams, issued, settings, contextlib.nullcontext()
             )
         except Exception as error:
-            raise ModuleError(module, side_by_side._said(error)) from error
+            raise ModuleError(module, concurrent_modules._said(error)) from error
     return found

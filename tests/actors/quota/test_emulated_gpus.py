@@ -1,4 +1,4 @@
-"""Emulated GPUs as Ray actors: the modules of each sleep side by side."""
+"""Emulated GPUs as Ray actors: the modules of each sleep concurrently."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import ray
 import torch
 
 from benchmarks.emulated_backend import EmulatedBackend, EmulatedModule
-from raymm.actors.quota import SideBySide, StreamPool, Work
+from raymm.actors.quota import ConcurrentModules, StreamPool, Work
 from tests.actors.quota.quota_spans import most_sms
 
 SETS = {"encoders": {"vision": 0.6, "audio": 0.4}, "llm": {"llm": 1.0}}
@@ -17,7 +17,7 @@ MEET_SECONDS = 60
 
 
 class EmulatedGpu:
-    """Encoders side by side, then the language model, forward and backward."""
+    """Encoders concurrently, then the language model, forward and backward."""
 
     def __init__(self):
         self.slept = []
@@ -36,7 +36,7 @@ class EmulatedGpu:
         self.modules = {m: EmulatedModule(degree=1) for m in SECONDS}
 
     def steps(self, count):
-        with SideBySide() as side, StreamPool(self.backend, SETS) as pool:
+        with ConcurrentModules() as side, StreamPool(self.backend, SETS) as pool:
             for _ in range(count):
                 self.step(side, pool)
         order = [span.partition.module for span in self.backend.account.spans]

@@ -14,7 +14,7 @@ from fake_driver import FakeDriver
 from torch import nn
 
 from benchmarks import quota_gpu as benchmark
-from raymm.actors.quota import CudaBackend, SideBySide, StreamPool, Work
+from raymm.actors.quota import ConcurrentModules, CudaBackend, StreamPool, Work
 from tests.actors.quota.one_after_another import one_after_another
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -139,7 +139,7 @@ def test_numbers_on_the_gpu_are_those_of_one_after_another(draws):
         torch.cuda.synchronize()
         return [p.detach().cpu() for n in nets.values() for p in n.parameters()]
 
-    with SideBySide() as side, StreamPool(CudaBackend(), SETS) as pool:
+    with ConcurrentModules() as side, StreamPool(CudaBackend(), SETS) as pool:
         streams = pool.select("encoders")
         for a, b in zip(train(side.run, streams), train(one_after_another, streams), strict=True):
             assert torch.equal(a, b)
@@ -149,7 +149,7 @@ def test_numbers_on_the_gpu_are_those_of_one_after_another(draws):
 def test_the_host_does_not_wait():
     """Waiting calls raise while stages are switched and works are issued."""
     x = torch.ones(64, 64, device="cuda")
-    with SideBySide() as side, StreamPool(CudaBackend(), SETS) as pool:
+    with ConcurrentModules() as side, StreamPool(CudaBackend(), SETS) as pool:
         for _ in range(2):  # the first time handles are made
             torch.cuda.set_sync_debug_mode("error")
             try:

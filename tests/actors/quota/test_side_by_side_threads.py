@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from raymm.actors.quota import (
-    SideBySide,
+    ConcurrentModules,
     Work,
 )
 from tests.actors.quota.one_after_another import one_after_another
@@ -17,7 +17,7 @@ from tests.actors.quota.three_modules import MEET_SECONDS, MODULES, meeting
 
 
 def test_threads_end_with_an_object_that_nobody_closed(streams):
-    side = SideBySide()
+    side = ConcurrentModules()
     side.run(streams, {m: Work(lambda: 1, draws=False) for m in MODULES})
     threads = [t for t in threading.enumerate() if t.name in names()]
     assert len(threads) == len(MODULES)
@@ -33,7 +33,7 @@ def names():
 
 def test_threads_are_reused_and_none_is_left(streams):
     assert not names()
-    side, seen = SideBySide(), set()
+    side, seen = ConcurrentModules(), set()
     for step in range(100):
         chosen = MODULES[: 1 + step % 3]
         works = {m: Work(threading.get_ident, draws=False) for m in chosen}

@@ -9,12 +9,12 @@ import torch
 
 from benchmarks.emulated_backend import EmulatedBackend, EmulatedModule, pause
 from raymm.actors.quota import (
-    AccountingBackend,
     CudaBackend,
     Multiprocessors,
     OversubscribedError,
     QuotaError,
     QuotaUnavailableError,
+    RecordingBackend,
     StreamPool,
 )
 from tests.actors.quota.quota_spans import most_sms, seconds_together
@@ -26,16 +26,16 @@ SETS = {
 }
 
 
-class Logged(AccountingBackend):
+class Logged(RecordingBackend):
     """Keeps a log of what streams are told."""
 
     def __init__(self):
         super().__init__()
         self.log, self.closed = [], 0
 
-    def create(self, partition, neighbours=()):
-        stream = super().create(partition, neighbours)
-        self.log.append(("create", partition.module, [one.module for one in neighbours]))
+    def create(self, partition, colocated=()):
+        stream = super().create(partition, colocated)
+        self.log.append(("create", partition.module, [one.module for one in colocated]))
         stream.record = lambda: self.log.append(("record", partition.module)) or partition.module
         stream.wait = lambda event: self.log.append(("wait", partition.module, event))
         return stream
@@ -73,7 +73,7 @@ def test_everything_is_created_before_and_selecting_creates_nothing():
 
 
 def test_a_process_of_its_own_makes_only_its_own_streams():
-    whole = StreamPool(AccountingBackend(), SETS)
+    whole = StreamPool(RecordingBackend(), SETS)
     log = []
     for module in ("vision", "audio"):
         backend = Logged()
@@ -112,10 +112,10 @@ def test_a_failure_while_creating_closes_the_backend():
     backend = Logged()
     create = backend.create
 
-    def fails(partition, neighbours):
+    def fails(partition, colocated):
         if partition.module == "llm":
             raise OSError("no memory")
-        return create(partition, neighbours)
+        return create(partition, colocated)
 
     backend.create = fails
     with pytest.raises(OSError, match="no memory"):
@@ -124,7 +124,7 @@ def test_a_failure_while_creating_closes_the_backend():
 
 
 def test_the_report_names_what_was_asked_and_granted():
-    report = StreamPool(AccountingBackend(), SETS).report().splitlines()
+    report = StreamPool(RecordingBackend(), SETS).report().splitlines()
     assert len(report) == 5
     assert report[0].startswith("encoders: 'vision': asked 0.6 (79.2 SMs), granted 80 of 132")
     assert report[2].endswith("granted 132 of 132 SMs (1), the whole GPU")
@@ -140,7 +140,7 @@ class Clock:
 
 def test_the_account_says_who_ran_when():
     clock = Clock()
-    backend = AccountingBackend(clock=clock)
+    backend = RecordingBackend(clock=clock)
     pool = StreamPool(backend, SETS)
     vision, audio = pool.select("encoders").streams.values()
     with vision.use():
@@ -155,7 +155,7 @@ def test_the_account_says_who_ran_when():
 
 
 def test_the_account_refuses_oversubscription():
-    backend = AccountingBackend(Multiprocessors(100, 10))
+    backend = RecordingBackend(Multiprocessors(100, 10))
     pool = StreamPool(backend, {"a": {"x": 0.5, "y": 0.5}, "b": {"z": 1.0}, "c": {"w": 0.3}})
     streams = {m: s for name in "abc" for m, s in pool.select(name).streams.items()}
     with streams["y"].use():
@@ -175,12 +175,12 @@ def test_the_account_refuses_oversubscription():
 def test_an_emulated_module_takes_what_the_performance_model_says():
     asked, paused = [], []
 
-    def forward(module, degree, quota, neighbours):
-        asked.append((module, degree, quota, dict(neighbours)))
+    def forward(module, degree, quota, colocated):
+        asked.append((module, degree, quota, dict(colocated)))
         return 1 / quota
 
-    def backward(module, degree, quota, neighbours):
-        return 2 / quota + sum(neighbours.values())
+    def backward(module, degree, quota, colocated):
+        return 2 / quota + sum(colocated.values())
 
     backend = EmulatedBackend(forward, backward, Multiprocessors(100, 10), pause=paused.append)
     pool = StreamPool(backend, {"both": {"vision": 0.52, "audio": 0.4}, "one": {"llm": 1.0}})

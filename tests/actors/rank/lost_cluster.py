@@ -9,12 +9,12 @@ import ray
 from ray.cluster_utils import Cluster
 from test_group import microbatch, model_of
 
-from raymm.actors.faults import cluster_watch
+from raymm.actors.faults import cluster_observer
 from raymm.errors import ClusterLostError
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 
 # The test need not wait for a GCS that may be started anew.
-cluster_watch.GCS_TIMEOUT_S = 3.0
+cluster_observer.GCS_TIMEOUT_S = 3.0
 
 
 def steps_until_lost(parallel) -> None:

@@ -18,6 +18,7 @@ from raymm.actors.rank.rank_actor import RankSpec
 from raymm.actors.rank.rank_group import ClusterError, RankFailedError, RankGroup, RankResources
 from raymm.model.multimodal import ModalityModule, MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Op
 
 # In place of seconds.
@@ -90,26 +91,26 @@ def test_a_frozen_stage_has_no_backward_and_receives_no_gradient(ray_cluster):
         for span in timeline.spans:
             seen.setdefault(span.stage, set()).add((span.op, span.microbatch, span.peer))
         # Frozen, and nothing trainable before it: forward only, no gradient comes.
-        assert seen["vision.0"] == {
+        assert seen[StageId("vision", 0)] == {
             (op, m, peer) for m in (0, 2)
-            for op, peer in [(Op.FORWARD_NO_GRAD, ""), (Op.SEND, "vision.1")]
+            for op, peer in [(Op.FORWARD_NO_GRAD, ""), (Op.SEND, StageId("vision", 1))]
         }
         # Frozen blocks with the trainable projector: backward, but nothing sent further back.
-        assert seen["vision.1"] == {
+        assert seen[StageId("vision", 1)] == {
             (op, m, peer) for m in (0, 2)
             for op, peer in [
-                (Op.RECV, "vision.0"), (Op.FORWARD, ""), (Op.SEND, "llm.0"),
-                (Op.RECV, "llm.0"), (Op.BACKWARD, ""),
+                (Op.RECV, StageId("vision", 0)), (Op.FORWARD, ""), (Op.SEND, StageId("llm", 0)),
+                (Op.RECV, StageId("llm", 0)), (Op.BACKWARD, ""),
             ]
         }
         # Frozen with something trainable before it: backward; none for the text-only one.
-        assert {(op, m) for op, m, _ in seen["llm.0"] if op in (
+        assert {(op, m) for op, m, _ in seen[StageId("llm", 0)] if op in (
             Op.FORWARD, Op.FORWARD_NO_GRAD, Op.BACKWARD)} == {
             (Op.FORWARD, 0), (Op.BACKWARD, 0), (Op.FORWARD_NO_GRAD, 1),
             (Op.FORWARD, 2), (Op.BACKWARD, 2),
         }
         text = parallel.execute([microbatch(2, False)]).timeline
-        assert {(s.stage, s.op) for s in text.spans} == {("llm.0", Op.FORWARD_NO_GRAD)}
+        assert {(s.stage, s.op) for s in text.spans} == {(StageId("llm", 0), Op.FORWARD_NO_GRAD)}
 
 
 def test_more_ranks_than_the_cluster_has(ray_cluster):
@@ -268,7 +269,9 @@ class Unreadable:
 @pytest.mark.parametrize("builder", [no_such_file, Unreadable()])
 def test_a_rank_that_cannot_start_says_why_and_keeps_its_traceback(ray_cluster, tmp_path, builder):
     """It cannot build a stage; it cannot even read what it is to be."""
-    spec = RankSpec(rank=0, world_size=1, builders={"llm.0": builder}, edges=(), lanes=())
+    spec = RankSpec(
+        rank=0, world_size=1, builders={StageId("llm", 0): builder}, edges=(), p2p_groups=()
+    )
     with faults_kept_in(tmp_path), pytest.raises(RankFailedError) as caught:
         RankGroup([spec], ["llm.0"], RankResources())
     first = str(caught.value).partition("\n")[0]
@@ -287,11 +290,11 @@ def with_threads_of_openmp() -> nn.Module:
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_the_thread_that_works_has_the_threads_that_were_asked_for(ray_cluster, threads):
-    builders = {"llm.0": with_threads_of_openmp}
-    spec = RankSpec(0, 1, builders, edges=(), lanes=(), threads=threads)
+    builders = {StageId("llm", 0): with_threads_of_openmp}
+    spec = RankSpec(0, 1, builders, edges=(), p2p_groups=(), threads=threads)
     group = RankGroup([spec], ["llm.0"], RankResources())
     group.shutdown()
-    assert group.num_parameters == [{"llm.0": threads}]
+    assert group.num_parameters == [{StageId("llm", 0): threads}]
 
 
 class FromSysPath:
@@ -302,7 +305,7 @@ class FromSysPath:
 
 
 def test_a_module_that_ranks_do_not_have_is_named_with_the_cure(ray_cluster, tmp_path):
-    spec = RankSpec(0, 1, {"llm.0": FromSysPath()}, edges=(), lanes=())
+    spec = RankSpec(0, 1, {StageId("llm", 0): FromSysPath()}, edges=(), p2p_groups=())
     with faults_kept_in(tmp_path), pytest.raises(RankFailedError) as caught:
         RankGroup([spec], ["llm.0"], RankResources())
     assert "No module named 'only_on_the_drivers_path'" in str(caught.value)

@@ -147,8 +147,8 @@ def check_gradients(
     for name, gradient in expected.items():
         counted = torch.zeros_like(gradient)
         for rank in range(plan.tp):
-            holders = plan.holders(name, rank)
-            own = sum(results[other]["gradients"][name] for other in holders)
+            sharers = plan.sharers(name, rank)
+            own = sum(results[other]["gradients"][name] for other in sharers)
             piece = plan.piece(name, rank)
             # Rounding alone: the bias of keys.
             norm = max(float(gradient.norm()), 1e-2 * largest)

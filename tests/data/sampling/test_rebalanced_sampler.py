@@ -23,16 +23,16 @@ from raymm.scheduler.minibatch.measured_costs import (
 COPIES = {"text": 2, "vision": 1}
 
 
-def costs_of(seed=0, copies=True):
+def costs_of(seed=0, replicas=True):
     rng = np.random.default_rng(seed)
     modules = {name: ModuleCost(*rng.uniform(0, 1, 3).tolist()) for name in ("vision", "text")}
     factor = float(rng.uniform(0.3, 1.0))
-    return MeasuredCosts(modules, {"text": (factor, 2 - factor)} if copies else {})
+    return MeasuredCosts(modules, {"text": (factor, 2 - factor)} if replicas else {})
 
 
-def sampler_of(count, groups=4, decisions=(), copies=COPIES, samples=2, **options):
+def sampler_of(count, groups=4, decisions=(), replicas=COPIES, samples=2, **options):
     sampler = RebalancedSampler(sizes_of(count), groups, samples, **options)
-    sampler.follow(copies, decisions)
+    sampler.follow(replicas, decisions)
     return sampler
 
 
@@ -90,18 +90,18 @@ def test_from_any_state_the_decisions_repeat_the_steps(count, looks, stop):
 @settings(max_examples=25)
 @given(st.integers(20, 90), LOOKS, st.integers(0, 12), st.integers(1, 6), st.integers(1, 4))
 def test_going_on_with_other_groups_or_copies_takes_what_is_left(
-    count, looks, stop, groups, copies
+    count, looks, stop, groups, replicas
 ):
     first, decisions = steered(sampler_of(count), None, stop + 1, looks)
     state = first[-1][1]
-    other = sampler_of(count, groups, decisions, {"text": copies}, samples=3)
+    other = sampler_of(count, groups, decisions, {"text": replicas}, samples=3)
     more, _ = steered(other, state, 40, {0, 3})
     assert_epochs([*first, *more], count) or pytest.fail("no epoch was finished")
     costs = [
         one["costs"] for one in more[0][1]["taken"][-1:]
         if "costs" in one and one["groups"] == groups
     ]
-    assert all(len(f) == copies for one in costs for f in one["copies"].values())
+    assert all(len(f) == replicas for one in costs for f in one["copies"].values())
 
 
 @settings(max_examples=25)

@@ -42,10 +42,10 @@ def random_layout(length: int, ranks: int, seed: int) -> ContextLayout:
     rng = np.random.default_rng(seed)
     cuts = np.unique(np.concatenate([[0, length], rng.integers(0, length + 1, 12)]))
     owner = rng.integers(0, ranks, len(cuts) - 1)
-    pieces = list(zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True))
+    regions = list(zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True))
     return ContextLayout(
         tuple(
-            join_ranges([p for p, o in zip(pieces, owner, strict=True) if o == rank])
+            join_ranges([p for p, o in zip(regions, owner, strict=True) if o == rank])
             for rank in range(ranks)
         )
     )
@@ -484,7 +484,7 @@ def refusals_on_a_rank(group) -> list[str]:
 def test_what_does_not_fit_is_refused(processes):
     expected = [
         "method is 'tree'", "must be multiples of 2 ranks", "for 11 queries", "6 rows and 6 keys",
-        "dealt out over 3 ranks",
+        "split over 3 ranks",
     ]  # fmt: skip
     for said in processes.run(refusals_on_a_rank, 2):
         assert all(part in one for part, one in zip(expected, said, strict=True)), said

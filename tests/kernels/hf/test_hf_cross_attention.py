@@ -389,7 +389,7 @@ def refusals_on_a_rank(group) -> list[str]:
 def test_what_does_not_fit_is_refused(processes):
     expected = [
         "process 1 has no text", "need cross_masks", "need cross_masks", "mask 0 of the batch",
-        "self_method is 'tree'", "'ulysses' cannot recompute", "dealt out over 3 ranks",
+        "self_method is 'tree'", "'ulysses' cannot recompute", "split over 3 ranks",
         "has not 23 tokens", "got 7 visual tokens", "use_cache=False",
     ]  # fmt: skip
     for said in processes.run(refusals_on_a_rank, 2):

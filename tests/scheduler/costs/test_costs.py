@@ -69,10 +69,10 @@ def test_frozen_rules(data: st.DataObject) -> None:
     work = layer_work(plan.graph, profile)
     for stage in plan.stages:
         part = work[stage.module][slice(*stage.layers)]
-        assert sums[stage.name].forward == sum(w.forward for w in part)
-        assert sums[stage.name].backward_input == sum(w.backward_input for w in part)
-        assert sums[stage.name].backward_weight == sum(w.backward_weight for w in part)
-        assert seconds[stage.name, Op.BACKWARD] == sum(w.backward for w in part)
+        assert sums[stage.id].forward == sum(w.forward for w in part)
+        assert sums[stage.id].backward_input == sum(w.backward_input for w in part)
+        assert sums[stage.id].backward_weight == sum(w.backward_weight for w in part)
+        assert seconds[stage.id, Op.BACKWARD] == sum(w.backward for w in part)
 
 
 def test_alignment_spelled_out() -> None:
@@ -103,9 +103,9 @@ def test_bytes() -> None:
     )
     costs = stage_costs(Plan(graph, stages, 1), profile)
     # Frozen weights in bf16; trainable ones in fp32 with gradient and two moments.
-    assert [costs[s.name].state_bytes for s in stages] == [20 + 160, 20, 160]
-    assert [costs[s.name].activation_bytes for s in stages] == [100, 100, 100]
-    assert [costs[s.name].input_bytes for s in stages] == [0, 7, 7]
+    assert [costs[s.id].state_bytes for s in stages] == [20 + 160, 20, 160]
+    assert [costs[s.id].activation_bytes for s in stages] == [100, 100, 100]
+    assert [costs[s.id].input_bytes for s in stages] == [0, 7, 7]
 
 
 @given(st.data())

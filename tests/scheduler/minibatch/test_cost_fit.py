@@ -70,7 +70,7 @@ def test_coefficients_are_found_again():
     fit, errors = fitted(steps_of(TRUE, 100))
     for name, cost in TRUE.modules.items():
         np.testing.assert_allclose(fit.costs().modules[name], cost, rtol=0.05, atol=1e-12)
-    assert fit.costs().copies == {} and errors[-1] < 0.01
+    assert fit.costs().replicas == {} and errors[-1] < 0.01
 
 
 def test_noise_hardly_moves_predictions():
@@ -83,26 +83,26 @@ def test_noise_hardly_moves_predictions():
 
 
 def test_copies_that_are_slower_are_told_apart_from_costs():
-    fit, errors = fitted(steps_of(SLOW, 100, noise=0.05), copies={"text": 2})
-    np.testing.assert_allclose(fit.costs().copies["text"], (0.8, 1.2), atol=0.02)
+    fit, errors = fitted(steps_of(SLOW, 100, noise=0.05), replicas={"text": 2})
+    np.testing.assert_allclose(fit.costs().replicas["text"], (0.8, 1.2), atol=0.02)
     units, squares, exact = next(steps_of(SLOW, 1, seed=9))
     np.testing.assert_allclose(fit.costs().seconds(NAMES, units, squares), exact, rtol=0.06)
     blind, more = fitted(steps_of(SLOW, 100, noise=0.05))
     assert np.mean(more[-50:]) > 1.5 * np.mean(errors[-50:])
-    assert "text" not in blind.costs().copies
+    assert "text" not in blind.costs().replicas
 
 
 def test_drift_is_followed():
     """The language model gets twice as slow at once, and its second copy half as slow again."""
-    fit, _ = fitted(steps_of(SLOW, 100), copies={"text": 2}, half_life=10.0)
+    fit, _ = fitted(steps_of(SLOW, 100), replicas={"text": 2}, half_life=10.0)
     later = MeasuredCosts(
         {**TRUE.modules, "text": ModuleCost(*(2 * c for c in TRUE.modules["text"]))},
         {"text": (0.6, 1.4)},
     )
     errors = [fit.observe(*step) for step in steps_of(later, 80, seed=5)]
     assert errors[0] > 0.3 and max(errors[-10:]) < 0.03
-    np.testing.assert_allclose(fit.costs().copies["text"], (0.6, 1.4), atol=0.02)
-    keeping, _ = fitted(steps_of(SLOW, 100), copies={"text": 2}, half_life=1e9)
+    np.testing.assert_allclose(fit.costs().replicas["text"], (0.6, 1.4), atol=0.02)
+    keeping, _ = fitted(steps_of(SLOW, 100), replicas={"text": 2}, half_life=1e9)
     kept = [keeping.observe(*step) for step in steps_of(later, 80, seed=5)]
     assert min(kept[-10:]) > 3 * max(errors[-10:])
 

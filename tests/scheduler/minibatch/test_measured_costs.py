@@ -79,9 +79,9 @@ def test_json_gives_the_same_bits_and_other_copies_are_forgotten():
     odd = MeasuredCosts({"text": ModuleCost(1 / 3, 2 / 7, 1e-17)}, {"text": (1 / 3, 5 / 3)})
     again = MeasuredCosts.from_dict(json.loads(json.dumps(odd.to_dict())))
     assert again == odd and again.to_dict() == odd.to_dict()
-    assert odd.for_copies({"text": 2}) == odd
-    assert odd.for_copies({"text": 3}) == MeasuredCosts(odd.modules)
-    assert odd.for_copies({}) == MeasuredCosts(odd.modules)
+    assert odd.for_replicas({"text": 2}) == odd
+    assert odd.for_replicas({"text": 3}) == MeasuredCosts(odd.modules)
+    assert odd.for_replicas({}) == MeasuredCosts(odd.modules)
 
 
 @pytest.mark.parametrize(

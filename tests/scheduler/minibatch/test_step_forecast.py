@@ -33,14 +33,14 @@ def real_step(plan, seconds, present):
         share = {"vision": 1.0, "llm": (1 + stage.index) / 3}[stage.module]
         column = ["vision", "llm"].index(stage.module)
         for m in range(len(seconds)):
-            costs[stage.name, Op.FORWARD, m] = seconds[m, column] * share / 3
-            costs[stage.name, Op.BACKWARD, m] = seconds[m, column] * share * 2 / 3
+            costs[stage.id, Op.FORWARD, m] = seconds[m, column] * share / 3
+            costs[stage.id, Op.BACKWARD, m] = seconds[m, column] * share * 2 / 3
     return simulate(lower(plan, present), {}, microbatch_costs=costs)
 
 
 def test_a_step_like_those_before_is_predicted_exactly(plan):
     forecast = StepForecast(plan, MODULES, "text")
-    assert forecast.copies == {"vision": 1, "text": 2}
+    assert forecast.replicas == {"vision": 1, "text": 2}
     rng = np.random.default_rng(0)
     for _ in range(3):
         seconds = rng.uniform(0.1, 1.0, (4, 2))
@@ -59,7 +59,7 @@ def test_other_shares_are_learnt(plan):
     seconds = np.tile([0.1, 0.6], (4, 1))
     forecast.observe(real_step(plan, seconds, [["vision"]] * 4), 4)
     even = {
-        (stage.name, op): 0.05 if stage.module == "vision" else 0.15
+        (stage.id, op): 0.05 if stage.module == "vision" else 0.15
         for stage in plan.stages for op in (Op.FORWARD, Op.BACKWARD)
     }
     now = simulate(lower(plan, [["vision"]] * 4), even)

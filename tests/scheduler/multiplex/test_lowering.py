@@ -76,7 +76,7 @@ def cases(draw):
 
 
 def runs(program, direction):
-    """(node, sample) -> (gpu, turn), of all runs."""
+    """(node, sample) -> (gpu, slot), of all runs."""
     found = {}
     for gpu, listed in enumerate(program.instructions):
         for one in listed:
@@ -84,19 +84,19 @@ def runs(program, direction):
                 for part in one.parts:
                     for sample in range(*part.samples):
                         assert (part.node, sample) not in found
-                        found[part.node, sample] = gpu, one.turn
+                        found[part.node, sample] = gpu, one.slot
     return found
 
 
 def messages(program, direction):
-    """(turn, sender, receiver, node, sample), as sent and as received."""
+    """(slot, sender, receiver, node, sample), as sent and as received."""
     sent, received = [], []
     for gpu, listed in enumerate(program.instructions):
         for one in listed:
             if isinstance(one, Route) and one.direction is direction:
-                sent += [(one.turn, gpu, p.peer, p.node, s)
+                sent += [(one.slot, gpu, p.peer, p.node, s)
                          for p in one.sends for s in range(*p.samples)]
-                received += [(one.turn, p.peer, gpu, p.node, s)
+                received += [(one.slot, p.peer, gpu, p.node, s)
                              for p in one.receives for s in range(*p.samples)]
     return sorted(sent), sorted(received)
 
@@ -114,13 +114,13 @@ def test_programs_are_what_going_through_the_samples_one_by_one_gives(case, lock
     outputs, gradients, last = set(), set(), {}
     for node in graph.nodes:
         for sample in range(batch):
-            gpu, turn = forward[node.name, sample]
+            gpu, slot = forward[node.name, sample]
             for use in node.uses:
                 for read in range(batch) if use.every else [sample]:
                     maker, made = forward[use.producer, read]
                     outputs.add((made, maker, gpu, use.producer, read))
                     key = use.producer, gpu
-                    last[key] = min(last.get(key, turn), turn)
+                    last[key] = min(last.get(key, slot), slot)
     for _, maker, gpu, producer, sample in outputs:
         if producer in graph.backward:
             gradients.add((last[producer, gpu], gpu, maker, producer, sample))
@@ -210,9 +210,9 @@ def clip() -> NodeGraph:
 def test_a_loss_that_is_not_placed_is_where_its_last_producer_is():
     mapping = mapping_of(4, {"image": (0, 1, 2, 3)}, {"text": (1, 2)})
     program = lower(clip(), mapping, 6)
-    assert program.copies["loss"] == (1, 2)
-    assert [turn.placed for turn in program.turns] == [True, True, False]
-    assert program.turns[-1].quotas == {1: {"loss": STEPS}, 2: {"loss": STEPS}}
+    assert program.replicas["loss"] == (1, 2)
+    assert [slot.placed for slot in program.slots] == [True, True, False]
+    assert program.slots[-1].quotas == {1: {"loss": STEPS}, 2: {"loss": STEPS}}
 
 
 def test_frozen_modules_have_neither_backward_nor_gradient_routes():
@@ -285,7 +285,7 @@ def test_the_checker_finds_what_is_wrong():
         check_program(graph, broken(program, 0, twice))
 
     def early(listed):
-        run = next(o for o in listed if isinstance(o, Run) and o.turn == 1)
+        run = next(o for o in listed if isinstance(o, Run) and o.slot == 1)
         listed.remove(run)
         return [Run(1, Direction.FORWARD, (Part("loss", run.parts[0].samples),)), *listed]
 
@@ -326,6 +326,6 @@ def test_graphs_that_make_no_sense_are_refused(nodes, message):
 
 def test_programs_are_readable():
     text = lower(clip(), mapping_of(2, {"image": (0,), "text": (0, 1)}), 4, update=True).describe()
-    assert "gpu 0: RUN forward turn 0: image[0:4], text[0:2]" in text
-    assert "gpu 1: ROUTE forward turn 0: " in text and "image[0:4] from 0" in text
+    assert "gpu 0: RUN forward slot 0: image[0:4], text[0:2]" in text
+    assert "gpu 1: ROUTE forward slot 0: " in text and "image[0:4] from 0" in text
     assert text.endswith("gpu 1: UPDATE")

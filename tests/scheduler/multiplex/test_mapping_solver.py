@@ -18,7 +18,7 @@ from raymm.scheduler.multiplex.problem import bits
 from raymm.scheduler.multiplex.solver import solve as solving
 from raymm.scheduler.multiplex.solver.greedy import merge_greedily, mergeable
 from raymm.scheduler.multiplex.solver.partition_columns import best_partition, independent_sets
-from raymm.scheduler.multiplex.solver.sequences import alone_in_turn, components, in_order
+from raymm.scheduler.multiplex.solver.sequences import alone_in_slot, components, in_order
 from raymm.scheduler.multiplex.solver.solve import AUTO, STRATEGIES, solve
 from raymm.scheduler.multiplex.solver.stage_evaluation import StageEvaluator
 from tests.scheduler.multiplex.mapping_problems import (
@@ -46,7 +46,7 @@ def test_partition_program_is_the_best_of_all(problem) -> None:
     evaluator = StageEvaluator(problem)
     bounds: list[float] = []
     stages, bound = best_partition(
-        evaluator, (1 << len(problem.names)) - 1, alone_in_turn(problem), 1000, 10**6, 1000,
+        evaluator, (1 << len(problem.names)) - 1, alone_in_slot(problem), 1000, 10**6, 1000,
         lambda stages: None, bounds.append,
     )
     least = brute_force_mapping(problem)
@@ -113,7 +113,7 @@ def test_greedy_on_cp_sat_is_the_same() -> None:
 def test_a_merge_must_leave_an_order() -> None:
     problem = random_problem(0, "parallel", 6, 8)
     problem = replace(problem, edges=(("m0", "m1"), ("m1", "m2"), ("m3", "m4")))
-    pairs = mergeable(problem, alone_in_turn(problem))
+    pairs = mergeable(problem, alone_in_slot(problem))
     assert (0b1, 0b100) not in pairs  # through m1
     assert (0b1, 0b1000) in pairs
     # m0 + m4 and m1 + m3 each may, but not both.

@@ -12,6 +12,7 @@ from random_plans import alignment, chain, plans
 
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import SCHEDULES, Plan, PlanError, Stage
+from raymm.scheduler.plan.stage import StageId
 
 GRAPH = ModuleGraph(
     (ModuleNode("vision", (True,) * 2), ModuleNode("llm", (True,) * 4)), (("vision", "llm"),)
@@ -146,16 +147,28 @@ def test_json_of_another_kind(text: str) -> None:
 def test_edges_depth_and_ranks() -> None:
     plan = alignment(2)
     assert set(plan.stage_edges) == {
-        ("vision.0", "vision.1"), ("vision.1", "llm.0"), ("audio.0", "llm.0"),
-        ("llm.0", "llm.1"), ("llm.1", "llm.2"),
+        (StageId("vision", 0), StageId("vision", 1)),
+        (StageId("vision", 1), StageId("llm", 0)),
+        (StageId("audio", 0), StageId("llm", 0)),
+        (StageId("llm", 0), StageId("llm", 1)),
+        (StageId("llm", 1), StageId("llm", 2)),
     }
     assert plan.depth == {
-        "vision.0": 5, "vision.1": 4, "audio.0": 4, "llm.0": 3, "llm.1": 2, "llm.2": 1,
+        StageId("vision", 0): 5,
+        StageId("vision", 1): 4,
+        StageId("audio", 0): 4,
+        StageId("llm", 0): 3,
+        StageId("llm", 1): 2,
+        StageId("llm", 2): 1,
     }
     assert plan.num_ranks == 5
-    assert [s.name for s in plan.rank_stages(0)] == ["vision.0", "audio.0"]
+    assert [s.id for s in plan.rank_stages(0)] == [StageId("vision", 0), StageId("audio", 0)]
     assert [plan.trainable(s) for s in plan.stages] == [False, True, True, False, False, False]
-    assert [s.name for s in chain(3, 1).topological_stages] == ["llm.0", "llm.1", "llm.2"]
+    assert [s.id for s in chain(3, 1).topological_stages] == [
+        StageId("llm", 0),
+        StageId("llm", 1),
+        StageId("llm", 2),
+    ]
 
 
 def longest_path(plan: Plan, stage: str) -> int:
@@ -166,7 +179,7 @@ def longest_path(plan: Plan, stage: str) -> int:
 
 @given(plans())
 def test_depth_is_the_longest_path_to_the_loss(plan: Plan) -> None:
-    assert plan.depth == {s.name: longest_path(plan, s.name) for s in plan.stages}
-    order = [s.name for s in plan.topological_stages]
-    assert sorted(order) == sorted(s.name for s in plan.stages)
+    assert plan.depth == {s.id: longest_path(plan, s.id) for s in plan.stages}
+    order = [s.id for s in plan.topological_stages]
+    assert sorted(order) == sorted(s.id for s in plan.stages)
     assert all(order.index(src) < order.index(dst) for src, dst in plan.stage_edges)

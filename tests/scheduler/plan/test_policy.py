@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from raymm.scheduler.plan.plan import Plan, PlanError
 from raymm.scheduler.plan.policy import ANY_DISTANCE, ONE_F_ONE_B, Policy, policies
 from raymm.scheduler.program.program import COMPUTE, FORWARDS, check_program
-from raymm.scheduler.schedule.lower import full_program, iteration_time, lower, settle
+from raymm.scheduler.schedule.lower import full_program, iteration_time, lower, refine
 from tests.scheduler.random_plans import contents, profiled_plans
 from tests.scheduler.schedule.test_bounds import chain
 
@@ -77,11 +77,11 @@ def test_any_policy_runs_everything_once(data: st.DataObject) -> None:
 @given(profiled_plans())
 def test_a_settled_plan_says_its_policy(plan: Plan) -> None:
     plan = replace(plan, schedule="zero_bubble")
-    settled, seconds = settle(plan)
+    settled, seconds = refine(plan)
     assert iteration_time(plan) == seconds == iteration_time(settled)
     assert full_program(settled) == full_program(plan)
     assert Plan.from_json(settled.to_json()) == settled
-    assert settle(settled) == (settled, seconds)
+    assert refine(settled) == (settled, seconds)
 
 
 def test_a_policy_that_is_none_is_named() -> None:

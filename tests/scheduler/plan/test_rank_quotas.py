@@ -1,4 +1,4 @@
-"""Quotas of modules that share a rank: what is refused, which tasks get a turn, and its time."""
+"""Quotas of modules that share a rank: what is refused, which tasks get a group, and its time."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from random_plans import costs_of, plans, profiled_plans, steps
 
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import SCHEDULES, Plan, PlanError, Stage
+from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import (
     BACKWARDS,
     COMPUTE,
@@ -53,11 +54,11 @@ def colocated(quotas=HALVES, frozen=(), microbatches=4, recompute=False, schedul
     return Plan(graph, stages, microbatches, schedule)
 
 
-def turns_of(program: Program, rank: int = 0) -> list[list[Instruction]]:
+def slots_of(program: Program, rank: int = 0) -> list[list[Instruction]]:
     found: dict[int, list[Instruction]] = {}
     for one in program.ranks[rank]:
-        if one.turn >= 0:
-            found.setdefault(one.turn, []).append(one)
+        if one.group >= 0:
+            found.setdefault(one.group, []).append(one)
     return list(found.values())
 
 
@@ -113,11 +114,11 @@ def test_all_work_of_both_encoders_is_side_by_side(recompute):
     program = full_program(plan)
     check_program(program)
     own = [i for i in program.ranks[0] if i.op in COMPUTE]
-    assert all(i.turn >= 0 and i.quota == 0.5 for i in own)
-    for turn in turns_of(program):
-        assert {i.stage for i in turn} == {"vision.0", "audio.0"}
-        assert len({i.microbatch for i in turn}) == 1  # the same, as both always have input
-    assert all(i.turn < 0 for rank in program.ranks[1:] for i in rank)
+    assert all(i.group >= 0 and i.quota == 0.5 for i in own)
+    for group in slots_of(program):
+        assert {i.stage for i in group} == {StageId("vision", 0), StageId("audio", 0)}
+        assert len({i.microbatch for i in group}) == 1  # the same, as both always have input
+    assert all(i.group < 0 for rank in program.ranks[1:] for i in rank)
 
 
 def test_what_has_nobody_beside_it_has_the_whole_device():
@@ -128,17 +129,17 @@ def test_what_has_nobody_beside_it_has_the_whole_device():
     check_program(program)
     place = {(i.stage, i.microbatch, i.op): i for i in program.ranks[0] if i.op in COMPUTE}
     for op in (Op.FORWARD, Op.BACKWARD):
-        assert place["vision.0", 0, op].turn >= 0
+        assert place[StageId("vision", 0), 0, op].group >= 0
     for microbatch, modules in enumerate(present):
         for module in modules:
-            forward = place[f"{module}.0", microbatch, Op.FORWARD]
-            backward = place[f"{module}.0", microbatch, Op.BACKWARD]
-            assert (forward.turn >= 0) == (backward.turn >= 0)
+            forward = place[StageId(module, 0), microbatch, Op.FORWARD]
+            backward = place[StageId(module, 0), microbatch, Op.BACKWARD]
+            assert (forward.group >= 0) == (backward.group >= 0)
 
 
 def test_a_single_modality_never_leaves_the_whole_device():
     program = lower(colocated(), [("vision",)] * 3)
-    assert turns_of(program) == []
+    assert slots_of(program) == []
     assert program == lower(colocated({}), [("vision",)] * 3)
 
 
@@ -160,17 +161,17 @@ def with_quotas(draw: st.DrawFn, of_plans) -> Plan:
     return replace(plan, stages=tuple(stages))
 
 
-def check_turns_of(plan: Plan, program: Program) -> None:
-    """What a turn promises, looked at one pair of instructions at a time."""
+def check_groups_of(plan: Plan, program: Program) -> None:
+    """What a group promises, looked at one pair of instructions at a time."""
     for rank in range(plan.num_ranks):
-        for turn in turns_of(program, rank):
-            modules = [plan.by_name[i.stage].module for i in turn]
+        for group in slots_of(program, rank):
+            modules = [plan.by_id[i.stage].module for i in group]
             kinds = {"F" if i.op in FORWARDS else "W" if i.op is Op.BACKWARD_WEIGHT else "B"
-                     for i in turn if i.op is not Op.RECOMPUTE}  # fmt: skip
+                     for i in group if i.op is not Op.RECOMPUTE}  # fmt: skip
             assert len(kinds) <= 1
-            for one, module in zip(turn, modules, strict=True):
-                assert one.quota == plan.by_name[one.stage].quota
-                for other, its in zip(turn, modules, strict=True):
+            for one, module in zip(group, modules, strict=True):
+                assert one.quota == plan.by_id[one.stage].quota
+                for other, its in zip(group, modules, strict=True):
                     if module != its and one.microbatch == other.microbatch:
                         edge = one.stage, other.stage
                         assert edge not in plan.stage_edges and edge[::-1] not in plan.stage_edges
@@ -183,7 +184,7 @@ def test_programs_with_turns_run_to_their_end_and_do_all_the_work(data):
     plan = replace(plan, schedule=schedule)
     program = lower(plan, present)
     check_program(program)
-    check_turns_of(plan, program)
+    check_groups_of(plan, program)
 
     def work(program):
         return [sorted((i.op, i.stage, i.microbatch) for i in rank if i.op in COMPUTE)
@@ -198,7 +199,7 @@ def test_zero_bubble_with_turns(data):
     plan = replace(data.draw(with_quotas(profiled_plans())), schedule="zero_bubble")
     program = full_program(plan)
     check_program(program)
-    check_turns_of(plan, program)
+    check_groups_of(plan, program)
 
 
 # -- time -----------------------------------------------------------------------------------
@@ -206,19 +207,22 @@ def test_zero_bubble_with_turns(data):
 
 def test_a_turn_takes_as_long_as_its_slowest_module():
     program = Program(((
-        Instruction(Op.FORWARD_NO_GRAD, "a.0", 0, turn=0, quota=0.25),
-        Instruction(Op.FORWARD_NO_GRAD, "b.0", 0, turn=0, quota=0.5),
-        Instruction(Op.FORWARD_NO_GRAD, "b.1", 0, turn=0, quota=0.5),
-        Instruction(Op.FORWARD_NO_GRAD, "a.0", 1),
+        Instruction(Op.FORWARD_NO_GRAD, StageId("a", 0), 0, group=0, quota=0.25),
+        Instruction(Op.FORWARD_NO_GRAD, StageId("b", 0), 0, group=0, quota=0.5),
+        Instruction(Op.FORWARD_NO_GRAD, StageId("b", 1), 0, group=0, quota=0.5),
+        Instruction(Op.FORWARD_NO_GRAD, StageId("a", 0), 1),
     ),))  # fmt: skip
-    costs = {(name, Op.FORWARD_NO_GRAD): s for name, s in (("a.0", 1), ("b.0", 1), ("b.1", 2))}
+    costs = {
+        (name, Op.FORWARD_NO_GRAD): s
+        for name, s in ((StageId("a", 0), 1), (StageId("b", 0), 1), (StageId("b", 1), 2))
+    }
     timeline = simulate(program, costs)
     forward = "forward_no_grad"
     assert timeline.spans == (
-        Span(0, forward, "a.0", 0, 0.0, 4.0, quota=0.25),
-        Span(0, forward, "b.0", 0, 0.0, 2.0, quota=0.5),
-        Span(0, forward, "b.1", 0, 2.0, 6.0, quota=0.5),
-        Span(0, forward, "a.0", 1, 6.0, 7.0),
+        Span(0, forward, StageId("a", 0), 0, 0.0, 4.0, quota=0.25),
+        Span(0, forward, StageId("b", 0), 0, 0.0, 2.0, quota=0.5),
+        Span(0, forward, StageId("b", 1), 0, 2.0, 6.0, quota=0.5),
+        Span(0, forward, StageId("a", 0), 1, 6.0, 7.0),
     )
     assert timeline.busy(0) == 7 and timeline.bubble(0) == 0
     assert timeline.costs() == costs  # what was measured on quotas predicts the same again
@@ -238,17 +242,17 @@ def test_modules_of_a_turn_hold_their_memory_at_the_same_time():
     def sizes(activation, remade):
         return StageCost(0, 0, 0, activation_bytes=activation, remade_bytes=remade)
 
-    of_stage = {"a.0": sizes(4, 1), "b.0": sizes(6, 2)}
+    of_stage = {StageId("a", 0): sizes(4, 1), StageId("b", 0): sizes(6, 2)}
 
-    def tasks(*turns):
+    def tasks(*groups):
         return [
-            Task(stage, 0, op, turn)
-            for op, turn in zip((F, B), turns, strict=True) for stage in of_stage
+            Task(stage, 0, op, group)
+            for op, group in zip((F, B), groups, strict=True) for stage in of_stage
         ]
 
     assert peak_bytes(tasks(0, 1), of_stage) == 4 + 6 + 1 + 2
     assert peak_bytes(tasks(0, -1), of_stage) == 4 + 6 + 1  # then 6 + 2
-    program = Program((tuple(Instruction(t.op, t.stage, 0, turn=t.turn) for t in tasks(0, 1)),))
+    program = Program((tuple(Instruction(t.op, t.stage, 0, group=t.group) for t in tasks(0, 1)),))
     assert activation_peaks(colocated(), program, of_stage) == (13,)
 
 
@@ -258,22 +262,24 @@ def test_modules_of_a_turn_hold_their_memory_at_the_same_time():
     ("instructions", "why"),
     [
         (
-            [Instruction(F, "a.0", 0, turn=0, quota=0.5), Instruction(F, "b.0", 0),
-             Instruction(F, "c.0", 0, turn=0, quota=0.5)],
-            "stands apart from others of its turn",
+            [Instruction(F, StageId("a", 0), 0, group=0, quota=0.5),
+             Instruction(F, StageId("b", 0), 0),
+             Instruction(F, StageId("c", 0), 0, group=0, quota=0.5)],
+            "stands apart from others of its group",
         ),
         (
-            [Instruction(F, "a.0", 0, turn=0, quota=0.6),
-             Instruction(F, "b.0", 0, turn=0, quota=0.5)],
-            "brings the quotas of its turn above 1",
+            [Instruction(F, StageId("a", 0), 0, group=0, quota=0.6),
+             Instruction(F, StageId("b", 0), 0, group=0, quota=0.5)],
+            "brings the quotas of its group above 1",
         ),
         (
-            [Instruction(Op.SEND, "a.0", 0, "b.0", turn=0, quota=0.5)],
-            "only compute instructions have turns",
+            [Instruction(Op.SEND, StageId("a", 0), 0, StageId("b", 0), group=0, quota=0.5)],
+            "only compute instructions have groups",
         ),
         (
-            [Instruction(F, "a.0", 0, turn=0, quota=0.5), Instruction(B, "a.0", 0)],
-            r"backward a\.0 #0 is not on the quota of forward a\.0 #0 \(turn 0, quota 0\.5\)",
+            [Instruction(F, StageId("a", 0), 0, group=0, quota=0.5),
+             Instruction(B, StageId("a", 0), 0)],
+            r"backward a\.0 #0 is not on the quota of forward a\.0 #0 \(group 0, quota 0\.5\)",
         ),
     ],
 )  # fmt: skip
@@ -284,7 +290,7 @@ def test_turns_that_cannot_run_are_refused(instructions, why):
 
 def test_backwards_of_a_pair_stay_a_pair():
     program = full_program(colocated())
-    kinds = [{i.op for i in turn} for turn in turns_of(program)]
+    kinds = [{i.op for i in group} for group in slots_of(program)]
     assert sum(kind <= BACKWARDS for kind in kinds) == sum(kind <= FORWARDS for kind in kinds) == 4
 
 
@@ -293,7 +299,7 @@ def test_backwards_of_a_pair_stay_a_pair():
 
 def test_a_trace_has_a_thread_for_every_module_beside_others():
     plan = colocated()
-    costs = {(s.name, op): 1.0 for s in plan.stages for op in COMPUTE}
+    costs = {(s.id, op): 1.0 for s in plan.stages for op in COMPUTE}
     timeline = simulate(full_program(plan), costs)
     events = chrome_trace([("predicted", timeline)])["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}

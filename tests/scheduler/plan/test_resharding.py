@@ -44,7 +44,7 @@ def test_links(senders, receivers):
     assert {s for s, _ in links} == set(range(senders))
     assert {r for _, r in links} == set(range(receivers))
     for receiver in range(receivers):
-        assert plan.guide(receiver) == min(s for s, r in links if r == receiver)
+        assert plan.metadata_sender(receiver) == min(s for s, r in links if r == receiver)
 
 
 @given(degrees, degrees, st.integers(2, 4), st.integers(0, 300))

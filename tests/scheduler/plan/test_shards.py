@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_plans import alignment, steps
 
-from benchmarks._rank_lanes import lanes_between_ranks
+from benchmarks._rank_p2p_groups import p2p_groups_between_ranks
 from raymm.scheduler.plan.plan import Plan, PlanError
 from raymm.scheduler.plan.process_grid import Processes
+from raymm.scheduler.plan.stage import StageId
 
 # (cp, tp, fsdp); sharded parameters are not split, too.
 degrees = st.tuples(st.integers(1, 3), st.integers(1, 3), st.just(1)) | st.tuples(
@@ -70,17 +71,19 @@ def test_processes_and_their_groups(plan: Plan) -> None:
 def test_lanes_join_all_processes_of_both_ends_once(plan: Plan) -> None:
     processes = Processes(plan)
     for edge in processes.remote_edges:
-        sender, receiver = (plan.by_name[stage] for stage in edge)
-        lanes = processes.lanes(edge)
+        sender, receiver = (plan.by_id[stage] for stage in edge)
+        p2p_groups = processes.p2p_groups(edge)
         shares = sender.fsdp * sender.cp
-        assert len(lanes) == (shares if sender.module == receiver.module else 1)
-        senders = [n for lane in lanes for n in lane.senders]
-        receivers = [n for lane in lanes for n in lane.receivers]
+        assert len(p2p_groups) == (shares if sender.module == receiver.module else 1)
+        senders = [n for p2p_group in p2p_groups for n in p2p_group.senders]
+        receivers = [n for p2p_group in p2p_groups for n in p2p_group.receivers]
         assert senders == list(processes.of_rank(sender.rank))
         assert receivers == list(processes.of_rank(receiver.rank))
         if sender.module == receiver.module:
-            for number, lane in enumerate(lanes):  # samples and tokens stay where they are
-                ends = [processes.all[n] for n in (*lane.senders, *lane.receivers)]
+            for number, p2p_group in enumerate(
+                p2p_groups
+            ):  # samples and tokens stay where they are
+                ends = [processes.all[n] for n in (*p2p_group.senders, *p2p_group.receivers)]
                 assert {processes.data_place(end) for end in ends} == {number}
 
 
@@ -88,15 +91,17 @@ def test_lanes_join_all_processes_of_both_ends_once(plan: Plan) -> None:
 def test_ranks_of_one_process_have_one_lane_per_edge(step) -> None:
     plan, _ = step
     processes = Processes(plan)
-    ranks = {stage.name: stage.rank for stage in plan.stages}
-    spelled_out = [(edge, processes.lanes(edge)) for edge in processes.remote_edges]
-    assert tuple(spelled_out) == lanes_between_ranks(plan.stage_edges, ranks)
+    ranks = {stage.id: stage.rank for stage in plan.stages}
+    spelled_out = [(edge, processes.p2p_groups(edge)) for edge in processes.remote_edges]
+    assert tuple(spelled_out) == p2p_groups_between_ranks(plan.stage_edges, ranks)
 
 
 def test_degrees_that_do_not_fit_are_refused() -> None:
     plan = alignment(microbatches=1)
     for degree in ("cp", "tp"):
-        some = tuple(replace(s, **{degree: 2}) if s.name == "llm.0" else s for s in plan.stages)
+        some = tuple(
+            replace(s, **{degree: 2}) if s.id == StageId("llm", 0) else s for s in plan.stages
+        )
         with pytest.raises(PlanError, match=f"{degree} of .* all stages of llm must have the same"):
             replace(plan, stages=some)
         with pytest.raises(PlanError, match=f"{degree} of stage"):
@@ -124,6 +129,6 @@ def test_what_goes_with_fully_sharded_parameters() -> None:
     of_llm(zero_bubble, sharding="fsdp")  # of one process
     with pytest.raises(PlanError, match="schedule is 'zero_bubble'.* sharding of 'llm' 'fsdp'"):
         of_llm(zero_bubble, sharding="fsdp", fsdp=2)
-    stages = [replace(s, sharding="fsdp") if s.name == "llm.0" else s for s in plan.stages]
+    stages = [replace(s, sharding="fsdp") if s.id == StageId("llm", 0) else s for s in plan.stages]
     with pytest.raises(PlanError, match="all stages of llm must have the same"):
         replace(plan, stages=tuple(stages))

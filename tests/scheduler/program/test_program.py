@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from random_plans import alignment, chain, steps
 
 from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import (
-    EPILOGUE,
+    OPTIMIZER_OPS,
     Instruction,
     Op,
     Program,
@@ -19,12 +20,15 @@ from raymm.scheduler.program.program import (
 from raymm.scheduler.schedule.lower import lower
 
 F, N, B, S, R = Op.FORWARD, Op.FORWARD_NO_GRAD, Op.BACKWARD, Op.SEND, Op.RECV
+FIRST, SECOND, THIRD = map(StageId, "abc")
 BOTH = frozenset({"vision", "audio"})
 MIXED = [BOTH, BOTH, frozenset(), BOTH]
 PROGRAMS = [
     pytest.param(lower(chain(4, 6), [()] * 6), id="chain"),
     pytest.param(lower(alignment(4), MIXED), id="alignment"),
-    pytest.param(lower(chain(3, 4, frozen=1), [()] * 4).with_epilogue(EPILOGUE), id="frozen"),
+    pytest.param(
+        lower(chain(3, 4, frozen=1), [()] * 4).with_optimizer_ops(OPTIMIZER_OPS), id="frozen"
+    ),
 ]
 
 
@@ -66,10 +70,14 @@ def test_two_messages_of_an_edge_exchanged(program: Program, op: Op) -> None:
 
 def test_the_message_names_both_microbatches() -> None:
     # Both receives before both forwards, so that nothing but their order is wrong.
-    rank = (Instruction(R, "b", 1, "a"), Instruction(R, "b", 0, "a"), Instruction(N, "b", 0),
-            Instruction(N, "b", 1))
+    rank = (
+        Instruction(R, SECOND, 1, FIRST),
+        Instruction(R, SECOND, 0, FIRST),
+        Instruction(N, SECOND, 0),
+        Instruction(N, SECOND, 1),
+    )
     sender = tuple(
-        i for m in range(2) for i in (Instruction(N, "a", m), Instruction(S, "a", m, "b"))
+        i for m in range(2) for i in (Instruction(N, FIRST, m), Instruction(S, FIRST, m, SECOND))
     )
     with pytest.raises(ProgramError, match=r"rank 1: recv b <- a #1 would get microbatch 0"):
         check_program(Program((sender, rank)))
@@ -118,7 +126,7 @@ def test_the_messages_say_what_is_wrong() -> None:
     assert message(edited(program, 0, 3)) == (
         "deadlock: rank 0 waits forever in recv llm.0 <- llm.1 #1")
     assert message(edited(program, 0, 6)) == "edge llm.1 -> llm.0: nobody receives [1]"
-    assert message(edited(program, 0, 0, Instruction(N, "llm.0", 0))) == (
+    assert message(edited(program, 0, 0, Instruction(N, StageId("llm", 0), 0))) == (
         "rank 0: backward llm.0 #0, but its forward kept nothing")
     assert message(exchanged(program, 0, 0, 1)) == (
         "rank 0: send llm.0 -> llm.1 #0 before its forward")
@@ -145,33 +153,53 @@ def test_messages_and_compute_in_the_wrong_order(program: Program) -> None:
 
 
 def test_ranks_that_wait_for_each_other() -> None:
-    program = Program((
-        (Instruction(R, "a", 0, "b"), Instruction(N, "a", 0), Instruction(S, "a", 0, "c")),
-        (Instruction(R, "b", 0, "c"), Instruction(N, "b", 0), Instruction(S, "b", 0, "a")),
-        (Instruction(R, "c", 0, "a"), Instruction(N, "c", 0), Instruction(S, "c", 0, "b")),
-    ))
+    program = Program(
+        (
+            (
+                Instruction(R, FIRST, 0, SECOND),
+                Instruction(N, FIRST, 0),
+                Instruction(S, FIRST, 0, THIRD),
+            ),
+            (
+                Instruction(R, SECOND, 0, THIRD),
+                Instruction(N, SECOND, 0),
+                Instruction(S, SECOND, 0, FIRST),
+            ),
+            (
+                Instruction(R, THIRD, 0, FIRST),
+                Instruction(N, THIRD, 0),
+                Instruction(S, THIRD, 0, SECOND),
+            ),
+        )
+    )
     with pytest.raises(ProgramError, match="deadlock: rank 0 waits forever in recv a <- b #0"):
         check_program(program)
 
 
 def test_a_rank_that_waits_for_itself() -> None:
-    program = Program((
-        (Instruction(N, "a", 0), Instruction(R, "b", 0, "a"), Instruction(S, "a", 0, "b")),
-    ))
+    program = Program(
+        (
+            (
+                Instruction(N, FIRST, 0),
+                Instruction(R, SECOND, 0, FIRST),
+                Instruction(S, FIRST, 0, SECOND),
+            ),
+        )
+    )
     with pytest.raises(ProgramError, match="deadlock: rank 0 waits forever"):
         check_program(program)
 
 
 def test_the_backward_of_another_microbatch() -> None:
     program = Program((
-        (Instruction(N, "a", 0), Instruction(F, "a", 1), Instruction(B, "a", 0)),
+        (Instruction(N, FIRST, 0), Instruction(F, FIRST, 1), Instruction(B, FIRST, 0)),
     ))
     with pytest.raises(ProgramError, match="rank 0: backward a #0, but its forward kept nothing"):
         check_program(program)
 
 
 def test_a_stage_on_two_ranks() -> None:
-    program = Program(((Instruction(F, "a", 0),), (Instruction(B, "a", 0),)))
+    program = Program(((Instruction(F, FIRST, 0),), (Instruction(B, FIRST, 0),)))
     with pytest.raises(ProgramError, match="rank 1: backward a #0, but stage a is on rank 0"):
         check_program(program)
 
@@ -180,11 +208,18 @@ def collective(*ops: Op) -> tuple[Instruction, ...]:
     return tuple(Instruction(op) for op in ops)
 
 
-@pytest.mark.parametrize("other", [
-    (Op.CLIP_GRADS, Op.REDUCE_TIED, Op.STEP), (Op.REDUCE_TIED, Op.STEP), (), (*EPILOGUE, Op.STEP),
-], ids=["order", "one less", "none", "one more"])
+@pytest.mark.parametrize(
+    "other",
+    [
+        (Op.CLIP_GRADS, Op.REDUCE_GRADS, Op.STEP),
+        (Op.REDUCE_GRADS, Op.STEP),
+        (),
+        (*OPTIMIZER_OPS, Op.STEP),
+    ],
+    ids=["order", "one less", "none", "one more"],
+)
 def test_collectives_that_do_not_meet(other: tuple[Op, ...]) -> None:
-    program = Program((collective(*EPILOGUE), collective(*EPILOGUE), collective(*other)))
+    program = Program((collective(*OPTIMIZER_OPS), collective(*OPTIMIZER_OPS), collective(*other)))
     with pytest.raises(ProgramError, match="rank 2 runs collectives"):
         check_program(program)
 
@@ -192,16 +227,16 @@ def test_collectives_that_do_not_meet(other: tuple[Op, ...]) -> None:
 def test_a_message_across_a_collective() -> None:
     """Rank 1 waits for what rank 0 sends only after the collective that rank 1 is late for."""
     late = Program((
-        (Instruction(N, "a", 0), *collective(Op.STEP), Instruction(S, "a", 0, "b")),
-        (Instruction(R, "b", 0, "a"), Instruction(N, "b", 0), *collective(Op.STEP)),
+        (Instruction(N, FIRST, 0), *collective(Op.STEP), Instruction(S, FIRST, 0, SECOND)),
+        (Instruction(R, SECOND, 0, FIRST), Instruction(N, SECOND, 0), *collective(Op.STEP)),
     ))
     with pytest.raises(ProgramError, match="deadlock: rank 0 waits forever in step"):
         check_program(late)
     good = Program((
-        (Instruction(N, "a", 0), Instruction(S, "a", 0, "b"), *collective(Op.STEP)),
-        (*collective(Op.STEP), Instruction(R, "b", 0, "a"), Instruction(N, "b", 0)),
+        (Instruction(N, FIRST, 0), Instruction(S, FIRST, 0, SECOND), *collective(Op.STEP)),
+        (*collective(Op.STEP), Instruction(R, SECOND, 0, FIRST), Instruction(N, SECOND, 0)),
     ))
-    assert check_program(good).live_activations == {"a": 0, "b": 0}
+    assert check_program(good).live_activations == {FIRST: 0, SECOND: 0}
 
 
 def test_empty_programs() -> None:

@@ -7,20 +7,21 @@ import json
 import pytest
 from random_plans import chain, uniform
 
+from raymm.scheduler.plan.stage import NO_STAGE, StageId
 from raymm.scheduler.program.program import Op
 from raymm.scheduler.program.timeline import Span, Timeline, chrome_trace
 from raymm.scheduler.schedule.lower import lower
 from raymm.scheduler.schedule.simulate import simulate
 
 TIMELINE = Timeline((
-    Span(0, "forward", "a.0", 0, 1.0, 2.0),
-    Span(0, "send", "a.0", 0, 2.0, 2.5, "b.0"),
-    Span(0, "backward", "a.0", 0, 4.0, 6.0),
-    Span(0, "step", "", -1, 6.0, 11.0),
-    Span(1, "recv", "b.0", 0, 1.0, 2.0, "a.0"),
-    Span(1, "forward_no_grad", "b.0", 0, 2.0, 2.5),
-    Span(1, "forward_no_grad", "b.0", 1, 2.5, 3.5),
-    Span(1, "forward_no_grad", "b.0", 2, 3.5, 9.5),
+    Span(0, "forward", StageId("a", 0), 0, 1.0, 2.0),
+    Span(0, "send", StageId("a", 0), 0, 2.0, 2.5, StageId("b", 0)),
+    Span(0, "backward", StageId("a", 0), 0, 4.0, 6.0),
+    Span(0, "step", NO_STAGE, -1, 6.0, 11.0),
+    Span(1, "recv", StageId("b", 0), 0, 1.0, 2.0, StageId("a", 0)),
+    Span(1, "forward_no_grad", StageId("b", 0), 0, 2.0, 2.5),
+    Span(1, "forward_no_grad", StageId("b", 0), 1, 2.5, 3.5),
+    Span(1, "forward_no_grad", StageId("b", 0), 2, 3.5, 9.5),
 ), 3)
 
 
@@ -28,7 +29,7 @@ def test_sums() -> None:
     assert TIMELINE.makespan == 10.0
     assert [TIMELINE.busy(rank) for rank in range(3)] == [3.0, 7.5, 0.0]
     assert [TIMELINE.bubble(rank) for rank in range(3)] == pytest.approx([0.7, 0.25, 1.0])
-    assert TIMELINE.stage_busy() == {"a.0": 3.0, "b.0": 7.5}
+    assert TIMELINE.stage_busy() == {StageId("a", 0): 3.0, StageId("b", 0): 7.5}
     assert [s.op for s in TIMELINE.compute()] == [
         "forward", "backward", "forward_no_grad", "forward_no_grad", "forward_no_grad",
     ]
@@ -37,7 +38,9 @@ def test_sums() -> None:
 def test_costs_are_medians_that_the_simulator_takes() -> None:
     costs = TIMELINE.costs()
     assert costs == {
-        ("a.0", Op.FORWARD): 1.0, ("a.0", Op.BACKWARD): 2.0, ("b.0", Op.FORWARD_NO_GRAD): 1.0,
+        (StageId("a", 0), Op.FORWARD): 1.0,
+        (StageId("a", 0), Op.BACKWARD): 2.0,
+        (StageId("b", 0), Op.FORWARD_NO_GRAD): 1.0,
     }
     assert all(isinstance(op, Op) for _, op in costs)
     plan = chain(3, 5)
@@ -59,7 +62,7 @@ def test_json_round_trip() -> None:
 
 
 def test_chrome_trace() -> None:
-    other = Timeline((Span(0, Op.FORWARD, "a.0", 7, 0.5, 0.75),), 1)
+    other = Timeline((Span(0, Op.FORWARD, StageId("a", 0), 7, 0.5, 0.75),), 1)
     trace = json.loads(json.dumps(chrome_trace(
         [("measured", TIMELINE), ("predicted", other)], rank_names={1: "llm on node7"}
     )))

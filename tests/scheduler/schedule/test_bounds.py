@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import SCHEDULES, Plan, Stage
+from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Op
 from raymm.scheduler.schedule.bounds import lower_bound
 from raymm.scheduler.schedule.list_schedule import NoRoomError
@@ -30,7 +31,7 @@ def delays_of(draw: st.DrawFn, plan: Plan) -> Delays:
     return {
         edge: draw(st.integers(0, 5))
         for src, dst in plan.stage_edges for edge in ((src, dst), (dst, src))
-        if plan.by_name[src].rank != plan.by_name[dst].rank
+        if plan.by_id[src].rank != plan.by_id[dst].rank
     }
 
 
@@ -59,7 +60,7 @@ def test_no_schedule_within_limits_is_faster(data: st.DataObject) -> None:
         limits = one_f_one_b_limits(plan, baseline, sizes)
     else:
         limits = tuple(
-            sum(sizes[s.name].activation_bytes + sizes[s.name].input_bytes
+            sum(sizes[s.id].activation_bytes + sizes[s.id].input_bytes
                 for s in plan.rank_stages(rank)) + data.draw(st.integers(0, 60))
             for rank in range(plan.num_ranks)
         )
@@ -80,7 +81,7 @@ def slow_bounds(plan: Plan, delays: Delays) -> tuple[float, float]:
     work = [0.0] * plan.num_ranks
     for one in active:
         for name in one.stages:
-            stage = plan.by_name[name]
+            stage = plan.by_id[name]
             work[stage.rank] += costs[name, Op.FORWARD]
             if name in one.needs_backward:
                 work[stage.rank] += costs[name, Op.BACKWARD]
@@ -97,12 +98,12 @@ def slow_bounds(plan: Plan, delays: Delays) -> tuple[float, float]:
     path = []
     for one in active:
         (sink,) = (
-            s for s in plan.stages if s.name in one.stages and not plan.stage_consumers[s.name]
+            s for s in plan.stages if s.id in one.stages and not plan.stage_consumers[s.id]
         )
-        seconds = max(ways(sink.name, one.stages))
-        if sink.name in one.needs_backward:
-            seconds += costs[sink.name, Op.BACKWARD]
-            seconds += costs[sink.name, Op.FORWARD] if sink.recompute else 0.0
+        seconds = max(ways(sink.id, one.stages))
+        if sink.id in one.needs_backward:
+            seconds += costs[sink.id, Op.BACKWARD]
+            seconds += costs[sink.id, Op.FORWARD] if sink.recompute else 0.0
         path.append(seconds)
     return max(work), max(path)
 
@@ -139,7 +140,7 @@ def test_spelled_out() -> None:
     # With room for a single microbatch no more than one B_w can wait.
     limits = {rank: 50.0 for rank in range(3)}
     assert lower_bound(chain(3, 5, activation_bytes=50), None, limits) == 2 + 14 + 1 + 1
-    edges = [("llm.0", "llm.1"), ("llm.1", "llm.2")]
+    edges = [(StageId("llm", 0), StageId("llm", 1)), (StageId("llm", 1), StageId("llm", 2))]
     assert lower_bound(chain(3, 5), dict.fromkeys(edges, 10)) == 22 + 15
 
 

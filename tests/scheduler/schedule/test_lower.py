@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, trainable_before
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import SCHEDULES, Plan, PlanError, Stage
+from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import BACKWARDS, COMPUTE, FORWARDS, Op, Program, check_program
 from raymm.scheduler.schedule.bounds import lower_bound
 from raymm.scheduler.schedule.lower import full_program, iteration_time, lower, one_f_one_b_limits
@@ -55,7 +56,7 @@ def test_every_schedule_runs_what_1f1b_runs(step: tuple[Plan, list[set[str]]]) -
     found = ops_of(program)
     assert found.keys() == reference.keys()
     for key, ops in found.items():
-        stage = plan.by_name[key[0]]
+        stage = plan.by_id[key[0]]
         assert plan.runs(stage, key[1])
         assert sum(ops[op] for op in FORWARDS) == 1
         wanted = reference[key]
@@ -102,13 +103,13 @@ def test_limits_and_delays(data: st.DataObject) -> None:
     sizes = stage_costs(plan)
     least = [0] * plan.num_ranks
     for stage in plan.stages:
-        size = sizes[stage.name]
+        size = sizes[stage.id]
         least[stage.rank] += size.activation_bytes + size.input_bytes
     limits = tuple(n + data.draw(st.integers(0, 200)) for n in least)
     delays = {
         edge: data.draw(st.integers(0, 5))
         for src, dst in plan.stage_edges for edge in ((src, dst), (dst, src))
-        if plan.by_name[src].rank != plan.by_name[dst].rank
+        if plan.by_id[src].rank != plan.by_id[dst].rank
     }
     program = full_program(replace(plan, activation_limits=limits), delays=delays)
     check_program(program)
@@ -164,7 +165,7 @@ def test_a_full_program_has_every_modality_in_every_microbatch() -> None:
 def test_gpipe_holds_everything() -> None:
     plan = chain(3, 8, "gpipe")
     report = check_program(full_program(plan))
-    assert {report.live_activations[f"llm.{i}"] for i in range(3)} == {8}
+    assert {report.live_activations[StageId("llm", i)] for i in range(3)} == {8}
 
 
 def test_frozen_rules_across_modules() -> None:
@@ -203,5 +204,5 @@ def test_backwards_of_one_rank_only() -> None:
     ops = {i.op for rank in full_program(plan) for i in rank} & BACKWARDS
     assert ops <= {Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT}
     assert Op.BACKWARD in {
-        i.op for rank in full_program(plan) for i in rank if i.stage == "projector.0"
+        i.op for rank in full_program(plan) for i in rank if i.stage == StageId("projector", 0)
     }

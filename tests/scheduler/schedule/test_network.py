@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from raymm.scheduler.costs.devices import Link
 from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import COMPUTE, Op, Program
 from raymm.scheduler.schedule.lower import full_program, lower
 from raymm.scheduler.schedule.network import Network, Transfer, delays, edge_transfers
@@ -128,7 +129,7 @@ def test_which_link_a_message_takes(plan: Plan, ranks_per_node: int) -> None:
     ]
     expected = {}
     for src, dst in plan.stage_edges:
-        a, b = plan.by_name[src], plan.by_name[dst]
+        a, b = plan.by_id[src], plan.by_id[dst]
         if a.rank == b.rank:
             continue
         size = plan.profile.modules[a.module][a.layers[1] - 1].output_bytes
@@ -148,7 +149,8 @@ def test_messages_of_an_edge_queue() -> None:
     # F of the first rank ends at 1 and 2; messages of 5 s each leave its link at 6 and 11.
     transfers = edge_transfers(plan, Link(2.0, 2.0), FREE, 2)
     assert transfers == {
-        ("llm.0", "llm.1"): Transfer(5.0, 2.0), ("llm.1", "llm.0"): Transfer(5.0, 2.0)
+        (StageId("llm", 0), StageId("llm", 1)): Transfer(5.0, 2.0),
+        (StageId("llm", 1), StageId("llm", 0)): Transfer(5.0, 2.0),
     }
     spans = simulate(full_program(plan), op_seconds(plan), transfers=transfers).compute()
     starts = [s.start for s in spans if s.rank == 1 and s.op is Op.FORWARD]
@@ -157,9 +159,11 @@ def test_messages_of_an_edge_queue() -> None:
 
 def test_sizes_may_be_given() -> None:
     plan = replace(chain(2, 3), profile=None)
-    sizes = {s.name: StageCost(0, 0, 0, output_bytes=8) for s in plan.stages}
+    sizes = {s.id: StageCost(0, 0, 0, output_bytes=8) for s in plan.stages}
     one = Link(1.0, 4.0)
-    assert edge_transfers(plan, one, one, 2, sizes)["llm.0", "llm.1"] == Transfer(2.0, 1.0)
+    assert edge_transfers(plan, one, one, 2, sizes)[
+        StageId("llm", 0), StageId("llm", 1)
+    ] == Transfer(2.0, 1.0)
     with pytest.raises(ValueError, match="the plan has no cost profile"):
         edge_transfers(plan, one, one, 2)
     with pytest.raises(ValueError, match="ranks_per_node is 0; it must be at least 1"):

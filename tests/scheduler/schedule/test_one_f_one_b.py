@@ -11,9 +11,10 @@ from random_plans import alignment, chain, costs_of, plans, steps, uniform
 
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.plan.stage import NO_STAGE, StageId
 from raymm.scheduler.program.program import (
     COMPUTE,
-    EPILOGUE,
+    OPTIMIZER_OPS,
     Instruction,
     Op,
     Program,
@@ -49,7 +50,7 @@ def test_a_chain_is_textbook_1f1b(ranks: int, backward: int) -> None:
             textbook(rank, ranks, microbatches) for rank in range(ranks)
         ]
         assert check_program(program).live_activations == {
-            f"llm.{rank}": min(ranks - rank, microbatches) for rank in range(ranks)
+            StageId("llm", rank): min(ranks - rank, microbatches) for rank in range(ranks)
         }
 
 
@@ -90,28 +91,30 @@ def test_frozen_stages_in_front_have_no_backward_and_get_no_gradient(frozen: int
     for rank, instructions in enumerate(program):
         if rank < frozen:
             assert compute(instructions) == [(N, m) for m in range(6)]
-            assert not [i for i in instructions if i.op is Op.RECV and i.peer == f"llm.{rank + 1}"]
+            assert not [
+                i for i in instructions if i.op is Op.RECV and i.peer == StageId("llm", rank + 1)
+            ]
         else:
             assert compute(instructions) == textbook(rank - frozen, 4 - frozen, 6)
     sent_back = {i.edge for rank in program for i in rank if i.op is Op.SEND
                  and i.edge[0] > i.edge[1]}
-    assert sent_back == {(f"llm.{r + 1}", f"llm.{r}") for r in range(frozen, 3)}
+    assert sent_back == {(StageId("llm", r + 1), StageId("llm", r)) for r in range(frozen, 3)}
 
 
 def test_alignment_step_with_missing_modalities() -> None:
     """Image and speech, image alone, text alone, speech alone."""
     present = [{"vision", "audio"}, {"vision"}, set(), {"audio"}]
     program = lower(alignment(4), present)
-    assert check_program(program).live_activations["vision.0"] == 0
+    assert check_program(program).live_activations[StageId("vision", 0)] == 0
     ops = Counter((i.op, i.stage) for rank in program for i in rank if i.op in COMPUTE)
     assert ops == {
-        (N, "vision.0"): 2, (F, "vision.1"): 2, (B, "vision.1"): 2,
-        (F, "audio.0"): 2, (B, "audio.0"): 2,
+        (N, StageId("vision", 0)): 2, (F, StageId("vision", 1)): 2, (B, StageId("vision", 1)): 2,
+        (F, StageId("audio", 0)): 2, (B, StageId("audio", 0)): 2,
         # Text alone: nothing trainable before the language model, so no backward there.
-        **{(op, f"llm.{i}"): n for i in range(3) for op, n in ((F, 3), (N, 1), (B, 3))},
+        **{(op, StageId("llm", i)): n for i in range(3) for op, n in ((F, 3), (N, 1), (B, 3))},
     }
     text = [i for rank in program for i in rank if i.microbatch == 2]
-    assert {i.stage for i in text} == {"llm.0", "llm.1", "llm.2"}
+    assert {i.stage for i in text} == {StageId("llm", 0), StageId("llm", 1), StageId("llm", 2)}
     assert {i.op for i in text} == {N, Op.SEND, Op.RECV}
 
 
@@ -126,22 +129,22 @@ def expected_work(plan: Plan, present: list[set[str]], forward_only: bool = Fals
     Counter[Instruction], Counter[Instruction]
 ]:
     """(compute, receives) of a step, microbatch by microbatch from their definitions."""
-    after = {stage.name: reachable(plan, stage.name) for stage in plan.stages}
+    after = {stage.id: reachable(plan, stage.id) for stage in plan.stages}
     work: Counter[Instruction] = Counter()
     receives: Counter[Instruction] = Counter()
     for m, modules in enumerate(present):
         first = [s for s in plan.stages if s.module in modules or s.module == plan.graph.sink]
-        runs = {name for s in first if s.index == 0 for name in after[s.name]}
+        runs = {name for s in first if s.index == 0 for name in after[s.id]}
         needs = {
-            name for s in plan.stages if s.name in runs and plan.trainable(s)
-            for name in after[s.name]
+            name for s in plan.stages if s.id in runs and plan.trainable(s)
+            for name in after[s.id]
         } if not forward_only else set()
         for name in runs:
             work[Instruction(F if name in needs else N, name, m)] += 1
             if name in needs:
                 work[Instruction(B, name, m)] += 1
         for src, dst in plan.stage_edges:
-            if plan.by_name[src].rank == plan.by_name[dst].rank or src not in runs:
+            if plan.by_id[src].rank == plan.by_id[dst].rank or src not in runs:
                 continue
             receives[Instruction(Op.RECV, dst, m, src)] += 1
             if src in needs:
@@ -158,7 +161,7 @@ def check_step(plan: Plan, present: list[set[str]], program: Program, **kwargs) 
     assert Counter(i for i in every if i.op in COMPUTE) == work
     assert Counter(i for i in every if i.op is Op.RECV) == receives
     for rank, instructions in enumerate(program):
-        assert all(plan.by_name[i.stage].rank == rank for i in instructions)
+        assert all(plan.by_id[i.stage].rank == rank for i in instructions)
     for op in (Op.SEND, Op.RECV):
         for edge in {i.edge for i in every if i.op is op}:
             order = [i.microbatch for i in every if i.op is op and i.edge == edge]
@@ -222,8 +225,8 @@ def test_an_absent_encoder_has_no_instruction(step: tuple[Plan, list[set[str]]])
     sources = {n.name for n in plan.graph.nodes if not plan.graph.producers(n.name)}
     for rank in program:
         for i in rank:
-            for stage in {i.stage, i.peer} - {""}:
-                module = plan.by_name[stage].module
+            for stage in {i.stage, i.peer} - {NO_STAGE}:
+                module = plan.by_id[stage].module
                 if module in sources and module != plan.graph.sink:
                     assert module in present[i.microbatch]
 
@@ -298,10 +301,10 @@ def test_fewer_microbatches_than_the_plan() -> None:
 @given(plans())
 def test_the_epilogue_closes_every_rank(plan: Plan) -> None:
     program = lower(plan, [()] * plan.num_microbatches)
-    closed = program.with_epilogue(EPILOGUE)
+    closed = program.with_optimizer_ops(OPTIMIZER_OPS)
     check_program(closed)
     for before, after in zip(program, closed, strict=True):
-        assert after == before + tuple(Instruction(op) for op in EPILOGUE)
+        assert after == before + tuple(Instruction(op) for op in OPTIMIZER_OPS)
 
 
 @given(st.data())

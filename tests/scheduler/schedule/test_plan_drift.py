@@ -8,6 +8,7 @@ from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, ProfileErr
 from raymm.scheduler.costs.profile_table import ProfileTable
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.schedule.lower import full_program, lower
 from raymm.scheduler.schedule.plan_drift import PlanDrift
 from raymm.scheduler.schedule.simulate import simulate
@@ -37,8 +38,8 @@ def plan_of(profile=PROFILE):
 def measured(plan, slower, present=None):
     """A step in which stages of a module and index take so many times what they should."""
     costs = {
-        (name, op): seconds * slower.get((name.split(".")[0], int(name.split(".")[1][0])), 1.0)
-        for (name, op), seconds in op_seconds(plan).items()
+        (stage, op): seconds * slower.get((stage.module, stage.index), 1.0)
+        for (stage, op), seconds in op_seconds(plan).items()
     }
     program = full_program(plan) if present is None else lower(plan, present)
     return simulate(program, costs)
@@ -60,7 +61,7 @@ def test_the_busiest_rank_and_its_share_by_hand():
     language model 2 x 6 s each, of which the last ones take three times as long."""
     plan = plan_of()
     found = PlanDrift(plan).observe(measured(plan, {("llm", 1): 3.0}))
-    assert (found.rank, found.stage) in ((2, "llm.1"), (4, "llm.1@1"))
+    assert (found.rank, found.stage) in ((2, StageId("llm", 1)), (4, StageId("llm", 1, 1)))
     assert found.measured == pytest.approx(36 / 116) and found.expected == pytest.approx(12 / 68)
     assert found.excess == pytest.approx(3 * 68 / 116 - 1)
 

@@ -14,7 +14,7 @@ from raymm.scheduler.costs.devices import DeviceError, Link, Links
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, ProfileError
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, PlanError
-from raymm.scheduler.plan.stage import Degrees
+from raymm.scheduler.plan.stage import Degrees, StageId
 from raymm.scheduler.schedule.bounds import lower_bound
 from raymm.scheduler.schedule.lower import full_program
 from raymm.scheduler.schedule.memory import check_memory, rank_memory
@@ -119,19 +119,19 @@ def test_gradients_are_summed_once_a_step_behind_the_last_backward():
         make_plan(GRAPH, {"llm": ((0, 2),)}, 8, profile=replace(profile(), links=None)),
         {"llm": ModuleDegrees(2)},
     )
-    alone = stage_costs(plan)["llm.0"]
+    alone = stage_costs(plan)[StageId("llm", 0)]
     far = replace(plan, profile=profile(Links(NEAR, FAR, 1)))
-    summed = stage_costs(far)["llm.0"]
+    summed = stage_costs(far)[StageId("llm", 0)]
     reduction = 2 * (10 + 2000 / 2 / 10)
     # Of the first layer nothing is before it: no gradient of its input.
     backward = 16 + 2 * 8
     assert summed.backward_weight == pytest.approx(
         alone.backward_weight + (reduction - backward) / 4
     )
-    near = stage_costs(replace(plan, profile=profile(Links(NEAR, FAR, 2))))["llm.0"]
+    near = stage_costs(replace(plan, profile=profile(Links(NEAR, FAR, 2))))[StageId("llm", 0)]
     assert near == alone  # 22 seconds are hidden
     frozen = ModuleGraph((ModuleNode("llm", (False, False)),), ())
-    assert stage_costs(replace(far, graph=frozen))["llm.0"].backward_weight == 0
+    assert stage_costs(replace(far, graph=frozen))[StageId("llm", 0)].backward_weight == 0
 
 
 def two_modules(consumer: ModuleDegrees, producer: ModuleDegrees, per_node: int) -> Plan:
@@ -148,14 +148,17 @@ def test_messages_travel_once_over_as_many_links_as_the_smaller_end_has():
     # llm.0 has processes 0-3, llm.1 4-7, vision 8 and 9: three nodes.
     assert [plan.rank_processes(rank) for rank in range(3)] == [range(4), range(4, 8), range(8, 10)]
     found = Network(NEAR, FAR, 4).transfers(plan)
-    out, back = found["vision.0", "llm.0"], found["llm.0", "vision.0"]
+    out, back = (
+        found[StageId("vision", 0), StageId("llm", 0)],
+        found[StageId("llm", 0), StageId("vision", 0)],
+    )
     assert out.seconds == back.seconds == 400 / 2 / 10
     # Two encoders gather their tokens, four receivers their shares; of the gradient the four
     # reduce and scatter what each has a part of, and the two gather it.
     assert out.latency == 10 + (1 + 400 / 2 / 100) + 3 * (1 + 400 / 4 / 100)
     assert back.latency == 10 + 3 * (1 + 400 / 4 / 100) + (1 + 400 / 2 / 100)
     # Within the module tokens stay where they are: four links, and halves of 200 bytes.
-    along = found["llm.0", "llm.1"]
+    along = found[StageId("llm", 0), StageId("llm", 1)]
     assert along.seconds == 400 / 4 / 10 and along.latency == 10 + (1 + 200 / 2 / 100)
 
 
@@ -165,8 +168,12 @@ def test_tensor_parallel_groups_begin_where_nodes_do():
         numbers = plan.rank_processes(stage.rank)
         assert numbers[0] // 4 == numbers[-1] // 4
     # Copies of a stage are next to each other.
-    assert [s.name for r in range(5) for s in plan.rank_stages(r)] == [
-        "llm.0", "llm.0@1", "llm.1", "llm.1@1", "vision.0"
+    assert [s.id for r in range(5) for s in plan.rank_stages(r)] == [
+        StageId("llm", 0),
+        StageId("llm", 0, 1),
+        StageId("llm", 1),
+        StageId("llm", 1, 1),
+        StageId("vision", 0),
     ]
 
 

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_plans import chain, costs_of, steps, uniform
 
+from raymm.scheduler.plan.stage import NO_STAGE, Edge, StageId
 from raymm.scheduler.program.program import (
     COMPUTE,
-    EPILOGUE,
+    OPTIMIZER_OPS,
     Instruction,
     Op,
     Program,
@@ -20,6 +21,8 @@ from raymm.scheduler.program.program import (
 from raymm.scheduler.program.timeline import Span
 from raymm.scheduler.schedule.lower import lower
 from raymm.scheduler.schedule.simulate import simulate
+
+FIRST, SECOND = map(StageId, "ab")
 
 
 def longest_paths(program: Program, costs, latency: int) -> list[Span]:
@@ -68,14 +71,14 @@ def longest_paths(program: Program, costs, latency: int) -> list[Span]:
 def programs(draw: st.DrawFn) -> Program:
     """Any program that can run: written down in the order of one possible run."""
     num_ranks = draw(st.integers(1, 4))
-    stages = [f"s{r}.{k}" for r in range(num_ranks) for k in range(2)]
+    stages = [StageId(f"s{r}", k) for r in range(num_ranks) for k in range(2)]
     ranks: list[list[Instruction]] = [[] for _ in range(num_ranks)]
-    under_way: dict[tuple[str, str], list[int]] = defaultdict(list)
+    under_way: dict[Edge, list[int]] = defaultdict(list)
 
-    def emit(op: Op, stage: str, microbatch: int, peer: str = "") -> None:
+    def emit(op: Op, stage: StageId, microbatch: int, peer: StageId = NO_STAGE) -> None:
         ranks[stages.index(stage) // 2].append(Instruction(op, stage, microbatch, peer))
 
-    def receive(edge: tuple[str, str]) -> None:
+    def receive(edge: Edge) -> None:
         emit(Op.RECV, edge[1], under_way[edge].pop(0), edge[0])
 
     for number in range(draw(st.integers(0, 40))):
@@ -119,16 +122,16 @@ def test_random_plans(data: st.DataObject) -> None:
 
 def test_waits_and_latency_spelled_out() -> None:
     program = Program((
-        (Instruction(Op.FORWARD, "a", 0), Instruction(Op.SEND, "a", 0, "b"),
-         Instruction(Op.FORWARD, "a", 1), Instruction(Op.SEND, "a", 1, "b")),
-        (Instruction(Op.RECV, "b", 0, "a"), Instruction(Op.FORWARD, "b", 0),
-         Instruction(Op.RECV, "b", 1, "a"), Instruction(Op.FORWARD, "b", 1)),
+        (Instruction(Op.FORWARD, FIRST, 0), Instruction(Op.SEND, FIRST, 0, SECOND),
+         Instruction(Op.FORWARD, FIRST, 1), Instruction(Op.SEND, FIRST, 1, SECOND)),
+        (Instruction(Op.RECV, SECOND, 0, FIRST), Instruction(Op.FORWARD, SECOND, 0),
+         Instruction(Op.RECV, SECOND, 1, FIRST), Instruction(Op.FORWARD, SECOND, 1)),
     ))
-    timeline = simulate(program, {("a", Op.FORWARD): 2, ("b", Op.FORWARD): 10}, latency=1)
+    timeline = simulate(program, {(FIRST, Op.FORWARD): 2, (SECOND, Op.FORWARD): 10}, latency=1)
     assert set(timeline.spans) == {
-        Span(0, "forward", "a", 0, 0, 2), Span(0, "forward", "a", 1, 2, 4),
-        Span(1, "recv", "b", 0, 0, 3, "a"), Span(1, "forward", "b", 0, 3, 13),
-        Span(1, "forward", "b", 1, 13, 23),  # its message was there at 5: no wait
+        Span(0, "forward", FIRST, 0, 0, 2), Span(0, "forward", FIRST, 1, 2, 4),
+        Span(1, "recv", SECOND, 0, 0, 3, FIRST), Span(1, "forward", SECOND, 0, 3, 13),
+        Span(1, "forward", SECOND, 1, 13, 23),  # its message was there at 5: no wait
     }
 
 
@@ -136,18 +139,18 @@ def test_collectives_take_no_time() -> None:
     plan = chain(3, 4)
     program = lower(plan, [()] * 4)
     costs = uniform(plan, 1, 2)
-    assert simulate(program.with_epilogue(EPILOGUE), costs) == simulate(program, costs)
+    assert simulate(program.with_optimizer_ops(OPTIMIZER_OPS), costs) == simulate(program, costs)
 
 
 def test_what_has_no_cost_takes_no_time() -> None:
-    timeline = simulate(lower(chain(2, 2), [(), ()]), {("llm.1", Op.BACKWARD): 3})
+    timeline = simulate(lower(chain(2, 2), [(), ()]), {(StageId("llm", 1), Op.BACKWARD): 3})
     assert timeline.makespan == 6 and timeline.busy(0) == 0
 
 
 def test_deadlock() -> None:
     program = Program((
-        (Instruction(Op.RECV, "a", 0, "b"), Instruction(Op.SEND, "a", 0, "b")),
-        (Instruction(Op.RECV, "b", 0, "a"), Instruction(Op.SEND, "b", 0, "a")),
+        (Instruction(Op.RECV, FIRST, 0, SECOND), Instruction(Op.SEND, FIRST, 0, SECOND)),
+        (Instruction(Op.RECV, SECOND, 0, FIRST), Instruction(Op.SEND, SECOND, 0, FIRST)),
     ))
     with pytest.raises(ProgramError, match="deadlock: rank 0 waits in recv a <- b #0"):
         simulate(program, {})

@@ -16,8 +16,8 @@ from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import PlanError
 from raymm.scheduler.schedule.network import Network
 from raymm.scheduler.search.degree_search import estimates
+from raymm.scheduler.search.evaluation import Candidates
 from raymm.scheduler.search.find_plans import find_plans
-from raymm.scheduler.search.judge import Candidates
 from raymm.scheduler.search.module_degrees import KINDS, DegreeChoices, ModuleDegrees, degrees_of
 from raymm.scheduler.search.options import PlanProblem
 from raymm.scheduler.search.planner import propose

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import SCHEDULES, Plan
+from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import FORWARDS, Op, check_program
 from raymm.scheduler.schedule.lower import lower
 from raymm.scheduler.search.layouts import chunked, colocated, encoders_into_sink, replicated
@@ -21,7 +22,7 @@ from tests.scheduler.random_plans import contents
 
 
 def covered(plan: Plan) -> None:
-    """Every copy of every module runs each of its layers once, in order."""
+    """Every replica of every module runs each of its layers once, in order."""
     for node in plan.graph.nodes:
         for chain in plan.replicas(node.name):
             layers = [layer for stage in chain for layer in range(*stage.layers)]
@@ -36,9 +37,9 @@ def runs(data: st.DataObject, plan: Plan) -> None:
         program = lower(replace(plan, schedule=schedule), present)
         check_program(program)
         ran = Counter(
-            (plan.by_name[i.stage].module, layer, i.microbatch)
+            (plan.by_id[i.stage].module, layer, i.microbatch)
             for rank in program for i in rank if i.op in FORWARDS
-            for layer in range(*plan.by_name[i.stage].layers)
+            for layer in range(*plan.by_id[i.stage].layers)
         )
         wanted = Counter()
         for microbatch, modules in enumerate(present):
@@ -148,7 +149,7 @@ def test_replicated(data: st.DataObject) -> None:
     everything = [list(encoders)] * space.num_microbatches
     for rank, instructions in enumerate(lower(plan, everything)):
         for i in instructions:
-            if i.op in FORWARDS and plan.by_name[i.stage].module in encoders:
+            if i.op in FORWARDS and plan.by_id[i.stage].module in encoders:
                 assert i.microbatch % copies == rank
     runs(data, plan)
 
@@ -214,4 +215,4 @@ def test_copies_are_not_needed_for_text() -> None:
     plan = replicated(two_encoders((("vision", "llm"), ("audio", "llm"))), 3)
     program = lower(plan, [[], ["audio"]])
     ran = {i.stage for rank in program for i in rank if i.op is not Op.RECV}
-    assert {name for name in ran if not name.startswith("llm")} == {"audio.0@1"}
+    assert {name for name in ran if not name.startswith("llm")} == {StageId("audio", 0, 1)}

@@ -17,8 +17,8 @@ from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.program.program import Op
 from raymm.scheduler.schedule.network import Network
 from raymm.scheduler.schedule.stage_costs import op_seconds
+from raymm.scheduler.search.evaluation import Option, evaluate
 from raymm.scheduler.search.find_plans import find_plans
-from raymm.scheduler.search.judge import Option, judge
 from raymm.scheduler.search.options import PlanProblem
 from raymm.scheduler.search.planner import propose, within_memory
 from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
@@ -112,14 +112,14 @@ def test_a_plan_says_what_layers_do_and_fits(space: StageSpace, data: st.DataObj
         plan = None
     if plan is None:
         return
-    option, unfit = judge(plan, Network())
+    option, unfit = evaluate(plan, Network())
     assert unfit is None and max(one.total for one in option.memory) <= space.memory_limit
     assert Plan.from_json(plan.to_json()) == plan
     free = replace(plan, stages=tuple(replace(s, layer_options=()) for s in plan.stages))
     more, before = op_seconds(plan), op_seconds(free)
     for stage in plan.stages:
-        added = more[stage.name, Op.BACKWARD] - before[stage.name, Op.BACKWARD]
-        live = min(plan.depth[stage.name], space.num_microbatches)
+        added = more[stage.id, Op.BACKWARD] - before[stage.id, Op.BACKWARD]
+        live = min(plan.depth[stage.id], space.num_microbatches)
         assert added == pytest.approx(least_added(space, stage.module, *stage.layers, live))
         assert bool(stage.layer_options) or added == 0
 

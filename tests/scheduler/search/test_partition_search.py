@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raymm.scheduler.baselines.omnibal_partition import (
-    greedy_anchor,
+    greedy_start,
     partition_candidates,
 )
 from raymm.scheduler.search.partition import PartitionError, partition_layers
@@ -51,7 +51,7 @@ def test_candidates_are_the_best_of_all_jitters(case, top, exact_anchor):
     near = [
         ranges
         for ranges in all_partitions(len(forward), stages)
-        if within(anchor or greedy_anchor(forward, stages), ranges, radius)
+        if within(anchor or greedy_start(forward, stages), ranges, radius)
     ]
     scores = [0.0] * len(near)
     for metric in (
@@ -75,7 +75,7 @@ def test_a_cut_moves_to_where_tokens_were_merged():
     # A vision tower whose output shrinks after layer 5: one layer off balance saves much.
     forward, volumes = [1.0] * 12, [8, 8, 8, 8, 8, 8, 1, 1, 1, 1, 1, 1]
     best, *_ = partition_candidates(forward, volumes, 2, radius=1)
-    assert greedy_anchor(forward, 2) == ((0, 6), (6, 12))
+    assert greedy_start(forward, 2) == ((0, 6), (6, 12))
     assert best.ranges == ((0, 7), (7, 12))
     assert (best.variance, best.communication) == (2.0, 1.0)
 
@@ -89,7 +89,7 @@ def test_many_stages_do_not_explode(forward):
     assert len({candidate.ranges for candidate in found}) == 50
     assert [c.score for c in found] == sorted(c.score for c in found)
     spread = variance(forward, found[0].ranges)
-    assert spread <= variance(forward, greedy_anchor(forward, 24))
+    assert spread <= variance(forward, greedy_start(forward, 24))
     assert spread == pytest.approx(found[0].variance)
 
 

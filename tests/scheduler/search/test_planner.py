@@ -22,7 +22,7 @@ from raymm.scheduler.schedule.memory import rank_memory
 from raymm.scheduler.schedule.network import Network, edge_transfers
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import op_seconds, stage_costs
-from raymm.scheduler.search.judge import Proposal
+from raymm.scheduler.search.evaluation import Proposal
 from raymm.scheduler.search.layouts import colocated, replicated
 from raymm.scheduler.search.options import LAYOUTS, PlanProblem
 from raymm.scheduler.search.planner import propose, within_memory
@@ -47,7 +47,7 @@ def seconds(plan: Plan, near: Link | None = None, far: Link | None = None, node:
 def depth_bytes(plan: Plan, name: str) -> int:
     """What 1F1B may come to hold in a stage of its own rank, whatever a step contains: a
     microbatch for each stage on the way to the loss."""
-    stage, cost = plan.by_name[name], stage_costs(plan)[name]
+    stage, cost = plan.by_id[name], stage_costs(plan)[name]
     live = min(plan.depth[name], plan.num_microbatches)
     if stage.recompute:
         return cost.state_bytes + live * cost.input_bytes + cost.activation_bytes
@@ -67,7 +67,7 @@ def brute_force(space: StageSpace, limit: int) -> list[list[float]]:
     that with the least bottleneck and then squares, of those whose stages fit. Several where
     cuts are equally good."""
     graph = space.graph
-    judged = []
+    evaluated = []
     sizes = [range(1, node.num_layers + 1) for node in graph.nodes]
     for chosen in itertools.product(*sizes):
         if sum(chosen) > space.ranks:
@@ -80,7 +80,7 @@ def brute_force(space: StageSpace, limit: int) -> list[list[float]]:
             scores = {}
             for ranges in cuts(node.num_layers, count):
                 plan = made_of(space, {**anyhow, node.name: ranges})
-                if all(depth_bytes(plan, s.name) <= limit for s in plan.module_stages(node.name)):
+                if all(depth_bytes(plan, s.id) <= limit for s in plan.module_stages(node.name)):
                     times = [table[pair] for pair in ranges]
                     scores[ranges] = (max(times), sum(t * t for t in times))
             best.append([r for r, score in scores.items() if score == min(scores.values())])
@@ -89,8 +89,8 @@ def brute_force(space: StageSpace, limit: int) -> list[list[float]]:
             names = [node.name for node in graph.nodes]
             times.append(seconds(made_of(space, dict(zip(names, ways, strict=True)))))
         if times:
-            judged.append(times)
-    return judged
+            evaluated.append(times)
+    return evaluated
 
 
 def made_of(space: StageSpace, partitions: dict) -> Plan:
@@ -216,18 +216,18 @@ def test_feasible_stages_are_those_that_fit(data: st.DataObject) -> None:
     counts = {module: len(ranges) for module, ranges in partitions.items()}
     for stage, need in zip(plan.topological_stages, rank_memory(plan, program), strict=True):
         beyond = space.beyond(stage.module, counts)
-        deep = min(plan.depth[stage.name], plan.num_microbatches)
-        for limit in (need.total - 1, need.total, depth_bytes(plan, stage.name)):
+        deep = min(plan.depth[stage.id], plan.num_microbatches)
+        for limit in (need.total - 1, need.total, depth_bytes(plan, stage.id)):
             memory = within_memory(replace(space, memory_limit=limit)).memory
             fits = np.isfinite(memory.added(stage.module, counts[stage.module], beyond))
             assert fits.shape[1:] == (space.graph.node(stage.module).num_layers + 1,) * 2
             feasible = bool(fits[stage.index][stage.layers])
-            assert feasible == (depth_bytes(plan, stage.name) <= limit)
+            assert feasible == (depth_bytes(plan, stage.id) <= limit)
             if feasible:
                 assert need.total <= limit
             # Only a stage that 1F1B cannot fill (it waits for a slow one) needs less.
             elif need.total <= limit:
-                assert live[stage.name] < deep
+                assert live[stage.id] < deep
 
 
 @given(models(), st.integers(0, 3), st.integers(1, 5))

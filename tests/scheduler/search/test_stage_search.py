@@ -21,6 +21,7 @@ from raymm.scheduler.costs.layer_costs import (
 )
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Op
 from raymm.scheduler.schedule.lower import lower
 from raymm.scheduler.schedule.simulate import simulate
@@ -38,10 +39,10 @@ def op_costs(plan: Plan) -> dict[tuple[str, Op], float]:
         layers = work[stage.module][slice(*stage.layers)]
         forward = sum(w.forward for w in layers)
         for op in (Op.FORWARD, Op.FORWARD_NO_GRAD, Op.FORWARD_CHECKPOINTED, Op.RECOMPUTE):
-            costs[stage.name, op] = forward
-        costs[stage.name, Op.BACKWARD_INPUT] = sum(w.backward_input for w in layers)
-        costs[stage.name, Op.BACKWARD_WEIGHT] = sum(w.backward_weight for w in layers)
-        costs[stage.name, Op.BACKWARD] = sum(w.backward for w in layers)
+            costs[stage.id, op] = forward
+        costs[stage.id, Op.BACKWARD_INPUT] = sum(w.backward_input for w in layers)
+        costs[stage.id, Op.BACKWARD_WEIGHT] = sum(w.backward_weight for w in layers)
+        costs[stage.id, Op.BACKWARD] = sum(w.backward for w in layers)
     return costs
 
 
@@ -53,19 +54,21 @@ def iteration_time(plan: Plan) -> float:
 def work_bound(plan: Plan) -> float:
     """No rank can be done before its own work is."""
     costs = op_costs(plan)
-    again = {s.name: costs[s.name, Op.RECOMPUTE] * s.recompute for s in plan.stages}
+    again = {s.id: costs[s.id, Op.RECOMPUTE] * s.recompute for s in plan.stages}
     return plan.num_microbatches * max(
-        costs[s.name, Op.FORWARD] + again[s.name] + costs[s.name, Op.BACKWARD] for s in plan.stages
+        costs[s.id, Op.FORWARD] + again[s.id] + costs[s.id, Op.BACKWARD] for s in plan.stages
     )
 
 
 def exhaustive_search(
-    space: StageSpace, judge: Callable[[Plan], float], fits: Callable[[Plan], bool] = lambda _: True
+    space: StageSpace,
+    evaluate: Callable[[Plan], float],
+    fits: Callable[[Plan], bool] = lambda _: True,
 ) -> list[Choice]:
     """Every combination of stage counts, fastest first."""
     modules = [node.name for node in space.graph.nodes]
     most = [min(node.num_layers, space.max_stages or 99) for node in space.graph.nodes]
-    judged = []
+    evaluated = []
     for chosen in itertools.product(*(range(1, n + 1) for n in most)):
         if sum(chosen) <= space.ranks:
             counts = dict(zip(modules, chosen, strict=True))
@@ -74,8 +77,8 @@ def exhaustive_search(
             except StageSearchError:
                 continue
             if fits(plan):
-                judged.append(Choice(counts, plan, judge(plan)))
-    return sorted(judged, key=lambda choice: choice.seconds)
+                evaluated.append(Choice(counts, plan, evaluate(plan)))
+    return sorted(evaluated, key=lambda choice: choice.seconds)
 
 
 @st.composite
@@ -131,14 +134,14 @@ def depth_limit(space: StageSpace, budget: int):
                     found[index, lo, hi] = np.inf
             return found
 
-        def settle(self, *_: object) -> bool:
+        def refine(self, *_: object) -> bool:
             return False
 
         def options(self, module: str, ranges: tuple, beyond: int) -> list[tuple[str, ...]]:
             return [()] * len(ranges)
 
     def fits(plan: Plan) -> bool:
-        return all(need(s.module, *s.layers, plan.depth[s.name]) <= budget for s in plan.stages)
+        return all(need(s.module, *s.layers, plan.depth[s.id]) <= budget for s in plan.stages)
 
     return Memory({}, {}), fits
 
@@ -214,7 +217,7 @@ def test_partitions_balance_what_stages_run(space):
             stages = plan.module_stages(module)
             times = [
                 sum(w.total for w in work[module][slice(*s.layers)])
-                + s.recompute * costs[s.name, Op.RECOMPUTE]
+                + s.recompute * costs[s.id, Op.RECOMPUTE]
                 for s in stages
             ]
             assert space.bottleneck(module, count) == pytest.approx(max(times))
@@ -238,12 +241,14 @@ def test_a_stage_recomputes_only_if_all_of_it_has_a_backward():
     assert has_backward(graph)["vision"] == (False,) * 4 + (True,)
     partitions = {"vision": ((0, 4), (4, 5)), "llm": ((0, 3), (3, 6))}
     plan = make_plan(graph, partitions, 4, profile=profile, recompute=True)
-    assert [(s.name, s.rank, s.recompute) for s in plan.stages] == [
-        ("vision.0", 0, False), ("vision.1", 1, True), ("llm.0", 2, True),
-        ("llm.1", 3, False),  # the loss's stage needs its activations at once
+    assert [(s.id, s.rank, s.recompute) for s in plan.stages] == [
+        (StageId("vision", 0), 0, False),
+        (StageId("vision", 1), 1, True),
+        (StageId("llm", 0), 2, True),
+        (StageId("llm", 1), 3, False),  # the loss's stage needs its activations at once
     ]
     again = make_plan(graph, partitions, 4, recompute=True, recompute_loss=True)
-    assert again.by_name["llm.1"].recompute
+    assert again.by_id[StageId("llm", 1)].recompute
     mixed = make_plan(
         graph, {"vision": ((0, 5),), "llm": ((0, 6),)}, 4, recompute=True, recompute_loss=True
     )

@@ -12,7 +12,7 @@ from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan
 
 
-def with_whole_modules(
+def with_uncut_modules(
     graph: ModuleGraph, profile: CostProfile, modules: Collection[str]
 ) -> tuple[ModuleGraph, CostProfile]:
     """A graph and profile in which these modules' blocks are one layer each. What the layer
@@ -72,7 +72,7 @@ def _common_options(
 
 
 def in_own_layers(plan: Plan, graph: ModuleGraph, profile: CostProfile) -> Plan:
-    """A plan of :func:`with_whole_modules`'s graph as one of the model's own."""
+    """A plan of :func:`with_uncut_modules`'s graph as one of the model's own."""
     stages = []
     for stage in plan.stages:
         hidden = graph.node(stage.module).num_layers - plan.graph.node(stage.module).num_layers

@@ -47,7 +47,7 @@ class Forward(NamedTuple):
     tuple_length: int
 
 
-def whole_forward(model: nn.Module, blocks: str, run: Run, seed: int) -> Forward:
+def uncut_forward(model: nn.Module, blocks: str, run: Run, seed: int) -> Forward:
     """A forward as one process makes it, with these random numbers.
 
     Args:
@@ -80,13 +80,13 @@ def skips_blocks(model: nn.Module, blocks: str, run: Run) -> bool:
         if not _draws(model, run):
             return False
         with extreme_draws():
-            forwards = (whole_forward(model, blocks, run, seed) for seed in _SEEDS_TO_SEE)
+            forwards = (uncut_forward(model, blocks, run, seed) for seed in _SEEDS_TO_SEE)
             return any(len(forward.called) < total for forward in forwards)
     except USER_CODE_RAISES as error:  # whatever a model may raise
         raise _not_run(model, error) from error
 
 
-def compare_pieces(model: nn.Module, blocks: str, run: Run, trains: bool) -> CutInfo:
+def compare_stages(model: nn.Module, blocks: str, run: Run, trains: bool) -> CutInfo:
     """Cut a model into a first, a middle and a last piece.
 
     Args:
@@ -172,7 +172,7 @@ class _Pieces:
             only_skips: only if it skips blocks.
         """
         try:
-            whole = whole_forward(self._model, self._blocks, self._run, seed)
+            whole = uncut_forward(self._model, self._blocks, self._run, seed)
         except USER_CODE_RAISES as error:  # whatever a model may raise
             raise _not_run(self._model, error) from error
         self._check_calls(whole.called)
@@ -183,7 +183,7 @@ class _Pieces:
             self._length = whole.tuple_length
             self._stages = [self._piece(lo, hi) for lo, hi in self._between]
         with generators_kept():
-            output = self._run_pieces(seed)
+            output = self._run_stages(seed)
         same = output.shape == whole.output.shape and torch.allclose(
             output, whole.output, rtol=0, atol=0, equal_nan=True
         )
@@ -216,7 +216,7 @@ class _Pieces:
         stage = prune(copy.deepcopy(self._model), everywhere, lo, hi)
         return stage, Passage(stage, everywhere, lo, hi)
 
-    def _run_pieces(self, seed: int) -> torch.Tensor:
+    def _run_stages(self, seed: int) -> torch.Tensor:
         hidden: torch.Tensor | None = None
         try:
             for number, (stage, passage) in enumerate(self._stages):
@@ -254,7 +254,7 @@ class _Pieces:
             ProbeError: pieces with only what they own do not give the same bits as the whole.
         """
         self._model.eval()
-        whole = whole_forward(self._model, self._blocks, self._run, 0).output
+        whole = uncut_forward(self._model, self._blocks, self._run, 0).output
         everywhere = CutInfo(self._blocks, self._length or 0, *[self._outer] * 3)
         unreached = self._outer.difference(*self._used)
         received: torch.Tensor | None = None

@@ -1,4 +1,4 @@
-"""Modules side by side: the numbers of one after another, whatever turns threads take."""
+"""Modules concurrently: the numbers of one after another, whatever turns threads take."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.emulated_backend import EmulatedBackend, EmulatedModule
 from raymm.actors.quota import (
-    AccountingBackend,
+    RecordingBackend,
     StreamPool,
     UndeclaredRandomnessError,
     Work,
@@ -199,15 +199,15 @@ def test_outputs_of_earlier_stages_are_consumed(streams, side):
     assert joined["audio"].get().tolist() == [4, 4]
 
 
-class Ordered(AccountingBackend):
+class Ordered(RecordingBackend):
     """Streams that log what they are told, and the events of which know their stream."""
 
     def __init__(self):
         super().__init__()
         self.log = []
 
-    def create(self, partition, neighbours=()):
-        return self.logged(super().create(partition, neighbours), partition.module)
+    def create(self, partition, colocated=()):
+        return self.logged(super().create(partition, colocated), partition.module)
 
     def current(self):
         return self.logged(super().current(), "caller")

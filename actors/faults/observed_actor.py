@@ -13,11 +13,11 @@ from raymm.actors.faults.stacks import Address, StackFile
 from raymm.actors.faults.whereabouts import Report, Whereabouts
 
 # Calls of this concurrency group have a thread of their own.
-WATCH = "watch"
-CONCURRENCY_GROUPS = {WATCH: 1}
+OBSERVE = "watch"
+CONCURRENCY_GROUPS = {OBSERVE: 1}
 
 
-class WatchedActor:
+class ObservedActor:
     """Base of actors that a group watches.
 
     Args:
@@ -32,7 +32,7 @@ class WatchedActor:
         self._stack_file = StackFile()
         self._device_name = device
 
-    @ray.method(concurrency_group=WATCH)
+    @ray.method(concurrency_group=OBSERVE)
     def describe(self) -> dict[str, Any]:
         """Where this process lives."""
         address = Address(
@@ -43,7 +43,7 @@ class WatchedActor:
             "address": address,
         }
 
-    @ray.method(concurrency_group=WATCH)
+    @ray.method(concurrency_group=OBSERVE)
     def where(self) -> Report:
         """What it is doing; answers while it does it."""
         return self.whereabouts.report()

@@ -1,4 +1,4 @@
-"""Modules of one process side by side, each in its own thread on its own stream.
+"""Modules of one process concurrently, each in its own thread on its own stream.
 
 The host never waits for the device: a stream waits for the events of what its work consumes,
 and every result has an event. Numbers are those of the same works one after another, whatever
@@ -26,7 +26,7 @@ from typing import Any
 from torch import nn
 
 from raymm.actors.quota.backend import QuotaStream
-from raymm.actors.quota.generators import Turn, generator_state, seed_generators
+from raymm.actors.quota.generators import Ticket, generator_state, seed_generators
 from raymm.actors.quota.pool import StreamSet
 from raymm.actors.quota.thread_settings import ThreadSettings
 from raymm.actors.quota.work import Output, Work, tensors_in
@@ -81,7 +81,7 @@ class UndeclaredRandomnessError(Error, RuntimeError):
     beside it, depend on how threads took turns."""
 
 
-class SideBySide:
+class ConcurrentModules:
     """The threads of one process's modules. Reused from step to step, made as modules come.
 
     Args:
@@ -105,7 +105,7 @@ class SideBySide:
         self._unusable: str | None = None
 
     def run(self, streams: StreamSet, works: Mapping[str, Work]) -> dict[str, Output]:
-        """Run works side by side, each on its module's stream of the set.
+        """Run works concurrently, each on its module's stream of the set.
 
         They come after what the calling thread has issued on its current stream. Returns when
         all have been issued, on a CPU: when all are done.
@@ -130,26 +130,32 @@ class SideBySide:
         with self._exclusively():
             issued = streams.backend.current().record()
             settings = ThreadSettings.capture()
-            turns = _Turns(self._timeout)
+            tickets = _Tickets(self._timeout)
             tasks = {
                 module: self._worker(module).submit(
                     partial(
-                        _perform, module, work, streams, issued, settings, turns.next(module, work)
+                        _perform,
+                        module,
+                        work,
+                        streams,
+                        issued,
+                        settings,
+                        tickets.next(module, work),
                     )
                 )
                 for module, work in works.items()
             }
-            self._wait(tasks, turns)
+            self._wait(tasks, tickets)
         _raise_first({module: task.error for module, task in tasks.items()})
-        turns.check()
+        tickets.check()
         return {module: task.result for module, task in tasks.items()}
 
     @contextlib.contextmanager
     def _exclusively(self) -> Iterator[None]:
         if self._unusable is not None:
-            raise RuntimeError(f"modules cannot run side by side any more: {self._unusable}")
+            raise RuntimeError(f"modules cannot run concurrently any more: {self._unusable}")
         if not self._running.acquire(blocking=False):
-            raise RuntimeError("modules already run side by side: run() was called during run()")
+            raise RuntimeError("modules already run concurrently: run() was called during run()")
         try:
             yield
         finally:
@@ -160,14 +166,14 @@ class SideBySide:
             self._workers[module] = Worker(module)
         return self._workers[module]
 
-    def _wait(self, tasks: Mapping[str, Task], turns: _Turns) -> None:
+    def _wait(self, tasks: Mapping[str, Task], tickets: _Tickets) -> None:
         deadline = time.monotonic() + self._timeout
         try:
             for task in tasks.values():
                 task.done.wait(max(0.0, deadline - time.monotonic()))
         finally:
             # Also where the wait was interrupted from outside.
-            late = turns.stuck([m for m, task in tasks.items() if not task.done.is_set()])
+            late = tickets.stuck([m for m, task in tasks.items() if not task.done.is_set()])
             if late:
                 self._unusable = f"modules {', '.join(map(repr, late))} did not end"
         if late:
@@ -183,7 +189,7 @@ class SideBySide:
         for worker in workers.values():
             worker.close(max(0.0, deadline - time.monotonic()))
 
-    def __enter__(self) -> SideBySide:
+    def __enter__(self) -> ConcurrentModules:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -191,7 +197,7 @@ class SideBySide:
 
 
 def check_no_shared_parameters(modules: Mapping[str, nn.Module]) -> None:
-    """Modules that run side by side must not have parameters or buffers in common: two threads
+    """Modules that run concurrently must not have parameters or buffers in common: two threads
     would add to one gradient, or update one buffer, in whatever order.
 
     Raises:
@@ -205,18 +211,18 @@ def check_no_shared_parameters(modules: Mapping[str, nn.Module]) -> None:
             if owner != module:
                 raise ValueError(
                     f"{name!r} of module {module!r} is {its_name!r} of module {owner!r}; "
-                    "accepted: modules that share nothing run side by side"
+                    "accepted: modules that share nothing run concurrently"
                 )
 
 
-class _Turns:
-    """Turns at the generators, and whether anybody drew out of turn."""
+class _Tickets:
+    """Tickets for the generators, and whether anybody drew out of turn."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
-        self._last: Turn | None = None
+        self._last: Ticket | None = None
         self._before: tuple[object, ...] | None = None
-        self._turns: dict[str, Turn] = {}
+        self._tickets: dict[str, Ticket] = {}
         self._without: list[str] = []
 
     def next(self, module: str, work: Work) -> contextlib.AbstractContextManager[None]:
@@ -225,12 +231,12 @@ class _Turns:
             if self._before is None:
                 self._before = generator_state()
             return contextlib.nullcontext()
-        self._last = self._turns[module] = Turn(self._last, self._timeout)
+        self._last = self._tickets[module] = Ticket(self._last, self._timeout)
         return self._last
 
     def stuck(self, late: Sequence[str]) -> tuple[str, ...]:
-        """Of modules that have not ended, those that did not only wait for another's turn."""
-        begun = tuple(m for m in late if m not in self._turns or self._turns[m].entered)
+        """Of modules that have not ended, those that did not only wait for another's ticket."""
+        begun = tuple(m for m in late if m not in self._tickets or self._tickets[m].entered)
         return begun or tuple(late)
 
     def check(self) -> None:
@@ -279,12 +285,12 @@ def _perform(
     streams: StreamSet,
     issued: Any,
     settings: ThreadSettings,
-    turn: contextlib.AbstractContextManager[None],
+    ticket: contextlib.AbstractContextManager[None],
 ) -> Output:
     """One work, in its module's thread."""
     stream = streams.streams[module]
-    # The turn first: while it waits, the module holds no partition.
-    with turn, settings.applied(), stream.use():
+    # The ticket first: while it waits, the module holds no partition.
+    with ticket, settings.applied(), stream.use():
         stream.wait(issued)
         if work.backward_of is not None:
             stream.wait(work.backward_of.event)

@@ -9,7 +9,7 @@ from raymm.scheduler.plan.plan import Plan, PlanError
 from raymm.scheduler.program.program import Program
 from raymm.scheduler.program.timeline import Timeline
 from raymm.scheduler.schedule.bounds import lower_bound
-from raymm.scheduler.schedule.lower import full_program, iteration_time, settle
+from raymm.scheduler.schedule.lower import full_program, iteration_time, refine
 from raymm.scheduler.schedule.memory import RankMemory, check_memory, rank_memory
 from raymm.scheduler.schedule.network import Network
 from raymm.scheduler.schedule.simulate import simulate
@@ -114,12 +114,12 @@ def step_bound(plan: Plan, network: Network) -> float:
     return lower_bound(plan, network.delays(plan))
 
 
-def judge(plan: Plan, network: Network, layout: str = "") -> tuple[Option, str | None]:
+def evaluate(plan: Plan, network: Network, layout: str = "") -> tuple[Option, str | None]:
     """A plan with a profile, judged; and why it does not fit in memory, if it does not.
 
     The option's plan has the policy that was found for its schedule.
     """
-    plan, _ = settle(plan, network.delays(plan))
+    plan, _ = refine(plan, network.delays(plan))
     program = full_program(plan)
     seconds = step_timeline(plan, network, program).makespan
     return Option(layout, plan, seconds, rank_memory(plan, program)), _too_full(plan, program)
@@ -172,7 +172,7 @@ class Candidates:
 
     def add(self, layout: str, plan: Plan) -> None:
         """Judge a plan and keep it, among the options or the refused."""
-        option, reason = judge(plan, self.network, layout)
+        option, reason = evaluate(plan, self.network, layout)
         if reason is None:
             self.options.append(option)
         else:

@@ -20,7 +20,7 @@ from raymm.scheduler.multiplex.mapping import (
 from raymm.scheduler.multiplex.problem import MappingProblem
 
 
-def with_spare_quota(problem: MappingProblem, mapping: Mapping) -> Mapping:
+def with_leftover_quota(problem: MappingProblem, mapping: Mapping) -> Mapping:
     """The mapping with what is spare of its GPUs given to the modules there, the slowest first.
 
     Only where the surface does not say that the module is slower with more, and where the stage

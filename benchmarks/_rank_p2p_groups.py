@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from raymm.scheduler.plan.process_grid import Edge, Lane
+from raymm.scheduler.plan.process_grid import P2PGroup
+from raymm.scheduler.plan.stage import Edge, StageId
 
 
-def lanes_between_ranks(
-    edges: Sequence[Edge], ranks: Mapping[str, int]
-) -> tuple[tuple[Edge, tuple[Lane, ...]], ...]:
+def p2p_groups_between_ranks(
+    edges: Sequence[Edge], ranks: Mapping[StageId, int]
+) -> tuple[tuple[Edge, tuple[P2PGroup, ...]], ...]:
     """The lanes of messages along data edges and back, where every rank is one process.
 
     Args:
@@ -17,7 +18,7 @@ def lanes_between_ranks(
         ranks: of every stage.
     """
     return tuple(
-        (edge, (Lane((ranks[edge[0]],), (ranks[edge[1]],)),))
+        (edge, (P2PGroup((ranks[edge[0]],), (ranks[edge[1]],)),))
         for src, dst in edges
         if ranks[src] != ranks[dst]
         for edge in ((src, dst), (dst, src))

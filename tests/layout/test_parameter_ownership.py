@@ -16,15 +16,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from raymm.actors.sharding.fully_sharded import FullyShardedPlan
-from raymm.actors.sharding.parameter_pieces import ChainPieces, parts_of
-from raymm.actors.sharding.tensor_plan import Piece, TensorPlan
+from raymm.actors.sharding.parameter_shards import ShardSpec, parts_of
+from raymm.actors.sharding.tensor_plan import ParameterShard, TensorPlan
 from raymm.actors.stages.encoder import EncoderSpec
 from raymm.actors.weights.source import LiveSource
-from raymm.layout.parameter_owners import families, holdings, place_of
+from raymm.layout.parameter_owners import parameter_ownership, place_of, reduction_groups
 from raymm.layout.stage_builders import parameter_sizes
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.process_grid import Processes
+from raymm.scheduler.plan.stage import StageId
 
 MOST_STAGES = 6
 # Elements of what every stage has; of what the first and the last have both; of the projector.
@@ -38,27 +39,27 @@ def edges(length: int, count: int) -> list[tuple[int, int]]:
     return list(zip(bounds, bounds[1:], strict=False))
 
 
-def tensor_pieces(tp: int) -> ChainPieces:
+def tensor_pieces(tp: int) -> ShardSpec:
     """As a tensor plan has it: cut evenly, a fused pair, fewer key heads than processes, what
     every process has a part of the gradient of, a vocabulary that does not divide."""
     heads = max(n for n in (1, 2) if tp % n == 0)
     of_stage = {
-        "cut": [Piece(0, (one,)) for one in edges(12, tp)],
-        "packed": [Piece(0, ((a, b), (12 + a, 12 + b))) for a, b in edges(12, tp)],
-        "keys": [Piece(0, (edges(12, heads)[i * heads // tp],)) for i in range(tp)],
+        "cut": [ParameterShard(0, (one,)) for one in edges(12, tp)],
+        "packed": [ParameterShard(0, ((a, b), (12 + a, 12 + b))) for a, b in edges(12, tp)],
+        "keys": [ParameterShard(0, (edges(12, heads)[i * heads // tp],)) for i in range(tp)],
     }
     pieces = {
         f"{i}.{name}": tuple(one) for i in range(MOST_STAGES) for name, one in of_stage.items()
     }
-    pieces[TIED] = tuple(Piece(0, (one,)) for one in edges(TIED_SIZE, tp))
+    pieces[TIED] = tuple(ParameterShard(0, (one,)) for one in edges(TIED_SIZE, tp))
     partial = frozenset(f"{i}.partial" for i in range(MOST_STAGES))
-    return ChainPieces({"module": TensorPlan(tp, pieces=pieces, partial=partial)})
+    return ShardSpec({"module": TensorPlan(tp, pieces=pieces, partial=partial)})
 
 
-def sharded_pieces(shards: int) -> ChainPieces:
+def sharded_pieces(shards: int) -> ShardSpec:
     sharded = ("cut", "packed", "keys", "odd")
     lengths = {f"{i}.{name}": SIZES[name] for i in range(MOST_STAGES) for name in sharded}
-    return ChainPieces({"module": FullyShardedPlan(shards, lengths)}, shards)
+    return ShardSpec({"module": FullyShardedPlan(shards, lengths)}, shards)
 
 
 @st.composite
@@ -101,21 +102,21 @@ class Case:
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.processes = plan, Processes(plan)
-        self.pieces: dict[str, ChainPieces] = {}
+        self.pieces: dict[str, ShardSpec] = {}
         self.owned: dict[str, dict[str, int]] = {}
         for node in plan.graph.nodes:
             one = plan.module_stages(node.name)[0]
             self.pieces[node.name] = (
                 sharded_pieces(one.shards) if one.shards > 1
-                else tensor_pieces(one.tp) if one.tp > 1 else ChainPieces()
+                else tensor_pieces(one.tp) if one.tp > 1 else ShardSpec()
             )
             for stage in plan.module_stages(node.name):
                 own = {f"module.{stage.index}.{name}": size for name, size in SIZES.items()}
                 is_last = stage.layers[1] == node.num_layers
                 if stage.layers[0] == 0 or is_last:
                     own[f"module.{TIED}"] = TIED_SIZE
-                self.owned[stage.name] = own | (PROJECTOR if is_last else {})
-        self.held = holdings(self.processes, self.owned, self.pieces)
+                self.owned[stage.id] = own | (PROJECTOR if is_last else {})
+        self.held = parameter_ownership(self.processes, self.owned, self.pieces)
         self.gradients: dict[tuple[int, str, str], torch.Tensor] = {}
         self.totals: dict[tuple[str, str], torch.Tensor] = {}
         self._hand_out()
@@ -124,7 +125,7 @@ class Case:
         random = torch.Generator().manual_seed(0)
         for stage in self.plan.stages:
             chain = self.pieces[stage.module]
-            for name, size in self.owned[stage.name].items():
+            for name, size in self.owned[stage.id].items():
                 total = self.totals.setdefault((stage.module, name), torch.zeros(size).long())
                 made = {}
                 for number in self.processes.of_rank(stage.rank):
@@ -135,23 +136,23 @@ class Case:
                     if who not in made:
                         made[who] = torch.randint(1, 10**6, (size,), generator=random)
                         total += self._within(chain, name, number, made[who])
-                    self.gradients[number, stage.name, name] = made[who]
+                    self.gradients[number, stage.id, name] = made[who]
                 if chain.shards > 1 and chain.piece(name, 0) is not None:
                     # FSDP has summed what the processes have of each part.
                     summed = sum(made.values())
                     for number in self.processes.of_rank(stage.rank):
-                        self.gradients[number, stage.name, name] = summed
+                        self.gradients[number, stage.id, name] = summed
         for key, whole in self.gradients.items():
             self.gradients[key] = self.take(*key, whole)
 
-    def _has_part(self, chain: ChainPieces, name: str) -> bool:
+    def _has_part(self, chain: ShardSpec, name: str) -> bool:
         """Whether a tensor-parallel process's gradient is a part only."""
         return chain.shards == 1 and (
-            chain.piece(name, 0) is not None or len(chain.holders(name, 0)) > 1
+            chain.piece(name, 0) is not None or len(chain.sharers(name, 0)) > 1
         )
 
     def _within(
-        self, chain: ChainPieces, name: str, number: int, whole: torch.Tensor
+        self, chain: ShardSpec, name: str, number: int, whole: torch.Tensor
     ) -> torch.Tensor:
         """Zero where a tensor-parallel process has nothing of the parameter."""
         piece = chain.piece(name, place_of(self.processes, number, chain))
@@ -163,7 +164,7 @@ class Case:
         return inside
 
     def take(self, number: int, stage: str, name: str, whole: torch.Tensor) -> torch.Tensor:
-        chain = self.pieces[self.plan.by_name[stage].module]
+        chain = self.pieces[self.plan.by_id[stage].module]
         piece = chain.piece(name, place_of(self.processes, number, chain))
         return whole if piece is None else torch.cat([whole[a:b] for a, b in piece.ranges])
 
@@ -171,11 +172,11 @@ class Case:
         """Gradients after the reduction, where they are updated."""
         final = dict(self.gradients)
         for group in {one for held in self.held for one in held.shared}:
-            total = sum(self.gradients[tuple(holder)] for holder in group.holders)
-            for holder in group.holders:
-                final[tuple(holder)] = total
-                if group.owner not in (None, holder.process):
-                    del final[tuple(holder)]
+            total = sum(self.gradients[tuple(reference)] for reference in group.references)
+            for reference in group.references:
+                final[tuple(reference)] = total
+                if group.owner not in (None, reference.process):
+                    del final[tuple(reference)]
         return final
 
 
@@ -183,7 +184,7 @@ class Case:
 def test_whoever_updates_a_parameter_has_all_of_its_gradient(plan: Plan) -> None:
     case = Case(plan)
     for (number, stage, name), gradient in case.summed().items():
-        due = case.take(number, stage, name, case.totals[plan.by_name[stage].module, name])
+        due = case.take(number, stage, name, case.totals[plan.by_id[stage].module, name])
         assert torch.equal(gradient, due), (number, stage, name)
 
 
@@ -191,17 +192,17 @@ def test_whoever_updates_a_parameter_has_all_of_its_gradient(plan: Plan) -> None
 def test_every_element_is_counted_and_written_once(plan: Plan) -> None:
     case = Case(plan)
     final = case.summed()
-    for what in ("counted", "written"):
+    for what in ("in_grad_norm", "saves"):
         times = {key: torch.zeros_like(total) for key, total in case.totals.items()}
         for number, held in enumerate(case.held):
             for stage, name in getattr(held, what):
-                module = plan.by_name[stage].module
+                module = plan.by_id[stage].module
                 chain = case.pieces[module]
                 piece = chain.piece(name, place_of(case.processes, number, chain))
                 ranges = ((0, None),) if piece is None else piece.ranges
                 for start, stop in ranges:
                     times[module, name][start:stop] += 1
-                if what == "counted":  # where the sum is
+                if what == "in_grad_norm":  # where the sum is
                     assert (number, stage, name) in final
         for key, found in times.items():
             assert (found == 1).all(), (what, key, found)
@@ -210,22 +211,22 @@ def test_every_element_is_counted_and_written_once(plan: Plan) -> None:
 @given(plans())
 def test_every_member_of_a_family_knows_its_parameters_in_the_same_order(plan: Plan) -> None:
     case = Case(plan)
-    every = families(case.held)
+    every = reduction_groups(case.held)
     assert list(every) == sorted(set(every))
-    holders = Counter(
-        holder for one in {one for held in case.held for one in held.shared}
-        for holder in one.holders
+    sharers = Counter(
+        reference for one in {one for held in case.held for one in held.shared}
+        for reference in one.references
     )
-    assert not holders or max(holders.values()) == 1
-    for family in every:
-        known = [[one for one in case.held[p].shared if one.family == family]
-                 for p in family.processes]  # fmt: skip
+    assert not sharers or max(sharers.values()) == 1
+    for reduction_group in every:
+        known = [[one for one in case.held[p].shared if one.reduction_group == reduction_group]
+                 for p in reduction_group.processes]  # fmt: skip
         assert known[0] and all(one == known[0] for one in known)
     for number, held in enumerate(case.held):
         for one in held.shared:
-            assert number in one.family.processes and len(one.holders) > 1
-            assert one.family in every or one.family.processes == (number,)
-            assert one.owner is None or one.owner in one.family.processes
+            assert number in one.reduction_group.processes and len(one.references) > 1
+            assert one.reduction_group in every or one.reduction_group.processes == (number,)
+            assert one.owner is None or one.owner in one.reduction_group.processes
 
 
 @given(plans())
@@ -254,7 +255,7 @@ def test_owners_share_out_what_is_trained():
     spec = EncoderSpec("vision", LiveSource.of(part), num_blocks=1)
     sizes = parameter_sizes(spec)
     assert [sizes[f"module.{name}"] for name in ("0.weight", "1.weight", "1.bias")] == [0, 4, 2]
-    owned = dict.fromkeys(("llm.0", "llm.0@1"), sizes)
-    held = holdings(Processes(plan), owned, {"llm": ChainPieces()})
-    owners = {one.holders[0].name: one.owner for one in held[0].shared}
+    owned = dict.fromkeys((StageId("llm", 0), StageId("llm", 0, 1)), sizes)
+    held = parameter_ownership(Processes(plan), owned, {"llm": ShardSpec()})
+    owners = {one.references[0].name: one.owner for one in held[0].shared}
     assert owners["module.1.weight"] != owners["module.3.weight"]

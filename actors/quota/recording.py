@@ -103,7 +103,7 @@ class AccountedStream(HostStream):
             yield
 
 
-class AccountingBackend:
+class RecordingBackend:
     """Streams that only keep books, in :attr:`account`.
 
     Args:
@@ -119,7 +119,7 @@ class AccountingBackend:
         self.gpu = gpu or Multiprocessors()
         self.account = Account(clock)
 
-    def create(self, partition: Partition, neighbours: Sequence[Partition] = ()) -> AccountedStream:
+    def create(self, partition: Partition, colocated: Sequence[Partition] = ()) -> AccountedStream:
         return AccountedStream(partition, self.account)
 
     def current(self) -> HostStream:

@@ -15,7 +15,7 @@ from raymm.scheduler.schedule.memory import rank_memory
 from raymm.scheduler.schedule.network import Network
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import op_seconds
-from raymm.scheduler.search.judge import Candidates, judge, step_timeline
+from raymm.scheduler.search.evaluation import Candidates, evaluate, step_timeline
 from raymm.scheduler.search.stage_space import StageSearchError
 from tests.scheduler.schedule.test_lower import any_plans, chain
 
@@ -30,7 +30,7 @@ def seconds_of(plan: Plan, network: Network) -> float:
 
 @given(any_plans(), NETWORKS)
 def test_seconds_are_those_of_the_program_that_runs(plan: Plan, network: Network) -> None:
-    option, reason = judge(plan, network, "a name")
+    option, reason = evaluate(plan, network, "a name")
     assert reason is None and option.layout == "a name"
     assert option.seconds == seconds_of(option.plan, network)
     assert step_timeline(option.plan, network).makespan == option.seconds
@@ -52,7 +52,7 @@ def test_a_plan_fits_if_every_rank_does(plan: Plan, share: float) -> None:
     assert found.fits(replace(plan, memory_limit=None))
     found.add("it", plan)
     assert len(found.options) + len(found.refused) == 1
-    assert bool(found.options) == (judge(plan, Network())[1] is None)
+    assert bool(found.options) == (evaluate(plan, Network())[1] is None)
 
 
 def test_a_proposal_has_the_fastest_first_and_says_what_does_not_fit() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from raymm.actors.modules.blocks import find_blocks
 from raymm.actors.sharding.fully_sharded import block_units, fully_sharded_plan, language_units
 from raymm.actors.sharding.sample_rows import (
-    DealtSamplesError,
+    SplitSamplesError,
     count_items,
     shares,
     take_items,
@@ -63,12 +63,12 @@ def test_rows_of_everything(rows, n):
 
 
 def test_what_cannot_be_dealt_out_is_named():
-    with pytest.raises(DealtSamplesError, match=r"returned \['pixel_mask'\]"):
+    with pytest.raises(SplitSamplesError, match=r"returned \['pixel_mask'\]"):
         take_rows({**merged(2), "pixel_mask": torch.zeros(2)}, 0, 2)
-    with pytest.raises(DealtSamplesError, match="attention_mask .* 5 rows .* has 3"):
+    with pytest.raises(SplitSamplesError, match="attention_mask .* 5 rows .* has 3"):
         take_rows({**merged(3), "attention_mask": torch.zeros(5, 4)}, 0, 2)
     patches = {"pixel_values": torch.zeros(64, 12), "grid_thw": torch.ones(2, 3)}
-    with pytest.raises(DealtSamplesError, match=r"'vision' gets pixel_values \(64, 12\), grid_thw"):
+    with pytest.raises(SplitSamplesError, match=r"'vision' gets pixel_values \(64, 12\), grid_thw"):
         count_items(patches, "vision")
 
 
@@ -102,7 +102,7 @@ def test_pieces_are_torchs_chunks(tied, n):
     for name, parameter in module.named_parameters():
         if name not in plan.lengths:
             assert ".layers." not in name
-            assert plan.piece(name, 0) is None and plan.holders(name, 1) == tuple(range(n))
+            assert plan.piece(name, 0) is None and plan.sharers(name, 1) == tuple(range(n))
             assert [plan.is_replica(name, at) for at in range(n)] == [False] + [True] * (n - 1)
             continue
         chunks = list(parameter.chunk(n)) + [parameter[:0]] * (n - len(parameter.chunk(n)))
@@ -110,7 +110,7 @@ def test_pieces_are_torchs_chunks(tied, n):
             piece = plan.piece(name, at)
             ((start, stop),) = piece.ranges
             assert piece.dim == 0 and torch.equal(parameter[start:stop], chunk)
-            assert plan.holders(name, at) == (at,) and not plan.is_replica(name, at)
+            assert plan.sharers(name, at) == (at,) and not plan.is_replica(name, at)
 
 
 def test_parameters_of_several_blocks_stay_whole():

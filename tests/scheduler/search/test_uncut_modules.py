@@ -8,11 +8,11 @@ from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, layer_work
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.schedule.lower import iteration_time
 from raymm.scheduler.schedule.stage_costs import stage_costs
-from raymm.scheduler.search.few_ranks import few_rank_plans
 from raymm.scheduler.search.options import PlanProblem
 from raymm.scheduler.search.planner import propose
 from raymm.scheduler.search.stage_space import StageSpace
-from raymm.scheduler.search.whole_modules import in_own_layers, with_whole_modules
+from raymm.scheduler.search.time_shared_plans import time_shared_plans
+from raymm.scheduler.search.uncut_modules import in_own_layers, with_uncut_modules
 
 
 @st.composite
@@ -39,7 +39,7 @@ def models(draw):
 @given(models(), st.sets(st.sampled_from(["vision", "llm"]), min_size=1))
 def test_a_whole_module_costs_what_its_blocks_cost(model, whole):
     graph, profile = model
-    merged_graph, merged = with_whole_modules(graph, profile, whole)
+    merged_graph, merged = with_uncut_modules(graph, profile, whole)
     before, after = layer_work(graph, profile), layer_work(merged_graph, merged)
     for name in ("vision", "llm"):
         for part in ("forward", "backward"):
@@ -57,16 +57,16 @@ def test_a_whole_module_costs_what_its_blocks_cost(model, whole):
         assert plan.module_stages(name)[0].layers[1] >= graph.node(name).num_blocks
     mine, theirs = stage_costs(plan), stage_costs(found)
     for stage in plan.stages:
-        assert mine[stage.name].forward == pytest.approx(theirs[stage.name].forward)
-        assert mine[stage.name].activation_bytes == theirs[stage.name].activation_bytes
-        assert mine[stage.name].state_bytes == pytest.approx(theirs[stage.name].state_bytes, abs=4)
+        assert mine[stage.id].forward == pytest.approx(theirs[stage.id].forward)
+        assert mine[stage.id].activation_bytes == theirs[stage.id].activation_bytes
+        assert mine[stage.id].state_bytes == pytest.approx(theirs[stage.id].state_bytes, abs=4)
 
 
 @given(models(), st.integers(1, 2), st.integers(1, 5))
 def test_few_ranks_hold_everything(model, ranks, microbatches):
     graph, profile = model
     space = StageSpace(graph, profile, 2, microbatches)
-    found = dict(few_rank_plans(space, ranks))
+    found = dict(time_shared_plans(space, ranks))
     assert found
     work = sum(w.total for layers in layer_work(graph, profile).values() for w in layers)
     for name, plan in found.items():
@@ -86,7 +86,7 @@ def test_the_first_rank_takes_fewer_layers_of_the_language_model():
         (("vision", "llm"),),
     )
     profile = CostProfile({"vision": (LayerCost(4.0, 0.0, 0.0),), "llm": (layer,) * 6})
-    plans = dict(few_rank_plans(StageSpace(graph, profile, 2, 4), 2))
+    plans = dict(time_shared_plans(StageSpace(graph, profile, 2, 4), 2))
     plan = plans["encoders share a rank"]
     assert [s.layers for s in plan.module_stages("llm")] == [(0, 2), (2, 6)]
     assert [s.rank for s in plan.stages] == [0, 0, 1]

@@ -24,7 +24,7 @@ EXCESS = 0.25
 STEPS = 20
 
 
-class DriftWatch:
+class DriftObserver:
     """Compares every step with the plan's profile, where there is one.
 
     Args:

@@ -10,23 +10,23 @@ import pytest
 from torch import nn
 
 from raymm.actors.quota import (
-    AccountingBackend,
+    ConcurrentModules,
     ModuleError,
     ModuleTimeoutError,
-    SideBySide,
+    RecordingBackend,
     StreamPool,
     Work,
     check_no_shared_parameters,
-    side_by_side,
+    concurrent_modules,
 )
-from raymm.actors.quota.generators import Turn
+from raymm.actors.quota.generators import Ticket
 from tests.actors.quota.one_after_another import one_after_another
 from tests.actors.quota.three_modules import MEET_SECONDS, MODULES, QUOTAS
 
 
 def test_a_backward_elsewhere_than_its_forward_is_refused(side):
     pool = StreamPool(
-        AccountingBackend(),
+        RecordingBackend(),
         {"s": QUOTAS, "t": {"vision": 0.5}, "u": {"vision": 0.33, "other": 0.5}},
     )
     out = side.run(pool.select("s"), {"vision": Work(lambda: 1)})["vision"]
@@ -78,7 +78,7 @@ def test_exceptions_name_the_module_after_all_have_ended(streams, side):
 
 @pytest.mark.parametrize("draws", [False, True])
 def test_a_module_that_does_not_end_is_named(streams, draws):
-    side, release = SideBySide(timeout=0.05), threading.Event()
+    side, release = ConcurrentModules(timeout=0.05), threading.Event()
     works = {
         "vision": Work(lambda: 1, draws=False),
         "audio": Work(lambda: release.wait(MEET_SECONDS), draws=draws),
@@ -96,18 +96,18 @@ def test_a_module_that_does_not_end_is_named(streams, draws):
 
 def test_modules_that_wait_for_their_turn_are_not_taken_for_stuck(streams):
     """At the end of the time the one that has the generators does not end."""
-    side, release = SideBySide(timeout=0.05), threading.Event()
+    side, release = ConcurrentModules(timeout=0.05), threading.Event()
     begun = {m: Work(lambda: release.wait(MEET_SECONDS)) for m in ("audio", "vision")}
     turns = []
 
-    class Patient(Turn):
+    class Patient(Ticket):
         def __init__(self, before, timeout):  # waits on where the others time out
             super().__init__(before, MEET_SECONDS)
             turns.append(self)
 
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(side_by_side, "Turn", Patient)
+            patch.setattr(concurrent_modules, "Ticket", Patient)
             with pytest.raises(ModuleTimeoutError) as late:
                 side.run(streams, begun)
         assert late.value.modules == ("audio",)
@@ -120,7 +120,7 @@ def test_modules_that_wait_for_their_turn_are_not_taken_for_stuck(streams):
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "5", None, True])
 def test_timeouts_that_cannot_be_are_refused(timeout):
     with pytest.raises(ValueError, match="accepted: a positive number of seconds"):
-        SideBySide(timeout=timeout)
+        ConcurrentModules(timeout=timeout)
 
 
 def test_errors_travel_between_processes(streams, side):

@@ -14,7 +14,7 @@ from raymm.scheduler.program.timeline import Timeline
 
 
 @dataclass(frozen=True)
-class WatchedRun:
+class ObservedRun:
     """A run.
 
     Attributes:
@@ -35,7 +35,7 @@ class WatchedRun:
 
 
 @dataclass(frozen=True)
-class WatchedStep:
+class ObservedStep:
     """A step that was taken.
 
     Attributes:

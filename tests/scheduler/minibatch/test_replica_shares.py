@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from raymm.scheduler.minibatch.balanced import plan_balanced
 from raymm.scheduler.minibatch.measured_costs import MeasuredCosts, ModuleCost, group_units
 from raymm.scheduler.minibatch.problem import SampleSizes
-from raymm.scheduler.minibatch.replica_shares import EVEN_WEIGHT, deal_to_copies
+from raymm.scheduler.minibatch.replica_shares import EVEN_WEIGHT, split_over_replicas
 
 MODULES = {"vision": ModuleCost(0.0, 0.3), "text": ModuleCost(0.2, 0.01)}
 
@@ -61,7 +61,7 @@ def test_dealing_is_near_the_best(seed):
     """Of all ways to deal seven samples to two groups."""
     sizes = sizes_of(7, seed)
     costs = MeasuredCosts(MODULES, {"text": (0.7, 1.3)})
-    samples, offsets = deal_to_copies(
+    samples, offsets = split_over_replicas(
         np.arange(7), np.array([0, 4, 7]), 2, sizes, costs, np.full(2, np.inf)
     )
     assert sorted(samples) == list(range(7)) and 0 < offsets[1] < 7
@@ -89,7 +89,7 @@ def test_a_step_without_another_way_keeps_its_groups():
     sizes = SampleSizes(("text",), np.array([[6], [4], [5], [5]]))
     costs = MeasuredCosts({"text": ModuleCost(0, 1.0)}, {"text": (0.5, 1.5)})
     groups = np.array([0, 1, 2, 3]), np.array([0, 2, 4])
-    samples, offsets = deal_to_copies(*groups, 2, sizes, costs, np.array([10.0]))
+    samples, offsets = split_over_replicas(*groups, 2, sizes, costs, np.array([10.0]))
     assert sorted(sizes.values[samples[: offsets[1]], 0].tolist()) in ([4, 6], [5, 5])
-    samples, offsets = deal_to_copies(*groups, 2, sizes, costs, np.array([9.0]))
+    samples, offsets = split_over_replicas(*groups, 2, sizes, costs, np.array([9.0]))
     assert samples.tolist() == [0, 1, 2, 3] and offsets.tolist() == [0, 2, 4]

@@ -8,10 +8,11 @@ from raymm.config.sections import load_config
 from raymm.costs.profile_files import load_table
 from raymm.data import describe
 from raymm.model.multimodal import module_graph
-from raymm.monitor.drift_watch import EXCESS, FILE, STEPS, DriftWatch
+from raymm.monitor.drift_observer import EXCESS, FILE, STEPS, DriftObserver
 from raymm.monitor.rebalancing import WARM_UP_STEPS
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.schedule.lower import full_program
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import op_seconds
@@ -24,7 +25,7 @@ def config(make_config):
 
 
 @pytest.fixture
-def watched(config, tmp_path):
+def observed(config, tmp_path):
     """(plan, watch, lines) of the tiny model, its encoder on one rank, the rest on two."""
     graph = module_graph(build_model(load_config(config)))
     layers = {node.name: node.num_layers for node in graph.nodes}
@@ -38,21 +39,24 @@ def watched(config, tmp_path):
         Stage("llm", 1, (cut, layers["llm"]), 2),
     ), 2, profile=profile)  # fmt: skip
     lines = []
-    return plan, DriftWatch(plan, tmp_path, lines.append), lines
+    return plan, DriftObserver(plan, tmp_path, lines.append), lines
 
 
 def steps(plan, slower):
     """A step in which the last stage takes so many times what it should, and its metadata."""
-    costs = {key: s * (slower if key[0] == "llm.1" else 1) for key, s in op_seconds(plan).items()}
+    costs = {
+        key: s * (slower if key[0] == StageId("llm", 1) else 1)
+        for key, s in op_seconds(plan).items()
+    }
     rows = torch.ones(2, 5, dtype=torch.int64)
     vision = {"pixel_values": torch.zeros(3, 1), "sample_index": torch.tensor([0, 0, 1])}
     microbatch = {"input_ids": rows, "attention_mask": rows, "labels": rows, "vision": vision}
     return [describe(microbatch, ["a", "b"])] * 2, simulate(full_program(plan), costs)
 
 
-def test_a_drifting_plan_is_named_once_and_planned_anew(watched, config, raymm, tmp_path):
-    plan, watch, lines = watched
-    rows = [watch.after_step(n, *steps(plan, 5.0)) for n in range(1, 60)]
+def test_a_drifting_plan_is_named_once_and_planned_anew(observed, config, raymm, tmp_path):
+    plan, observer, lines = observed
+    rows = [observer.after_step(n, *steps(plan, 5.0)) for n in range(1, 60)]
     assert rows[:WARM_UP_STEPS] == [{}] * WARM_UP_STEPS
     found = rows[-1]["plan_drift"]
     assert found["rank"] == 2 and found["measured"] > (1 + EXCESS) * found["expected"]
@@ -70,18 +74,18 @@ def test_a_drifting_plan_is_named_once_and_planned_anew(watched, config, raymm, 
     assert (tmp_path / "planned" / "plan.json").is_file()
 
 
-def test_a_plan_that_holds_is_not_spoken_of(watched, tmp_path):
-    plan, watch, lines = watched
+def test_a_plan_that_holds_is_not_spoken_of(observed, tmp_path):
+    plan, observer, lines = observed
     for number in range(1, 60):  # for a few steps on end now and then, as machines do
-        row = watch.after_step(number, *steps(plan, 5.0 if number % 30 < 3 else 1.0))
+        row = observer.after_step(number, *steps(plan, 5.0 if number % 30 < 3 else 1.0))
     assert lines == [] and not (tmp_path / FILE).exists()
     assert row["plan_drift"]["measured"] < 0.7
 
 
-def test_where_nothing_is_known_nothing_is_said(watched, tmp_path):
-    plan, _, lines = watched
-    for watch in (
-        DriftWatch(Plan(plan.graph, plan.stages, 2), tmp_path, lines.append),
+def test_where_nothing_is_known_nothing_is_said(observed, tmp_path):
+    plan, _, lines = observed
+    for observer in (
+        DriftObserver(Plan(plan.graph, plan.stages, 2), tmp_path, lines.append),
     ):
-        assert [watch.after_step(n, *steps(plan, 9.0)) for n in range(1, 40)] == [{}] * 39
+        assert [observer.after_step(n, *steps(plan, 9.0)) for n in range(1, 40)] == [{}] * 39
     assert lines == []

@@ -14,7 +14,7 @@ from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
 SHARED = "encoders share a rank"
 
 
-def few_rank_plans(space: StageSpace, ranks: int) -> Iterator[tuple[str, Plan]]:
+def time_shared_plans(space: StageSpace, ranks: int) -> Iterator[tuple[str, Plan]]:
     """(name, plan) of ways to put a model on fewer ranks than it has modules: everything on
     one; every other module on the first rank, beside as much of the language model as keeps
     the ranks balanced; and the layouts that share ranks anyway.
@@ -29,7 +29,7 @@ def few_rank_plans(space: StageSpace, ranks: int) -> Iterator[tuple[str, Plan]]:
         yield "everything on one rank", _on_first_rank(space.made_of(whole), graph.sink)
         return
     with suppress(StageSearchError):
-        yield SHARED, _beside_language_model(space, ranks)
+        yield SHARED, _colocated_with_language_model(space, ranks)
     for encoder_ranks in range(1, ranks):
         with suppress(StageSearchError):  # not every model can be laid out like that
             yield "colocated", colocated(space, encoder_ranks, ranks - encoder_ranks)
@@ -37,7 +37,7 @@ def few_rank_plans(space: StageSpace, ranks: int) -> Iterator[tuple[str, Plan]]:
         yield "replicated", replicated(space, ranks)
 
 
-def _beside_language_model(space: StageSpace, ranks: int) -> Plan:
+def _colocated_with_language_model(space: StageSpace, ranks: int) -> Plan:
     graph = space.graph
     layers = graph.node(graph.sink).num_layers
     if ranks > layers:

@@ -7,7 +7,7 @@ import pytest
 from raymm.scheduler.multiplex.interference import Interference
 from raymm.scheduler.multiplex.mapping import Mapping, Placement, predicted_stage
 from raymm.scheduler.multiplex.problem import MappingProblem
-from raymm.scheduler.multiplex.solver.spare_quota import with_spare_quota
+from raymm.scheduler.multiplex.solver.leftover_quota import with_leftover_quota
 from raymm.scheduler.multiplex.surface import ScalingSurface
 
 
@@ -28,7 +28,7 @@ def quotas(*placements: Placement, interference=0.0, **modules: ScalingSurface) 
     )
     stage = predicted_stage(problem, placements)
     mapping = Mapping(2, 4, (stage,), stage.seconds)
-    found = with_spare_quota(problem, mapping)
+    found = with_leftover_quota(problem, mapping)
     found.check(problem)
     assert found.seconds <= mapping.seconds and found.bound <= found.seconds
     assert [p.gpus for p in found.stages[0].placements] == [p.gpus for p in placements]

@@ -21,7 +21,7 @@ Ranges = list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Piece:
+class MaskRegion:
     """Rows whose one or two intervals are disjoint, never empty and affine: (base of lo, base
     of hi, slope of lo, slope of hi)."""
 
@@ -35,9 +35,9 @@ class Piece:
         """How many."""
         return self.stop - self.start
 
-    def cut(self, start: int, stop: int) -> Piece:
+    def cut(self, start: int, stop: int) -> MaskRegion:
         """Rows [start, stop) of it."""
-        return Piece(start, stop, self.attend, self.intervals)
+        return MaskRegion(start, stop, self.attend, self.intervals)
 
     def some(self) -> Ranges:
         """Keys of which each is within an interval of some row, bits aside."""
@@ -56,7 +56,7 @@ class Piece:
         )
 
 
-def mask_pieces(mask: AttentionMask) -> list[Piece]:
+def mask_regions(mask: AttentionMask) -> list[MaskRegion]:
     """The mask's segments, cut where a bound is clipped and where intervals begin to be empty
     or to touch, with touching intervals joined. Segments that see nothing are left out."""
     start, stop, end = mask.query_table[:, START], mask.query_stops, mask.n_keys
@@ -77,18 +77,18 @@ def mask_pieces(mask: AttentionMask) -> list[Piece]:
         order = slopes[:, x] - slopes[:, y]
         changes.append(np.where(order > 0, ceases, np.where(order < 0, begins, -1)))
     segment, start, stop = _split(start, stop, np.stack(changes, axis=1))
-    pieces: list[Piece] = []
+    regions: list[MaskRegion] = []
     for first, after, bits, base, slope in zip(
         start.tolist(), stop.tolist(), attend[segment].tolist(), bases[segment].tolist(),
         slopes[segment].tolist(), strict=True,
     ):  # fmt: skip
         intervals = _disjoint(first, base, slope) if bits else ()
-        last = pieces[-1] if pieces else None
+        last = regions[-1] if regions else None
         if last and (last.stop, last.attend, last.intervals) == (first, bits, intervals):
-            pieces[-1] = last.cut(last.start, after)
+            regions[-1] = last.cut(last.start, after)
         elif intervals:
-            pieces.append(Piece(first, after, bits, intervals))
-    return pieces
+            regions.append(MaskRegion(first, after, bits, intervals))
+    return regions
 
 
 def _split(
@@ -97,12 +97,12 @@ def _split(
     """Cut segments (S,) at those of their ``changes`` (S, C) that lie inside; the segment,
     start and stop of every piece."""
     segment, column = np.nonzero((changes > start[:, None]) & (changes < stop[:, None]))
-    pieces = np.concatenate([
+    regions = np.concatenate([
         np.stack([np.arange(len(start)), start], axis=1),
         np.stack([segment, changes[segment, column]], axis=1),
     ])  # fmt: skip
-    pieces = np.unique(pieces, axis=0)
-    segment, first = pieces[:, 0], pieces[:, 1]
+    regions = np.unique(regions, axis=0)
+    segment, first = regions[:, 0], regions[:, 1]
     last = np.append(segment[1:] != segment[:-1], True)
     return segment, first, np.where(last, stop[segment], np.append(first[1:], 0))
 

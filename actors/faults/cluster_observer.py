@@ -37,7 +37,7 @@ class Server(NamedTuple):
     name: str
 
 
-class ClusterWatch:
+class ClusterObserver:
     """Looks at the servers that some processes need, in a thread that does not keep this process
     from ending.
 
@@ -65,13 +65,13 @@ class ClusterWatch:
         self._refused: dict[str, int] = {}  # looks in a row, of nodes that have been reached
         self._gcs_seen: float | None = None
         self._ended = threading.Event()
-        threading.Thread(target=self._watch, name="cluster-watch", daemon=True).start()
+        threading.Thread(target=self._observer, name="cluster-watch", daemon=True).start()
 
     def stop(self) -> None:
         """Look no more."""
         self._ended.set()
 
-    def _watch(self) -> None:
+    def _observer(self) -> None:
         while self.lost is None and not self._ended.is_set():
             self._look_at_nodes()
             self._look_at_gcs()

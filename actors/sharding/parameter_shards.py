@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 if TYPE_CHECKING:
-    from raymm.actors.sharding.tensor_plan import Piece
+    from raymm.actors.sharding.tensor_plan import ParameterShard
 
 
-class PiecePlan(Protocol):
+class ShardPlan(Protocol):
     """Who has what of a module's parameters: a ``TensorPlan`` or a ``FullyShardedPlan``. Processes
     are numbered by their place among those that share the parameters."""
 
-    def piece(self, parameter: str, place: int, /) -> Piece | None: ...
+    def piece(self, parameter: str, place: int, /) -> ParameterShard | None: ...
 
-    def holders(self, parameter: str, place: int, /) -> tuple[int, ...]: ...
+    def sharers(self, parameter: str, place: int, /) -> tuple[int, ...]: ...
 
     def is_replica(self, parameter: str, place: int, /) -> bool: ...
 
 
 @dataclass(frozen=True)
-class ChainPieces:
+class ShardSpec:
     """The pieces of a module and what goes with it (an encoder and its projector).
 
     Attributes:
@@ -38,7 +38,7 @@ class ChainPieces:
             1 if over those that share its work on every token (tensor parallelism).
     """
 
-    plans: Mapping[str, PiecePlan] = field(default_factory=dict)
+    plans: Mapping[str, ShardPlan] = field(default_factory=dict)
     shards: int = 1
 
     def place(self, tp: int, data: int) -> int:
@@ -46,16 +46,16 @@ class ChainPieces:
         tensor parallelism and among those that share a microbatch."""
         return data if self.shards > 1 else tp
 
-    def piece(self, name: str, place: int) -> Piece | None:
+    def piece(self, name: str, place: int) -> ParameterShard | None:
         """What a process holds of a parameter; None if all of it."""
         plan, rest = self._find(name)
         return None if plan is None else plan.piece(rest, place)
 
-    def holders(self, name: str, place: int) -> tuple[int, ...]:
+    def sharers(self, name: str, place: int) -> tuple[int, ...]:
         """The processes whose gradients add up to that of a process's piece."""
         plan, rest = self._find(name)
         if plan is not None:
-            return plan.holders(rest, place)
+            return plan.sharers(rest, place)
         return tuple(range(self.shards)) if self.shards > 1 else (place,)
 
     def is_replica(self, name: str, place: int) -> bool:
@@ -63,7 +63,7 @@ class ChainPieces:
         plan, rest = self._find(name)
         return place > 0 if plan is None else plan.is_replica(rest, place)
 
-    def _find(self, name: str) -> tuple[PiecePlan | None, str]:
+    def _find(self, name: str) -> tuple[ShardPlan | None, str]:
         part, _, rest = name.partition(".")
         return self.plans.get(part), rest
 
@@ -87,6 +87,6 @@ class ChainPieces:
         return whole
 
 
-def parts_of(local: torch.Tensor, piece: Piece) -> tuple[torch.Tensor, ...]:
+def parts_of(local: torch.Tensor, piece: ParameterShard) -> tuple[torch.Tensor, ...]:
     """A piece's tensor, range by range."""
     return local.split([stop - start for start, stop in piece.ranges], piece.dim)
