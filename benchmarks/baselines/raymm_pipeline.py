@@ -92,7 +92,7 @@ class RaymmContender(Contender):
         gradients: dict[int, torch.Tensor] = {}
         for part in self.group.call("gradients"):
             for (stage, _), gradient in part.items():
-                gradients[int(stage.rpartition(".")[2])] = gradient
+                gradients[stage.index] = gradient
         losses = [value for one in self.results for value in one.losses.values()]
         return ChainResult(sum(losses), tuple(gradients[i].item() for i in sorted(gradients)))
 

@@ -34,9 +34,9 @@ def test_vision_and_llm_in_2_plus_2_stages(ray_cluster):
         assert close(parallel.execute(whole).loss, oracle.loss([whole]).item())
         check_gradients(parallel, oracle, split_batch(whole, 2), other)
         tied = [
-            [holder.stage for holder in one.holders]
+            [reference.stage for reference in one.references]
             for one in parallel.parameter_ownership[2].shared
-            if one.holders[0].name.endswith("embed_tokens.weight")
+            if one.references[0].name.endswith("embed_tokens.weight")
         ]
         assert tied == [[StageId("llm", 0), StageId("llm", 1)]]
         check_training(parallel, oracle, [[split_batch(whole, 2), other], [other], [other]])

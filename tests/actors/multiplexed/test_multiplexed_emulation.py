@@ -80,7 +80,7 @@ def test_an_emulated_model_runs_its_mapping(ray_cluster):
         assert output.loss == pytest.approx(2.0)
         assert running.evaluate(batch).loss < 2.0
     placed = {p.module: p for stage in mapping.stages for p in stage.placements}
-    spans = {(s.stage, s.rank, s.op): s for s in output.timeline.spans}
+    spans = {(s.stage.module, s.rank, s.op): s for s in output.timeline.spans}
     assert set(spans) == {
         (name, gpu, op) for name, p in placed.items() for gpu in p.gpus
         for op in (Op.FORWARD, Op.BACKWARD)

@@ -125,7 +125,7 @@ def test_clip_with_towers_of_different_degrees(four_gpus):
     for size in (7, 1, 3):  # ragged, and fewer samples than copies
         check_gradients(running, model, loss_of, clip_batch(size, size), name_of)
     spans = output.timeline.spans
-    assert {(s.rank, s.stage) for s in spans if s.op == Op.FORWARD} == {
+    assert {(s.rank, s.stage.module) for s in spans if s.op == Op.FORWARD} == {
         *((gpu, "image") for gpu in range(4)), *((gpu, place) for gpu in (1, 2)
                                                  for place in ("text", "contrastive")),
     }
@@ -165,7 +165,7 @@ def test_six_towers_some_of_them_frozen(four_gpus):
             running, model, model, imagebind_batch(size, size), lambda n: names[ids[n]]
         )
     assert set(output.losses) == {name for name in dag.nodes if name.endswith("_loss")}
-    backward = {s.stage for s in output.timeline.spans if s.op == Op.BACKWARD}
+    backward = {s.stage.module for s in output.timeline.spans if s.op == Op.BACKWARD}
     assert backward == set(dag.nodes) - {"depth", "thermal"}
     check_steps(
         running, model, model, [imagebind_batch(7, 20 + i) for i in range(3)],
@@ -191,7 +191,7 @@ def test_encoders_a_frozen_backbone_and_decoders_with_losses(four_gpus):
         output = check_gradients(
             running, model, model, unified_batch(size, size), model.dag_name
         )
-    backward = {s.stage for s in output.timeline.spans if s.op == Op.BACKWARD}
+    backward = {s.stage.module for s in output.timeline.spans if s.op == Op.BACKWARD}
     assert backward == set(dag.nodes) - {"audio"}  # the backbone hands gradients on
     check_steps(
         running, model, model, [unified_batch(6, 30 + i) for i in range(3)], model.dag_name

@@ -261,7 +261,7 @@ def test_pauses_are_never_short(monkeypatch):
 def test_no_gpu_is_said_with_what_to_use_instead():
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
-    with pytest.raises(QuotaUnavailableError, match="no CUDA device; accepted here: Accounting"):
+    with pytest.raises(QuotaUnavailableError, match="no CUDA device; accepted here: Recording"):
         CudaBackend()
 
 
