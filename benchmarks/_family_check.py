@@ -28,6 +28,7 @@ from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.language import LanguageSpec, LanguageStage
 from raymm.actors.weights.source import ConfigSource
 from raymm.errors import Error
+from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Instruction, Op
 
 EXACT, REFUSED, UNCLEAR, WRONG = "exact", "refused", "unclear", "wrong"
@@ -249,11 +250,12 @@ Result = tuple[float, dict[str, torch.Tensor | None]]
 def _step(chain: Chain, cuts: list[int], training: bool) -> Result:
     """A step's loss and gradients, with stages that end at ``cuts``."""
     bounds = [0, *cuts, chain.blocks]
-    stages: dict[str, Any] = {
-        f"part.{n}": chain.build(lo, hi) for n, (lo, hi) in enumerate(itertools.pairwise(bounds))
+    stages: dict[StageId, Any] = {
+        StageId("part", n): chain.build(lo, hi)
+        for n, (lo, hi) in enumerate(itertools.pairwise(bounds))
     }
     if chain.objective:
-        stages["llm.0"] = Objective()
+        stages[StageId("llm", 0)] = Objective()
     names = list(stages)
     edges = list(itertools.pairwise(names))
     executor = Executor(stages, edges, {}, {}, {})

@@ -18,7 +18,7 @@ from raymm.actors.rank.rank_actor import RankSpec
 from raymm.actors.rank.rank_group import ClusterError, RankFailedError, RankGroup, RankResources
 from raymm.model.multimodal import ModalityModule, MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
-from raymm.scheduler.plan.stage import StageId
+from raymm.scheduler.plan.stage import NO_STAGE, StageId
 from raymm.scheduler.program.program import Op
 
 # In place of seconds.
@@ -93,14 +93,18 @@ def test_a_frozen_stage_has_no_backward_and_receives_no_gradient(ray_cluster):
         # Frozen, and nothing trainable before it: forward only, no gradient comes.
         assert seen[StageId("vision", 0)] == {
             (op, m, peer) for m in (0, 2)
-            for op, peer in [(Op.FORWARD_NO_GRAD, ""), (Op.SEND, StageId("vision", 1))]
+            for op, peer in [(Op.FORWARD_NO_GRAD, NO_STAGE), (Op.SEND, StageId("vision", 1))]
         }
         # Frozen blocks with the trainable projector: backward, but nothing sent further back.
         assert seen[StageId("vision", 1)] == {
-            (op, m, peer) for m in (0, 2)
+            (op, m, peer)
+            for m in (0, 2)
             for op, peer in [
-                (Op.RECV, StageId("vision", 0)), (Op.FORWARD, ""), (Op.SEND, StageId("llm", 0)),
-                (Op.RECV, StageId("llm", 0)), (Op.BACKWARD, ""),
+                (Op.RECV, StageId("vision", 0)),
+                (Op.FORWARD, NO_STAGE),
+                (Op.SEND, StageId("llm", 0)),
+                (Op.RECV, StageId("llm", 0)),
+                (Op.BACKWARD, NO_STAGE),
             ]
         }
         # Frozen with something trainable before it: backward; none for the text-only one.
