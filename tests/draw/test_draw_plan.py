@@ -73,7 +73,7 @@ def test_everything_is_on_the_page_and_apart(drawn, plan: Plan) -> None:
     assert not [1 for a, b in combinations(frames, 2) if a.overlaps(b)]
     texts = drawn.texts()
     for stage in plan.stages:
-        assert stage.id in texts and f"rank {stage.rank}" in texts
+        assert str(stage.id) in texts and f"rank {stage.rank}" in texts
     pixels = [box.get_window_extent() for box in stage_boxes(figure)]
     for text, extent in drawn.placed():  # what begins in a box ends in it
         for box in pixels:
@@ -92,8 +92,8 @@ def test_a_deep_plan_goes_on_in_bands_and_its_arrows_say_where(drawn) -> None:
     lefts = [[frames[i].get_x() for i in band] for band in bands]
     assert all(left == sorted(left) and left[0] == lefts[0][0] for left in lefts)
     cut = [t for t in drawn.figure.axes[0].texts if (t.get_gid() or "").startswith("cut")]
-    expected = [name for above, below in zip(bands, bands[1:], strict=False)
-                for name in (StageId("llm", below[0]), StageId("llm", above[-1]))]
+    expected = [str(stage) for above, below in zip(bands, bands[1:], strict=False)
+                for stage in (StageId("llm", below[0]), StageId("llm", above[-1]))]
     assert [text.get_text() for text in cut] == expected
     arrows = [p for p in drawn.figure.axes[0].patches if isinstance(p, FancyArrowPatch)]
     assert len(arrows) == 2 * (23 + len(bands) - 1)  # activation and gradient; cut ones twice

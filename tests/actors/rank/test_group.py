@@ -97,7 +97,8 @@ def test_a_frozen_stage_has_no_backward_and_receives_no_gradient(ray_cluster):
         }
         # Frozen blocks with the trainable projector: backward, but nothing sent further back.
         assert seen[StageId("vision", 1)] == {
-            (op, m, peer) for m in (0, 2)
+            (op, m, peer)
+            for m in (0, 2)
             for op, peer in [
                 (Op.RECV, StageId("vision", 0)), (Op.FORWARD, NO_STAGE),
                 (Op.SEND, StageId("llm", 0)), (Op.RECV, StageId("llm", 0)),
