@@ -21,7 +21,7 @@ PREFERENCE = 1e-4
 # A microbatch that took this many times what was expected counts as so many times: a process
 # that stood still for a moment says nothing of costs, while what is slower for good soon shows.
 SURPRISE = 3.0
-# Rounds of coefficients for given factors of copies, and factors for given coefficients.
+# Rounds of coefficients for given factors of replicas, and factors for given coefficients.
 ROUNDS = 20
 
 
@@ -30,7 +30,7 @@ class CostFit:
 
     Args:
         names: the modalities, as of :func:`raymm.scheduler.minibatch.measured_costs.group_units`.
-        copies: copies of modules, by modality; one where not given.
+        replicas: of modules, by modality; one where not given.
         half_life: steps after which what was measured counts half.
     """
 

@@ -143,13 +143,13 @@ def said(one: Instruction) -> str:
     kind = type(one).__name__.upper()
     if isinstance(one, Run):
         parts = ", ".join(f"{p.node}[{p.samples.lo}:{p.samples.hi}]" for p in one.parts)
-        return f"{kind} {one.direction} turn {one.slot}: {parts}"
+        return f"{kind} {one.direction} slot {one.slot}: {parts}"
     if isinstance(one, Route):
         parts = [f"{p.node}[{p.samples.lo}:{p.samples.hi}] to {p.peer}" for p in one.sends]
         parts += [f"{p.node}[{p.samples.lo}:{p.samples.hi}] from {p.peer}" for p in one.receives]
-        return f"{kind} {one.direction} turn {one.slot}: {', '.join(parts)}"
+        return f"{kind} {one.direction} slot {one.slot}: {', '.join(parts)}"
     if isinstance(one, Barrier):
-        return f"{kind} {one.direction} turn {one.slot}"
+        return f"{kind} {one.direction} slot {one.slot}"
     if isinstance(one, Reduce):
         return f"{kind} {', '.join(one.nodes)}"
     return kind

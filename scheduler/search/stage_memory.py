@@ -66,7 +66,7 @@ class ModuleMemory:
     def added(self, live: int) -> np.ndarray:
         """(n + 1, n + 1) seconds per microbatch that stages which hold ``live`` microbatches take
         longer, ``inf`` for those that fit in no way. Where layers have to keep less it is a lower
-        bound, until :meth:`settle` has been asked for the stage."""
+        bound, until :meth:`refine` has been asked for the stage."""
         if live not in self._added:
             again = self._recomputing
             needed = np.where(again, live * self._received + self._kept, live * self._kept)
