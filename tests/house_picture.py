@@ -193,8 +193,11 @@ def _room(axes: Axes, room: str, sentence: str, place: Place) -> None:
     ))  # fmt: skip
     words = textwrap.wrap(sentence, int((width - 10) / LETTER))
     text = "\n".join(words if len(words) <= 3 else [*words[:2], words[2].rstrip(",;:") + " …"])
-    axes.text(x, y + BOX_HEIGHT - 11, name or package, ha="center", va="center", zorder=4,
-              fontsize=NAME_SIZE, weight="bold", color="#222222")  # fmt: skip
+    title = name or package
+    per_letter = LETTER * NAME_SIZE / SENTENCE_SIZE * 1.15  # bold letters are wider
+    size = NAME_SIZE * min(1.0, (width - 6) / (len(title) * per_letter))
+    axes.text(x, y + BOX_HEIGHT - 11, title, ha="center", va="center", zorder=4,
+              fontsize=size, weight="bold", color="#222222")  # fmt: skip
     axes.text(x, y + 19, text, ha="center", va="center", zorder=4, fontsize=SENTENCE_SIZE,
               color="#444444", linespacing=1.1)  # fmt: skip
 
