@@ -17,7 +17,7 @@ from tiny_run import settings as tiny_settings
 from raymm.cli.main import main
 from raymm.config.sections import TrainConfig
 from raymm.data import check_data
-from raymm.training.trainer import Trainer
+from raymm.training.trainer import Result, Trainer
 
 # What a field may be given by mistake.
 ODD = [
@@ -122,8 +122,9 @@ def run_up_to_ranks(inputs, tmp_path_factory):
             code = main(["train", str(file)])
         return str(file), code, output.getvalue()
 
-    def fit(trainer: Trainer) -> None:
+    def fit(trainer: Trainer) -> Result:
         check_data(trainer.data)
+        return Result({}, [], None, trainer.path)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "fit", fit)
