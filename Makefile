@@ -1,6 +1,9 @@
-# `make train` (a real three-modality run on this machine), `make test`, `make test-fast` (without
-# Ray and Triton's interpreter) and `make explore` (property tests on new examples, and more of
-# them). All create .venv and install what they need.
+# `make train` (a real three-modality run on this machine), `make test`, `make test-system` (whole
+# commands, clusters and kernels in processes of their own, which the former leaves out),
+# `make test-fast` (without Ray and Triton's interpreter), `make explore` (property tests on new
+# examples, and more of them) and `make docs` (the pages for users). All create .venv and install
+# what they need.
+# `make gpu PYTHON=python3` installs nothing: all that only a GPU can say, in nine minutes.
 
 PYTHON ?= python3
 VENV := .venv
@@ -18,7 +21,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal --dura
 EXPLORE_TIMEOUT_S := 3600
 export RAYMM_CACHE ?= $(HOME)/.cache/raymm
 
-.PHONY: train test test-fast explore prepare ruff lint clean
+.PHONY: train test test-system test-fast explore prepare ruff lint docs gpu clean
 
 # torch first and alone: the constraint picks a build without several GB of CUDA packages where
 # one is at hand, and everything else then finds torch installed.
@@ -45,14 +48,27 @@ lint: ruff
 	$(BIN)/pyright
 
 test: ruff
-	$(PYTEST)
+	$(PYTEST) -m "not system"
+
+test-system: ruff
+	$(PYTEST) -m system
 
 test-fast: ruff
-	$(PYTEST) -m "not ray and not triton"
+	$(PYTEST) -m "not ray and not triton and not system"
 
 # What fails is printed as an example to put over the test, where every run tries it.
 explore: $(VENV)/.installed
 	$(PYTEST) -m hypothesis --hypothesis-profile explore --timeout $(EXPLORE_TIMEOUT_S)
 
+# The pages for users as a site, in build/docs; a link to nothing fails.
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# Needs torch, transformers, triton and numpy in $(PYTHON). Writes a file named like the device;
+# GPU_OPTIONS='--device cpu' tries the code where there is no GPU.
+GPU_OPTIONS ?=
+gpu:
+	$(PYTHON) -m benchmarks.gpu $(GPU_OPTIONS)
+
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) build runs

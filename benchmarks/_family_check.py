@@ -18,7 +18,8 @@ from transformers import PretrainedConfig
 from benchmarks._family_classes import ENCODER, LANGUAGE, Family
 from benchmarks._family_configs import UnmakeableError, default_config, tiny_configs
 from benchmarks._family_inputs import item_candidates, text_microbatches
-from raymm.actors.executor.executor import Executor, StepMeta
+from raymm.actors.executor.executor import Executor
+from raymm.actors.executor.step_meta import StepMeta
 from raymm.actors.modules.blocks import num_blocks
 from raymm.actors.modules.merge import Prepend
 from raymm.actors.modules.message import Message

@@ -28,7 +28,7 @@ from benchmarks import _common
 from raymm.kernels.flash.cpu.attention import cpu_attention
 from raymm.kernels.mask import patterns
 from raymm.kernels.mask.mask import AttentionMask
-from raymm.kernels.mask.patterns import Span
+from raymm.kernels.mask.spans import Span
 
 OURS, DENSE = "raymm", "dense_sdpa"
 TENSORS = ("out", "dq", "dk", "dv")

@@ -47,7 +47,7 @@ from raymm.kernels.context_parallel.attention import METHODS
 from raymm.kernels.context_parallel.layout import ContextLayout
 from raymm.kernels.mask import patterns
 from raymm.kernels.mask.mask import AttentionMask
-from raymm.kernels.mask.patterns import Span
+from raymm.kernels.mask.spans import Span
 from raymm.scheduler.baselines import token_policies
 from raymm.scheduler.context_parallel.distribution import TokenDistribution, balanced, distribute
 from raymm.scheduler.context_parallel.traffic import choose_method, method_bytes

@@ -70,7 +70,7 @@ class EmulatedStream(AccountedStream):
         """Hold the partition; :class:`EmulatedModule`'s work in this thread runs on it.
 
         Raises:
-            OversubscribedError: somebody holds some of its multiprocessors.
+            InternalError: somebody holds some of its multiprocessors.
         """
         before = getattr(_CURRENT, "stream", None)
         with super().use():

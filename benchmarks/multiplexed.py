@@ -21,7 +21,7 @@ from benchmarks._common import console, emit, local_ray, machine, parser
 from benchmarks._multiplexed_models import SHAPES, Shape
 from benchmarks.emulation import ENTRY, emulate
 from raymm.actors.multiplexed.group import GpuGroup
-from raymm.actors.rank.rank_group import RankResources
+from raymm.actors.rank.rank_resources import RankResources
 from raymm.runtime.multiplexed_dag import MultiplexedModule
 from raymm.scheduler.baselines.mappings import distmm, megatron, spindle
 from raymm.scheduler.multiplex.mapping import Mapping

@@ -228,9 +228,9 @@ def own_plan(row: PaperRow, scale: float, aware: bool, schedule: str = "1f1b") -
     smallest bottleneck of 1F + 1B, and of these with the least sum of squared stage costs, all
     as the planner believes them to be."""
     graph, profile = layer_profile(row, scale)
-    believed = None if aware else unaware_work(graph, profile)
+    expected = None if aware else unaware_work(graph, profile)
     space = StageSpace(
-        graph, profile, row.aware.total, row.microbatches, schedule, believed=believed
+        graph, profile, row.aware.total, row.microbatches, schedule, expected=expected
     )
 
     def badness(counts: Counts) -> tuple[float, float]:

@@ -80,7 +80,7 @@ def compare(task: tuple[ValmConfig, str, int]) -> dict[str, float | None]:
     start = time.perf_counter()
     best = joint_search(space, iteration_time, lower_bound, alternatives=0).best.seconds
     result: dict[str, float | None] = {"seconds": time.perf_counter() - start}
-    believing = replace(space, believed=unaware_work(graph, profile))
+    expecting = replace(space, expected=unaware_work(graph, profile))
 
     def unaware() -> float:
         """Everything is trained, as far as this planner knows; what it picks then runs with
@@ -90,7 +90,7 @@ def compare(task: tuple[ValmConfig, str, int]) -> dict[str, float | None]:
         ))
         imagined = replace(space, graph=everything)
         counts = joint_search(imagined, iteration_time, lower_bound, alternatives=0).best.counts
-        return iteration_time(believing.plan(counts))
+        return iteration_time(expecting.plan(counts))
 
     def even() -> float:
         blocks = {node.name: node.num_layers for node in graph.nodes}

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, SiglipVisionConfig
 
-from raymm.model.multimodal import ModalityModule, MultimodalModule
+from raymm.model.modality_module import ModalityModule
+from raymm.model.multimodal import MultimodalModule
 from raymm.profiling.layers import profile_model
 from raymm.runtime.pipelined import MultimodalParallelModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec

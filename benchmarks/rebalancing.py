@@ -111,11 +111,11 @@ class Simulated:
         """Of a step whose microbatches take so long."""
         costs = {}
         for module, column in (("vision", 0), ("llm", 1)):
-            chains = self._plan.replicas(module)
+            replicas = self._plan.replicas(module)
             for m in range(len(seconds)):
-                chain = chains[m % len(chains)]
-                for stage in chain:
-                    each = float(seconds[m, column]) / len(chain)
+                replica = replicas[m % len(replicas)]
+                for stage in replica:
+                    each = float(seconds[m, column]) / len(replica)
                     costs[stage.id, Op.FORWARD, m] = each * FORWARD
                     costs[stage.id, Op.BACKWARD, m] = each * (1 - FORWARD)
         return simulate(self._program, {}, microbatch_costs=costs)

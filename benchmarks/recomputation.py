@@ -31,7 +31,8 @@ from transformers import LlamaConfig, SiglipVisionConfig
 
 from benchmarks import _common
 from benchmarks.valm_configs import valm_profile
-from raymm.model.multimodal import ModalityModule, MultimodalModule, module_graph
+from raymm.model.modality_module import ModalityModule
+from raymm.model.multimodal import MultimodalModule, module_graph
 from raymm.profiling.layers import profile_model
 from raymm.runtime.pipelined import MultimodalParallelModule
 from raymm.scheduler.costs.layer_costs import CostProfile

@@ -76,7 +76,7 @@ def ratios(space: StageSpace, counts: dict[str, int]) -> dict[str, float]:
             program = full_program(plan)
         except ValueError:  # does not fit in the baseline's memory at all
             continue
-        peaks = activation_peaks(plan, program, stage_costs(plan))
+        peaks = activation_peaks(program, stage_costs(plan))
         assert all(p <= limit for p, limit in zip(peaks, limits, strict=True)), (peaks, limits)
         result[name] = one / seconds
         if result[name] < best:

@@ -16,15 +16,17 @@ from torch import nn
 
 from benchmarks._rank_p2p_groups import p2p_groups_between_ranks
 from benchmarks.emulated_backend import pause
-from raymm.actors.executor.executor import StepMeta
+from raymm.actors.executor.step_meta import StepMeta, measured_timeline
 from raymm.actors.modules.message import Message, MicrobatchContext
-from raymm.actors.rank.rank_actor import RankSpec
-from raymm.actors.rank.rank_group import RankGroup, RankResources, measured_timeline
+from raymm.actors.rank.rank_group import RankGroup
+from raymm.actors.rank.rank_resources import RankResources
+from raymm.actors.rank.rank_spec import RankSpec
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.stage import NO_STAGE, StageId
-from raymm.scheduler.program.program import COMPUTE, Op, Program, check_program
+from raymm.scheduler.program.check_program import check_program
+from raymm.scheduler.program.program import COMPUTE, Op, Program
 from raymm.scheduler.program.timeline import Span, Timeline
 from raymm.scheduler.schedule.lower import full_program
 from raymm.scheduler.schedule.stage_costs import StageCost, op_seconds, stage_costs
@@ -176,7 +178,6 @@ class SleepingPipeline:
             ValueError: if the plan has too many stages.
             ProgramError: if the program cannot run.
         """
-        check_program(program)
         if plan.num_ranks > self.ranks:
             raise ValueError(f"the plan has {plan.num_ranks} stages; there are {self.ranks} ranks")
         chain = Renaming(plan, self.ranks)
@@ -186,7 +187,8 @@ class SleepingPipeline:
                            rank == self.ranks - 1)}
             for rank, name in enumerate(map(rank_stage, range(self.ranks)))
         ])
-        key = self._group.load_program(chain.program(program))
+        renamed = chain.program(program)
+        key = self._group.load_program(renamed, check_program(renamed).issues)
         # What decides a message's layout is its width.
         meta = StepMeta(step=0, label_tokens=1, keys=(width,) * plan.num_microbatches)
         empty: list[list] = [[] for _ in range(self.ranks)]

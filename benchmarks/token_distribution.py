@@ -31,7 +31,7 @@ from benchmarks import _common
 from benchmarks._exact_distribution import exact_distribution
 from raymm.kernels.mask import patterns
 from raymm.kernels.mask.mask import AttentionMask
-from raymm.kernels.mask.patterns import Span
+from raymm.kernels.mask.spans import Span
 from raymm.scheduler.baselines.token_policies import POLICIES
 from raymm.scheduler.context_parallel.distribution import TokenDistribution, balanced, distribute
 from raymm.scheduler.context_parallel.workload import active_key_blocks

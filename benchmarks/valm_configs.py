@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from raymm.costs.analytic import analytic_layers, projector_layers
-from raymm.costs.layer_count import Load
+from raymm.costs.load import Load
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 

@@ -17,7 +17,7 @@ from raymm.draw import draw_timelines
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
-from raymm.scheduler.program.program import check_program
+from raymm.scheduler.program.check_program import check_program
 from raymm.scheduler.program.timeline import Timeline
 from raymm.scheduler.schedule.lower import lower
 from raymm.scheduler.schedule.memory import GIB, rank_memory

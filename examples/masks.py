@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw
 
 from raymm.kernels.mask import patterns
 from raymm.kernels.mask.mask import AttentionMask
-from raymm.kernels.mask.patterns import Span
+from raymm.kernels.mask.spans import Span
 
 COLUMNS = 4
 TITLE_PIXELS = 28

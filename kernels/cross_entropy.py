@@ -59,27 +59,27 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
             top = values.amax(1)
         top = group.all_reduce_max(top)
         shifted = values - top[:, None]
-        here = (targets >= start) & (targets < start + width)
-        columns = torch.where(here, targets - start, 0)
+        local = (targets >= start) & (targets < start + width)
+        columns = torch.where(local, targets - start, 0)
         sums = values.new_zeros(2, tokens)  # of exponentials; the target's logit
         if width:
             own = shifted.gather(1, columns[:, None])[:, 0]
-            sums[1] = torch.where(here, own, 0.0)
+            sums[1] = torch.where(local, own, 0.0)
             exponentials = shifted.exp_()
             sums[0] = exponentials.sum(1)
         else:
             exponentials = shifted
         sums = group.all_reduce(sums)
         probabilities = exponentials.div_(sums[0][:, None])
-        ctx.save_for_backward(probabilities, here, columns)
+        ctx.save_for_backward(probabilities, local, columns)
         ctx.dtype = logits.dtype
         return (sums[0].log() - sums[1]).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        probabilities, here, columns = ctx.saved_tensors
+        probabilities, local, columns = ctx.saved_tensors
         result = probabilities.clone()  # the graph may be asked again
         if result.shape[1]:
-            result.scatter_add_(1, columns[:, None], -here.float()[:, None])
+            result.scatter_add_(1, columns[:, None], -local.float()[:, None])
         return (result * gradient).to(ctx.dtype), None, None, None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from raymm.version import __version__
 
 _PUBLIC = {
-    "ModalityModule": "raymm.model.multimodal",
+    "ModalityModule": "raymm.model.modality_module",
     "MultimodalModule": "raymm.model.multimodal",
     "FactorySource": "raymm.actors.weights.source",
     "Prepend": "raymm.actors.modules.merge",
@@ -27,18 +27,20 @@ _PUBLIC = {
     "SkippedStep": "raymm.runtime.skipped_step",
     "SkippedStepWarning": "raymm.runtime.skipped_step",
     "OptimizerConfig": "raymm.actors.optimizer.optimizer",
-    "RankResources": "raymm.actors.rank.rank_group",
+    "RankResources": "raymm.actors.rank.rank_resources",
     "Error": "raymm.errors",
     "InputError": "raymm.errors",
     "RunError": "raymm.errors",
     "RankFailedError": "raymm.errors",
-    "ClusterError": "raymm.actors.rank.rank_group",
+    "ClusterError": "raymm.actors.placement.placement",
     "DataConfig": "raymm.data",
     "ModalityDataConfig": "raymm.data",
     "RunConfig": "raymm.config.sections",
+    "connect": "raymm.runtime.cluster",
     "Trainer": "raymm.training.trainer",
     "Callback": "raymm.callbacks.callback",
-    "Result": "raymm.training.trainer",
+    "Result": "raymm.training.result",
+    "export_model": "raymm.storage.export",
     "plan": "raymm.planning.plan",
     "Planned": "raymm.planning.plan",
     "plan_multiplexed": "raymm.planning.multiplexed",
@@ -63,18 +65,21 @@ if TYPE_CHECKING:
     from raymm.actors.modules.merge import Prepend, ReplaceTokens
     from raymm.actors.modules.projector import Projector
     from raymm.actors.optimizer.optimizer import OptimizerConfig
-    from raymm.actors.rank.rank_group import ClusterError, RankResources
+    from raymm.actors.placement.placement import ClusterError
+    from raymm.actors.rank.rank_resources import RankResources
     from raymm.actors.weights.source import FactorySource
     from raymm.callbacks.callback import Callback
     from raymm.config.sections import RunConfig
     from raymm.data import DataConfig, ModalityDataConfig
     from raymm.errors import Error, InputError, RankFailedError, RunError
     from raymm.model.contrastive import ContrastiveLoss
+    from raymm.model.modality_module import ModalityModule
     from raymm.model.module_dag import DagLoss, DagModule, ModuleDag, every
-    from raymm.model.multimodal import ModalityModule, MultimodalModule
+    from raymm.model.multimodal import MultimodalModule
     from raymm.planning.multiplexed import PlannedMultiplexed, plan_multiplexed
     from raymm.planning.plan import Planned, plan
     from raymm.planning.request import PlanRequest
+    from raymm.runtime.cluster import connect
     from raymm.runtime.multiplexed import MultiplexedParallelModule
     from raymm.runtime.multiplexed_dag import MultiplexedModule
     from raymm.runtime.parallel_module import StepOutput
@@ -83,7 +88,9 @@ if TYPE_CHECKING:
     from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
     from raymm.scheduler.plan.plan import Plan, PlanError
     from raymm.scheduler.program.timeline import Timeline
-    from raymm.training.trainer import Result, Trainer
+    from raymm.storage.export import export_model
+    from raymm.training.result import Result
+    from raymm.training.trainer import Trainer
 
 
 def __getattr__(name: str) -> object:

@@ -1,8 +1,10 @@
 """The errors that raymm raises. This file imports nothing, so that every room may raise and catch
 them.
 
-Commands end with 2 for an :class:`InputError`, with 1 for a :class:`RunError`; any other error is a
-defect, and keeps its traceback. Most are a ``ValueError`` or a ``RuntimeError`` as well.
+Commands end with 2 for an :class:`InputError`, with 1 for a :class:`RunError`, or 70 for one that
+repeats; any other error, an :class:`InternalError` that nobody caught among them, is a defect, and
+keeps its traceback. Most are a ``ValueError`` or a ``RuntimeError`` as well. A kind has a class of
+its own where somebody catches just that kind; for all others the message says everything.
 """
 
 from __future__ import annotations
@@ -23,7 +25,13 @@ class InputError(Error):
 
 
 class RunError(Error):
-    """A run ended, though nothing that was given was wrong."""
+    """A run ended, though nothing that was given was wrong.
+
+    Attributes:
+        repeats: whether the run, started again, would end like this again.
+    """
+
+    repeats = False
 
 
 class RunFailedError(RunError, RuntimeError):
@@ -34,5 +42,32 @@ class RankFailedError(RunFailedError):
     """A rank died or raised, or does not go on. Names the module, stage and rank."""
 
 
+class RankRaisedError(RankFailedError):
+    """What a rank runs raised an error, and not because another rank was lost."""
+
+    repeats = True
+
+
 class ClusterLostError(RunFailedError):
     """A node that the run needs, or the server that knows the cluster, is gone."""
+
+
+class NodeLostError(ClusterLostError):
+    """A node with processes of the run is gone; others may be there. Names it.
+
+    Attributes:
+        nodes: Ray's ids of nodes that are gone.
+    """
+
+    def __init__(self, text: str, nodes: frozenset[str] = frozenset()) -> None:
+        super().__init__(text)
+        self.nodes = nodes
+
+
+class NodePreemptedError(NodeLostError):
+    """A node is gone, as Ray had been told that it would (spot instances, ``kubectl drain``)."""
+
+
+class InternalError(Error):
+    """What one part of raymm says to another, which catches it and says what it means for the
+    user."""

@@ -21,8 +21,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("kernels", "scheduler", "actors", "raymm")
 MOST_FILES = 14  # of a room, beside an __init__.py that only says what the room is
-MOST_LINES = 540  # of a file
-MOST_FUNCTION_LINES = 95
+MOST_LINES = 400  # of a file
+MOST_FUNCTION_LINES = 80
 
 # What a room may import, in the order in which the house stands: never what is below it here.
 # A package's name stands for all of its rooms.
@@ -53,9 +53,11 @@ TABLE: dict[str, tuple[str, ...]] = {
     "scheduler/multiplex": ("scheduler/graph",),
     "scheduler/multiplex/solver": ("scheduler/graph", "scheduler/multiplex"),
     "scheduler/plan": ("scheduler/graph", "scheduler/costs"),
-    "scheduler/program": ("scheduler/plan",),
+    "scheduler/program": ("scheduler/graph", "scheduler/plan"),
+    "scheduler/schedule/compiled": (),
     "scheduler/schedule": (
         "scheduler/graph", "scheduler/costs", "scheduler/plan", "scheduler/program",
+        "scheduler/schedule/compiled",
     ),
     "scheduler/minibatch": ("scheduler/plan", "scheduler/program", "scheduler/schedule"),
     "scheduler/search": (
@@ -68,14 +70,15 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     # actors: what lives in Ray
     "actors/memory": (),
+    "actors/storage": (),
     "actors/quota": (),
-    "actors/faults": ("kernels",),
+    "actors/faults": ("kernels", "actors/storage"),
     "actors/modules": ("kernels", "scheduler", "actors/quota"),
     "actors/placement": (),
     "actors/recompute": ("kernels", "scheduler", "actors/quota"),
     "actors/weights": ("actors/modules",),
     "actors/sharding": ("kernels", "scheduler", "actors/modules", "actors/weights"),
-    "actors/optimizer": ("kernels", "scheduler", "actors/sharding"),
+    "actors/optimizer": ("kernels", "scheduler", "actors/storage", "actors/sharding"),
     "actors/stages": ("kernels", "actors/modules", "actors/weights", "actors/sharding"),
     "actors/executor": (
         "kernels", "scheduler", "actors/quota", "actors/faults", "actors/modules",
@@ -87,16 +90,15 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "actors/rank": (
         "kernels", "scheduler", "actors/memory", "actors/quota", "actors/faults", "actors/modules",
-        "actors/placement", "actors/recompute", "actors/sharding", "actors/optimizer",
-        "actors/stages", "actors/executor",
+        "actors/placement", "actors/recompute", "actors/storage", "actors/sharding",
+        "actors/optimizer", "actors/stages", "actors/executor",
     ),
     "actors/multiplexed": (
         "kernels", "scheduler", "actors/memory", "actors/quota", "actors/faults", "actors/modules",
-        "actors/placement",
-        "actors/optimizer", "actors/stages", "actors/rank",
+        "actors/placement", "actors/storage", "actors/optimizer", "actors/stages", "actors/rank",
     ),
     # raymm: what a user touches
-    "raymm/files": (),
+    "raymm/files": ("actors/storage",),
     "raymm/data/samples": ("actors", "raymm/files"),
     "raymm/data/readers": ("raymm/data/samples",),
     "raymm/data/sampling": ("scheduler", "raymm/data/samples", "raymm/data/readers"),
@@ -114,9 +116,10 @@ TABLE: dict[str, tuple[str, ...]] = {
         "kernels", "scheduler", "actors", "raymm/files", "raymm/data/sampling", "raymm/model",
         "raymm/data",
     ),
+    "raymm/runtime/embedded": ("actors",),
     "raymm/runtime": (
-        "scheduler", "actors", "raymm/model", "raymm/data/loading", "raymm/layout", "raymm/data",
-        "raymm/batch", "raymm/costs", "raymm/draw",
+        "scheduler", "actors", "raymm/runtime/embedded", "raymm/model", "raymm/data/loading",
+        "raymm/layout", "raymm/data", "raymm/batch", "raymm/costs", "raymm/draw",
     ),
     "raymm/config": (
         "scheduler", "actors", "raymm/files", "raymm/data/samples", "raymm/model", "raymm/layout",
@@ -146,12 +149,14 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "raymm/cli": (
         "kernels", "scheduler", "actors", "raymm/files", "raymm/version.py", "raymm/draw",
-        "raymm/model", "raymm/data/loading", "raymm/data", "raymm/costs", "raymm/runtime",
-        "raymm/config", "raymm/profiling", "raymm/planning", "raymm/storage", "raymm/training",
+        "raymm/model", "raymm/data/loading", "raymm/data", "raymm/costs",
+        "raymm/runtime/embedded", "raymm/runtime", "raymm/config", "raymm/profiling",
+        "raymm/planning", "raymm/storage", "raymm/training",
     ),
     "raymm": (
         "scheduler", "actors", "raymm/version.py", "raymm/callbacks", "raymm/model", "raymm/data",
-        "raymm/runtime", "raymm/config", "raymm/planning", "raymm/training", "raymm/cli",
+        "raymm/runtime", "raymm/config", "raymm/planning", "raymm/storage", "raymm/training",
+        "raymm/cli",
     ),
 }
 
@@ -345,7 +350,8 @@ def problems() -> list[str]:
     ]
     found += [
         f"{file}: {name} has {lines} lines; at most {MOST_FUNCTION_LINES}"
-        for lines, file, name in functions() if lines > MOST_FUNCTION_LINES
+        for lines, file, name in functions()
+        if lines > MOST_FUNCTION_LINES
     ]
     return found
 

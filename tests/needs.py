@@ -1,9 +1,13 @@
-"""What tests need beside this process, by which ``make test-fast`` leaves some out.
+"""What tests need beside this process, by which ``make test`` and ``make test-fast`` leave some
+out.
 
 A test that asks for the fixture ``ray_cluster``, itself or through other fixtures, has the marker
 ``ray``, and one that asks for ``triton_worker`` the marker ``triton``. Tests whose processes start
 a Ray of their own are marked by hand. A test that does without saying so fails: Ray finds no folder
 to start in, and Triton's interpreter is not to be imported in this process at all.
+
+``system`` is set by hand: whole commands, nodes of a cluster, and kernels of notebooks, which
+import everything anew and are killed. They take a quarter of the time of all tests.
 """
 
 import os

@@ -14,7 +14,8 @@ from raymm.costs.step_flops import StepFlops
 from raymm.data.loading.in_memory import describe_microbatches
 from raymm.data.samples.collate import describe
 from raymm.model.batch_rules import complete_microbatch
-from raymm.model.multimodal import ModalityModule, MultimodalModule
+from raymm.model.modality_module import ModalityModule
+from raymm.model.multimodal import MultimodalModule
 
 IMAGE = 3
 LLAMA = dict(

@@ -17,6 +17,8 @@ REPLACED = {
     "watch": "observer", "watched": "observed", "learnt": "logged",
     "holder": "parameter reference",
     "families": "reduction groups", "family": "reduction group",
+    "piece": "parameter shard, or what it is a part of", "pieces": "parameter shards",
+    "believed": "expected", "anchor": "origin",
     "turn": "concurrent group, stage slot, RNG ticket", "turns": "the same",
 }
 REPLACED_PAIRS = {
@@ -26,6 +28,8 @@ REPLACED_PAIRS = {
     ("spare", "quota"): "leftover quota",
     ("reduce", "tied"): "reduce grads",
 }
+# Names that say nothing of what they are: of arguments, variables and fields.
+VAGUE = frozenset({"one", "found", "given", "here", "known", "wanted", "told", "made", "beside"})
 # (file or folder, word): why it is the right one there.
 ALLOWED = {
     ("actors/rank/meeting.py", "family"): "the family of an address is a word of sockets",
@@ -70,6 +74,14 @@ def replaced(file: str) -> list[str]:
 
 def test_names_are_the_fields_words() -> None:
     assert [text for file in house.files() for text in replaced(file)] == []
+
+
+def test_names_say_what_they_are_of() -> None:
+    vague = [
+        f"{file}: {name}" for file in house.files() for name in sorted(names(file))
+        if name.strip("_").lower() in VAGUE
+    ]
+    assert vague == []
 
 
 def test_every_exception_is_needed(monkeypatch) -> None:

@@ -3,8 +3,8 @@
 A message is its tensors plus one byte buffer with all side tensors. Nothing but data
 travels once a layout is known: both ends know from the step's metadata which layout a
 microbatch has (its ``key``), and only the first message with a new key is preceded by a
-description of it. Receives are posted ahead of need; a sent tensor lives until its send
-has completed.
+description of it. Receives are posted ahead of need, when the step's program says; a sent
+tensor lives until its send has completed.
 
 Where an end is several processes, each sends or is sent its share of every tensor
 (:mod:`raymm.scheduler.plan.resharding`), and the receivers gather their shares. Gradients that the
@@ -31,9 +31,6 @@ from raymm.kernels.collectives.flat import gather_shares, scatter_sum
 from raymm.kernels.collectives.waiting import started, wait
 from raymm.scheduler.plan.resharding import Resharding
 
-# Receives posted ahead of need on each edge.
-PREFETCH = 2
-
 
 class Layout(NamedTuple):
     """Shapes and dtypes of a message: ``tensors`` and named ``side`` entries."""
@@ -51,10 +48,11 @@ class Layout(NamedTuple):
     @property
     def buffers(self) -> list[tuple[int, torch.dtype]]:
         """Elements and dtype of what travels: every tensor, then all side entries as bytes."""
-        found = [(prod(shape), _dtype(dtype)) for shape, dtype in self.tensors]
+        buffers = [(prod(shape), _dtype(dtype)) for shape, dtype in self.tensors]
         if self.side:
-            found.append((sum(_nbytes(shape, _dtype(d)) for _, shape, d in self.side), torch.uint8))
-        return found
+            side_bytes = sum(_nbytes(shape, _dtype(dtype)) for _, shape, dtype in self.side)
+            buffers.append((side_bytes, torch.uint8))
+        return buffers
 
     def encode(self) -> bytes:
         return json.dumps([self.tensors, self.side]).encode()
@@ -96,16 +94,36 @@ def _unpack(layout: Layout, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Link:
-    """The connection to one process of the other end: a group of the two, and its rank."""
+    """The connection to one process of the other end.
+
+    Attributes:
+        group: of the two processes; all edges that have messages from the one to the other
+            share it.
+        peer: the other process.
+        tag: of the edge. With NCCL, which knows no tags, messages of all edges that share a group
+            are received in the order in which they were sent.
+        host_group: of the same processes, for descriptions, which hosts read: ``group`` itself
+            if that moves the hosts' memory.
+    """
 
     group: dist.ProcessGroup
     peer: int
+    tag: int = 0
+    host_group: dist.ProcessGroup | None = None
 
     def isend(self, tensor: torch.Tensor) -> dist.Work:
-        return started(dist.isend(tensor, self.peer, group=self.group))
+        return started(dist.isend(tensor, self.peer, group=self.group, tag=self.tag))
 
     def irecv(self, tensor: torch.Tensor) -> dist.Work:
-        return started(dist.irecv(tensor, self.peer, group=self.group))
+        return started(dist.irecv(tensor, self.peer, group=self.group, tag=self.tag))
+
+    def isend_description(self, tensor: torch.Tensor) -> dist.Work:
+        group = self.host_group or self.group
+        return started(dist.isend(tensor, self.peer, group=group, tag=self.tag))
+
+    def irecv_description(self, tensor: torch.Tensor) -> dist.Work:
+        group = self.host_group or self.group
+        return started(dist.irecv(tensor, self.peer, group=group, tag=self.tag))
 
 
 class SendChannel:
@@ -149,17 +167,17 @@ class SendChannel:
             ChannelError: if a message with this key looked different before.
         """
         layout = Layout.of(message)
-        known = self._layouts.get(key)
-        if known is None:
+        earlier = self._layouts.get(key)
+        if earlier is None:
             self._layouts[key] = layout
             header = torch.frombuffer(bytearray(layout.encode()), dtype=torch.uint8)
             for receiver in self._metadata_receivers:
-                self._isend(receiver, torch.tensor([header.numel()], device=self._device))
-                self._isend(receiver, header.to(self._device))
-        elif known != layout:
+                for part in (torch.tensor([header.numel()], device="cpu"), header):
+                    self._sent.append((self._links[receiver].isend_description(part), part))
+        elif earlier != layout:
             raise ChannelError(
-                f"a message with the metadata {key!r} had the layout {known} and now has {layout}; "
-                "what a stage returns must depend on the shapes of its inputs only"
+                f"a message with the metadata {key!r} had the layout {earlier} and now has "
+                f"{layout}; what a stage returns must depend on the shapes of its inputs only"
             )
         for tensor in message.tensors:
             self._send(tensor.detach().contiguous().view(-1))
@@ -224,6 +242,8 @@ class RecvChannel:
         resharding: how many processes are at either end.
         index: this process's number among the receivers.
         gathered: the group of all receivers; None if there is one only.
+        in_order: receives are to be posted just when :meth:`post` is called, also if that takes
+            waiting for a description: a process's operations may hold up one another (NCCL).
     """
 
     def __init__(
@@ -234,6 +254,7 @@ class RecvChannel:
         resharding: Resharding = Resharding(1, 1),  # noqa: B008  frozen
         index: int = 0,
         gathered: dist.ProcessGroup | None = None,
+        in_order: bool = False,
     ) -> None:
         self._links = dict(links)
         self._device = device
@@ -241,23 +262,44 @@ class RecvChannel:
         self._resharding = resharding
         self._index = index
         self._gathered = gathered
+        self._in_order = in_order
         self._layouts: dict[object, Layout] = {}
         self._expected: deque[object] = deque()
+        self._due = 0  # of those expected, how many are to be posted as soon as they can be
         self._posted: deque[_Posted] = deque()
 
     def expect(self, keys: Sequence[object]) -> None:
         """Announce the keys of the step's messages, in order."""
         self._expected.extend(keys)
-        self._post()
 
-    def _post(self) -> None:
-        """Post receives until enough are ahead, or the next layout is not known yet."""
-        while self._expected and len(self._posted) < PREFETCH:
-            layout = self._layouts.get(self._expected[0])
-            if layout is None:
-                return
+    def post(self) -> None:
+        """Post the receive of the next message: now, or as soon as its layout is known if nothing
+        depends on the order.
+
+        Raises:
+            ChannelError: if its description does not come in time or the peer is gone.
+        """
+        self._due += 1
+        if self._in_order:
+            try:
+                self._learn_layout()
+            except RuntimeError as error:
+                raise self._lost(error) from error
+        self._post_due()
+
+    def _post_due(self) -> None:
+        while self._due and (layout := self._layouts.get(self._expected[0])) is not None:
             self._expected.popleft()
+            self._due -= 1
             self._posted.append(self._irecv(layout))
+
+    def _learn_layout(self) -> None:
+        key = self._expected[0]
+        if key not in self._layouts:
+            self._layouts[key] = self._recv_layout()
+
+    def _lost(self, error: RuntimeError) -> ChannelError:
+        return ChannelError(f"no message from {_ranks(self._links)}: {error}")
 
     def _irecv(self, layout: Layout) -> _Posted:
         shares, works = [], []
@@ -286,9 +328,9 @@ class RecvChannel:
         """
         try:
             if not self._posted:
-                key = self._expected[0]
-                self._layouts[key] = self._recv_layout()
-                self._post()
+                self._due = max(self._due, 1)
+                self._learn_layout()
+                self._post_due()
             posted = self._posted.popleft()
             for work in posted.works:
                 wait(work, self._timeout)
@@ -297,8 +339,7 @@ class RecvChannel:
                 for share, (length, _) in zip(posted.shares, posted.layout.buffers, strict=True)
             ]
         except RuntimeError as error:
-            raise ChannelError(f"no message from {_ranks(self._links)}: {error}") from error
-        self._post()
+            raise self._lost(error) from error
         tensors = tuple(
             buffer.view(shape)
             for buffer, (shape, _) in zip(flat, posted.layout.tensors, strict=False)
@@ -307,9 +348,9 @@ class RecvChannel:
         return Message(tensors, side)
 
     def _recv_layout(self) -> Layout:
-        metadata_sender = self._links[self._resharding.metadata_sender(self._index)]
-        length = torch.zeros(1, dtype=torch.int64, device=self._device)
-        wait(metadata_sender.irecv(length), self._timeout)
-        header = torch.empty(int(length), dtype=torch.uint8, device=self._device)
-        wait(metadata_sender.irecv(header), self._timeout)
-        return Layout.decode(header.cpu().numpy().tobytes())
+        link = self._links[self._resharding.metadata_sender(self._index)]
+        length = torch.zeros(1, dtype=torch.int64, device="cpu")
+        wait(link.irecv_description(length), self._timeout)
+        header = torch.empty(int(length), dtype=torch.uint8, device="cpu")
+        wait(link.irecv_description(header), self._timeout)
+        return Layout.decode(header.numpy().tobytes())

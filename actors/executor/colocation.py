@@ -41,7 +41,7 @@ class Colocation:
 
     Raises:
         QuotaError: quotas that the device cannot grant.
-        QuotaUnavailableError: a device without quotas.
+        InputError: a device without quotas.
     """
 
     def __init__(self, quotas: Mapping[str, float], backend: Backend, timeout: float) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from raymm.scheduler.plan.stage import Edge, StageId
+from raymm.scheduler.program.issue_order import Issue
 from raymm.scheduler.program.program import BACKWARDS, COMPUTE, FORWARDS, Instruction, Op, group_end
 
 _SENDS_GRADIENTS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT})
@@ -35,22 +37,25 @@ class Task(NamedTuple):
 
 class CompiledProgram(NamedTuple):
     """A rank's instructions, resolved, in groups (most are of one task, which has the device to
-    itself); per incoming edge the microbatches it carries; and, if gradients are reduced at its
-    end, the stages that have any."""
+    itself); per group what begins before it; per incoming edge the microbatches it carries; and,
+    if gradients are reduced at its end, the stages that have any."""
 
     groups: tuple[tuple[Task, ...], ...]
+    issues: tuple[tuple[Issue, ...], ...]
     incoming: dict[Edge, tuple[int, ...]]
     reduced: frozenset[StageId] | None
 
 
 def compile_program(
-    instructions: Sequence[Instruction], edges: Sequence[Edge]
+    instructions: Sequence[Instruction], edges: Sequence[Edge], issues: Sequence[Issue] = ()
 ) -> CompiledProgram:
     """Resolve a rank's program.
 
     Args:
         instructions: of the rank.
         edges: all data edges of the plan, as (producer, consumer) stage names.
+        issues: what begins where, as
+            :func:`~raymm.scheduler.program.check_program.check_program` says.
     """
     instructions = [Instruction(Op(i[0]), *i[1:]) for i in instructions]
     sends = {(i.stage, i.peer, i.microbatch) for i in instructions if i.op is Op.SEND}
@@ -91,12 +96,19 @@ def compile_program(
                 i.quota,
             )
         )
-    groups, index = [], 0
+    groups, begins, index = [], [], 0
+    ahead = deque(Issue(*issue) for issue in issues)
     while index < len(tasks):
         after = group_end(tasks, index)
         groups.append(tuple(tasks[index:after]))
+        before: list[Issue] = []
+        while ahead and ahead[0].before < after:
+            before.append(ahead.popleft())
+        begins.append(tuple(before))
         index = after
-    return CompiledProgram(tuple(groups), incoming, frozenset(last) if reduces else None)
+    return CompiledProgram(
+        tuple(groups), tuple(begins), incoming, frozenset(last) if reduces else None
+    )
 
 
 def between_modules(producer: StageId, consumer: StageId) -> bool:

@@ -20,64 +20,20 @@ from raymm.actors.executor.compiled_program import (
 )
 from raymm.actors.executor.split_backward import DeferredWeights, backward_input
 from raymm.actors.executor.step_clock import StepClock, step_clock
+from raymm.actors.executor.step_meta import StepMeta, StepResult
 from raymm.actors.faults.whereabouts import Whereabouts
 from raymm.actors.modules.draws import Draws, module_draws
 from raymm.actors.modules.message import Message, MicrobatchContext, StageModule
 from raymm.actors.modules.module_state import evaluating, inputs_unchanged, statistics_kept
-from raymm.actors.optimizer.finite import FiniteObserver, Place
+from raymm.actors.optimizer.finite import FiniteObserver
 from raymm.actors.optimizer.gradient_reduction import GradientReduction
 from raymm.actors.quota import Work
 from raymm.scheduler.plan.stage import Edge, StageId
+from raymm.scheduler.program.issue_order import Issue
 from raymm.scheduler.program.program import COMPUTE, FORWARDS, Instruction, Op
 
 # Tensors that a stage received and computes gradients of, by producer.
 Leaves = dict[StageId, tuple[torch.Tensor, ...]]
-
-
-class StepMeta(NamedTuple):
-    """What every rank is told about a step.
-
-    Attributes:
-        step: number of the step, for seeds.
-        label_tokens: label tokens in the whole step.
-        keys: per microbatch, a value that determines every message's layout.
-        seed: the run's seed.
-        sample_ids: per microbatch, its samples' ids.
-        training: False for evaluation: no dropout anywhere.
-        batch: how many batches' gradients the step has accumulated before, for seeds.
-    """
-
-    step: int
-    label_tokens: int
-    keys: tuple[object, ...]
-    seed: int = 0
-    sample_ids: tuple[tuple[str, ...], ...] = ()
-    training: bool = True
-    batch: int = 0
-
-
-@dataclass
-class StepResult:
-    """One rank's outcome of a step.
-
-    Attributes:
-        losses: per microbatch its share of the loss (on the sink's rank).
-        spans: op, stage, microbatch, start, end, peer and quota; times are seconds on this
-            host's wall clock.
-        peak_bytes: the most memory that the process held meanwhile
-            (:class:`raymm.actors.memory.peak_memory.PeakMemory`).
-        grad_norm, learning_rate: of the update, if the step ends in one that is applied.
-        not_finite: of an update that was not applied, what was not finite here.
-    """
-
-    losses: dict[int, float] = field(default_factory=dict)
-    spans: list[tuple[str, StageId, int, float, float, StageId, float]] = field(
-        default_factory=list
-    )
-    grad_norm: float | None = None
-    learning_rate: float | None = None
-    peak_bytes: int = 0
-    not_finite: list[Place] | None = None
 
 
 class _Timed(NamedTuple):
@@ -118,8 +74,8 @@ class _Step:
         """What is there of what a task hands on and gets, on all its edges."""
         peers = (*task.consumers, *(src for src, *_ in task.producers))
         edges = [e for peer in peers for e in ((task.stage, peer), (peer, task.stage))]
-        found = (self.mailbox.get((*edge, task.microbatch)) for edge in edges)
-        return [message for message in found if message is not None]
+        messages = (self.mailbox.get((*edge, task.microbatch)) for edge in edges)
+        return [message for message in messages if message is not None]
 
 
 class Executor:
@@ -129,7 +85,7 @@ class Executor:
         stages: the rank's stages by name.
         edges: all data edges of the plan, as (producer, consumer) stage names.
         senders, receivers: channels of the rank's remote edges, by directed edge.
-        collectives: what to do for each epilogue op; gets the result to fill in.
+        collectives: what to do for each optimizer op; gets the result to fill in.
         autocast: dtype of automatic mixed precision, None for none.
         device: where stages live.
         timeout: how long a wait on another rank may take.
@@ -140,7 +96,7 @@ class Executor:
             it likes; for gradients that stages of other modules on the same rank are handed.
         colocation: runs the tasks of one group concurrently; None if no module has a quota.
         whereabouts: is told every instruction.
-        watch: is shown what stages hand on and back, and the losses.
+        observer: is shown what stages hand on and back, and the losses.
     """
 
     def __init__(
@@ -150,6 +106,7 @@ class Executor:
         senders: dict[Edge, SendChannel],
         receivers: dict[Edge, RecvChannel],
         collectives: dict[Op, Callable[[StepResult], None]],
+        *,
         autocast: torch.dtype | None = None,
         device: torch.device | None = None,
         timeout: timedelta = timedelta(minutes=5),
@@ -180,9 +137,17 @@ class Executor:
             for name, stage in stages.items()
         }
 
-    def compile(self, instructions: Sequence[Instruction]) -> CompiledProgram:
-        """Resolve a program once; it can then run any number of steps."""
-        return compile_program(instructions, self._edges)
+    def compile(
+        self, instructions: Sequence[Instruction], issues: Sequence[Issue] = ()
+    ) -> CompiledProgram:
+        """Resolve a program once; it can then run any number of steps.
+
+        Args:
+            instructions: of the rank.
+            issues: what begins where; a receive without one begins where it is waited for, a sum
+                of gradients with all others.
+        """
+        return compile_program(instructions, self._edges, issues)
 
     def run(
         self,
@@ -217,8 +182,10 @@ class Executor:
         clock = step_clock(self._device)
         now = clock.mark()
         timed: list[_Timed] = []
-        for group in program.groups:
+        for group, issues in zip(program.groups, program.issues, strict=True):
             self._whereabouts.enter(group[0])
+            for issue in issues:
+                self._begin(issue)
             if group[0].group < 0:
                 (task,) = group
                 self._run_alone(task, step, result)
@@ -237,6 +204,12 @@ class Executor:
             for (task, *_), start, end in zip(timed, seconds[::2], seconds[1::2], strict=True)
         ]
         return result
+
+    def _begin(self, issue: Issue) -> None:
+        if not issue.stages:
+            self._receivers[issue.edge].post()
+        elif self._reduction is not None:
+            self._reduction.begin(issue.stages)
 
     def _run_alone(self, task: Task, step: _Step, result: StepResult) -> None:
         reduction = self._reduction if task.last else None
@@ -260,7 +233,7 @@ class Executor:
         works = {module: self._work(tasks, step, clock) for module, tasks in of_module.items()}
         assert self._colocation is not None  # which makes groups
         outputs = self._colocation.run(works)
-        timed = [one for output in outputs.values() for one in output.get()[0]]
+        timed = [task for output in outputs.values() for task in output.get()[0]]
         for task in group:
             if task.last and self._reduction is not None:
                 self._reduction.finished(task.stage)
@@ -281,9 +254,7 @@ class Executor:
              step.checkpoints.get((task.stage, task.microbatch)))
             for task in tasks
         ]  # fmt: skip
-        draws = any(
-            self._draws[task.stage] is not False for task in tasks
-        )
+        draws = any(self._draws[task.stage] is not False for task in tasks)
         return Work(run, tuple(consumes), draws=draws)
 
     def _run_task(self, task: Task, step: _Step, result: StepResult) -> None:
@@ -380,18 +351,18 @@ class Executor:
         else:
             gradients = []
         total: list[torch.Tensor | None] = [None] * len(output.tensors)
-        for one in gradients:
-            total = [g if t is None else t + g for t, g in zip(total, one, strict=True)]
+        for message in gradients:
+            total = [g if t is None else t + g for t, g in zip(total, message, strict=True)]
         flat = [t for tensors in leaves.values() for t in tensors]
         if task.op is Op.BACKWARD_INPUT:
-            found, step.deferred[task.stage, m] = backward_input(output.tensors, total, flat)
+            received, step.deferred[task.stage, m] = backward_input(output.tensors, total, flat)
         else:
             pairs = [(t, g) for t, g in zip(output.tensors, total, strict=True) if t.requires_grad]
             if pairs:
                 torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
-            found = tuple(t.grad for t in flat)
+            received = tuple(t.grad for t in flat)
         ready = iter(
-            torch.zeros_like(t) if g is None else g for t, g in zip(flat, found, strict=True)
+            torch.zeros_like(t) if g is None else g for t, g in zip(flat, received, strict=True)
         )
         for src, tensors in leaves.items():
             handed = tuple(next(ready) for _ in tensors)
@@ -399,8 +370,8 @@ class Executor:
             if self._sum_gradient is not None and local:
                 # Copies: a gradient may be what pass two of a split backward starts from.
                 handed = tuple(
-                    self._sum_gradient(one.clone(memory_format=torch.contiguous_format))
-                    for one in handed
+                    self._sum_gradient(gradient.clone(memory_format=torch.contiguous_format))
+                    for gradient in handed
                 )
             self._observer.saw("gradient", task.stage, m, handed, of=src)
             step.mailbox[task.stage, src, m] = Message(handed, {})

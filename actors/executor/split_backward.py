@@ -68,20 +68,20 @@ def backward_input(
     deferred = DeferredWeights(split)
     for edge, (tensor, gradient) in zip(roots, pairs, strict=True):
         if edge.node in split.due:
-            one = torch.ones_like(tensor) if gradient is None else gradient
-            deferred.add(edge, one)
-    wanted = [*inputs, *(_variable(node) for node in split.early)]
-    found: Gradients = ()
-    if wanted and pairs:
-        found = torch.autograd.grad(
-            [t for t, _ in pairs], wanted, [g for _, g in pairs],
+            received = torch.ones_like(tensor) if gradient is None else gradient
+            deferred.add(edge, received)
+    targets = [*inputs, *(_variable(node) for node in split.early)]
+    computed: Gradients = ()
+    if targets and pairs:
+        computed = torch.autograd.grad(
+            [t for t, _ in pairs], targets, [g for _, g in pairs],
             retain_graph=bool(split.due), allow_unused=True,
         )
     with torch.no_grad():
-        for node, gradient in zip(split.early, found[len(inputs) :], strict=True):
+        for node, gradient in zip(split.early, computed[len(inputs) :], strict=True):
             if gradient is not None:
                 cast(Callable[..., Any], node)(gradient)  # accumulates, as the engine would
-    return found[: len(inputs)] or (None,) * len(inputs), deferred
+    return computed[: len(inputs)] or (None,) * len(inputs), deferred
 
 
 def _variable(node: Node) -> torch.Tensor:
@@ -143,8 +143,8 @@ class DeferredWeights:
             if roots and alone:
                 torch.autograd.backward(roots, gradients, inputs=targets)
             elif roots:
-                found = torch.autograd.grad(roots, cuts, gradients, allow_unused=True)
-                for edge, gradient in zip(cuts, found, strict=True):
+                cut_gradients = torch.autograd.grad(roots, cuts, gradients, allow_unused=True)
+                for edge, gradient in zip(cuts, cut_gradients, strict=True):
                     if gradient is not None:
                         self.add(edge, gradient)
 
@@ -208,7 +208,7 @@ class _Split:
         function; and all below them."""
         several = {
             node for node, above in parents.items()
-            if len(above) > 1 or any(isinstance(one, BackwardCFunction) for one in above)
+            if len(above) > 1 or any(isinstance(upper, BackwardCFunction) for upper in above)
         }
         entries = [*parents, *free]
         inner = self._below(edge.node for node in entries for edge in self._edges[node])
@@ -240,9 +240,9 @@ class _Split:
             for edge in self._edges[node]:
                 if edge.node not in self.due:
                     continue
-                known = owner.setdefault(edge.node, owner[node])
-                if known is not owner[node]:
-                    sharing |= {known, owner[node]}
+                first_owner = owner.setdefault(edge.node, owner[node])
+                if first_owner is not owner[node]:
+                    sharing |= {first_owner, owner[node]}
                     owner[edge.node] = None
         parameters: dict[Node, list[torch.Tensor]] = {}
         self.shared_parameters: list[torch.Tensor] = []

@@ -20,6 +20,9 @@ from ray.exceptions import RayError
 
 # Seconds between two looks.
 INTERVAL_S = 1.0
+# Seconds between the two looks at the node of a process that has died: one that is killed as a
+# whole loses it first, or last.
+BOTH_LOOKS_S = 0.5
 # Seconds that a connection, or the GCS's answer, may take.
 ANSWER_TIMEOUT_S = 5.0
 # Looks in a row at which a server refuses, until it counts as gone: one may be starting anew.
@@ -55,10 +58,10 @@ class ClusterObserver:
         self.lost_nodes: frozenset[str] = frozenset()
         self.gcs_is_lost = False
         self._servers = {
-            one["NodeID"]: Server(
-                one["NodeManagerAddress"], one["NodeManagerPort"], one["NodeManagerHostname"]
+            node["NodeID"]: Server(
+                node["NodeManagerAddress"], node["NodeManagerPort"], node["NodeManagerHostname"]
             )
-            for one in ray.nodes() if one["NodeID"] in nodes
+            for node in ray.nodes() if node["NodeID"] in nodes
         }
         host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
         self._gcs = Server(host.strip("[]"), int(port), "the Ray cluster's server (GCS)")
@@ -85,15 +88,27 @@ class ClusterObserver:
                 self._refused[node] += 1
         gone = [node for node, count in self._refused.items() if count >= REFUSALS]
         if gone and not self._ended.is_set():
-            self.lost_nodes = frozenset(gone)
-            names = ", ".join(
-                f"{one.name} ({one.host}, Ray node {node[:12]})"
-                for node, one in self._servers.items() if node in gone
-            )
-            self.lost = (
-                f"node {names} is gone: its Ray server (raylet) does not listen any more; it was "
-                "killed, or the machine ended"
-            )
+            self._lose(gone, "its Ray server (raylet) does not listen any more")
+
+    def _lose(self, nodes: Collection[str], sign: str) -> None:
+        self.lost_nodes = frozenset(nodes)
+        names = ", ".join(
+            f"{server.name} ({server.host}, Ray node {node[:12]})"
+            for node, server in self._servers.items() if node in nodes
+        )
+        self.lost = f"node {names} is gone: {sign}; it was killed, or the machine ended"
+
+    def look_at_node(self, node: str) -> None:
+        """Look whether the node of a process that has died is gone, too; :attr:`lost` says so."""
+        server = self._servers.get(node)
+        for pause in (0.0, BOTH_LOOKS_S):
+            if server is None or self.lost is not None:
+                return
+            time.sleep(pause)
+            if refuses(server):
+                self._lose([node], "its Ray server (raylet) does not listen any more")
+            elif node in dead_nodes():
+                self._lose([node], "the Ray cluster has lost it")
 
     def _look_at_gcs(self) -> None:
         if answers(self._gcs):
@@ -109,6 +124,11 @@ class ClusterObserver:
                 f"{silent:.0f} s: it is gone, or stopped. Its logs are in the folder of Ray's "
                 "logs on that machine (gcs_server.out)"
             )
+
+
+def dead_nodes() -> frozenset[str]:
+    """Ray's ids of the nodes that it has found dead."""
+    return frozenset(node["NodeID"] for node in ray.nodes() if not node["Alive"])
 
 
 def refuses(server: Server) -> bool:

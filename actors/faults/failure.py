@@ -16,7 +16,7 @@ SHOWN_RANKS = 16
 
 def accusation(
     names: Sequence[str],
-    found: Inquiry,
+    inquiry: Inquiry,
     looks: Mapping[int, Look],
     reason: str,
     long: float,
@@ -25,7 +25,7 @@ def accusation(
 
     Args:
         names: of the ranks.
-        found: what they said.
+        inquiry: what they said.
         looks: what they look like from outside.
         reason: why they were asked.
         long: seconds of computing from which on others may have given up because of it.
@@ -33,9 +33,9 @@ def accusation(
     Returns:
         The message, with the culprit in the first line if there is one; and a file per rank.
     """
-    doing = [f"{name} {_doing(rank, found, looks)}" for rank, name in enumerate(names)]
-    rank = found.culprit()
-    if rank is not None and rank in found.reports and found.reports[rank].seconds < long:
+    doing = [f"{name} {_doing(rank, inquiry, looks)}" for rank, name in enumerate(names)]
+    rank = inquiry.culprit()
+    if rank is not None and rank in inquiry.reports and inquiry.reports[rank].seconds < long:
         rank = None
     lines = [reason] if rank is None else [doing[rank], reason]
     others = [text for number, text in enumerate(doing) if number != rank]
@@ -46,11 +46,11 @@ def accusation(
     return "\n".join(lines), texts
 
 
-def _doing(rank: int, found: Inquiry, looks: Mapping[int, Look]) -> str:
-    if rank in found.dead:
-        return f"died: {first_line(found.dead[rank])}"
-    if rank in found.reports:
-        return str(found.reports[rank])
+def _doing(rank: int, inquiry: Inquiry, looks: Mapping[int, Look]) -> str:
+    if rank in inquiry.dead:
+        return f"died: {first_line(inquiry.dead[rank])}"
+    if rank in inquiry.reports:
+        return str(inquiry.reports[rank])
     return f"does not answer; it is {looks[rank].state if rank in looks else 'out of reach'}"
 
 
@@ -85,8 +85,8 @@ def raised_at(traceback: str) -> str:
     place = _PLACE.match(lines[places[-1]])
     assert place is not None
     file, number, function = place.groups()
-    said = " ".join(line.strip() for line in error) or lines[-1].strip()
-    return f"{said}, raised in {function} ({file}, line {number})"
+    text = " ".join(line.strip() for line in error) or lines[-1].strip()
+    return f"{text}, raised in {function} ({file}, line {number})"
 
 
 _PLACE = re.compile(r'\s*File "(.+)", line (\d+), in (\S+)')

@@ -99,27 +99,29 @@ def kill_from_outside(processes: Mapping[int, Address], everywhere: bool = True)
     _on_their_nodes(_end, processes, everywhere)
 
 
-def _end(one: Address) -> None:
-    end_process(one.pid)
+def _end(address: Address) -> None:
+    end_process(address.pid)
 
 
 def _on_their_nodes(
     call: Any, processes: Mapping[int, Address], everywhere: bool = True
 ) -> dict[int, Any]:
-    here = ray.get_runtime_context().get_node_id()
+    own_node = ray.get_runtime_context().get_node_id()
     remote = ray.remote(num_cpus=0, max_retries=0)(call)
     refs = {
         number: remote.options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(one.node, soft=False)
-        ).remote(one)
-        for number, one in processes.items() if everywhere and one.node != here
+            scheduling_strategy=NodeAffinitySchedulingStrategy(address.node, soft=False)
+        ).remote(address)
+        for number, address in processes.items() if everywhere and address.node != own_node
     }
-    found = {number: call(one) for number, one in processes.items() if one.node == here}
+    answers = {
+        number: call(address) for number, address in processes.items() if address.node == own_node
+    }
     if refs:
         ray.wait(list(refs.values()), num_returns=len(refs), timeout=LOOK_TIMEOUT_S)
     for number, ref in refs.items():
         try:
-            found[number] = ray.get(ref, timeout=0)
+            answers[number] = ray.get(ref, timeout=0)
         except (GetTimeoutError, RayError):
             continue
-    return found
+    return answers

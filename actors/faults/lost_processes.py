@@ -8,11 +8,11 @@ from traceback import walk_tb
 
 import torch.distributed as dist
 
-from raymm.errors import Error
+from raymm.errors import InternalError
 from raymm.kernels.collectives.waiting import CommunicationError, is_communication
 
 
-class ChannelError(Error, RuntimeError):
+class ChannelError(InternalError, RuntimeError):
     """A message that does not look as its metadata said, or never came."""
 
 

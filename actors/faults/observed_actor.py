@@ -5,16 +5,27 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable
-from typing import Any
-
-import ray
+from functools import cache
+from typing import Any, cast
 
 from raymm.actors.faults.stacks import Address, StackFile
 from raymm.actors.faults.whereabouts import Report, Whereabouts
+from raymm.actors.storage.seen import problem_seeing
 
 # Calls of this concurrency group have a thread of their own.
 OBSERVE = "watch"
-CONCURRENCY_GROUPS = {OBSERVE: 1}
+
+
+@cache
+def remote_class(actor_class: type[ObservedActor]) -> Any:
+    """An actor's class as Ray starts it; where no actor is started, Ray is not needed. The same for
+    every actor: Ray exports each one that it gets, which takes longer than starting an actor."""
+    import ray
+
+    observe = ray.method(concurrency_group=OBSERVE)
+    for method in (ObservedActor.describe, ObservedActor.where):
+        observe(method)
+    return cast(Any, ray.remote)(concurrency_groups={OBSERVE: 1})(actor_class)
 
 
 class ObservedActor:
@@ -27,14 +38,15 @@ class ObservedActor:
         whereabouts: what it is doing.
     """
 
-    def __init__(self, device: str, said: Callable[[Any], str] = str) -> None:
-        self.whereabouts = Whereabouts(said)
+    def __init__(self, device: str, describe: Callable[[Any], str] = str) -> None:
+        self.whereabouts = Whereabouts(describe)
         self._stack_file = StackFile()
         self._device_name = device
 
-    @ray.method(concurrency_group=OBSERVE)
     def describe(self) -> dict[str, Any]:
         """Where this process lives."""
+        import ray
+
         address = Address(
             ray.get_runtime_context().get_node_id(), os.getpid(), self._stack_file.descriptor
         )
@@ -43,7 +55,16 @@ class ObservedActor:
             "address": address,
         }
 
-    @ray.method(concurrency_group=OBSERVE)
+    def sees(self, location: str, name: str, token: str) -> str | None:
+        """Whether this process finds what the driver wrote (:func:`problem_seeing`).
+
+        Args:
+            location: of the run's folder.
+            name: of a file in it.
+            token: what is in that file.
+        """
+        return problem_seeing(location, name, token)
+
     def where(self) -> Report:
         """What it is doing; answers while it does it."""
         return self.whereabouts.report()

@@ -55,30 +55,30 @@ class StackFile:
         return self._file.fileno()
 
 
-def look_at(one: Address) -> Look:
+def look_at(address: Address) -> Look:
     """A process of this node, from outside. Never raises: what cannot be had is said."""
     try:
-        letter = Path(f"/proc/{one.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        letter = Path(f"/proc/{address.pid}/stat").read_text().rpartition(")")[2].split()[0]
         state = _STATES.get(letter, letter)
-        return Look(state, "" if letter in "TtZX" else _stacks(one))
+        return Look(state, "" if letter in "TtZX" else _stacks(address))
     except OSError as error:
-        gone = not Path(f"/proc/{one.pid}").exists() and Path("/proc").is_dir()
+        gone = not Path(f"/proc/{address.pid}").exists() and Path("/proc").is_dir()
         return Look("dead" if gone else f"unknown ({error})", "")
 
 
-def _stacks(one: Address) -> str:
-    file = Path(f"/proc/{one.pid}/fd/{one.descriptor}")
+def _stacks(address: Address) -> str:
+    file = Path(f"/proc/{address.pid}/fd/{address.descriptor}")
     before = size = file.stat().st_size
-    os.kill(one.pid, STACKS_SIGNAL)
+    os.kill(address.pid, STACKS_SIGNAL)
     deadline = time.monotonic() + STACKS_TIMEOUT_S
     while time.monotonic() < deadline:
         time.sleep(0.1)
-        size, known = file.stat().st_size, size
-        if size == known > before:
+        size, last_size = file.stat().st_size, size
+        if size == last_size > before:
             break
-    with file.open("rb") as found:
-        found.seek(before)
-        return found.read().decode(errors="replace")
+    with file.open("rb") as stream:
+        stream.seek(before)
+        return stream.read().decode(errors="replace")
 
 
 def end_process(pid: int) -> None:

@@ -50,8 +50,8 @@ class Whereabouts:
         said: an instruction in words.
     """
 
-    def __init__(self, said: Callable[[Any], str] = str) -> None:
-        self._said = said
+    def __init__(self, describe: Callable[[Any], str] = str) -> None:
+        self._said = describe
         self._thread = threading.get_ident()
         self._now: tuple[Any, float] = ("", time.monotonic())
         self._gave_up = ""

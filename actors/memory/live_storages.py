@@ -27,10 +27,10 @@ class LiveStorages(TorchDispatchMode):
     def __init__(self, others: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self.owner = 0
-        self._found: dict[int, tuple[StorageWeakRef, int, int]] = {}
+        self._entries: dict[int, tuple[StorageWeakRef, int, int]] = {}
         for tensor in others:
             storage = tensor.untyped_storage()
-            self._found[storage._cdata] = StorageWeakRef(storage), 0, 0
+            self._entries[storage._cdata] = StorageWeakRef(storage), 0, 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -39,18 +39,18 @@ class LiveStorages(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for value in tree_iter(result):
             if isinstance(value, torch.Tensor) and value.layout == torch.strided:
-                known = self._found.get(value.untyped_storage()._cdata)
-                if known is None or known[0].expired():
+                entry = self._entries.get(value.untyped_storage()._cdata)
+                if entry is None or entry[0].expired():
                     self.give(value, self.owner)
         return result
 
     def give(self, tensor: torch.Tensor, owner: int) -> None:
         """Attribute a tensor's memory to an owner, whoever made it."""
         storage = tensor.untyped_storage()
-        self._found[storage._cdata] = StorageWeakRef(storage), storage.nbytes(), owner
+        self._entries[storage._cdata] = StorageWeakRef(storage), storage.nbytes(), owner
 
     def alive(self) -> Iterator[tuple[int, int]]:
         """(owner, bytes) of every storage that is alive."""
-        for reference, size, owner in self._found.values():
+        for reference, size, owner in self._entries.values():
             if not reference.expired():
                 yield owner, size

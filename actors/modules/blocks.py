@@ -80,7 +80,7 @@ def _decoder(module: nn.Module) -> nn.Module:
 
 def checkpoints_itself(module: nn.Module) -> bool:
     """Whether a transformers model runs layers again in its backward by its own means."""
-    return any(getattr(one, "gradient_checkpointing", False) for one in module.modules())
+    return any(getattr(part, "gradient_checkpointing", False) for part in module.modules())
 
 
 def num_blocks(module: nn.Module) -> int:
@@ -96,15 +96,20 @@ def hidden_name(block: nn.Module) -> str:
 
 
 def hidden_state(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The hidden state among what a block is called with."""
+    """The hidden state among what a block is called with.
+
+    Args:
+        block: whose forward is called.
+        args, kwargs: of that call; the hidden state is a tensor (B, T, H).
+    """
     return args[0] if args else kwargs[hidden_name(block)]
 
 
 @functools.cache
 def _hidden_parameter(block: type[nn.Module]) -> str:
-    known = "hidden_states"
+    usual = "hidden_states"
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
-    found = list(inspect.signature(block.forward).parameters.values())[1:]  # without self
-    if not found or found[0].kind not in named or known in {one.name for one in found}:
-        return known
-    return found[0].name
+    parameters = list(inspect.signature(block.forward).parameters.values())[1:]  # without self
+    if not parameters or parameters[0].kind not in named or usual in {p.name for p in parameters}:
+        return usual
+    return parameters[0].name

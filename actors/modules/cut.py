@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from raymm.actors.modules.blocks import block_list, hidden_name, hidden_state
-from raymm.errors import Error, InputError
+from raymm.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,6 @@ class CutInfo:
         if is_last:
             names = names | self.last
         return names
-
-
-class NoBlockCalledError(Error, RuntimeError):
-    """A forward that skipped every block: there is nothing that one stage could hand to the next.
-    Names the module, the microbatch and the cure."""
 
 
 class CutReached(Exception):  # noqa: N818  not an error: the normal end of a cut forward
@@ -129,17 +124,24 @@ def _in_blocks(name: str, blocks: str) -> int | None:
 
 
 def stage_parameters(module: nn.Module, info: CutInfo, lo: int, hi: int) -> list[str]:
-    """Names of the parameters that blocks [lo, hi) and their surroundings own."""
+    """Names of the parameters that blocks [lo, hi) and their surroundings own.
+
+    Args:
+        module: the whole module, or its skeleton.
+        info: how it can be cut.
+        lo, hi: blocks [lo, hi); blocks 0 and the last bring along what is before and after the
+            list.
+    """
     _check_shared(module, info.blocks, lo, hi)
     total = len(block_list(module, info.blocks))
     outer = info.outer(lo == 0, hi == total)
-    known = info.first | info.middle | info.last
+    probed = info.first | info.middle | info.last
     names = []
     for name, _ in module.named_parameters():
         index = _in_blocks(name, info.blocks)
         if index is None:
             # A parameter that no gradient ever reached still has to live somewhere.
-            owned = name in outer or (name not in known and hi == total)
+            owned = name in outer or (name not in probed and hi == total)
         else:
             owned = lo <= index < hi
         if owned:
@@ -147,26 +149,22 @@ def stage_parameters(module: nn.Module, info: CutInfo, lo: int, hi: int) -> list
     return names
 
 
-class SharedBlocksError(InputError, ValueError):
-    """A cut between blocks that have parameters in common."""
-
-
 def _check_shared(module: nn.Module, blocks: str, lo: int, hi: int) -> None:
     """
     Raises:
-        SharedBlocksError: if blocks [lo, hi) share parameters with others, or with what is around
+        InputError: if blocks [lo, hi) share parameters with others, or with what is around
             the blocks: a stage would have none of them, or one of its own.
     """
     places: dict[int, dict[int | None, str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         places.setdefault(id(parameter), {})[_in_blocks(name, blocks)] = name
-    for found in places.values():
-        inside = [i for i in found if i is not None and lo <= i < hi]
-        outside = [i for i in found if i not in inside]
+    for users in places.values():
+        inside = [i for i in users if i is not None and lo <= i < hi]
+        outside = [i for i in users if i not in inside]
         if inside and outside:
-            raise SharedBlocksError(
+            raise InputError(
                 f"{type(module).__name__} cannot be cut into blocks {lo} to {hi - 1} and others: "
-                f"{found[inside[0]]!r} and {found[outside[0]]!r} are one parameter; cut it "
+                f"{users[inside[0]]!r} and {users[outside[0]]!r} are one parameter; cut it "
                 "elsewhere (layers of its ParallelSpec), or give it one stage (pp 1)"
             )
 
@@ -197,7 +195,15 @@ def _is_ghost(value: Any) -> bool:
 
 
 def prune(module: nn.Module, info: CutInfo, lo: int, hi: int) -> nn.Module:
-    """Reduce a module in place to blocks [lo, hi) and what surrounds them."""
+    """Reduce a module in place to blocks [lo, hi) and what surrounds them. Blocks before them
+    become pass-throughs, those after them end the forward, and parameters that the stage does not
+    own become ghosts without memory.
+
+    Args:
+        module: the whole module; it is changed.
+        info: how it can be cut.
+        lo, hi: blocks that stay.
+    """
     blocks = block_list(module, info.blocks)
     owned = set(stage_parameters(module, info, lo, hi))
     for index in range(len(blocks)):
@@ -218,6 +224,8 @@ class Passage:
 
     Args:
         module: what :func:`prune` has left of it, with these blocks.
+        info: how the module was cut.
+        lo, hi: the blocks that are left of it.
 
     Attributes:
         skips: whether the forward may skip blocks. If not, blocks of earlier stages return what
@@ -251,7 +259,7 @@ class Passage:
 
         Raises:
             CutReached: the forward is over, of any stage but the last.
-            NoBlockCalledError: it skipped every block of the module.
+            InputError: it skipped every block of the module.
         """
         self._received, self._arrived, self._left = received, received is None, None
         self._running = True
@@ -265,7 +273,7 @@ class Passage:
     def _end(self, what: str) -> None:
         """The forward has come to its end."""
         if self._left is None:
-            raise NoBlockCalledError(
+            raise InputError(
                 f"{what} skipped every block, and stages have only what blocks return to hand on; "
                 "give the module one stage (pp 1), or a smaller probability of skipping a block in "
                 "its config (layerdrop)"

@@ -65,9 +65,11 @@ def module_draws(
 
     Args:
         seed: of the run.
+        step: number of the optimizer step.
         module: its name, the same for all of its stages and copies.
+        microbatch: its number within the batch.
         share: differs between processes that share the microbatch and draw each their own.
-        watched: note whether any are drawn.
+        observed: note whether any are drawn.
         batch: number of the batch, of those whose gradients the step accumulates.
     """
     own = (*((share,) if share else ()), *(("batch", batch) if batch else ()))

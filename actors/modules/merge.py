@@ -52,17 +52,23 @@ class MergeError(InputError, ValueError):
 def merge_rows(
     policy: MergePolicy, features: dict[str, torch.Tensor], inputs: dict[str, Any]
 ) -> dict[str, Any]:
-    """What a policy returns.
+    """Call a merge policy and check what it returns.
+
+    Args:
+        policy: the merge policy.
+        features: by encoder, the received features (items, tokens, H) or what the policy takes.
+        inputs: ``inputs_embeds`` (B, T, H), ``labels`` (B, T) int64, and what else the first stage
+            has.
 
     Raises:
         MergeError: it lacks something, or other tokens are labels. Else what the policy raises.
     """
     rows, width = len(inputs["labels"]), inputs["inputs_embeds"].shape[2]
-    given = _label_count(inputs["labels"])  # before the policy, which may write into them
-    found = policy(features, inputs)
-    if not isinstance(found, Mapping):
-        raise MergeError(f"the merge policy returned a {type(found).__name__}; accepted: a dict")
-    merged = dict(found)
+    labelled = _label_count(inputs["labels"])  # before the policy, which may write into them
+    returned = policy(features, inputs)
+    if not isinstance(returned, Mapping):
+        raise MergeError(f"the merge policy returned a {type(returned).__name__}; accepted: a dict")
+    merged = dict(returned)
     for name, dims, form in (("inputs_embeds", 3, "(B, T, H)"), ("labels", 2, "(B, T)")):
         value = merged.get(name)
         if not isinstance(value, torch.Tensor) or value.dim() != dims:
@@ -79,8 +85,8 @@ def merge_rows(
             f"each per sample, embeddings {width} wide"
         )
     kept = _label_count(labels)
-    if given != kept:
-        raise MergeError(f"the merge policy turned {given} label tokens into {kept}")
+    if labelled != kept:
+        raise MergeError(f"the merge policy turned {labelled} label tokens into {kept}")
     return merged
 
 
@@ -169,8 +175,8 @@ class Prepend:
             result["token_layout"] = layout = text_layout(result["attention_mask"])
             for name, features in encoder_outputs.items():
                 starts, stops = torch.tensor(places[name], device=labels.device).T[..., None]
-                here = (starts <= positions) & (positions < stops)
-                place_items(layout, here, kinds[name], features.shape[1])
+                own = (starts <= positions) & (positions < stops)
+                place_items(layout, own, kinds[name], features.shape[1])
         return result
 
 
@@ -238,17 +244,17 @@ class ReplaceTokens:
                 f"token_ids has {', '.join(self.token_ids)}"
             )
         for name, token_id in self.token_ids.items():
-            wanted = (inputs["input_ids"] == token_id).sum(dim=1)
-            given = torch.zeros_like(wanted)
+            placeholders = (inputs["input_ids"] == token_id).sum(dim=1)
+            counts = torch.zeros_like(placeholders)
             if name in tokens:
                 index = inputs["sample_index"][name]
-                given.index_add_(0, index, torch.full_like(index, tokens[name]))
-            if not torch.equal(wanted, given):
-                row = int((wanted != given).nonzero()[0])
+                counts.index_add_(0, index, torch.full_like(index, tokens[name]))
+            if not torch.equal(placeholders, counts):
+                row = int((placeholders != counts).nonzero()[0])
                 error = MergeError(
-                    f"sample {row} of the microbatch has {int(wanted[row])} placeholder tokens "
-                    f"(id {token_id}) for encoder {name!r}, but its inputs give "
-                    f"{int(given[row])} features; the two must be equal"
+                    f"sample {row} of the microbatch has {int(placeholders[row])} placeholder "
+                    f"tokens (id {token_id}) for encoder {name!r}, but its inputs give "
+                    f"{int(counts[row])} features; the two must be equal"
                 )
                 error.row = row
                 raise error

@@ -26,8 +26,8 @@ def may_draw(module: nn.Module, drawless: Collection[type] = ()) -> bool:
     """Whether a module has a part in training mode that may draw random numbers: all may but
     layers of torch that do not, and those of the classes ``drawless``."""
     return any(
-        one.training and type(one) not in _DRAWLESS and type(one) not in drawless
-        for one in module.modules()
+        part.training and type(part) not in _DRAWLESS and type(part) not in drawless
+        for part in module.modules()
     )
 
 
@@ -70,11 +70,16 @@ def inputs_unchanged(
 ) -> Iterator[None]:
     """Refuse a stage that changes in place what its recomputation starts from.
 
+    Args:
+        stage: its name, for the error.
+        received: messages by producer.
+        inputs: what the stage reads of the microbatch; None if it reads nothing.
+
     Raises:
         RuntimeError: if it does.
     """
     messages = received.values()
-    tensors = [t for one in messages for t in (*one.tensors, *one.side.values())]
+    tensors = [t for message in messages for t in (*message.tensors, *message.side.values())]
     tensors += [t for t in (inputs or {}).values() if isinstance(t, torch.Tensor)]
     versions = [t._version for t in tensors]
     yield

@@ -34,11 +34,12 @@ def pack_rows(merged: Mapping[str, Any], layout: torch.Tensor) -> dict[str, torc
     Raises:
         ValueError: if there is anything else for the model that belongs to tokens.
     """
-    known = {"inputs_embeds", "targets", "position_ids"}
-    if unknown := sorted(n for n, value in merged.items() if n not in known and value is not None):
+    accepted = {"inputs_embeds", "targets", "position_ids"}
+    present = {name for name, value in merged.items() if value is not None}
+    if unknown := sorted(present - accepted):
         raise ValueError(
             f"the merge policy returned {unknown}; with packing a language model gets "
-            f"{sorted(known)} and nothing else"
+            f"{sorted(accepted)} and nothing else"
         )
     real = layout[2] != PADDING
     B, T = real.shape

@@ -16,6 +16,7 @@ class ProjectorConfig(PretrainedConfig):
         kind: ``"linear"``, or ``"mlp"`` (linear, GELU, linear).
         in_features: width of the encoder's output.
         out_features: width of the language model's embeddings.
+        **kwargs: as of ``transformers.PretrainedConfig``.
     """
 
     model_type = "raymm_projector"

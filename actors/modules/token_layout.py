@@ -17,24 +17,36 @@ import torch
 
 from raymm.kernels.mask import patterns as mask_patterns
 from raymm.kernels.mask.mask import AttentionMask, MaskError
-from raymm.kernels.mask.patterns import Span, kinds_and_items
+from raymm.kernels.mask.spans import Span, kinds_and_items
 
 PADDING = -1
 _NUMBERS = torch.iinfo(torch.int16).max
 
 MaskPolicy = Callable[..., AttentionMask]
 """``policy(length, spans, document_lengths=lengths) -> AttentionMask`` of one row: its tokens,
-the encoders' items in them (:class:`raymm.kernels.mask.patterns.Span`), and the lengths of its
+the encoders' items in them (:class:`raymm.kernels.mask.spans.Span`), and the lengths of its
 documents, of which right padding is the last."""
 
 
 def causal(length: int, spans: Sequence[Span], document_lengths: Sequence[int]) -> AttentionMask:
-    """Every token sees what is before it in its document."""
+    """Every token sees what is before it in its document.
+
+    Args:
+        length: tokens of the row.
+        spans: of items; a causal mask does not ask where they lie.
+        document_lengths: tokens of each document of the row, in order.
+    """
     return mask_patterns.documents(document_lengths)
 
 
 def isolated(length: int, spans: Sequence[Span], document_lengths: Sequence[int]) -> AttentionMask:
-    """:func:`raymm.kernels.mask.patterns.multimodal` with every item by itself."""
+    """:func:`raymm.kernels.mask.patterns.multimodal` with every item by itself.
+
+    Args:
+        length: tokens of the row.
+        spans: where items lie among them.
+        document_lengths: tokens of each document of the row, in order.
+    """
     return mask_patterns.multimodal(
         length, spans, isolate=True, document_lengths=document_lengths
     )
@@ -72,11 +84,11 @@ def checked_layout(layout: Any, shape: Sequence[int]) -> torch.Tensor:
     Raises:
         ValueError: another shape, or not whole numbers of 16 bits.
     """
-    wanted = (3, *shape)
+    expected = (3, *shape)
     if not isinstance(layout, torch.Tensor):
         raise ValueError(f"token_layout that is a {type(layout).__name__}, not a tensor")
-    if tuple(layout.shape) != wanted:
-        raise ValueError(f"token_layout of shape {tuple(layout.shape)}; expected {wanted}")
+    if tuple(layout.shape) != expected:
+        raise ValueError(f"token_layout of shape {tuple(layout.shape)}; expected {expected}")
     short = layout.to(torch.int16)
     if not torch.equal(short.to(layout.dtype), layout):
         raise ValueError("token_layout with other than whole numbers of 16 bits")
@@ -89,6 +101,7 @@ def place_items(
     """Enter an encoder's items into a layout, in place.
 
     Args:
+        layout: (3, B, T) int16, changed in place.
         places: (B, T) bool: the encoder's tokens; those of a row belong to its items in order.
         kind: the encoder's number, from 1.
         tokens_per_item: how many tokens an item has.
@@ -105,25 +118,25 @@ def row_masks(layout: torch.Tensor, policy: MaskPolicy) -> tuple[AttentionMask, 
         MaskError: if the policy refuses the row, or returns what is no mask of it.
     """
     rows = layout.cpu().numpy().transpose(1, 0, 2)
-    made: dict[bytes, AttentionMask] = {}
-    return tuple(_row_mask(row, policy, made) for row in rows)
+    masks: dict[bytes, AttentionMask] = {}
+    return tuple(_row_mask(row, policy, masks) for row in rows)
 
 
 def _row_mask(
-    row: np.ndarray[Any, Any], policy: MaskPolicy, made: dict[bytes, AttentionMask]
+    row: np.ndarray[Any, Any], policy: MaskPolicy, masks: dict[bytes, AttentionMask]
 ) -> AttentionMask:
     key = row.tobytes()
-    if key not in made:
+    if key not in masks:
         kinds, items, documents = row
         starts = np.flatnonzero(np.diff(documents, prepend=documents[:1] - 1))
         lengths = np.diff(np.append(starts, len(documents))).tolist()
         # Items of two documents are two, also where they touch and have the same number.
         spans = kinds_and_items(kinds, items + _NUMBERS * documents.astype(np.int64))
-        made[key] = mask = policy(len(kinds), spans, document_lengths=lengths)
+        masks[key] = mask = policy(len(kinds), spans, document_lengths=lengths)
         if not isinstance(mask, AttentionMask) or mask.shape != (len(kinds),) * 2:
             name = getattr(policy, "__name__", type(policy).__name__)
             raise MaskError(
                 f"mask policy {name} returned {mask!r} for a row of {len(kinds)} tokens; expected "
                 f"an AttentionMask of {len(kinds)} queries and as many keys"
             )
-    return made[key]
+    return masks[key]

@@ -5,7 +5,6 @@ style."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -14,24 +13,25 @@ from raymm.actors.multiplexed.device import Device
 from raymm.actors.optimizer.checkpoint_shards import (
     Loaded,
     ShardFile,
-    StoredTensors,
     WrittenShard,
     copy_tensors,
-    write_shard,
+    store_shard,
 )
+from raymm.actors.optimizer.stored_tensors import StoredTensors
 from raymm.scheduler.plan.stage import StageId
 
 
 def save_shards(
-    folder: Path, gpu: int, here: Device, saved_nodes: Collection[str], skip_frozen: Collection[str]
+    folder: str, gpu: int, device: Device, saved_nodes: Collection[str],
+    skip_frozen: Collection[str],
 ) -> dict[str, WrittenShard]:
     """Write the modules that this GPU, of all with a copy, writes, and their optimizer state.
 
     Args:
-        folder: an existing folder that is not committed yet.
+        folder: location of an existing folder that is not committed yet.
         gpu: its number.
-        here: the GPU.
-        saves: the modules.
+        device: the GPU.
+        saved_nodes: the modules.
         skip_frozen: modules whose frozen weights are elsewhere and need no copy.
 
     Returns:
@@ -40,8 +40,8 @@ def save_shards(
     tensors: dict[str, torch.Tensor] = {}
     for node in sorted(saved_nodes):
         seen: set[int] = set()
-        trained = any(p.requires_grad for p in here.modules[node].parameters())
-        for name, tensor in here.modules[node].state_dict(keep_vars=True).items():
+        trained = any(p.requires_grad for p in device.modules[node].parameters())
+        for name, tensor in device.modules[node].state_dict(keep_vars=True).items():
             # Running statistics of what is trained change, though nothing has their gradient.
             changes = tensor.requires_grad or (not isinstance(tensor, nn.Parameter) and trained)
             if changes or node not in skip_frozen:
@@ -51,27 +51,27 @@ def save_shards(
                 tensors[f"{node}/{name}"] = tensor.detach().clone() if tied else tensor.detach()
     state = {
         f"optimizer/{stage.module}/{name}/{key}": value
-        for (stage, name, key), value in here.optimizer.state_tensors().items()
+        for (stage, name, key), value in device.optimizer.state_tensors().items()
         if stage.module in saved_nodes
     }
     files = {}
-    for kind, found in (("model", tensors), ("optimizer", state)):
-        if found:
+    for kind, shards in (("model", tensors), ("optimizer", state)):
+        if shards:
             file = f"{kind}-rank{gpu}.safetensors"
-            files[file] = write_shard(folder / file, found)
+            files[file] = store_shard(folder, file, shards)
     return files
 
 
 def load_shards(
-    folder: Path, index: Mapping[str, str], files: Mapping[str, ShardFile], here: Device, step: int
+    folder: str, index: Mapping[str, str], files: Mapping[str, ShardFile], device: Device, step: int
 ) -> Loaded:
     """Read parameters, buffers and optimizer state.
 
     Args:
-        folder: of the checkpoint.
+        folder: location of the checkpoint.
         index: file of every stored name.
         files: what the files must be.
-        here: the GPU.
+        device: the GPU.
         step: optimizer steps taken.
 
     Raises:
@@ -80,7 +80,7 @@ def load_shards(
     stored = StoredTensors(folder, index, files)
     own = [
         (f"{node}/{name}", tensor.detach())
-        for node, module in here.modules.items()
+        for node, module in device.modules.items()
         for name, tensor in module.state_dict(keep_vars=True).items()
     ]
     read = stored.read(dict.fromkeys(name for name, _ in own))
@@ -88,15 +88,15 @@ def load_shards(
     taken = list(read)
     keys = stored.optimizer_keys()
     state: dict[tuple[StageId, str, str], torch.Tensor] = {}
-    for stage, name in here.optimizer.updated:
+    for stage, name in device.optimizer.updated:
         base = f"optimizer/{stage.module}/{name}"
-        wanted = dict.fromkeys(f"{base}/{key}" for key in keys.get(base, ()))
-        for full, value in stored.read(wanted).items():
+        stored_names = dict.fromkeys(f"{base}/{key}" for key in keys.get(base, ()))
+        for full, value in stored.read(stored_names).items():
             state[stage, name, full.rpartition("/")[2]] = value
             taken.append(full)
-    here.optimizer.load_state_tensors(state, step)
+    device.optimizer.load_state_tensors(state, step)
     lacking = [
-        f"{stage.module}/{name}" for stage, name in here.optimizer.parameters
+        f"{stage.module}/{name}" for stage, name in device.optimizer.parameters
         if f"{stage.module}/{name}" not in read
     ]
     return Loaded(lacking, taken)

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from raymm.scheduler.graph.direction import Direction
 from raymm.scheduler.multiplex.instructions import Run
 
 
 class TimedRun(NamedTuple):
     """When a node ran; seconds of the host's wall clock."""
 
-    direction: str
+    direction: Direction
     node: str
     slot: int
     start: float
@@ -28,7 +29,7 @@ class RunClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._found: list[tuple[Run, str, Any, Any]] = []
+        self._intervals: list[tuple[Run, str, Any, Any]] = []
         self._origin = self._mark()
         self._at = time.time()
 
@@ -44,15 +45,15 @@ class RunClock:
         """Times what is inside."""
         start = self._mark()
         yield
-        self._found.append((run, node, start, self._mark()))
+        self._intervals.append((run, node, start, self._mark()))
 
     def runs(self) -> list[TimedRun]:
         """All that did not raise; on a GPU, waits until they are done."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return [
-            TimedRun(str(run.direction), node, run.slot, self._seconds(a), self._seconds(b))
-            for run, node, a, b in self._found
+            TimedRun(run.direction, node, run.slot, self._seconds(a), self._seconds(b))
+            for run, node, a, b in self._intervals
         ]
 
     def _seconds(self, mark: Any) -> float:

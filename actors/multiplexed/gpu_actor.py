@@ -8,14 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import inf
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from raymm.actors.faults.lost_processes import ChannelError
 from raymm.actors.faults.observed_actor import ObservedActor
 from raymm.actors.faults.whereabouts import task
 from raymm.actors.memory.peak_memory import PeakMemory
@@ -44,8 +42,8 @@ from raymm.actors.quota import (
     StreamPool,
     check_no_shared_parameters,
 )
-from raymm.actors.rank.meeting import TCPStore, new_group, open_store, stay_on
-from raymm.actors.rank.rank_actor import remember
+from raymm.actors.rank.meeting import TCPStore, join, new_group, open_store, prepare_nccl, stay_on
+from raymm.actors.rank.recent_programs import remember
 from raymm.scheduler.graph.node_graph import NodeGraph
 from raymm.scheduler.multiplex.instructions import Part, Slot, said
 from raymm.scheduler.plan.stage import StageId
@@ -106,6 +104,7 @@ class GpuActor(ObservedActor):
         super().__init__(spec.device, said)
         self._spec = spec
         self._device = torch.device(spec.device)
+        prepare_nccl(self._device)
         self._timeout = timedelta(seconds=spec.timeout_s)
         self._programs: OrderedDict[str, GpuProgram] = OrderedDict()
         self._layout_keys: OrderedDict[str, None] = OrderedDict()
@@ -113,7 +112,7 @@ class GpuActor(ObservedActor):
         self._store: TCPStore | None = None  # where GPUs meet; the first one's listens
 
     @property
-    def _here(self) -> Device:
+    def _built_device(self) -> Device:
         """What :meth:`build` has made."""
         assert self._built is not None
         return self._built
@@ -131,31 +130,23 @@ class GpuActor(ObservedActor):
         # Here, as OpenMP has a number per thread, and ``__init__`` ran in another one.
         torch.set_num_threads(spec.threads)
         stay_on(address)
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device.index or 0)  # where groups connect
         store = self._store or TCPStore(
             address, port, spec.gpus, is_master=False, timeout=self._timeout
         )
-        dist.init_process_group(
-            "nccl" if self._device.type == "cuda" else "gloo", store=store, rank=spec.gpu,
-            world_size=spec.gpus, timeout=self._timeout,
-        )
-        everyone = dist.group.WORLD
-        assert everyone is not None
-        self._meet(everyone)
+        self._device = join(self._device, store, spec.gpu, spec.gpus, self._timeout)
         self._messages: Messages | None = None
         if spec.gpus > 1:
             gpus = range(spec.gpus)
             self._messages = Messages(
-                self._new_group(gpus),
-                new_group(gpus, self._timeout, backend="gloo"),
+                new_group(gpus, self._timeout, self._device),
+                new_group(gpus, self._timeout, self._device, "gloo"),
             )
         self._connect_replicas()
 
     def _connect_replicas(self) -> None:
         """One group for every node, so that sums of different nodes need no common order."""
         self._replicas = {
-            name: self._new_group(gpus)
+            name: new_group(gpus, self._timeout, self._device)
             for name, gpus in sorted(self._spec.replicas.items())
             if len(gpus) > 1 and self._spec.graph.by_name[name].trainable
         }
@@ -164,8 +155,8 @@ class GpuActor(ObservedActor):
     def replace(self, spec: GpuSpec) -> None:
         """Become another model's process; the old one's modules and streams are gone. The
         processes stay the same ones, and stay connected."""
-        self._here.concurrent_modules.close()
-        pool, self._built = self._here.pool, None
+        self._built_device.concurrent_modules.close()
+        pool, self._built = self._built_device.pool, None
         pool.close()
         for group in self._replicas.values():
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
@@ -174,20 +165,6 @@ class GpuActor(ObservedActor):
         self._programs.clear()
         self._layout_keys.clear()
         self._connect_replicas()
-
-    def _new_group(self, gpus: Sequence[int]) -> dist.ProcessGroup:
-        group = new_group(gpus, self._timeout)
-        if group is not dist.GroupMember.NON_GROUP_MEMBER:
-            self._meet(group)
-        return group
-
-    def _meet(self, group: dist.ProcessGroup) -> None:
-        """The group's first operation. All members must take part in that of an NCCL group; a
-        route's messages are between some of them only."""
-        members = torch.ones(1, device=self._device)
-        dist.all_reduce(members, group=group)
-        if (met := int(members)) != group.size():  # read: waits until it is done
-            raise ChannelError(f"{met} of {group.size()} processes of a group have met")
 
     @task("building modules")
     def build(self) -> dict[str, int]:
@@ -218,7 +195,7 @@ class GpuActor(ObservedActor):
         in_grad_norm = frozenset(
             key for key in parameters if spec.replicas[key[0].module][0] == spec.gpu
         )
-        reduction_groups = {one.reduction_group for one in shared}
+        reduction_groups = {owned.reduction_group for owned in shared}
         self._built = Device(
             self._device,
             spec.graph,
@@ -285,14 +262,14 @@ class GpuActor(ObservedActor):
             ChannelError: another process is gone.
         """
         self._memory.restart()
-        given: list[dict[Part, Mapping[str, Any]]] = [{} for _ in iterations]
-        for (number, part), one in zip(places, entries, strict=True):
-            spec = self._here.specs[part.node]
+        per_iteration: list[dict[Part, Mapping[str, Any]]] = [{} for _ in iterations]
+        for (number, part), entry in zip(places, entries, strict=True):
+            spec = self._built_device.specs[part.node]
             rows = iterations[number][1].rows(part.node, part.samples)
-            given[number][part] = spec.own_entries(one, rows)
+            per_iteration[number][part] = spec.own_entries(entry, rows)
         results = [
             self._run_iteration(key, meta, parts)
-            for (key, meta), parts in zip(iterations, given, strict=True)
+            for (key, meta), parts in zip(iterations, per_iteration, strict=True)
         ]
         return GpuStepResult(results, self._memory.bytes())
 
@@ -302,46 +279,46 @@ class GpuActor(ObservedActor):
         program = self._programs[key]
         remember(self._programs, key, program)
         remember(self._layout_keys, meta.layout, None)
-        self._here.layouts = {
-            place: one for place, one in self._here.layouts.items()
+        self._built_device.layouts = {
+            place: value for place, value in self._built_device.layouts.items()
             if place[0] in self._layout_keys and not (meta.new_layout and place[0] == meta.layout)
         }
-        moved = {part: to_device(dict(one), self._device) for part, one in entries.items()}
-        return Iteration(self._here, program, meta, moved, self.whereabouts).run()
+        moved = {part: to_device(dict(value), self._device) for part, value in entries.items()}
+        return Iteration(self._built_device, program, meta, moved, self.whereabouts).run()
 
     @task("the optimizer's step")
     def run_optimizer_ops(self) -> IterationResult:
         """Sum gradients over copies, clip, and step the optimizer, after iterations that only
         accumulated gradients."""
-        optimizer = self._here.optimizer
+        optimizer = self._built_device.optimizer
         optimizer.reduction.wait()
-        norm, found = optimizer.clip(), optimizer.not_finite
-        return IterationResult(grad_norm=norm, learning_rate=optimizer.step(), not_finite=found)
+        norm, places = optimizer.clip(), optimizer.not_finite
+        return IterationResult(grad_norm=norm, learning_rate=optimizer.step(), not_finite=places)
 
     def zero_grad(self) -> None:
         """Forget accumulated gradients."""
-        self._here.optimizer.zero_grad()
+        self._built_device.optimizer.zero_grad()
 
     @task("saving a checkpoint")
     def save(self, folder: str, skip_frozen: frozenset[str]) -> dict[str, WrittenShard]:
         """As :meth:`raymm.actors.rank.rank_actor.RankActor.save`."""
         spec = self._spec
-        first = {name for name in self._here.modules if spec.replicas[name][0] == spec.gpu}
-        return save_shards(Path(folder), spec.gpu, self._here, first, skip_frozen)
+        first = {name for name in self._built_device.modules if spec.replicas[name][0] == spec.gpu}
+        return save_shards(folder, spec.gpu, self._built_device, first, skip_frozen)
 
     @task("loading a checkpoint")
     def load(
         self, folder: str, index: dict[str, str], files: dict[str, ShardFile], step: int
     ) -> Loaded:
         """As :meth:`raymm.actors.rank.rank_actor.RankActor.load`."""
-        return load_shards(Path(folder), index, files, self._here, step)
+        return load_shards(folder, index, files, self._built_device, step)
 
     @task("reading gradients")
     def gradients(self) -> dict[tuple[str, str], torch.Tensor | None]:
         """Gradients by (node, name); None where a trainable parameter has none."""
         return {
             (stage.module, name): None if p.grad is None else p.grad.cpu()
-            for (stage, name), p in self._here.optimizer.parameters.items()
+            for (stage, name), p in self._built_device.optimizer.parameters.items()
         }
 
     @task("reading parameters")
@@ -349,17 +326,17 @@ class GpuActor(ObservedActor):
         """Parameters by (node, name)."""
         return {
             (node, name): parameter.detach().cpu()
-            for node, module in self._here.modules.items()
+            for node, module in self._built_device.modules.items()
             for name, parameter in module.named_parameters()
             if parameter.requires_grad or not trainable_only
         }
 
     def not_finite_tensors(self) -> list[str]:
         """As :meth:`raymm.actors.rank.rank_actor.RankActor.not_finite_tensors`."""
-        return self._here.optimizer.not_finite_tensors(
-            {StageId(node): module for node, module in self._here.modules.items()}
+        return self._built_device.optimizer.not_finite_tensors(
+            {StageId(node): module for node, module in self._built_device.modules.items()}
         )
 
     def quotas(self) -> str:
         """What was asked and granted, a line per module of every slot."""
-        return self._here.pool.report()
+        return self._built_device.pool.report()

@@ -15,8 +15,9 @@ from raymm.actors.multiplexed.iteration_meta import (
     IterationResult,
 )
 from raymm.actors.placement.placement import ONLY_RANKS, PlacementOptions
-from raymm.actors.rank.rank_actor import remember
-from raymm.actors.rank.rank_group import RankGroup, RankResources, StepHandle
+from raymm.actors.rank.rank_group import RankGroup, StepHandle
+from raymm.actors.rank.rank_resources import RankResources
+from raymm.actors.rank.recent_programs import remember
 from raymm.scheduler.multiplex.instructions import MultiplexProgram, Part
 
 # What one GPU's part reads: its samples of entries of the batch, or a reference to them.
@@ -147,8 +148,8 @@ class GpuGroup(RankGroup):
         self.check_running()
         with self._order:
             refs = [
-                actor.run_step.remote(list(iterations), list(one), *one.values())
-                for actor, one in zip(self._actors, inputs, strict=True)
+                actor.run_step.remote(list(iterations), list(parts), *parts.values())
+                for actor, parts in zip(self._actors, inputs, strict=True)
             ]
         return StepHandle(self, refs)
 

@@ -56,5 +56,5 @@ def flagged(flags: Flags | None, first: int, names: Sequence[str]) -> frozenset[
     """
     if flags is None:
         return frozenset()
-    told = flags.read()[first : first + len(names)]
-    return frozenset(name for name, one in zip(names, told, strict=True) if one)
+    present = flags.read()[first : first + len(names)]
+    return frozenset(name for name, flag in zip(names, present, strict=True) if flag)

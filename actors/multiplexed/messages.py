@@ -51,15 +51,15 @@ class Messages:
             For each receive what to wait for.
         """
         outgoing = [
-            (peer, _flat([sends[i][1].detach() for i in one])) for peer, one in _packs(sends)
+            (peer, _flat([sends[i][1].detach() for i in pack])) for peer, pack in _packs(sends)
         ]
         incoming = []
-        for peer, one in _packs(receives):
-            targets = [receives[i][1] for i in one]
-            flat = targets[0] if len(one) == 1 else targets[0].new_empty(
+        for peer, pack in _packs(receives):
+            targets = [receives[i][1] for i in pack]
+            flat = targets[0] if len(pack) == 1 else targets[0].new_empty(
                 sum(target.numel() for target in targets)
             )
-            incoming.append((peer, one, flat))
+            incoming.append((peer, pack, flat))
         operations = [
             dist.P2POp(dist.isend, flat, group=self._group, group_peer=peer)
             for peer, flat in outgoing
@@ -67,9 +67,9 @@ class Messages:
             dist.P2POp(dist.irecv, flat, group=self._group, group_peer=peer)
             for peer, _, flat in incoming
         ]
-        found: list[list[Waitable]] = [[] for _ in receives]
+        waitables: list[list[Waitable]] = [[] for _ in receives]
         if not operations:
-            return found
+            return waitables
         works = dist.batch_isend_irecv(operations)
         if len(works) != len(operations):  # NCCL: one for the batch
             works = [works[0]] * len(operations)
@@ -77,13 +77,13 @@ class Messages:
         self._under_way += [
             (work, flat) for work, (_, flat) in zip(works, outgoing, strict=False)
         ]
-        for work, (_, one, flat) in zip(works[len(outgoing) :], incoming, strict=True):
+        for work, (_, pack, flat) in zip(works[len(outgoing) :], incoming, strict=True):
             waits: Waitable = work
-            if len(one) > 1:
-                waits = _Unpacks(work, flat, [receives[i][1] for i in one])
-            for i in one:
-                found[i].append(waits)
-        return found
+            if len(pack) > 1:
+                waits = _Unpacks(work, flat, [receives[i][1] for i in pack])
+            for i in pack:
+                waitables[i].append(waits)
+        return waitables
 
     def start_flags(
         self, sends: Mapping[int, Sequence[bool]], receives: Mapping[int, int]
@@ -102,12 +102,12 @@ class Messages:
             data = torch.tensor(flags, dtype=torch.uint8)
             work = started(dist.isend(data, group=self._host_group, group_dst=peer))
             self._under_way.append((work, data))
-        found = {}
+        flags_of = {}
         for peer, count in receives.items():
             data = torch.empty(count, dtype=torch.uint8)
             work = started(dist.irecv(data, group=self._host_group, group_src=peer))
-            found[peer] = Flags(work, data)
-        return found
+            flags_of[peer] = Flags(work, data)
+        return flags_of
 
     def wait_sent(self) -> None:
         """Until everything has been sent."""
@@ -154,13 +154,13 @@ def _packs(tensors: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[int, list[
     for i, (peer, tensor) in enumerate(tensors):
         if tensor.numel():
             by_kind.setdefault((peer, tensor.dtype), []).append(i)
-    found = []
-    for (peer, _), one in by_kind.items():
-        if sum(tensors[i][1].nbytes for i in one) <= PACKED_BYTES:
-            found.append((peer, one))
+    packs = []
+    for (peer, _), indices in by_kind.items():
+        if sum(tensors[i][1].nbytes for i in indices) <= PACKED_BYTES:
+            packs.append((peer, indices))
         else:
-            found += [(peer, [i]) for i in one]
-    return found
+            packs += [(peer, [i]) for i in indices]
+    return packs
 
 
 def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

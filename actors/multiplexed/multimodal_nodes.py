@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from raymm.actors.modules.message import Message, StageModule
-from raymm.actors.multiplexed.node import ONLY, Given, Input, NodeSpec, OutputError, Tensors
+from raymm.actors.multiplexed.node import ONLY, Input, NodeInputs, NodeSpec, OutputError, Tensors
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.language import LanguageSpec, LanguageStage
 from raymm.scheduler.graph.sample_ranges import Range
@@ -48,16 +48,17 @@ class EncoderNode(NodeSpec):
             for name, value in entries.items() if name != "sample_index"
         }
 
-    def run(self, module: nn.Module, given: Given) -> Tensors:
+    def run(self, module: nn.Module, inputs: NodeInputs) -> Tensors:
         """
         Raises:
             OutputError: it returns features of another number of items.
         """
-        features = cast(StageModule, module).run(dict(given.entries), {}, given.context).tensors[0]
-        if features.shape[0] != given.rows.size:
+        message = cast(StageModule, module).run(dict(inputs.entries), {}, inputs.context)
+        features = message.tensors[0]
+        if features.shape[0] != inputs.rows.size:
             raise OutputError(
                 f"{self.name!r} returns features of shape {tuple(features.shape)} for "
-                f"{given.rows.size} items; accepted: (items, tokens, width)"
+                f"{inputs.rows.size} items; accepted: (items, tokens, width)"
             )
         return {ONLY: features}
 
@@ -70,14 +71,14 @@ class LanguageNode(NodeSpec):
         """Its rows of the text."""
         return {name: entries[name][rows.lo : rows.hi] for name in _TEXT}
 
-    def run(self, module: nn.Module, given: Given) -> Tensors:
+    def run(self, module: nn.Module, inputs: NodeInputs) -> Tensors:
         """Merge the features of its samples' items, and run."""
         received, index = {}, {}
-        for one in self.inputs:
-            if one.producer in given.inputs:
-                received[one.producer] = Message((given.inputs[one.producer][ONLY],), {})
-                counts = torch.tensor(given.counts[one.producer])
-                rows = torch.arange(given.own.size).repeat_interleave(counts)
-                index[one.producer] = rows.to(given.entries["input_ids"].device)
-        text = {**given.entries, "sample_index": index}
-        return {ONLY: cast(StageModule, module).run(text, received, given.context).tensors[0]}
+        for entry in self.inputs:
+            if entry.producer in inputs.inputs:
+                received[entry.producer] = Message((inputs.inputs[entry.producer][ONLY],), {})
+                counts = torch.tensor(inputs.counts[entry.producer])
+                rows = torch.arange(inputs.own.size).repeat_interleave(counts)
+                index[entry.producer] = rows.to(inputs.entries["input_ids"].device)
+        text = {**inputs.entries, "sample_index": index}
+        return {ONLY: cast(StageModule, module).run(text, received, inputs.context).tensors[0]}

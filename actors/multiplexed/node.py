@@ -48,7 +48,7 @@ class Input(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Given:
+class NodeInputs:
     """What a part of a node runs on.
 
     Attributes:
@@ -98,13 +98,13 @@ class NodeSpec:
         """Of what the driver hands over for a part, what the part works on."""
         return entries  # the driver cut them already
 
-    def run(self, module: nn.Module, given: Given) -> Tensors:
+    def run(self, module: nn.Module, inputs: NodeInputs) -> Tensors:
         """What a part hands on, by name; a loss under :data:`ONLY`.
 
         Raises:
             OutputError: as of :func:`call`.
         """
-        return call(self, module, given.entries, given.inputs, given.every, given.own)
+        return call(self, module, inputs.entries, inputs.inputs, inputs.every, inputs.own)
 
 
 def call(
@@ -133,11 +133,11 @@ def call(
             input that was changed in place.
     """
     arguments: dict[str, Any] = {keyword: entries[entry] for keyword, entry in spec.entries}
-    for one in spec.inputs:
-        tensors = (every if one.every else inputs)[one.producer]
-        arguments[one.keyword] = _chosen(spec.name, one, tensors)
+    for use in spec.inputs:
+        tensors = (every if use.every else inputs)[use.producer]
+        arguments[use.keyword] = _chosen(spec.name, use, tensors)
     read = [(o.keyword, t) for o in spec.inputs for t in tensors_in(arguments[o.keyword])]
-    if any(one.every for one in spec.inputs):
+    if any(use.every for use in spec.inputs):
         arguments[OWN] = slice(own.lo, own.hi)
     before = [_version(tensor) for _, tensor in read]
     output = module(**arguments)
@@ -150,20 +150,20 @@ def call(
                 f"{spec.name!r} changes its input {keyword!r} in place; accepted: modules that "
                 "leave what they read as it is (inplace=False)"
             )
-    found = _named(spec, output)
-    for name, tensor in found.items():
+    outputs = _named(spec, output)
+    for name, tensor in outputs.items():
         if not tensor.dim() or tensor.shape[0] != own.size:
             raise OutputError(
                 f"output {name or 'tensor'!r} of {spec.name!r} has shape {tuple(tensor.shape)} for "
                 f"{own.size} samples; accepted: samples in dimension 0"
             )
-    if spec.loss and (list(found) != [ONLY] or found[ONLY].dim() != 1):
-        shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
+    if spec.loss and (list(outputs) != [ONLY] or outputs[ONLY].dim() != 1):
+        shapes = {name: tuple(tensor.shape) for name, tensor in outputs.items()}
         raise OutputError(
             f"loss {spec.name!r} returns {shapes}; accepted: one tensor of shape "
             f"({own.size},), the losses of its samples"
         )
-    return found
+    return outputs
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -171,14 +171,14 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _chosen(node: str, one: Input, tensors: Tensors) -> Any:
-    if one.output is not None:
-        if one.output not in tensors:
+def _chosen(node: str, entry: Input, tensors: Tensors) -> Any:
+    if entry.output is not None:
+        if entry.output not in tensors:
             raise OutputError(
-                f"{node!r} reads output {one.output!r} of {one.producer!r}; accepted: "
+                f"{node!r} reads output {entry.output!r} of {entry.producer!r}; accepted: "
                 f"{', '.join(tensors)}"
             )
-        return tensors[one.output]
+        return tensors[entry.output]
     if len(tensors) == 1:
         return next(iter(tensors.values()))
     if list(tensors) == [str(i) for i in range(len(tensors))]:
@@ -188,26 +188,26 @@ def _chosen(node: str, one: Input, tensors: Tensors) -> Any:
 
 def _named(spec: NodeSpec, output: Any) -> Tensors:
     if isinstance(output, torch.Tensor):
-        found = {ONLY: output}
+        outputs = {ONLY: output}
     elif isinstance(output, Mapping):
-        found = {key: value for key, value in output.items() if value is not None}
+        outputs = {key: value for key, value in output.items() if value is not None}
     elif isinstance(output, tuple | list):
-        found = {str(i): value for i, value in enumerate(output)}
+        outputs = {str(i): value for i, value in enumerate(output)}
     else:
         raise OutputError(
             f"{spec.name!r} returns {type(output).__name__}; accepted: a tensor, a tuple or a "
             "dictionary of tensors, or a postprocess function that makes one of them"
         )
-    if missing := [name for name in spec.outputs if name not in found]:
+    if missing := [name for name in spec.outputs if name not in outputs]:
         raise OutputError(
-            f"{spec.name!r} does not return {missing}; accepted as outputs: {', '.join(found)}"
+            f"{spec.name!r} does not return {missing}; accepted as outputs: {', '.join(outputs)}"
         )
     if spec.outputs:
-        found = {name: found[name] for name in spec.outputs}
-    for name, value in found.items():
+        outputs = {name: outputs[name] for name in spec.outputs}
+    for name, value in outputs.items():
         if not isinstance(value, torch.Tensor):
             raise OutputError(
                 f"output {name!r} of {spec.name!r} is {type(value).__name__}; name the tensors to "
                 "hand on in outputs"
             )
-    return found
+    return outputs

@@ -65,7 +65,13 @@ class Layout(NamedTuple):
 
 
 def empty(fields: Iterable[Field], size: int, device: torch.device) -> Tensors:
-    """Tensors (size, *shape) to be written."""
+    """Tensors (size, *shape) to be written.
+
+    Args:
+        fields: name, shape of a row and dtype of each.
+        size: rows.
+        device: where they are.
+    """
     return {
         field.name: torch.empty(
             (size, *field.shape), dtype=getattr(torch, field.dtype), device=device
@@ -122,7 +128,7 @@ class Samples:
     def __init__(self, layout: Layout, ranges: Sequence[Range], device: torch.device) -> None:
         self.layout = layout
         self._ranges = tuple(ranges)
-        self._values = [empty(layout.fields, one.size, device) for one in ranges]
+        self._values = [empty(layout.fields, rows.size, device) for rows in ranges]
         self._gradients: list[Tensors | None] = [None] * len(ranges)
         self._works: list[Waitable] = []
         self.present: set[str] = set()
@@ -170,9 +176,9 @@ class Samples:
         return self._views(self._gradients, rows)
 
     def _place(self, rows: Range) -> tuple[int, int]:
-        for index, one in enumerate(self._ranges):
-            if one.holds(rows):
-                return index, one.lo
+        for index, held in enumerate(self._ranges):
+            if held.holds(rows):
+                return index, held.lo
         raise IndexError(f"rows {rows} are not in {self._ranges}")
 
     def _views(self, held: Sequence[Tensors | None], rows: Range) -> Tensors:

@@ -70,7 +70,7 @@ class FiniteObserver:
     def __init__(self, device: torch.device, modules: Iterable[nn.Module] = ()) -> None:
         self._device = device
         self._norms = [
-            one for module in modules for one in module.modules() if isinstance(one, _NormBase)
+            part for module in modules for part in module.modules() if isinstance(part, _NormBase)
         ]
         self._statistics: list[tuple[_NormBase, str, torch.Tensor]] | None = None
         self._notes: deque[_Note] = deque(maxlen=MAX_NOTES)
@@ -96,8 +96,8 @@ class FiniteObserver:
     def losses(self) -> torch.Tensor:
         """0 (float64, on the device) if all losses since the last update are finite, else NaN."""
         if self._losses:
-            found = torch.stack([value.double().sum() for value in self._losses])
-            self._zero = self._zero + (found * 0).sum()
+            sums = torch.stack([value.double().sum() for value in self._losses])
+            self._zero = self._zero + (sums * 0).sum()
             self._losses.clear()
         return self._zero
 
@@ -133,13 +133,13 @@ class FiniteObserver:
 
     def places(self) -> list[Place]:
         """What was not finite since the last update. Waits for the device."""
-        found = []
+        places = []
         for place, (first, last), sums in self._notes:
             bad = (~torch.isfinite(sums)).cpu()
             if bad.any():
                 rows = (bad.nonzero()[:, 0] + first).tolist() if bad.dim() else range(first, last)
-                found.append(place._replace(rows=tuple(rows)))
-        return found
+                places.append(place._replace(rows=tuple(rows)))
+        return places
 
     def restore_statistics(self) -> None:
         """Running statistics are again what they were before the batches since the last update."""
@@ -176,8 +176,8 @@ def parameter_places(
         if gradient is not None and not is_finite(gradient):
             names.setdefault(stage, []).append(name)
     return [
-        Place("parameters", stage, names=tuple(found[:MAX_NAMES]), count=len(found))
-        for stage, found in names.items()
+        Place("parameters", stage, names=tuple(named[:MAX_NAMES]), count=len(named))
+        for stage, named in names.items()
     ]
 
 
@@ -201,10 +201,10 @@ def _countable(tensor: torch.Tensor) -> torch.Tensor:
 
 def not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     """Names of the tensors that have values that are not finite, each once, with how many."""
-    found = {}
+    texts = {}
     for name, tensor in tensors:
         if not is_finite(tensor):
             values = _countable(tensor)
             bad = int((~torch.isfinite(values)).sum())
-            found[name] = f"{name} ({bad} of {values.numel()} values)"
-    return list(found.values())
+            texts[name] = f"{name} ({bad} of {values.numel()} values)"
+    return list(texts.values())

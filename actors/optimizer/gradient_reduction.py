@@ -2,14 +2,16 @@
 
 Replicas of a module (data parallelism), processes that share samples' tokens, tied embeddings:
 each has a part of a parameter's gradient. Parameters that the same processes hold for the
-same stages form a family, which has a process group of its own, so that families need no
-common order; within one, buckets are reduced in a fixed order, as early as the last backward
-of the step has made their gradients. A bucket takes over its parameters' gradients: they
-are views of it afterwards.
+same stages form a family, which has a process group of its own. Sums of a family begin when the
+step's program says (:mod:`raymm.scheduler.program.issue_order`), from then on as early as the last
+backward of the step has made their gradients. All buckets that a process has with others are
+reduced in one order, as a sum may hold up whatever is issued after it. A bucket takes over its
+parameters' gradients: they are views of it afterwards.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -43,7 +45,7 @@ class ReductionGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class SharedParameter:
-    """A parameter, or a piece of one, whose gradient is the sum of what its holders have.
+    """A parameter, or a shard of one, whose gradient is the sum of what its holders have.
 
     Attributes:
         holders: all of them.
@@ -89,6 +91,10 @@ class _Bucket:
     def owner(self) -> int | None:
         return self.members[0].shared.owner
 
+    @property
+    def started(self) -> bool:
+        return self.flat is not None
+
     def start(self, group: dist.ProcessGroup | None) -> None:
         firsts = [_gathered(member) for member in self.members]
         present = [float(p.grad is not None) for p in firsts]
@@ -132,26 +138,27 @@ def _gathered(member: _Member) -> nn.Parameter:
 
 @dataclass
 class _ReductionGroupState:
-    """A family's buckets, in the order in which every member reduces them.
+    """A family's buckets.
 
     Attributes:
-        started: how many are under way.
+        of: what the family is.
         unfinished: stages here whose backward of this step is not over.
     """
 
+    of: ReductionGroup
     group: dist.ProcessGroup | None
     buckets: list[_Bucket]
     stages: frozenset[StageId]
-    started: int = 0
     unfinished: set[StageId] = field(default_factory=set)
 
-    def start_ready(self, every: bool = False) -> None:
-        while self.started < len(self.buckets):
-            bucket = self.buckets[self.started]
-            if not every and len(bucket.ready) < len(bucket.members):
-                return
-            bucket.start(self.group)
-            self.started += 1
+    def is_final(self, bucket: _Bucket) -> bool:
+        """Whether this process adds no more to a bucket's gradients in this step."""
+        return not self.unfinished or len(bucket.ready) == len(bucket.members)
+
+    @property
+    def started(self) -> int:
+        """How many buckets are under way."""
+        return sum(bucket.started for bucket in self.buckets)
 
 
 class GradientReduction:
@@ -175,25 +182,36 @@ class GradientReduction:
     ) -> None:
         self._process = process
         members: dict[ReductionGroup, list[_Member]] = {}
-        for one in shared:
-            here = [h for h in one.references if (h.stage, h.name) in parameters
+        for parameter in shared:
+            own = [h for h in parameter.references if (h.stage, h.name) in parameters
                     and h.process == process]  # fmt: skip
-            if here:
-                members.setdefault(one.reduction_group, []).append(
+            if own:
+                members.setdefault(parameter.reduction_group, []).append(
                     _Member(
-                        one, tuple(h.stage for h in here),
-                        tuple(parameters[h.stage, h.name] for h in here),
+                        parameter, tuple(h.stage for h in own),
+                        tuple(parameters[h.stage, h.name] for h in own),
                     )
                 )
         self._reduction_groups = [
             _ReductionGroupState(
+                reduction_group,
                 groups.get(reduction_group),
-                buckets_of(list(reversed(found)), limit),  # gradients come from the last layer on
-                frozenset(stage for member in found for stage in member.stages),
+                # Gradients come from the last layer on.
+                buckets_of(list(reversed(group_members)), limit),
+                frozenset(stage for member in group_members for stage in member.stages),
             )
-            for reduction_group, found in members.items()
+            for reduction_group, group_members in members.items()
         ]
         self._armed: StageId | None = None
+        places = {id(parameter): place for place, parameter in enumerate(shared)}
+        # A bucket's place: that of its first layer's parameter, whose gradient comes last.
+        self._places = {
+            id(bucket): min(places[id(member.shared)] for member in bucket.members)
+            for reduction_group in self._reduction_groups for bucket in reduction_group.buckets
+        }
+        # Buckets whose sums have begun, in the order in which they are to set out.
+        self._begun: deque[tuple[_ReductionGroupState, _Bucket]] = deque()
+        self._sums = False  # in this step
         for reduction_group in self._reduction_groups:
             for bucket in reduction_group.buckets:
                 for member in bucket.members:
@@ -206,15 +224,39 @@ class GradientReduction:
         def accumulated(parameter: nn.Parameter) -> None:
             if self._armed == stage and reduction_group.unfinished == {stage}:
                 bucket.ready.add(id(parameter))
-                reduction_group.start_ready()
+                self._start_final()
 
         return accumulated
 
     def expect(self, stages: Iterable[StageId]) -> None:
         """A step begins that ends in :meth:`wait`; ``stages`` have a backward in it."""
         due = frozenset(stages)
+        self._begun.clear()
+        self._sums = True
         for reduction_group in self._reduction_groups:
             reduction_group.unfinished = set(reduction_group.stages & due)
+
+    def begin(self, stages: tuple[StageId, ...]) -> None:
+        """From here on, what these stages share with others is summed, as soon as it is final; in a
+        step that does not end in :meth:`wait`, nothing is.
+
+        Args:
+            stages: of a :class:`ReductionGroup`.
+        """
+        if not self._sums:
+            return
+        buckets = [
+            (reduction_group, bucket)
+            for reduction_group in self._reduction_groups if reduction_group.of.stages == stages
+            for bucket in reduction_group.buckets
+        ]
+        self._begun += sorted(buckets, key=lambda begun: -self._places[id(begun[1])])
+        self._start_final()
+
+    def _start_final(self) -> None:
+        while self._begun and self._begun[0][0].is_final(self._begun[0][1]):
+            reduction_group, bucket = self._begun.popleft()
+            bucket.start(reduction_group.group)
 
     def last_backward(self, stage: StageId) -> None:
         """The stage's last backward of the step begins, and goes once over every parameter."""
@@ -224,21 +266,23 @@ class GradientReduction:
         """The stage's gradients are final; what can be reduced is."""
         self._armed = None
         for reduction_group in self._reduction_groups:
-            if stage in reduction_group.unfinished:
-                reduction_group.unfinished.discard(stage)
-                if not reduction_group.unfinished:
-                    reduction_group.start_ready(every=True)
+            reduction_group.unfinished.discard(stage)
+        self._start_final()
 
     def wait(self) -> None:
         """Give every holder of a shared parameter the sum of all holders' gradients, or the
         owner alone, if it has one. Collective."""
+        self._sums = False
         for reduction_group in self._reduction_groups:
-            reduction_group.start_ready(every=True)
+            reduction_group.unfinished = set()
+        self._start_final()
+        for reduction_group in self._reduction_groups:
+            for bucket in reduction_group.buckets:
+                if not bucket.started:
+                    bucket.start(reduction_group.group)
         for reduction_group in self._reduction_groups:
             for bucket in reduction_group.buckets:
                 bucket.finish(self._process)
-            reduction_group.started = 0
-            reduction_group.unfinished = set()
 
     def send_updates(self) -> None:
         """Give every holder the values that the parameter's owner has. Collective."""

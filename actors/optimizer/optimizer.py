@@ -155,15 +155,16 @@ class RankOptimizer:
         process: its number.
         parameters: its trainable parameters by (stage, name).
         config: the optimizer's.
-        holdings: what others have of them.
-        groups: process group of every family of several processes.
+        parameter_ownership: what others have of them.
+        groups: the process group of every reduction group.
+        device: of the parameters.
         modules: whose parameters these are.
 
     Attributes:
         updated: the parameters that are updated here, not at another owner; of sharded ones the
             part that is here, if there is any. Plain tensors, which optimizers can take together.
         reduction: sums gradients over holders.
-        watch: notes what is not finite.
+        observer: notes what is not finite.
         not_finite: after :meth:`clip`, what was not finite here if the step must not be applied;
             None if it may.
     """
@@ -184,8 +185,8 @@ class RankOptimizer:
         self.reduction = GradientReduction(process, parameters, parameter_ownership.shared, groups)
         elsewhere = {
             (reference.stage, reference.name)
-            for one in parameter_ownership.shared if one.owner not in (None, process)
-            for reference in one.references if reference.process == process
+            for shared in parameter_ownership.shared if shared.owner not in (None, process)
+            for reference in shared.references if reference.process == process
         }
         self.updated = {
             key: _plain(p) for key, p in parameters.items()
@@ -220,8 +221,8 @@ class RankOptimizer:
         if self.config.max_grad_norm is not None:
             scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))
         if not norm * scale <= LARGEST_NORM:  # NaN, too
-            found = ((key, parameter.grad) for key, parameter in self.updated.items())
-            self.not_finite = self.observer.places() + parameter_places(found)
+            gradients = ((key, parameter.grad) for key, parameter in self.updated.items())
+            self.not_finite = self.observer.places() + parameter_places(gradients)
         elif scale < 1.0:
             for parameter in self.updated.values():
                 if parameter.grad is not None:
@@ -321,5 +322,5 @@ class RankOptimizer:
 
 def _plain(parameter: nn.Parameter) -> nn.Parameter:
     """The parameter itself, or of a sharded one what is here."""
-    here = local_part(parameter)
-    return parameter if here is parameter else nn.Parameter(here.detach())
+    local = local_part(parameter)
+    return parameter if local is parameter else nn.Parameter(local.detach())

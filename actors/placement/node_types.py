@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,25 +106,38 @@ def types_of(groups: Iterable[Any]) -> tuple[NodeType, ...]:
 
 
 def all_types() -> tuple[NodeType, ...]:
-    """Those that may come, and every node that is there and of none of them."""
+    """Those that may come, and every node that stays and is of none of them."""
     types = autoscaled_types()
-    names = {one.name for one in types}
+    names = {node_type.name for node_type in types}
     return types + tuple(
         NodeType(node["NodeName"], node["Resources"], 1)
-        for node in ray.nodes()
-        if node["Alive"] and node["Labels"].get(GROUP_LABEL) not in names
+        for node in staying_nodes() if node["Labels"].get(GROUP_LABEL) not in names
     )
+
+
+def draining_nodes() -> dict[str, float | None]:
+    """Ray's ids of nodes that are about to end, with the seconds that are left; None where nobody
+    says. Ray has no public call for it; Ray Train asks in the same way. The one place that asks."""
+    now = time.time()
+    return {
+        node: deadline / 1000 - now if deadline else None
+        for node, deadline in ray_state.get_draining_nodes().items()
+    }
+
+
+def staying_nodes() -> list[dict[str, Any]]:
+    """The nodes that are there and not about to end, as ``ray.nodes()`` has them."""
+    leaving = draining_nodes()
+    return [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in leaving]
 
 
 def reachable_resources() -> dict[str, float]:
     """What the connected cluster has when all nodes are there that may come."""
-    if not autoscaled_types():
-        return dict(ray.cluster_resources())
     total: dict[str, float] = {}
-    for one in all_types():
-        for name, amount in one.resources.items():
+    for node_type in all_types():
+        for name, amount in node_type.resources.items():
             if amount > 0:
-                total[name] = total.get(name, 0.0) + amount * one.most
+                total[name] = total.get(name, 0.0) + amount * node_type.most
     return total
 
 
@@ -139,17 +153,17 @@ def without_room(bundles: Sequence[Resources], types: Sequence[NodeType]) -> str
     for bundle in bundles:
         key = tuple(sorted(bundle.items()))
         counts[key] = counts.get(key, 0) + 1
-    largest = ", ".join(f"{one.name} ({spell(one.resources)})" for one in types) or "none"
+    largest = ", ".join(f"{kind.name} ({spell(kind.resources)})" for kind in types) or "none"
     for key, count in counts.items():
         bundle = dict(key)
-        room = sum(one.most * held for one in types if (held := one.holds(bundle)))
+        room = sum(kind.most * held for kind in types if (held := kind.holds(bundle)))
         if not room:
             return f"no node type has room for {spell(bundle)}; there are: {largest}"
         if count > room:
             return (
                 f"{count} x {spell(bundle)} do not fit: there is room for {room:g} when all nodes "
                 f"are there; node types: {largest}, at most "
-                f"{', '.join(f'{one.most:g} {one.name}' for one in types)}"
+                f"{', '.join(f'{node_type.most:g} {node_type.name}' for node_type in types)}"
             )
     return None
 
@@ -167,14 +181,14 @@ def pending_nodes() -> dict[str, int]:
     """Nodes that the autoscaler has asked for and that are not there yet, by type; empty where it
     does not say."""
     state = _autoscaling_state()
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for request in () if state is None else state.pending_instance_requests:
         name = request.ray_node_type_name
-        found[name] = found.get(name, 0) + request.count
+        counts[name] = counts.get(name, 0) + request.count
     for instance in () if state is None else state.pending_instances:
         name = instance.ray_node_type_name
-        found[name] = found.get(name, 0) + 1
-    return found
+        counts[name] = counts.get(name, 0) + 1
+    return counts
 
 
 def _autoscaling_state() -> Any:

@@ -6,7 +6,11 @@ that asks by itself can cost a node of its own; and nothing starts before everyt
 
 from __future__ import annotations
 
+import gc
+import sys
 import time
+import traceback
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +18,7 @@ from typing import Any
 
 import ray
 from ray.util.placement_group import (
+    PlacementGroup,
     placement_group,
     placement_group_table,
     remove_placement_group,
@@ -29,6 +34,11 @@ PLACEMENT_TIMEOUT_S = 120.0
 WAIT_FOR_NODES_S = 1800.0
 # Seconds between two lines about it.
 LINE_EVERY_S = 10.0
+# Looks, a second apart, at what this process holds, before that is refused: what was let go of a
+# moment ago is free a moment later.
+LOOKS = 2
+# Placements of this process, as long as something refers to them.
+_of_this_process: weakref.WeakSet[Placement] = weakref.WeakSet()
 
 Bundle = Mapping[str, float]
 
@@ -42,15 +52,17 @@ class PlacementOptions:
     """What is reserved with the ranks, and how long nodes may take.
 
     Attributes:
-        beside: bundles of processes beside the ranks: data workers.
+        worker_bundles: bundles of processes beside the ranks: data workers.
         wait_for_nodes_s: seconds; None: :data:`WAIT_FOR_NODES_S` with an autoscaler, and none
             without, where what is not there will not come.
         say: is told what is waited for.
+        check: is called between two looks at whether nodes have come; what it raises ends that.
     """
 
-    beside: tuple[Bundle, ...] = ()
+    worker_bundles: tuple[Bundle, ...] = ()
     wait_for_nodes_s: float | None = None
     say: Callable[[str], None] = print
+    check: Callable[[], None] = lambda: None
 
     def waits(self) -> float:
         """Seconds to wait for nodes of the connected cluster; 0: they must be there."""
@@ -63,7 +75,7 @@ ONLY_RANKS = PlacementOptions()
 
 
 class Placement:
-    """Places for processes, one each.
+    """Places for processes, one each. What nobody refers to any more is given back.
 
     Args:
         bundles: what each process of a plan reserves.
@@ -71,23 +83,38 @@ class Placement:
     """
 
     def __init__(self, bundles: Sequence[Bundle], options: PlacementOptions) -> None:
-        self._bundles = [dict(bundle) for bundle in (*bundles, *options.beside)]
+        self._bundles = [dict(bundle) for bundle in (*bundles, *options.worker_bundles)]
         self._first_beside = len(bundles)
         self._options, self._waits = options, options.waits()
         self._group = placement_group(self._bundles, strategy="PACK")
+        self._remove = weakref.finalize(self, _remove_group, self._group)
+        self._remove.atexit = False  # Ray does it
+        _of_this_process.add(self)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the places are still asked for, or reserved."""
+        return self._remove.alive
 
     def wait(self) -> None:
         """Until all places are there.
 
         Raises:
-            ClusterError: they do not come in time.
+            ClusterError: they do not come in time, or this process itself has what is missing.
         """
         start = time.monotonic()
         patience = self._waits or PLACEMENT_TIMEOUT_S
         line_due = start + LINE_EVERY_S
+        looks = 0
         # In slices, so that Ctrl-C is heard; not ready(), whose task takes a worker process.
         while not self._group.wait(1.0):
+            self._options.check()
             now = time.monotonic()
+            if not self._waits and (earlier := self._earlier_with_what_lacks()):
+                looks += 1
+                _let_go_of_errors()
+                if looks > LOOKS:
+                    raise ClusterError(self._held_by(earlier))
             if now - start > patience:
                 raise ClusterError(self._too_late(patience))
             if self._waits and now >= line_due:
@@ -102,7 +129,7 @@ class Placement:
         return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
 
     @property
-    def beside(self) -> tuple[PlacementGroupSchedulingStrategy, ...]:
+    def worker_places(self) -> tuple[PlacementGroupSchedulingStrategy, ...]:
         """Where those beside them go."""
         return tuple(self.place(n) for n in range(self._first_beside, len(self._bundles)))
 
@@ -111,9 +138,38 @@ class Placement:
         table: Any = placement_group_table(self._group)
         return frozenset(table["bundles_to_node_id"].values())
 
+    def held(self) -> dict[str, dict[str, float]]:
+        """What they reserve, by Ray's id of the node."""
+        table: Any = placement_group_table(self._group)
+        total: dict[str, dict[str, float]] = {}
+        for index, node in table["bundles_to_node_id"].items():
+            amounts = total.setdefault(node, {})
+            for name, amount in self._bundles[index].items():
+                amounts[name] = amounts.get(name, 0.0) + amount
+        return total
+
     def remove(self) -> None:
         """Give everything back."""
-        remove_placement_group(self._group)
+        self._remove()
+
+    def _earlier_with_what_lacks(self) -> list[Placement]:
+        """Other placements of this process that have what is not free."""
+        others = [other for other in _of_this_process if other.is_held and other is not self]
+        if not others:
+            return []
+        free = ray.available_resources()
+        needed = _total(self._bundles)
+        lacking = {name for name, amount in needed.items() if amount > free.get(name, 0.0) + 1e-9}
+        return [other for other in others if lacking & set(_total(other._bundles))]
+
+    def _held_by(self, earlier: Sequence[Placement]) -> str:
+        held = _counted([bundle for placement in earlier for bundle in placement._bundles])
+        return (
+            f"{_counted(self._bundles)} are needed, and this process still holds an earlier model, "
+            f"which has {held} of the cluster's {spell(ray.cluster_resources())}. End that first: "
+            "shutdown() of what apply() returned, or del of its name; a notebook also keeps what "
+            "cells ended with (Out), until %reset -f out"
+        )
 
     def _too_late(self, patience: float) -> str:
         text = f"{_counted(self._bundles)} could not be placed within {patience:g} s"
@@ -124,6 +180,25 @@ class Placement:
                 "'autoscaler'), or wait longer"
             )
         return f"{text}; free in the cluster now: {ray.available_resources()}"
+
+
+def _remove_group(group: PlacementGroup) -> None:
+    if ray.is_initialized():
+        remove_placement_group(group)
+
+
+def _let_go_of_errors() -> None:
+    """What the frames of an error that was shown refer to, a model that it interrupted, say, lives
+    until the next error; what is in a circle, until it is collected."""
+    traceback.clear_frames(getattr(sys, "last_traceback", None))
+    gc.collect()
+
+
+def _total(bundles: Sequence[Bundle]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for bundle in bundles:
+        total.update(bundle)
+    return total
 
 
 def _counted(bundles: Sequence[Bundle]) -> str:

@@ -17,7 +17,8 @@ from raymm.actors.weights.source import ModuleSource
 from raymm.kernels.attention import attention
 from raymm.kernels.hf import self_attention as hf_attention
 from raymm.kernels.mask.mask import AttentionMask
-from raymm.kernels.mask.patterns import Span, causal, multimodal
+from raymm.kernels.mask.patterns import causal, multimodal
+from raymm.kernels.mask.spans import Span
 
 _TOKENS = 8
 # Relative to the largest output. Not exactly zero: experts multiply as many rows at once as
@@ -41,10 +42,12 @@ def probe_mask(source: ModuleSource) -> None:
     # Not a constant, which layer norms would take away.
     other[:, half - 1] += torch.randn(embeds.shape[2], generator=torch.Generator().manual_seed(1))
     try:
-        one, two = (_logits(model, each, raymm_mask=(_probe_mask(),)) for each in (embeds, other))
+        first, second = (
+            _logits(model, each, raymm_mask=(_probe_mask(),)) for each in (embeds, other)
+        )
     except _FAILURES as error:
         raise ProbeError(f"{name} cannot have a mask: {error}") from error
-    change = (one - two).norm(dim=-1)[0] / one.norm(dim=-1).max()
+    change = (first - second).norm(dim=-1)[0] / first.norm(dim=-1).max()
     if not bool((change[half:] <= _NOISE).all()):
         raise ProbeError(
             f"{name} lets a token see another document under a mask that hides it: something in "
@@ -65,6 +68,7 @@ def probe_shared_tokens(
     positions are what ``position_ids`` say.
 
     Args:
+        source: of the language model.
         has_mask: whether it is given a mask; if not, its own must be the causal one.
         what: it is to do, for errors.
 
@@ -80,18 +84,18 @@ def probe_shared_tokens(
         query, key, value = (each[:, :, back] for each in tensors[:3])
         return attention(query, key, value, tensors[3], **options)[0][:, :, order]
 
-    given = {hf_attention.MASK_ARGUMENT: (_probe_mask() if has_mask else causal(_TOKENS),)}
+    masks = {hf_attention.MASK_ARGUMENT: (_probe_mask() if has_mask else causal(_TOKENS),)}
     shared = {
         hf_attention.ATTEND_ARGUMENT: attend,
         "position_ids": order[None],
         "attention_mask": torch.ones(1, _TOKENS, dtype=torch.int64),
     }
     try:
-        one = _logits(model, embeds, **(given if has_mask else {}))
-        two = _logits(model, embeds[:, order], **given, **shared)
+        first = _logits(model, embeds, **(masks if has_mask else {}))
+        second = _logits(model, embeds[:, order], **masks, **shared)
     except _FAILURES as error:
         raise ProbeError(f"{name} cannot {what}: {error}") from error
-    change = (one[:, order] - two).norm(dim=-1) / one.norm(dim=-1).max()
+    change = (first[:, order] - second).norm(dim=-1) / first.norm(dim=-1).max()
     if not bool((change <= _NOISE).all()):
         raise ProbeError(
             f"{name} cannot {what}: its result depends on the order of tokens besides "

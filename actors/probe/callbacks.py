@@ -1,13 +1,13 @@
 """The probe of a chain: an encoder, the user's callbacks and its projector, whole and cut.
 
-As in :mod:`raymm.actors.probe.cut`, a shrunk copy runs on the CPU; here its pieces are the
+As in :mod:`raymm.actors.probe.cut`, a shrunk copy runs on the CPU; here its stages are the
 very stages that ranks run, which hand one another messages. What a callback reads of the inputs is
 found by refusing to show it: an input that is read in a stage that does not have it travels from
-then on, and the pieces run again, until they give the bits and the gradients of the whole, or are
+then on, and the stages run again, until they give the bits and the gradients of the whole, or are
 refused.
 
 Every stage of the run has callbacks of its own, copied as ranks get them: what one stage's callback
-keeps for another's would not be there. Between pieces the whole chain runs on other values, so that
+keeps for another's would not be there. Between stages the whole chain runs on other values, so that
 what callbacks keep in a module of theirs, which copies have in common, is of another microbatch.
 """
 
@@ -20,7 +20,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from ray import cloudpickle
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
@@ -81,12 +80,12 @@ def _probe(
     spec: EncoderSpec, model: nn.Module, cuts: Cuts, example: Inputs | None
 ) -> EncoderSpec:
     example = chain_example(spec, model, example)
-    given = encoder_inputs(model, module_inputs(spec, example))
+    inputs = encoder_inputs(model, module_inputs(spec, example))
     if cuts.blocks:
-        cut, travels = _cut(spec, given)
+        cut, travels = _cut(spec, inputs)
         spec = replace(spec, cut=cut, travels=travels)
-        spec = replace(spec, lost=_lost(spec, model, given))
-    plain = all(isinstance(value, torch.Tensor) for value in given.values())
+        spec = replace(spec, lost=_lost(spec, model, inputs))
+    plain = all(isinstance(value, torch.Tensor) for value in inputs.values())
     if any(getattr(spec, name) for name in _CALLBACKS) or not plain:
         spec = _fitted(spec, model, cuts, example)
     return spec
@@ -94,6 +93,11 @@ def _probe(
 
 def check_chain(spec: EncoderSpec, cuts: Cuts, example: Inputs) -> None:
     """Whether a spec that :func:`probe_chain` returned is right for other inputs, too.
+
+    Args:
+        spec: what :func:`probe_chain` returned.
+        cuts: the cuts of the chain that are planned; nothing is run without one.
+        example: inputs of the encoder, before its callbacks.
 
     Raises:
         ProbeError: it is not.
@@ -103,10 +107,10 @@ def check_chain(spec: EncoderSpec, cuts: Cuts, example: Inputs) -> None:
 
 
 def _check(spec: EncoderSpec, model: nn.Module, cuts: Cuts, example: Inputs) -> None:
-    given = encoder_inputs(model, module_inputs(spec, example))
+    inputs = encoder_inputs(model, module_inputs(spec, example))
     if cuts.blocks:
-        probe_encoder(spec.source, given, spec.travels)
-        if more := _lost(spec, model, given) - spec.lost:
+        probe_encoder(spec.source, inputs, spec.travels)
+        if more := _lost(spec, model, inputs) - spec.lost:
             spec = replace(spec, lost=spec.lost | more)
     fitted = _fitted(spec, model, cuts, example)
     if more := sorted(fitted.travels - spec.travels):
@@ -118,6 +122,11 @@ def _check(spec: EncoderSpec, model: nn.Module, cuts: Cuts, example: Inputs) -> 
 
 def chain_example(spec: EncoderSpec, model: nn.Module, example: Inputs | None) -> Inputs:
     """What a batch has for the encoder: as given, or guessed.
+
+    Args:
+        spec: the encoder, with its callbacks.
+        model: a small copy of it.
+        example: inputs that the user gave; None if there are none.
 
     Raises:
         ProbeError: it cannot be guessed.
@@ -142,50 +151,50 @@ def module_inputs(spec: EncoderSpec, example: Inputs) -> dict[str, Any]:
     Raises:
         ProbeError: the callback fails on it, or returns no inputs by name.
     """
-    given: Any = copy.deepcopy(dict(example))
+    inputs: Any = copy.deepcopy(dict(example))
     if spec.preprocess is None:
-        return given
+        return inputs
     try:
         with torch.random.fork_rng(devices=[]):
             preprocess = own_callbacks(spec).preprocess
             assert preprocess is not None
-            given = preprocess(given)
+            inputs = preprocess(inputs)
     except USER_CODE_RAISES as error:  # whatever a callback may raise
         raise ProbeError(
             f"preprocess_callback of {spec.name!r} fails on {in_words(example)}: {brief(error)}"
         ) from error
-    if not isinstance(given, Mapping):
+    if not isinstance(inputs, Mapping):
         raise ProbeError(
-            f"preprocess_callback of {spec.name!r} returns a {type(given).__name__} for "
+            f"preprocess_callback of {spec.name!r} returns a {type(inputs).__name__} for "
             f"{in_words(example)}; accepted: the encoder's keyword arguments, by name"
         )
-    return dict(given)
+    return dict(inputs)
 
 
-def _cut(spec: EncoderSpec, given: Inputs) -> tuple[Any, frozenset[str]]:
+def _cut(spec: EncoderSpec, inputs: Inputs) -> tuple[Any, frozenset[str]]:
     """How the module is cut, and which floating-point inputs its own later stages read."""
     try:
-        return probe_encoder(spec.source, given), frozenset()
+        return probe_encoder(spec.source, inputs), frozenset()
     except ProbeError as error:
         first_error = error
     travels = frozenset(
-        name for name, value in given.items()
+        name for name, value in inputs.items()
         if isinstance(value, torch.Tensor) and value.is_floating_point()
     )
     try:
-        cut = probe_encoder(spec.source, given, travels)
+        cut = probe_encoder(spec.source, inputs, travels)
     except ProbeError:
         raise first_error from None
     for name in sorted(travels):
         try:
-            cut = probe_encoder(spec.source, given, travels - {name})
+            cut = probe_encoder(spec.source, inputs, travels - {name})
             travels -= {name}
         except ProbeError:
             pass
     return cut, travels
 
 
-def _lost(spec: EncoderSpec, model: nn.Module, given: Inputs) -> frozenset[str]:
+def _lost(spec: EncoderSpec, model: nn.Module, inputs: Inputs) -> frozenset[str]:
     """Fields of the module's output that a last stage alone does not have as the whole module
     has them."""
     assert spec.cut is not None
@@ -200,7 +209,7 @@ def _lost(spec: EncoderSpec, model: nn.Module, given: Inputs) -> frozenset[str]:
     lost: set[str] = set()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        expected = fields(whole(**copy.deepcopy(dict(given))))
+        expected = fields(whole(**copy.deepcopy(dict(inputs))))
         for lo in {1, total - 1}:
             stage = prune(copy.deepcopy(model), spec.cut, lo, total)
             torch.manual_seed(0)
@@ -209,14 +218,14 @@ def _lost(spec: EncoderSpec, model: nn.Module, given: Inputs) -> frozenset[str]:
             if called is None:
                 return frozenset(expected)
             with Passage(stage, spec.cut, lo, total).open(entered[called], spec.name):
-                found = fields(stage(**ghost_inputs(given, spec.travels)))
-            lost |= {name for name in found.keys() | expected.keys()
-                     if not _same(found.get(name), expected.get(name))}  # fmt: skip
+                actual = fields(stage(**ghost_inputs(inputs, spec.travels)))
+            lost |= {name for name in actual.keys() | expected.keys()
+                     if not _same(actual.get(name), expected.get(name))}  # fmt: skip
     return frozenset(lost)
 
 
-def _same(found: Any, expected: Any) -> bool:
-    (ours, structure), (theirs, other) = tree_flatten(found), tree_flatten(expected)
+def _same(actual: Any, expected: Any) -> bool:
+    (ours, structure), (theirs, other) = tree_flatten(actual), tree_flatten(expected)
     return structure == other and all(
         torch.equal(a, b)
         if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a is b or a == b
@@ -231,7 +240,7 @@ def _fitted(spec: EncoderSpec, model: nn.Module, cuts: Cuts, example: Inputs) ->
     failure: BaseException | None = None
     while True:
         try:
-            pieces = chain.run(layers)
+            staged = chain.run(layers)
             break
         except AbsentError as error:
             if error.key is None or error.key in chain.spec.travels:
@@ -255,7 +264,7 @@ def _fitted(spec: EncoderSpec, model: nn.Module, cuts: Cuts, example: Inputs) ->
             f"callbacks of {spec.name!r} fail where it is cut: {brief(failure)}; what one "
             f"callback keeps is not there for another one in a later stage: {_ONE_STAGE}"
         ) from failure
-    if difference := pieces.difference(whole):
+    if difference := staged.difference(whole):
         raise ProbeError(
             f"with its callbacks, {spec.name!r} gives other numbers where it is cut "
             f"({difference}): what a callback keeps, draws or changes in one stage is not there "
@@ -273,11 +282,11 @@ class _Outcome:
         """What differs, in words."""
         if not torch.equal(self.output, other.output):
             return "its output"
-        norms = [float(one.norm()) for one in other.gradients.values()]
+        norms = [float(gradient.norm()) for gradient in other.gradients.values()]
         floor = max(norms, default=0.0) * _ROUNDING
         for name, expected in other.gradients.items():
-            found = self.gradients.get(name)
-            error = float((expected if found is None else found - expected).norm())
+            own = self.gradients.get(name)
+            error = float((expected if own is None else own - expected).norm())
             if not error <= _TOLERANCE * max(float(expected.norm()), floor):
                 return f"the gradient of {name}"
         return None
@@ -314,8 +323,8 @@ class _Chain:
         (output * torch.linspace(-1, 1, output.numel()).view_as(output)).sum().backward()
         for name, parameter in (item for stage in stages for item in stage.named_parameters()):
             if parameter.grad is not None:
-                known = gradients.get(name)
-                gradients[name] = parameter.grad if known is None else known + parameter.grad
+                total = gradients.get(name)
+                gradients[name] = parameter.grad if total is None else total + parameter.grad
         return _Outcome(output.detach(), gradients)
 
     def _run(self, stage: EncoderStage, inputs: Any, message: Message | None) -> Message:
@@ -348,9 +357,11 @@ class _Chain:
 
 def own_callbacks(spec: EncoderSpec) -> EncoderSpec:
     """The spec with copies of its callbacks, as a rank gets them."""
-    given = tuple(getattr(spec, name) for name in _CALLBACKS)
-    if not any(given):
+    callbacks = tuple(getattr(spec, name) for name in _CALLBACKS)
+    if not any(callbacks):
         return spec
+    from ray import cloudpickle  # a model without callbacks is cut without Ray
+
     # cloudpickle has no list of its public names, and takes loads from pickle.
-    copies = cloudpickle.loads(cloudpickle.dumps(given))  # pyright: ignore[reportPrivateImportUsage]
+    copies = cloudpickle.loads(cloudpickle.dumps(callbacks))  # pyright: ignore[reportPrivateImportUsage]
     return replace(spec, **dict(zip(_CALLBACKS, copies, strict=True)))

@@ -2,7 +2,7 @@
 
 Nothing here knows a model by name. A copy with few layers and a small vocabulary runs
 whole and in stages on the CPU (:mod:`raymm.actors.probe.stage_comparison`); these must give the
-same bits as the whole, and the gradients that reach parameters outside the blocks say which pieces
+same bits as the whole, and the gradients that reach parameters outside the blocks say which stages
 need them.
 """
 
@@ -59,7 +59,7 @@ def probe_language_model(source: ModuleSource) -> CutInfo:
     """:class:`CutInfo` of a causal language model that is fed ``inputs_embeds``.
 
     Raises:
-        ProbeError: if it has no list of blocks, or its pieces differ from the whole.
+        ProbeError: if it has no list of blocks, or its stages differ from the whole.
     """
     return _probe(source, _language_run)
 
@@ -149,10 +149,10 @@ def probe_encoder(
 def _encoder_run(
     model: nn.Module, inputs: Mapping[str, Any] | None, travels: Collection[str] = ()
 ) -> Run:
-    given = encoder_inputs(model, inputs)
+    example = encoder_inputs(model, inputs)
 
     def run(stage: nn.Module, first: bool) -> torch.Tensor:
-        return first_tensor(stage(**(given if first else ghost_inputs(given, travels))))
+        return first_tensor(stage(**(example if first else ghost_inputs(example, travels))))
 
     return run
 

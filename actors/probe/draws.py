@@ -112,8 +112,8 @@ class _Noting(TorchDispatchMode):
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        made = operator(*args, **(kwargs or {}))
+        result = operator(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in operator.tags:
-            first = made[0] if isinstance(made, tuple) else made
+            first = result[0] if isinstance(result, tuple) else result
             self._shapes.append(tuple(first.shape))
-        return made
+        return result

@@ -19,7 +19,7 @@ from torch import nn
 
 from raymm.actors.modules.blocks import method_of
 from raymm.actors.modules.brief_error import brief
-from raymm.errors import USER_CODE_RAISES, Error
+from raymm.errors import USER_CODE_RAISES, InternalError
 
 IMAGE_SIZE = 224
 FRAMES = 200
@@ -32,7 +32,7 @@ _TEXT = ("input_ids", "decoder_input_ids", "decoder_inputs_embeds", "inputs_embe
 Inputs = dict[str, Any]
 
 
-class ExampleError(Error, ValueError):
+class ExampleError(InternalError, ValueError):
     """An encoder that cannot be tried, with the reason and the cure."""
 
 
@@ -97,8 +97,8 @@ def _inner_encoder(model: nn.Module) -> str | None:
 def _parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
     """What the forward takes by name."""
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    found = inspect.signature(model.forward).parameters
-    return {name: one for name, one in found.items() if one.kind in named}
+    parameters = inspect.signature(model.forward).parameters
+    return {name: parameter for name, parameter in parameters.items() if parameter.kind in named}
 
 
 def _main_input(model: nn.Module, names: list[str]) -> str:
@@ -122,8 +122,8 @@ class _Facts:
 
     def number(self, *names: str, default: int | None = None) -> int | None:
         """The first that the config has as a number."""
-        found = (getattr(self.config, name, None) for name in names)
-        return next((n for n in found if isinstance(n, int) and not isinstance(n, bool)), default)
+        values = (getattr(self.config, name, None) for name in names)
+        return next((n for n in values if isinstance(n, int) and not isinstance(n, bool)), default)
 
     def pair(self, *names: str) -> tuple[int, int] | None:
         """A height and a width, which configs have as a number, a list or a mapping."""
@@ -153,19 +153,20 @@ def _candidates(model: nn.Module) -> Iterator[Inputs]:
     main = _main_input(model, list(parameters))
     facts = _Facts(config, torch.Generator().manual_seed(0))
     required = [
-        name for name, one in parameters.items() if one.default is one.empty and name != main
+        name for name, parameter in parameters.items()
+        if parameter.default is parameter.empty and name != main
     ]
     if set(required) & set(_TEXT):
         return
     for kind in _kinds(main, parameters):
         for tensor, more in kind(facts):
-            known = {name: more[name] for name in parameters if name in more}
-            extra = {name: _extra(name, tensor) for name in required if name not in known}
+            values = {name: more[name] for name in parameters if name in more}
+            extra = {name: _extra(name, tensor) for name in required if name not in values}
             if all(value is not None for value in extra.values()):
-                yield {main: tensor, **known, **extra}
+                yield {main: tensor, **values, **extra}
                 masks = {n: _extra(n, tensor) for n in parameters if n.endswith("_mask")}
-                if masks := {n: v for n, v in masks.items() if n not in {**known, **extra}}:
-                    yield {main: tensor, **known, **extra, **masks}
+                if masks := {n: v for n, v in masks.items() if n not in {**values, **extra}}:
+                    yield {main: tensor, **values, **extra, **masks}
 
 
 _Kind = Callable[[_Facts], Iterable[tuple[torch.Tensor, Inputs]]]

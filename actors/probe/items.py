@@ -206,18 +206,18 @@ class _Part:
         return torch.cat(parts, dim)
 
     def attend(self, layout: ContextLayout) -> Attend:
-        everyone = tuple(one for ranges in layout.ranges for one in ranges)
+        everyone = tuple(attended for ranges in layout.ranges for attended in ranges)
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masks: Any,
                    **options: Any) -> torch.Tensor:  # fmt: skip
             if query.shape[2] != layout.sizes[self.rank]:
                 raise SharedItemsError(f"{query.shape[2]} rows for {layout.sizes[self.rank]} "
                                        "tokens of a process")  # fmt: skip
-            known = self._whole.attended[self.calls]
+            whole = self._whole.attended[self.calls]
             self.calls += 1
             key, value = (
-                self._among(one, local, layout, 2)
-                for one, local in zip(known, (key, value), strict=True)
+                self._among(attended, local, layout, 2)
+                for attended, local in zip(whole, (key, value), strict=True)
             )
             masks = local_masks(tuple(masks), layout.ranges[self.rank], everyone)
             return attention(query, key, value, masks, **options)[0]

@@ -64,13 +64,13 @@ def _check(
 ) -> Mapping[str, Any]:
     try:
         example = chain_example(spec, model, example)
-        given = module_inputs(spec, example)
+        inputs = module_inputs(spec, example)
         with torch.random.fork_rng(devices=[]):
-            output = model(**copy.deepcopy(given))
+            output = model(**copy.deepcopy(inputs))
             if spec.postprocess_module is not None:
                 postprocess = own_callbacks(spec).postprocess_module
                 assert postprocess is not None
-                output = postprocess(given, output)
+                output = postprocess(inputs, output)
     except USER_CODE_RAISES as error:  # whatever a module or callback may raise
         raise NotRunError(str(error)) from error
     if isinstance(output, torch.Tensor):
@@ -110,21 +110,23 @@ def _behind(value: torch.Tensor, parameters: Mapping[str, nn.Parameter]) -> set[
     """Parameters that a tensor is computed from."""
     if not value.requires_grad:
         return set()
-    found = torch.autograd.grad(
+    gradients = torch.autograd.grad(
         value.sum(), list(parameters.values()), retain_graph=True, allow_unused=True
     )
-    return {name for name, one in zip(parameters, found, strict=True) if one is not None}
+    return {
+        name for name, gradient in zip(parameters, gradients, strict=True) if gradient is not None
+    }
 
 
 def _tensors(value: Any, where: str) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield where, value
     elif isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from _tensors(one, f"{where}.{key}" if where else str(key))
+        for key, item in value.items():
+            yield from _tensors(item, f"{where}.{key}" if where else str(key))
     elif isinstance(value, tuple | list):
-        for n, one in enumerate(value):
-            yield from _tensors(one, f"{where}[{n}]")
+        for n, item in enumerate(value):
+            yield from _tensors(item, f"{where}[{n}]")
 
 
 def _is_summary(value: torch.Tensor, picked: torch.Tensor) -> bool:
@@ -162,7 +164,7 @@ def added_loss(source: ModuleSource) -> str | None:
         if isinstance(value, torch.Tensor) and value.numel() == 1 and name not in ("loss", "logits")
     ]  # fmt: skip
     limit = _ROUNDING if parts else _TOLERANCE
-    if any(abs(float(loss - one)) <= limit * float(one) for one in (own, unshifted)):
+    if any(abs(float(loss - other)) <= limit * float(other) for other in (own, unshifted)):
         return None
     return (
         f"{type(model).__name__} adds {', '.join(parts) or 'something'} to its loss (in a trial "

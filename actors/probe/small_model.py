@@ -55,18 +55,18 @@ def small_models(source: ModuleSource) -> Iterator[nn.Module]:
     if not isinstance(skeleton, PreTrainedModel):
         yield _ready(_random_copy(skeleton))
         return
-    kinds, made, failed = _kinds(skeleton), 0, []
+    kinds, count, failed = _kinds(skeleton), 0, []
     for config in _configs(skeleton, kinds):
         try:
             model = _of_config(skeleton, config())
         except USER_CODE_RAISES as error:  # whatever a model's own checks raise
             failed.append(error)
             continue
-        found = _kinds(model)
-        if set(kinds) <= set(found) or len(found) == len(kinds):
-            made += 1
+        small_kinds = _kinds(model)
+        if set(kinds) <= set(small_kinds) or len(small_kinds) == len(kinds):
+            count += 1
             yield _ready(model)
-    if not made:
+    if not count:
         raise ProbeError(
             f"no small copy of {type(skeleton).__name__} can be made to try how it is cut: "
             f"{brief(failed[0])}; give it one stage (pp 1)"

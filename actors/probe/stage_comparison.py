@@ -1,4 +1,4 @@
-"""A model as a whole and in pieces: the same bits, or it cannot be cut.
+"""A model as a whole and in stages: the same bits, or it cannot be cut.
 
 In evaluation, and in training where it will be trained: layers to leave out and draws outside the
 blocks exist only there. Random decisions are forced (:mod:`raymm.actors.probe.draws`), so
@@ -35,7 +35,7 @@ _CURE = "give it one stage (pp 1)"
 
 Names = Collection[str]
 Run = Callable[[nn.Module, bool], torch.Tensor]
-"""``run(model, first)``: a forward; its output, or, of a piece, whatever is there at its end.
+"""``run(model, first)``: a forward; its output, or, of a stage, whatever is there at its end.
 ``first``: with the real inputs, not with what later stages are given."""
 
 
@@ -51,7 +51,10 @@ def uncut_forward(model: nn.Module, blocks: str, run: Run, seed: int) -> Forward
     """A forward as one process makes it, with these random numbers.
 
     Args:
+        model: left as it is, but for random numbers that were drawn.
         blocks: dotted name of the list of blocks.
+        run: calls it.
+        seed: of all random numbers.
     """
     called: list[int] = []
     lengths: list[int] = []
@@ -72,6 +75,11 @@ def uncut_forward(model: nn.Module, blocks: str, run: Run, seed: int) -> Forward
 def skips_blocks(model: nn.Module, blocks: str, run: Run) -> bool:
     """Whether a model's forward, in the mode it is in, may leave out blocks.
 
+    Args:
+        model: in training or eval mode.
+        blocks: dotted name of the list of blocks.
+        run: calls it.
+
     Raises:
         NotRunError: it does not run.
     """
@@ -87,26 +95,27 @@ def skips_blocks(model: nn.Module, blocks: str, run: Run) -> bool:
 
 
 def compare_stages(model: nn.Module, blocks: str, run: Run, trains: bool) -> CutInfo:
-    """Cut a model into a first, a middle and a last piece.
+    """Cut a model into a first, a middle and a last stage.
 
     Args:
         model: in eval mode; comes back in whatever mode.
         blocks: dotted name of its list of blocks, of which there are at least two.
+        run: calls it, or a part of it.
         trains: whether it is going to be in training mode.
 
     Raises:
-        ProbeError: the pieces do not give the same bits as the whole.
+        ProbeError: the stages do not give the same bits as the whole.
     """
-    pieces = _Pieces(model, blocks, run)
-    pieces.compare(0)
+    stages = _Stages(model, blocks, run)
+    stages.compare(0)
     if trains:
-        pieces.train()
-        pieces.compare(0)
+        stages.train()
+        stages.compare(0)
         if _draws(model, run):
             with extreme_draws():
                 for seed in _SEEDS_TO_COMPARE:
-                    pieces.compare(seed, only_skips=seed not in _SEEDS_IN_ANY_CASE)
-    return pieces.info()
+                    stages.compare(seed, only_skips=seed not in _SEEDS_IN_ANY_CASE)
+    return stages.info()
 
 
 def _draws(model: nn.Module, run: Run) -> bool:
@@ -144,8 +153,8 @@ def _not_run(model: nn.Module, error: BaseException) -> NotRunError:
     )
 
 
-class _Pieces:
-    """A model, and pieces of it that are not whole."""
+class _Stages:
+    """A model, and stages of it that are not whole."""
 
     def __init__(self, model: nn.Module, blocks: str, run: Run) -> None:
         self._name = type(model).__name__
@@ -181,7 +190,7 @@ class _Pieces:
             return
         if self._length is None:
             self._length = whole.tuple_length
-            self._stages = [self._piece(lo, hi) for lo, hi in self._between]
+            self._stages = [self._stage(lo, hi) for lo, hi in self._between]
         with generators_kept():
             output = self._run_stages(seed)
         same = output.shape == whole.output.shape and torch.allclose(
@@ -189,7 +198,7 @@ class _Pieces:
         )
         if not same:
             raise self._error(
-                "something besides the hidden state flows from block to block, and its pieces "
+                "something besides the hidden state flows from block to block, and its stages "
                 "differ from the whole"
             )
 
@@ -210,7 +219,7 @@ class _Pieces:
                 f"{self._name} runs {which} {times[wrong]} times per forward, not once; {_CURE}"
             )
 
-    def _piece(self, lo: int, hi: int) -> tuple[nn.Module, Passage]:
+    def _stage(self, lo: int, hi: int) -> tuple[nn.Module, Passage]:
         assert self._length is not None  # a whole forward came first
         everywhere = CutInfo(self._blocks, self._length, *[self._outer] * 3)
         stage = prune(copy.deepcopy(self._model), everywhere, lo, hi)
@@ -236,7 +245,7 @@ class _Pieces:
                 "such as those of all of them, of which feature maps are picked, or their sizes "
                 f"(a part of it ends in {brief(error)})"
             ) from error
-        assert hidden is not None  # there are pieces
+        assert hidden is not None  # there are stages
         return hidden
 
     def _reached(self, stage: nn.Module, hidden: torch.Tensor) -> frozenset[str]:
@@ -248,10 +257,10 @@ class _Pieces:
         return self._outer & {n for n, p in stage.named_parameters() if p.grad is not None}
 
     def info(self) -> CutInfo:
-        """What was learned, of what gradients come to and of what pieces cannot do without.
+        """What was learned, of what gradients come to and of what stages cannot do without.
 
         Raises:
-            ProbeError: pieces with only what they own do not give the same bits as the whole.
+            ProbeError: stages with only what they own do not give the same bits as the whole.
         """
         self._model.eval()
         whole = uncut_forward(self._model, self._blocks, self._run, 0).output
@@ -272,14 +281,14 @@ class _Pieces:
             received = self._alone(info, number, received)
         assert received is not None
         if not torch.allclose(received, whole, rtol=0, atol=0, equal_nan=True):
-            raise self._error("with only the parameters that they use, its pieces differ from it")
+            raise self._error("with only the parameters that they use, its stages differ from it")
         return info
 
     def _alone(
         self, info: CutInfo, number: int, received: torch.Tensor | None,
         without: Names = frozenset(),
     ) -> torch.Tensor:
-        """What a piece hands on that owns what ``info`` says, but for some parameters."""
+        """What a stage hands on that owns what ``info`` says, but for some parameters."""
         lo, hi = self._between[number]
         stage = prune(copy.deepcopy(self._model), info, lo, hi)
         tied = {id(p) for n, p in stage.named_parameters() if n in without}
@@ -300,7 +309,7 @@ class _Pieces:
         self, everywhere: CutInfo, number: int, received: torch.Tensor | None,
         handed: torch.Tensor, candidates: Names,
     ) -> Names:  # fmt: skip
-        """Which of some parameters a piece reads: without them it differs. No gradient comes to
+        """Which of some parameters a stage reads: without them it differs. No gradient comes to
         frozen tables of positions, which are read without autograd."""
 
         def differs(names: Names) -> bool:

@@ -72,6 +72,8 @@ def probe_tensor(
     """The fastest plan under which a shrunk replica of the module gives the whole's numbers.
 
     Args:
+        source: of the module.
+        tp: processes that share it.
         name: of the module, for errors.
         inputs: example keyword arguments of an encoder; guessed from the config if not given.
 
@@ -122,9 +124,9 @@ def example_run(model: nn.Module, inputs: Tensors | None) -> tuple[Run, Tensors]
         size = input_embeddings(model).weight.shape[0]
         ids = torch.linspace(0, size - 1, 2 * _TOKENS).long().view(_TOKENS, 2).T
 
-        def run_language(stage: nn.Module, given: Tensors) -> torch.Tensor:
+        def run_language(stage: nn.Module, example: Tensors) -> torch.Tensor:
             embeds = input_embeddings(stage)(ids)
-            return stage(inputs_embeds=embeds + given["embeds"], use_cache=False).logits
+            return stage(inputs_embeds=embeds + example["embeds"], use_cache=False).logits
 
         with torch.no_grad():
             embeds = input_embeddings(model)(ids)
@@ -134,11 +136,17 @@ def example_run(model: nn.Module, inputs: Tensors | None) -> tuple[Run, Tensors]
         features = torch.randn(2, _TOKENS, model.config.in_features, generator=generator)
         inputs = {"features": features}
     inputs = encoder_inputs(model, inputs)
-    return lambda stage, given: first_tensor(stage(**given)), inputs
+    return lambda stage, example: first_tensor(stage(**example)), inputs
 
 
 def run_whole(model: nn.Module, run: Run, inputs: Tensors) -> Result:
-    """What shards are compared with."""
+    """The whole model's outputs and gradients, which :func:`compare_shards` compares with.
+
+    Args:
+        model: left as it is: a copy runs.
+        run: calls it.
+        inputs: keyword arguments, tensors.
+    """
     return _run(copy.deepcopy(model), run, inputs, None, None)
 
 
@@ -149,6 +157,7 @@ def compare_shards(
 
     Args:
         model: on the CPU; left as it is.
+        plan: which shard of what each thread gets.
         run, inputs: as of :func:`example_run`.
         expected: the whole's.
     """
@@ -191,12 +200,12 @@ def _compare(plan: TensorPlan, results: Sequence[Result], expected: Result) -> C
     floor = float(max(norms, default=torch.zeros(()))) * _ROUNDING
     for name, gradient in expected.gradients.items():
         for rank in range(plan.tp):
-            piece = cut_tensor(gradient, plan.piece(name, rank))
+            shard = cut_tensor(gradient, plan.shard(name, rank))
             norm = max(float(gradient.norm()), floor)
-            if _close(_sum(results, name, plan.sharers(name, rank)), piece, norm):
+            if _close(_sum(results, name, plan.sharers(name, rank)), shard, norm):
                 continue
             everyone = _sum(results, name, range(plan.tp))
-            if plan.piece(name, rank) is None and _close(everyone, gradient, norm):
+            if plan.shard(name, rank) is None and _close(everyone, gradient, norm):
                 partial.add(name)
                 continue
             return Comparison(f"the gradient of {name!r} differs from the whole's on shard {rank}")
@@ -214,12 +223,12 @@ def _sum(results: Sequence[Result], name: str, sharers: Any) -> torch.Tensor | N
 
 
 def _close(
-    found: torch.Tensor | None, expected: torch.Tensor, norm: float | None = None
+    actual: torch.Tensor | None, expected: torch.Tensor, norm: float | None = None
 ) -> bool:
-    if found is None or found.shape != expected.shape:
+    if actual is None or actual.shape != expected.shape:
         return False
     limit = TOLERANCE * (float(expected.norm()) if norm is None else norm)
-    return bool((found - expected).norm() <= limit)
+    return bool((actual - expected).norm() <= limit)
 
 
 def _run(
@@ -233,8 +242,8 @@ def _run(
     output = run(model, {name: leaf.clone() for name, leaf in leaves.items()})
     whole, weights = output.detach(), _weights(output.detach())
     if plan is not None and group is not None and plan.head is not None:
-        found = (plan.vocabulary(rank) for rank in range(plan.tp))
-        shares = [share for share in found if share is not None]  # all: there is a head
+        vocabularies = (plan.vocabulary(rank) for rank in range(plan.tp))
+        shares = [share for share in vocabularies if share is not None]  # all: there is a head
         start, stop = shares[group.rank]
         if output.shape[-1] != stop - start:
             raise ValueError("its logits are not what its output head returns")

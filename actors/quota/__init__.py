@@ -10,14 +10,13 @@ from raymm.actors.quota.concurrent_modules import (
     ConcurrentModules,
     ModuleError,
     ModuleTimeoutError,
-    UndeclaredRandomnessError,
     check_no_shared_parameters,
 )
 from raymm.actors.quota.cuda_backend import CudaBackend
-from raymm.actors.quota.green_context import DriverError, QuotaUnavailableError
+from raymm.actors.quota.green_context import DriverError
 from raymm.actors.quota.partition import Multiprocessors, Partition, QuotaError, partition
 from raymm.actors.quota.pool import StreamPool, StreamSet
-from raymm.actors.quota.recording import Account, OversubscribedError, QuotaSpan, RecordingBackend
+from raymm.actors.quota.recording import Account, QuotaSpan, RecordingBackend
 from raymm.actors.quota.work import Output, Work
 
 __all__ = [
@@ -30,17 +29,14 @@ __all__ = [
     "ModuleTimeoutError",
     "Multiprocessors",
     "Output",
-    "OversubscribedError",
     "Partition",
     "QuotaError",
     "QuotaSpan",
     "QuotaStream",
-    "QuotaUnavailableError",
     "ConcurrentModules",
     "Stream",
     "StreamPool",
     "StreamSet",
-    "UndeclaredRandomnessError",
     "Work",
     "check_no_shared_parameters",
     "partition",

@@ -31,7 +31,7 @@ from raymm.actors.quota.pool import StreamSet
 from raymm.actors.quota.thread_settings import ThreadSettings
 from raymm.actors.quota.work import Output, Work, tensors_in
 from raymm.actors.quota.worker import Task, Worker
-from raymm.errors import Error
+from raymm.errors import InternalError
 
 # How long a stage may take before its modules count as stuck.
 STAGE_TIMEOUT_SECONDS = 600.0
@@ -39,7 +39,7 @@ STAGE_TIMEOUT_SECONDS = 600.0
 CLOSE_TIMEOUT_SECONDS = 5.0
 
 
-class ModuleError(Error, RuntimeError):
+class ModuleError(InternalError, RuntimeError):
     """A module's work raised; the cause is what it raised.
 
     Attributes:
@@ -57,7 +57,7 @@ class ModuleError(Error, RuntimeError):
         return type(self), (self.module, self.reason), self.__dict__
 
 
-class ModuleTimeoutError(Error, TimeoutError):
+class ModuleTimeoutError(InternalError, TimeoutError):
     """Modules did not end in time. Their threads may still run: nothing more can be.
 
     Attributes:
@@ -74,11 +74,6 @@ class ModuleTimeoutError(Error, TimeoutError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.modules, self.seconds)
-
-
-class UndeclaredRandomnessError(Error, RuntimeError):
-    """Random numbers were drawn by work that said it draws none: they, or those of modules
-    beside it, depend on how threads took turns."""
 
 
 class ConcurrentModules:
@@ -121,7 +116,7 @@ class ConcurrentModules:
             ModuleError: of the first module, in the order of ``works``, whose work raised; after
                 all have ended. Failures of others are its notes.
             ModuleTimeoutError: some did not end in time.
-            UndeclaredRandomnessError: see :attr:`Work.draws`.
+            InternalError: see :attr:`Work.draws`.
             ValueError: no stream for a module, or a backward on another partition than its
                 forward's.
             RuntimeError: after a timeout, after :meth:`close`, or from within a work.
@@ -204,8 +199,8 @@ def check_no_shared_parameters(modules: Mapping[str, nn.Module]) -> None:
         ValueError: two have one in common, by name.
     """
     owners: dict[int, tuple[str, str]] = {}
-    for module, one in modules.items():
-        named = [*one.named_parameters(), *one.named_buffers()]
+    for module, part in modules.items():
+        named = [*part.named_parameters(), *part.named_buffers()]
         for name, tensor in named:
             owner, its_name = owners.setdefault(id(tensor), (module, name))
             if owner != module:
@@ -242,7 +237,7 @@ class _Tickets:
     def check(self) -> None:
         """With works that draw beside others it cannot be told who drew."""
         if self._last is None and self._before not in (None, generator_state()):
-            raise UndeclaredRandomnessError(
+            raise InternalError(
                 f"random numbers were drawn by one of modules {', '.join(map(repr, self._without))}"
                 ", with draws=False; accepted: draws=True, of its Work or DagModule (which by "
                 "default says so only of modules in training)"
@@ -264,19 +259,19 @@ def _check(streams: StreamSet, works: Mapping[str, Work]) -> None:
                 f"{', '.join(streams.streams)}"
             )
         forward = work.backward_of
-        here = streams.streams[module].partition
-        if forward is not None and not _same_place(forward.stream.partition, here):
+        own = streams.streams[module].partition
+        if forward is not None and not _same_place(forward.stream.partition, own):
             raise ValueError(
-                f"the backward of {module!r} is to run on {here}, but autograd runs it where its "
+                f"the backward of {module!r} is to run on {own}, but autograd runs it where its "
                 f"forward ran, on {forward.stream.partition}; accepted: the same partition"
             )
 
 
-def _same_place(one: Any, other: Any) -> bool:
+def _same_place(first: Any, second: Any) -> bool:
     def place(partition: Any) -> tuple[int, int, bool]:
         return partition.first_group, partition.groups, partition.whole
 
-    return place(one) == place(other)
+    return place(first) == place(second)
 
 
 def _perform(
@@ -294,7 +289,7 @@ def _perform(
         stream.wait(issued)
         if work.backward_of is not None:
             stream.wait(work.backward_of.event)
-        arguments = [_consume(stream, one) for one in work.consumes]
+        arguments = [_consume(stream, consumed) for consumed in work.consumes]
         if work.seed is not None:
             seed_generators(work.seed)
         value = work.run(*arguments)

@@ -14,8 +14,9 @@ from typing import cast
 
 import torch
 
-from raymm.actors.quota.green_context import GreenContexts, QuotaUnavailableError
+from raymm.actors.quota.green_context import GreenContexts
 from raymm.actors.quota.partition import Partition
+from raymm.errors import InputError
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 BLOCKING = "CUDA_LAUNCH_BLOCKING"
@@ -67,7 +68,7 @@ class CudaBackend:
         coscheduled: see :class:`raymm.actors.quota.green_context.GreenContexts`.
 
     Raises:
-        QuotaUnavailableError: no CUDA device, no cuda-python, a driver before 12.4, or an
+        InputError: no CUDA device, no cuda-python, a driver before 12.4, or an
             environment in which streams cannot overlap.
     """
 
@@ -77,7 +78,7 @@ class CudaBackend:
             # Found by an import hook, which type checkers do not run.
             from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
         except ImportError as error:
-            raise QuotaUnavailableError(f"cuda-python cannot be imported: {error}") from error
+            raise InputError(f"cuda-python cannot be imported: {error}") from error
         self.device = torch.device("cuda", _ordinal(device))
         # The primary context, which green contexts hang on, becomes active with the first
         # allocation.
@@ -136,14 +137,14 @@ def _ordinal(device: torch.device | int | None) -> int:
 
 def _check_environment() -> None:
     if not torch.cuda.is_available():
-        raise QuotaUnavailableError("there is no CUDA device; accepted here: RecordingBackend")
+        raise InputError("there is no CUDA device; accepted here: RecordingBackend")
     if os.environ.get(CONNECTIONS) == "1":
-        raise QuotaUnavailableError(
+        raise InputError(
             f"{CONNECTIONS} is '1': work of different streams would run in turn; accepted: "
             "unset, or at least the number of streams that run at the same time"
         )
     if os.environ.get(BLOCKING, "0") not in ("", "0"):
-        raise QuotaUnavailableError(
+        raise InputError(
             f"{BLOCKING} is {os.environ[BLOCKING]!r}: every launch would wait for its kernel, and "
             "work of different streams run in turn; accepted: unset, 0"
         )

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from raymm.actors.quota.partition import Multiprocessors, Partition
-from raymm.errors import Error, InputError
+from raymm.errors import InputError, InternalError
 
 OLDEST_DRIVER = 12040  # CUDA 12.4, as cuDriverGetVersion counts
 # CU_DEV_SM_RESOURCE_SPLIT_IGNORE_SM_COSCHEDULING; its enum has another name in every version.
@@ -25,11 +25,7 @@ SMALLEST_GROUP_SINCE_9 = 8
 SMALLEST_INDEPENDENT_GROUP = 2
 
 
-class QuotaUnavailableError(InputError, RuntimeError):
-    """This machine cannot limit streams to a share of its GPU; the message says why."""
-
-
-class DriverError(Error, RuntimeError):
+class DriverError(InternalError, RuntimeError):
     """A call of the CUDA driver failed."""
 
 
@@ -47,7 +43,7 @@ class GreenContexts:
             Otherwise groups are of 2, shares finer, and large clusters may not launch.
 
     Raises:
-        QuotaUnavailableError: the driver is too old, or the GPU cannot be split.
+        InputError: the driver is too old, or the GPU cannot be split.
         DriverError: of the calls that split it.
     """
 
@@ -58,7 +54,7 @@ class GreenContexts:
         self._call("cuInit", 0)
         version = self._call("cuDriverGetVersion")
         if version < OLDEST_DRIVER:
-            raise QuotaUnavailableError(
+            raise InputError(
                 f"the CUDA driver is version {version}; accepted: {OLDEST_DRIVER} (12.4) or newer"
             )
         self._device = self._call("cuDeviceGet", ordinal)
@@ -66,7 +62,7 @@ class GreenContexts:
         whole = self._call("cuDeviceGetDevResource", self._device, self._sms)
         self._groups = self._split(whole, _granularity(whole, capability, coscheduled), coscheduled)
         if not self._groups:
-            raise QuotaUnavailableError(
+            raise InputError(
                 f"the {whole.sm.smCount} multiprocessors of GPU {ordinal} cannot be split"
             )
         self.gpu = Multiprocessors(whole.sm.smCount, self._groups[0].sm.smCount, len(self._groups))
@@ -75,14 +71,14 @@ class GreenContexts:
 
     def _split(self, whole: Any, granularity: int, coscheduled: bool) -> list[Any]:
         flags = 0 if coscheduled else IGNORE_COSCHEDULING
-        wanted = whole.sm.smCount // granularity
-        if wanted < 1:
+        count = whole.sm.smCount // granularity
+        if count < 1:
             return []
         # The driver may make fewer groups than asked for, and larger ones.
-        groups, made, _ = self._call(
-            "cuDevSmResourceSplitByCount", wanted, whole, flags, granularity
+        groups, num_groups, _ = self._call(
+            "cuDevSmResourceSplitByCount", count, whole, flags, granularity
         )
-        return list(groups[:made])
+        return list(groups[:num_groups])
 
     def stream(self, partition: Partition) -> int:
         """A new stream limited to a partition's multiprocessors, as an address. Partitions of
@@ -107,10 +103,10 @@ class GreenContexts:
             flags = self._driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
             context = self._call("cuGreenCtxCreate", description, self._device, int(flags))
             self._contexts[key] = context
-            made = self._call("cuGreenCtxGetDevResource", context, self._sms).sm.smCount
-            if made != partition.sms:
+            sms = self._call("cuGreenCtxGetDevResource", context, self._sms).sm.smCount
+            if sms != partition.sms:
                 raise DriverError(
-                    f"cuGreenCtxCreate made a context of {made} multiprocessors for {partition}"
+                    f"cuGreenCtxCreate made a context of {sms} multiprocessors for {partition}"
                 )
         return self._contexts[key]
 
@@ -155,7 +151,7 @@ class GreenContexts:
         """Results of a driver function: none, one, or a tuple."""
         function = getattr(self._driver, name, None)
         if function is None:
-            raise QuotaUnavailableError(
+            raise InputError(
                 f"the installed cuda-python has no {name}; accepted: 12.6 or newer"
             )
         status, *results = function(*arguments)
@@ -170,7 +166,7 @@ def _granularity(whole: Any, capability: int, coscheduled: bool) -> int:
     if not coscheduled:
         return 1 if capability < 7 else SMALLEST_INDEPENDENT_GROUP
     # Fields that CUDA 13 added: older drivers leave them 0, older bindings do not have them.
-    said = max(
+    smallest = max(
         getattr(whole.sm, "minSmPartitionSize", 0), getattr(whole.sm, "smCoscheduledAlignment", 0)
     )
-    return said or SMALLEST_GROUP.get(capability, SMALLEST_GROUP_SINCE_9)
+    return smallest or SMALLEST_GROUP.get(capability, SMALLEST_GROUP_SINCE_9)

@@ -137,11 +137,12 @@ def partition(quotas: Mapping[str, float], gpu: Multiprocessors) -> tuple[Partit
         (module,) = quotas
         return (Partition(module, quotas[module], gpu.total, gpu.total, 0, gpu.groups, True),)
     counts = _whole_groups([q * gpu.total / gpu.granularity for q in quotas.values()], gpu.groups)
-    found, first = [], 0
+    partitions, first = [], 0
     for (module, quota), groups in zip(quotas.items(), counts, strict=True):
-        found.append(Partition(module, quota, groups * gpu.granularity, gpu.total, first, groups))
+        sms = groups * gpu.granularity
+        partitions.append(Partition(module, quota, sms, gpu.total, first, groups))
         first += groups
-    return tuple(found)
+    return tuple(partitions)
 
 
 def _check(quotas: Mapping[str, float], gpu: Multiprocessors) -> None:

@@ -45,9 +45,9 @@ class StreamPool:
     Several processes that share a GPU each make a pool of the same sets in the same order, and
     name their own modules: partitions are laid out by position, so theirs are disjoint. The
     driver's split is taken to be the same in every process (it is not documented to be;
-    ``benchmarks/quota_gpu.py`` looks at the SMs' numbers). *Disjoint is not yet concurrent:*
-    work of different processes is time-sliced, green contexts or not, unless the processes are
-    clients of CUDA MPS, with ``CUDA_MPS_ACTIVE_THREAD_PERCENTAGE`` unset or 100.
+    ``benchmarks/gpu/green_contexts.py`` looks at the SMs' numbers). *Disjoint is not yet
+    concurrent:* work of different processes is time-sliced, green contexts or not, unless the
+    processes are clients of CUDA MPS, with ``CUDA_MPS_ACTIVE_THREAD_PERCENTAGE`` unset or 100.
 
     Args:
         backend: makes the streams; closed with the pool.
@@ -66,13 +66,13 @@ class StreamPool:
         modules: Collection[str] | None = None,
     ) -> None:
         self.partitions: dict[str, tuple[Partition, ...]] = _layouts(backend, sets)
-        known = {module for quotas in sets.values() for module in quotas}
+        accepted = {module for quotas in sets.values() for module in quotas}
         if isinstance(modules, str):  # its letters would be the names
             raise QuotaError(f"modules is {modules!r}; accepted: a collection of names, None")
-        mine = known if modules is None else set(modules)
-        if not mine <= known:
+        mine = accepted if modules is None else set(modules)
+        if not mine <= accepted:
             raise QuotaError(
-                f"modules are {sorted(mine)}; accepted: those of the sets, {sorted(known)}"
+                f"modules are {sorted(mine)}; accepted: those of the sets, {sorted(accepted)}"
             )
         self._backend = backend
         self._sets: dict[str, StreamSet] = {}
@@ -81,9 +81,9 @@ class StreamPool:
         try:
             for name, layout in self.partitions.items():
                 streams = {
-                    one.module: backend.create(one, [p for p in layout if p is not one])
-                    for one in layout
-                    if one.module in mine
+                    part.module: backend.create(part, [p for p in layout if p is not part])
+                    for part in layout
+                    if part.module in mine
                 }
                 self._sets[name] = StreamSet(name, streams, backend)
         except BaseException:
@@ -115,7 +115,7 @@ class StreamPool:
     def report(self) -> str:
         """What was asked and granted, a line per module of every set."""
         return "\n".join(
-            f"{name}: {one}" for name, layout in self.partitions.items() for one in layout
+            f"{name}: {part}" for name, layout in self.partitions.items() for part in layout
         )
 
     def close(self) -> None:
@@ -136,10 +136,10 @@ class StreamPool:
 def _layouts(
     backend: Backend, sets: Mapping[str, Mapping[str, float]]
 ) -> dict[str, tuple[Partition, ...]]:
-    found = {}
+    layouts = {}
     for name, quotas in sets.items():
         try:
-            found[name] = partition(quotas, backend.gpu)
+            layouts[name] = partition(quotas, backend.gpu)
         except QuotaError as error:
             raise QuotaError(f"set {name!r}: {error}") from None
-    return found
+    return layouts

@@ -15,11 +15,7 @@ from typing import NamedTuple
 import torch
 
 from raymm.actors.quota.partition import Multiprocessors, Partition
-from raymm.errors import Error
-
-
-class OversubscribedError(Error, RuntimeError):
-    """Two modules at the same time on the same multiprocessors."""
+from raymm.errors import InternalError
 
 
 class QuotaSpan(NamedTuple):
@@ -48,12 +44,12 @@ class Account:
         """Hold a partition.
 
         Raises:
-            OversubscribedError: somebody holds some of its multiprocessors.
+            InternalError: somebody holds some of its multiprocessors.
         """
         with self._lock:
             for other in self._running:
                 if partition.overlaps(other):
-                    raise OversubscribedError(
+                    raise InternalError(
                         f"{partition} starts while these multiprocessors are in use by {other}"
                     )
             self._running.append(partition)
@@ -97,7 +93,7 @@ class AccountedStream(HostStream):
         """Hold the partition.
 
         Raises:
-            OversubscribedError: somebody holds some of its multiprocessors.
+            InternalError: somebody holds some of its multiprocessors.
         """
         with self._account.running(self.partition):
             yield

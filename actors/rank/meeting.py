@@ -5,11 +5,16 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
 
+import torch
 import torch.distributed as dist
+
+from raymm.actors.faults.lost_processes import ChannelError
+from raymm.kernels.collectives.waiting import started, wait
 
 # torch documents it, and does not re-export it as type checkers want.
 TCPStore = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -35,13 +40,142 @@ def open_store(world_size: int, timeout: timedelta) -> tuple[str, TCPStore]:
     )
 
 
+def prepare_nccl(device: torch.device) -> None:
+    """Settings that NCCL and CUDA read once, unless they are set; before anything is on a GPU."""
+    if device.type != "cuda":
+        return
+    # As many hardware queues as there can be: streams that share one wait for each other.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    # Messages of a group follow one another: that is what the program's order is for.
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
+
+
+def join(
+    device: torch.device, store: TCPStore, rank: int, world_size: int, timeout: timedelta
+) -> torch.device:
+    """Join the group of all processes, connected: over NCCL on GPUs, over gloo else. Returns the
+    device with its number, which NCCL connects.
+
+    Args:
+        device: of this process's tensors.
+        store: where processes find one another.
+        rank: this process's number.
+        world_size: how many there are.
+        timeout: of every operation.
+
+    Raises:
+        ChannelError: not all came within the timeout.
+    """
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+    with _meeting(range(world_size), timeout):
+        # Not bound to the device: groups of some of the processes would then be split from this
+        # one, for which all of them have to come.
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world_size,
+            timeout=timeout,
+        )
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        _meet(everyone, device)
+    return device
+
+
 def new_group(
-    ranks: Sequence[int], timeout: timedelta, backend: str | None = None
+    ranks: Sequence[int], timeout: timedelta, device: torch.device, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """A group of these processes; every process must call it. One that is not among them gets
-    ``GroupMember.NON_GROUP_MEMBER``, with which it can do nothing."""
-    made = dist.new_group(list(ranks), timeout=timeout, backend=backend)
-    return cast(dist.ProcessGroup, made)
+    """A group of these processes, connected; every process must call it, all of them in one order.
+    One that is not among them gets ``GroupMember.NON_GROUP_MEMBER``, with which it can do nothing.
+
+    Its communicator is made here, and its first operation is one that all of its members take
+    part in: what is left for a step to connect, a process would have to wait for in it.
+
+    Args:
+        ranks: processes, by their numbers in the default group.
+        timeout: of its operations, and for all to come.
+        device: of its tensors, with its number.
+        backend: ``"nccl"`` or ``"gloo"``; that of the default group if None.
+
+    Raises:
+        ChannelError: not all came within the timeout.
+    """
+    with _meeting(ranks, timeout):
+        group = _new_group(ranks, timeout, device, backend)
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            _meet(group, torch.device("cpu") if backend == "gloo" else device)
+    return group
+
+
+def new_link(
+    sender: int, receiver: int, timeout: timedelta, device: torch.device, ctas: int
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """A group for messages from one process to another, over which one has gone, and a group of
+    the same two for what hosts are to read. Else as :func:`new_group`.
+
+    Args:
+        sender, receiver: processes, by their numbers in the default group.
+        timeout: of its operations, and for both to come.
+        device: of its tensors, with its number.
+        ctas: on a GPU, multiprocessors that a message may occupy at most.
+    """
+    ends = sender, receiver
+    with _meeting(ends, timeout):
+        group = host_group = _new_group(ends, timeout, device, ctas=ctas)
+        if device.type == "cuda":
+            host_group = _new_group(ends, timeout, device, "gloo")
+        if dist.get_rank() in ends:
+            tensor = torch.full((1,), dist.get_rank(), device=device)
+            sends = dist.get_rank() == sender
+            operation, peer = (dist.isend, receiver) if sends else (dist.irecv, sender)
+            wait(started(operation(tensor, peer, group=group)))
+            if int(tensor) != sender:  # read: waits until it is there
+                raise ChannelError(f"process {sender} wrote to {receiver} as {int(tensor)}")
+    return group, host_group
+
+
+def _new_group(
+    ranks: Sequence[int], timeout: timedelta, device: torch.device, backend: str | None = None,
+    ctas: int | None = None,
+) -> dist.ProcessGroup:  # fmt: skip
+    on_gpu = device.type == "cuda" and backend != "gloo"
+    options: Any = None
+    if on_gpu and ctas is not None:
+        # Streams of their own, which go before the device's other work.
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options.config.max_ctas = ctas
+        options._timeout = timeout
+    group = dist.new_group(
+        list(ranks), timeout=timeout, backend=backend, pg_options=options,
+        device_id=device if on_gpu else None,  # NCCL connects at once, not at the first operation
+    )
+    return cast(dist.ProcessGroup, group)
+
+
+def _meet(group: dist.ProcessGroup, device: torch.device) -> None:
+    members = torch.ones(1, device=device)
+    dist.all_reduce(members, group=group)
+    if (met := int(members)) != group.size():  # read: waits until it is done
+        raise ChannelError(f"{met} of {group.size()} processes of a group have met")
+
+
+@contextmanager
+def _meeting(ranks: Sequence[int], timeout: timedelta) -> Iterator[None]:
+    try:
+        yield
+    except (ChannelError, torch.AcceleratorError):  # the latter is this process's own
+        raise
+    except RuntimeError as error:
+        raise ChannelError(
+            f"processes {_few(ranks)} did not connect within {timeout.total_seconds():g} s "
+            f"(timeout_s): {error}"
+        ) from error
+
+
+def _few(ranks: Sequence[int]) -> str:
+    listed = [str(rank) for rank in ranks[:4]]
+    return ", ".join(listed) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
 
 
 def stay_on(address: str) -> None:

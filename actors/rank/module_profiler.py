@@ -120,8 +120,8 @@ class ModuleProfiler:
             name = torch.cuda.get_device_name(self._device)
         else:
             with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
-                found = [x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")]
-                name = found[0] if found else name
+                models = [x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")]
+                name = models[0] if models else name
         return {
             "device": name, "torch": torch.__version__, "transformers": transformers.__version__,
             "python": platform.python_version(),
@@ -154,9 +154,9 @@ class ModuleProfiler:
         for parameter in stage.parameters():
             parameter.grad = None
         own = trained if self._trainable else frozen
-        forward = _medians([one.forward_times() for one in own])
-        inner = _medians([one.backward_times() for one in frozen])
-        both = _medians([one.backward_times() for one in trained])
+        forward = _medians([run.forward_times() for run in own])
+        inner = _medians([run.backward_times() for run in frozen])
+        both = _medians([run.backward_times() for run in trained])
         layers = tuple(
             LayerTimes(f, d, max(0.0, b - d), bytes_kept, out, more)
             for f, d, b, bytes_kept, out, more in zip(
@@ -172,25 +172,25 @@ class ModuleProfiler:
     ) -> list[tuple[LayerOption, ...]]:
         """Of every layer; ``kept`` are runs in which all activations are kept."""
         blocks = [layer for layer in self._layers if layer is not self._projector]
-        found: list[tuple[LayerOption, ...]] = [()] * len(self._layers)
+        options: list[tuple[LayerOption, ...]] = [()] * len(self._layers)
         # A frozen encoder has no backward. On a CPU the host's memory is the device's.
         if not self._has_blocks or not (self._trainable or isinstance(self._stage, LanguageStage)):
-            return found
+            return options
         names = (*REMADE, OFFLOAD) if self._device.type == "cuda" else REMADE
-        kinds = [(type(one), sum(p.numel() for p in one.parameters())) for one in blocks]
-        before = _medians([one.both_times() for one in kept])
+        kinds = [(type(item), sum(p.numel() for p in item.parameters())) for item in blocks]
+        before = _medians([item.both_times() for item in kept])
         for name in names:
             with layers_recomputed(blocks, [name] * len(blocks)):
                 runs = [self._run(inputs, received, trainable=True) for _ in range(repeats + 1)]
                 counted = self._run(inputs, received, trainable=True, count=True)
-            after = _medians([one.both_times() for one in runs[1:]])
+            after = _medians([item.both_times() for item in runs[1:]])
             added = [after[index] - before[index] for index in range(len(blocks))]
             # Small differences of noisy times: blocks of one kind have one in common.
             for index, kind in enumerate(kinds):
-                alike = [one for one, other in zip(added, kinds, strict=True) if other == kind]
+                alike = [item for item, other in zip(added, kinds, strict=True) if other == kind]
                 seconds = max(0.0, statistics.median(alike))
-                found[index] += (LayerOption(name, seconds, counted.held[index]),)
-        return found
+                options[index] += (LayerOption(name, seconds, counted.held[index]),)
+        return options
 
     def _run(
         self, inputs: dict[str, Any], received: dict[str, Message], trainable: bool,
@@ -201,8 +201,8 @@ class ModuleProfiler:
                 parameter.requires_grad_(trainable)
         storages = None
         if count:
-            given = [*inputs.values(), *(m.tensors[0] for m in received.values())]
-            tensors = [one for one in given if isinstance(one, torch.Tensor)]
+            values = [*inputs.values(), *(m.tensors[0] for m in received.values())]
+            tensors = [value for value in values if isinstance(value, torch.Tensor)]
             storages = LiveStorages([*self._stage.parameters(), *self._stage.buffers(), *tensors])
         trace = _Trace(self._device, len(self._layers), storages)
         with trace.watching(self._layers, self._has_blocks, leaf=not trainable):

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from raymm.actors.executor.channel import Link, RecvChannel, SendChannel
 from raymm.actors.executor.colocation import Colocation, default_backend
 from raymm.actors.executor.compiled_program import CompiledProgram
-from raymm.actors.executor.executor import Executor, StepMeta, StepResult
+from raymm.actors.executor.executor import Executor
+from raymm.actors.executor.step_meta import StepMeta, StepResult
 from raymm.actors.faults.observed_actor import ObservedActor
 from raymm.actors.faults.whereabouts import task
 from raymm.actors.memory.peak_memory import PeakMemory
@@ -25,101 +23,27 @@ from raymm.actors.modules.precision import cast_frozen
 from raymm.actors.optimizer.checkpoint_shards import (
     Loaded,
     ShardFile,
-    StoredTensors,
     WrittenShard,
     copy_tensors,
+    store_shard,
     stored_shards,
-    write_shard,
 )
-from raymm.actors.optimizer.gradient_reduction import ReductionGroup
-from raymm.actors.optimizer.optimizer import OptimizerConfig, ParameterOwnership, RankOptimizer
-from raymm.actors.quota import Backend
-from raymm.actors.rank.meeting import TCPStore, new_group, open_store, stay_on
+from raymm.actors.optimizer.optimizer import RankOptimizer
+from raymm.actors.optimizer.stored_tensors import StoredTensors
+from raymm.actors.rank.connections import Connections
+from raymm.actors.rank.meeting import TCPStore, join, open_store, prepare_nccl, stay_on
+from raymm.actors.rank.rank_spec import RankSpec
+from raymm.actors.rank.recent_programs import remember
 from raymm.actors.sharding.fully_sharded import local_part
 from raymm.actors.sharding.parameter_shards import ShardSpec
-from raymm.kernels.collectives.p2p import Exchange
-from raymm.kernels.collectives.tensor_group import TensorGroup
-from raymm.scheduler.plan.process_grid import P2PGroup
-from raymm.scheduler.plan.stage import Edge, StageId
+from raymm.scheduler.plan.stage import StageId
+from raymm.scheduler.program.issue_order import Issue
 from raymm.scheduler.program.program import Instruction, Op
 
 if TYPE_CHECKING:
     from raymm.actors.sharding.tensor_plan import ParameterShard
     from raymm.actors.stages.encoder import EncoderStage
     from raymm.actors.stages.language import LanguageStage
-
-# Programs a rank keeps: one per combination of modalities seen in a step's microbatches.
-MAX_PROGRAMS = 256
-
-
-Key = TypeVar("Key")
-Value = TypeVar("Value")
-
-
-def remember(programs: OrderedDict[Key, Value], key: Key, value: Value) -> None:
-    """Put ``key`` last and drop the least recently used entry beyond :data:`MAX_PROGRAMS`."""
-    programs[key] = value
-    programs.move_to_end(key)
-    if len(programs) > MAX_PROGRAMS:
-        programs.popitem(last=False)
-
-
-class ProcessGroups(NamedTuple):
-    """Processes of one rank: all of them; those that share a microbatch with one, its samples,
-    its samples' tokens; and those that share every token's work. None where it is the only one."""
-
-    rank: tuple[int, ...] = ()
-    data: tuple[int, ...] = ()
-    samples: tuple[int, ...] = ()
-    tokens: tuple[int, ...] = ()
-    tensors: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class RankSpec:
-    """Everything a process must know to build itself.
-
-    Attributes:
-        rank, world_size: its number, and how many processes there are.
-        builders: per stage name, a picklable function that builds the stage module.
-        edges: all data edges of the plan (stage names).
-        lanes: of every directed edge of messages between ranks, which processes have them.
-        groups: every group of several processes of a rank, the same on all processes.
-        neighbours: the processes of its own rank, by what they share.
-        pieces: per module, which piece of each parameter a process holds.
-        families: all families of processes that hold parameters together.
-        holdings: what it has of parameters that others have too.
-        optimizer: the optimizer's configuration.
-        autocast: name of the torch dtype for automatic mixed precision, or None.
-        reloadable: modules whose frozen weights can be had again from where they came from;
-            under autocast they are kept in its dtype only.
-        device: ``"cpu"`` or ``"cuda"``.
-        threads: intra-op threads of this process.
-        quotas: by module, shares of the device's multiprocessors.
-        quota_backend: makes the quotas' streams; by default
-            :func:`raymm.actors.executor.colocation.default_backend`.
-        timeout_s: seconds any wait on another rank may take.
-    """
-
-    rank: int
-    world_size: int
-    builders: dict[StageId, Callable[[], EncoderStage | LanguageStage]]
-    edges: tuple[Edge, ...]
-    p2p_groups: tuple[tuple[Edge, tuple[P2PGroup, ...]], ...]
-    groups: tuple[tuple[int, ...], ...] = ()
-    process_groups: ProcessGroups = field(default_factory=ProcessGroups)
-    pieces: dict[str, ShardSpec] = field(default_factory=dict)
-    reduction_groups: tuple[ReductionGroup, ...] = ()
-    parameter_ownership: ParameterOwnership = field(default_factory=ParameterOwnership)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    autocast: str | None = None
-    reloadable: frozenset[str] = frozenset()
-    device: str = "cpu"
-    threads: int = 1
-    quotas: dict[str, float] = field(default_factory=dict)
-    quota_backend: Callable[[], Backend] | None = None
-    timeout_s: float = 300.0
-
 
 class RankActor(ObservedActor):
     """One rank. Wrapped by ``ray.remote`` in :mod:`raymm.actors.rank.rank_group`."""
@@ -128,13 +52,15 @@ class RankActor(ObservedActor):
         super().__init__(spec.device)
         self._spec = spec
         self._device = torch.device(spec.device)
+        prepare_nccl(self._device)
         self._timeout = timedelta(seconds=spec.timeout_s)
         self._stages: dict[StageId, EncoderStage | LanguageStage] = {}
         self._programs: OrderedDict[str, CompiledProgram] = OrderedDict()
         self._store: TCPStore | None = None  # where ranks meet; the first one's listens
         self._colocation: Colocation | None = None
 
-    # What :meth:`build` makes.
+    # What :meth:`connect` and :meth:`build` make.
+    _connections: Connections
     _executor: Executor
     _optimizer: RankOptimizer
 
@@ -145,66 +71,16 @@ class RankActor(ObservedActor):
 
     @task("meeting the other ranks")
     def connect(self, address: str, port: int) -> None:
-        """Join the process groups: one of all ranks, one per directed remote edge."""
+        """Join the group of all processes, and make every other connection."""
         spec = self._spec
         # Here, as OpenMP has a number per thread, and ``__init__`` ran in another one.
         torch.set_num_threads(spec.threads)
         stay_on(address)
-        backend = "nccl" if self._device.type == "cuda" else "gloo"
         store = self._store or TCPStore(
             address, port, spec.world_size, is_master=False, timeout=self._timeout
         )
-        dist.init_process_group(
-            backend, store=store, rank=spec.rank, world_size=spec.world_size,
-            timeout=self._timeout,
-        )
-        self._groups = {one: self._new_group(one) for one in spec.groups}
-        process_groups = spec.process_groups
-        self._data, self._samples, self._tokens = (
-            Exchange(self._groups[group]) if group else None
-            for group in (process_groups.data, process_groups.samples, process_groups.tokens)
-        )
-        self._tensors = (
-            TensorGroup(self._groups[process_groups.tensors]) if process_groups.tensors else None
-        )
-        self._senders: dict[Edge, SendChannel] = {}
-        self._receivers: dict[Edge, RecvChannel] = {}
-        for edge, p2p_groups in spec.p2p_groups:
-            for p2p_group in p2p_groups:
-                self._open_p2p_group(edge, p2p_group)
-        self._reduction_groups = {
-            one: self._new_group(one.processes) for one in spec.reduction_groups
-        }
-        dist.all_reduce(torch.zeros(1, device=self._device))  # connects all pairs now, not later
-
-    def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        return new_group(ranks, self._timeout)
-
-    def _open_p2p_group(self, edge: Edge, p2p_group: P2PGroup) -> None:
-        """Each directed edge has its own groups, so that edges cannot block one another."""
-        me, device, resharding = self._spec.rank, self._device, p2p_group.resharding
-        links: dict[int, Link] = {}
-        for sender, receiver in resharding.links():
-            ends = p2p_group.senders[sender], p2p_group.receivers[receiver]
-            group = self._new_group(ends)
-            if me == ends[0]:
-                links[receiver] = Link(group, ends[1])
-            elif me == ends[1]:
-                links[sender] = Link(group, ends[0])
-        if me in p2p_group.senders:
-            # What goes back from another module is a gradient that every process which shares
-            # the microbatch has a part of.
-            is_gradient = edge not in self._spec.edges
-            between = edge[0].module != edge[1].module
-            summed = self._data.group if is_gradient and between and self._data else None
-            self._senders[edge] = SendChannel(
-                links, device, resharding, p2p_group.senders.index(me), summed
-            )
-        elif me in p2p_group.receivers:
-            self._receivers[edge] = RecvChannel(
-                links, device, self._timeout, resharding, p2p_group.receivers.index(me),
-                self._groups.get(p2p_group.receivers),
-            )
+        self._device = join(self._device, store, spec.rank, spec.world_size, self._timeout)
+        self._connections = Connections(spec, self._device, self._timeout, self.whereabouts)
 
     @task("building stages")
     def build(
@@ -220,18 +96,18 @@ class RankActor(ObservedActor):
         self._stages = {}
         for name, builder in (builders or self._spec.builders).items():
             stage: Any = builder()  # it knows of what kind the module's plans are
-            pieces = self._spec.pieces.get(name.module, ShardSpec())
-            if self._tensors is not None:
-                stage.shard_tensors(pieces.plans, self._tensors)
-            if self._samples is not None:
-                stage.share_samples(self._samples)
-            if self._tokens is not None:
-                stage.share_tokens(self._tokens)
+            shard_spec = self._spec.shard_specs.get(name.module, ShardSpec())
+            if self._connections.tensors is not None:
+                stage.shard_tensors(shard_spec.plans, self._connections.tensors)
+            if self._connections.samples is not None:
+                stage.share_samples(self._connections.samples)
+            if self._connections.tokens is not None:
+                stage.share_tokens(self._connections.tokens)
             if autocast is not None and name.module in self._spec.reloadable:
                 cast_frozen(stage, autocast)
-            if pieces.shards > 1:  # first: the device never holds the whole stage
-                assert self._data is not None
-                stage.shard_parameters(pieces.plans, self._data.group, self._device)
+            if shard_spec.shards > 1:  # first: the device never holds the whole stage
+                assert self._connections.data is not None
+                stage.shard_parameters(shard_spec.plans, self._connections.data.group, self._device)
             self._stages[name] = stage.to(self._device)
         if self._colocation is not None:
             of_module: dict[str, list[torch.nn.Module]] = {}
@@ -246,16 +122,19 @@ class RankActor(ObservedActor):
         }
         self._optimizer = RankOptimizer(
             self._spec.rank, parameters, self._spec.optimizer, self._spec.parameter_ownership,
-            self._reduction_groups, self._device, self._stages.values(),
+            self._connections.reductions, self._device, self._stages.values(),
         )
         self._executor = Executor(
-            self._stages, self._spec.edges, self._senders, self._receivers,
+            self._stages, self._spec.edges, self._connections.senders,
+            self._connections.receivers,
             {Op.REDUCE_GRADS: self._reduce_grads, Op.CLIP_GRADS: self._clip, Op.STEP: self._step},
-            autocast, self._device, self._timeout,
-            random_shares={} if self._data is None else {
+            autocast=autocast,
+            device=self._device,
+            timeout=self._timeout,
+            random_shares={} if self._connections.data is None else {
                 name: stage.random_share for name, stage in self._stages.items()
             },
-            sum_gradient=None if self._data is None else self._sum_over_data,
+            sum_gradient=None if self._connections.data is None else self._sum_over_data,
             reduction=self._optimizer.reduction,
             colocation=self._colocation,
             whereabouts=self.whereabouts,
@@ -276,8 +155,8 @@ class RankActor(ObservedActor):
         return "" if self._colocation is None else self._colocation.report()
 
     def _sum_over_data(self, gradient: torch.Tensor) -> torch.Tensor:
-        assert self._data is not None
-        dist.all_reduce(gradient, group=self._data.group)
+        assert self._connections.data is not None
+        dist.all_reduce(gradient, group=self._connections.data.group)
         return gradient
 
     def _reduce_grads(self, result: StepResult) -> None:
@@ -290,9 +169,17 @@ class RankActor(ObservedActor):
     def _step(self, result: StepResult) -> None:
         result.learning_rate = self._optimizer.step()
 
-    def load_program(self, key: str, instructions: Sequence[Instruction]) -> None:
-        """Keep a program under a key, for :meth:`run_step`."""
-        remember(self._programs, key, self._executor.compile(instructions))
+    def load_program(
+        self, key: str, instructions: Sequence[Instruction], issues: Sequence[Issue]
+    ) -> None:
+        """Keep a program for :meth:`run_step`.
+
+        Args:
+            key: of the program.
+            instructions: of this rank.
+            issues: what it is to begin where.
+        """
+        remember(self._programs, key, self._executor.compile(instructions, issues))
 
     @task("a step")
     def run_step(
@@ -310,6 +197,7 @@ class RankActor(ObservedActor):
             layout: (stage, microbatch) that each of ``inputs`` is for; several entries for
                 one place are merged. Inputs are separate arguments so that object
                 references among them are resolved before the call.
+            *inputs: keyword arguments of a stage, by name.
         """
         self._memory.restart()
         per_stage: dict[StageId, list[dict[str, Any] | None]] = {}
@@ -362,13 +250,14 @@ class RankActor(ObservedActor):
         finite, and how many."""
         return self._optimizer.not_finite_tensors(self._stages)
 
-    def _piece(self, stage: StageId, name: str) -> ParameterShard | None:
-        """Which piece of a parameter this process holds; None if all of it."""
-        chain = self._spec.pieces.get(stage.module)
-        if chain is None:
+    def _shard(self, stage: StageId, name: str) -> ParameterShard | None:
+        """Which shard of a parameter this process holds; None if all of it."""
+        shard_spec = self._spec.shard_specs.get(stage.module)
+        if shard_spec is None:
             return None
-        tensors, data = (0 if one is None else one.rank for one in (self._tensors, self._data))
-        return chain.piece(name, chain.place(tensors, data))
+        groups = self._connections.tensors, self._connections.data
+        tensors, data = (0 if group is None else group.rank for group in groups)
+        return shard_spec.shard(name, shard_spec.place(tensors, data))
 
     def _named_tensors(self, stage: StageId) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Parameters and persistent buffers of a stage: the name, the name of the parameter that
@@ -384,7 +273,7 @@ class RankActor(ObservedActor):
         processes have, one writes.
 
         Args:
-            folder: an existing folder that is not committed yet.
+            folder: location of an existing folder that is not committed yet.
             skip_frozen: modules whose frozen weights are elsewhere and need no copy.
         """
         rank, parameter_ownership = self._spec.rank, self._spec.parameter_ownership
@@ -404,44 +293,54 @@ class RankActor(ObservedActor):
                 # Running statistics of what is trained change, though nothing has their gradient.
                 changes = tensor.requires_grad or (not parameter and trained)
                 if writes and (changes or owner not in skip_frozen):
-                    piece = self._piece(stage, parameter) if parameter else None
-                    here = local_part(tensor.detach())
-                    tensors.update(stored_shards(f"{owner}/{name}", here, piece))
+                    shard = self._shard(stage, parameter) if parameter else None
+                    local = local_part(tensor.detach())
+                    tensors.update(stored_shards(f"{owner}/{name}", local, shard))
         state: dict[str, torch.Tensor] = {}
         for (stage, name, key), value in self._optimizer.state_tensors().items():
             if (stage, name) in parameter_ownership.in_grad_norm:
-                piece = self._piece(stage, name) if value.dim() else None
+                shard = self._shard(stage, name) if value.dim() else None
                 full = f"optimizer/{stage.module}/{name}/{key}"
-                state.update(stored_shards(full, value, piece))
+                state.update(stored_shards(full, value, shard))
         written = {}
-        for kind, found in (("model", tensors), ("optimizer", state)):
-            if found:
+        for kind, shards in (("model", tensors), ("optimizer", state)):
+            if shards:
                 file = f"{kind}-rank{rank}.safetensors"
-                written[file] = write_shard(Path(folder) / file, _untie(found))
+                written[file] = store_shard(folder, file, _untie(shards))
         return written
 
     @task("loading a checkpoint")
     def load(
         self, folder: str, index: dict[str, str], files: dict[str, ShardFile], step: int
     ) -> Loaded:
-        """Read parameters, buffers and optimizer state from files that are what ``files`` says."""
-        stored = StoredTensors(Path(folder), index, files)
+        """Read parameters, buffers and optimizer state from files that are what ``files`` says.
+
+        Args:
+            folder: location of the checkpoint.
+            index: the file that has each tensor, by the tensor's name.
+            files: size and checksum of each, as the manifest has them.
+            step: of the checkpoint, for the learning rate.
+
+        Returns:
+            What of its trainable parameters was in no file, and the names of all that was read.
+        """
+        stored = StoredTensors(folder, index, files)
         own = [
             (f"{stage.module}/{name}", local_part(tensor.detach()),
-             self._piece(stage, parameter) if parameter else None)
+             self._shard(stage, parameter) if parameter else None)
             for stage in self._stages
             for name, parameter, tensor in self._named_tensors(stage)
         ]
-        read = stored.read({name: piece for name, _, piece in own})
+        read = stored.read({name: shard for name, _, shard in own})
         copy_tensors(read, [(name, tensor) for name, tensor, _ in own])
         taken = list(read)
         state: dict[tuple[StageId, str, str], torch.Tensor] = {}
         keys = stored.optimizer_keys()
         for stage, name in self._optimizer.updated:
             base = f"optimizer/{stage.module}/{name}"
-            piece = self._piece(stage, name)
-            wanted = {f"{base}/{key}": piece for key in keys.get(base, ())}
-            for full, value in stored.read(wanted).items():
+            shard = self._shard(stage, name)
+            shards = {f"{base}/{key}": shard for key in keys.get(base, ())}
+            for full, value in stored.read(shards).items():
                 state[stage, name, full.rpartition("/")[2]] = value
                 taken.append(full)
         self._optimizer.load_state_tensors(state, step)

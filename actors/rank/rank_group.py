@@ -3,122 +3,40 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, NoReturn, TypeVar
 
 import ray
+import torch
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from raymm.actors.executor.executor import StepMeta, StepResult
+from raymm.actors.executor.step_meta import StepMeta, StepResult
 from raymm.actors.faults.cluster_observer import ClusterObserver
 from raymm.actors.faults.failure import accusation, first_line
 from raymm.actors.faults.fault_folder import keep
 from raymm.actors.faults.inquiry import Inquiry, inquire, kill_from_outside, look_from_outside
 from raymm.actors.faults.lost_processes import ChannelError
-from raymm.actors.faults.observed_actor import CONCURRENCY_GROUPS
+from raymm.actors.faults.observed_actor import remote_class
 from raymm.actors.faults.stacks import Address
-from raymm.actors.placement.node_types import (
-    all_types,
-    autoscaled_types,
-    reachable_resources,
-    without_room,
-)
-from raymm.actors.placement.placement import (
-    ONLY_RANKS,
-    ClusterError,
-    Placement,
-    PlacementOptions,
-)
-from raymm.actors.rank.rank_actor import RankActor, remember
-from raymm.errors import ClusterLostError, RankFailedError, RunFailedError
+from raymm.actors.placement.placement import ONLY_RANKS, Placement, PlacementOptions
+from raymm.actors.rank.rank_actor import RankActor
+from raymm.actors.rank.rank_places import ProcessSpec, RankPlace, lost_node_error
+from raymm.actors.rank.rank_resources import RankResources, check_capacity
+from raymm.actors.rank.recent_programs import remember
+from raymm.errors import RankFailedError, RankRaisedError, RunFailedError
 from raymm.scheduler.plan.stage import StageId
+from raymm.scheduler.program.issue_order import Issue
 from raymm.scheduler.program.program import Op, Program
-from raymm.scheduler.program.timeline import Span, Timeline
 
 # Seconds ranks may take to start, meet and build their stages.
 START_TIMEOUT_S = 600.0
 # Seconds between two looks at anything but results, while there are none.
 LISTEN_S = 1.0
 
-# What a rank reports of a step.
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class RankResources:
-    """What one rank reserves in Ray: logical CPUs, GPUs, custom resources.
-
-    Raises:
-        ClusterError: an amount that is none, or nothing at all.
-    """
-
-    cpus: float = 1.0
-    gpus: float = 0.0
-    custom: Mapping[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name in ("CPU", "GPU"):
-            if name in self.custom:
-                raise ClusterError(f"resources.custom has {name!r}; give cpus or gpus instead")
-        amounts = {"cpus": self.cpus, "gpus": self.gpus, **self.custom}
-        for name, amount in amounts.items():
-            number = isinstance(amount, int | float) and not isinstance(amount, bool)
-            if not number or not 0 <= amount < math.inf:
-                raise ClusterError(
-                    f"resources: {name} is {amount!r}; it must be a finite number, at least 0"
-                )
-        if not any(amounts.values()):
-            raise ClusterError(
-                f"resources are {amounts}: a rank would reserve nothing; give cpus, gpus or a "
-                "custom resource above 0 (a small share is fine)"
-            )
-
-    def bundle(self) -> dict[str, float]:
-        bundle = {"CPU": self.cpus, "GPU": self.gpus, **self.custom}
-        return {name: amount for name, amount in bundle.items() if amount > 0}
-
-
-def check_capacity(
-    num_ranks: int, resources: RankResources, options: PlacementOptions = ONLY_RANKS
-) -> None:
-    """Compare a plan's needs with the connected cluster: with what it has, or, where an autoscaler
-    brings nodes, with what it can have.
-
-    Args:
-        num_ranks: of the plan.
-        resources: what each rank reserves.
-        options: what data workers reserve beside the ranks, and how long nodes may take.
-
-    Raises:
-        ClusterError: if the cluster, even when idle and with all its nodes, cannot hold the ranks
-            and data workers.
-    """
-    scales = bool(autoscaled_types())
-    if not scales and options.waits():
-        return  # nodes come of which nobody says what they have
-    has = reachable_resources()
-    for name, amount in resources.bundle().items():
-        needed = amount * num_ranks
-        workers = sum(bundle.get(name, 0.0) for bundle in options.beside)
-        if needed + workers > has.get(name, 0.0) + 1e-9:
-            beside = f", and data workers {workers:g} {name} beside them" if workers else ""
-            at_most = " at most, with all nodes that its autoscaler brings" if scales else ""
-            raise ClusterError(
-                f"the plan has {num_ranks} ranks of {amount:g} {name} each, {needed:g} {name} in "
-                f"all{beside}; the cluster has {has.get(name, 0.0):g} {name}{at_most}. Use fewer "
-                "ranks (parallel.*.pp, parallel.*.ranks), reserve less for each (resources), or "
-                "connect to a larger cluster"
-            )
-    if not scales:
-        return
-    bundles = [resources.bundle()] * num_ranks + [dict(bundle) for bundle in options.beside]
-    if (reason := without_room(bundles, all_types())) is not None:
-        raise ClusterError(f"{reason}. Reserve less for each rank (resources)")
+Result = TypeVar("Result")  # what a rank reports of a step
 
 
 class StepHandle(Generic[Result]):
@@ -135,27 +53,6 @@ class StepHandle(Generic[Result]):
             RankFailedError: if a rank died or raised.
         """
         return self._group.wait(self._refs)
-
-
-class ProcessSpec(Protocol):
-    """What the group itself reads of its processes' specs."""
-
-    @property
-    def timeout_s(self) -> float: ...
-
-
-class RankPlace(NamedTuple):
-    """Where a rank runs.
-
-    Attributes:
-        label: what runs there.
-        host: name of its node.
-        pid: of its process.
-    """
-
-    label: str
-    host: str
-    pid: int
 
 
 class RankGroup:
@@ -176,6 +73,7 @@ class RankGroup:
     Raises:
         ClusterError: if the cluster cannot hold the ranks, or not in time.
         RankFailedError: if a rank cannot start.
+        NodeLostError: if its node is lost meanwhile.
     """
 
     actor_class: type = RankActor
@@ -201,14 +99,14 @@ class RankGroup:
         try:
             self._placement.wait()
             self._actors = [self._create(spec, i, resources) for i, spec in enumerate(specs)]
-            found = self.pids()
+            descriptions = self.pids()
             self.places = tuple(
                 RankPlace(label, p["host"], p["pid"])
-                for label, p in zip(self._labels, found, strict=True)
+                for label, p in zip(self._labels, descriptions, strict=True)
             )
             self._places = [f", process {p.pid} on {p.host}" for p in self.places]
-            self._addresses = {rank: p["address"] for rank, p in enumerate(found)}
-            self._observer = ClusterObserver({one.node for one in self._addresses.values()})
+            self._addresses = {rank: p["address"] for rank, p in enumerate(descriptions)}
+            self._observer = ClusterObserver(self.nodes)
             address, port = self.wait([self._actors[0].rendezvous.remote()], ranks=[0])[0]
             self.call("connect", address, port)
             self.num_parameters = self.call("build")
@@ -219,8 +117,7 @@ class RankGroup:
     def _create(self, spec: ProcessSpec, index: int, resources: RankResources) -> Any:
         # No runtime_env: a rank then takes one of Ray's prestarted workers. Its threads are set
         # by the actor itself.
-        actor = cast(Any, ray.remote)(concurrency_groups=CONCURRENCY_GROUPS)(self.actor_class)
-        remote = actor.options(
+        remote = remote_class(self.actor_class).options(
             num_cpus=resources.cpus,
             num_gpus=resources.gpus,
             resources=dict(resources.custom) or None,
@@ -232,12 +129,16 @@ class RankGroup:
     @property
     def places_beside(self) -> tuple[Any, ...]:
         """Where processes beside the ranks go, for Ray's ``scheduling_strategy``."""
-        return self._placement.beside
+        return self._placement.worker_places
 
     @property
     def nodes(self) -> frozenset[str]:
         """Ray's ids of the nodes with ranks, or with processes beside them."""
         return self._placement.nodes()
+
+    def held(self) -> dict[str, dict[str, float]]:
+        """What all of them reserve, by Ray's id of the node."""
+        return self._placement.held()
 
     @property
     def num_ranks(self) -> int:
@@ -263,6 +164,11 @@ class RankGroup:
     def call(self, method: str, *args: Any, timeout: float = START_TIMEOUT_S) -> list[Any]:
         """Call a method on every rank with the same arguments; results by rank.
 
+        Args:
+            method: its name.
+            *args: the same for all.
+            timeout: seconds that all of them together may take.
+
         Raises:
             RankFailedError: if a rank died, raised, or did not answer in time.
             RuntimeError: the processes have ended.
@@ -280,8 +186,12 @@ class RankGroup:
             [actor.build.remote(dict(b)) for actor, b in zip(self._actors, builders, strict=True)]
         )
 
-    def load_program(self, program: Program) -> str:
+    def load_program(self, program: Program, issues: Sequence[Sequence[Issue]]) -> str:
         """Hand every rank its instructions, once per distinct program; returns the key.
+
+        Args:
+            program: one that has been proved.
+            issues: what every rank is to begin where, by the proof.
 
         Does not wait: a rank runs its calls in order. Driver and ranks forget the least
         recently used program at the same point of that order.
@@ -289,8 +199,8 @@ class RankGroup:
         self.check_running()
         key = hashlib.sha256(repr(program.ranks).encode()).hexdigest()[:16]
         if key not in self._programs:
-            for actor, instructions in zip(self._actors, program.ranks, strict=True):
-                actor.load_program.remote(key, [tuple(i) for i in instructions])
+            for actor, *lists in zip(self._actors, program.ranks, issues, strict=True):
+                actor.load_program.remote(key, *([tuple(i) for i in items] for items in lists))
         remember(self._programs, key, None)
         return key
 
@@ -335,12 +245,16 @@ class RankGroup:
         """Results of one call per rank; notices a dead rank while others still wait for it.
 
         Args:
+            refs: one per rank.
+            ranks: which rank each is of; all in order if None.
             timeout: seconds without a result. None: until no rank has begun another instruction
                 for as long as a rank may wait for another (``timeout_s``).
 
         Raises:
-            RankFailedError: if a rank died, raised, or nothing came in time.
-            ClusterLostError: a node with ranks is gone, or the server that knows the cluster.
+            RankFailedError: if a rank died, or nothing came in time.
+            RankRaisedError: if what a rank runs raised.
+            NodeLostError: a node with processes of the run is gone.
+            ClusterLostError: the server that knows the cluster is, or the driver's own node.
         """
         ranks = list(range(len(refs))) if ranks is None else list(ranks)
         pending = dict(zip(refs, ranks, strict=True))
@@ -348,7 +262,7 @@ class RankGroup:
         patience = self._patience if timeout is None else timeout
         due = time.monotonic() + patience
         while pending:
-            self._check_cluster()
+            self.check_cluster()
             ready, _ = ray.wait(list(pending), num_returns=1, timeout=LISTEN_S)
             if not ready:
                 if time.monotonic() >= due:
@@ -366,16 +280,33 @@ class RankGroup:
                 self._fail(f"{self._name(rank)} failed: {first_line(error)}", error)
         return [results[rank] for rank in ranks]
 
-    def _check_cluster(self) -> None:
+    def check_cluster(self, error: RayActorError | None = None) -> None:
         """
+        Args:
+            error: how a process of the run died that may have gone with its node.
+
         Raises:
-            ClusterLostError: a node with ranks is gone, or the server that knows the cluster.
+            NodeLostError: a node with processes of the run is gone.
+            ClusterLostError: the server that knows the cluster is, or the driver's own node.
         """
         if self._observer is None or self._observer.lost is None:
             return
-        there = [n for n, one in self._addresses.items() if one.node in self._observer.lost_nodes]
-        had = f". It had {', '.join(self._name(rank) for rank in there)}" if there else ""
-        self._fail(f"{self._observer.lost}{had}", None, kind=ClusterLostError)
+        lost_nodes = self._observer.lost_nodes
+        ranks = [rank for rank, process in self._addresses.items() if process.node in lost_nodes]
+        had = f". It had {', '.join(self._name(rank) for rank in ranks)}" if ranks else ""
+        kind = lost_node_error(lost_nodes, error is not None and error.preempted)
+        self._fail(f"{self._observer.lost}{had}", error, kind=kind)
+
+    def look_at_nodes(self) -> None:
+        """Look at once at all nodes with processes of the run: one of these has died.
+
+        Raises:
+            NodeLostError, ClusterLostError: as of :meth:`check_cluster`.
+        """
+        if self._observer is not None:
+            for node in self.nodes:
+                self._observer.look_at_node(node)
+            self.check_cluster()
 
     def _check_progress(self, pending: Mapping[Any, int], timeout: float | None) -> float:
         """Seconds to wait on before this is to be asked again.
@@ -383,34 +314,42 @@ class RankGroup:
         Raises:
             RankFailedError: nothing goes on.
         """
-        found = self._inquire()
-        if timeout is None and not found.dead and found.still() < self._patience:
-            return self._patience - found.still()
+        inquiry = self._inquire()
+        if timeout is None and not inquiry.dead and inquiry.still() < self._patience:
+            return self._patience - inquiry.still()
         waiting = ", ".join(self._name(rank) for rank in pending.values())
         reason = f"no answer within {timeout:g} s from {waiting}" if timeout is not None else (
             f"no rank has begun another instruction for {self._patience:g} s (timeout_s; if one "
             "may take longer, raise it)"
         )
-        self._blame(found, reason)
+        self._blame(inquiry, reason)
 
     def _inquire(self) -> Inquiry:
         return inquire(dict(enumerate(self._actors)))
 
     def _died(self, rank: int, error: RayActorError) -> None:
+        if self._observer is not None and rank in self._addresses:
+            self._observer.look_at_node(self._addresses[rank].node)
+            self.check_cluster(error)
         text = str(error)
-        self._fail(f"{self._name(rank)} died: {first_line(error)}", error, {_file(rank): text})
+        kind = RankRaisedError if error.actor_init_failed else RankFailedError
+        said = f"{self._name(rank)} died: {first_line(error)}"
+        self._fail(said, error, {f"rank-{rank}.txt": text}, kind)
 
     def _raised(self, rank: int, error: RayTaskError, pending: Mapping[Any, int]) -> None:
         if isinstance(error.cause, ChannelError):
-            found = self._inquire()
+            inquiry = self._inquire()
             rank, error = self._own_failure(pending) or (rank, error)
         cause = error.cause if error.cause is not None else error
         reason = f"{type(cause).__name__}: {cause}"
         if isinstance(cause, ChannelError):
-            self._blame(found, f"{self._name(rank)} failed: {reason}", error)
+            self._blame(inquiry, f"{self._name(rank)} failed: {reason}", error)
         if not isinstance(cause, ValueError):
             reason += f"\n{error}"  # nobody expected it: show where it came from
-        self._fail(f"{self._name(rank)} failed: {reason}", error, {_file(rank): str(error)})
+        # A device that fails, another one may not.
+        kind = RankFailedError if isinstance(cause, torch.AcceleratorError) else RankRaisedError
+        texts = {f"rank-{rank}.txt": str(error)}
+        self._fail(f"{self._name(rank)} failed: {reason}", error, texts, kind)
 
     def _own_failure(self, pending: Mapping[Any, int]) -> tuple[int, RayTaskError] | None:
         """A rank that has raised what is its own, not that a connection was lost."""
@@ -425,17 +364,18 @@ class RankGroup:
                 continue
         return None
 
-    def _blame(self, found: Inquiry, reason: str, error: BaseException | None = None) -> NoReturn:
+    def _blame(self, inquiry: Inquiry, reason: str, error: BaseException | None = None) -> NoReturn:
         """End with the one that the others wait for, and with what each was doing."""
-        looks = look_from_outside({n: a for n, a in self._addresses.items() if n not in found.dead})
-        kill_from_outside({n: self._addresses[n] for n in found.silent if n in self._addresses})
+        living = {n: a for n, a in self._addresses.items() if n not in inquiry.dead}
+        looks = look_from_outside(living)
+        kill_from_outside({n: self._addresses[n] for n in inquiry.silent if n in self._addresses})
         names = [self._name(rank) for rank in range(len(self._labels))]
-        message, texts = accusation(names, found, looks, reason, self._patience / 2)
+        message, texts = accusation(names, inquiry, looks, reason, self._patience / 2)
         self._fail(message, error, texts)
 
     def _fail(
         self, message: str, error: BaseException | None, texts: Mapping[str, str] | None = None,
-        kind: type[RunFailedError] = RankFailedError,
+        kind: Callable[[str], RunFailedError] = RankFailedError,
     ) -> NoReturn:  # fmt: skip
         self._ended = message.partition("\n")[0]
         if texts:
@@ -458,21 +398,3 @@ class RankGroup:
             ray.kill(actor, no_restart=True)
         self._actors = []
         self._placement.remove()
-
-
-def _file(rank: int) -> str:
-    return f"rank-{rank}.txt"
-
-
-def measured_timeline(results: Sequence[StepResult]) -> Timeline:
-    """All ranks' spans as one timeline that starts at 0."""
-    starts = [span[3] for result in results for span in result.spans]
-    origin = min(starts, default=0.0)
-    return Timeline(
-        tuple(
-            Span(rank, op, stage, microbatch, start - origin, end - origin, peer, quota)
-            for rank, result in enumerate(results)
-            for op, stage, microbatch, start, end, peer, quota in result.spans
-        ),
-        len(results),
-    )

@@ -1,7 +1,7 @@
 """What an actor runs to measure scaling surfaces: whole modules, on quotas, concurrently.
 
 Quotas and colocations need a GPU with green contexts (:mod:`raymm.actors.quota`); that part has
-not run on one yet. On a CPU a module has the whole device.
+not run on one yet. On a CPU a module has the whole device, unless a backend pretends otherwise.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from raymm.actors.executor.step_clock import StepClock, step_clock
 from raymm.actors.memory.to_device import to_device
 from raymm.actors.modules.message import Message, MicrobatchContext
 from raymm.actors.quota import Backend, ConcurrentModules, CudaBackend, StreamPool, StreamSet, Work
@@ -63,56 +63,64 @@ class SurfaceProfiler(ModuleProfiler):
         super().__init__(*arguments)
         self._flags = [p.requires_grad for p in self._stage.parameters()]
 
-    def surface(self, wanted: SurfaceRequest, repeats: int) -> SurfaceTimes:
-        """Medians of ``repeats`` iterations on every quota, after a warm-up."""
-        inputs, received = self._given(wanted)
-        counted = self._run(inputs, self._given(wanted)[1], trainable=True, count=True)
+    def surface(
+        self, request: SurfaceRequest, repeats: int, backend: Backend | None = None
+    ) -> SurfaceTimes:
+        """Medians of ``repeats`` iterations on every quota, after a warm-up.
+
+        Args:
+            request: what to measure.
+            repeats: iterations.
+            backend: of the quotas; by default :class:`CudaBackend` on a GPU, and none elsewhere.
+        """
+        inputs, received = self._arguments(request)
+        counted = self._run(inputs, self._arguments(request)[1], trainable=True, count=True)
         self._restore()
         activations, shape = tuple(counted.held), counted.output_shape
         del counted
-        if self._device.type != "cuda":
-            return SurfaceTimes(
-                {WHOLE: self._median(inputs, received, repeats)}, activations, shape
-            )
+        if backend is None:
+            if self._device.type != "cuda":
+                return SurfaceTimes(
+                    {WHOLE: self._median(inputs, received, repeats)}, activations, shape
+                )
+            backend = CudaBackend(self._device)
         seconds = {}
-        backend = CudaBackend(self._device)
-        possible = [q for q in wanted.quotas if q >= backend.gpu.smallest_quota]
+        possible = [q for q in request.quotas if q >= backend.gpu.smallest_quota]
         with StreamPool(backend, {f"{q:g}": {"module": q} for q in possible}) as pool:
             for quota in possible:
                 stream = pool.select(f"{quota:g}").streams["module"]
-                torch.cuda.synchronize(self._device)
+                self._wait()
                 with stream.use():
                     seconds[quota] = self._median(inputs, received, repeats)
             self._clear()
         return SurfaceTimes(seconds, activations, shape)
 
-    def prepare(self, wanted: SurfaceRequest) -> None:
+    def prepare(self, request: SurfaceRequest) -> None:
         """Inputs for :meth:`iterations`, and a first one, for kernels that are chosen at first
         use. From now on without dropout, which draws random numbers."""
         self._stage.eval()
-        self._prepared: tuple[dict[str, Any], dict[str, Message]] | None = self._given(wanted)
+        self._prepared: tuple[dict[str, Any], dict[str, Message]] | None = self._arguments(request)
         self._iterate(*self._prepared)
 
-    def iterations(self, count: int) -> tuple[Any, Any]:
-        """Events on the current CUDA stream before and after so many forwards and backwards."""
+    def iterations(self, count: int) -> tuple[StepClock, Any, Any]:
+        """A clock, and its marks on the current stream before and after so many forwards and
+        backwards."""
         assert self._prepared is not None  # see prepare
         inputs, received = self._prepared
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        start.record()
+        clock = step_clock(self._device)
+        start = clock.mark()
         for _ in range(count):
             self._iterate(inputs, received)
-        end.record()
-        return start, end
+        return clock, start, clock.mark()
 
-    def _given(self, wanted: SurfaceRequest) -> tuple[dict[str, Any], dict[str, Message]]:
+    def _arguments(self, request: SurfaceRequest) -> tuple[dict[str, Any], dict[str, Message]]:
         received = {
             name: Message((torch.randn(
-                shape, device=self._device, requires_grad=wanted.input_gradients
+                shape, device=self._device, requires_grad=request.input_gradients
             ),), {})
-            for name, shape in wanted.request.received.items()
+            for name, shape in request.request.received.items()
         }
-        return to_device(wanted.request.inputs, self._device), received
+        return to_device(request.request.inputs, self._device), received
 
     def _restore(self) -> None:
         """Flags as the run has them, after :meth:`_run` set all of them."""
@@ -134,20 +142,17 @@ class SurfaceProfiler(ModuleProfiler):
     ) -> float:
         times = []
         for _ in range(WARM_UP_RUNS + repeats):
-            if self._device.type != "cuda":
-                start = time.perf_counter()
-                self._iterate(inputs, received)
-                times.append(time.perf_counter() - start)
-                continue
-            torch.cuda.current_stream(self._device).synchronize()
-            before = torch.cuda.Event(enable_timing=True)
-            after = torch.cuda.Event(enable_timing=True)
-            before.record()
+            self._wait()
+            clock = step_clock(self._device)
+            start = clock.mark()
             self._iterate(inputs, received)
-            after.record()
-            after.synchronize()
-            times.append(before.elapsed_time(after) / 1e3)
+            begin, end = clock.seconds([start, clock.mark()])
+            times.append(end - begin)
         return statistics.median(times[WARM_UP_RUNS:])
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def _iterate(self, inputs: dict[str, Any], received: dict[str, Message]) -> None:
         """A forward, and what there is of a backward."""
@@ -169,7 +174,7 @@ class ColocatedTimes:
     multiprocessors."""
 
     alone: float
-    beside: float
+    colocated: float
 
 
 class ColocationProfiler:
@@ -180,9 +185,9 @@ class ColocationProfiler:
     """
 
     def __init__(self, arguments: Mapping[str, tuple]) -> None:
-        self._modules = {name: SurfaceProfiler(*given) for name, given in arguments.items()}
+        self._modules = {name: SurfaceProfiler(*options) for name, options in arguments.items()}
 
-    def beside(
+    def colocated_times(
         self,
         requests: Mapping[str, SurfaceRequest],
         groups: Sequence[Mapping[str, float]],
@@ -207,7 +212,7 @@ class ColocationProfiler:
         backend = backend or CudaBackend()
         for name, request in requests.items():
             self._modules[name].prepare(request)
-        found = []
+        times = []
         with ConcurrentModules() as threads, StreamPool(
             backend, {str(index): group for index, group in enumerate(groups)}
         ) as pool:
@@ -218,11 +223,11 @@ class ColocationProfiler:
                 alone: dict[str, float] = {}
                 for name in group:
                     alone |= self._timed(threads, streams, {name: counts[name]})
-                beside = self._timed(threads, streams, counts)
-                found.append({name: ColocatedTimes(alone[name], beside[name]) for name in group})
-            for one in self._modules.values():
-                one.forget()
-        return found
+                colocated = self._timed(threads, streams, counts)
+                times.append({name: ColocatedTimes(alone[name], colocated[name]) for name in group})
+            for profiler in self._modules.values():
+                profiler.forget()
+        return times
 
     def _timed(
         self, threads: ConcurrentModules, streams: StreamSet, counts: Mapping[str, int]
@@ -232,10 +237,9 @@ class ColocationProfiler:
             name: Work(partial(self._modules[name].iterations, count), draws=False)
             for name, count in counts.items()
         })
-        events = {name: output.value for name, output in outputs.items()}
-        for _, end in events.values():
-            end.synchronize()
-        return {
-            name: start.elapsed_time(end) / 1e3 / counts[name]
-            for name, (start, end) in events.items()
-        }
+        seconds = {}
+        for name, output in outputs.items():
+            clock, start, end = output.value
+            begin, stop = clock.seconds([start, end])
+            seconds[name] = (stop - begin) / counts[name]
+        return seconds

@@ -79,19 +79,19 @@ class _Block:
     ) -> None:
         self._blocks, self._before = blocks, before
         # Views of one storage are moved once. An address may be used again once it is free.
-        self._known: dict[int, tuple[StorageWeakRef, weakref.ref[_Moved]]] = {}
+        self._by_address: dict[int, tuple[StorageWeakRef, weakref.ref[_Moved]]] = {}
         self._moved: weakref.WeakSet[_Moved] = weakref.WeakSet()
 
     def pack(self, tensor: torch.Tensor) -> Any:
         if not self._blocks.moves(tensor):
             return tensor
         storage = tensor.untyped_storage()
-        known = self._known.get(storage.data_ptr())
-        moved = known[1]() if known is not None and not known[0].expired() else None
+        entry = self._by_address.get(storage.data_ptr())
+        moved = entry[1]() if entry is not None and not entry[0].expired() else None
         if moved is None:
             moved = _Moved(storage, self._blocks)
             self._moved.add(moved)
-            self._known[storage.data_ptr()] = StorageWeakRef(storage), weakref.ref(moved)
+            self._by_address[storage.data_ptr()] = StorageWeakRef(storage), weakref.ref(moved)
         return moved, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def unpack(self, packed: Any) -> torch.Tensor:

@@ -115,6 +115,6 @@ def _drops_out(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     made again, and all later ones in the block would be others."""
     for place, argument in enumerate(operator._schema.arguments):
         if argument.name == "dropout_p":
-            given = args[place] if place < len(args) else kwargs.get(argument.name, 0.0)
-            return given > 0.0
+            rate = args[place] if place < len(args) else kwargs.get(argument.name, 0.0)
+            return rate > 0.0
     return False

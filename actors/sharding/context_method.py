@@ -78,6 +78,7 @@ def choose(
         masks: of the whole sequence, one or one each; what their rows see counts for ``needed``.
         queries, keys: which tokens each process has.
         heads: of queries, and of keys and values, of all that a process has.
+        head_dim: of one head.
         element_bytes: of one element of Q, K, V.
         sequences: B.
         backward: whether there is a backward pass.

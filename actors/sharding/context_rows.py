@@ -54,6 +54,7 @@ def shard_tokens(
     Args:
         masks: of every row.
         length: T before padding, which says how large blocks are.
+        exchange: the processes that get the tokens.
     """
     from raymm.scheduler.context_parallel.distribution import distribute
     from raymm.scheduler.context_parallel.workload import active_key_blocks
@@ -87,12 +88,12 @@ def take_tokens(
     Raises:
         ValueError: if there is anything else for the model that belongs to tokens.
     """
-    known = {"inputs_embeds", "targets", "position_ids"}
+    accepted = {"inputs_embeds", "targets", "position_ids"}
     if unknown := sorted(name for name, value in merged.items()
-                         if name not in known and value is not None):  # fmt: skip
+                         if name not in accepted and value is not None):  # fmt: skip
         raise ValueError(
             f"the merge policy returned {unknown}; with context parallelism a language model "
-            f"gets {sorted(known)} and nothing else"
+            f"gets {sorted(accepted)} and nothing else"
         )
     embeds, targets = merged["inputs_embeds"], merged["targets"]
     positions = positions.to(embeds.device)

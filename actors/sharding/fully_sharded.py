@@ -47,7 +47,7 @@ class FullyShardedPlan:
     lengths: Mapping[str, int]
     units: tuple[str, ...] = ()
 
-    def piece(self, parameter: str, place: int) -> ParameterShard | None:
+    def shard(self, parameter: str, place: int) -> ParameterShard | None:
         """What a process holds of a parameter, maybe nothing; None: all of it."""
         length = self.lengths.get(parameter)
         if length is None:
@@ -57,7 +57,7 @@ class FullyShardedPlan:
         return ParameterShard(0, ((start, stop),))
 
     def sharers(self, parameter: str, place: int) -> tuple[int, ...]:
-        """The processes whose gradients of this process's piece must be summed."""
+        """The processes whose gradients of this process's shard must be summed."""
         return (place,) if parameter in self.lengths else tuple(range(self.shards))
 
     def is_replica(self, parameter: str, place: int) -> bool:
@@ -69,14 +69,16 @@ def fully_sharded_plan(module: nn.Module, units: Sequence[str], shards: int) -> 
     """The plan of a whole module.
 
     Args:
+        module: the whole module, or its skeleton.
         units: dotted names of its modules whose parameters are shared out. Parameters that other
             units or the rest of the module use too stay whole, and so do single numbers.
+        shards: processes that share it.
     """
     users: dict[int, set[str]] = {}
     parameters = list(module.named_parameters(remove_duplicate=False))
     unit_of: dict[str, str] = {}
     for name, parameter in parameters:
-        unit = next((one for one in units if name.startswith(f"{one}.")), "")
+        unit = next((prefix for prefix in units if name.startswith(f"{prefix}.")), "")
         unit_of[name] = unit
         users.setdefault(id(parameter), set()).add(unit)
     return FullyShardedPlan(
@@ -95,7 +97,7 @@ def language_units(module: nn.Module, blocks: str) -> list[str]:
     ends = [input_embeddings(module), method_of(module, "get_output_embeddings")()]
     return [
         *block_units(module, blocks),
-        *(name for name, one in module.named_modules() if any(one is end for end in ends)),
+        *(name for name, part in module.named_modules() if any(part is end for end in ends)),
     ]
 
 
@@ -118,19 +120,23 @@ def shard_parameters(
     Args:
         stage: what has ``run``.
         module: the stage's part of the planned module, if it has any.
+        plan: of the whole module; the stage may be a part of it.
         group: the processes that share the parameters.
+        device: where the shards are to be.
     """
     mesh = DeviceMesh.from_group(group, device.type)
     own = {} if module is None else dict(module.named_parameters())
     whole = set(stage.parameters()) - {own[name] for name in plan.lengths if name in own}
-    here = {unit for unit in plan.units if any(name.startswith(f"{unit}.") for name in own)}
-    units = [] if module is None else [module.get_submodule(u) for u in plan.units if u in here]
+    own_units = {unit for unit in plan.units if any(name.startswith(f"{unit}.") for name in own)}
+    units = [] if module is None else [
+        module.get_submodule(unit) for unit in plan.units if unit in own_units
+    ]
     # The stage is the root, so that each unit gathers the next one's parameters ahead. The module
     # cannot be: its forward may end in the middle.
-    for one in (*units, stage):
-        hooks = cast(OrderedDict[int, Callable], one._forward_pre_hooks)
+    for child in (*units, stage):
+        hooks = cast(OrderedDict[int, Callable], child._forward_pre_hooks)
         before = set(hooks)
-        sharded = fully_shard(one, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
+        sharded = fully_shard(child, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
         # Sums, not means; gloo knows no reduction with a factor.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)

@@ -1,4 +1,4 @@
-"""Which piece of each parameter of a module a process holds.
+"""Which shard of each parameter of a module a process holds.
 
 Per parameter: the dimension and ranges of it that a process has, whose gradients of these must be
 summed, and whether an earlier process has the very same. What no plan names is whole everywhere.
@@ -20,7 +20,7 @@ class ShardPlan(Protocol):
     """Who has what of a module's parameters: a ``TensorPlan`` or a ``FullyShardedPlan``. Processes
     are numbered by their place among those that share the parameters."""
 
-    def piece(self, parameter: str, place: int, /) -> ParameterShard | None: ...
+    def shard(self, parameter: str, place: int, /) -> ParameterShard | None: ...
 
     def sharers(self, parameter: str, place: int, /) -> tuple[int, ...]: ...
 
@@ -29,7 +29,7 @@ class ShardPlan(Protocol):
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """The pieces of a module and what goes with it (an encoder and its projector).
+    """The shards of a module and what goes with it (an encoder and its projector).
 
     Attributes:
         plans: by attribute of the stage (``"module"``, ``"projector"``), which is what names of
@@ -46,13 +46,13 @@ class ShardSpec:
         tensor parallelism and among those that share a microbatch."""
         return data if self.shards > 1 else tp
 
-    def piece(self, name: str, place: int) -> ParameterShard | None:
+    def shard(self, name: str, place: int) -> ParameterShard | None:
         """What a process holds of a parameter; None if all of it."""
         plan, rest = self._find(name)
-        return None if plan is None else plan.piece(rest, place)
+        return None if plan is None else plan.shard(rest, place)
 
     def sharers(self, name: str, place: int) -> tuple[int, ...]:
-        """The processes whose gradients add up to that of a process's piece."""
+        """The processes whose gradients add up to that of a process's shard."""
         plan, rest = self._find(name)
         if plan is not None:
             return plan.sharers(rest, place)
@@ -70,23 +70,31 @@ class ShardSpec:
     def add(
         self, whole: torch.Tensor | None, name: str, place: int, count: int, local: torch.Tensor
     ) -> torch.Tensor:
-        """Add a process's piece, one of ``count``, to the whole parameter (None: nothing yet,
-        zeros)."""
-        piece = self.piece(name, place)
-        if piece is None:
+        """Add a process's shard, one of ``count``, to the whole parameter (None: nothing yet,
+        zeros).
+
+        Args:
+            whole: what the pieces before it have made; None before the first.
+            name: the parameter's.
+            place: which piece it is.
+            count: how many there are.
+            local: the piece.
+        """
+        shard = self.shard(name, place)
+        if shard is None:
             return local.clone() if whole is None else whole + local
         if whole is None:
-            others = [self.piece(name, other) for other in range(count)]
+            others = [self.shard(name, other) for other in range(count)]
             shape = list(local.shape)
-            shape[piece.dim] = max(
-                stop for one in others if one is not None for _, stop in one.ranges
+            shape[shard.dim] = max(
+                stop for other in others if other is not None for _, stop in other.ranges
             )
             whole = local.new_zeros(shape)
-        for part, (start, stop) in zip(parts_of(local, piece), piece.ranges, strict=True):
-            whole.narrow(piece.dim, start, stop - start).add_(part)
+        for part, (start, stop) in zip(parts_of(local, shard), shard.ranges, strict=True):
+            whole.narrow(shard.dim, start, stop - start).add_(part)
         return whole
 
 
-def parts_of(local: torch.Tensor, piece: ParameterShard) -> tuple[torch.Tensor, ...]:
-    """A piece's tensor, range by range."""
-    return local.split([stop - start for start, stop in piece.ranges], piece.dim)
+def parts_of(local: torch.Tensor, shard: ParameterShard) -> tuple[torch.Tensor, ...]:
+    """A shard's tensor, range by range."""
+    return local.split([stop - start for start, stop in shard.ranges], shard.dim)

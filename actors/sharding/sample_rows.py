@@ -43,6 +43,8 @@ def take_rows(merged: Mapping[str, Any], place: int, processes: int) -> dict[str
         merged: ``inputs_embeds`` (B, T, H), ``targets`` (B, T), perhaps ``attention_mask``
             (B, ...), ``token_type_ids`` (B, T), ``position_ids`` (..., B, T) or (T,) and
             ``token_layout`` (3, B, T); where there is one row for all, it stays.
+        place: this process's place among them.
+        processes: how many share the rows.
 
     Raises:
         SplitSamplesError: if there is anything else.
@@ -82,9 +84,9 @@ def count_items(inputs: Mapping[str, Any], module: str) -> int:
     tensors = {n: v for n, v in inputs.items() if isinstance(v, torch.Tensor) and v.dim()}
     counts = {value.shape[0] for value in tensors.values()}
     if len(counts) != 1:
-        found = ", ".join(f"{name} {tuple(value.shape)}" for name, value in tensors.items())
+        shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in tensors.items())
         raise SplitSamplesError(
-            f"{module!r} gets {found or 'no tensor'}; with sharding 'fsdp' the items of a "
+            f"{module!r} gets {shapes or 'no tensor'}; with sharding 'fsdp' the items of a "
             "microbatch are split along the first dimension, which must be the same for all: "
             "use sharding zero1 for this module"
         )

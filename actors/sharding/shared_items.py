@@ -94,6 +94,8 @@ class SharedItems:
         module: the encoder, or a part of it (:mod:`raymm.actors.modules.cut`), with the hook that
             injects a hidden state, if any, in place already. Its attention becomes raymm's.
         blocks: dotted name of its list of blocks.
+        lo, hi: the blocks that the module still has.
+        peers: the processes that share the tokens.
     """
 
     def __init__(
@@ -197,9 +199,9 @@ def _own_tokens(value: Any, length: int, start: int, stop: int) -> Any:
     """A process's part of what else blocks are handed: of tables (..., T, D) (rotary embeddings)
     and numbers (..., T) (position ids). Masks (B, 1, T, T) stay whole: attention reads them."""
     if isinstance(value, tuple | list):
-        return type(value)(_own_tokens(one, length, start, stop) for one in value)
+        return type(value)(_own_tokens(item, length, start, stop) for item in value)
     if isinstance(value, dict):
-        return {name: _own_tokens(one, length, start, stop) for name, one in value.items()}
+        return {name: _own_tokens(item, length, start, stop) for name, item in value.items()}
     if not isinstance(value, torch.Tensor) or not value.dim():
         return value
     of_rows = value.dim() > 1 and value.shape[-2] == length

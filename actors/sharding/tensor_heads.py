@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from raymm.actors.sharding.tensor_rules import Unit, is_key_or_value, is_query, widths
+from raymm.actors.sharding.tensor_units import Unit, is_key_or_value, is_query, widths
 
 _QUERY_COUNTS = (
     "num_heads", "num_attention_heads", "n_heads", "n_head", "num_q_heads", "num_query_heads",
@@ -82,7 +82,14 @@ def count_heads(module: nn.Module, unit: Unit) -> Heads | None:
 
 def local_attributes(module: nn.Module, unit: Unit, heads: Heads, tp: int) -> dict[str, int]:
     """What an attention module has to keep instead when it has its share of the heads: numbers
-    of heads, and widths of all heads together; see :data:`CONFIG`."""
+    of heads, and widths of all heads together; see :data:`CONFIG`.
+
+    Args:
+        module: the whole model.
+        unit: of attention.
+        heads: how many there are of queries and of keys.
+        tp: processes that share them.
+    """
     container = module.get_submodule(unit.where)
     key = max(1, heads.key // tp)
     values = {
@@ -110,8 +117,8 @@ def _configs(module: nn.Module, where: str) -> list[Any]:
     """Configs of the modules around, the innermost first."""
     path = where.split(".")
     around = [module.get_submodule(".".join(path[:n])) for n in range(len(path), -1, -1)]
-    found = [child.config for child in around if getattr(child, "config", None) is not None]
-    return [getattr(c, "get_text_config", lambda c=c: c)() for c in found]
+    configs = [child.config for child in around if getattr(child, "config", None) is not None]
+    return [getattr(c, "get_text_config", lambda c=c: c)() for c in configs]
 
 
 def _first_number(owners: Any, names: tuple[str, ...]) -> int | None:

@@ -15,13 +15,11 @@ from transformers.pytorch_utils import Conv1D
 from raymm.actors.modules.blocks import input_embeddings
 from raymm.actors.modules.projector import Projector
 from raymm.actors.sharding.tensor_heads import Heads, count_heads, local_attributes
-from raymm.actors.sharding.tensor_rules import (
+from raymm.actors.sharding.tensor_rules import StyleError, find_rules, generic
+from raymm.actors.sharding.tensor_units import (
     Experts,
     Rules,
-    StyleError,
     Unit,
-    find_rules,
-    generic,
     is_key_or_value,
     output_head,
     widths,
@@ -43,7 +41,7 @@ class ParameterShard:
 
     Attributes:
         dim: along which dim it is cut.
-        ranges: [start, stop) of what is held, in the order in which it lies in the piece;
+        ranges: [start, stop) of what is held, in the order in which it lies in the shard;
             several where a parameter holds several matrices (a fused gate and up).
     """
 
@@ -52,7 +50,7 @@ class ParameterShard:
 
     @property
     def length(self) -> int:
-        """How long the piece is along its dim."""
+        """How long the shard is along its dim."""
         return sum(stop - start for start, stop in self.ranges)
 
 
@@ -65,7 +63,7 @@ class TensorPlan:
         styles: per sharded module what its inputs and outputs are; see ``tensor_shard``.
         attributes: per attention module the numbers that depend on how many heads it has.
         tails: per module, how many of its last outputs go to the local heads directly.
-        pieces: per sharded parameter, the piece of every process.
+        shards: per sharded parameter, the shard of every process.
         partial: parameters whose gradient every process has a part of, though it holds all.
         head: the parameter whose rows are the logits' columns, if it is sharded.
     """
@@ -74,31 +72,31 @@ class TensorPlan:
     styles: Mapping[str, str] = field(default_factory=dict)
     attributes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     tails: Mapping[str, int] = field(default_factory=dict)
-    pieces: Mapping[str, tuple[ParameterShard, ...]] = field(default_factory=dict)
+    shards: Mapping[str, tuple[ParameterShard, ...]] = field(default_factory=dict)
     partial: frozenset[str] = frozenset()
     head: str | None = None
 
-    def piece(self, parameter: str, rank: int) -> ParameterShard | None:
+    def shard(self, parameter: str, rank: int) -> ParameterShard | None:
         """What this process holds of a parameter; None: all of it."""
-        pieces = self.pieces.get(parameter)
-        return None if pieces is None else pieces[rank]
+        shards = self.shards.get(parameter)
+        return None if shards is None else shards[rank]
 
     def sharers(self, parameter: str, rank: int) -> tuple[int, ...]:
-        """The processes whose gradients of this process's piece must be summed: just itself
+        """The processes whose gradients of this process's shard must be summed: just itself
         where its own is complete. They are the same for all holders."""
-        pieces = self.pieces.get(parameter)
-        if pieces is None:
+        shards = self.shards.get(parameter)
+        if shards is None:
             return tuple(range(self.tp)) if parameter in self.partial else (rank,)
-        return tuple(other for other in range(self.tp) if pieces[other] == pieces[rank])
+        return tuple(other for other in range(self.tp) if shards[other] == shards[rank])
 
     def is_replica(self, parameter: str, rank: int) -> bool:
-        """Whether a process before this one holds the very same piece."""
-        pieces = self.pieces.get(parameter)
-        return rank > 0 if pieces is None else pieces[rank] in pieces[:rank]
+        """Whether a process before this one holds the very same shard."""
+        shards = self.shards.get(parameter)
+        return rank > 0 if shards is None else shards[rank] in shards[:rank]
 
     def vocabulary(self, rank: int) -> Range | None:
         """[start, stop) of the logits that this process makes; None: all of them."""
-        return None if self.head is None else self.pieces[self.head][rank].ranges[0]
+        return None if self.head is None else self.shards[self.head][rank].ranges[0]
 
 
 @dataclass(frozen=True)
@@ -130,7 +128,10 @@ def tensor_plan(
     """The plan of a language model, an encoder or a projector.
 
     Args:
+        source: of the module.
+        tp: processes that share it.
         name: of the module, for errors.
+        choices: what is to be split and what whole.
 
     Raises:
         PlanError: if heads or feed-forward widths cannot be split over ``tp``, or Hugging
@@ -145,6 +146,8 @@ def plan_module(
     """:func:`tensor_plan` of a module.
 
     Args:
+        module: the whole module, or its skeleton.
+        tp, name, choices: as of :func:`tensor_plan`.
         ragged: accept feed-forwards whose width ``tp`` does not divide. Right without dropout
             only: processes would draw different random numbers.
     """
@@ -184,7 +187,7 @@ class _Planner:
         self.styles: dict[str, str] = {}
         self.attributes: dict[str, dict[str, int]] = {}
         self.tails: dict[str, int] = {}
-        self.pieces: dict[str, tuple[ParameterShard, ...]] = {}
+        self.shards: dict[str, tuple[ParameterShard, ...]] = {}
         self.partial: set[str] = set()
         self.head: str | None = None
         self.heads: dict[str, Heads] = {}
@@ -198,8 +201,8 @@ class _Planner:
     def add_unit(self, unit: Unit, choices: Choices) -> None:
         gather = choices.gather == "all" or (unit.heads and choices.gather == "attention")
         if unit.fused and not gather:
-            known = choices.fused in ("blocks", "heads") if unit.heads else choices.fused
-            if not known or not self._add_fused(unit, choices.fused):
+            supported = choices.fused in ("blocks", "heads") if unit.heads else choices.fused
+            if not supported or not self._add_fused(unit, choices.fused):
                 self._add_gathered(unit)
         elif unit.gathered or gather:
             self._add_gathered(unit)
@@ -310,9 +313,9 @@ class _Planner:
         self.styles[where] = style
         by_output = style in (COLUMN, GATHERED_COLUMN)
         dim = int(by_output == isinstance(linear, Conv1D))
-        self.pieces[f"{where}.weight"] = tuple(ParameterShard(dim, own) for own in ranges)
+        self.shards[f"{where}.weight"] = tuple(ParameterShard(dim, own) for own in ranges)
         if by_output and linear.bias is not None:
-            self.pieces[f"{where}.bias"] = tuple(ParameterShard(0, own) for own in ranges)
+            self.shards[f"{where}.bias"] = tuple(ParameterShard(0, own) for own in ranges)
 
     def add_experts(self, experts: Experts) -> None:
         """Every process has a part of every expert."""
@@ -322,7 +325,7 @@ class _Planner:
             if len(shape) != 3:
                 self.refuse(f"{parameter!r} of shape {tuple(shape)}, not of three dims", "1")
             width = shape[dim] // blocks
-            self.pieces[parameter] = tuple(
+            self.shards[parameter] = tuple(
                 ParameterShard(
                     dim, tuple((start + b * width, stop + b * width) for b in range(blocks))
                 )
@@ -337,7 +340,7 @@ class _Planner:
         if heads is None or length % heads.query:
             self.refuse(f"{parameter!r} with {length} rows, which are not heads", "1")
         ranges = self._by_heads(length, heads.query)
-        self.pieces[parameter] = tuple(ParameterShard(0, (r,)) for r in ranges)
+        self.shards[parameter] = tuple(ParameterShard(0, (r,)) for r in ranges)
 
     def add_vocabulary(self) -> None:
         """Embedding and output head, by rows of their weights."""
@@ -355,19 +358,19 @@ class _Planner:
             where = next(n for n, m in self.module.named_modules() if m is embedding)
             ranges = shares(embedding.num_embeddings, self.tp)
             self.styles[where] = EMBEDDING
-            self.pieces[f"{where}.weight"] = tuple(ParameterShard(0, (r,)) for r in ranges)
+            self.shards[f"{where}.weight"] = tuple(ParameterShard(0, (r,)) for r in ranges)
 
     def finish(self, partial: frozenset[str]) -> TensorPlan:
         for names in tied_names(self.module):
-            pieces = {self.pieces[name] for name in names if name in self.pieces}
-            if len(pieces) > 1:
+            shards = {self.shards[name] for name in names if name in self.shards}
+            if len(shards) > 1:
                 self.refuse(f"one parameter, {names[0]!r}, in modules with different shares", "1")
-            for one in pieces:  # also under names that no sharded module knows it by
-                self.pieces |= dict.fromkeys(names, one)
-            if not pieces and generic(names[0]) in partial:
+            for shard in shards:  # also under names that no sharded module knows it by
+                self.shards |= dict.fromkeys(names, shard)
+            if not shards and generic(names[0]) in partial:
                 self.partial |= set(names)
         return TensorPlan(
-            self.tp, self.styles, self.attributes, self.tails, self.pieces,
+            self.tp, self.styles, self.attributes, self.tails, self.shards,
             frozenset(self.partial), self.head,
         )
 

@@ -1,145 +1,36 @@
 """Which modules of a model are sharded together, and how: Hugging Face's plans, or names.
 
-A *unit* is what only makes sense together: columns, whose outputs lie side by side, and the
-rows that take them in (Megatron-LM §3). Where Hugging Face has a plan for the model it is
-followed. Where it has none, projections are found by the names that models use, and a unit is
-made only if both halves are there and their widths fit; all else stays replicated.
+Where Hugging Face has a plan for the model it is followed. Where it has none, projections are found
+by the names that models use (:mod:`raymm.actors.sharding.tensor_names`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeGuard, cast
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
+from raymm.actors.sharding.tensor_names import FUSED, units_of_names
+from raymm.actors.sharding.tensor_units import (
+    KEY_VALUE_LEAVES,
+    QUERY_LEAVES,
+    Experts,
+    Rules,
+    Unit,
+    head_name,
+    is_linear,
+    leaf_name,
+    parent_name,
+    widths,
+)
 from raymm.errors import InputError
-
-_QUERY_LEAVES = frozenset(
-    {"q_proj", "query", "q", "to_q", "wq", "q_lin", "query_proj", "q_b_proj", "q_up_proj"}
-)
-_KEY_VALUE_LEAVES = frozenset(
-    {"k_proj", "v_proj", "key", "value", "k", "v", "to_k", "to_v", "wk", "wv", "k_lin", "v_lin",
-     "key_proj", "value_proj"}
-)
-
-# Per kind of unit: the columns, then names that their row may have. Names are relative to the
-# module around both. A star is any one name.
-_ATTENTION = (
-    (("q_proj", "k_proj", "v_proj"),
-     ("o_proj", "out_proj", "dense", "proj", "projection_layer", "c_proj", "to_out.0", "wo")),
-    (("query", "key", "value"), ("output", "out", "proj", "dense", "o_proj", "out_proj")),
-    (("query_proj", "key_proj", "value_proj"), ("output", "out_proj", "o_proj")),
-    (("self.query", "self.key", "self.value"), ("output.dense",)),
-    (("attention.query", "attention.key", "attention.value"), ("output.dense",)),
-    (("attention.q_proj", "attention.k_proj", "attention.v_proj"), ("output.dense",)),
-    (("q_lin", "k_lin", "v_lin"), ("out_lin",)),
-    (("q", "k", "v"), ("o", "proj", "out", "out_proj")),
-    (("wq", "wk", "wv"), ("wo", "out_proj")),
-    (("to_q", "to_k", "to_v"), ("to_out", "to_out.0")),
-)
-_FUSED = (
-    ("qkv_proj", "qkv", "query_key_value", "c_attn", "Wqkv", "in_proj", "att_proj", "wqkv"),
-    ("o_proj", "out_proj", "c_proj", "dense", "proj", "projection", "Wo", "attn_out", "wo"),
-)
-_GATED = (
-    (("gate_proj", "up_proj"), ("down_proj",)),
-    (("w1", "w3"), ("w2",)),
-    (("wi_0", "wi_1"), ("wo",)),
-    (("c_fc_0", "c_fc_1"), ("c_proj",)),
-    (("fc1_g", "fc1_x"), ("fc2",)),
-    (("w1", "v1"), ("w2",)),
-    (("linear_1", "linear_v"), ("linear_out",)),
-)
-_FEED_FORWARD = (
-    (("fc1", "fc_1"), ("fc2", "fc_2")),
-    (("c_fc",), ("c_proj",)),
-    (("lin1", "linear1", "linear_1"), ("lin2", "linear2", "linear_2")),
-    (("fc_in",), ("fc_out",)),
-    (("dense_h_to_4h",), ("dense_4h_to_h",)),
-    (("up_proj",), ("down_proj",)),
-    (("wi",), ("wo",)),
-    (("w1",), ("w2",)),
-    (("intermediate_dense",), ("output_dense",)),
-    (("gate_up_proj", "weights_in", "wi_fused", "Wi"), ("down_proj", "weights_out", "wo", "Wo")),
-    (("intermediate.dense",), ("output.dense",)),
-)
-_LOCAL_NORMS = frozenset(
-    {"q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_norm", "key_norm",
-     "query_layernorm", "key_layernorm"}
-)
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Modules that are sharded together.
-
-    Attributes:
-        where: name of the module that holds head counts, for attention; else of the one around
-            the unit.
-        heads: whether the shares are heads.
-        columns: names of modules whose output is split.
-        rows: names of modules whose input is.
-        gathered: whether outputs of columns are put together again, and inputs of rows split,
-            so that what lies between is computed whole by every process.
-        partial: names of modules between columns and rows whose parameters get, on every
-            process, the gradient of its own heads only.
-        tails: per module that feeds columns past other columns (the rotary part of
-            multi-head latent attention), how many of its last outputs go to heads directly.
-        fused: how many projections one column is (gate and up: 2; query, key and value: 3).
-            Such a unit is gathered unless one knows how they are laid out.
-    """
-
-    where: str
-    heads: bool
-    columns: tuple[str, ...]
-    rows: tuple[str, ...]
-    gathered: bool = False
-    partial: tuple[str, ...] = ()
-    tails: dict[str, int] = field(default_factory=dict)
-    fused: int = 0
-
-
-@dataclass(frozen=True)
-class Experts:
-    """A module whose 3-D parameters are matrices of all experts, as Hugging Face keeps them.
-
-    Attributes:
-        where: name of the module.
-        dims: per parameter name (dim, blocks): what dim is split, and how many blocks of
-            equal length lie along it (gate and up: 2).
-    """
-
-    where: str
-    dims: dict[str, tuple[int, int]]
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What is sharded. ``parameters``: bare ones that are split by heads along dim 0."""
-
-    units: tuple[Unit, ...] = ()
-    experts: tuple[Experts, ...] = ()
-    parameters: tuple[str, ...] = ()
 
 
 class StyleError(InputError, ValueError):
     """A module with a style that is not supported; names both."""
-
-
-def is_linear(module: nn.Module | None) -> TypeGuard[nn.Linear | Conv1D]:
-    """Whether a module is one whose matrix product can be sharded: exactly ``nn.Linear`` or
-    Hugging Face's ``Conv1D``, as a subclass may do something else."""
-    return type(module) in (nn.Linear, Conv1D)
-
-
-def widths(module: nn.Module) -> tuple[int, int]:
-    """(inputs, outputs) of a linear module."""
-    rows, columns = cast(nn.Linear | Conv1D, module).weight.shape
-    return (rows, columns) if isinstance(module, Conv1D) else (columns, rows)
 
 
 def find_rules(module: nn.Module) -> Rules:
@@ -149,15 +40,12 @@ def find_rules(module: nn.Module) -> Rules:
         StyleError: if Hugging Face's plan has a style that is not supported.
     """
     plan = {k: v for k, v in (getattr(module, "_tp_plan", None) or {}).items() if v}
-    found = _rules_of_plan(module, plan)
-    if any(unit.heads for unit in found.units):
-        return found
+    rules = _rules_of_plan(module, plan)
+    if any(unit.heads for unit in rules.units):
+        return rules
     # Some of the plans shard experts only.
-    taken = {name for unit in found.units for name in (*unit.columns, *unit.rows)}
-    return replace(found, units=found.units + _units_of_names(module, taken))
-
-
-# --- Hugging Face's plans
+    taken = {name for unit in rules.units for name in (*unit.columns, *unit.rows)}
+    return replace(rules, units=rules.units + units_of_names(module, taken))
 
 
 def generic(name: str) -> str:
@@ -166,7 +54,7 @@ def generic(name: str) -> str:
 
 
 def _rules_of_plan(module: nn.Module, plan: dict[str, str]) -> Rules:
-    head, modules = _output_head(module), dict(module.named_modules())
+    head, modules = head_name(module), dict(module.named_modules())
     styles = {n: plan[generic(n)] for n in modules if generic(n) in plan and n != head}
     bare = {
         n: plan[generic(n)]
@@ -181,7 +69,7 @@ def _rules_of_plan(module: nn.Module, plan: dict[str, str]) -> Rules:
         if style in _LINEAR_STYLES:
             if not is_linear(modules[name]):
                 raise StyleError(f"{name!r}, a {type(modules[name]).__name__}, has {style!r}")
-            grouped.setdefault(_parent(name), {})[name] = style
+            grouped.setdefault(parent_name(name), {})[name] = style
     units = [
         unit
         for where, members in grouped.items()
@@ -190,7 +78,9 @@ def _rules_of_plan(module: nn.Module, plan: dict[str, str]) -> Rules:
     return Rules(
         tuple(units),
         tuple(Experts(n, _expert_dims(n, bare)) for n in experts),
-        tuple(n for n, style in bare.items() if _parent(n) not in experts and style == "colwise"),
+        tuple(
+            n for n, style in bare.items() if style == "colwise" and parent_name(n) not in experts
+        ),
     )
 
 
@@ -205,17 +95,13 @@ _PLAN_STYLES = _LINEAR_STYLES | {
 }
 
 
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
 def _unit_of_plan(
     module: nn.Module, where: str, members: dict[str, str], styles: dict[str, str]
 ) -> Unit | None:
     columns = tuple(n for n, style in members.items() if style.startswith("colwise"))
     rows = tuple(n for n, style in members.items() if style.startswith("rowwise"))
     gathered = {style for style in members.values() if style not in ("colwise", "rowwise")}
-    heads = any(_leaf(n) in _QUERY_LEAVES | _KEY_VALUE_LEAVES for n in columns)
+    heads = any(leaf_name(n) in QUERY_LEAVES | KEY_VALUE_LEAVES for n in columns)
     if not rows and not gathered:
         raise StyleError(f"{columns[0]!r} has 'colwise', but nothing in {where!r} has 'rowwise'")
     if not columns and not gathered:
@@ -238,7 +124,7 @@ def _fused(module: nn.Module, columns: Sequence[str], rows: Sequence[str]) -> in
     """How many projections the only column of a unit is; 0 if there are others."""
     if len(columns) != 1 or len(rows) != 1:
         return 0
-    if _leaf(columns[0]) in _FUSED[0]:
+    if leaf_name(columns[0]) in FUSED[0]:
         return 3
     inner = widths(module.get_submodule(rows[0]))[0]
     out = widths(module.get_submodule(columns[0]))[1]
@@ -248,7 +134,7 @@ def _fused(module: nn.Module, columns: Sequence[str], rows: Sequence[str]) -> in
 def _expert_dims(where: str, bare: dict[str, str]) -> dict[str, tuple[int, int]]:
     dims = {}
     for name, style in bare.items():
-        if _parent(name) == where:
+        if parent_name(name) == where:
             if style not in _EXPERT_STYLES:
                 raise StyleError(f"{name!r} has the style {style!r}")
             dims[name] = _EXPERT_STYLES[style]
@@ -259,146 +145,3 @@ def _expert_dims(where: str, bare: dict[str, str]) -> dict[str, tuple[int, int]]
 _EXPERT_STYLES = {
     "colwise": (1, 1), "packed_colwise": (1, 2), "rowwise": (2, 1), "packed_rowwise": (2, 2),
 }
-
-
-# --- names
-
-
-def _units_of_names(module: nn.Module, taken: set[str]) -> tuple[Unit, ...]:
-    units: list[Unit] = []
-    taken = {*taken, _output_head(module) or ""}
-    for where, parent in module.named_modules():
-        for unit in (*_attention_units(where, parent), *_feed_forward_units(where, parent)):
-            members = {*unit.columns, *unit.rows}
-            if not members & taken:
-                taken |= members
-                units.append(unit)
-    return tuple(units)
-
-
-def _attention_units(where: str, parent: nn.Module) -> Iterable[Unit]:
-    for names, rows in _ATTENTION:
-        columns = _linear_children(parent, names)
-        row = _first(parent, rows)
-        if row is None or columns is None:
-            continue
-        # Values may have a width of their own, but rows take in as much as all heads give.
-        query, key, _ = (widths(column)[1] for column in columns)
-        if widths(row[1])[0] % key == 0 and query % key == 0:
-            container = ".".join(names[0].split(".")[:-1])
-            container = _join(where, container)
-            norms = _local_norms(
-                container, parent.get_submodule(".".join(names[0].split(".")[:-1]))
-            )
-            yield Unit(
-                container, True, tuple(_join(where, n) for n in names), (_join(where, row[0]),),
-                partial=norms,
-            )
-    if (latent := _latent_unit(where, parent)) is not None:
-        yield latent
-    column, row = _first(parent, _FUSED[0]), _first(parent, _FUSED[1])
-    if column and row and widths(column[1])[1] > widths(row[1])[0]:
-        yield Unit(
-            where, True, (_join(where, column[0]),), (_join(where, row[0]),), gathered=True,
-            fused=3,
-        )
-
-
-def _latent_unit(where: str, parent: nn.Module) -> Unit | None:
-    """Multi-head latent attention (DeepSeek-V2 §2.1): heads are made from compressed keys and
-    values, but for the rotary part of the keys, which all heads share."""
-    query, row = _first(parent, ("q_b_proj", "q_proj")), _first(parent, ("o_proj", "out_proj"))
-    latent, key_value = _child(parent, "kv_a_proj_with_mqa"), _child(parent, "kv_b_proj")
-    rotary = getattr(parent, "qk_rope_head_dim", None)
-    if query is None or row is None or not is_linear(key_value) or latent is None or not rotary:
-        return None
-    columns = (_join(where, query[0]), _join(where, "kv_b_proj"))
-    tails = {_join(where, "kv_a_proj_with_mqa"): rotary}
-    return Unit(where, True, columns, (_join(where, row[0]),), tails=tails)
-
-
-def _local_norms(where: str, container: nn.Module) -> tuple[str, ...]:
-    return tuple(
-        _join(where, name) for name, _ in container.named_children() if name in _LOCAL_NORMS
-    )
-
-
-def _feed_forward_units(where: str, parent: nn.Module) -> Iterable[Unit]:
-    for names, rows in _GATED:
-        columns = _linear_children(parent, names)
-        row = _first(parent, rows)
-        if row and columns is not None:
-            if all(widths(column)[1] == widths(row[1])[0] for column in columns):
-                yield _feed_forward(where, names, row[0])
-    for names, rows in _FEED_FORWARD:
-        column, row = _first(parent, names), _first(parent, rows)
-        if column is None or row is None:
-            continue
-        inner, out = widths(row[1])[0], widths(column[1])[1]
-        if out == inner and widths(column[1])[0] == widths(row[1])[1]:
-            yield _feed_forward(where, (column[0],), row[0])
-        elif out == 2 * inner:
-            yield Unit(
-                where, False, (_join(where, column[0]),), (_join(where, row[0]),), gathered=True,
-                fused=2,
-            )
-
-
-def _feed_forward(where: str, columns: Sequence[str], row: str) -> Unit:
-    return Unit(where, False, tuple(_join(where, n) for n in columns), (_join(where, row),))
-
-
-def _join(where: str, name: str) -> str:
-    return ".".join(part for part in (where, name) if part)
-
-
-def _leaf(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
-def _child(parent: nn.Module, name: str) -> nn.Module | None:
-    module: nn.Module | None = parent
-    for part in name.split("."):
-        module = None if module is None else module._modules.get(part)
-    return module
-
-
-def _linear_children(parent: nn.Module, names: Sequence[str]) -> Sequence[nn.Module] | None:
-    """All of these; None if one is missing, or no linear module."""
-    found = [child for name in names if is_linear(child := _child(parent, name))]
-    return found if len(found) == len(names) else None
-
-
-def _first(parent: nn.Module, names: Sequence[str]) -> tuple[str, nn.Module] | None:
-    for name in names:
-        child = _child(parent, name)
-        if is_linear(child):
-            return name, child
-    return None
-
-
-def _output_head(module: nn.Module) -> str | None:
-    """Name of the module that makes logits."""
-    get = getattr(module, "get_output_embeddings", None)
-    try:
-        head = get() if get else None
-    except (NotImplementedError, AttributeError):
-        head = None
-    names = (name for name, child in module.named_modules() if child is head)
-    return None if head is None else next(names, None)
-
-
-def output_head(module: nn.Module) -> str | None:
-    """Name of the linear module that makes a language model's logits; None if there is none."""
-    name = _output_head(module)
-    return name if name is not None and is_linear(module.get_submodule(name)) else None
-
-
-def is_query(name: str) -> bool:
-    """Whether a column's name says that it makes queries."""
-    return _leaf(name) in _QUERY_LEAVES
-
-
-def is_key_or_value(name: str) -> bool:
-    """Whether a column's name says that it makes keys or values."""
-    return _leaf(name) in _KEY_VALUE_LEAVES

@@ -54,6 +54,8 @@ def shard_module(module: nn.Module, plan: TensorPlan, group: TensorGroup) -> Non
     Args:
         module: what the plan was made for, whole or pruned to a stage. Frozen parameters stay
             frozen, tied ones tied; full parameters are let go of.
+        plan: which parameters are split, and how.
+        group: the processes that share the module, as many as the plan is for.
 
     Raises:
         ValueError: if the group has another size than the plan.
@@ -72,7 +74,7 @@ def shard_module(module: nn.Module, plan: TensorPlan, group: TensorGroup) -> Non
                 entries[around] = _Entry(group)
                 entries[around].observer(module.get_submodule(around))
             child.register_forward_pre_hook(entries[around].take, with_kwargs=True)
-        _SHARD[style](child, plan.pieces.get(f"{name}.weight"), group)
+        _SHARD[style](child, plan.shards.get(f"{name}.weight"), group)
     for name, length in plan.tails.items():
         child = _find(module, name)
         if child is not None:
@@ -91,12 +93,12 @@ def _around(module: nn.Module, name: str) -> str:
     return around
 
 
-def cut_tensor(tensor: torch.Tensor, piece: ParameterShard | None) -> torch.Tensor:
-    """A copy of the piece of a full tensor; the tensor itself if the piece is all of it."""
-    if piece is None:
+def cut_tensor(tensor: torch.Tensor, shard: ParameterShard | None) -> torch.Tensor:
+    """A copy of the shard of a full tensor; the tensor itself if the shard is all of it."""
+    if shard is None:
         return tensor
-    parts = [tensor.narrow(piece.dim, start, stop - start) for start, stop in piece.ranges]
-    return torch.cat(parts, piece.dim)
+    parts = [tensor.narrow(shard.dim, start, stop - start) for start, stop in shard.ranges]
+    return torch.cat(parts, shard.dim)
 
 
 class _LocalConfig:
@@ -131,10 +133,10 @@ def _find(module: nn.Module, name: str) -> nn.Module | None:
 
 def _cut_parameters(module: nn.Module, plan: TensorPlan, rank: int) -> None:
     for tied in tied_names(module):  # one full parameter after another goes
-        if (piece := plan.piece(tied[0], rank)) is None:
+        if (shard := plan.shard(tied[0], rank)) is None:
             continue
         whole = module.get_parameter(tied[0])
-        own = nn.Parameter(cut_tensor(whole.detach(), piece), requires_grad=whole.requires_grad)
+        own = nn.Parameter(cut_tensor(whole.detach(), shard), requires_grad=whole.requires_grad)
         del whole
         for name in tied:
             where, _, leaf = name.rpartition(".")
@@ -173,19 +175,19 @@ class _Entry:
         return shared
 
 
-def _sizes(pieces: tuple[ParameterShard, ...]) -> tuple[int, ...]:
-    return tuple(piece.length for piece in pieces)
+def _sizes(shards: tuple[ParameterShard, ...]) -> tuple[int, ...]:
+    return tuple(shard.length for shard in shards)
 
 
-def _shard_column(child: nn.Module, pieces: tuple[ParameterShard, ...], group: TensorGroup) -> None:
+def _shard_column(child: nn.Module, shards: tuple[ParameterShard, ...], group: TensorGroup) -> None:
     _set_widths(child)
 
 
 def _shard_gathered_column(
-    child: nn.Module, pieces: tuple[ParameterShard, ...], group: TensorGroup
+    child: nn.Module, shards: tuple[ParameterShard, ...], group: TensorGroup
 ) -> None:
     _set_widths(child)
-    sizes = _sizes(pieces)
+    sizes = _sizes(shards)
     child.register_forward_hook(
         lambda _, args, out: gather_from_shards(cast(torch.Tensor, out), group, sizes)
     )
@@ -217,19 +219,19 @@ class _RowConv1D(_Row, Conv1D):
 
 
 def _shard_row(
-    child: nn.Module, pieces: tuple[ParameterShard, ...], group: TensorGroup, split: bool = False
+    child: nn.Module, shards: tuple[ParameterShard, ...], group: TensorGroup, split: bool = False
 ) -> None:
     _set_widths(child)
     row = cast(_Row, child)
     row.__class__ = _RowConv1D if isinstance(child, Conv1D) else _RowLinear
     row.tensor_group = group
-    row.tensor_sizes = _sizes(pieces) if split else None
+    row.tensor_sizes = _sizes(shards) if split else None
 
 
 def _shard_split_row(
-    child: nn.Module, pieces: tuple[ParameterShard, ...], group: TensorGroup
+    child: nn.Module, shards: tuple[ParameterShard, ...], group: TensorGroup
 ) -> None:
-    _shard_row(child, pieces, group, split=True)
+    _shard_row(child, shards, group, split=True)
 
 
 def _set_widths(child: nn.Module) -> None:
@@ -257,20 +259,20 @@ class _VocabularyShare(nn.Module):
 
 
 def _shard_embedding(
-    child: nn.Module, pieces: tuple[ParameterShard, ...], group: TensorGroup
+    child: nn.Module, shards: tuple[ParameterShard, ...], group: TensorGroup
 ) -> None:
     kind = type(child)
     child.__class__ = type(kind.__name__, (_VocabularyShare, kind), {})
     share = cast(_VocabularyShare, child)
     share.tensor_group = group
-    share.tensor_range = start, stop = pieces[group.rank].ranges[0]
+    share.tensor_range = start, stop = shards[group.rank].ranges[0]
     share.num_embeddings = stop - start
     if share.padding_idx is not None:
         inside = start <= share.padding_idx < stop
         share.padding_idx = share.padding_idx - start if inside else None
 
 
-def _shard_experts(child: nn.Module, pieces: None, group: TensorGroup) -> None:
+def _shard_experts(child: nn.Module, shards: None, group: TensorGroup) -> None:
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
         args = tuple(_copy(value, group) for value in args)
         return args, {name: _copy(value, group) for name, value in kwargs.items()}

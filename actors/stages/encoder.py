@@ -83,6 +83,12 @@ class EncoderStage(StageModule):
     """Layers [lo, hi) of an encoder chain: its blocks, then its projector.
 
     A whole chain (0, ``num_layers``) is the single-process reference.
+
+    Args:
+        spec: of the whole chain.
+        lo, hi: its layers: blocks, and the projector as the last one.
+        module: the blocks with what is around them; unused by a stage of the projector alone.
+        projector: None if the chain has none.
     """
 
     def __init__(
@@ -112,7 +118,12 @@ class EncoderStage(StageModule):
 
     @classmethod
     def build(cls, spec: EncoderSpec, lo: int, hi: int) -> EncoderStage:
-        """Build only what layers [lo, hi) need."""
+        """Build only what layers [lo, hi) need.
+
+        Args:
+            spec: of the whole chain.
+            lo, hi: the layers of the stage.
+        """
         module = None
         if lo < spec.num_blocks:
             whole = lo == 0 and hi >= spec.num_blocks
@@ -189,6 +200,8 @@ class EncoderStage(StageModule):
 
         Args:
             plans: of the whole module under ``"module"``. A projector stays whole.
+            group: the processes that share the parameters.
+            device: where the shards are to be.
         """
         shard_parameters(self, self.module, plans["module"], group, device)
 
@@ -198,8 +211,14 @@ class EncoderStage(StageModule):
         received: dict[str, Message],
         context: MicrobatchContext,
     ) -> Message:
-        """One microbatch. ``inputs`` are the encoder's keyword arguments (first stage);
-        later stages get the previous stage's message."""
+        """Run one microbatch.
+
+        Args:
+            inputs: the encoder's keyword arguments, of the chain's first stage; of later ones what
+                callbacks read.
+            received: the previous stage's message, by the name of the module.
+            context: of the microbatch.
+        """
         received_hidden: torch.Tensor | None = None
         if self.first:
             inputs = {k: v for k, v in (inputs or {}).items() if k != "sample_index"}
@@ -215,7 +234,7 @@ class EncoderStage(StageModule):
         else:
             (message,) = received.values()
             received_hidden, side = message.tensors[0], message.side
-            inputs = from_side({name: one for name, one in side.items() if name != _ITEMS})
+            inputs = from_side({name: value for name, value in side.items() if name != _ITEMS})
         if self._forward is not None:
             try:
                 with self._sharing or nullcontext():
@@ -294,7 +313,12 @@ class EncoderStage(StageModule):
 
 
 def encoder_stage_parameters(spec: EncoderSpec, lo: int, hi: int) -> list[str]:
-    """Names, relative to the chain, of the parameters that layers [lo, hi) own."""
+    """Names, relative to the chain, of the parameters that layers [lo, hi) own.
+
+    Args:
+        spec: of the whole chain.
+        lo, hi: the layers of the stage.
+    """
     names = []
     if lo < spec.num_blocks:
         skeleton = spec.source.skeleton()

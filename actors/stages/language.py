@@ -88,6 +88,11 @@ class LanguageStage(StageModule):
     The loss is the sum of cross entropies over label tokens divided by the number of
     label tokens of the whole step (``context.label_tokens``). The head runs only on
     positions that have a label.
+
+    Args:
+        spec: of the whole language model.
+        lo, hi: its blocks; the first brings the embeddings, the last the head.
+        module: the model, pruned to these blocks.
     """
 
     module: PreTrainedModel
@@ -148,6 +153,8 @@ class LanguageStage(StageModule):
 
         Args:
             plans: of the whole module, ``spec.source``, under ``"module"``.
+            group: the processes that share the parameters.
+            device: where the shards are to be.
         """
         shard_parameters(self, self.module, plans["module"], group, device)
 
@@ -173,7 +180,12 @@ class LanguageStage(StageModule):
 
     @classmethod
     def build(cls, spec: LanguageSpec, lo: int, hi: int) -> LanguageStage:
-        """Build only what blocks [lo, hi) need."""
+        """Build only what blocks [lo, hi) need.
+
+        Args:
+            spec: of the whole language model.
+            lo, hi: the blocks of the stage.
+        """
         part = None
         if lo > 0 or hi != spec.num_blocks:
             assert spec.cut is not None  # without, a module is one stage
@@ -265,9 +277,9 @@ class LanguageStage(StageModule):
         masks = row_masks(layout, policy)
         group = shard_tokens(masks, length, exchange)
         if embeds is not None:
-            given = {k: v for k, v in side.items() if k != "token_layout"}
+            rest = {k: v for k, v in side.items() if k != "token_layout"}
             positions = group.queries.positions(exchange.rank)
-            side = take_tokens({**given, "inputs_embeds": embeds}, positions, length)
+            side = take_tokens({**rest, "inputs_embeds": embeds}, positions, length)
             embeds = side.pop("inputs_embeds")
             side |= {"token_layout": layout, "length": torch.tensor(length)}
         attend = attend_over(group)
@@ -314,7 +326,12 @@ def _all_seen(side: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def language_stage_parameters(spec: LanguageSpec, lo: int, hi: int) -> list[str]:
-    """Names, relative to the chain, of the parameters that blocks [lo, hi) own."""
+    """Names, relative to the chain, of the parameters that blocks [lo, hi) own.
+
+    Args:
+        spec: of the whole language model.
+        lo, hi: the blocks of the stage.
+    """
     skeleton = spec.source.skeleton()
     if lo == 0 and hi == spec.num_blocks:
         return [f"module.{name}" for name, _ in skeleton.named_parameters()]

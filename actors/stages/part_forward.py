@@ -21,6 +21,7 @@ class PartForward:
         name: of the module, for errors.
         module: pruned to these blocks, or whole.
         cut: how it was pruned; None if it is whole.
+        lo, hi: the blocks.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class PartForward:
 
         Raises:
             CutReached: from other parts.
-            NoBlockCalledError: of a part, if the forward skipped all blocks of the module.
+            InputError: of a part, if the forward skipped all blocks of the module.
         """
         self._draw_as(context)
         if self._passage is None:

@@ -16,22 +16,27 @@ from typing import Any
 
 import torch
 
-from raymm.errors import Error
+from raymm.errors import InternalError
 
 _GHOST = "shape/"  # side tensors "shape/float32/name" hold the shape of a floating-point input
 _PLAIN = "plain/"  # side tensors that hold what is no tensor, as JSON
 
 
-class AbsentError(Error, RuntimeError):
-    """A callback read what its stage does not have. ``name`` is ``inputs['x']`` or ``output.x``;
-    ``key`` is the input's name, None for an output."""
+class AbsentError(InternalError, RuntimeError):
+    """A callback read what its stage does not have.
+
+    Args:
+        message: what was read, and what to do.
+        name: ``inputs['x']`` or ``output.x``.
+        key: the input's name; None for an output.
+    """
 
     def __init__(self, message: str, name: str, key: str | None) -> None:
         super().__init__(message)
         self.name, self.key = name, key
 
 
-class CrossingError(Error, TypeError):
+class CrossingError(InternalError, TypeError):
     """Inputs that later stages cannot be sent."""
 
 
@@ -122,7 +127,13 @@ class Reads:
 
 
 def shown_inputs(inputs: Mapping[str, Any], absent: Collection[str], reads: Reads) -> dict:
-    """Inputs for a callback, of which some have a shape only."""
+    """Inputs for a callback, of which some have a shape only.
+
+    Args:
+        inputs: by name; those of ``absent`` may be on the meta device.
+        absent: names of inputs that this stage has no values of.
+        reads: notes what the callback reads.
+    """
     return {
         name: _absent_tensor(value, f"inputs[{name!r}]", name, reads) if name in absent else value
         for name, value in inputs.items()
@@ -130,7 +141,13 @@ def shown_inputs(inputs: Mapping[str, Any], absent: Collection[str], reads: Read
 
 
 def shown_output(output: Any, lost: Collection[str], reads: Reads) -> Any:
-    """A module's output for a callback, without the fields that are not the whole module's."""
+    """A module's output for a callback, without the fields that are not the whole module's.
+
+    Args:
+        output: a tensor, or a mapping or object with fields.
+        lost: names of fields that are a part's only.
+        reads: notes what the callback reads.
+    """
     if not lost:
         return output
     if isinstance(output, Mapping):
@@ -168,9 +185,9 @@ def _absent_tensor(
     # Not a number: what reads around the subclass (torch.tensor) must not look like data.
     fill = float("nan") if value.is_floating_point() or value.is_complex() else 0
     filled = torch.full((), fill, dtype=value.dtype, device=value.device).expand(value.shape)
-    found = filled.as_subclass(AbsentTensor)
-    found._refuse = lambda: reads.refuse(name, key)
-    return found
+    tensor = filled.as_subclass(AbsentTensor)
+    tensor._refuse = lambda: reads.refuse(name, key)
+    return tensor
 
 
 class AbsentValue:
@@ -234,8 +251,8 @@ def _absent_among(value: Any) -> Iterator[AbsentTensor]:
     if isinstance(value, AbsentTensor):
         yield value
     elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _absent_among(one)
+        for item in value.values():
+            yield from _absent_among(item)
     elif isinstance(value, tuple | list):
-        for one in value:
-            yield from _absent_among(one)
+        for item in value:
+            yield from _absent_among(item)

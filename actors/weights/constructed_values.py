@@ -56,6 +56,12 @@ def constructed_values(
     of other shapes take no memory, and are not returned.
 
     The same whatever part of the model is asked for, as long as ``shapes`` are.
+
+    Args:
+        model_class: of transformers.
+        config: of the model; it is not changed.
+        shapes: of parameters whose values are wanted, besides small ones.
+        seed: of what the constructor draws.
     """
     with torch.random.fork_rng(devices=[]), _RealTensors(shapes):
         torch.manual_seed(seed)

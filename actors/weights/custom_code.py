@@ -20,7 +20,7 @@ _CONFIGS = (
 def custom_code(folder: str | Path) -> dict[str, str]:
     """By auto class (``AutoModel``), the class of its own that a folder names for it, as
     ``module.Class``; empty for most folders. Files that cannot be read are for others to refuse."""
-    found: dict[str, str] = {}
+    classes: dict[str, str] = {}
     for name in _CONFIGS:
         try:
             config = json.loads((Path(folder) / name).read_bytes())
@@ -31,10 +31,10 @@ def custom_code(folder: str | Path) -> dict[str, str]:
             named = {"AutoTokenizer": named}
         for kind, target in named.items() if isinstance(named, dict) else ():
             targets = target if isinstance(target, list | tuple) else [target]
-            of_kind = [one for one in targets if isinstance(one, str) and "." in one]
+            of_kind = [name for name in targets if isinstance(name, str) and "." in name]
             if of_kind:
-                found.setdefault(str(kind), of_kind[-1])
-    return found
+                classes.setdefault(str(kind), of_kind[-1])
+    return classes
 
 
 def file_of(target: str) -> str:
@@ -50,8 +50,8 @@ def why_not_loaded(folder: str | Path, kind: str, error: BaseException) -> str:
         kind: the auto class that was asked for.
         error: what transformers said.
     """
-    found = custom_code(folder)
-    target = found.get(kind) or found.get("AutoConfig") or next(iter(found.values()), None)
+    classes = custom_code(folder)
+    target = classes.get(kind) or classes.get("AutoConfig") or next(iter(classes.values()), None)
     if target is None:
         return f"{str(folder)!r} cannot be loaded: {type(error).__name__}: {error}"
     return (

@@ -52,8 +52,8 @@ def find_model_class(
         hint = f"; there is {', '.join(close)}" if close else ""
         raise ModelClassError(f"model_class is {name!r}; transformers has no such class{hint}")
     if len(places) > 1:
-        found = ", ".join(f"{module}.{name}" for module in places)
-        raise ModelClassError(f"model_class is {name!r}, of which transformers has {found}")
+        matches = ", ".join(f"{module}.{name}" for module in places)
+        raise ModelClassError(f"model_class is {name!r}, of which transformers has {matches}")
     return _model_class(name, places[0], name)
 
 
@@ -61,21 +61,21 @@ def find_model_class(
 def _modules() -> dict[str, tuple[str, ...]]:
     """The modules that define a class, by its name; from their text, as importing all of them
     takes minutes."""
-    found: dict[str, tuple[str, ...]] = {}
+    modules: dict[str, tuple[str, ...]] = {}
     for file in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
         module = f"transformers.models.{file.parent.name}.{file.stem}"
         for name in set(_CLASS.findall(file.read_text(encoding="utf-8"))):
-            found[name] = (*found.get(name, ()), module)
-    return found
+            modules[name] = (*modules.get(name, ()), module)
+    return modules
 
 
-def _model_class(given: str, module: str, name: str) -> type[PreTrainedModel]:
+def _model_class(field: str, module: str, name: str) -> type[PreTrainedModel]:
     try:
-        found = getattr(importlib.import_module(module), name)
+        model_class = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ModelClassError(
-            f"model_class is {given!r}, which cannot be imported: {error}"
+            f"model_class is {field!r}, which cannot be imported: {error}"
         ) from error
-    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
-        raise ModelClassError(f"model_class is {given!r}, which is no PreTrainedModel")
-    return found
+    if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
+        raise ModelClassError(f"model_class is {field!r}, which is no PreTrainedModel")
+    return model_class

@@ -10,19 +10,18 @@ import pickle
 from typing import Any, TypeVar, cast
 
 import torch
-from ray import cloudpickle
 from torch import nn
 from torch.nn.utils import parametrize, remove_spectral_norm, remove_weight_norm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from raymm.errors import Error
+from raymm.errors import InternalError
 
 # Hooks that were before parametrizations, and what removes them.
 _HOOKS = {WeightNorm: remove_weight_norm, SpectralNorm: remove_spectral_norm}
 
 
-class ComputedTensorError(Error, ValueError):
+class ComputedTensorError(InternalError, ValueError):
     """A module with an attribute that was computed from parameters once, which copies of the
     module cannot have."""
 
@@ -33,7 +32,7 @@ def computed_tensors(module: nn.Module) -> dict[int, torch.Tensor]:
     Raises:
         ComputedTensorError: one that no hook computes.
     """
-    found = {}
+    tensors = {}
     for where, child in module.named_modules():
         hooks = child._forward_pre_hooks.values()
         anew = {getattr(hook, "name", None) for hook in hooks}
@@ -47,19 +46,17 @@ def computed_tensors(module: nn.Module) -> dict[int, torch.Tensor]:
                     "from parameters; compute it in the forward, or make it a parameter or a "
                     "buffer"
                 )
-            found[id(value)] = value.detach().to("meta")
-    return found
+            tensors[id(value)] = value.detach().to("meta")
+    return tensors
 
 
-class _Pickler(cloudpickle.Pickler):
+def _reduce_parametrized(obj: Any) -> Any:
     """Parametrized modules have classes of their own, which refuse to be pickled: what is pickled
     is the class before, and that it is parametrized."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
-            (base,) = type(obj).__bases__
-            return base.__new__, (base,), vars(obj), None, None, _parametrize
-        return super().reducer_override(obj)
+    if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
+        (base,) = type(obj).__bases__
+        return base.__new__, (base,), vars(obj), None, None, _parametrize
+    return NotImplemented
 
 
 def _parametrize(module: nn.Module, state: dict[str, Any]) -> None:
@@ -87,8 +84,15 @@ def computes_weights(module: nn.Module) -> bool:
 
 def packed(module: nn.Module) -> bytes:
     """A module with parametrizations, for another process of the same run."""
+    from ray import cloudpickle  # stages of other modules are built without Ray
+
+    class Pickler(cloudpickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            reduced = _reduce_parametrized(obj)
+            return super().reducer_override(obj) if reduced is NotImplemented else reduced
+
     buffer = io.BytesIO()
-    _Pickler(buffer).dump(module)
+    Pickler(buffer).dump(module)
     return buffer.getvalue()
 
 
@@ -103,11 +107,11 @@ def initialize_parametrized(module: nn.Module) -> None:
     if not parametrize.is_parametrized(module):
         return
     for name, originals in cast(nn.ModuleDict, module.parametrizations).items():
-        given = list(originals.parameters(recurse=False))
-        if not given or any(one.is_meta or not one.isnan().any() for one in given):
+        parameters = list(originals.parameters(recurse=False))
+        if not parameters or any(p.is_meta or not p.isnan().any() for p in parameters):
             continue
-        for one in given:
-            nn.init.ones_(one)
+        for parameter in parameters:
+            nn.init.ones_(parameter)
         weight = torch.empty_like(getattr(module, name))
         if weight.dim() > 1:
             nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
@@ -128,12 +132,12 @@ def with_weights_of_its_class(module: Built, plain: nn.Module) -> Built:
         for value in vars(child).values()
         if isinstance(value, torch.Tensor) and value.grad_fn is not None
     }
-    found = copy.deepcopy(module, computed).eval()  # spectral norm: without another iteration
+    copied = copy.deepcopy(module, computed).eval()  # spectral norm: without another iteration
     others = dict(plain.named_modules())
     with torch.no_grad():
-        for where, child in found.named_modules():
+        for where, child in copied.named_modules():
             _compute_once(child, others.get(where))
-    return found
+    return copied
 
 
 def _compute_once(child: nn.Module, plain: nn.Module | None) -> None:

@@ -117,17 +117,17 @@ class PretrainedSource(ModuleSource):
     def _auto_class(self) -> str:
         return "AutoModelForCausalLM" if self.language_model else "AutoModel"
 
-    def _own_class(self, wanted: str | None, architecture: str | None) -> str | None:
+    def _own_class(self, class_name: str | None, architecture: str | None) -> str | None:
         """The class of the folder's own code that would be used: the one asked for, else its
         architecture, else the one for what the module is; None if transformers has it."""
-        found = custom_code(self.path)
-        by_name = {target.rpartition(".")[2]: target for target in found.values()}
-        if wanted is not None:
-            return by_name.get(wanted)
+        classes = custom_code(self.path)
+        by_name = {target.rpartition(".")[2]: target for target in classes.values()}
+        if class_name is not None:
+            return by_name.get(class_name)
         native = architecture is None or hasattr(transformers, architecture)
         if native and not self.trust_remote_code:
             return None
-        return by_name.get(architecture or "") or found.get(self._auto_class)
+        return by_name.get(architecture or "") or classes.get(self._auto_class)
 
     @cached_property
     def _config(self) -> PretrainedConfig:

@@ -132,7 +132,13 @@ def on_meta(module: nn.Module) -> nn.Module:
 
 
 def set_tensor(module: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Replace a (meta) parameter by a real one, keeping ``requires_grad`` and ties."""
+    """Replace a (meta) parameter by a real one, keeping ``requires_grad`` and ties.
+
+    Args:
+        module: is changed in place, wherever the parameter is in it.
+        name: dotted, of the parameter.
+        value: of the same shape.
+    """
     owner_name, _, leaf = name.rpartition(".")
     old = module.get_submodule(owner_name)._parameters[leaf]
     assert old is not None
@@ -274,7 +280,13 @@ def _left_by_init_weights(skeleton: PreTrainedModel) -> set[tuple[int, ...]]:
 
 def initialize_by_name(model: PreTrainedModel, owned: Sequence[str], seed: int) -> None:
     """Give a meta model real buffers and real, freshly initialised ``owned`` parameters. What its
-    class's ``_init_weights`` leaves as it is becomes NaN."""
+    class's ``_init_weights`` leaves as it is becomes NaN.
+
+    Args:
+        model: on the meta device; it is changed in place.
+        owned: names of its parameters that are to have values.
+        seed: each submodule's random numbers follow from it and the submodule's name.
+    """
     for name in owned:
         meta = model.get_parameter(name)
         set_tensor(model, name, torch.full(meta.shape, float("nan"), dtype=meta.dtype))

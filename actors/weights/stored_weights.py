@@ -19,13 +19,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils import logging as hf_logging
 
-from raymm.errors import Error
+from raymm.errors import InternalError
 
 # Names that an error or a note has of a kind.
 SHOWN = 4
 
 
-class WeightsError(Error, ValueError):
+class WeightsError(InternalError, ValueError):
     """Weights of a file or folder that a module cannot be made of. Names the file, or what is
     wrong with them."""
 
@@ -35,10 +35,10 @@ class Misfit(NamedTuple):
 
     name: str
     stored: tuple[int, ...]
-    wanted: tuple[int, ...]
+    expected: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"{self.name} is {list(self.stored)} in it, {list(self.wanted)} in the class"
+        return f"{self.name} is {list(self.stored)} in it, {list(self.expected)} in the class"
 
 
 class WeightsReport(NamedTuple):
@@ -58,8 +58,8 @@ class WeightsReport(NamedTuple):
     def of(cls, info: Mapping[str, Any]) -> WeightsReport:
         """Of what ``from_pretrained(..., output_loading_info=True)`` returns beside the model."""
         misfits = (
-            Misfit(name, tuple(stored), tuple(wanted))
-            for name, stored, wanted in info["mismatched_keys"]
+            Misfit(name, tuple(stored), tuple(expected))
+            for name, stored, expected in info["mismatched_keys"]
         )
         lacking, unused = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
         return cls(tuple(lacking), tuple(sorted(misfits)), tuple(unused))
@@ -67,7 +67,7 @@ class WeightsReport(NamedTuple):
     @property
     def fresh(self) -> tuple[str, ...]:
         """What the folder gives no values for."""
-        return (*self.lacking, *(one.name for one in self.misfits))
+        return (*self.lacking, *(misfit.name for misfit in self.misfits))
 
     def refusal(self, model_class: type) -> str | None:
         """Why the folder does not do for a class; None if it does."""
@@ -91,24 +91,29 @@ class WeightsReport(NamedTuple):
 
     def notes(self, model_class: type) -> list[str]:
         """What to say of a folder that does."""
-        said = []
+        notes = []
         if self.fresh:
-            said.append(
+            notes.append(
                 f"{len(self.fresh)} weights of {model_class.__name__} are drawn anew "
                 f"(missing_weights is 'fresh'): {_few(self.fresh)}"
             )
         if self.unused:
-            said.append(
+            notes.append(
                 f"{len(self.unused)} tensors of it are of no use to {model_class.__name__}: "
                 f"{_few(self.unused)}"
             )
-        return said
+        return notes
 
 
 def folder_report(
     folder: Path, model_class: type[PreTrainedModel], config: PretrainedConfig
 ) -> WeightsReport:
     """What loading a folder would come to. Reads headers only.
+
+    Args:
+        folder: of the checkpoint.
+        model_class: what the weights are for.
+        config: of the model.
 
     Raises:
         WeightsError: files that cannot be read, or weights that cannot be made into the class's.

@@ -9,13 +9,14 @@ from torch import nn
 from benchmarks._rank_p2p_groups import p2p_groups_between_ranks
 from benchmarks.baselines.chain import ChainConfig, ChainLoss, ChainResult, ChainStage, chain_inputs
 from benchmarks.baselines.contender import Contender
-from raymm.actors.executor.executor import StepMeta
+from raymm.actors.executor.step_meta import StepMeta
 from raymm.actors.modules.message import Message, MicrobatchContext
-from raymm.actors.rank.rank_actor import RankSpec
-from raymm.actors.rank.rank_group import RankGroup, RankResources
+from raymm.actors.rank.rank_group import RankGroup
+from raymm.actors.rank.rank_resources import RankResources
+from raymm.actors.rank.rank_spec import RankSpec
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
-from raymm.scheduler.program.program import check_program
+from raymm.scheduler.program.check_program import check_program
 from raymm.scheduler.schedule.lower import lower
 
 
@@ -66,12 +67,12 @@ class RaymmContender(Contender):
             {stage.id: partial(RaymmStage, config, stage.index)} for stage in plan.stages
         ]
         places = {stage.id: stage.rank for stage in plan.stages}
-        lanes = p2p_groups_between_ranks(plan.stage_edges, places)
+        p2p_groups = p2p_groups_between_ranks(plan.stage_edges, places)
         if self.group is None:
             specs = [
                 RankSpec(
                     rank=rank, world_size=plan.num_ranks, builders=builders[rank],
-                    edges=plan.stage_edges, lanes=lanes,
+                    edges=plan.stage_edges, p2p_groups=p2p_groups,
                 )
                 for rank in range(plan.num_ranks)
             ]
@@ -79,8 +80,7 @@ class RaymmContender(Contender):
         else:
             self.group.rebuild(builders)
         program = lower(plan, [()] * config.microbatches)
-        check_program(program)
-        self.key = self.group.load_program(program)
+        self.key = self.group.load_program(program, check_program(program).issues)
         self.inputs: list[list] = [[] for _ in builders]
         keys = (config.message_bytes,) * config.microbatches
         self.meta = StepMeta(step=0, label_tokens=1, keys=keys)

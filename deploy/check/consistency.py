@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.check.kustomize import Manifest
+from raymm.actors.storage.location import check_location, is_bucket
 
 # Seconds that Ray takes to end after the preStop command.
 END_SECONDS = 15
@@ -58,6 +59,7 @@ def problems(manifest: Manifest, version: str) -> Iterator[str]:
         yield from (f"{where}: {text}" for text in _gpus(ray))
         if group is not head:
             yield from (f"{where}: {text}" for text in _leaving(pod, ray))
+        yield from (f"{where}: {text}" for text in _run_folder(manifest, pod, ray))
 
 
 def cluster_spec(manifest: Manifest) -> dict[str, Any] | None:
@@ -74,6 +76,32 @@ def _gpus(container: dict[str, Any]) -> Iterator[str]:
     asked, limit = ((resources.get(k) or {}).get("nvidia.com/gpu") for k in ("requests", "limits"))
     if asked is not None and asked != limit:
         yield f"requests nvidia.com/gpu {asked}, limit {limit}; GPUs must have both alike"
+
+
+def _run_folder(
+    manifest: Manifest, pod: dict[str, Any], container: dict[str, Any]
+) -> Iterator[str]:
+    """Of a job: whether its nodes share the folder that its run is to be in."""
+    match = re.search(r"run\.storage_path=([^\s']+)", manifest["spec"].get("entrypoint") or "")
+    if match is None:
+        return
+    try:
+        location = check_location(match[1])
+    except ValueError as error:
+        yield f"entrypoint: run.storage_path={match[1]}: {error}"
+        return
+    shared = {
+        volume["name"] for volume in pod.get("volumes") or () if "persistentVolumeClaim" in volume
+    }
+    mounted = [
+        mount["mountPath"] for mount in container.get("volumeMounts") or ()
+        if mount["name"] in shared
+    ]
+    if not is_bucket(location) and not any(Path(location).is_relative_to(m) for m in mounted):
+        yield (
+            f"entrypoint: run.storage_path={location} is on no volume that all nodes share "
+            f"({', '.join(mounted) or 'there is none'})"
+        )
 
 
 def _leaving(pod: dict[str, Any], container: dict[str, Any]) -> Iterator[str]:

@@ -37,7 +37,9 @@ class Exchange:
     nothing but payload travels, and empty tensors do not travel at all.
 
     Args:
-        group: default: all ranks.
+        group: default: all ranks. With NCCL, one of which all members have taken part in an
+            operation: as empty tensors do not travel, some of them may have no part in its first
+            exchange.
 
     Attributes:
         rank, size: this process's place in the group, and n.

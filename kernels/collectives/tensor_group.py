@@ -76,7 +76,7 @@ class _Meeting:
 
     def __init__(self, size: int, timeout: float) -> None:
         self.barrier = threading.Barrier(size, timeout=timeout)
-        self.given: list[tuple[str, torch.Tensor] | None] = [None] * size
+        self.arrived: list[tuple[str, torch.Tensor] | None] = [None] * size
 
 
 class ThreadGroup(TensorGroup):
@@ -134,13 +134,13 @@ class ThreadGroup(TensorGroup):
         combine: Callable[[list[torch.Tensor]], torch.Tensor],
     ) -> torch.Tensor:
         meeting = self._meeting
-        meeting.given[self.rank] = (name, tensor)
+        meeting.arrived[self.rank] = (name, tensor)
         meeting.barrier.wait()
-        given = [part for part in meeting.given if part is not None]  # all have come by now
-        names = [name for name, _ in given]
+        arrived = [part for part in meeting.arrived if part is not None]  # all have come by now
+        names = [name for name, _ in arrived]
         if len(set(names)) > 1:
             raise ValueError(f"members call different operations: {', '.join(names)}")
-        result = combine([tensor for _, tensor in given])
+        result = combine([tensor for _, tensor in arrived])
         meeting.barrier.wait()  # nobody changes what others still read
         return result
 

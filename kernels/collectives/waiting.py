@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from raymm.errors import Error
+from raymm.errors import InternalError
 
 
 class Waitable(Protocol):
@@ -24,7 +24,7 @@ def started(work: dist.Work | None) -> dist.Work:
     return work
 
 
-class CommunicationError(Error, RuntimeError):
+class CommunicationError(InternalError, RuntimeError):
     """An operation between processes failed: another one is gone, or did not come in time."""
 
 

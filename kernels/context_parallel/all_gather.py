@@ -29,7 +29,7 @@ class _Needs:
         group = call.group
         me, keys = group.rank, group.keys
 
-        def wanted(rows_of: int, keys_of: int):
+        def needs(rows_of: int, keys_of: int):
             if not only_needed:
                 return keys.ranges[keys_of]
             return needed_keys(call.masks, group.queries.ranges[rows_of], keys.ranges[keys_of])
@@ -37,15 +37,15 @@ class _Needs:
         ranks = range(group.exchange.size)
         self.others = [rank for rank in ranks if rank != me]
         self.give = {
-            rank: keys.local(me, wanted(rank, me)).to(device) for rank in self.others
+            rank: keys.local(me, needs(rank, me)).to(device) for rank in self.others
         }
-        self.own = keys.local(me, wanted(me, me)).to(device)
-        taken = {rank: wanted(me, rank) for rank in ranks}
+        self.own = keys.local(me, needs(me, me)).to(device)
+        taken = {rank: needs(me, rank) for rank in ranks}
         positions = [indices(taken[rank]) for rank in (me, *self.others)]
         self.counts = [len(part) for part in positions]
         # Keys come rank by rank; the mask wants them in order of position.
         self.order = torch.cat(positions).argsort().to(device)
-        ranges = tuple(sorted(r for one in taken.values() for r in one))
+        ranges = tuple(sorted(r for part_ranges in taken.values() for r in part_ranges))
         self.masks = local_masks(call.masks, group.queries.ranges[me], ranges)
 
     def fetch(self, both: torch.Tensor, exchange: Exchange) -> Pending:

@@ -90,7 +90,7 @@ def recomputed_context_attention(
     method: str = "rotate",
     scale: float | None = None,
     softcap: float | None = None,
-    made: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    projected: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Cross attention that keeps neither queries nor keys nor values for the backward pass but
     makes them again from their inputs (LV-XAttn §3.3). All layers of a model share ``visual``,
@@ -103,7 +103,7 @@ def recomputed_context_attention(
             ``project`` that wants a gradient get one.
         method: any of :data:`METHODS` but ``ulysses``, which computes on other tensors than
             it is given.
-        made: what ``project`` gave for these inputs, if it has been called without autograd;
+        projected: what ``project`` gave for these inputs, if it has been called without autograd;
             it is not called again before the backward pass then.
         mask: one for all sequences, or one each.
         group: who has what.
@@ -119,7 +119,7 @@ def recomputed_context_attention(
             f"one of {', '.join(m for m in METHODS if m != 'ulysses')}"
         )
     parameters = [p for p in project.parameters() if p.requires_grad]
-    inputs = (project, made, mask, group, method, scale, softcap)
+    inputs = (project, projected, mask, group, method, scale, softcap)
     return _RecomputedAttention.apply(hidden, visual, inputs, *parameters)
 
 
@@ -195,12 +195,12 @@ class _ContextAttention(torch.autograd.Function):
 class _RecomputedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden, visual, inputs, *parameters):
-        project, made, mask, group, method, scale, softcap = inputs
+        project, projected, mask, group, method, scale, softcap = inputs
         ctx.autocast = autocast = current_autocast(hidden.device.type)
-        if made is None:
+        if projected is None:
             with autocast():
-                made = project(hidden, visual)
-        query, key, value = prepare(*made, softcap=softcap)
+                projected = project(hidden, visual)
+        query, key, value = prepare(*projected, softcap=softcap)
         _same_width(key, value)
         call = _call(query, key, mask, group, method, scale, softcap)
         out, (*_, out, lse) = WAYS[method].forward(call, query, key, value)
@@ -218,13 +218,13 @@ class _RecomputedAttention(torch.autograd.Function):
             for t, needed in zip((hidden, visual), needs, strict=True)
         ]
         with torch.enable_grad(), ctx.autocast():
-            made = prepare(*ctx.project(*inputs), softcap=ctx.call.softcap)
-        saved = (*(t.detach() for t in made), out, lse)
+            projected = prepare(*ctx.project(*inputs), softcap=ctx.call.softcap)
+        saved = (*(t.detach() for t in projected), out, lse)
         gradients = ctx.way.backward(ctx.call, grad_out, saved)
-        wanted = [t for t in (*inputs, *ctx.parameters) if t.requires_grad]
-        pairs = [(t, g.to(t.dtype)) for t, g in zip(made, gradients, strict=True)
+        leaves = [t for t in (*inputs, *ctx.parameters) if t.requires_grad]
+        pairs = [(t, g.to(t.dtype)) for t, g in zip(projected, gradients, strict=True)
                  if t.requires_grad]  # fmt: skip
         outputs, grads = zip(*pairs, strict=True)
-        found = iter(torch.autograd.grad(outputs, wanted, grads, allow_unused=True))
-        of_inputs = [next(found) if needed else None for needed in needs]
-        return *of_inputs, None, *found
+        partials = iter(torch.autograd.grad(outputs, leaves, grads, allow_unused=True))
+        of_inputs = [next(partials) if needed else None for needed in needs]
+        return *of_inputs, None, *partials

@@ -29,10 +29,10 @@ class ContextLayout:
     ranges: tuple[Ranges, ...]
 
     def __post_init__(self) -> None:
-        everything = sorted(r for one in self.ranges for r in one if r[0] < r[1])
-        for one in self.ranges:
-            if any(a[1] > b[0] for a, b in zip(one, one[1:], strict=False)):
-                raise MaskError(f"a rank's ranges must ascend, got {one}")
+        everything = sorted(r for owned in self.ranges for r in owned if r[0] < r[1])
+        for owned in self.ranges:
+            if any(a[1] > b[0] for a, b in zip(owned, owned[1:], strict=False)):
+                raise MaskError(f"a rank's ranges must ascend, got {owned}")
         edge = 0
         for start, stop in everything:
             if start != edge:
@@ -60,9 +60,9 @@ class ContextLayout:
         return cls(
             tuple(
                 join_ranges(
-                    [(number * block, min((number + 1) * block, length)) for number in sorted(one)]
+                    [(n * block, min((n + 1) * block, length)) for n in sorted(numbers)]
                 )
-                for one in blocks
+                for numbers in blocks
             )
         )
 
@@ -74,7 +74,7 @@ class ContextLayout:
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Tokens of every rank."""
-        return tuple(sum(stop - start for start, stop in one) for one in self.ranges)
+        return tuple(sum(stop - start for start, stop in owned) for owned in self.ranges)
 
     @property
     def length(self) -> int:
@@ -125,8 +125,8 @@ def local_masks(
         queries: token ranges of the rows, ascending.
         keys: token ranges of the keys, ascending.
     """
-    made = {mask: mask.select_queries(queries).select_keys(keys) for mask in dict.fromkeys(masks)}
-    return tuple(made[mask] for mask in masks)
+    local = {mask: mask.select_queries(queries).select_keys(keys) for mask in dict.fromkeys(masks)}
+    return tuple(local[mask] for mask in masks)
 
 
 @lru_cache(maxsize=_CACHED_PLANS)
@@ -146,6 +146,6 @@ def needed_keys(
         seen |= mask.seen_keys()
     if not len(positions):
         return ()
-    wanted = np.zeros(int(positions[-1]) + 1, dtype=bool)
-    wanted[positions[seen]] = True
-    return ranges_of(wanted)
+    needed = np.zeros(int(positions[-1]) + 1, dtype=bool)
+    needed[positions[seen]] = True
+    return ranges_of(needed)

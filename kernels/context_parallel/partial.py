@@ -98,8 +98,8 @@ def partial_backward(
     else:
         from raymm.kernels.flash.gpu.attention import triton_backward as run
     out = output_like(grad_out, delta)
-    found = run(grad_out, query, key, value, out, lse, tuple(masks), scale, softcap)
-    return tuple(gradient for gradient in found if gradient is not None)  # all three were asked for
+    gradients = run(grad_out, query, key, value, out, lse, tuple(masks), scale, softcap)
+    return tuple(g for g in gradients if g is not None)  # all three were asked for
 
 
 def output_like(grad_out: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:

@@ -70,7 +70,7 @@ def _ring_keys(key: torch.Tensor, call: ContextCall):
 
 
 def _add(earlier: Sequence[torch.Tensor], later: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [one + other for one, other in zip(earlier, later, strict=True)]
+    return [part + other for part, other in zip(earlier, later, strict=True)]
 
 
 def _total(own: Sequence[torch.Tensor], others: Sequence[torch.Tensor] | None) -> Sequence:

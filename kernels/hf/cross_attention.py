@@ -68,13 +68,13 @@ def share_cross_attention(model: nn.Module) -> tuple[str, ...]:
             "AttentionInterface"
         )
     register()
-    found = {
+    layers = {
         name: module for name, module in model.named_modules() if _visual_argument(type(module))
-        and all(isinstance(getattr(module, one, None), nn.Module) for one in _PROJECTIONS)
+        and all(isinstance(getattr(module, part, None), nn.Module) for part in _PROJECTIONS)
     }  # fmt: skip
     suspects = [
         name for name, module in model.named_modules() if _looks_like_cross_attention(module)
-        and not any(_is_within(known, name) for known in found)
+        and not any(_is_within(layer_name, name) for layer_name in layers)
     ]  # fmt: skip
     if suspects:
         innermost = suspects[-1]
@@ -84,14 +84,14 @@ def share_cross_attention(model: nn.Module) -> tuple[str, ...]:
             f"{', '.join(_PROJECTIONS)} and a forward that takes {_HIDDEN} and one of "
             f"{', '.join(VISUAL_ARGUMENTS)} are known"
         )
-    if not found:
+    if not layers:
         raise CrossAttentionError(
             f"{type(model).__name__} has no cross attention: no layer of "
             f"{', '.join(_PROJECTIONS)} takes one of {', '.join(VISUAL_ARGUMENTS)}"
         )
-    before = {m: (type(m), _config(m)._attn_implementation) for m in found.values()}
+    before = {m: (type(m), _config(m)._attn_implementation) for m in layers.values()}
     try:
-        for name, module in found.items():
+        for name, module in layers.items():
             _attend_by(module, NAME)
             module.__class__ = _shared_class(type(module))
             _try(name, module)
@@ -100,7 +100,7 @@ def share_cross_attention(model: nn.Module) -> tuple[str, ...]:
             _attend_by(module, implementation)
             module.__class__ = kind
         raise
-    return tuple(found)
+    return tuple(layers)
 
 
 def _looks_like_cross_attention(module: nn.Module) -> bool:
@@ -131,41 +131,42 @@ class _SharedCrossAttention(nn.Module):
         cross: CrossAttention | None = kwargs.pop(CROSS_ARGUMENT, None)
         if cross is None:
             return super().forward(*args, **kwargs)
-        given = _by_name(super().forward, args, kwargs)
+        arguments = _by_name(super().forward, args, kwargs)
         name = _visual_argument(type(self))
-        if name is None or given.get(name) is None:  # a class of both kinds of attention
-            return super().forward(**given)
-        if given.get("past_key_values") is not None:
+        if name is None or arguments.get(name) is None:  # a class of both kinds of attention
+            return super().forward(**arguments)
+        if arguments.get("past_key_values") is not None:
             raise CrossAttentionError("shared cross attention keeps no cache: use_cache=False")
         tokens = cross.group.keys.sizes[cross.group.rank]
-        given[name] = _visual_tokens(given[name], given[_HIDDEN].shape[0], tokens)
-        given[MASK_ARGUMENT] = cross.masks
-        given.pop(ATTEND_ARGUMENT, None)  # that of self attention
+        arguments[name] = _visual_tokens(arguments[name], arguments[_HIDDEN].shape[0], tokens)
+        arguments[MASK_ARGUMENT] = cross.masks
+        arguments.pop(ATTEND_ARGUMENT, None)  # that of self attention
         recompute = cross.recompute and torch.is_grad_enabled()
         attended = []
 
         def attend(query, key, value, masks, **options):
             attended.append(True)
-            made = query, key[:, :, :tokens], value[:, :, :tokens]
-            method = chosen(cross.method, cross.group, masks, *made[:2], recompute)
+            projected = query, key[:, :, :tokens], value[:, :, :tokens]
+            method = chosen(cross.method, cross.group, masks, *projected[:2], recompute)
             options = {**options, "method": method}
             if not recompute:
-                return context_attention(*made, masks, cross.group, **options)
+                return context_attention(*projected, masks, cross.group, **options)
             torch.set_grad_enabled(True)
             return recomputed_context_attention(
-                project, hidden, given[name], masks, cross.group, made=made, **options
+                project, hidden, arguments[name], masks, cross.group, projected=projected, **options
             )
 
         if not recompute:
-            out = super().forward(**given, **{ATTEND_ARGUMENT: attend})
+            out = super().forward(**arguments, **{ATTEND_ARGUMENT: attend})
         else:
             # Autograd sees nothing of the layer before its attention, which is one function of
             # hidden states and visual tokens to it.
-            hidden = given[_HIDDEN]
-            kept = {k: v for k, v in given.items() if k not in (_HIDDEN, name, "attention_mask")}
+            hidden = arguments[_HIDDEN]
+            taken = (_HIDDEN, name, "attention_mask")
+            kept = {k: v for k, v in arguments.items() if k not in taken}
             project = _Projections(self, partial(super().forward, **kept), name, tokens)
             with torch.no_grad(), current_autocast(hidden.device.type)():
-                out = super().forward(**given, **{ATTEND_ARGUMENT: attend})
+                out = super().forward(**arguments, **{ATTEND_ARGUMENT: attend})
         if not attended:
             raise CrossAttentionError(
                 f"{type(self).__name__} did not attend through transformers' AttentionInterface "
@@ -230,11 +231,11 @@ def _visual_argument(kind: type) -> str | None:
 
 def _by_name(forward: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     signature = inspect.signature(forward)
-    given = dict(signature.bind(*args, **kwargs).arguments)
+    arguments = dict(signature.bind(*args, **kwargs).arguments)
     for parameter in signature.parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
-            given |= given.pop(parameter.name, {})
-    return given
+            arguments |= arguments.pop(parameter.name, {})
+    return arguments
 
 
 def _visual_tokens(visual: torch.Tensor, batch: int, tokens: int) -> torch.Tensor:
@@ -271,22 +272,22 @@ def _try(name: str, layer: nn.Module) -> None:
     group = ContextGroup(cast(Exchange, _Alone()), texts, visuals)
     visual = _visual_argument(type(layer))
     assert visual is not None  # by which it was found
-    given: dict[str, Any] = dict(zip((_HIDDEN, visual), inputs, strict=True))
+    arguments: dict[str, Any] = dict(zip((_HIDDEN, visual), inputs, strict=True))
     if "attention_mask" in _parameters(type(layer)):
-        given["attention_mask"] = None
-    wanted = [*inputs, *(p for p in layer.parameters() if p.requires_grad)]
+        arguments["attention_mask"] = None
+    leaves = [*inputs, *(p for p in layer.parameters() if p.requires_grad)]
     results, was_training = [], layer.training
     layer.eval()
     try:
         for recompute in (False, True):
-            told: dict[str, Any] = {
+            mask_arguments: dict[str, Any] = {
                 CROSS_ARGUMENT: CrossAttention(group, masks, recompute=recompute)
             }
             if not recompute:
-                told = {MASK_ARGUMENT: masks}
-            out = layer(**given, **told)
+                mask_arguments = {MASK_ARGUMENT: masks}
+            out = layer(**arguments, **mask_arguments)
             out = out[0] if isinstance(out, tuple) else out
-            gradients = torch.autograd.grad(out.float().square().sum(), wanted, allow_unused=True)
+            gradients = torch.autograd.grad(out.float().square().sum(), leaves, allow_unused=True)
             results.append((out.detach(), *gradients))
     except Exception as error:
         raise CrossAttentionError(
@@ -294,15 +295,15 @@ def _try(name: str, layer: nn.Module) -> None:
         ) from error
     finally:
         layer.train(was_training)
-    if not all(_alike(one, other) for one, other in zip(*results, strict=True)):
+    if not all(_alike(result, other) for result, other in zip(*results, strict=True)):
         raise CrossAttentionError(
             f"{name} ({type(layer).__name__}) cannot be shared: before its attention it does more "
             "with hidden states or visual tokens than to make queries, keys and values"
         )
 
 
-def _alike(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    one, other = one.double(), other.double()
-    return bool((one - other).norm() <= _NOISE * one.norm())
+def _alike(result: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if result is None or other is None:
+        return result is other
+    result, other = result.double(), other.double()
+    return bool((result - other).norm() <= _NOISE * result.norm())

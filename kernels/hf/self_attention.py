@@ -17,7 +17,7 @@ windows would be dropped silently.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -113,8 +113,8 @@ class SharedTokens:
 
     def masks_from(self, dense: torch.Tensor) -> tuple[AttentionMask, ...]:
         """Masks from a dense one, which all layers of a forward are handed: made once."""
-        for known, masks in self._dense:
-            if known is dense:
+        for earlier, masks in self._dense:
+            if earlier is dense:
                 return masks
         self._dense.append((dense, _from_dense(dense)))
         return self._dense[-1][1]
@@ -165,6 +165,8 @@ def raymm_model_mask(
     return ModelMask(build, window)
 
 
+# Compiled blocks call it as it is: masks are no tensors, and kernels are chosen by them.
+@torch.compiler.disable
 def raymm_attention_forward(
     module: nn.Module,
     query: torch.Tensor,
@@ -203,32 +205,14 @@ def raymm_attention_forward(
     Raises:
         MaskError: a mask that does not fit, or a model whose attention needs more than a mask.
     """
-    layer = type(module).__name__
-    for name, what in _UNSUPPORTED:
-        if kwargs.get(name) is not None:
-            raise MaskError(f"{layer} has {what}, which {NAME} attention does not support")
-    if dropout:
-        raise MaskError(
-            f"{layer} has attention dropout {dropout}, which {NAME} attention does not "
-            "support; set attention_dropout to 0 in the model's config"
-        )
+    _check_supported(type(module).__name__, dropout, kwargs)
     shared: SharedTokens | None = getattr(module, _SHARED, None)
     if shared is not None and (shared.attend is None or raymm_attend is not None):
         shared = None
     if shared is not None:
         raymm_attend = shared.attend
     if raymm_mask is not None:
-        chunk = getattr(getattr(module, "config", None), "attention_chunk_size", None)
-        if chunk is not None:
-            raise MaskError(
-                f"{layer} attends in chunks of {chunk} tokens, which a {MASK_ARGUMENT} would "
-                "override: put the chunks into the mask and set attention_chunk_size to None"
-            )
-        masks = (raymm_mask,) if isinstance(raymm_mask, AttentionMask) else tuple(raymm_mask)
-        if sliding_window is None and isinstance(attention_mask, ModelMask):
-            sliding_window = attention_mask.window
-        if sliding_window is not None:
-            masks = tuple(windowed(mask, sliding_window) for mask in masks)
+        masks = _explicit_masks(module, raymm_mask, attention_mask, sliding_window)
     elif attention_mask is None:
         if is_causal is None:
             is_causal = getattr(module, "is_causal", True)
@@ -247,6 +231,39 @@ def raymm_attention_forward(
     else:
         out, _ = attention(query, key, value, masks, scale=scaling, softcap=softcap)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _check_supported(layer: str, dropout: float, arguments: Mapping[str, Any]) -> None:
+    """Refuse what changes the scores and is not a mask."""
+    for name, what in _UNSUPPORTED:
+        if arguments.get(name) is not None:
+            raise MaskError(f"{layer} has {what}, which {NAME} attention does not support")
+    if dropout:
+        raise MaskError(
+            f"{layer} has attention dropout {dropout}, which {NAME} attention does not "
+            "support; set attention_dropout to 0 in the model's config"
+        )
+
+
+def _explicit_masks(
+    module: nn.Module,
+    raymm_mask: AttentionMask | Sequence[AttentionMask],
+    attention_mask: ModelMask | torch.Tensor | None,
+    window: int | None,
+) -> tuple[AttentionMask, ...]:
+    """The masks that a layer was handed, narrowed by its window, or by that of the model's own
+    mask."""
+    chunk = getattr(getattr(module, "config", None), "attention_chunk_size", None)
+    if chunk is not None:
+        raise MaskError(
+            f"{type(module).__name__} attends in chunks of {chunk} tokens, which a "
+            f"{MASK_ARGUMENT} would override: put the chunks into the mask and set "
+            "attention_chunk_size to None"
+        )
+    masks = (raymm_mask,) if isinstance(raymm_mask, AttentionMask) else tuple(raymm_mask)
+    if window is None and isinstance(attention_mask, ModelMask):
+        window = attention_mask.window
+    return masks if window is None else tuple(windowed(mask, window) for mask in masks)
 
 
 @lru_cache(maxsize=_CACHED_MASKS)
@@ -283,7 +300,7 @@ def _from_dense(mask: torch.Tensor) -> tuple[AttentionMask, ...]:
         if bool((~visible & (mask > -1e4)).any()):
             raise MaskError("an attention_mask that adds a bias has no mask in raymm's sense")
         mask = visible
-    return tuple(from_dense(one) for one in mask[:, 0])
+    return tuple(from_dense(visible_to) for visible_to in mask[:, 0])
 
 
 _SLIDING = sliding_window_causal_mask_function(2)
@@ -301,8 +318,8 @@ def _sliding_window(mask_function: Callable) -> int | None:
     different is built densely."""
     if getattr(mask_function, "__code__", None) is not _SLIDING.__code__:
         return None
-    parts, known = _closed_over(mask_function), _closed_over(_SLIDING)
-    if [getattr(part, "__code__", None) for part in parts] != [like.__code__ for like in known]:
+    parts, expected = _closed_over(mask_function), _closed_over(_SLIDING)
+    if [getattr(part, "__code__", None) for part in parts] != [like.__code__ for like in expected]:
         return None
     cells = [cell.cell_contents for part in parts for cell in part.__closure__ or ()]
     return cells[0] if len(cells) == 1 and isinstance(cells[0], int) else None

@@ -103,8 +103,8 @@ class SharedBatch:
 
     def __post_init__(self) -> None:
         for name in ("text_masks", "cross_masks"):
-            given = getattr(self, name)
-            masks = (given,) if isinstance(given, AttentionMask) else tuple(given)
+            value = getattr(self, name)
+            masks = (value,) if isinstance(value, AttentionMask) else tuple(value)
             object.__setattr__(self, name, masks)
         for name in ("self_method", "cross_method"):
             method = getattr(self, name)
@@ -162,12 +162,12 @@ class SharedBatch:
                 query, key, value, masks, group, method=method, scale=scale, softcap=softcap
             )
 
-        told: dict[str, Any] = {MASK_ARGUMENT: self.text_masks, ATTEND_ARGUMENT: attend}
+        keywords: dict[str, Any] = {MASK_ARGUMENT: self.text_masks, ATTEND_ARGUMENT: attend}
         if self.cross_group is not None:
-            told[CROSS_ARGUMENT] = CrossAttention(
+            keywords[CROSS_ARGUMENT] = CrossAttention(
                 self.cross_group, self.cross_masks, self.cross_method, self.recompute
             )
-        return told
+        return keywords
 
 
 def _part(whole: torch.Tensor, layout: ContextLayout, rank: int, dim: int) -> torch.Tensor:

@@ -71,8 +71,8 @@ def to_bitfield(mask: AttentionMask) -> torch.Tensor:
     whole, past = hi1 == length, hi1 == rows + 1
     # The last row's past is the whole: what its key is decides.
     causal = past & ~(whole & (identity != _TEXT))
-    known = np.bitwise_or.reduce(identity) if length else 0
-    attend = attend & known  # bits that no key has say nothing
+    key_bits = np.bitwise_or.reduce(identity) if length else 0
+    attend = attend & key_bits  # bits that no key has say nothing
     implied = np.where(causal, _TEXT, attend)
     wrong = (lo1 != 0) | (hi2 > lo2) | ~(whole | past) | (implied != identity)
     if wrong.any():
@@ -197,10 +197,10 @@ def to_block_mask(
 
     first = mask if isinstance(mask, AttentionMask) else mask[0]
     masks = as_masks(mask, batch, *first.shape)
-    arrays = [one.rows(device) for one in masks]
-    bounds = torch.stack([one.bounds for one in arrays])
-    attend = torch.stack([one.attend for one in arrays])
-    identity = torch.stack([one.identity for one in arrays])
+    arrays = [mask.rows(device) for mask in masks]
+    bounds = torch.stack([rows.bounds for rows in arrays])
+    attend = torch.stack([rows.attend for rows in arrays])
+    identity = torch.stack([rows.identity for rows in arrays])
 
     def visible(b, h, q, k):
         first = (bounds[b, 0, q] <= k) & (k < bounds[b, 1, q])
@@ -208,7 +208,7 @@ def to_block_mask(
         return (first | second) & ((attend[b, q] & identity[b, k]) != 0)
 
     n_blocks = -(-first.n_keys // block)
-    tables = [_flex_tables(key_runs(one, block, block), n_blocks) for one in masks]
+    tables = [_flex_tables(key_runs(mask, block, block), n_blocks) for mask in masks]
     partial, partial_index, full, full_index = (
         torch.from_numpy(np.stack(part))[:, None].to(device)
         for part in zip(*tables, strict=True)
@@ -223,15 +223,15 @@ def _flex_tables(tiles: Tiles, n_blocks: int) -> tuple[np.ndarray, ...]:
     """Per query block: number and indices of partial tiles, then of full ones (int32)."""
     n = len(tiles.offsets) - 1
     tables = []
-    for wanted in (0, 1):
+    for is_full in (0, 1):
         counts = np.zeros(n, dtype=np.int32)
         indices = np.zeros((n, n_blocks), dtype=np.int32)
         for row in range(n):
             runs = tiles.runs[tiles.offsets[row] : tiles.offsets[row + 1]]
-            blocks = [np.arange(a, b) for a, b, full in runs if full == wanted]
-            found = np.concatenate(blocks) if blocks else np.zeros(0, dtype=np.int64)
-            counts[row] = len(found)
-            indices[row, : len(found)] = found
+            blocks = [np.arange(a, b) for a, b, full in runs if full == is_full]
+            columns = np.concatenate(blocks) if blocks else np.zeros(0, dtype=np.int64)
+            counts[row] = len(columns)
+            indices[row, : len(columns)] = columns
         tables += [counts, indices]
     return tuple(tables)
 

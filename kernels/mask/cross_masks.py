@@ -44,11 +44,12 @@ def cross_masks(
         raise MaskError(f"tokens_per_item must be at least 1, got {tokens_per_item}")
     if blind not in BLIND_ROWS:
         raise MaskError(f"blind must be one of {', '.join(BLIND_ROWS)}, got {blind!r}")
-    made: dict[bytes, AttentionMask] = {}
+    distinct: dict[bytes, AttentionMask] = {}
     masks = []
-    for one in (shown != 0).cpu().numpy():
-        sees = one | ~one.any(axis=1, keepdims=True) if blind == "everything" else one
-        masks.append(made.setdefault(sees.tobytes(), _of_items(sees, tokens_per_item)))
+    for sees in (shown != 0).cpu().numpy():
+        if blind == "everything":
+            sees = sees | ~sees.any(axis=1, keepdims=True)
+        masks.append(distinct.setdefault(sees.tobytes(), _of_items(sees, tokens_per_item)))
     return tuple(masks)
 
 
@@ -66,14 +67,14 @@ def padded_causal_masks(attention_mask: torch.Tensor) -> tuple[AttentionMask, ..
     """
     if attention_mask.dim() != 2:
         raise MaskError(f"attention_mask is (B, T), got {tuple(attention_mask.shape)}")
-    made: dict[tuple[int, int], AttentionMask] = {}
+    distinct: dict[tuple[int, int], AttentionMask] = {}
     masks = []
     for number, row in enumerate((attention_mask != 0).cpu().numpy()):
         tokens = np.flatnonzero(row)
         first, stop = (int(tokens[0]), int(tokens[-1]) + 1) if len(tokens) else (0, 0)
         if len(tokens) != stop - first:
             raise MaskError(f"attention_mask of sequence {number} has padding between tokens")
-        masks.append(made.setdefault((first, stop), _causal_within(len(row), first, stop)))
+        masks.append(distinct.setdefault((first, stop), _causal_within(len(row), first, stop)))
     return tuple(masks)
 
 

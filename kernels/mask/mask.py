@@ -256,8 +256,8 @@ class AttentionMask:
         lengths = self.key_stops - self.key_table[:, KEY_START]
         total = 0
         for identity in identities:
-            here = np.repeat(self.key_table[:, IDENTITY] == identity, lengths)
-            before = np.concatenate([[0], np.cumsum(here)])
+            matching = np.repeat(self.key_table[:, IDENTITY] == identity, lengths)
+            before = np.concatenate([[0], np.cumsum(matching)])
 
             def count(lo: np.ndarray, hi: np.ndarray, before: np.ndarray = before) -> np.ndarray:
                 return before[np.maximum(hi, lo)] - before[lo]
@@ -292,10 +292,10 @@ def as_masks(
         masks *= batch
     if len(masks) != batch:
         raise MaskError(f"got {len(masks)} masks for a batch of {batch}; give one, or {batch}")
-    for index, one in enumerate(masks):
-        if one.shape != (n_queries, n_keys):
+    for index, own in enumerate(masks):
+        if own.shape != (n_queries, n_keys):
             raise MaskError(
-                f"mask {index} of the batch is for {one.n_queries} queries and {one.n_keys} "
+                f"mask {index} of the batch is for {own.n_queries} queries and {own.n_keys} "
                 f"keys, the tensors have {n_queries} and {n_keys}"
             )
     return masks

@@ -10,28 +10,11 @@ Gemma 3 and PaliGemma: :func:`causal_with_own_image`, :func:`prefix_causal`. Fla
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from raymm.kernels.mask.mask import ALL_KINDS, AttentionMask, MaskError, query_rows
-
-TEXT = 0
-"""Kind of text tokens; encoders have kinds 1 to 62."""
-MAX_KIND = 62
-
-
-@dataclass(frozen=True)
-class Span:
-    """Tokens [start, stop) that came from one item (image, audio clip) of an encoder.
-
-    Attributes:
-        kind: number of the encoder, 1 to 62.
-    """
-
-    start: int
-    stop: int
-    kind: int = 1
+from raymm.kernels.mask.spans import TEXT, Span, check_total, consecutive, layout, span_arrays
 
 
 def full(n_queries: int, n_keys: int | None = None) -> AttentionMask:
@@ -53,7 +36,7 @@ def documents(lengths: Sequence[int], *, causal: bool = True) -> AttentionMask:
     Raises:
         MaskError: a negative length.
     """
-    starts, stops = _consecutive(lengths, "document")
+    starts, stops = consecutive(lengths, "document")
     length = int(stops[-1]) if len(stops) else 0
     table = query_rows(starts, lo=starts, hi=1 if causal else stops, hi_slope=int(causal))
     return _mask(table, length, length)
@@ -82,9 +65,9 @@ def multimodal(
         MaskError: spans that overlap, leave the sequence or cross a document's end; a kind
             outside 1 to 62; lengths that do not add up to T.
     """
-    starts, items, ends = _layout(length, spans, document_lengths)
+    starts, items, ends = layout(length, spans, document_lengths)
     is_text = items < 0
-    item_starts, item_stops, kinds = _span_arrays(spans)
+    item_starts, item_stops, kinds = span_arrays(spans)
     kind = np.where(is_text, TEXT, kinds[items])
     lo, hi = ends[0].copy(), np.where(is_text, 1, ends[1])
     if isolate:
@@ -111,7 +94,7 @@ def prepended(
         text_length: tokens of the text after them.
         isolate: a modality token sees its own item only, not the encoder's other items.
     """
-    starts, stops = _consecutive([tokens for _, tokens in span_lengths], "span")
+    starts, stops = consecutive([tokens for _, tokens in span_lengths], "span")
     spans = [
         Span(int(start), int(stop), kind)
         for start, stop, (kind, _) in zip(starts, stops, span_lengths, strict=True)
@@ -162,8 +145,8 @@ def causal_with_own_image(
         document_lengths: tokens of each packed document; one document if not given.
         window: tokens that a row sees at most, itself counted; None for all.
     """
-    starts, items, ends = _layout(length, spans, document_lengths)
-    item_starts, item_stops, kinds = _span_arrays(spans)
+    starts, items, ends = layout(length, spans, document_lengths)
+    item_starts, item_stops, kinds = span_arrays(spans)
     table = query_rows(
         starts,
         lo=ends[0],
@@ -199,8 +182,8 @@ def prefix_causal(
             f"prefix_lengths must be one per document, each at most its document's length: "
             f"got {list(prefix_lengths)} for documents of {lengths}"
         )
-    starts, stops = _consecutive(lengths, "document")
-    _check_total(stops, length)
+    starts, stops = consecutive(lengths, "document")
+    check_total(stops, length)
     hi2 = starts + np.asarray(prefix_lengths, dtype=np.int64)
     # The rows of a prefix see it whole; later rows see it as a part of their past.
     table = query_rows(starts, lo=starts, hi=1, hi_slope=1, lo2=starts, hi2=hi2)
@@ -249,7 +232,7 @@ def causal_blockwise(length: int, block: int = 256, local: int = 2) -> Attention
 def shared_question(question: int, answers: Sequence[int]) -> AttentionMask:
     """One question, then answers that see the question and themselves, not one another
     (reward models, preference training); lengths in tokens."""
-    starts, stops = _consecutive([question, *answers], "answer")
+    starts, stops = consecutive([question, *answers], "answer")
     length = int(stops[-1])
     hi2 = np.where(starts >= question, question, 0)
     return _mask(query_rows(starts, lo=starts, hi=1, hi_slope=1, hi2=hi2), length, length)
@@ -281,9 +264,9 @@ def cross_images(
     if len(positions) and not (0 <= positions[0] and positions[-1] < length):
         raise MaskError(f"image_positions must be within [0, {length}), got {positions.tolist()}")
     lengths = [length] if document_lengths is None else document_lengths
-    document_starts, document_stops = _consecutive(lengths, "document")
-    _check_total(document_stops, length)
-    key_starts, key_stops = _consecutive(image_tokens, "image")
+    document_starts, document_stops = consecutive(lengths, "document")
+    check_total(document_stops, length)
+    key_starts, key_stops = consecutive(image_tokens, "image")
     starts = np.unique(np.concatenate([document_starts, positions]))
     starts = starts[starts < length]
     last = np.searchsorted(positions, starts, side="right") - 1
@@ -294,29 +277,6 @@ def cross_images(
     lo = np.where(sees, key_starts[last if only_last else first], 0)
     hi = np.where(sees, key_stops[last], 0)
     return _mask(query_rows(starts, lo=lo, hi=hi), length, int(sum(image_tokens)))
-
-
-def kinds_and_items(
-    kinds: Sequence[int] | np.ndarray, items: Sequence[int] | np.ndarray | None = None
-) -> list[Span]:
-    """Spans from per-token arrays: kind of every token (0 text), and optionally the number of
-    its item, where items of one encoder touch.
-
-    Raises:
-        MaskError: arrays of different lengths, or kinds outside 0 to 62.
-    """
-    kinds = np.asarray(kinds, dtype=np.int64)
-    items = np.zeros_like(kinds) if items is None else np.asarray(items, dtype=np.int64)
-    if kinds.shape != items.shape or kinds.ndim != 1:
-        raise MaskError(f"kinds and items must be (T,), got {kinds.shape} and {items.shape}")
-    changes = np.flatnonzero((np.diff(kinds) != 0) | (np.diff(items) != 0)) + 1
-    starts = np.concatenate([[0], changes]) if len(kinds) else changes
-    stops = np.append(starts[1:], len(kinds))
-    return [
-        Span(int(start), int(stop), int(kinds[start]))
-        for start, stop in zip(starts, stops, strict=False)
-        if kinds[start] != TEXT
-    ]
 
 
 def _mask(table: np.ndarray, n_queries: int, n_keys: int) -> AttentionMask:
@@ -331,72 +291,6 @@ def _with_window(mask: AttentionMask, window: int | None) -> AttentionMask:
 
 def _key_table(starts: np.ndarray, kind: np.ndarray) -> np.ndarray:
     return np.stack([starts, np.left_shift(1, kind)], axis=1)
-
-
-def _consecutive(lengths: Sequence[int], what: str) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and stops of pieces put one after another."""
-    sizes = np.asarray(list(lengths), dtype=np.int64)
-    if (sizes < 0).any():
-        raise MaskError(f"{what} lengths must not be negative, got {sizes.tolist()}")
-    stops = np.cumsum(sizes)
-    return stops - sizes, stops
-
-
-def _check_total(stops: np.ndarray, length: int) -> None:
-    total = int(stops[-1]) if len(stops) else 0
-    if total != length:
-        raise MaskError(f"document lengths add up to {total}, the sequence has {length} tokens")
-
-
-def _span_arrays(spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Starts, stops, kinds; a last entry of zeros is what index -1 (text) picks."""
-    rows = np.array([(s.start, s.stop, s.kind) for s in spans] + [(0, 0, 0)], dtype=np.int64)
-    return rows[:, 0], rows[:, 1], rows[:, 2]
-
-
-def _layout(
-    length: int, spans: Sequence[Span], document_lengths: Sequence[int] | None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cut a sequence where spans and documents begin and end.
-
-    Returns:
-        starts (S,), the span of every piece (-1 for text), and (2, S) start and stop of its
-        document.
-    """
-    lengths = [length] if document_lengths is None else document_lengths
-    document_starts, document_stops = _consecutive(lengths, "document")
-    _check_total(document_stops, length)
-    item_starts, item_stops, kinds = _span_arrays(spans)
-    _check_spans(spans, item_starts[:-1], item_stops[:-1], kinds[:-1], length)
-    edges = np.concatenate([[0], document_starts, item_starts, item_stops])
-    starts = np.unique(edges)
-    starts = starts[starts < length]
-    # Of empty spans that share a start with a longer one, the last is found: the longer one.
-    item = np.searchsorted(item_starts[:-1], starts, side="right") - 1
-    item = np.where(starts < item_stops[item], item, -1)
-    document = np.searchsorted(document_starts, starts, side="right") - 1
-    ends = np.stack([document_starts[document], document_stops[document]])
-    inside = item >= 0
-    crossing = inside & ((item_starts[item] < ends[0]) | (item_stops[item] > ends[1]))
-    if crossing.any():
-        span = spans[int(item[np.flatnonzero(crossing)[0]])]
-        raise MaskError(f"{span} crosses the end of a document")
-    return starts, item, ends
-
-
-def _check_spans(
-    spans: Sequence[Span], starts: np.ndarray, stops: np.ndarray, kinds: np.ndarray, length: int
-) -> None:
-    outside = (kinds < 1) | (kinds > MAX_KIND)
-    if outside.any():
-        raise MaskError(f"span kinds must be 1 to {MAX_KIND}, got {kinds[outside].tolist()}")
-    bad = (starts > stops) | (starts < 0) | (stops > length)
-    bad[1:] |= starts[1:] < stops[:-1]
-    if bad.any():
-        raise MaskError(
-            f"{spans[int(np.flatnonzero(bad)[0])]}: spans must ascend, not overlap and lie "
-            f"within [0, {length})"
-        )
 
 
 def _protect(mask: AttentionMask, rows: np.ndarray, starts: np.ndarray) -> AttentionMask:

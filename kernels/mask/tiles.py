@@ -9,11 +9,12 @@ Made on the host from the segment table, in compiled code.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from raymm.kernels.mask.columns import BASES, SLOPES
+from raymm.kernels.mask.compiled import compiled
 from raymm.kernels.mask.mask import AttentionMask
 
 _NONE, _PARTIAL, _FULL = 0, 1, 2
@@ -71,25 +72,74 @@ def query_runs(mask: AttentionMask, block_q: int, block_k: int) -> Tiles:
     return Tiles(block_q, block_k, offsets, runs)
 
 
+class _Rows(NamedTuple):
+    """Segments of query rows, and how they are cut into blocks.
+
+    Attributes:
+        count: of rows.
+        block: rows of a tile.
+        starts, stops: (S,) of the segments.
+        bases, slopes: (S, 4) of the bounds of what a row sees.
+        kinds: (S,) index into ``_Keys.attends``.
+    """
+
+    count: int
+    block: int
+    starts: np.ndarray
+    stops: np.ndarray
+    bases: np.ndarray
+    slopes: np.ndarray
+    kinds: np.ndarray
+
+
+class _Keys(NamedTuple):
+    """Segments of keys, and how they are cut into blocks.
+
+    Attributes:
+        count: of keys.
+        block: keys of a tile.
+        starts, stops, identity: (S,) of the segments.
+        attends: (A,) what kinds of rows attend to, as bits.
+        states: (A, blocks) uint8: whether none, some or all keys of a block match.
+    """
+
+    count: int
+    block: int
+    starts: np.ndarray
+    stops: np.ndarray
+    identity: np.ndarray
+    attends: np.ndarray
+    states: np.ndarray
+
+
 def _scan(
     mask: AttentionMask, block_q: int, block_k: int, transposed: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     if block_q < 1 or block_k < 1:
         raise ValueError(f"blocks must be at least 1, got block_q {block_q}, block_k {block_k}")
-    attends, kind = np.unique(mask.query_table[:, 1], return_inverse=True)
-    found = _key_states(attends, mask.key_table, mask.key_stops, mask.n_keys, block_k)
-    rows = (
+    attends, kinds = np.unique(mask.query_table[:, 1], return_inverse=True)
+    rows = _Rows(
+        mask.n_queries,
+        block_q,
         mask.query_table[:, 0],
         mask.query_stops,
         np.ascontiguousarray(mask.query_table[:, BASES]),
         np.ascontiguousarray(mask.query_table[:, SLOPES]),
-        kind.astype(np.int64),
+        kinds.astype(np.int64),
     )
-    keys = (mask.key_table[:, 0], mask.key_stops, mask.key_table[:, 1], attends, found)
-    return _runs(rows, keys, mask.n_queries, mask.n_keys, block_q, block_k, transposed)
+    keys = _Keys(
+        mask.n_keys,
+        block_k,
+        mask.key_table[:, 0],
+        mask.key_stops,
+        mask.key_table[:, 1],
+        attends,
+        _key_states(attends, mask.key_table, mask.key_stops, mask.n_keys, block_k),
+    )
+    return _runs(rows, keys, transposed)
 
 
-@njit(cache=True)
+@compiled
 def _key_states(attends, key_table, key_stops, n_keys, block_k):
     """(kinds of query, key blocks) uint8: whether none, some or all keys of a block match."""
     n_blocks = -(-n_keys // block_k)
@@ -109,74 +159,79 @@ def _key_states(attends, key_table, key_stops, n_keys, block_k):
     return states
 
 
-@njit(cache=True)
+@compiled
 def _any_match(keys, attend, lo, hi):
     """Whether a key of [lo, hi) has an identity that ``attend`` has a bit of."""
-    starts, stops, identity = keys[0], keys[1], keys[2]
-    s = np.searchsorted(starts, lo, side="right") - 1
-    while s < len(starts) and starts[s] < hi:
-        if identity[s] & attend and stops[s] > lo:
+    s = np.searchsorted(keys.starts, lo, side="right") - 1
+    while s < len(keys.starts) and keys.starts[s] < hi:
+        if keys.identity[s] & attend and keys.stops[s] > lo:
             return True
         s += 1
     return False
 
 
-@njit(cache=True)
+@compiled
 def _bound(rows, segment, which, q):
-    return rows[2][segment, which] + rows[3][segment, which] * q
+    return rows.bases[segment, which] + rows.slopes[segment, which] * q
 
 
-@njit(cache=True)
-def _add_piece(rows, keys, segment, q0, q1, n_keys, block_k, some, every):
-    """Enter rows [q0, q1) of one segment into ``some`` (a pair is visible) and count the
-    pieces that see the whole block into ``every``.
+@compiled
+def _mark_seen(rows, keys, segment, q0, q1, seen):
+    """Set ``seen`` of the blocks of which one of the rows [q0, q1) of a segment sees a key.
 
     Bounds move by 0 or 1 per row, so the keys that some row sees through one interval are
     contiguous, from the first row's lower to the last row's upper bound (there are some if the
-    first or the last row's interval is not empty); what all rows see is from the last row's
-    lower to the first row's upper bound.
+    first or the last row's interval is not empty).
     """
-    kind = rows[4][segment]
-    attend, states = keys[3][kind], keys[4][kind]
+    kind = rows.kinds[segment]
+    attend, states = keys.attends[kind], keys.states[kind]
     for i in (0, 2):
         lo0, hi0 = _bound(rows, segment, i, q0), _bound(rows, segment, i + 1, q0)
         lo1, hi1 = _bound(rows, segment, i, q1 - 1), _bound(rows, segment, i + 1, q1 - 1)
         if lo0 >= hi0 and lo1 >= hi1:
             continue
-        lo0, hi1 = max(lo0, 0), min(hi1, n_keys)
+        lo0, hi1 = max(lo0, 0), min(hi1, keys.count)
         if lo0 >= hi1:
             continue
-        for b in range(lo0 // block_k, -(-hi1 // block_k)):
-            if some[b] or states[b] == _NONE:
+        for b in range(lo0 // keys.block, -(-hi1 // keys.block)):
+            if seen[b] or states[b] == _NONE:
                 continue
-            start, stop = b * block_k, min((b + 1) * block_k, n_keys)
+            start, stop = b * keys.block, min((b + 1) * keys.block, keys.count)
             inner = lo0 <= start and stop <= hi1
             if inner or states[b] == _FULL:
-                some[b] = True
+                seen[b] = True
             else:
-                some[b] = _any_match(keys, attend, max(start, lo0), min(stop, hi1))
-    # What all rows see: two ranges, or one where they touch.
-    a0, a1 = max(_bound(rows, segment, 0, q1 - 1), 0), min(_bound(rows, segment, 1, q0), n_keys)
-    b0, b1 = max(_bound(rows, segment, 2, q1 - 1), 0), min(_bound(rows, segment, 3, q0), n_keys)
+                seen[b] = _any_match(keys, attend, max(start, lo0), min(stop, hi1))
+
+
+@compiled
+def _count_whole(rows, keys, segment, q0, q1, whole):
+    """Add 1 to ``whole`` of the blocks that all rows [q0, q1) of a segment see the whole of: from
+    the last row's lower to the first row's upper bound."""
+    states = keys.states[rows.kinds[segment]]
+    n_keys, last = keys.count, q1 - 1
+    # Two ranges, or one where they touch.
+    a0, a1 = max(_bound(rows, segment, 0, last), 0), min(_bound(rows, segment, 1, q0), n_keys)
+    b0, b1 = max(_bound(rows, segment, 2, last), 0), min(_bound(rows, segment, 3, q0), n_keys)
     if a0 < a1 and b0 < b1 and a0 <= b1 and b0 <= a1:
         a0, a1 = min(a0, b0), max(a1, b1)
         b0 = b1 = 0
     for lo, hi in ((a0, a1), (b0, b1)):
-        for b in range(-(-lo // block_k), -(-hi // block_k)):
-            if min((b + 1) * block_k, n_keys) <= hi and states[b] == _FULL:
-                every[b] += 1
+        for b in range(-(-lo // keys.block), -(-hi // keys.block)):
+            if min((b + 1) * keys.block, n_keys) <= hi and states[b] == _FULL:
+                whole[b] += 1
 
 
-@njit(cache=True)
-def _runs(rows, keys, n_queries, n_keys, block_q, block_k, transposed):
+@compiled
+def _runs(rows, keys, transposed):
     """Scan blocks of query rows in order; runs per query block, or (transposed) per key block,
     counted in a first pass and written in a second."""
-    n_q, n_k = -(-n_queries // block_q), -(-n_keys // block_k)
+    n_q, n_k = -(-rows.count // rows.block), -(-keys.count // keys.block)
     n = n_k if transposed else n_q
     counts = np.zeros(n + 1, dtype=np.int64)
     runs = np.empty((0, 3), dtype=np.int32)
-    some = np.zeros(n_k, dtype=np.bool_)
-    every = np.zeros(n_k, dtype=np.int64)
+    seen = np.zeros(n_k, dtype=np.bool_)
+    whole = np.zeros(n_k, dtype=np.int64)  # segments of the rows that see the whole block
     before = np.zeros(n_k, dtype=np.uint8)  # state in the query block above (transposed)
     for writing in (False, True):
         if writing:
@@ -185,25 +240,24 @@ def _runs(rows, keys, n_queries, n_keys, block_q, block_k, transposed):
             runs = np.empty((counts[n], 3), dtype=np.int32)
         at = counts.copy()  # where the next run of each block goes
         before[:] = _NONE
-        segment = 0
+        first = 0
         for i in range(n_q):
-            q0, q1 = i * block_q, min((i + 1) * block_q, n_queries)
-            some[:] = False
-            every[:] = 0
-            pieces = 0
-            while rows[1][segment] <= q0:
+            q0, q1 = i * rows.block, min((i + 1) * rows.block, rows.count)
+            seen[:] = False
+            whole[:] = 0
+            while rows.stops[first] <= q0:
+                first += 1
+            segment = first
+            while segment < len(rows.starts) and rows.starts[segment] < q1:
+                lo, hi = max(q0, rows.starts[segment]), min(q1, rows.stops[segment])
+                _mark_seen(rows, keys, segment, lo, hi, seen)
+                _count_whole(rows, keys, segment, lo, hi, whole)
                 segment += 1
-            here = segment
-            while here < len(rows[0]) and rows[0][here] < q1:
-                lo, hi = max(q0, rows[0][here]), min(q1, rows[1][here])
-                _add_piece(rows, keys, here, lo, hi, n_keys, block_k, some, every)
-                pieces += 1
-                here += 1
             last = _NONE
             for b in range(n_k):
                 state = _NONE
-                if some[b]:
-                    state = _FULL if every[b] == pieces else _PARTIAL
+                if seen[b]:
+                    state = _FULL if whole[b] == segment - first else _PARTIAL
                 last_state = before[b] if transposed else last
                 owner, position = (b, i) if transposed else (i, b)
                 if state != _NONE:

@@ -28,6 +28,7 @@ from raymm.model.batch_rules import (
     text_inputs,
 )
 from raymm.model.encoder_trial import EncoderTrial
+from raymm.model.module_kind import ModuleKind
 
 if TYPE_CHECKING:
     from raymm.model.multimodal import MultimodalModule
@@ -42,7 +43,7 @@ class BatchCheck:
     """
 
     def __init__(self, model: MultimodalModule, autocast: str | None = None) -> None:
-        source = model.language_model.source(language_model=True)
+        source = model.language_model.source(ModuleKind.LANGUAGE_MODEL)
         skeleton = source.skeleton()
         width = input_embeddings(skeleton).weight.shape[1]
         self._encoders = model.encoder_names
@@ -67,27 +68,27 @@ class BatchCheck:
             BatchError: it does not fit, or the step has no label.
         """
         if isinstance(batch, Mapping):
-            found = split_batch(self._complete(batch), count)
+            microbatches = split_batch(self._complete(batch), count)
         elif isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch):
-            found = []
-            for number, one in enumerate(batch):
+            microbatches = []
+            for number, microbatch in enumerate(batch):
                 with _of_microbatch(number):
-                    found.append(self._complete(one))
+                    microbatches.append(self._complete(microbatch))
         else:
             raise BatchError(
                 f"the batch is {said(batch)}; accepted: a dict, or a list of at least one "
                 "microbatch"
             )
-        if not any(bool(label_mask(one[LABELS]).any()) for one in found):
+        if not any(bool(label_mask(microbatch[LABELS]).any()) for microbatch in microbatches):
             raise BatchError(
                 f"{LABELS} of the step has nothing but {IGNORE_INDEX} after the first token of "
                 "each row, which nothing predicts; accepted: at least one label, as the loss is a "
                 "mean over labels"
             )
-        for number, one in enumerate(found):
+        for number, microbatch in enumerate(microbatches):
             with _of_microbatch(number):
-                self._try(one)
-        return found
+                self._try(microbatch)
+        return microbatches
 
     def of_samples(self) -> SampleCheck:
         """The same of samples, for other processes: nothing but labels is asked of a step.

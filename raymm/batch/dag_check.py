@@ -37,7 +37,7 @@ class DagCheck:
 
     @cached_property
     def _skeletons(self) -> nn.ModuleDict:
-        return nn.ModuleDict({name: one.skeleton(name) for name, one in self._dag.nodes.items()})
+        return nn.ModuleDict({name: node.skeleton(name) for name, node in self._dag.nodes.items()})
 
     def check(self, batch: Mapping[str, torch.Tensor]) -> None:
         """
@@ -66,7 +66,7 @@ class DagCheck:
     def _try(self, read: Mapping[str, torch.Tensor], size: int) -> dict[str, int]:
         """How many ids there are of entries that are looked up in tables."""
         entries = {name: value.to("meta") for name, value in read.items()}
-        made: dict[str, dict[str, torch.Tensor]] = {}
+        outputs: dict[str, dict[str, torch.Tensor]] = {}
         try:
             skeletons = self._skeletons
         except USER_CODE_RAISES:  # nothing to try it on: the processes will see
@@ -75,8 +75,8 @@ class DagCheck:
             for name, spec in self._dag.reference_specs().items():
                 try:
                     with torch.no_grad():
-                        made[name] = call(
-                            spec, skeletons[name], entries, made, made, Range(0, size)
+                        outputs[name] = call(
+                            spec, skeletons[name], entries, outputs, outputs, Range(0, size)
                         )
                 except (NotImplementedError, OutputError):  # of the meta device, or of the model
                     break

@@ -66,15 +66,15 @@ class MergeTrial:
         }
         labels = inputs["labels"].clone()
         labels[:, 0] = IGNORE_INDEX
-        given = {
+        merge_inputs = {
             **{key: value.clone() for key, value in inputs.items() if key != "sample_index"},
             "sample_index": {name: rows.clone() for name, rows in index.items()},
             "inputs_embeds": torch.zeros(*labels.shape, width), "labels": labels,
         }
         if self._wants_layout:
-            given["encoder_kinds"] = self._kinds
+            merge_inputs["encoder_kinds"] = self._kinds
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            merged = merge_rows(self._policy, features, given)
+            merged = merge_rows(self._policy, features, merge_inputs)
         if self._wants_layout:
             merged_layout(merged, self._mask)
         return merged["labels"].shape[1]

@@ -18,6 +18,7 @@ from raymm.actors.probe.outputs import added_loss, check_outputs
 from raymm.actors.probe.plain_torch import plain_torch
 from raymm.data import MicrobatchMeta
 from raymm.model.batch_rules import INDEX, BatchError
+from raymm.model.module_kind import ModuleKind
 from raymm.model.multimodal import MultimodalModule
 
 Signature = frozenset[tuple[str, str, int]]
@@ -65,9 +66,9 @@ class TriedInputs:
         Raises:
             BatchError: inputs that the model as it runs cannot take.
         """
-        for part, one in zip(parts, meta, strict=True):
-            for name in one.items:
-                signature = _signature(one, name)
+        for part, microbatch in zip(parts, meta, strict=True):
+            for name in microbatch.items:
+                signature = _signature(microbatch, name)
                 if signature not in self._tried[name]:
                     self._try(name, signature, part[name])
 
@@ -100,7 +101,7 @@ def check_loss(model: MultimodalModule) -> None:
     """
     if model.router_loss == "ignore":
         return
-    if added := added_loss(model.language_model.source(language_model=True)):
+    if added := added_loss(model.language_model.source(ModuleKind.LANGUAGE_MODEL)):
         raise ProbeError(
             f"{added}, which stages of it cannot add up; switch it off in the model's config "
             "(output_router_logits: false), or leave it out knowingly: model.router_loss: ignore "

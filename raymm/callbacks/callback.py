@@ -31,17 +31,35 @@ class RunInfo:
 
 
 @dataclass(frozen=True)
+class Restart:
+    """A run goes on by itself, from its last checkpoint, with other processes.
+
+    Attributes:
+        number: of restarts since :meth:`Callback.on_start`, this one included.
+        cause: ``"failure"``, if a process or node was lost; ``"preemption"``, if that was
+            announced; ``"resize"``, if there is room for other degrees.
+        text: what happened.
+        run: as it is now; steps after its ``first_step`` are taken again, with the same result.
+    """
+
+    number: int
+    cause: str
+    text: str
+    run: RunInfo
+
+
+@dataclass(frozen=True)
 class SavedCheckpoint:
     """A checkpoint that is committed.
 
     Attributes:
         step: after which it was taken.
-        folder: of the checkpoint.
+        folder: of the checkpoint; in a bucket, its URL.
         seconds: that the run stood still for it.
     """
 
     step: int
-    folder: Path
+    folder: Path | str
     seconds: float
 
 
@@ -68,7 +86,10 @@ class Callback:
     """
 
     def on_start(self, run: RunInfo) -> None:
-        """Ranks have started, and no step of this start is taken."""
+        """The first ranks have started, and no step of this start is taken."""
+
+    def on_restart(self, restart: Restart) -> None:
+        """Other ranks have started, and the run goes on from its last checkpoint."""
 
     def on_step(self, row: Mapping[str, Any]) -> None:
         """A step was taken.

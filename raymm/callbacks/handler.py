@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from raymm.callbacks.callback import Callback, RunEnd, RunInfo, SavedCheckpoint
+from raymm.callbacks.callback import Callback, Restart, RunEnd, RunInfo, SavedCheckpoint
 from raymm.errors import USER_CODE_RAISES
 from raymm.files.run_files import write_whole
 
@@ -21,19 +21,34 @@ class CallbackHandler:
 
     Args:
         callbacks: in the order in which they are called.
-        run: that they watch.
+        folder: of the run.
         say: prints a line.
     """
 
     def __init__(
-        self, callbacks: Sequence[Callback], run: RunInfo, say: Callable[[str], None]
+        self, callbacks: Sequence[Callback], folder: Path, say: Callable[[str], None]
     ) -> None:
-        self._callbacks, self._run, self._say = list(callbacks), run, say
+        self._callbacks, self._folder, self._say = list(callbacks), folder, say
         self._end = RunEnd("finished")
+        self._started = False
 
     def __enter__(self) -> CallbackHandler:
-        self._call("on_start", self._run)
         return self
+
+    def start(self, run: RunInfo) -> None:
+        """The first ranks have started."""
+        self._started = True
+        self._call("on_start", run)
+
+    def restart(self, restart: Restart) -> None:
+        """Others have, and the run goes on."""
+        self._end = RunEnd("finished")
+        self._call("on_restart", restart)
+
+    @property
+    def started(self) -> bool:
+        """Whether :meth:`start` was called."""
+        return self._started
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None,
@@ -43,7 +58,8 @@ class CallbackHandler:
             self._end = RunEnd("stopped", "at once")
         elif error is not None:
             self._end = RunEnd("failed", f"{type(error).__name__}: {error}")
-        self._call("on_end", self._end)
+        if self._started:
+            self._call("on_end", self._end)
 
     def step(self, row: Mapping[str, Any]) -> None:
         """A step was taken."""
@@ -70,7 +86,7 @@ class CallbackHandler:
                 self._say(self._failure(type(callback).__name__, method, error))
 
     def _failure(self, name: str, method: str, error: BaseException) -> str:
-        path: Path = self._run.folder / FAILED_FILE.format(name=name)
+        path = self._folder / FAILED_FILE.format(name=name)
         text = f"callback {name} failed in {method}: {type(error).__name__}: {error}"
         try:
             write_whole(path, "".join(traceback.format_exception(error)))

@@ -37,19 +37,19 @@ class MLflowCallback(Callback):
         self._client.update_run(self._id, status="RUNNING")
 
     def _new_run(self, run: RunInfo) -> str:
-        found = self._client.get_experiment_by_name(self._experiment)
+        existing = self._client.get_experiment_by_name(self._experiment)
         experiment = (
-            self._client.create_experiment(self._experiment) if found is None
-            else found.experiment_id
+            self._client.create_experiment(self._experiment) if existing is None
+            else existing.experiment_id
         )
-        made = self._client.create_run(experiment, run_name=run.name).info.run_id
+        run_id = self._client.create_run(experiment, run_name=run.name).info.run_id
         parameters = [
             self._mlflow.entities.Param(name, str(value)[:_LONGEST_VALUE])
             for name, value in run.config.items() if not isinstance(value, dict | list)
         ]
         for first in range(0, len(parameters), _PARAMETERS_PER_CALL):
-            self._client.log_batch(made, params=parameters[first : first + _PARAMETERS_PER_CALL])
-        return made
+            self._client.log_batch(run_id, params=parameters[first : first + _PARAMETERS_PER_CALL])
+        return run_id
 
     def on_step(self, row: Mapping[str, Any]) -> None:
         """Log the row's numbers."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ray.util.metrics import Counter, Gauge
 
-from raymm.callbacks.callback import Callback, RunEnd, RunInfo, SavedCheckpoint
+from raymm.callbacks.callback import Callback, Restart, RunEnd, RunInfo, SavedCheckpoint
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,10 @@ METRICS = {
         MetricSpec("raymm_checkpoint_step", "gauge", "Step of the last checkpoint."),
         MetricSpec("raymm_steps_not_applied_total", "counter", "Steps that were not finite."),
         MetricSpec("raymm_samples_skipped_total", "counter", "Samples left out of their steps."),
+        MetricSpec(
+            "raymm_restarts_total", "counter", "Times the run went on with other processes.",
+            ("cause",),
+        ),
         MetricSpec("raymm_running", "gauge", "1 while the run goes on, 0 when it has ended."),
     )
 }
@@ -93,6 +97,15 @@ class RayMetrics(Callback):
         self._set("raymm_step", run.first_step)
         self._ended.clear()
         threading.Thread(target=self._repeat, name="raymm-metrics", daemon=True).start()
+
+    def on_restart(self, restart: Restart) -> None:
+        """Count it. What other stages and processes had, nobody has any more."""
+        self._modules = restart.run.modules
+        with self._lock:
+            for key in [key for key in self._values if key[1]]:
+                del self._values[key]
+        self._set("raymm_step", restart.run.first_step)
+        self._add("raymm_restarts_total", 1, {"cause": restart.cause})
 
     def on_step(self, row: Mapping[str, Any]) -> None:
         """Set what a step's row has."""
@@ -147,8 +160,8 @@ class RayMetrics(Callback):
                 for (name, tags), value in self._values.items():
                     self._export(name, value, dict(tags))
 
-    def _add(self, name: str, value: int) -> None:
+    def _add(self, name: str, value: int, tags: Mapping[str, str] | None = None) -> None:
         metric = self._metrics[name]
         assert isinstance(metric, Counter)
         if value > 0:  # Ray refuses to add nothing
-            metric.inc(value, {"run": self._run})
+            metric.inc(value, {"run": self._run, **(tags or {})})

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from raymm.callbacks.callback import Callback, RunEnd, RunInfo, scalars
+from raymm.callbacks.callback import Callback, Restart, RunEnd, RunInfo, scalars
 from raymm.callbacks.needs import imported
 
 
@@ -31,6 +31,11 @@ class TensorBoardCallback(Callback):
         self._writer = self._module.SummaryWriter(
             str(folder), purge_step=run.first_step + 1 if run.first_step else None
         )
+
+    def on_restart(self, restart: Restart) -> None:
+        """Another file; the steps that are taken again are left out of the one before."""
+        self._writer.close()
+        self.on_start(restart.run)
 
     def on_step(self, row: Mapping[str, Any]) -> None:
         """A scalar for every number of the row."""

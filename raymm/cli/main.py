@@ -23,16 +23,20 @@ from raymm.version import __version__
 # What a user can set right; anything else is a defect and keeps its traceback.
 EXIT_USER_ERROR = 2
 EXIT_RUN_FAILED = 1
-# It left a node that is about to end; what it has done is saved (EX_TEMPFAIL of sysexits.h).
+# It would fail like this again (EX_SOFTWARE of sysexits.h).
+EXIT_REPEATS = 70
+# It left a node that is about to end, or its time was over; what it has done is saved (EX_TEMPFAIL
+# of sysexits.h).
 EXIT_START_AGAIN = 75
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0, 1 if the run failed, 2 if what was asked
-    for cannot run (configuration, model, data or cluster do not allow it), 75 if it left a node
-    that is about to end (start it again), 128 + number if a signal ended it (143 for SIGTERM, 130
-    for SIGINT), with or without a checkpoint; a run that takes its last step all the same ends
-    with 0."""
+    """Run the command line; returns the exit code: 0, 1 if the run failed (started again, it goes
+    on), 2 if what was asked for cannot run (configuration, model, data or cluster do not allow it),
+    70 if the run failed and would fail again, 75 if it left a node that is about to end and found
+    no other, or after ``run.max_seconds`` (start it again), 128 + number if a signal ended it (143
+    for SIGTERM, 130 for SIGINT), with or without a checkpoint; a run that takes its last step all
+    the same ends with 0."""
     args = _parser().parse_args(arguments)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # import paths in configs, as `python -m` has it
@@ -55,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print("[bold red]the run failed:[/]", highlight=False)
         for text in (str(error), *getattr(error, "__notes__", ())):
             console.print(text, markup=False, highlight=False, soft_wrap=True)
-        return EXIT_RUN_FAILED
+        return EXIT_REPEATS if error.repeats else EXIT_RUN_FAILED
     except (RunInterruptedError, RunTerminatedError) as end:  # has said what was saved
         return 128 + (signal.SIGINT if isinstance(end, KeyboardInterrupt) else signal.SIGTERM)
     except KeyboardInterrupt:
@@ -76,11 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 @contextmanager
 def _notes_in_a_line() -> Iterator[None]:
     """Warnings that are for users say nothing of lines of code."""
-    from raymm.model.multimodal import WeightsWarning
-
     usual = warnings.formatwarning
 
     def formatted(message: Any, category: type[Warning], *where: Any, **more: Any) -> str:
+        from raymm.model.modality_module import WeightsWarning  # it imports transformers
+
         if issubclass(category, WeightsWarning):
             return f"note: {message}\n"
         return usual(message, category, *where, **more)
@@ -127,16 +131,21 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from raymm.config.build import build_model, build_plan
+    from raymm.runtime.embedded.forked_workers import start_servers_early
+
+    start_servers_early()
+    from raymm.config.build import build_layouts, build_model, build_plan
     from raymm.config.sections import load_config
     from raymm.planning.request import PlanRequest
     from raymm.training.trainer import Trainer
 
     config = load_config(args.config, args.overrides)
     model = build_model(config)
-    plan = build_plan(config, model)
+    plan, layouts = build_plan(config, model), build_layouts(config)
+    parallel = layouts if layouts is not None and layouts.elastic else plan
     result = Trainer(
-        model, PlanRequest.of_config(config) if plan is None else plan, config.data, config.run,
+        model, PlanRequest.of_config(config) if parallel is None else parallel,
+        config.data, config.run,
         optimizer=config.optimizer.build(config.run.steps),
         resources=config.resources.for_device,
         threads=config.resources.threads,

@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from raymm.actors.storage.location import is_bucket
 from raymm.cli.option_arguments import add_option_arguments, read_options
 from raymm.cli.plan_styles import (
     add_style_arguments,
@@ -68,6 +69,11 @@ def run_plan(args: argparse.Namespace) -> None:
     style = check_style(args, config.parallel.style)
     suffix = ".svg" if args.svg else ".png"
     where = ("run.storage_path", config.run.storage_path)
+    if args.out is None and is_bucket(config.run.storage_path):
+        raise ConfigError(
+            f"--out is not given, and run.storage_path is {config.run.storage_path!r}; plans are "
+            "saved in a folder of this machine: --out FOLDER"
+        )
     output = Output.folder(
         *(where if args.out is None else ("--out", args.out)), *files_of(style, suffix)
     )
@@ -75,8 +81,8 @@ def run_plan(args: argparse.Namespace) -> None:
     if args.microbatches is not None:
         config = _with_microbatches(config, args.microbatches)
     model = build_model(config)
-    given = given_plan(config, model)
-    if given is not None and args.compare and style != MULTIPLEXED:
+    plan = given_plan(config, model)
+    if plan is not None and args.compare and style != MULTIPLEXED:
         raise ConfigError(
             "--compare is of plans that raymm makes, but the configuration gives one (parallel); "
             "give one of them"
@@ -86,11 +92,14 @@ def run_plan(args: argparse.Namespace) -> None:
         console = Console(width=max(console.width, FILE_WIDTH))
     request = _request(args, config)
     if style != PIPELINED:
-        request, note = _known_ranks(with_given(args, style, given, request), config)
-        run_style(args, config, model, given, request, note, output, suffix, console)
+        request, note = _known_ranks(with_given(args, style, plan, request), config)
+        run_style(
+            args, config, model, plan, request, note=note, output=output, suffix=suffix,
+            console=console,
+        )
         return
     with _cluster_if(args.measure is not None):
-        planned = _planned(config, model, given, request, console)
+        planned = _planned(config, model, plan, request, console)
         planned = planned.compared() if args.compare else planned
         show(planned, console)
         if planned.unfit:
@@ -128,7 +137,7 @@ def _request(args: argparse.Namespace, config: TrainConfig) -> PlanRequest:
 
 
 def _planned(
-    config: TrainConfig, model: MultimodalModule, given: Plan | None, request: PlanRequest,
+    config: TrainConfig, model: MultimodalModule, plan: Plan | None, request: PlanRequest,
     console: Console,
 ) -> Planned:
     """A plan that raymm makes, or the given one, judged."""
@@ -140,16 +149,16 @@ def _planned(
 
     request.check(model)
     workload = Workload.of_config(config.data, model.encoder_names, config.run.precision)
-    if given is not None:
-        if given.profile is not None:
+    if plan is not None:
+        if plan.profile is not None:
             device = find_device(request.device) if request.device else None
             costs = Costs(
-                given.profile, device or device_called(given.profile.device),
+                plan.profile, device or device_called(plan.profile.device),
                 request.ranks_per_node,
             )
         else:
             costs = costs_of(model, request, workload)
-        return Planned.evaluated(given, costs, costs.memory_limit(request.memory_gib))
+        return Planned.evaluated(plan, costs, costs.memory_limit(request.memory_gib))
     request, note = _known_ranks(request, config)
     text = f"planning {len(model.encoder_names) + 1} modules for {request.ranks} devices"
     if not console.is_terminal:
@@ -197,18 +206,19 @@ def _measured(
         model, options, full_microbatch(config.data, model.encoder_names), device=device,
         precision=config.run.precision, resources=config.resources.for_device(device),
         threads=config.resources.threads,
-        say=lambda one: console.print(
-            f"{one.seconds * 1e3:.4g} ms  {one.option.label}", highlight=False, soft_wrap=True
+        say=lambda result: console.print(
+            f"{result.seconds * 1e3:.4g} ms  {result.option.label}", highlight=False, soft_wrap=True
         ),
     )
-    best = min(results, key=lambda one: one.seconds)
+    best = min(results, key=lambda result: result.seconds)
     table = Table(title="predicted and measured step", box=box.SIMPLE_HEAD, title_justify="left")
     for name in ("", "plan", "predicted ms", "measured ms", "off by"):
         table.add_column(name, justify="left" if name in ("", "plan") else "right")
-    for one in results:
+    for result in results:
         table.add_row(
-            "*" if one is best else "", one.option.label, f"{one.option.seconds * 1e3:.4g}",
-            f"{one.seconds * 1e3:.4g}", f"{one.error:+.1%}",
+            "*" if result is best else "", result.option.label,
+            f"{result.option.seconds * 1e3:.4g}",
+            f"{result.seconds * 1e3:.4g}", f"{result.error:+.1%}",
         )
     console.print(table)
     others = tuple(o for o in planned.proposal.options if o is not best.option)

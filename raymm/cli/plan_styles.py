@@ -39,8 +39,8 @@ def add_style_arguments(command: argparse.ArgumentParser) -> None:
 
 def _pipelined_only(args: argparse.Namespace) -> list[str]:
     """Options that only a search for pipelines has, of those given."""
-    given = [*given_options(args, PipelineOptions), "degrees", "measure"]
-    return [name for name in given if getattr(args, name) is not None]
+    names = [*given_options(args, PipelineOptions), "degrees", "measure"]
+    return [name for name in names if getattr(args, name) is not None]
 
 
 def check_style(args: argparse.Namespace, configured: str | None = None) -> str:
@@ -53,10 +53,10 @@ def check_style(args: argparse.Namespace, configured: str | None = None) -> str:
         raise ConfigError(f"--multiplex is --style multiplexed, but --style is {args.style}")
     style = MULTIPLEXED if args.multiplex else args.style or configured or PIPELINED
     if style == PIPELINED:
-        if given := given_options(args, MultiplexOptions):
+        if multiplexed_options := given_options(args, MultiplexOptions):
             raise ConfigError(
-                f"--{given[0].replace('_', '-')} is of multiplexed plans; accepted with --style "
-                "multiplexed or auto"
+                f"--{multiplexed_options[0].replace('_', '-')} is of multiplexed plans; accepted "
+                "with --style multiplexed or auto"
             )
     elif refused := [
         name for name in _pipelined_only(args) if style == MULTIPLEXED or name == "measure"
@@ -68,24 +68,30 @@ def check_style(args: argparse.Namespace, configured: str | None = None) -> str:
 
 
 def with_given(
-    args: argparse.Namespace, style: str, given: Plan | None, request: PlanRequest
+    args: argparse.Namespace, style: str, plan: Plan | None, request: PlanRequest
 ) -> PlanRequest:
     """The request as a pipelined plan that the configuration gives has it, where the styles are
     compared.
+
+    Args:
+        args: the command's.
+        style: ``"pipelined"``, ``"multiplexed"`` or ``"auto"``.
+        plan: that of the configuration; None if it has none.
+        request: what was asked.
 
     Raises:
         ConfigError, MultiplexError: options that contradict the plan.
     """
     from raymm.planning.styles import with_ranks_of
 
-    if given is None or style != AUTO:
+    if plan is None or style != AUTO:
         return request
     if refused := _pipelined_only(args):
         raise ConfigError(
             f"--{refused[0]} is of plans that raymm makes, but the configuration gives one "
             "(parallel); give one of them"
         )
-    return with_ranks_of(given, request)
+    return with_ranks_of(plan, request)
 
 
 def given_plan(config: TrainConfig, model: MultimodalModule) -> Plan | None:
@@ -98,20 +104,31 @@ def given_plan(config: TrainConfig, model: MultimodalModule) -> Plan | None:
     from raymm.config.build import build_plan
     from raymm.scheduler.multiplex.mapping import Mapping
 
-    given = build_plan(config, model)
-    if isinstance(given, Mapping):
+    plan = build_plan(config, model)
+    if isinstance(plan, Mapping):
         raise ConfigError(
             f"parallel.plan is {config.parallel.plan!r}, a multiplexed mapping, which `raymm "
             "train` runs as it is; accepted here: a pipelined plan, or none"
         )
-    return given
+    return plan
 
 
 def run_style(
-    args: argparse.Namespace, config: TrainConfig, model: MultimodalModule, given: Plan | None,
-    request: PlanRequest, note: str | None, output: Output, suffix: str, console: Console,
+    args: argparse.Namespace, config: TrainConfig, model: MultimodalModule, plan: Plan | None,
+    request: PlanRequest, *, note: str | None, output: Output, suffix: str, console: Console,
 ) -> None:
     """Plan multiplexed, or both ways; print, draw and save.
+
+    Args:
+        args: the command's.
+        config: the configuration.
+        model: of the configuration.
+        plan: a pipelined one of the configuration; None if it has none.
+        request: what was asked.
+        note: to be printed before anything else.
+        output: where plans and pictures go.
+        suffix: of pictures: ``.png`` or ``.svg``.
+        console: is printed to.
 
     Raises:
         MultiplexError, PlanError, DeviceError, ProfileError, LoadError: naming what is wrong.
@@ -128,7 +145,7 @@ def run_style(
     _say_what_is_mapped(workload, request, model, note, console)
     inputs = PlanInputs.of(model, request, workload)
     if request.style == MULTIPLEXED:
-        if given is not None:
+        if plan is not None:
             console.print("note: the configuration's layouts (parallel) are of a pipelined plan: "
                           "not used here", highlight=False, soft_wrap=True)  # fmt: skip
         multiplexed = plan_step_multiplexed(inputs)
@@ -138,19 +155,19 @@ def run_style(
             raise MultiplexError(multiplexed.unfit)
         _save(multiplexed, output, suffix, console)
         return
-    found = compare_styles(inputs, given)
+    comparison = compare_styles(inputs, plan)
     if args.compare:
-        found = found.compared()
-    for planned in (found.pipelined, found.multiplexed):
+        comparison = comparison.compared()
+    for planned in (comparison.pipelined, comparison.multiplexed):
         if planned is not None:
             show(planned, console)
-    console.print(found.explain(), highlight=False, markup=False, soft_wrap=True)
-    if found.style is None:
-        raise PlanError("neither style fits: " + "; ".join(found.refused.values()))
-    if found.multiplexed is not None and MULTIPLEXED in found.seconds:
-        _save(found.multiplexed, output, suffix, console)
-    if found.pipelined is not None and PIPELINED in found.seconds:
-        save_pipelined(found.pipelined, output, suffix, console)
+    console.print(comparison.explain(), highlight=False, markup=False, soft_wrap=True)
+    if comparison.style is None:
+        raise PlanError("neither style fits: " + "; ".join(comparison.refused.values()))
+    if comparison.multiplexed is not None and MULTIPLEXED in comparison.seconds:
+        _save(comparison.multiplexed, output, suffix, console)
+    if comparison.pipelined is not None and PIPELINED in comparison.seconds:
+        save_pipelined(comparison.pipelined, output, suffix, console)
 
 
 def _say_what_is_mapped(
@@ -230,7 +247,13 @@ def files_of(style: str, suffix: str) -> tuple[str, ...]:
 def save_pipelined(
     planned: Planned, output: Output, suffix: str, console: Console
 ) -> None:
-    """A pipelined plan and its pictures.
+    """Save a pipelined plan and its pictures.
+
+    Args:
+        planned: the plan.
+        output: where it goes.
+        suffix: of pictures: ``.png`` or ``.svg``.
+        console: is told what was written.
 
     Raises:
         ConfigError: they cannot be written.

@@ -71,10 +71,10 @@ def run_profile(args: argparse.Namespace) -> None:
         raise ProfileError(f"--gpus is {args.gpus}; it must be at least 1")
     if args.lengths and args.multiplex:
         raise ProfileError("--lengths is of layers; surfaces are of the data's lengths")
-    beside = (".png",)
+    companions = (".png",)
     if args.multiplex:
-        from raymm.cli.profile_surfaces import BESIDE_SURFACES as beside
-    output = Output.file("--out", args.out, *beside)
+        from raymm.cli.profile_surfaces import BESIDE_SURFACES as companions
+    output = Output.file("--out", args.out, *companions)
     output.check()
     config = load_config(args.config, args.overrides)
     model = build_model(config)

@@ -24,6 +24,12 @@ def run_surfaces(args: argparse.Namespace, config, model, output: Output) -> Non
     """Measure, print and save: ``output``, and where modules were measured side by side also
     ``*.colocations.json`` and the fitted ``*.interference.json``.
 
+    Args:
+        args: the command's.
+        config: the configuration.
+        model: of the configuration.
+        output: the file of the surfaces.
+
     Raises:
         DataError, ProfileError, ClusterError: naming what is wrong.
     """
@@ -33,7 +39,7 @@ def run_surfaces(args: argparse.Namespace, config, model, output: Output) -> Non
     microbatch = full_microbatch(config.data, model.encoder_names)
     with connected():
         device = pick_device(args.device or config.run.device, config.resources.for_device)
-        found = profile_surfaces(
+        profile = profile_surfaces(
             model, microbatch, batch=config.data.batch_size,
             gpus=args.gpus if args.gpus is not None else config.planning.ranks or DEFAULT_GPUS,
             repeats=args.repeats, precision=config.run.precision, device=device,
@@ -41,40 +47,40 @@ def run_surfaces(args: argparse.Namespace, config, model, output: Output) -> Non
             ranks_per_node=config.planning.ranks_per_node,
         )
     console = Console()
-    console.print(surfaces_table(found))
+    console.print(surfaces_table(profile))
     with output.writing():
-        texts = {output.target: surfaces_to_json(found.surfaces, found.conditions)}
+        texts = {output.target: surfaces_to_json(profile.surfaces, profile.conditions)}
         colocations, interference = map(output.target.with_suffix, BESIDE_SURFACES)
-        if found.colocations:
-            texts[colocations] = colocations_to_json(found.colocations)
-        if found.fit is not None:
-            texts[interference] = found.fit.model.to_json()
+        if profile.colocations:
+            texts[colocations] = colocations_to_json(profile.colocations)
+        if profile.fit is not None:
+            texts[interference] = profile.fit.model.to_json()
         for file, text in texts.items():
             write_whole(file, text)
-    if found.fit is not None:
+    if profile.fit is not None:
         console.print(
-            f"interference fitted to {found.fit.samples} colocations: R2 {found.fit.r2:.2f}, error "
-            f"{found.fit.error:.1%} on average, {found.fit.worst_error:.1%} at worst",
+            f"interference fitted to {profile.fit.samples} colocations: R2 {profile.fit.r2:.2f}, "
+            f"error {profile.fit.error:.1%} on average, {profile.fit.worst_error:.1%} at worst",
             highlight=False, soft_wrap=True,
         )
-    for note in found.notes:
+    for note in profile.notes:
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     for file in texts:
         console.print(f"wrote {file}", highlight=False, soft_wrap=True)
 
 
-def surfaces_table(found: SurfaceProfile) -> Table:
+def surfaces_table(profile: SurfaceProfile) -> Table:
     """Milliseconds of every module by degree and quota."""
     table = Table(
-        title=f"forward and backward of {found.conditions.batch} samples on "
-        f"{found.conditions.device}, ms",
+        title=f"forward and backward of {profile.conditions.batch} samples on "
+        f"{profile.conditions.device}, ms",
         box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), title_justify="left",
     )
-    steps = found.surfaces[0].steps
-    quotas = sorted({q for surface in found.surfaces for q in surface.quotas})
+    steps = profile.surfaces[0].steps
+    quotas = sorted({q for surface in profile.surfaces for q in surface.quotas})
     for name in ("module", "GPUs", *(f"{q / steps:.0%}" for q in quotas), "GiB"):
         table.add_column(name, justify="left" if name == "module" else "right", no_wrap=True)
-    for surface in found.surfaces:
+    for surface in profile.surfaces:
         for i, degree in enumerate(surface.degrees):
             times = dict(zip(surface.quotas, surface.seconds[i], strict=True))
             table.add_row(

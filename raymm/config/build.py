@@ -14,6 +14,7 @@ from raymm.config.example_section import example_tensors
 from raymm.config.model_config import model_config
 from raymm.config.sections import (
     ConfigError,
+    DegreeRange,
     EncoderSection,
     LayoutSection,
     ParallelSection,
@@ -23,7 +24,9 @@ from raymm.config.sections import (
 from raymm.data.samples.text import load_tokenizer
 from raymm.files.run_files import write_whole
 from raymm.layout.plan_check import check_fits, differences
-from raymm.model.multimodal import ModalityModule, MultimodalModule, module_graph
+from raymm.model.modality_module import ModalityModule
+from raymm.model.module_kind import ModuleKind
+from raymm.model.multimodal import MultimodalModule, module_graph
 from raymm.model.node_graph import check_mapping
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.graph.strict_json import MultiplexError, json_value, read_file
@@ -43,7 +46,7 @@ def build_model(config: TrainConfig) -> MultimodalModule:
     for name, section in config.model.encoders.items():
         with _errors_name(f"model.encoders.{name}"):
             encoders[name] = ModalityModule(
-                _given(section, seed),
+                _source_of(section, seed),
                 section.projector,
                 frozen=section.frozen,
                 projector_frozen=section.projector_frozen,
@@ -65,10 +68,10 @@ def build_model(config: TrainConfig) -> MultimodalModule:
     section = config.model.language_model
     with _errors_name("model.language_model"):
         language_model = ModalityModule(
-            _given(section, seed), frozen=section.frozen, model_class=section.model_class,
+            _source_of(section, seed), frozen=section.frozen, model_class=section.model_class,
             seed=seed, trust_remote_code=trust, missing_weights=section.missing_weights,
         )
-        language_model.source(language_model=True)
+        language_model.source(ModuleKind.LANGUAGE_MODEL)
     mask = config.model.mask
     if mask is not None and ":" in mask:
         mask = _callback("model.mask", mask)
@@ -88,7 +91,7 @@ def _errors_name(field: str) -> Iterator[None]:
         raise ConfigError(f"{field}: {error}") from error
 
 
-def _given(section: SourceSection | EncoderSection, seed: int) -> Any:
+def _source_of(section: SourceSection | EncoderSection, seed: int) -> Any:
     if section.factory is not None:
         _callback("factory", section.factory)
         return FactorySource(section.factory, section.kwargs, section.weights, seed=seed)
@@ -101,12 +104,13 @@ def _callback(field: str, target: str | None) -> Callable[..., Any] | None:
     if target is None:
         return None
     try:
-        found = import_object(target)
+        function = import_object(target)
     except SourceError as error:
         raise ConfigError(f"{field}: {error}") from None
-    if not callable(found):
-        raise ConfigError(f"{field}: {target!r} is a {type(found).__name__}; expected a function")
-    return found
+    if not callable(function):
+        kind = type(function).__name__
+        raise ConfigError(f"{field}: {target!r} is a {kind}; expected a function")
+    return function
 
 
 def build_merge(config: TrainConfig) -> MergePolicy:
@@ -156,9 +160,9 @@ def build_plan(config: TrainConfig, model: MultimodalModule) -> Plan | StageMapp
     """
     section = config.parallel
     if section.style is not None and (section.plan is not None or section.has_layouts):
-        given = "parallel.plan is" if section.plan is not None else "layouts are"
+        setting = "parallel.plan is" if section.plan is not None else "layouts are"
         raise ConfigError(
-            f"parallel.style is {section.style!r}, but {given} given, which have their style; it "
+            f"parallel.style is {section.style!r}, but {setting} given, which have their style; it "
             "is for plans that raymm makes"
         )
     if section.style == "multiplexed":
@@ -170,14 +174,24 @@ def build_plan(config: TrainConfig, model: MultimodalModule) -> Plan | StageMapp
             f"parallel.recompute is {LAYERS!r}, which is for plans that raymm makes; with layouts, "
             "give recompute_layers of each module"
         )
+    return None if (specs := build_layouts(config)) is None else specs.plan(model)
+
+
+def build_layouts(config: TrainConfig) -> MultimodalParallelSpec | None:
+    """The layouts that a configuration gives, if it does.
+
+    Raises:
+        PlanError: they cannot be; names the module.
+    """
+    section = config.parallel
     specs = MultimodalParallelSpec(
-        {name: _spec(f"encoders.{name}", one) for name, one in section.encoders.items()},
+        {name: _spec(f"encoders.{name}", layout) for name, layout in section.encoders.items()},
         _spec("language_model", section.language_model),
         config.data.microbatches,
         section.schedule or "1f1b",
         bool(section.recompute),
     )
-    return specs.plan(model) if section.has_layouts else None
+    return specs if section.has_layouts else None
 
 
 def _plan_of_file(
@@ -244,8 +258,11 @@ def _mapping_of(path: str, text: str, model: MultimodalModule) -> StageMapping:
 
 
 def _spec(where: str, layout: LayoutSection) -> ParallelSpec:
+    values = layout.model_dump()
+    if isinstance(layout.dp, DegreeRange):
+        values |= {"dp": layout.dp.min, "max_dp": layout.dp.max}
     try:
-        return ParallelSpec(**layout.model_dump())
+        return ParallelSpec(**values)
     except PlanError as error:
         raise PlanError(f"parallel.{where}: {error}") from None
 

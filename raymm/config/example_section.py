@@ -32,7 +32,7 @@ class ExampleSection(Section):
     ] = "float32"  # fmt: skip
 
     @model_validator(mode="after")
-    def _one(self) -> ExampleSection:
+    def _check_fields(self) -> ExampleSection:
         if (self.shape is None) == (self.values is None):
             raise ValueError("give exactly one of shape, values")
         if self.shape is not None and prod(self.shape) > _MOST_NUMBERS:
@@ -48,7 +48,7 @@ class ExampleSection(Section):
                 return torch.tensor(self.values, dtype=dtype)
             except (TypeError, ValueError, RuntimeError) as error:
                 raise ValueError(f"values are no tensor of {self.dtype}: {error}") from None
-        assert self.shape is not None  # see _one
+        assert self.shape is not None  # see _check_fields
         if not dtype.is_floating_point:
             return torch.ones(self.shape, dtype=dtype)
         return torch.randn(self.shape, generator=torch.Generator().manual_seed(0)).to(dtype)

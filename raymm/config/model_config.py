@@ -46,11 +46,11 @@ def model_config(values: Mapping[str, Any]) -> PretrainedConfig:
 def _check_keys(
     config: PretrainedConfig, values: Mapping[str, Any], where: str, default: Mapping[str, Any]
 ) -> None:
-    known = _known_keys(type(config)) | set(default)
+    accepted = _known_keys(type(config)) | set(default)
     for key, value in values.items():
         # What a class knows, it takes in, or stores under a name that it has anyway.
         if (
-            key in known or key not in vars(config) or key.startswith("_")
+            key in accepted or key not in vars(config) or key.startswith("_")
             or _code_reads(type(config), key)
         ):
             inner = vars(config).get(key)
@@ -60,15 +60,15 @@ def _check_keys(
                 within = within if isinstance(within, dict) else _default(type(inner))
                 _check_keys(inner, kept, f"{where}.{key}", within)
             continue
-        like = _like(key, known)
+        like = _like(key, accepted)
         raise ConfigError(
             f"{where}.{key}: {type(config).__name__} has no such key"
-            + (f"; did you mean {like}?" if like else f"; accepted: {', '.join(sorted(known))}")
+            + (f"; did you mean {like}?" if like else f"; accepted: {', '.join(sorted(accepted))}")
         )
 
 
-def _like(key: Any, known: Iterable[str]) -> str:
-    return " or ".join(difflib.get_close_matches(str(key), sorted(known), 2, _ALIKE))
+def _like(key: Any, accepted: Iterable[str]) -> str:
+    return " or ".join(difflib.get_close_matches(str(key), sorted(accepted), 2, _ALIKE))
 
 
 @cache
@@ -84,9 +84,9 @@ def _default(kind: type[PretrainedConfig]) -> Mapping[str, Any]:
 @cache
 def _known_keys(kind: type[PretrainedConfig]) -> frozenset[str]:
     """Fields, their other names, and properties."""
-    known = {field.name for field in fields(kind)} | set(kind.attribute_map)
+    names = {field.name for field in fields(kind)} | set(kind.attribute_map)
     properties = {n for n in dir(kind) if isinstance(getattr(kind, n, None), property)}
-    return frozenset(n for n in known | properties if not n.startswith("_"))
+    return frozenset(n for n in names | properties if not n.startswith("_"))
 
 
 def _code_reads(kind: type[PretrainedConfig], key: str) -> bool:

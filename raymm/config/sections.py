@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
 from raymm.actors.optimizer.optimizer import OptimizerConfig
-from raymm.actors.rank.rank_group import RankResources
+from raymm.actors.rank.rank_resources import RankResources
+from raymm.actors.storage.location import check_location
 from raymm.config.example_section import ExampleSection
 from raymm.config.planning_options import PlanningOptions
 from raymm.data import DataConfig
@@ -59,22 +60,30 @@ class SourceSection(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> SourceSection:
-        given = [name for name in ("path", "config", "factory") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(f"give exactly one of path, config, factory; got {given or 'none'}")
+        kinds = [name for name in ("path", "config", "factory") if getattr(self, name) is not None]
+        if len(kinds) != 1:
+            raise ValueError(f"give exactly one of path, config, factory; got {kinds or 'none'}")
         of_others = ("model_class",) if self.factory is not None else ("kwargs", "weights")
         if self.path is None:
             of_others += ("missing_weights",)
         for name in of_others:
             if getattr(self, name):
-                raise ValueError(f"{name} is given, but a {given[0]} has none; leave it out")
+                raise ValueError(f"{name} is given, but a {kinds[0]} has none; leave it out")
         return self
 
 
 class EncoderSection(SourceSection):
-    """An encoder and its projector. Callbacks are import paths (Cornstarch v1, Listing 2).
+    """An encoder and its projector. Callbacks are import paths, ``"package.module:function"``
+    (Cornstarch v1, Listing 2).
 
     Attributes:
+        projector: ``"linear"``, or ``"mlp"`` (linear, GELU, linear); None for an encoder whose
+            output is as wide as the language model.
+        projector_frozen: whether the projector's weights stay as they are.
+        hidden_size: width of what the projector gets, where the encoder's config does not say.
+        preprocess: callback ``f(inputs) -> inputs`` before the encoder.
+        postprocess_module: callback ``f(inputs, output) -> output`` after the encoder.
+        postprocess_projector: callback ``f(inputs, output) -> output`` after the projector.
         example_inputs: what a batch has for the encoder, by name, where it cannot be guessed from
             the encoder's config: ``{pixel_values: {shape: [1, 3, 224, 224], dtype: float32}}``.
     """
@@ -122,6 +131,18 @@ class ModelSection(Section):
 Degree = Annotated[int, Field(le=MOST_COUNT)]
 
 
+class DegreeRange(Section):
+    """Replicas that come and go with nodes.
+
+    Attributes:
+        min: the run begins when there is room for so many.
+        max: an autoscaler is asked for the room of so many.
+    """
+
+    min: Degree = 1
+    max: Degree
+
+
 class LayoutSection(Section):
     """Layout of one module: see :class:`raymm.runtime.specs.ParallelSpec`, which checks the
     numbers."""
@@ -131,7 +152,7 @@ class LayoutSection(Section):
     replicas: Degree | None = None
     tp: Degree = 1
     cp: Degree = 1
-    dp: Degree = 1
+    dp: Degree | DegreeRange = 1
     sharding: Literal["none", "zero1", "fsdp"] = "none"
     recompute_layers: Text | Tuple[Text] = "keep"
     layers: Tuple[int] | None = None
@@ -175,7 +196,14 @@ class PlanningSection(section_of(PlanningOptions)):
 
 
 class ResourcesSection(Section):
-    """What one rank reserves in Ray, and how many threads it computes with."""
+    """What one rank reserves in Ray, and how many threads it computes with.
+
+    Attributes:
+        cpus: a fraction is fine.
+        gpus: by default one on ``cuda``, and none on ``cpu``.
+        custom: other resources of Ray, by name.
+        threads: of torch, within one operation.
+    """
 
     cpus: float = Field(default=1.0, ge=0, le=MOST_COUNT)
     gpus: float | None = Field(default=None, ge=0, le=MOST_COUNT)
@@ -195,8 +223,13 @@ class ResourcesSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW: see :class:`raymm.actors.optimizer.optimizer.OptimizerConfig`. ``total_steps`` is the
-    run's ``steps`` unless given."""
+    """AdamW: see :class:`raymm.actors.optimizer.optimizer.OptimizerConfig`.
+
+    Attributes:
+        warmup_steps: first steps, over which the learning rate rises linearly.
+        total_steps: where the schedule ends; by default ``run.steps``.
+        min_lr_ratio: of ``lr``, where the schedule ends.
+    """
 
     lr: float = 1e-3
     betas: Tuple[float] = (0.9, 0.999)
@@ -224,8 +257,9 @@ class RunConfig(Section):
     """How long to run, and what to write where.
 
     Attributes:
-        storage_path: folder of the run; on a cluster, one that every node can reach. A run
-            whose folder holds a checkpoint goes on from it.
+        storage_path: folder of the run; on a cluster, one that every node can reach. Or a URL:
+            ``file:///folder``, or a bucket's, ``s3://bucket/folder`` or ``gs://bucket/folder``. A
+            run whose folder holds a checkpoint goes on from it.
         steps: optimizer steps in all.
         checkpoint_every: steps between checkpoints; the last step always writes one.
         keep_checkpoints: how many to keep.
@@ -239,8 +273,14 @@ class RunConfig(Section):
         precision: ``"fp32"``, or ``"bf16"`` autocast with fp32 parameters.
         device: ``"cpu"``, ``"cuda"``, or ``"auto"``: CUDA if ranks reserve GPUs (``resources``),
             or, where not given, if the cluster has some or its autoscaler can bring them.
+        max_failures: times that the run goes on by itself, from its last checkpoint, after a
+            process or a node was lost; null for any number. What would happen again (the same in
+            the same step, or what code raises) ends it at once.
+        max_preemptions: the same of nodes that were announced to end (spot instances, drains).
         wait_for_nodes_s: seconds that nodes may take to come; by default 1800 where an autoscaler
             brings them, and none elsewhere: what is not there is refused at once.
+        max_seconds: after so many, the wait for nodes included, the run ends as on a signal: the
+            step under way is finished and saved.
         timeout_s: seconds a rank may wait for another, and one instruction (a stage's forward of a
             microbatch, say) may take.
         steps_in_flight: steps submitted ahead, so that ranks never wait for the driver.
@@ -254,7 +294,7 @@ class RunConfig(Section):
             of a :class:`raymm.Callback`; ``{name: {argument: value}}`` gives arguments.
     """
 
-    storage_path: Annotated[Text, AfterValidator(with_home)]
+    storage_path: Annotated[Text, AfterValidator(check_location), AfterValidator(with_home)]
     steps: Count
     checkpoint_every: Count = 100
     keep_checkpoints: Count = 2
@@ -265,7 +305,10 @@ class RunConfig(Section):
     seed: Seed = 0
     precision: Literal["fp32", "bf16"] = "fp32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    max_failures: NonNegative | None = 3
+    max_preemptions: NonNegative | None = None
     wait_for_nodes_s: Seconds | None = None
+    max_seconds: Seconds | None = None
     timeout_s: Seconds = 300.0
     steps_in_flight: int = Field(default=2, ge=1, le=8)
     max_skipped_steps: Count = 10

@@ -31,15 +31,10 @@ from dataclasses import replace
 
 from torch import nn
 
-from raymm.costs.layer_count import (
-    LayerCount,
-    Load,
-    LoadError,
-    count_blocks,
-    count_layers,
-    default_tokens,
-)
-from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule
+from raymm.costs.layer_count import LayerCount, count_blocks, count_layers
+from raymm.costs.load import Load, LoadError, default_tokens
+from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
+from raymm.model.multimodal import MultimodalModule
 from raymm.scheduler.costs.devices import DeviceSpec, find_device
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.costs.recomputation import ALL, ATTENTION, MATMULS, OFFLOAD, LayerOption
@@ -77,7 +72,7 @@ def analytic_profile(
         DeviceError: on an unknown device, or a dtype it has no rate for.
     """
     device = find_device(device) if isinstance(device, str) else device
-    names = (*model.encoder_names, LANGUAGE_MODEL)
+    names = model.module_names
     if unknown := set(loads) - set(names):
         raise LoadError(f"loads name {sorted(unknown)}; the model's modules are {list(names)}")
     if LANGUAGE_MODEL not in loads:
@@ -85,13 +80,12 @@ def analytic_profile(
     layers: dict[str, tuple[LayerCost, ...]] = {}
     tokens: dict[str, int] = {}
     for name in names:
-        spec = model.language_spec() if name == LANGUAGE_MODEL else model.encoder_spec(name)
+        spec = model.spec(name)
+        causal = module_kind(name) is ModuleKind.LANGUAGE_MODEL
         skeleton = spec.source.skeleton()
         load = loads.get(name) or Load(loads[LANGUAGE_MODEL].samples, default_tokens(skeleton))
         sizes = {"tp": _size("tp", tp, name), "cp": _size("cp", cp, name)}
-        layers[name] = analytic_layers(
-            skeleton, load, device, dtype, causal=name == LANGUAGE_MODEL, **sizes
-        )
+        layers[name] = analytic_layers(skeleton, load, device, dtype, causal=causal, **sizes)
         projector = getattr(spec, "projector", None)
         if projector is not None:
             layers[name] += projector_layers(projector.skeleton(), load, device, dtype, **sizes)
@@ -136,7 +130,13 @@ def projector_layers(
     tp: int = 1,
     cp: int = 1,
 ) -> tuple[LayerCost, ...]:
-    """The cost of a projector as its encoder's last layer, one entry."""
+    """The cost of a projector as its encoder's last layer, one entry.
+
+    Args:
+        projector: a skeleton; parameters may be on the meta device.
+        load: the encoder's.
+        device, dtype, tp, cp: as for :func:`analytic_profile`.
+    """
     counts = count_layers(projector, load)
     total = sum(counts, LayerCount())
     total = replace(total, output_elements=counts[-1].output_elements)
@@ -198,7 +198,7 @@ class _Roofline:
             (block.traffic_elements - block.attention_traffic) * self._bytes,
             block.weight_elements * self._bytes,
         )
-        found = [
+        candidates = [
             (MATMULS, remade / self._bandwidth, stream + products + attention),
             (ATTENTION, without_attention, stream + attention),
             (ALL, cost.forward, stream),
@@ -207,10 +207,10 @@ class _Roofline:
             way = kept / self._to_host
             backward = cost.backward_input + cost.backward_weight
             hidden = max(0.0, way - cost.forward) + max(0.0, way - backward)
-            found.append((OFFLOAD, hidden, 0.0))
+            candidates.append((OFFLOAD, hidden, 0.0))
         return tuple(
             LayerOption(name, seconds, outside + round(held))
-            for name, seconds, held in found if held < kept
+            for name, seconds, held in candidates if held < kept
         )
 
     def cost(self, count: LayerCount) -> LayerCost:

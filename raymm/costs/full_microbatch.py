@@ -21,12 +21,12 @@ def full_microbatch(config: DataConfig, modalities: Sequence[str]) -> dict[str, 
     """
     seen: set[str] = set()
     for step in local_steps(config, steps=MAX_STEPS):
-        found = [
+        complete = [
             (sum(map(len, meta.items.values())), meta.num_samples * meta.seq_len, -index)
             for index, meta in enumerate(step.meta) if set(modalities) <= set(meta.items)
         ]
-        if found:
-            return step.microbatches[-max(found)[2]]
+        if complete:
+            return step.microbatches[-max(complete)[2]]
         seen |= {name for meta in step.meta for name in meta.items}
     missing = sorted(set(modalities) - seen)
     what = f"no sample with {missing}" if missing else f"no microbatch with all of {modalities}"

@@ -6,7 +6,6 @@ import re
 
 import torch
 
-from raymm.actors.placement.node_types import reachable_resources
 from raymm.scheduler.costs.devices import DEVICES, DeviceSpec
 
 CPU = "cpu"
@@ -21,8 +20,8 @@ def device_called(name: str) -> DeviceSpec | None:
     words += [a + b for a, b in zip(words, words[1:], strict=False)]
     words = [re.sub(r"(\d)gb?$", r"\1gb", word) for word in words]
     best: tuple[int, DeviceSpec] | None = None
-    for known, device in DEVICES.items():
-        parts = known.lower().split("-")
+    for device_name, device in DEVICES.items():
+        parts = device_name.lower().split("-")
         # A name without a size ("A100") is that of the smallest.
         matching = sum(part in words for part in parts) if parts[0] in words else 0
         if matching and (best is None or matching > best[0]):
@@ -37,6 +36,8 @@ def cluster_device(device: str) -> tuple[str, str | None]:
     Args:
         device: ``"cpu"`` or ``"cuda"``.
     """
+    from raymm.actors.placement.node_types import reachable_resources
+
     if device == "cpu":
         return "cpu", None
     prefix = "accelerator_type:"
@@ -44,8 +45,8 @@ def cluster_device(device: str) -> tuple[str, str | None]:
     if torch.cuda.is_available():
         names.insert(0, torch.cuda.get_device_name(0))
     for name in names:
-        if (found := device_called(name)) is not None:
-            return found.name, None
+        if (spec := device_called(name)) is not None:
+            return spec.name, None
     return DEFAULT_GPU, (
         f"the cluster's GPUs ({', '.join(names) or 'of unknown type'}) are not in raymm's table; "
         f"planned as {DEFAULT_GPU}. planning.device names another, planning.profile has measured "

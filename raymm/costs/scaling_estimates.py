@@ -29,9 +29,11 @@ from torch import nn
 from raymm.actors.modules.blocks import block_list, find_blocks
 from raymm.actors.quota import Multiprocessors
 from raymm.costs.analytic import analytic_layers, projector_layers
-from raymm.costs.layer_count import Load, LoadError, count_layers, default_tokens
+from raymm.costs.layer_count import count_layers
+from raymm.costs.load import Load, LoadError, default_tokens
 from raymm.model.module_dag import ModuleDag
-from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule, module_graph
+from raymm.model.module_kind import ModuleKind, module_kind
+from raymm.model.multimodal import MultimodalModule, module_graph
 from raymm.scheduler.costs.devices import DeviceSpec, Links
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.graph.strict_json import MultiplexError
@@ -87,11 +89,17 @@ class ModuleShape:
     before: tuple[bool, ...]
 
     def layers(self, load: Load, device: DeviceSpec, dtype: str) -> tuple[LayerCost, ...]:
-        """Costs of its layers, as of :func:`raymm.costs.analytic.analytic_profile`."""
-        found = analytic_layers(self.module, load, device, dtype, causal=self.causal)
+        """Costs of its layers, as of :func:`raymm.costs.analytic.analytic_profile`.
+
+        Args:
+            load: what the module has to do.
+            device: what it runs on.
+            dtype: of its computation, such as ``"bf16"``.
+        """
+        layers = analytic_layers(self.module, load, device, dtype, causal=self.causal)
         if self.projector is not None:
-            found += projector_layers(self.projector, load, device, dtype)
-        return found
+            layers += projector_layers(self.projector, load, device, dtype)
+        return layers
 
     def seconds(self, layers: Sequence[LayerCost]) -> float:
         """Forward and backward, with the frozen rules."""
@@ -102,7 +110,7 @@ class ModuleShape:
 
     def tiles(self, load: Load) -> float:
         """Tiles of the average product of its layers."""
-        elements = math.fsum(one.product_elements for one in count_layers(
+        elements = math.fsum(count.product_elements for count in count_layers(
             self.module, load, self.causal
         ))
         products = [
@@ -118,17 +126,17 @@ def shapes_of(model: MultimodalModule | ModuleDag) -> tuple[ModuleShape, ...]:
     if isinstance(model, ModuleDag):
         return _dag_shapes(model)
     graph = module_graph(model)
-    found, trained = [], False
+    shapes, trained = [], False
     for node in graph.nodes:  # the language model is last
-        language = node.name == LANGUAGE_MODEL
-        spec = model.language_spec() if language else model.encoder_spec(node.name)
+        language = module_kind(node.name) is ModuleKind.LANGUAGE_MODEL
+        spec = model.spec(node.name)
         projector = getattr(spec, "projector", None)
-        found.append(ModuleShape(
+        shapes.append(ModuleShape(
             node.name, spec.source.skeleton(), projector and projector.skeleton(), language,
             node.trainable, _before(node.trainable, language and trained),
         ))
         trained = trained or any(node.trainable)
-    return tuple(found)
+    return tuple(shapes)
 
 
 def edges_of(
@@ -140,7 +148,7 @@ def edges_of(
 
 
 def _dag_shapes(dag: ModuleDag) -> tuple[ModuleShape, ...]:
-    found, trained = [], {}
+    shapes, trained = [], {}
     for name in dag.graph.order:
         modality = dag.nodes[name].modality
         skeleton, projector = modality.source().skeleton(), modality.projector
@@ -150,11 +158,11 @@ def _dag_shapes(dag: ModuleDag) -> tuple[ModuleShape, ...]:
         earlier = any(trained[use.producer] for use in dag.graph.by_name[name].uses)
         trained[name] = earlier or any(trainable)
         if not dag.nodes[name].loss or any(p.dim() > 1 for p in skeleton.parameters()):
-            found.append(ModuleShape(
+            shapes.append(ModuleShape(
                 name, skeleton, projector, _is_language_model(skeleton), trainable,
                 _before(trainable, earlier),
             ))
-    return tuple(found)
+    return tuple(shapes)
 
 
 def _is_language_model(module: nn.Module) -> bool:
@@ -184,6 +192,11 @@ def batch_workload(
 ) -> dict[str, Load]:
     """Workload of a batch of which only lengths are known: one item per sample.
 
+    Args:
+        shapes: of the modules.
+        tokens: tokens of an item, by module; an encoder that is not there says them by its config.
+        batch: samples.
+
     Raises:
         LoadError: on an unknown module, a number below 1, or a length that nobody says.
     """
@@ -191,7 +204,7 @@ def batch_workload(
     for name in tokens:
         if name not in names:
             raise LoadError(f"tokens name {name!r}; the model's modules are {', '.join(names)}")
-    found = {}
+    workload = {}
     for shape in shapes:
         each = tokens.get(shape.name)
         if each is None:
@@ -199,8 +212,8 @@ def batch_workload(
                 each = default_tokens(shape.module)
             except LoadError as error:
                 raise LoadError(f"tokens of {shape.name!r} are not given: {error}") from None
-        found[shape.name] = Load(batch, each)
-    return found
+        workload[shape.name] = Load(batch, each)
+    return workload
 
 
 def local_load(load: Load, parts: int) -> Load:
@@ -290,7 +303,9 @@ def slowed_layers(layers: Sequence[LayerCost], factor: float) -> tuple[LayerCost
         replace(
             cost, forward=cost.forward * factor, backward_input=cost.backward_input * factor,
             backward_weight=cost.backward_weight * factor,
-            options=tuple(one._replace(seconds=one.seconds * factor) for one in cost.options),
+            options=tuple(
+                option._replace(seconds=option.seconds * factor) for option in cost.options
+            ),
         )
         for cost in layers
     )
@@ -299,7 +314,15 @@ def slowed_layers(layers: Sequence[LayerCost], factor: float) -> tuple[LayerCost
 def measured_factor(
     shape: ModuleShape, load: Load, measured: Sequence[LayerCost], device: DeviceSpec, dtype: str
 ) -> float:
-    """What measured layers of a microbatch take, as a multiple of their estimate."""
+    """What measured layers of a microbatch take, as a multiple of their estimate.
+
+    Args:
+        shape: of the module.
+        load: that was measured.
+        measured: the layers' costs under it.
+        device: of the estimate.
+        dtype: of its computation.
+    """
     return shape.seconds(measured) / _work(shape, load, device, dtype, 1.0).seconds(1, 1.0)
 
 

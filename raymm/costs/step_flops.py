@@ -17,18 +17,13 @@ import torch
 from torch import nn
 
 from raymm.actors.modules.merge import Prepend
-from raymm.costs.layer_count import (
-    LayerCount,
-    Load,
-    LoadError,
-    count_attention,
-    count_blocks,
-    count_layers,
-)
+from raymm.costs.layer_count import LayerCount, count_attention, count_blocks, count_layers
+from raymm.costs.load import Load, LoadError
 from raymm.costs.workload import encoder_tokens
 from raymm.data import MicrobatchMeta
-from raymm.kernels.mask.patterns import Span
-from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule, module_graph
+from raymm.kernels.mask.spans import Span
+from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
+from raymm.model.multimodal import MultimodalModule, module_graph
 from raymm.scheduler.costs.layer_costs import trainable_before
 
 ATTENTION_BACKWARD = 2.0
@@ -140,13 +135,13 @@ class StepFlops:
         for node in graph.nodes:
             name, earlier = node.name, list(before[node.name])
             trainable = list(node.trainable)
-            is_llm = name == LANGUAGE_MODEL
-            spec = model.language_spec() if is_llm else model.encoder_spec(name)
+            causal = module_kind(name) is ModuleKind.LANGUAGE_MODEL
+            spec = model.spec(name)
             if (projector := getattr(spec, "projector", None)) is not None:
                 self._projectors[name] = _projector_flops(
                     projector.skeleton(), trainable.pop(), earlier.pop()
                 )
-            self._flops[name] = module_flops(spec.source.skeleton(), trainable, earlier, is_llm)
+            self._flops[name] = module_flops(spec.source.skeleton(), trainable, earlier, causal)
         self._tokens: dict[Any, tuple[int, int]] = {}
         self._pairs: dict[Any, int] = {}
 

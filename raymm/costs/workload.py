@@ -11,12 +11,13 @@ import torch
 from raymm.actors.modules.blocks import block_list, find_blocks, hidden_name
 from raymm.actors.modules.merge import IGNORE_INDEX, Prepend
 from raymm.actors.modules.message import MicrobatchContext
-from raymm.costs.layer_count import Load, LoadError, default_tokens
+from raymm.costs.load import Load, LoadError, default_tokens
 from raymm.data.sampling.batching import ItemTokens
 from raymm.errors import USER_CODE_RAISES
 from raymm.model.batch_rules import complete_microbatch
 from raymm.model.encoder_trial import skeleton_chain
-from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule
+from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.multimodal import MultimodalModule
 
 # Tokens of an item of an encoder that does not say and cannot be asked.
 ASSUMED_TOKENS = 256
@@ -77,13 +78,13 @@ def item_tokens(
         items: modality -> the encoder's inputs of one item or several of the same shapes; of an
             encoder without one, its config is asked.
     """
-    found = {}
+    tokens = {}
     for name in model.encoder_names:
         sizes = encoder_tokens(model, name, items.get(name))
         if sizes is not None:
             inside, handed_on = sizes
-            found[name] = ItemTokens(inside, handed_on * isinstance(model.merge, Prepend))
-    return found
+            tokens[name] = ItemTokens(inside, handed_on * isinstance(model.merge, Prepend))
+    return tokens
 
 
 def token_workload(
@@ -102,7 +103,7 @@ def token_workload(
         LoadError: on an unknown module, a number below 1, or a length that nobody says.
     """
     check_tokens(model, tokens)
-    names = (*model.encoder_names, LANGUAGE_MODEL)
+    names = model.module_names
     notes = []
     lengths = dict(tokens)
     for name in model.encoder_names:
@@ -141,7 +142,7 @@ def check_tokens(model: MultimodalModule, tokens: Mapping[str, int]) -> None:
     Raises:
         LoadError: on an unknown module or a number below 1.
     """
-    names = (*model.encoder_names, LANGUAGE_MODEL)
+    names = model.module_names
     for name, number in tokens.items():
         if name not in names:
             raise LoadError(f"tokens name {name!r}; the model's modules are {', '.join(names)}")
@@ -167,11 +168,11 @@ def encoder_tokens(
     module = stage.module
     assert module is not None  # a whole chain has one
     if items:
-        one = {k: v[:1].to("meta") for k, v in items.items() if k != "sample_index"}
+        inputs = {k: v[:1].to("meta") for k, v in items.items() if k != "sample_index"}
         seen = _Entering(module)
         try:
             with torch.no_grad():
-                handed_on = stage.run(one, {}, MicrobatchContext(1)).tensors[0].shape[1]
+                handed_on = stage.run(inputs, {}, MicrobatchContext(1)).tensors[0].shape[1]
             return seen.tokens or handed_on, handed_on
         except USER_CODE_RAISES:  # not every forward runs without data; then the config is asked
             pass

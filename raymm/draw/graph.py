@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch, Rectangle
 
 from raymm.draw.palette import FAINT, RGB, TEXT, module_hues, tint
-from raymm.draw.save import new_figure, picture_path, save_figure, text_width
+from raymm.draw.plan_sheet import (
+    COST_LINE,
+    HEAD,
+    LEGEND,
+    MARGIN,
+    NOTE_LINE,
+    PlanSheet,
+    Point,
+    heading,
+    lay_out,
+    layers_text,
+    needs_backward,
+    place_text,
+    recomputes,
+    small_print,
+)
+from raymm.draw.save import new_figure, picture_path, save_figure
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.schedule.stage_costs import StageCost, stage_costs
-from raymm.scheduler.search.module_degrees import rank_text
-
-Point = tuple[float, float]
 
 # Inches; font sizes in points.
-BOX_WIDTH, BOX_HEIGHT = 1.62, 1.06
-COST_LINE = 0.17  # two of these make a box higher if costs are known
-GAP_X, GAP_Y = 0.55, 0.5
-FAN, MAX_FAN = 0.1, 0.3  # wider gaps for steeper arrows, per edge into one stage beyond two
-BAND_GAP = 0.62  # between bands of a plan that is too deep for one
-MAX_WIDTH, MIN_WIDTH = 17.0, 7.2  # of a picture; the whole legend takes the least
-MARGIN, HEAD, LEGEND, NOTE_LINE = 0.3, 0.6, 0.42, 0.16
 CELL_HEIGHT, CELL_MAX = 0.15, 0.2
 PORT = 0.3  # between the edges at one side of a box
 PAD = 0.08  # how near an arrow may come to a box that is not its own
@@ -40,17 +45,6 @@ COST_NOTE = (
     "ms per microbatch: F forward, R recompute, B_d and B_w backward of inputs and weights",
     "state: weights, gradients, optimizer; keeps: activations of one microbatch",
 )
-
-
-class _Sheet(NamedTuple):
-    """Where everything stands, in inches from the page's lower left corner."""
-
-    width: float
-    height: float
-    box: tuple[float, float]  # width and height of all boxes
-    bottom: float  # of the lowest box
-    place: dict[StageId, Point]  # per stage, the lower left corner of its box
-    band: dict[StageId, int]  # per stage, its band, counted from the top
 
 
 def draw_plan(plan: Plan, path: str | os.PathLike[str], *, title: str | None = None) -> Path:
@@ -78,16 +72,16 @@ def draw_plan(plan: Plan, path: str | os.PathLike[str], *, title: str | None = N
         ValueError: on another file suffix.
     """
     target = picture_path(path)
-    needs = _needs_backward(plan)
+    needs = needs_backward(plan)
     costs = stage_costs(plan) if plan.profile is not None else {}
     note = COST_NOTE if costs else ()
-    sheet = _sheet(plan, needs, costs, note)
+    sheet = lay_out(plan, needs, costs, note)
     figure = new_figure(sheet.width, sheet.height)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_xlim(0, sheet.width)
     axes.set_ylim(0, sheet.height)
     axes.axis("off")
-    axes.text(MARGIN, sheet.height - 0.3, title or _heading(plan), fontsize=12, weight="bold",
+    axes.text(MARGIN, sheet.height - 0.3, title or heading(plan), fontsize=12, weight="bold",
               color=TEXT, va="center")
     hues = module_hues(node.name for node in plan.graph.nodes)
     _edges(axes, plan, sheet, needs)
@@ -101,165 +95,8 @@ def draw_plan(plan: Plan, path: str | os.PathLike[str], *, title: str | None = N
     return save_figure(figure, target)
 
 
-def _heading(plan: Plan) -> str:
-    devices = f"{plan.num_processes} devices, " if plan.num_processes > plan.num_ranks else ""
-    return (
-        f"{_count(plan.num_ranks, 'rank', 's')}, {devices}"
-        f"{_count(plan.num_microbatches, 'microbatch', 'es')}, {plan.schedule}"
-    )
-
-
-def _sheet(
-    plan: Plan, needs: set[StageId], costs: Mapping[StageId, StageCost], note: Sequence[str]
-) -> _Sheet:
-    ruler = new_figure(1, 1)
-    lines = {text for stage in plan.stages
-             for text in _lines(plan, stage, needs, costs.get(stage.id))}
-    tops = {(str(s.id), _place(s)) for s in plan.stages}
-    middles = {(_layers(plan, s), "recompute" if _recomputes(s, needs) else "")
-               for s in plan.stages}
-    wide = max([
-        BOX_WIDTH, *(text_width(ruler, text, 7) + 0.2 for text in lines),
-        *(text_width(ruler, layers, 8) + (text_width(ruler, mark, 7) + 0.35 if mark else 0.2)
-          for layers, mark in middles),
-        *(text_width(ruler, name, 10) * 1.12 + text_width(ruler, place, 8) + 0.45
-          for name, place in tops),
-    ])
-    high = BOX_HEIGHT + (2 * COST_LINE if costs else 0.0)
-    deepest = max(plan.depth.values())
-    edges_in = max(len(producers) for producers in plan.stage_producers.values())
-    gap = GAP_X + min(FAN * max(edges_in - 2, 0), MAX_FAN)
-    most = max(int((MAX_WIDTH - 2 * MARGIN + gap) / (wide + gap)), 2)
-    bands = -(-deepest // most)
-    columns = -(-deepest // bands)
-    # Cut arrows need room beside the outer boxes.
-    side = MARGIN + (GAP_X if bands > 1 else 0.0)
-    rows = _rows(plan)
-    column = {s.id: deepest - plan.depth[s.id] for s in plan.stages}
-    band = {name: at // columns for name, at in column.items()}
-    levels = [
-        [rows[s.module, s.replica] for s in plan.stages if band[s.id] == b] for b in range(bands)
-    ]
-    tall = [(max(used) - min(used)) * (high + GAP_Y) + high for used in levels]
-    bottom = LEGEND + len(note) * NOTE_LINE + 0.15
-    height = HEAD + sum(tall) + BAND_GAP * (bands - 1) + bottom
-    top = [height - HEAD - sum(tall[:b]) - BAND_GAP * b for b in range(bands)]
-    place = {
-        s.id: (
-            side + (column[s.id] % columns) * (wide + gap),
-            top[band[s.id]] - high
-            - (rows[s.module, s.replica] - min(levels[band[s.id]])) * (high + GAP_Y),
-        )
-        for s in plan.stages
-    }
-    texts = [text_width(ruler, text, 7) for text in note]
-    width = max(2 * side + columns * (wide + gap) - gap, MIN_WIDTH,
-                *(text + 2 * MARGIN for text in texts),
-                text_width(ruler, _heading(plan), 12) * 1.15 + 2 * MARGIN)
-    return _Sheet(width, height, (wide, high), bottom, place, band)
-
-
-def _rows(plan: Plan) -> dict[tuple[str, int], float]:
-    """A row per replica of a module: one for each source, the mean of its producers for any
-    other, and the nearest free row where two would lie on each other."""
-    rows: dict[tuple[str, int], float] = {}
-    spans: dict[tuple[str, int], tuple[int, int]] = {}
-    sources = 0
-    for module in plan.graph.topological:
-        producers = plan.graph.producers(module)
-        for chain in plan.replicas(module):
-            key = module, chain[0].replica
-            before = [row for (name, _), row in rows.items() if name in producers]
-            if before:
-                wanted = sum(before) / len(before)
-            else:
-                wanted = float(sources)
-                sources += 1
-            depths = [plan.depth[stage.id] for stage in chain]
-            near, far = min(depths), max(depths)
-            taken = [
-                rows[other] for other, (first, last) in spans.items()
-                if first <= far and near <= last
-            ]
-            steps = (half * sign / 2 for half in range(4 * len(rows) + 3) for sign in (1, -1))
-            rows[key] = next(
-                wanted + step for step in steps
-                if wanted + step >= 0 and all(abs(wanted + step - row) >= 1 for row in taken)
-            )
-            spans[key] = near, far
-    return rows
-
-
-def _needs_backward(plan: Plan) -> set[StageId]:
-    """Stages with something trainable in them or before them."""
-    needs: set[StageId] = set()
-    for stage in plan.topological_stages:
-        before = [src for src, dst in plan.stage_edges if dst == stage.id]
-        if plan.trainable(stage) or any(src in needs for src in before):
-            needs.add(stage.id)
-    return needs
-
-
-def _work(plan: Plan, stage: Stage, needs: set[StageId]) -> str:
-    if stage.id not in needs:
-        return "frozen: forward only"
-    if not plan.trainable(stage):
-        return "frozen: passes gradients on"
-    before = [src for src, dst in plan.stage_edges if dst == stage.id]
-    return "trained" if not any(src in needs for src in before) else "trained, passes gradients on"
-
-
-def _place(stage: Stage) -> str:
-    """Its rank, and if that is several processes, how: ``"rank 3 = tp 4 × cp 2"``."""
-    several = rank_text(stage.degrees).replace(", ", " × ")
-    return f"rank {stage.rank}" + (f" = {several}" if several else "")
-
-
-def _layers(plan: Plan, stage: Stage) -> str:
-    lo, hi = stage.layers
-    node = plan.graph.node(stage.module)
-    blocks = min(hi, node.num_blocks)
-    parts = []
-    if blocks - lo == 1:
-        parts.append(f"layer {lo}")
-    elif blocks > lo:
-        parts.append(f"layers {lo}–{blocks - 1}")
-    if hi > node.num_blocks:
-        parts.append("projector")
-    return " + ".join(parts)
-
-
-def _recomputes(stage: Stage, needs: set[StageId]) -> bool:
-    """A stage without backward has nothing to recompute for."""
-    return stage.recompute and stage.id in needs
-
-
-def _lines(plan: Plan, stage: Stage, needs: set[StageId], cost: StageCost | None) -> list[str]:
-    """The small print of a box."""
-    lines = [_work(plan, stage, needs)]
-    if cost is None:
-        return lines
-    again = _recomputes(stage, needs)
-    parts = [
-        ("F", cost.forward), ("R", cost.forward if again else 0.0),
-        ("B_d", cost.backward_input), ("B_w", cost.backward_weight),
-    ]
-    lines.append(" + ".join(f"{name} {1e3 * seconds:.3g}" for name, seconds in parts
-                            if seconds or name == "F") + " ms")
-    kept = cost.input_bytes if again else cost.activation_bytes
-    lines.append(f"state {_size(cost.state_bytes)}, keeps {_size(kept)}")
-    return lines
-
-
-def _size(number: int) -> str:
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if number >= factor:
-            return f"{number / factor:.{0 if number >= 100 * factor else 1}f} {unit}"
-    return f"{number} B"
-
-
 def _box(
-    axes: Axes, plan: Plan, stage: Stage, sheet: _Sheet, hue: RGB, needs: set[StageId],
+    axes: Axes, plan: Plan, stage: Stage, sheet: PlanSheet, hue: RGB, needs: set[StageId],
     cost: StageCost | None,
 ) -> None:
     (x, y), (width, height) = sheet.place[stage.id], sheet.box
@@ -271,15 +108,15 @@ def _box(
     shared = stage.rank in (plan.shared_ranks or ())
     axes.text(x + 0.1, top - 0.19, str(stage.id), fontsize=10, weight="bold", color=TEXT,
               va="center", zorder=4)
-    axes.text(x + width - 0.1, top - 0.19, _place(stage), fontsize=8,
+    axes.text(x + width - 0.1, top - 0.19, place_text(stage), fontsize=8,
               color="white" if shared else TEXT, va="center", ha="right", zorder=4,
               bbox=_badge(SHARED if shared else "#EEEEEE"))
-    axes.text(x + 0.1, top - 0.44, _layers(plan, stage), fontsize=8, color=TEXT, va="center",
+    axes.text(x + 0.1, top - 0.44, layers_text(plan, stage), fontsize=8, color=TEXT, va="center",
               zorder=4)
-    if _recomputes(stage, needs):
+    if recomputes(stage, needs):
         axes.text(x + width - 0.1, top - 0.44, "recompute", fontsize=7, color=TEXT,
                   va="center", ha="right", zorder=4, bbox=_badge(tint(hue, 0.7)))
-    for line, text in enumerate(_lines(plan, stage, needs, cost)):
+    for line, text in enumerate(small_print(plan, stage, needs, cost)):
         axes.text(x + 0.1, top - 0.63 - line * COST_LINE, text, fontsize=7,
                   color=TEXT if line else FAINT, va="center", zorder=4)
     lo, hi = stage.layers
@@ -301,7 +138,7 @@ def _badge(colour: RGB | str) -> dict[str, Any]:
     return {"boxstyle": "round,pad=0.25", "facecolor": colour, "edgecolor": "none"}
 
 
-def _edges(axes: Axes, plan: Plan, sheet: _Sheet, needs: set[StageId]) -> None:
+def _edges(axes: Axes, plan: Plan, sheet: PlanSheet, needs: set[StageId]) -> None:
     leave, enter = _ports(plan, sheet)
     wide, high = sheet.box
     for src, dst in plan.stage_edges:
@@ -312,33 +149,33 @@ def _edges(axes: Axes, plan: Plan, sheet: _Sheet, needs: set[StageId]) -> None:
         if sheet.band[src] == sheet.band[dst]:
             _edge(axes, start, stop, _bend(start, stop, sheet, (src, dst)), gradient)
             continue
-        for here, there, near, name, side in (
-            (start, (start[0] + STUB, start[1]), start[0], dst, "left"),
-            ((stop[0] - STUB, stop[1]), stop, stop[0] - STUB, src, "right"),
+        for tail, head, name, side in (
+            (start, (start[0] + STUB, start[1]), dst, "left"),
+            ((stop[0] - STUB, stop[1]), stop, src, "right"),
         ):
-            _edge(axes, here, there, 0.0, gradient)
-            axes.text(near + STUB / 2, here[1] + 0.15, str(name), fontsize=7, color=ACTIVATION,
+            _edge(axes, tail, head, 0.0, gradient)
+            axes.text(tail[0] + STUB / 2, tail[1] + 0.15, str(name), fontsize=7, color=ACTIVATION,
                       ha="center", va="center", zorder=6, gid=f"cut {side}",
                       bbox={"boxstyle": "square,pad=0.05", "facecolor": "white",
                             "edgecolor": "none"})
 
 
-def _ports(plan: Plan, sheet: _Sheet) -> tuple[dict[Edge, float], dict[Edge, float]]:
+def _ports(plan: Plan, sheet: PlanSheet) -> tuple[dict[Edge, float], dict[Edge, float]]:
     """Where each edge leaves and enters its boxes: inches above the middle of their sides,
     in the order of the boxes at the other end, so that edges of one box do not cross."""
     leave: dict[Edge, float] = {}
     enter: dict[Edge, float] = {}
     for stage in plan.stages:
-        for here, there, ports in ((0, 1, leave), (1, 0, enter)):
-            edges = [e for e in plan.stage_edges if e[here] == stage.id]
-            edges.sort(key=lambda e: sheet.place[e[there]][1])
+        for end, far_end, ports in ((0, 1, leave), (1, 0, enter)):
+            edges = [e for e in plan.stage_edges if e[end] == stage.id]
+            edges.sort(key=lambda e: sheet.place[e[far_end]][1])
             step = min(PORT, (sheet.box[1] - 0.3) / max(len(edges) - 1, 1))
             for index, edge in enumerate(edges):
                 ports[edge] = (index - (len(edges) - 1) / 2) * step
     return leave, enter
 
 
-def _bend(start: Point, stop: Point, sheet: _Sheet, ends: Edge) -> float:
+def _bend(start: Point, stop: Point, sheet: PlanSheet, ends: Edge) -> float:
     """How far an arrow must bend (matplotlib's arc3 radius) to stay out of the other boxes
     and on the page; 0 if nothing helps."""
     width, height = sheet.box
@@ -379,10 +216,6 @@ def _edge(axes: Axes, start: Point, stop: Point, bend: float, gradient: bool) ->
     arrow(start, stop, ACTIVATION, shift, bend)
     if gradient:
         arrow(stop, start, GRADIENT, -shift, -bend)
-
-
-def _count(number: int, noun: str, plural: str) -> str:
-    return f"{number} {noun if number == 1 else noun + plural}"
 
 
 def _legend(axes: Axes, plan: Plan, needs: set[StageId], x: float, y: float) -> None:

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
@@ -56,33 +56,14 @@ def draw_loss(
         KeyError: if a row has no ``"step"``.
     """
     target = picture_path(path)
-    train = _series(history, "loss")
-    heldout = _series(history, HELDOUT)
-    modalities = sorted({
-        key.removeprefix(SHUFFLED) for row in history for key in row if key.startswith(SHUFFLED)
-    })
-    shuffled = {m: _series(history, SHUFFLED + m) for m in modalities}
-    gaps = {m: _gap(curve, heldout) for m, curve in shuffled.items()}
-    hues = module_hues(modalities)
-
-    labels: list[tuple[float, str, Any]] = []  # (value at the end, text, colour)
-    if train:
-        smooth = _smooth(train)
-        labels.append((smooth[-1][1], f"train {smooth[-1][1]:.3f}", TRAIN_COLOUR))
-    if heldout:
-        labels.append((heldout[-1][1], f"held-out {heldout[-1][1]:.3f}", HELDOUT_COLOUR))
-    for name, curve in shuffled.items():
-        if curve:
-            labels.append((curve[-1][1], f"{name} shuffled {curve[-1][1]:.3f}", hues[name]))
-    gap_labels = [
-        (gap[-1][1], f"{name} gap {gap[-1][1]:+.3f}", hues[name])
-        for name, gap in gaps.items() if gap
-    ]
+    curves, gaps = _curves(history)
+    labels = [curve.label for curve in curves]
+    gap_labels = [gap.label for gap in gaps]
 
     ruler = new_figure(1, 1)
-    widths = [text_width(ruler, text, LABEL_SIZE) for _, text, _ in [*labels, *gap_labels]]
+    widths = [text_width(ruler, label.text, LABEL_SIZE) for label in (*labels, *gap_labels)]
     width = LEFT + PLOT_WIDTH + 2 * LABEL_GAP + max(widths, default=0.0)
-    lower = BETWEEN + GAP_HEIGHT if gap_labels else 0.0
+    lower = BETWEEN + GAP_HEIGHT if gaps else 0.0
     height = TITLE + LOSS_HEIGHT + lower + BOTTOM
     figure = new_figure(width, height)
     figure.text(LEFT / width, 1 - TITLE / 2 / height, title or "Loss", fontsize=12,
@@ -91,40 +72,80 @@ def draw_loss(
     upper = figure.add_axes(
         (LEFT / width, (BOTTOM + lower) / height, PLOT_WIDTH / width, LOSS_HEIGHT / height)
     )
-    if train:
-        upper.plot(*zip(*train, strict=True), color=TRAIN_COLOUR, linewidth=0.6, alpha=0.55)
-        upper.plot(*zip(*smooth, strict=True), color=TRAIN_COLOUR, linewidth=2.0,
-                   marker="o" if len(smooth) == 1 else None, markersize=5)
-    if heldout:
-        upper.plot(*zip(*heldout, strict=True), color=HELDOUT_COLOUR, linewidth=1.8, marker="o",
-                   markersize=3.2)
-    for name, curve in shuffled.items():
-        if curve:
-            upper.plot(*zip(*curve, strict=True), color=hues[name], linewidth=1.8,
-                       linestyle="--", marker="o", markersize=3.2)
-    if not labels:
+    for curve in curves:
+        curve.draw(upper)
+    if not curves:
         upper.text(0.5, 0.5, "no loss recorded", transform=upper.transAxes, ha="center",
                    color=FAINT)
-    every = [train, heldout, *shuffled.values()]
-    _finish(upper, every, labels, LOSS_HEIGHT, "loss (nats per label token)")
-    if gap_labels:
-        axes = figure.add_axes(
+    steps = [step for curve in curves for step, _ in curve.points]
+    _finish(upper, steps, labels, LOSS_HEIGHT, "loss (nats per label token)")
+    lowest = upper
+    if gaps:
+        lowest = figure.add_axes(
             (LEFT / width, BOTTOM / height, PLOT_WIDTH / width, GAP_HEIGHT / height)
         )
-        for name, gap in gaps.items():
-            if gap:
-                axes.plot(*zip(*gap, strict=True), color=hues[name], linewidth=1.8, marker="o",
-                          markersize=3.2)
-        axes.axhline(0.0, color="#BBBBBB", linewidth=0.8, zorder=1)
-        _finish(axes, every, gap_labels, GAP_HEIGHT, "shuffled − right (nats)")
+        for gap in gaps:
+            gap.draw(lowest)
+        lowest.axhline(0.0, color="#BBBBBB", linewidth=0.8, zorder=1)
+        _finish(lowest, steps, gap_labels, GAP_HEIGHT, "shuffled − right (nats)")
         upper.tick_params(labelbottom=False)
-        axes.set_xlabel("step", fontsize=9, color=TEXT)
-    else:
-        upper.set_xlabel("step", fontsize=9, color=TEXT)
+    lowest.set_xlabel("step", fontsize=9, color=TEXT)
     return save_figure(figure, target)
 
 
+class _Label(NamedTuple):
+    """What stands at the right of a curve, at the height of its last value."""
+
+    value: float
+    text: str
+    colour: Any
+
+
+class _Curve(NamedTuple):
+    """(step, value) points with a name; ``raw`` is what they smooth, drawn thinly below them."""
+
+    name: str
+    points: list[tuple[float, float]]
+    colour: Any
+    style: dict[str, Any]  # keywords of matplotlib's plot
+    digits: str = ".3f"
+    raw: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def label(self) -> _Label:
+        last = self.points[-1][1]
+        return _Label(last, f"{self.name} {last:{self.digits}}", self.colour)
+
+    def draw(self, axes: Axes) -> None:
+        if self.raw:
+            axes.plot(*zip(*self.raw, strict=True), color=self.colour, linewidth=0.6, alpha=0.55)
+        axes.plot(*zip(*self.points, strict=True), color=self.colour, **self.style)
+
+
+def _curves(history: Sequence[Mapping[str, Any]]) -> tuple[list[_Curve], list[_Curve]]:
+    """The curves of losses, and each modality's of the gap; none that is empty."""
+    train = _series(history, "loss")
+    heldout = _series(history, HELDOUT)
+    modalities = sorted({
+        key.removeprefix(SHUFFLED) for row in history for key in row if key.startswith(SHUFFLED)
+    })
+    hues = module_hues(modalities)
+    marked = {"linewidth": 1.8, "marker": "o", "markersize": 3.2}
+    smoothed = {"linewidth": 2.0, "marker": "o" if len(train) == 1 else None, "markersize": 5}
+    losses = [
+        _Curve("train", _smooth(train), TRAIN_COLOUR, smoothed, raw=tuple(train)),
+        _Curve("held-out", heldout, HELDOUT_COLOUR, marked),
+    ]
+    gaps = []
+    for modality in modalities:
+        shuffled, hue = _series(history, SHUFFLED + modality), hues[modality]
+        losses.append(_Curve(f"{modality} shuffled", shuffled, hue, {**marked, "linestyle": "--"}))
+        gaps.append(_Curve(f"{modality} gap", _gap(shuffled, heldout), hue, marked, "+.3f"))
+    return [curve for curve in losses if curve.points], [gap for gap in gaps if gap.points]
+
+
 def _series(history: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
+    """(step, value) where a row has a finite one."""
     points = []
     for row in history:
         value = row.get(key)
@@ -152,13 +173,9 @@ def _smooth(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _finish(
-    axes: Axes,
-    curves: Sequence[Sequence[tuple[float, float]]],
-    labels: list[tuple[float, str, Any]],
-    height: float,
-    name: str,
+    axes: Axes, steps: Sequence[float], labels: Sequence[_Label], height: float, name: str
 ) -> None:
-    steps = [step for curve in curves for step, _ in curve]
+    """Limits, ticks and grid of a panel of so many inches, and its labels at the right."""
     if steps:
         low, high = min(steps), max(steps)
         room = 0.02 * (high - low) or 0.5
@@ -173,20 +190,20 @@ def _finish(
     for side in ("left", "bottom"):
         axes.spines[side].set_color("#BBBBBB")
     bottom, top = axes.get_ylim()
-    wanted = [(value - bottom) / (top - bottom) * height for value, _, _ in labels]
-    for y, (_, text, colour) in zip(_spread(wanted, height), labels, strict=True):
-        axes.text(1 + LABEL_GAP / PLOT_WIDTH, y / height, text, transform=axes.transAxes,
-                  color=colour, fontsize=LABEL_SIZE, va="center", weight="bold")
+    ends = [(label.value - bottom) / (top - bottom) * height for label in labels]
+    for y, label in zip(_spread(ends, height), labels, strict=True):
+        axes.text(1 + LABEL_GAP / PLOT_WIDTH, y / height, label.text, transform=axes.transAxes,
+                  color=label.colour, fontsize=LABEL_SIZE, va="center", weight="bold")
 
 
-def _spread(wanted: list[float], height: float) -> list[float]:
-    """The places nearest to the wanted ones, in their order, at least a line apart and,
-    as far as there is room, within the height."""
-    order = sorted(range(len(wanted)), key=wanted.__getitem__)
-    placed = [0.0] * len(wanted)
+def _spread(ends: list[float], height: float) -> list[float]:
+    """The places nearest to the curves' ends, in their order, at least a line apart and,
+    as far as there is room, within the height; all in inches."""
+    order = sorted(range(len(ends)), key=ends.__getitem__)
+    placed = [0.0] * len(ends)
     floor = 0.0
     for i in order:
-        placed[i] = floor = max(wanted[i], floor)
+        placed[i] = floor = max(ends[i], floor)
         floor += LINE
     ceiling = height
     for i in reversed(order):

@@ -48,7 +48,7 @@ def draw_mapping(
         path: file to write, ``.png`` or ``.svg``.
         others: seconds that other mappings would take, by name.
         title: heading; by default the mapping's method.
-        note: said beside the predicted time.
+        note: stands beside the predicted time.
 
     Returns:
         The path written.
@@ -70,14 +70,14 @@ def draw_mapping(
     ] + [Patch(facecolor=IDLE, edgecolor=FAINT, label="idle")]
     widest = max(text_width(ruler, str(h.get_label()), LABEL) for h in handles) + 0.55
     columns = max(1, min(len(handles), int(BODY / widest)))
-    said = _summary(mapping, others or {}, note, ruler)
+    summary = _summary(mapping, others or {}, note, ruler)
     legend = LEGEND_ROW * -(-len(handles) // columns) + 0.12
-    head = HEAD + LINE * len(said) + STAGES
+    head = HEAD + LINE * len(summary) + STAGES
     width, height = left + BODY + 0.3, head + band * mapping.gpus + AXIS + legend
     figure = new_figure(width, height)
     figure.text(0.12 / width, 1 - 0.26 / height, title or f"mapping: {mapping.method}",
                 fontsize=12, weight="bold", color=TEXT, va="center")
-    for index, line in enumerate(said):
+    for index, line in enumerate(summary):
         figure.text(0.12 / width, 1 - (HEAD + 0.06 + LINE * index) / height, line, fontsize=9,
                     color=TEXT, va="center")
     axes = figure.add_axes((
@@ -157,25 +157,25 @@ def _bars(
     for stage in mapping.stages:
         filled = [0.0] * mapping.gpus
         times = module_seconds(problem, stage.placements, mapping.slices)
-        for one, seconds in zip(stage.placements, times, strict=True):
-            share = one.quota / mapping.steps
-            text = f"{one.module}  {share:.0%}"
+        for placement, seconds in zip(stage.placements, times, strict=True):
+            share = placement.quota / mapping.steps
+            text = f"{placement.module}  {share:.0%}"
             inches = seconds / mapping.seconds * BODY
             size = min(SMALL, share * (1 - GAP) * band * 72 * 0.85)
-            for gpu in one.gpus:
+            for gpu in placement.gpus:
                 high = share * (1 - GAP)
                 low = gpu + GAP / 2 + filled[gpu]
                 axes.add_patch(Rectangle(
-                    (start / second, low), seconds / second, high, facecolor=hues[one.module],
+                    (start / second, low), seconds / second, high, facecolor=hues[placement.module],
                     edgecolor="white", linewidth=0.8, zorder=2,
                 ))
                 filled[gpu] += high
-                for said in (text, one.module, f"{share:.0%}"):
-                    if size >= 4.5 and text_width(ruler, said, size) + 0.08 <= inches:
+                for label in (text, placement.module, f"{share:.0%}"):
+                    if size >= 4.5 and text_width(ruler, label, size) + 0.08 <= inches:
+                        colour = ink_on(hues[placement.module])
                         axes.text(
-                            (start + seconds / 2) / second, low + high / 2, said, ha="center",
-                            va="center_baseline", fontsize=size, color=ink_on(hues[one.module]),
-                            zorder=4,
+                            (start + seconds / 2) / second, low + high / 2, label, ha="center",
+                            va="center_baseline", fontsize=size, color=colour, zorder=4,
                         )
                         break
         start += stage.seconds

@@ -19,6 +19,7 @@ HUES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9",
 USUAL = {"llm": HUES[0], "vision": HUES[2], "audio": HUES[1], "video": HUES[3]}
 WAIT = "#D4D4D4"
 COLLECTIVE = "#6B6B6B"
+PROGRESS = HUES[2]
 TEXT = "#222222"
 FAINT = "#777777"
 

@@ -77,7 +77,13 @@ def _save_png(figure: Figure, stream: BinaryIO) -> None:
 
 
 def text_width(figure: Figure, text: str, size: float) -> float:
-    """Inches a text takes at a font size, its widest line if it has several."""
+    """Inches a text takes, its widest line if it has several.
+
+    Args:
+        figure: any figure that is not drawn yet; the text is put into it and taken out again.
+        text: what to measure.
+        size: of the font, in points.
+    """
     artist = figure.text(0, 0, text, fontsize=size)
     box = artist.get_window_extent(cast(FigureCanvasAgg, figure.canvas).get_renderer())
     artist.remove()

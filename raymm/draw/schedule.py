@@ -5,30 +5,32 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from matplotlib.axes import Axes
-from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 
 from raymm.draw.palette import (
     COLLECTIVE,
     FAINT,
-    RGB,
     TEXT,
     WAIT,
     Look,
-    ink_on,
     module_hues,
     op_looks,
 )
 from raymm.draw.save import new_figure, picture_path, save_figure, text_width
+from raymm.draw.schedule_boxes import (
+    TimeScale,
+    draw_boxes,
+    number_size,
+    places_by_order,
+    places_on_quotas,
+)
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import COMPUTE, OPTIMIZER_OPS, Op
-from raymm.scheduler.program.timeline import Span, Timeline
+from raymm.scheduler.program.timeline import Timeline
 
 # Sizes in inches, font sizes in points.
 ROW = 0.30
@@ -43,32 +45,9 @@ BUBBLES = 0.85  # right of the panels
 MIN_WIDTH, MAX_WIDTH = 8.0, 20.0  # of the panels, without the margins
 BOX = 0.17  # how wide the median compute box should at least be
 LABEL_SIZE, CAPTION_SIZE = 8.5, 10.0
-NUMBER_SIZES = (7.5, 6.5, 5.5, 4.8)  # the largest that fits its box is taken
-DIGIT = 0.64 / 72  # inches of a digit per point of font size
 LABEL_STAGES = 3  # more stages on a rank than this are counted, not named
 
-# In rows: a box, and how much lower each later stage of the same module on the rank stands.
-BOX_ROWS, STEP_ROWS, MAX_STEP_ROWS = 0.86, 0.20, 0.40
 UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
-
-
-class _Scale(NamedTuple):
-    """The time axis all panels share. ``end`` is in units, a unit is ``second`` seconds."""
-
-    unit: str
-    second: float
-    end: float
-    inches: float  # per unit
-
-    def text(self, seconds: float) -> str:
-        return f"{seconds / self.second:,.4g} {self.unit}"
-
-
-class _Step(NamedTuple):
-    """Where a stage's boxes lie in their row: centre above the row's, and half height."""
-
-    rise: float
-    half: float
 
 
 def draw_timelines(
@@ -110,26 +89,21 @@ def draw_timelines(
         raise ValueError("timelines is empty; at least one (label, timeline) pair is needed")
     on_rank = _stages_of_ranks(timelines)
     names = _row_names(on_rank, rank_names)
-    steps = _steps(on_rank)
+    places = places_by_order(on_rank)
     hues = module_hues(s.stage.module for _, t in timelines for s in t.compute())
     looks = {module: op_looks(hue) for module, hue in hues.items()}
-    handles, columns = _legend(timelines, looks, stepped=any(s.rise for s in steps.values()))
-
+    handles, columns = _legend(timelines, looks, stepped=any(s.rise for s in places.values()))
     rows = [max(timeline.num_ranks, 1) for _, timeline in timelines]
-    row = ROW if max(rows) <= MANY_ROWS else ROW_MANY
-    row = max(min(row, MAX_ROWS_HEIGHT / sum(rows)), ROW_LEAST)
+    row = _row_height(rows)
     label_size = min(LABEL_SIZE, row * 72 * 0.8)
+    captions = _captions(timelines, bubble)
+
     ruler = new_figure(1, 1)
     left = 0.25 + max([text_width(ruler, name, label_size) for name in names.values()] or [0.0])
-    captions = [
-        _caption(
-            label, timeline, timelines[0] if index else None, _scale(timelines, 1.0), bubble
-        )
-        for index, (label, timeline) in enumerate(timelines)
-    ]
-    body = max(_body(timelines), *(text_width(ruler, c, CAPTION_SIZE) + 0.2 for c in captions))
+    captioned = [text_width(ruler, caption, CAPTION_SIZE) for caption in captions]
+    body = max(_body(timelines), *(inches + 0.2 for inches in captioned))
     scale = _scale(timelines, body)
-    digits = _number_size(timelines, scale)
+    digits = number_size(timelines, scale)
     legend = LEGEND_ROW * -(-len(handles) // columns) + 0.12 if handles else 0.0
     head = HEAD if title else 0.08
     width = left + body + BUBBLES
@@ -141,26 +115,27 @@ def draw_timelines(
     top = height - head
     for index, ((_, timeline), count) in enumerate(zip(timelines, rows, strict=True)):
         bottom = top - TITLE - row * count
-        axes = figure.add_axes(
-            (left / width, bottom / height, body / width, row * count / height)
-        )
+        place = (left / width, bottom / height, body / width, row * count / height)
+        axes = figure.add_axes(place)
         _panel(axes, timeline, names, scale, label_size)
-        _boxes(axes, timeline, looks, {**steps, **_on_quotas(timeline)}, scale, digits)
+        draw_boxes(axes, timeline, looks, {**places, **places_on_quotas(timeline)}, scale, digits)
         axes.set_title(captions[index], loc="left", fontsize=CAPTION_SIZE, color=TEXT, pad=5)
         if index:
-            _mark_end(axes, timelines[0], scale, text_width(ruler, captions[index], CAPTION_SIZE))
+            _mark_end(axes, timelines[0], scale, captioned[index])
         if index < len(timelines) - 1:
             axes.tick_params(labelbottom=False, bottom=False)
         else:
             axes.set_xlabel(f"time ({scale.unit})", fontsize=9, color=TEXT)
         top = bottom
     if handles:
-        figure.legend(
-            handles=handles, ncols=columns, loc="lower left", fontsize=8, frameon=False,
-            bbox_to_anchor=(left / width, 0.02), borderaxespad=0.0, handlelength=1.8,
-            labelspacing=0.45, columnspacing=1.6,
-        )
+        _draw_legend(figure, handles, columns, left / width)
     return save_figure(figure, target)
+
+
+def _row_height(rows: Sequence[int]) -> float:
+    """Inches of a row, of panels with so many rows each."""
+    row = ROW if max(rows) <= MANY_ROWS else ROW_MANY
+    return max(min(row, MAX_ROWS_HEIGHT / sum(rows)), ROW_LEAST)
 
 
 def _stages_of_ranks(timelines: Sequence[tuple[str, Timeline]]) -> dict[int, list[StageId]]:
@@ -170,11 +145,11 @@ def _stages_of_ranks(timelines: Sequence[tuple[str, Timeline]]) -> dict[int, lis
             stages.setdefault(rank, set())
         for span in timeline.compute():
             stages[span.rank].add(span.stage)
-    return {rank: sorted(found) for rank, found in stages.items()}
+    return {rank: sorted(ids) for rank, ids in stages.items()}
 
 
 def _row_names(
-    on_rank: Mapping[int, Sequence[StageId]], given: Mapping[int, str] | None
+    on_rank: Mapping[int, Sequence[StageId]], rank_names: Mapping[int, str] | None
 ) -> dict[int, str]:
     names = {}
     for rank, stages in on_rank.items():
@@ -183,48 +158,15 @@ def _row_names(
         if more > 0:
             shown = [*shown[:LABEL_STAGES], f"+{more}"]
         default = f"rank {rank}: {' '.join(shown)}" if shown else f"rank {rank}"
-        names[rank] = (given or {}).get(rank, default)
+        names[rank] = (rank_names or {}).get(rank, default)
     return names
 
 
-def _steps(on_rank: Mapping[int, Sequence[StageId]]) -> dict[tuple[int, StageId, float], _Step]:
-    """By rank, stage and quota (here 1). Stages of one module on one rank stand one step lower
-    each."""
-    steps = {}
-    for rank, stages in on_rank.items():
-        for module in {stage.module for stage in stages}:
-            same = [stage for stage in stages if stage.module == module]
-            room = min(STEP_ROWS * (len(same) - 1), MAX_STEP_ROWS)
-            for index, stage in enumerate(same):
-                rise = room * (0.5 - index / (len(same) - 1)) if room else 0.0
-                steps[rank, stage, 1.0] = _Step(rise, (BOX_ROWS - room) / 2)
-    return steps
-
-
-def _on_quotas(timeline: Timeline) -> dict[tuple[int, StageId, float], _Step]:
-    """Where the boxes of what runs on a quota stand; in order of first appearance."""
-    shares: dict[int, dict[str, float]] = {}
-    for span in timeline.compute():
-        if span.quota < 1:
-            shares.setdefault(span.rank, {})[span.stage.module] = span.quota
-    steps = {}
-    for span in timeline.compute():
-        if span.quota < 1:
-            above = 0.0
-            for module, quota in shares[span.rank].items():
-                if module == span.stage.module:
-                    break
-                above += quota
-            rise = BOX_ROWS * (0.5 - above - span.quota / 2)
-            steps[span.rank, span.stage, span.quota] = _Step(rise, BOX_ROWS * span.quota / 2)
-    return steps
-
-
-def _scale(timelines: Sequence[tuple[str, Timeline]], body: float) -> _Scale:
+def _scale(timelines: Sequence[tuple[str, Timeline]], body: float) -> TimeScale:
     longest = max(timeline.makespan for _, timeline in timelines)
     unit, second = next((u for u in UNITS if longest >= u[1]), UNITS[-1 if longest else 1])
     end = longest / second or 1.0
-    return _Scale(unit, second, end, body / end)
+    return TimeScale(unit, second, end, body / end)
 
 
 def _body(timelines: Sequence[tuple[str, Timeline]]) -> float:
@@ -237,16 +179,19 @@ def _body(timelines: Sequence[tuple[str, Timeline]]) -> float:
     return min(max(MIN_WIDTH, longest / lengths[len(lengths) // 2] * BOX), MAX_WIDTH)
 
 
-def _caption(
-    label: str, timeline: Timeline, first: tuple[str, Timeline] | None, scale: _Scale,
-    bubble: float | None,
-) -> str:
-    mean = timeline.mean_bubble if bubble is None else bubble
-    caption = f"{label}: iteration {scale.text(timeline.makespan)}, mean bubble {mean:.0%}"
-    if first is not None and first[1].makespan:
-        change = timeline.makespan / first[1].makespan - 1
-        caption += f", {abs(change):.1%} {'shorter' if change < 0 else 'longer'} than {first[0]}"
-    return caption
+def _captions(timelines: Sequence[tuple[str, Timeline]], bubble: float | None) -> list[str]:
+    """What stands above each panel; ``bubble`` is the mean to write, if it is not the rows'."""
+    (first_label, first), scale = timelines[0], _scale(timelines, 1.0)
+    captions = []
+    for index, (label, timeline) in enumerate(timelines):
+        mean = timeline.mean_bubble if bubble is None else bubble
+        caption = f"{label}: iteration {scale.text(timeline.makespan)}, mean bubble {mean:.0%}"
+        if index and first.makespan:
+            change = timeline.makespan / first.makespan - 1
+            direction = "shorter" if change < 0 else "longer"
+            caption += f", {abs(change):.1%} {direction} than {first_label}"
+        captions.append(caption)
+    return captions
 
 
 def _legend(
@@ -279,8 +224,17 @@ def _legend(
     return handles, max(len(columns), 1)
 
 
+def _draw_legend(figure: Figure, handles: list[Patch], columns: int, left: float) -> None:
+    """Below the panels, ``left`` of the figure's width away from its side."""
+    figure.legend(
+        handles=handles, ncols=columns, loc="lower left", fontsize=8, frameon=False,
+        bbox_to_anchor=(left, 0.02), borderaxespad=0.0, handlelength=1.8, labelspacing=0.45,
+        columnspacing=1.6,
+    )
+
+
 def _panel(
-    axes: Axes, timeline: Timeline, names: Mapping[int, str], scale: _Scale, label_size: float
+    axes: Axes, timeline: Timeline, names: Mapping[int, str], scale: TimeScale, label_size: float
 ) -> None:
     """Axes, row labels and bubbles; everything but the boxes."""
     count = max(timeline.num_ranks, 1)
@@ -313,7 +267,7 @@ def _above(axes: Axes) -> float:
 
 
 def _mark_end(
-    axes: Axes, first: tuple[str, Timeline], scale: _Scale, caption: float
+    axes: Axes, first: tuple[str, Timeline], scale: TimeScale, caption: float
 ) -> None:
     """A dashed line where the first timeline ends, named if the caption leaves room."""
     label, timeline = first
@@ -325,97 +279,3 @@ def _mark_end(
     if end * scale.inches - text_width(figure, text, 8) - 0.15 > caption:
         axes.text(end, _above(axes), text, transform=axes.get_xaxis_transform(),
                   fontsize=8, color=FAINT, ha="right", va="bottom")
-
-
-def _boxes(
-    axes: Axes,
-    timeline: Timeline,
-    looks: Mapping[str, Mapping[Op, Look]],
-    steps: Mapping[tuple[int, StageId, float], _Step],
-    scale: _Scale,
-    digits: float,
-) -> None:
-    origin = min((span.start for span in timeline.spans), default=0.0)
-    outline: RGB | str
-    # Polygons, fills and edges per hatch, as a collection has one. Waits lie below everything,
-    # outlined boxes above their neighbours' white borders.
-    sheets: dict[str, tuple[list, list, list]] = {}
-    numbers: list[tuple[float, float, float, Span, Look]] = []
-    layers = {Op.RECV: 0, Op.FORWARD_NO_GRAD: 2}
-    for span in sorted(timeline.spans, key=lambda s: layers.get(Op(s.op), 1)):
-        start, stop = ((at - origin) / scale.second for at in (span.start, span.end))
-        middle, hatch = float(span.rank), ""
-        if span.op in COMPUTE:
-            step = steps[span.rank, span.stage, span.quota]
-            look = looks[span.stage.module][Op(span.op)]
-            middle, half = span.rank - step.rise, step.half
-            fill, outline, hatch = look.fill, look.edge, look.hatch
-            numbers.append((start, stop, middle, span, look))
-        elif span.op == Op.RECV:
-            half, fill, outline = 0.06, WAIT, "none"
-        elif span.op in OPTIMIZER_OPS:
-            half, fill, outline = 0.30, COLLECTIVE, "white"
-        else:  # a SEND only starts a transfer
-            continue
-        low, high = middle - half, middle + half
-        polygons, fills, outlines = sheets.setdefault(hatch, ([], [], []))
-        polygons.append([(start, low), (stop, low), (stop, high), (start, high)])
-        fills.append(fill)
-        outlines.append(outline)
-    thin = min([0.6, *((stop - start) * scale.inches * 10 for start, stop, *_ in numbers)])
-    for hatch, (polygons, fills, outlines) in sheets.items():
-        axes.add_collection(
-            PolyCollection(polygons, facecolors=fills, edgecolors=outlines,
-                           linewidths=max(thin, 0.15), hatch=hatch or None)
-        )
-    _numbers(axes, numbers, scale, digits)
-
-
-def _numbers(
-    axes: Axes,
-    boxes: Sequence[tuple[float, float, float, Span, Look]],
-    scale: _Scale,
-    largest: float,
-) -> None:
-    """Microbatch numbers, where they fit."""
-    plain, fills = [], []
-    row = _row_inches(axes)
-    for start, stop, middle, span, look in boxes:
-        # Where the common size has no room, a smaller one may.
-        size = next((n for n in NUMBER_SIZES if n <= largest and _fits(span, n, scale)), 0.0)
-        if not size:
-            continue
-        x = (start + stop) / 2
-        axes.add_artist(
-            Text(x, middle, str(span.microbatch), fontsize=size, color=ink_on(look.fill),
-                 ha="center", va="center_baseline", clip_on=True)
-        )
-        if look.hatch:  # a plain patch keeps the digits off the stripes
-            wide = (len(str(span.microbatch)) * DIGIT * size + 0.02) / 2 / scale.inches
-            high = size / 72 * 0.5 / row
-            plain.append([(x - wide, middle - high), (x + wide, middle - high),
-                          (x + wide, middle + high), (x - wide, middle + high)])
-            fills.append(look.fill)
-    if plain:
-        axes.add_collection(PolyCollection(plain, facecolors=fills, linewidths=0, gid="digits"))
-
-
-def _row_inches(axes: Axes) -> float:
-    figure = axes.figure
-    assert isinstance(figure, Figure)
-    rows = abs(axes.get_ylim()[1] - axes.get_ylim()[0])
-    return axes.get_position().height * figure.get_size_inches()[1] / rows
-
-
-def _fits(span: Span, size: float, scale: _Scale) -> bool:
-    inches = (span.end - span.start) / scale.second * scale.inches
-    return inches >= len(str(span.microbatch)) * DIGIT * size + 0.02
-
-
-def _number_size(timelines: Sequence[tuple[str, Timeline]], scale: _Scale) -> float:
-    """The largest font size of microbatch numbers at which most boxes have room."""
-    spans = [span for _, timeline in timelines for span in timeline.compute()]
-    for size in NUMBER_SIZES:
-        if sum(_fits(span, size, scale) for span in spans) >= 0.85 * len(spans):
-            return size
-    return NUMBER_SIZES[-1]

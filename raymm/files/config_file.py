@@ -102,8 +102,8 @@ def _check_size(value: Any, what: str) -> None:
     level, left = [value], MOST_VALUES
     for _ in range(MOST_DEPTH + 1):
         inner = (
-            one for outer in level if isinstance(outer, dict | list | tuple | set)
-            for one in (outer.values() if isinstance(outer, dict) else outer)
+            item for outer in level if isinstance(outer, dict | list | tuple | set)
+            for item in (outer.values() if isinstance(outer, dict) else outer)
         )
         level = list(islice(inner, left + 1))
         left -= len(level)
@@ -118,6 +118,11 @@ def _check_size(value: Any, what: str) -> None:
 
 def read_text(path: str | os.PathLike[str], what: str, most: int = MOST_BYTES) -> str:
     """The text of a file in UTF-8, a byte order mark left out.
+
+    Args:
+        path: of the file.
+        what: the field or option that names it, for errors.
+        most: bytes.
 
     Raises:
         ConfigError: there is no such file, it cannot be read, or it has more than ``most`` bytes;

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from raymm.actors.storage.folder import PARTIAL
 from raymm.files.config_error import ConfigError
-from raymm.files.run_files import PARTIAL
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,30 @@ class Output:
 
     @classmethod
     def folder(cls, field: str, name: str, *files: str) -> Output:
-        """
+        """A folder, and files in it.
+
+        Args:
+            field: that names it, for errors.
+            name: what was given.
+            *files: that are to be in it.
+
         Raises:
-            ConfigError: as all of these: no place can have that name.
+            ConfigError: no place can have that name, as for all kinds of output.
         """
         return cls(field, name, expected := _FOLDER, _path(field, name, expected), files)
 
     @classmethod
     def file(cls, field: str, name: str, *suffixes: str) -> Output:
-        """A file, and others of its name that end otherwise."""
+        """A file, and others of its name that end otherwise.
+
+        Args:
+            field: that names it, for errors.
+            name: what was given.
+            *suffixes: of the others.
+
+        Raises:
+            ConfigError: no place can have that name.
+        """
         path = _path(field, name, _FILE)
         files = (path.name, *(path.with_suffix(suffix).name for suffix in suffixes))
         return cls(field, name, _FILE, path.parent, files)
@@ -67,9 +82,9 @@ class Output:
         Raises:
             ConfigError: naming the field, the place and what is in the way.
         """
-        made: list[Path] = []
+        new_folders: list[Path] = []
         try:
-            self._make_folders(made)
+            self._make_folders(new_folders)
             for file in self.files:
                 self._try_file(file)
             if not self.files:
@@ -77,18 +92,18 @@ class Output:
         except OSError as error:
             raise self._refused(error) from None
         finally:
-            for folder in reversed(made):
+            for folder in reversed(new_folders):
                 with contextlib.suppress(OSError):  # another process has put something there
                     folder.rmdir()
 
-    def _make_folders(self, made: list[Path]) -> None:
+    def _make_folders(self, new_folders: list[Path]) -> None:
         missing, path = [], self.path.absolute()
         while not path.exists():
             missing.append(path)
             path = path.parent
         for folder in reversed(missing):
             folder.mkdir()
-            made.append(folder)
+            new_folders.append(folder)
 
     def _try_file(self, file: str) -> None:
         target = self.path / file
@@ -131,11 +146,11 @@ def with_home(name: str) -> str:
     Raises:
         ValueError: there is no such user; the name would make a folder that begins with ``~``.
     """
-    found = os.path.expanduser(name)
-    if found.startswith("~"):
-        user = found.partition("/")[0]
+    expanded = os.path.expanduser(name)
+    if expanded.startswith("~"):
+        user = expanded.partition("/")[0]
         raise ValueError(f"there is no user {user[1:]!r}; ./{user} is a folder of that name")
-    return found
+    return expanded
 
 
 def _path(field: str, name: str, expected: str) -> Path:

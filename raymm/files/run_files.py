@@ -6,11 +6,10 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from raymm.actors.storage.folder import PARTIAL, replace_file
 from raymm.errors import RunError
-
-# What a file is called until it is whole: ``.{name}`` and this.
-PARTIAL = ".raymm-partial"
 
 
 class RunFileError(RunError, OSError):
@@ -19,7 +18,7 @@ class RunFileError(RunError, OSError):
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(path: Any) -> Iterator[None]:
     """Name the file in what goes wrong while it is written.
 
     Raises:
@@ -39,18 +38,17 @@ def write_whole(path: Path, text: str) -> None:
     Raises:
         RunFileError: it cannot be written; what was there is still there.
     """
-    temporary = path.with_name(f".{path.name}{PARTIAL}")
     with writing(path):
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_folder(path.parent)
+        replace_file(path, text.encode())
 
 
 def append(path: Path, text: str, durable: bool = False) -> None:
-    """Add to the end of a file; ``durable``: on disk when this returns.
+    """Add to the end of a file.
+
+    Args:
+        path: of the file; it is made.
+        text: in UTF-8.
+        durable: wait until it is on disk.
 
     Raises:
         RunFileError: it cannot be written.
@@ -62,15 +60,6 @@ def append(path: Path, text: str, durable: bool = False) -> None:
             os.fsync(file.fileno())
 
 
-def sync_folder(folder: Path) -> None:
-    """Force a folder's entries to disk: files are there after a crash only with their names."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def remove_partial(folder: Path) -> list[Path]:
     """Remove files that were never whole; returns them. For the folder's only writer.
 
@@ -78,8 +67,8 @@ def remove_partial(folder: Path) -> list[Path]:
         RunFileError: one cannot be removed.
     """
     # Folders are an export's, which may be at work.
-    found = sorted(file for file in folder.glob(f".*{PARTIAL}") if not file.is_dir())
-    for file in found:
+    partial = sorted(file for file in folder.glob(f".*{PARTIAL}") if not file.is_dir())
+    for file in partial:
         with writing(file):
             file.unlink(missing_ok=True)
-    return found
+    return partial

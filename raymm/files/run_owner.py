@@ -17,10 +17,12 @@ import re
 import secrets
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Self
 
 from raymm.errors import RunError
 from raymm.files.config_error import ConfigError
@@ -80,6 +82,25 @@ class Owner:
             datetime.now(UTC).isoformat(timespec="seconds"), secrets.token_hex(16),
         )
 
+    @classmethod
+    def from_bytes(cls, text: bytes, version: object) -> Owner:
+        """The owner that a file names. One that names none has an owner of whom only signs of life
+        can be seen.
+
+        Args:
+            text: the file's.
+            version: what tells this file from others that name nobody.
+        """
+        try:
+            owner = cls(**json.loads(text))
+            if all(isinstance(getattr(owner, name), kind) for name, kind in _TYPES.items()):
+                if _TOKEN.fullmatch(owner.token):
+                    return owner
+        except (ValueError, TypeError, RecursionError):
+            pass
+        token = f"unreadable-{version}"
+        return cls("an unknown host", 0, None, None, None, "an unknown time", token)
+
     def is_gone(self) -> bool | None:
         """Whether its process has ended; None if that cannot be seen from this process."""
         if self.boot is None or None in (self.namespace, self.started):
@@ -90,6 +111,30 @@ class Owner:
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since}"
+
+
+def owned(folder: object, owner: Owner) -> str:
+    """What to say of a run folder that another run owns."""
+    return (
+        f"run.storage_path is {str(folder)!r}, which belongs to a run that goes on: {owner}. Wait "
+        "for its end or end it, or give another storage_path. Once it is gone, the next run takes "
+        "the folder over by itself"
+    )
+
+
+def _lost(folder: object, file: object, owner: Owner | None) -> str:
+    """What to say of a run folder that was this run's.
+
+    Args:
+        folder: as people know it.
+        file: that said so.
+        owner: whom that file names now; None if it is gone.
+    """
+    whose = f"{file} is gone" if owner is None else f"it belongs to {owner}"
+    return (
+        f"{folder} is this run's no more; {whose}. Was it stopped for long, or was that file "
+        "removed?"
+    )
 
 
 def _started(pid: int) -> int | None:
@@ -110,11 +155,12 @@ def _place() -> tuple[str | None, int | None]:
         return None, None
 
 
-class RunOwner:
-    """Owns a folder for the length of a ``with`` block.
+class FolderOwner(ABC):
+    """Owns a folder for the length of a ``with`` block. How is for those who are derived from it.
 
     Args:
-        folder: an existing one.
+        folder: in errors.
+        expected: what that should be, in errors.
         say: is told when it waits, and whom it has followed.
 
     Raises:
@@ -122,26 +168,52 @@ class RunOwner:
         ConfigError: on entering: the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, say: Callable[[str], None] = lambda line: None) -> None:
-        self._folder, self._say = folder, say
-        self._file = folder / OWNER
+    def __init__(self, folder: object, expected: str, say: Callable[[str], None]) -> None:
+        self._place, self._expected, self._say = folder, expected, say
         self._me = Owner.this_process()
-        self._own_copy = folder / f".owner-{self._me.token}"
         self._left = threading.Event()
         self._beating: threading.Thread | None = None
 
-    def __enter__(self) -> RunOwner:
+    @abstractmethod
+    def _acquire(self) -> None:
+        """Own it.
+
+        Raises:
+            RunOwnedError: it is another's.
+            OSError: it cannot be written.
+        """
+
+    @abstractmethod
+    def _owner(self) -> Owner | None:
+        """Whom the file names; None if there is none.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+
+    @abstractmethod
+    def _give_sign(self) -> None:
+        """A sign of life, in the file that is this process's.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+
+    @abstractmethod
+    def _give_up(self) -> None:
+        """Remove the file that is this process's.
+
+        Raises:
+            OSError: it cannot be removed.
+        """
+
+    def __enter__(self) -> Self:
         try:
-            _write_new(self._own_copy, self._me)
             self._acquire()
         except OSError as error:
             raise ConfigError(
-                f"run.storage_path is {str(self._folder)!r}; expected a folder that can be "
-                f"written: {error}"
+                f"run.storage_path is {str(self._place)!r}; expected {self._expected}: {error}"
             ) from None
-        finally:
-            with contextlib.suppress(OSError):  # where nothing can be written, nothing was
-                self._own_copy.unlink(missing_ok=True)
         self._beating = threading.Thread(target=self._beat, name="raymm-owner", daemon=True)
         self._beating.start()
         return self
@@ -150,11 +222,10 @@ class RunOwner:
         self._left.set()
         if self._beating is not None:
             self._beating.join()
-        try:
-            if _read(self._file) == self._me:
-                self._file.unlink()
-        except OSError:
-            pass  # it is seen to be gone: by its process, or by its signs of life
+        # Else it is seen to be gone: by its process, or by its signs of life.
+        with contextlib.suppress(OSError):
+            if self._owner() == self._me:
+                self._give_up()
 
     def check(self) -> None:
         """Before something that only the owner may do.
@@ -163,26 +234,52 @@ class RunOwner:
             OwnerLostError: it is this run no more.
             RunFileError: that cannot be seen.
         """
+        file = f"{self._place}/{OWNER}"
         try:
-            found = _read(self._file)
+            owner = self._owner()
         except OSError as error:
-            raise RunFileError(f"cannot read {self._file}: {error.strerror or error}") from error
-        if found != self._me:
-            raise OwnerLostError(
-                f"{self._folder} is this run's no more; "
-                + (f"{self._file} is gone" if found is None else f"it belongs to {found}")
-                + ". Was it stopped for long, or was that file removed?"
-            )
+            raise RunFileError(f"cannot read {file}: {error.strerror or error}") from error
+        if owner != self._me:
+            raise OwnerLostError(_lost(self._place, file, owner))
 
     def _beat(self) -> None:
         while not self._left.wait(HEARTBEAT_S):
-            try:
-                if _read(self._file) == self._me:
-                    os.utime(self._file)
-            except OSError:
-                pass  # a disk that comes back; else `check` says so
+            with contextlib.suppress(OSError):  # it comes back; else `check` says so
+                if self._owner() == self._me:
+                    self._give_sign()
+
+
+class RunOwner(FolderOwner):
+    """Owns a folder of a file system.
+
+    Args:
+        folder: an existing one.
+        say: as of :class:`FolderOwner`.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], None] = lambda line: None) -> None:
+        super().__init__(folder, "a folder that can be written", say)
+        self._folder, self._file = folder, folder / OWNER
+        self._own_copy = folder / f".owner-{self._me.token}"
+
+    def _owner(self) -> Owner | None:
+        return _read(self._file)
+
+    def _give_sign(self) -> None:
+        os.utime(self._file)
+
+    def _give_up(self) -> None:
+        self._file.unlink()
 
     def _acquire(self) -> None:
+        try:
+            _write_new(self._own_copy, self._me)
+            self._follow()
+        finally:
+            with contextlib.suppress(OSError):  # where nothing can be written, nothing was
+                self._own_copy.unlink(missing_ok=True)
+
+    def _follow(self) -> None:
         while True:
             if self._link(self._file):
                 return
@@ -196,8 +293,8 @@ class RunOwner:
                 continue  # somebody was faster
             # There is one claim on each owner at a time. It holds if the owner had not been
             # followed, and that claim renamed, in the meantime.
-            found = self._last()
-            if found is None or found[1] != self._me:
+            latest = self._last()
+            if latest is None or latest[1] != self._me:
                 claim.unlink()
                 continue
             os.replace(claim, self._file)
@@ -249,11 +346,7 @@ class RunOwner:
             if _read(path) != owner:
                 return False
         if not gone:
-            raise RunOwnedError(
-                f"run.storage_path is {str(self._folder)!r}, which belongs to a run that goes on: "
-                f"{owner}. Wait for its end or end it, or give another storage_path. Once it is "
-                "gone, the next run takes the folder over by itself"
-            )
+            raise RunOwnedError(owned(self._folder, owner))
         return True
 
     def _stays_silent(self, path: Path) -> bool:
@@ -288,21 +381,13 @@ def _write_new(path: Path, owner: Owner) -> None:
 
 
 def _read(path: Path) -> Owner | None:
-    """The owner that a file names; None if there is no file. A file that names none has an owner
-    of whom only signs of life can be seen."""
+    """The owner that a file names; None if there is no file."""
     try:
         with open(path, "rb") as file:
             text, inode = file.read(), os.fstat(file.fileno()).st_ino
     except FileNotFoundError:
         return None
-    try:
-        owner = Owner(**json.loads(text))
-        if all(isinstance(getattr(owner, name), kind) for name, kind in _TYPES.items()):
-            if _TOKEN.fullmatch(owner.token):
-                return owner
-    except (ValueError, TypeError, RecursionError):
-        pass
-    return Owner("an unknown host", 0, None, None, None, "an unknown time", f"unreadable-{inode}")
+    return Owner.from_bytes(text, inode)
 
 
 def _beat_of(path: Path) -> float | None:

@@ -26,7 +26,7 @@ class Section(BaseModel):
 def section_of(options: type) -> type[Section]:
     """A section with the fields of a dataclass: their types, ranges and defaults."""
     hints = get_type_hints(options, include_extras=True)
-    made: dict[str, Any] = {
+    definitions: dict[str, Any] = {
         option.name: (
             hints[option.name],
             option.default if option.default_factory is MISSING
@@ -34,7 +34,7 @@ def section_of(options: type) -> type[Section]:
         )
         for option in fields(options)
     }
-    return create_model(f"{options.__name__}Section", __base__=Section, **made)
+    return create_model(f"{options.__name__}Section", __base__=Section, **definitions)
 
 
 def _text(value: str) -> str:

@@ -26,17 +26,17 @@ from raymm.scheduler.plan.stage import StageId
 def parameter_ownership(
     processes: Processes,
     owned: Mapping[StageId, Mapping[str, int]],
-    pieces: Mapping[str, ShardSpec],
+    shard_specs: Mapping[str, ShardSpec],
 ) -> tuple[ParameterOwnership, ...]:
     """What each process has of parameters that others have too: tied embeddings, and all of a
-    module that has several copies, shares out microbatches, or has fewer pieces than processes.
+    module that has several copies, shares out microbatches, or has fewer shards than processes.
 
     Args:
         processes: the plan's.
         owned: elements to update of the parameters that each stage of the plan owns, by name.
-        pieces: per module.
+        shard_specs: per module.
     """
-    groups = _groups(processes, owned, pieces)
+    groups = _groups(processes, owned, shard_specs)
     shared: list[list[SharedParameter]] = [[] for _ in processes.all]
     in_grad_norm: list[set[tuple[StageId, str]]] = [set() for _ in processes.all]
     saves: list[set[tuple[StageId, str]]] = [set() for _ in processes.all]
@@ -58,27 +58,27 @@ def parameter_ownership(
 
 def reduction_groups(every: Sequence[ParameterOwnership]) -> tuple[ReductionGroup, ...]:
     """All groups of several processes, in one order: their process groups are made together."""
-    found = {one.reduction_group for holding in every for one in holding.shared}
+    groups = {parameter.reduction_group for holding in every for parameter in holding.shared}
     return tuple(
-        sorted(reduction_group for reduction_group in found if len(reduction_group.processes) > 1)
+        sorted(reduction_group for reduction_group in groups if len(reduction_group.processes) > 1)
     )
 
 
 def _groups(
     processes: Processes,
     owned: Mapping[StageId, Mapping[str, int]],
-    pieces: Mapping[str, ShardSpec],
+    shard_specs: Mapping[str, ShardSpec],
 ) -> list[tuple[SharedParameter, bool]]:
     """Holders whose gradients add up, in an order that follows from the plan, and whether no
-    group before has the very same piece."""
+    group before has the very same shard."""
     plan = processes.plan
     places: dict[tuple[str, str, tuple[int, ...]], list[ParameterReference]] = {}
     for stage in plan.topological_stages:
-        chain = pieces[stage.module]
+        shard_spec = shard_specs[stage.module]
         for name in owned[stage.id]:
             for number in processes.of_rank(stage.rank):
-                place = place_of(processes, number, chain)
-                key = (stage.module, name, chain.sharers(name, place))
+                place = place_of(processes, number, shard_spec)
+                key = (stage.module, name, shard_spec.sharers(name, place))
                 places.setdefault(key, []).append(ParameterReference(number, stage.id, name))
     # Of fully sharded modules: what is not sharded.
     sharded = {stage.module for stage in plan.stages if stage.sharding != "none"}
@@ -88,15 +88,22 @@ def _groups(
         group = SharedParameter(tuple(references))
         if module in sharded and len(group.reduction_group.processes) > 1:
             group = replace(group, owner=_lightest(group, loads, owned[references[0].stage][name]))
-        place = place_of(processes, references[0].process, pieces[module])
-        groups.append((group, not pieces[module].is_replica(name, place)))
+        place = place_of(processes, references[0].process, shard_specs[module])
+        groups.append((group, not shard_specs[module].is_replica(name, place)))
     return groups
 
 
-def place_of(processes: Processes, number: int, pieces: ShardSpec) -> int:
-    """A process's place among those that share a module's parameters."""
+def place_of(processes: Processes, number: int, shard_spec: ShardSpec) -> int:
+    """A process's place among those that share a module's parameters.
+
+    Args:
+        processes: of the run.
+        number: the process's.
+        shard_spec: how its module is sharded.
+        shard_spec: how its module is sharded.
+    """
     process = processes.all[number]
-    return pieces.place(process.tp, processes.data_place(process))
+    return shard_spec.place(process.tp, processes.data_place(process))
 
 
 def _lightest(group: SharedParameter, loads: dict[int, int], size: int) -> int:

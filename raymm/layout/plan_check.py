@@ -36,37 +36,37 @@ def check_grants(plan: Plan, gpu: Multiprocessors) -> None:
 
 def differences(planned: ModuleGraph, model: ModuleGraph) -> list[str]:
     """What a plan's graph has other than a model's, in words; empty if they are equal."""
-    found = []
+    texts = []
     nodes = {node.name: node for node in planned.nodes}
     own = {node.name: node for node in model.nodes}
     for name in sorted(nodes.keys() - own.keys()):
-        found.append(f"the plan has a module {name!r}, the model has not")
+        texts.append(f"the plan has a module {name!r}, the model has not")
     for name in sorted(own.keys() - nodes.keys()):
-        found.append(f"the model has a module {name!r}, the plan has not")
+        texts.append(f"the model has a module {name!r}, the plan has not")
     for name, node in own.items():
         if name not in nodes:
             continue
         theirs = nodes[name]
         if theirs.num_blocks != node.num_blocks:
-            found.append(
+            texts.append(
                 f"{name!r} has {theirs.num_blocks} blocks in the plan, {node.num_blocks} in the "
                 "model"
             )
         elif theirs.projector != node.projector:
             where = "plan" if theirs.projector else "model"
-            found.append(f"{name!r} has a projector in the {where} only")
+            texts.append(f"{name!r} has a projector in the {where} only")
         elif theirs.trainable != node.trainable:
             layer = next(
                 i for i, (a, b) in enumerate(zip(theirs.trainable, node.trainable, strict=True))
                 if a != b
             )
             what = ("frozen", "trained")
-            found.append(
+            texts.append(
                 f"layer {layer} of {name!r} is {what[theirs.trainable[layer]]} in the plan, "
                 f"{what[node.trainable[layer]]} in the model"
             )
-    if not found and set(planned.edges) != set(model.edges):
-        found.append(f"the plan's edges are {planned.edges}, the model's {model.edges}")
-    if not found and planned != model:
-        found.append("modules or edges are in another order")
-    return found
+    if not texts and set(planned.edges) != set(model.edges):
+        texts.append(f"the plan's edges are {planned.edges}, the model's {model.edges}")
+    if not texts and planned != model:
+        texts.append("modules or edges are in another order")
+    return texts

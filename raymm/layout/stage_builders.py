@@ -33,7 +33,8 @@ from raymm.actors.stages.language import (
     language_stage_parameters,
 )
 from raymm.actors.weights.source import LiveSource, set_mode
-from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule
+from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
+from raymm.model.multimodal import MultimodalModule
 from raymm.scheduler.graph.module_graph import ModuleNode
 from raymm.scheduler.plan.plan import Plan, PlanError, Stage
 from raymm.scheduler.plan.stage import StageId
@@ -45,7 +46,7 @@ def reloadable_modules(model: MultimodalModule) -> frozenset[str]:
     """Modules whose frozen weights can be had again from where they came from, so that no
     checkpoint need hold them."""
     sources = {name: encoder.source() for name, encoder in model.encoders.items()}
-    sources[LANGUAGE_MODEL] = model.language_model.source(language_model=True)
+    sources[LANGUAGE_MODEL] = model.language_model.source(ModuleKind.LANGUAGE_MODEL)
     return frozenset(n for n, source in sources.items() if not isinstance(source, LiveSource))
 
 
@@ -56,14 +57,14 @@ class StageBuilders:
     Attributes:
         build: per stage, a picklable function that builds it whole: shared by nobody.
         owned: per stage, elements of the parameters that it owns, by name; 0 for frozen ones.
-        pieces: per module, which piece of each parameter a process holds.
+        shard_specs: per module, which shard of each parameter a process holds.
         retries: per encoder that is cut or shared out, whether that also does for other inputs:
             raises a ``ProbeError`` if not.
     """
 
     build: dict[StageId, Callable[[], EncoderStage | LanguageStage]]
     owned: dict[StageId, dict[str, int]]
-    pieces: dict[str, ShardSpec]
+    shard_specs: dict[str, ShardSpec]
     retries: dict[str, Retry] = field(default_factory=dict)
 
 
@@ -74,11 +75,12 @@ def stage_builders(model: MultimodalModule, plan: Plan) -> StageBuilders:
         ProbeError: if a module cannot be cut, or its tokens or parameters shared out, as planned.
         PlanError: if the model's sizes do not fit the plan's degrees.
     """
-    made = StageBuilders({}, {}, {})
+    builders = StageBuilders({}, {}, {})
     for node in plan.graph.nodes:
         first = plan.replicas(node.name)[0][0]
         is_cut = first.layers[1] < node.num_blocks
-        if node.name == LANGUAGE_MODEL:
+        kind = module_kind(node.name)
+        if kind is ModuleKind.LANGUAGE_MODEL:
             spec: Any = model.language_spec()
             example = None
             if is_cut:
@@ -97,10 +99,10 @@ def stage_builders(model: MultimodalModule, plan: Plan) -> StageBuilders:
             _check_samples(node.name, spec, example)
         if first.cp > 1 or first.fsdp > 1:
             _check_layer_drop(node.name, spec, example)
-        made.pieces[node.name] = pieces = _pieces(node.name, spec, first, example)
+        builders.shard_specs[node.name] = shard_spec = _shard_spec(node.name, spec, first, example)
         cuts = _cuts(plan, node)
-        if node.name != LANGUAGE_MODEL and (cuts or max(first.tp, first.cp) > 1):
-            made.retries[node.name] = partial(_try_inputs, spec, cuts, first, pieces)
+        if kind is ModuleKind.ENCODER and (cuts or max(first.tp, first.cp) > 1):
+            builders.retries[node.name] = partial(_try_inputs, spec, cuts, first, shard_spec)
         sizes = parameter_sizes(spec)
         parts: dict[tuple, tuple[dict[str, int], Callable[[], EncoderStage | LanguageStage]]] = {}
         for stage in plan.module_stages(node.name):
@@ -108,23 +110,23 @@ def stage_builders(model: MultimodalModule, plan: Plan) -> StageBuilders:
             if part not in parts:  # replicas of the module have it in common
                 own = {name: sizes[name] for name in names(spec, lo, hi)}
                 parts[part] = own, partial(build, _slim(spec, own, lo, hi), lo, hi, options)
-            made.owned[stage.id], made.build[stage.id] = parts[part]
-    return made
+            builders.owned[stage.id], builders.build[stage.id] = parts[part]
+    return builders
 
 
 def _try_inputs(
-    spec: EncoderSpec, cuts: Cuts, stage: Stage, pieces: ShardSpec, example: Mapping[str, Any]
+    spec: EncoderSpec, cuts: Cuts, stage: Stage, shard_spec: ShardSpec, example: Mapping[str, Any]
 ) -> None:
     """
     Raises:
         ProbeError: if stages and shards that were made for other inputs do not do for these.
     """
     check_chain(spec, cuts, example)
-    given = module_inputs(spec, example) if max(stage.tp, stage.cp) > 1 else None
+    inputs = module_inputs(spec, example) if max(stage.tp, stage.cp) > 1 else None
     if stage.cp > 1:
-        _check_tokens(spec.name, spec, given, stage.cp)
-    if stage.tp > 1 and probe_tensor(spec.source, stage.tp, spec.name, given) != (
-        pieces.plans["module"]
+        _check_tokens(spec.name, spec, inputs, stage.cp)
+    if stage.tp > 1 and probe_tensor(spec.source, stage.tp, spec.name, inputs) != (
+        shard_spec.plans["module"]
     ):
         raise ProbeError(f"tp of {spec.name!r} is {stage.tp}, and they need other shards of it")
 
@@ -191,9 +193,9 @@ def _check_samples(
         PlanError: if a module's samples cannot be split over processes.
     """
     if any(
-        isinstance(one, _BatchNorm) and skeleton.training
+        isinstance(child, _BatchNorm) and skeleton.training
         for skeleton in (set_mode(part) for part in _skeletons(spec).values())
-        for one in skeleton.modules()
+        for child in skeleton.modules()
     ):
         raise PlanError(
             f"sharding of {module!r} is 'fsdp', which deals samples out over processes, and it has "
@@ -206,10 +208,10 @@ def _check_samples(
             raise PlanError(f"sharding of {module!r}: {error}") from None
 
 
-def _pieces(
+def _shard_spec(
     module: str, spec: EncoderSpec | LanguageSpec, stage: Stage, example: dict[str, Any] | None
 ) -> ShardSpec:
-    """Which piece of a module's parameters each process of a rank holds.
+    """Which shards of a module's parameters each process of a rank holds.
 
     Raises:
         PlanError: if they cannot be shared out as planned.

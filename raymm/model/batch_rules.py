@@ -155,6 +155,13 @@ def check_range(
 ) -> None:
     """Look whether integers are from 0 to below ``stop``, or ``also``.
 
+    Args:
+        name: of the tensor, for the error.
+        values: int64, at least one.
+        stop: the first number that is too large.
+        accepted: what the error says is.
+        also: a number outside the range that is accepted too.
+
     Raises:
         BatchError: one is not; says which, and what is accepted.
     """
@@ -192,7 +199,7 @@ def _padded_right(
             )
         if rises.any():
             order = torch.argsort(mask, dim=1, descending=True, stable=True)
-            ids, labels, mask = (one.gather(1, order) for one in (ids, labels, mask))
+            ids, labels, mask = (tensor.gather(1, order) for tensor in (ids, labels, mask))
     return {IDS: ids, LABELS: labels, MASK: mask}
 
 
@@ -205,26 +212,26 @@ def _items(name: str, value: Any, rows: int, to_send: bool) -> dict[str, torch.T
             f"{name!r} is {said(value)}; accepted: {accepted}, or None where there are none"
         )
     tensors = {
-        key: check_tensor(f"{key!r} of {name!r}", one, "a tensor of all items", to_send)
-        for key, one in value.items() if key != INDEX
+        key: check_tensor(f"{key!r} of {name!r}", tensor, "a tensor of all items", to_send)
+        for key, tensor in value.items() if key != INDEX
     }
     if not tensors:
         raise BatchError(f"{name!r} has no tensor; accepted: {accepted}, or None")
-    for key, one in tensors.items():
-        if not isinstance(key, str) or not one.numel():
+    for key, tensor in tensors.items():
+        if not isinstance(key, str) or not tensor.numel():
             raise BatchError(
-                f"{key!r} of {name!r} is {said(one)}; accepted: tensors of at least one item by "
+                f"{key!r} of {name!r} is {said(tensor)}; accepted: tensors of at least one item by "
                 "name; None in place of the dict, where there are no items"
             )
-        if not one.dim():
-            raise BatchError(f"{key!r} of {name!r} is {said(one)}; accepted: {accepted}")
+        if not tensor.dim():
+            raise BatchError(f"{key!r} of {name!r} is {said(tensor)}; accepted: {accepted}")
     return {**tensors, INDEX: _sample_index(name, tensors, value.get(INDEX), rows, to_send)}
 
 
 def _sample_index(
     name: str, tensors: Mapping[str, torch.Tensor], index: Any, rows: int, to_send: bool
 ) -> torch.Tensor:
-    sizes = {key: len(one) for key, one in tensors.items()}
+    sizes = {key: len(tensor) for key, tensor in tensors.items()}
     shown = ", ".join(f"{key!r}: {count}" for key, count in sizes.items())
     if index is None:
         if set(sizes.values()) != {rows}:

@@ -67,7 +67,7 @@ class EncoderTrial:
     ) -> None:
         self._spec, self._width = spec, width
         self._autocast, self._example = autocast, example
-        self._found: OrderedDict[tuple, Taken] = OrderedDict()
+        self._by_signature: OrderedDict[tuple, Taken] = OrderedDict()
         self._has_callbacks = any(
             (spec.preprocess, spec.postprocess_module, spec.postprocess_projector)
         )
@@ -104,21 +104,21 @@ class EncoderTrial:
         key = signature(tensors, count)
         if self._has_callbacks:  # they may want another number of items
             key = (count, *key)
-        found = self._found.get(key)
-        if found is None:
-            found = self._found[key] = self._try(tensors, count)
-            if len(self._found) > MAX_SIGNATURES:
-                self._found.popitem(last=False)
-        for name, stop in found.ids.items():
+        taken = self._by_signature.get(key)
+        if taken is None:
+            taken = self._by_signature[key] = self._try(tensors, count)
+            if len(self._by_signature) > MAX_SIGNATURES:
+                self._by_signature.popitem(last=False)
+        for name, stop in taken.ids.items():
             field_name = f"{name!r} of {self._spec.name!r}"
             check_range(field_name, tensors[name], stop, f"0 to {stop - 1}, the encoder's ids")
-        return found
+        return taken
 
     def _try(self, tensors: Items, count: int) -> Taken:
         try:
             if self._skeleton is None:
                 self._skeleton = skeleton_chain(self._spec)
-            found = self._run(self._skeleton, {k: v.to("meta") for k, v in tensors.items()})
+            outcome = self._run(self._skeleton, {k: v.to("meta") for k, v in tensors.items()})
         except USER_CODE_RAISES:  # not every forward runs without data
             try:
                 if self._small is None:
@@ -128,23 +128,23 @@ class EncoderTrial:
             try:
                 autocast = self._autocast and getattr(torch, self._autocast)
                 with torch.autocast("cpu", autocast) if autocast else nullcontext():
-                    found = self._run(self._small, {k: v.clone() for k, v in tensors.items()})
+                    outcome = self._run(self._small, {k: v.clone() for k, v in tensors.items()})
             except USER_CODE_RAISES as error:
                 if self._ran and self._spec.postprocess_module is not None:
                     return Taken()  # a callback may want a block that the copy does not have
                 raise BatchError(self._refusal(tensors, error)) from error
-        features, unread, ids = found
+        features, unread, ids = outcome
         if unread:
             raise BatchError(
                 f"{unread[0]!r} of {self._spec.name!r} ({said(tensors[unread[0]])}) is read by "
                 "nothing in the encoder or its callbacks; accepted: keyword arguments that are"
             )
-        wanted = (count, "tokens", *([self._width] if self._width else ["width"]))
+        expected = (count, "tokens", *([self._width] if self._width else ["width"]))
         shape = tuple(features.shape)
         if len(shape) != 3 or shape[0] != count or self._width not in (None, shape[2]):
             raise BatchError(
                 f"{self._spec.name!r} makes features of shape {shape} of {in_words(tensors)} for "
-                f"{count} items; accepted: items of which it makes {wanted}".replace("'", "")
+                f"{count} items; accepted: items of which it makes {expected}".replace("'", "")
             )
         return Taken(shape[1], ids)
 
@@ -280,19 +280,19 @@ def lookups(module: nn.Module, tensors: Items) -> Iterator[dict[str, int]]:
     """While a module runs: which of its tensors are looked up in a table, and how many ids the
     smallest has."""
     keys = {_storage(value): key for key, value in tensors.items()}
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
 
     def look_up(table: nn.Embedding, args: tuple) -> None:
         key = keys.get(_storage(args[0])) if args else None
         if key is not None:
-            found[key] = min(table.num_embeddings, found.get(key, table.num_embeddings))
+            sizes[key] = min(table.num_embeddings, sizes.get(key, table.num_embeddings))
 
     handles = [
         part.register_forward_pre_hook(look_up)
         for part in module.modules() if isinstance(part, nn.Embedding)
     ]
     try:
-        yield found
+        yield sizes
     finally:
         for handle in handles:
             handle.remove()

@@ -32,7 +32,8 @@ from raymm.actors.quota import check_no_shared_parameters
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.weights.source import LiveSource, on_meta, set_mode
 from raymm.model.encoder_trial import skeleton_chain
-from raymm.model.multimodal import ModalityModule, ModelError, check_weights, light_encoder_spec
+from raymm.model.modality_module import ModalityModule, ModelError, check_weights
+from raymm.model.multimodal import light_encoder_spec
 from raymm.scheduler.graph.node_graph import Node, NodeGraph, Use
 from raymm.scheduler.graph.sample_ranges import Range
 
@@ -100,7 +101,7 @@ class DagModule:
         self.draws = draws
         if both := self.reads.keys() & self.inputs.keys():
             raise ModelError(f"keywords {sorted(both)} are in both reads and inputs")
-        whole = any(isinstance(one, Every) for one in self.inputs.values())
+        whole = any(isinstance(value, Every) for value in self.inputs.values())
         if whole and OWN in self.reads.keys() | self.inputs.keys():
             raise ModelError(
                 f"keyword {OWN!r} is in reads or inputs of a module that reads every(), which is "
@@ -124,23 +125,23 @@ class DagModule:
 
     def parsed_inputs(self) -> tuple[Input, ...]:
         """Inputs with producer and output apart."""
-        found = []
-        for keyword, one in self.inputs.items():
-            whole = isinstance(one, Every)
-            producer, _, output = (one.producer if whole else one).partition(".")
-            found.append(Input(keyword, producer, output or None, whole))
-        return tuple(found)
+        parsed = []
+        for keyword, value in self.inputs.items():
+            whole = isinstance(value, Every)
+            producer, _, output = (value.producer if whole else value).partition(".")
+            parsed.append(Input(keyword, producer, output or None, whole))
+        return tuple(parsed)
 
     def builder(self, name: str) -> Callable[[], nn.Module]:
         """A picklable function that makes the module with its weights."""
         source = self.modality.source()
         if not self.chain:
             return source.build
-        one = self.modality
-        projector = None if one.projector is None else LiveSource.of(one.projector)
+        modality = self.modality
+        projector = None if modality.projector is None else LiveSource.of(modality.projector)
         return partial(_build_chain, EncoderSpec(
-            name, source, num_blocks(source.skeleton()), projector, one.preprocess_callback,
-            one.postprocess_module_callback, one.postprocess_projector_callback,
+            name, source, num_blocks(source.skeleton()), projector, modality.preprocess_callback,
+            modality.postprocess_module_callback, modality.postprocess_projector_callback,
         ))
 
     def skeleton(self, name: str) -> nn.Module:
@@ -157,18 +158,19 @@ class DagModule:
 
     def materialize(self, name: str) -> nn.Module:
         """The module in this process."""
-        one = self.modality
-        module = one.materialize()
+        modality = self.modality
+        module = modality.materialize()
         if not self.chain:
             return module
-        return _Chain(EncoderStage(light_encoder_spec(name, one), 0, 2, module, one.projector))
+        spec, projector = light_encoder_spec(name, modality), modality.projector
+        return _Chain(EncoderStage(spec, 0, 2, module, projector))
 
 
 def _check_names(reads: Any, inputs: Any) -> None:
     listed = reads.items() if isinstance(reads, Mapping) else reads
     pairs = isinstance(reads, Mapping)
     if not isinstance(reads, Mapping | Sequence) or not all(
-        isinstance(name, str) for one in listed for name in (one if pairs else (one,))
+        isinstance(name, str) for value in listed for name in (value if pairs else (value,))
     ):
         raise ModelError(
             f"reads is {reads!r}; accepted: names of entries of the batch, or a mapping of "
@@ -176,11 +178,11 @@ def _check_names(reads: Any, inputs: Any) -> None:
         )
     if inputs is not None and not isinstance(inputs, Mapping):
         raise ModelError(f"inputs is {inputs!r}; accepted: a mapping of keywords to modules")
-    for keyword, one in (inputs or {}).items():
-        name = one.producer if isinstance(one, Every) else one
+    for keyword, value in (inputs or {}).items():
+        name = value.producer if isinstance(value, Every) else value
         if not isinstance(keyword, str) or not isinstance(name, str):
             raise ModelError(
-                f"inputs have {one!r} for keyword {keyword!r}; accepted: a module's name, "
+                f"inputs have {value!r} for keyword {keyword!r}; accepted: a module's name, "
                 "'name.output', every() of either"
             )
 
@@ -195,6 +197,7 @@ class DagLoss(DagModule):
         weight: of this loss.
         divide_by: entry of the batch whose sum the samples' losses are divided by (such as
             their numbers of label tokens); by default the number of samples.
+        **options: as of :class:`DagModule`.
     """
 
     loss = True
@@ -240,7 +243,7 @@ class ModuleDag(nn.Module):
         self.nodes = dict(nodes)
         self.graph = NodeGraph(tuple(
             Node(
-                name, tuple(Use(one.producer, one.every) for one in node.parsed_inputs()),
+                name, tuple(Use(entry.producer, entry.every) for entry in node.parsed_inputs()),
                 node.trainable(), node.loss,
             )
             for name, node in nodes.items()
@@ -249,7 +252,7 @@ class ModuleDag(nn.Module):
         live = {n: node.modality.module for n, node in nodes.items()}
         live |= {f"{n} projector": node.modality.projector for n, node in nodes.items()}
         try:
-            check_no_shared_parameters({n: one for n, one in live.items() if one is not None})
+            check_no_shared_parameters({n: entry for n, entry in live.items() if entry is not None})
         except ValueError as error:
             raise ModelError(str(error)) from error
         for name in nodes:  # last: they must not be among the attributes that are set here
@@ -263,17 +266,17 @@ class ModuleDag(nn.Module):
         """What a module hands on. What nobody reads stays where it is: it would be sent for
         nothing, and be in a backward that one process does not have."""
         read = [
-            (reader, one.output) for reader, other in self.nodes.items()
-            for one in other.parsed_inputs() if one.producer == name
+            (reader, entry.output) for reader, other in self.nodes.items()
+            for entry in other.parsed_inputs() if entry.producer == name
         ]
-        given = self.nodes[name].outputs
+        names = self.nodes[name].outputs
         for reader, output in read:
-            if output is not None and given and output not in given:
+            if output is not None and names and output not in names:
                 raise ModelError(
-                    f"{reader!r} reads output {output!r} of {name!r}; accepted: {', '.join(given)}"
+                    f"{reader!r} reads output {output!r} of {name!r}; accepted: {', '.join(names)}"
                 )
         if not read or None in (output for _, output in read):
-            return given
+            return names
         return tuple(dict.fromkeys(output for _, output in read if output is not None))
 
     def specs(self) -> dict[str, NodeSpec]:
@@ -300,12 +303,12 @@ class ModuleDag(nn.Module):
         Raises:
             ModelError: an entry that a module reads is missing, or entries differ in samples.
         """
-        wanted = {e: n for n, node in self.nodes.items() for e in node.reads.values()}
+        readers = {e: n for n, node in self.nodes.items() for e in node.reads.values()}
         for name, node in self.nodes.items():
             if isinstance(node, DagLoss) and node.divide_by is not None:
-                wanted[node.divide_by] = name
+                readers[node.divide_by] = name
         sizes: dict[str, int] = {}
-        for entry, name in wanted.items():
+        for entry, name in readers.items():
             value = batch.get(entry)
             if not isinstance(value, torch.Tensor) or not value.dim():
                 raise ModelError(
@@ -327,7 +330,7 @@ class ModuleDag(nn.Module):
             ModelError: a batch that does not fit, or whose ``divide_by`` sums to 0.
         """
         size = sum(self.batch_size(batch) for batch in batches)
-        found = {}
+        scales = {}
         for name, node in self.nodes.items():
             if isinstance(node, DagLoss):
                 total = float(size)
@@ -338,8 +341,8 @@ class ModuleDag(nn.Module):
                         f"loss {name!r} is divided by entry {node.divide_by!r}, which sums to "
                         f"{total:g}; accepted: any other number than 0"
                     )
-                found[name] = node.weight / total
-        return found
+                scales[name] = node.weight / total
+        return scales
 
     def forward(self, batch: Mapping[str, torch.Tensor]) -> DagOutput:
         """The loss of a batch, in this process.
@@ -354,12 +357,12 @@ class ModuleDag(nn.Module):
         self.materialize()
         samples = Range(0, self.batch_size(batch))
         scales = self.scales(batch)
-        made: dict[str, dict[str, torch.Tensor]] = {}
+        outputs: dict[str, dict[str, torch.Tensor]] = {}
         losses = {}
         for name, spec in self.reference_specs().items():
-            made[name] = call(spec, self.get_submodule(name), batch, made, made, samples)
+            outputs[name] = call(spec, self.get_submodule(name), batch, outputs, outputs, samples)
             if spec.loss:
-                losses[name] = made[name][ONLY].sum() * scales[name]
+                losses[name] = outputs[name][ONLY].sum() * scales[name]
         return DagOutput(cast(torch.Tensor, sum(losses.values())), losses)
 
     def reference_specs(self) -> dict[str, NodeSpec]:

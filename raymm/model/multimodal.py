@@ -1,4 +1,4 @@
-"""Describing a multimodal model: encoders with projectors, and a language model.
+"""Describing a multimodal model: encoders with projectors that feed a language model.
 
 Names follow Cornstarch v1, Listings 1 and 2.
 """
@@ -6,247 +6,29 @@ Names follow Cornstarch v1, Listings 1 and 2.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import os
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
-import transformers
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
 
 from raymm.actors.modules.blocks import block_list, checkpoints_itself, find_blocks, num_blocks
 from raymm.actors.modules.draws import module_draws
 from raymm.actors.modules.merge import MergePolicy, Prepend
 from raymm.actors.modules.message import Message, MicrobatchContext
-from raymm.actors.modules.projector import KINDS, Projector, ProjectorConfig
-from raymm.actors.modules.seeds import derive_seed
 from raymm.actors.modules.token_layout import MASKS, MaskPolicy
 from raymm.actors.probe.attention import probe_mask, probe_shared_tokens
 from raymm.actors.quota.generators import generators_kept
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.language import LanguageSpec, LanguageStage, label_mask
-from raymm.actors.weights.model_classes import find_model_class
-from raymm.actors.weights.pretrained_source import PretrainedSource
-from raymm.actors.weights.source import (
-    ConfigSource,
-    LiveSource,
-    ModuleSource,
-    set_mode,
-)
-from raymm.errors import InputError
-from raymm.kernels.mask.patterns import MAX_KIND
+from raymm.actors.weights.source import LiveSource, ModuleSource
+from raymm.kernels.mask.spans import MAX_KIND
 from raymm.model.batch_rules import Vocabulary, complete_microbatch, text_inputs
+from raymm.model.modality_module import ModalityModule, ModelError, check_weights
+from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 
-LANGUAGE_MODEL = "llm"
 _RESERVED = frozenset({LANGUAGE_MODEL, "text", "input_ids", "attention_mask", "labels"})
-
-
-class WeightsWarning(UserWarning):
-    """Of a model folder: weights that are drawn anew, as was asked for, or are of no use."""
-
-
-class ModelError(InputError, ValueError):
-    """A model description that does not fit together. Names the field and its value."""
-
-
-class ModalityModule(nn.Module):
-    """One encoder with its projector, or the language model.
-
-    Args:
-        module: a live ``nn.Module``; a Hugging Face config (random weights, drawn from
-            ``seed``); the path of a local checkpoint folder (its weights are read by the
-            ranks that need them, never by the driver); or a
-            :class:`raymm.actors.weights.source.ModuleSource` such as ``FactorySource``.
-        projector: ``"linear"``, ``"mlp"``, a live ``nn.Module``, or None for no projector
-            (the encoder's output then must be as wide as the language model).
-        frozen: True or False sets ``requires_grad`` of the whole module; None leaves a live
-            module as it is and makes any other trainable. A module with nothing trainable
-            runs in eval mode.
-        projector_frozen: the same for the projector.
-        hidden_size: width of the encoder's output features, where the config does not say.
-        model_class: transformers class name, or its path within transformers, where config or
-            folder do not say which.
-        preprocess_callback: ``f(inputs) -> inputs`` before the encoder.
-        postprocess_module_callback: ``f(inputs, output) -> output`` after the encoder.
-        postprocess_projector_callback: ``f(inputs, output) -> output`` after the projector.
-        example_inputs: what a batch has for the encoder, before its preprocess callback, where
-            that cannot be guessed from its config: what it is tried with before it is cut.
-        seed: of random weights.
-        trust_remote_code: run Python files that a checkpoint folder brings, here and on every
-            rank; otherwise such a folder is refused where transformers does not know its classes.
-        missing_weights: ``"fresh"`` draws weights that a checkpoint folder lacks, or has in other
-            shapes, from ``seed``, as for the head of a new task; otherwise it is refused.
-
-    Raises:
-        ModelError, SourceError: naming the argument and what is accepted.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module | PretrainedConfig | ModuleSource | str | os.PathLike[str],
-        projector: str | nn.Module | None = None,
-        *,
-        frozen: bool | None = None,
-        projector_frozen: bool | None = None,
-        hidden_size: int | None = None,
-        model_class: str | type[PreTrainedModel] | None = None,
-        preprocess_callback: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
-        postprocess_module_callback: Callable[[dict[str, Any], Any], Any] | None = None,
-        postprocess_projector_callback: Callable[[dict[str, Any], Any], Any] | None = None,
-        example_inputs: dict[str, torch.Tensor] | None = None,
-        seed: int = 0,
-        trust_remote_code: bool = False,
-        missing_weights: str | None = None,
-    ) -> None:
-        super().__init__()
-        if missing_weights is not None and not isinstance(module, str | os.PathLike):
-            raise ModelError(
-                f"missing_weights is {missing_weights!r}, but module is a {type(module).__name__}; "
-                "it is for the path of a checkpoint folder"
-            )
-        if isinstance(projector, str) and projector not in KINDS:
-            raise ModelError(
-                f"projector is {projector!r}; accepted: {', '.join(KINDS)}, an nn.Module, None"
-            )
-        self.module: nn.Module | None = None
-        self.projector: nn.Module | None = None
-        self._given = None if isinstance(module, nn.Module) else module
-        self._model_class = model_class
-        self._frozen = frozen
-        self._projector_frozen = projector_frozen
-        self._projector_kind = projector if isinstance(projector, str) else None
-        self._seed = seed
-        self._hidden_size = hidden_size
-        self._trust_remote_code = trust_remote_code
-        self._missing_weights = missing_weights
-        self.preprocess_callback = preprocess_callback
-        self.postprocess_module_callback = postprocess_module_callback
-        self.postprocess_projector_callback = postprocess_projector_callback
-        self.example_inputs = example_inputs
-        if isinstance(module, nn.Module):
-            self.module = module
-            if frozen is not None:
-                module.requires_grad_(not frozen)
-            set_mode(module)
-        if isinstance(projector, nn.Module):
-            self.projector = projector
-            if projector_frozen is not None:
-                projector.requires_grad_(not projector_frozen)
-
-    def source(self, language_model: bool = False) -> ModuleSource:
-        """Where ranks get this module from."""
-        given, frozen = self._given, self._frozen
-        if self.module is not None:
-            return LiveSource.of(self.module)
-        if isinstance(given, ModuleSource):
-            return given if frozen is None else _with_frozen(given, frozen)
-        if isinstance(given, PretrainedConfig):
-            model_class = self._class_for(given, language_model)
-            return ConfigSource(model_class, given, seed=self._seed, frozen=frozen)
-        if isinstance(given, str | os.PathLike):
-            name = self._model_class
-            name = name.__name__ if isinstance(name, type) else name
-            return PretrainedSource(
-                os.fspath(given), name, language_model, frozen, self._trust_remote_code,
-                self._missing_weights, self._seed,
-            )
-        raise ModelError(
-            f"module is a {type(given).__name__}; accepted: an nn.Module, a Hugging Face config, "
-            "the path of a checkpoint folder, a ModuleSource"
-        )
-
-    def _class_for(self, config: PretrainedConfig, language_model: bool) -> type[PreTrainedModel]:
-        if isinstance(self._model_class, type):
-            return self._model_class
-        if isinstance(self._model_class, str):
-            return find_model_class(self._model_class, config)
-        auto = transformers.AutoModelForCausalLM if language_model else transformers.AutoModel
-        if type(config) not in auto._model_mapping:
-            raise ModelError(
-                f"{auto.__name__} knows no model for {type(config).__name__}; give model_class"
-            )
-        return cast(type[PreTrainedModel], auto._model_mapping[type(config)])
-
-    def output_size(self, source: ModuleSource) -> int:
-        """Width of the module's output features.
-
-        Raises:
-            ModelError: if neither ``hidden_size`` nor the module says, or they contradict.
-        """
-        given, config = self._hidden_size, source.config
-        stated = [
-            value
-            for container in (config, self.module)
-            for name in ("hidden_size", "d_model", "n_embd")
-            if isinstance(value := getattr(container, name, None), int)
-        ]
-        if given is None and not stated:
-            raise ModelError("the module does not say how wide its output is; give hidden_size")
-        if given is None:
-            return stated[0]
-        if stated and self.postprocess_module_callback is None:
-            # Some models add a layer of another width at the end, whose config names it too.
-            known = config.to_dict().values() if isinstance(config, PretrainedConfig) else stated
-            if given not in known:
-                raise ModelError(
-                    f"hidden_size is {given}, but the module gives features of width {stated[0]} "
-                    "and no postprocess_module_callback changes them"
-                )
-        return given
-
-    def build_projector(self, name: str, in_features: int, out_features: int) -> None:
-        """Make the projector that was asked for by kind; check the one that was given.
-
-        Raises:
-            ModelError: if widths do not match.
-        """
-        if self._projector_kind is not None and self.projector is None:
-            config = ProjectorConfig(self._projector_kind, in_features, out_features)
-            source = ConfigSource(
-                Projector, config, derive_seed(self._seed, name), self._projector_frozen
-            )
-            self.projector = source.build()
-        if self.projector is None:
-            if in_features != out_features:
-                raise ModelError(
-                    f"encoder {name!r} gives features of width {in_features}, the language model "
-                    f"takes {out_features}; give a projector: {', '.join(KINDS)}, or an nn.Module"
-                )
-            return
-        _check_projector(name, self.projector, in_features, out_features)
-
-    def freeze(self, module: bool = True, projector: bool = False) -> ModalityModule:
-        """Set what is frozen: the module, the projector."""
-        self._frozen = module
-        self._projector_frozen = projector
-        if self.module is not None:
-            set_mode(self.module.requires_grad_(not module))
-        if self.projector is not None:
-            set_mode(self.projector.requires_grad_(not projector))
-        return self
-
-    def materialize(self, language_model: bool = False) -> nn.Module:
-        """The whole module with weights, in this process."""
-        if self.module is None:
-            self.module = self.source(language_model).build()
-        return self.module
-
-
-def _with_frozen(source: ModuleSource, frozen: bool) -> ModuleSource:
-    return dataclasses.replace(cast(Any, source), frozen=frozen)
-
-
-def check_weights(module: str, source: ModuleSource) -> None:
-    """
-    Raises:
-        SourceError: weights on disk are not those of the module.
-    """
-    for note in source.check():
-        warnings.warn(f"{module}: {note}", WeightsWarning, stacklevel=3)
 
 
 def _embedding_width(source: ModuleSource) -> int | None:
@@ -256,24 +38,6 @@ def _embedding_width(source: ModuleSource) -> int | None:
     find = getattr(skeleton, "get_input_embeddings", None)
     weight = getattr(find() if find else None, "weight", None)
     return None if weight is None else weight.shape[1]
-
-
-def _check_projector(
-    name: str, projector: nn.Module, in_features: int, out_features: int
-) -> None:
-    linears = [m for m in projector.modules() if isinstance(m, nn.Linear)]
-    if not linears:
-        return
-    if linears[0].in_features != in_features:
-        raise ModelError(
-            f"projector of encoder {name!r} takes width {linears[0].in_features}, but the "
-            f"encoder gives {in_features}; set hidden_size if a callback changes the width"
-        )
-    if linears[-1].out_features != out_features:
-        raise ModelError(
-            f"projector of encoder {name!r} gives width {linears[-1].out_features}, but the "
-            f"language model takes {out_features}"
-        )
 
 
 class MultimodalModule(nn.Module):
@@ -300,7 +64,7 @@ class MultimodalModule(nn.Module):
     Raises:
         ModelError: if names are reserved or widths do not match.
         SourceError: a folder or a file lacks weights; what else is to be said of them, a
-            :class:`WeightsWarning` says.
+            :class:`raymm.model.modality_module.WeightsWarning` says.
     """
 
     def __init__(
@@ -324,7 +88,7 @@ class MultimodalModule(nn.Module):
         self.packing = packing
         self._drawn: tuple[int, int, int, int] | None = None
         self.encoder_names = tuple(encoders or {})
-        llm_source = language_model.source(language_model=True)
+        llm_source = language_model.source(ModuleKind.LANGUAGE_MODEL)
         if self.mask is not None:
             if len(self.encoder_names) > MAX_KIND:
                 raise ModelError(
@@ -352,11 +116,28 @@ class MultimodalModule(nn.Module):
     def encoders(self) -> dict[str, ModalityModule]:
         return {name: getattr(self, f"{name}_encoder") for name in self.encoder_names}
 
+    @property
+    def module_names(self) -> tuple[str, ...]:
+        """The encoders', then the language model's."""
+        return (*self.encoder_names, LANGUAGE_MODEL)
+
     def freeze(self, encoders: bool = True, projectors: bool = False, llm: bool = True) -> None:
-        """Set what is frozen everywhere at once; the defaults are alignment training."""
+        """Set what is frozen everywhere at once; the defaults are alignment training.
+
+        Args:
+            encoders: all of them.
+            projectors: those of all encoders.
+            llm: the language model.
+        """
         for encoder in self.encoders.values():
             encoder.freeze(encoders, projectors)
         self.language_model.freeze(llm)
+
+    def spec(self, name: str) -> EncoderSpec | LanguageSpec:
+        """A module as data for the ranks."""
+        if module_kind(name) is ModuleKind.LANGUAGE_MODEL:
+            return self.language_spec()
+        return self.encoder_spec(name)
 
     def encoder_spec(self, name: str) -> EncoderSpec:
         """The encoder as data for the ranks."""
@@ -375,7 +156,7 @@ class MultimodalModule(nn.Module):
 
     def language_spec(self) -> LanguageSpec:
         """The language model as data for the ranks."""
-        source = self.language_model.source(language_model=True)
+        source = self.language_model.source(ModuleKind.LANGUAGE_MODEL)
         return LanguageSpec(
             LANGUAGE_MODEL, source, num_blocks(source.skeleton()), self.merge,
             mask=self.mask, encoders=self.encoder_names, packing=self.packing,
@@ -385,7 +166,7 @@ class MultimodalModule(nn.Module):
         """Load every part's weights into this process (``forward`` does it when needed)."""
         for encoder in self.encoders.values():
             encoder.materialize()
-        self.language_model.materialize(language_model=True)
+        self.language_model.materialize(ModuleKind.LANGUAGE_MODEL)
         return self
 
     def forward(
@@ -416,7 +197,7 @@ class MultimodalModule(nn.Module):
             BatchError: a key, dtype, shape or value that is not accepted.
         """
         self.materialize()
-        language_model = self.language_model.materialize(language_model=True)
+        language_model = self.language_model.materialize(ModuleKind.LANGUAGE_MODEL)
         microbatch = complete_microbatch(
             {"input_ids": input_ids, "labels": labels, "attention_mask": attention_mask,
              **modalities}, self.encoder_names, Vocabulary.of(language_model),

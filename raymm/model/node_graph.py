@@ -9,7 +9,9 @@ from raymm.actors.multiplexed.multimodal_nodes import encoder_node, language_nod
 from raymm.actors.multiplexed.node import NodeSpec
 from raymm.actors.quota import check_no_shared_parameters
 from raymm.actors.weights.source import set_mode
-from raymm.model.multimodal import LANGUAGE_MODEL, ModelError, MultimodalModule, module_graph
+from raymm.model.modality_module import ModelError
+from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.multimodal import MultimodalModule, module_graph
 from raymm.scheduler.graph.node_graph import Node, NodeGraph, Use
 from raymm.scheduler.graph.strict_json import MultiplexError
 from raymm.scheduler.multiplex.lowering import lower
@@ -42,7 +44,7 @@ def check_mapping(model: MultimodalModule, mapping: StageMapping) -> None:
             module that norms over all samples on several GPUs.
         ModelError: modules share parameters.
     """
-    names = (*model.encoder_names, LANGUAGE_MODEL)
+    names = model.module_names
     for s, stage in enumerate(mapping.stages):
         for p, placement in enumerate(stage.placements):
             if placement.module not in names:
@@ -60,8 +62,8 @@ def check_mapping(model: MultimodalModule, mapping: StageMapping) -> None:
         parts = [spec.source.skeleton()]
         parts += [spec.projector.skeleton()] if spec.projector is not None else []
         norms = [
-            one for part in parts if set_mode(part).training
-            for one in part.modules() if isinstance(one, _BatchNorm)
+            child for part in parts if set_mode(part).training
+            for child in part.modules() if isinstance(child, _BatchNorm)
         ]
         if count > 1 and norms:
             raise MultiplexError(
@@ -72,11 +74,11 @@ def check_mapping(model: MultimodalModule, mapping: StageMapping) -> None:
 
 def _check_shared(model: MultimodalModule) -> None:
     parts = {}
-    for name, one in (*model.encoders.items(), (LANGUAGE_MODEL, model.language_model)):
-        if one.module is not None:
-            parts[name] = one.module
-        if one.projector is not None:
-            parts[f"{name} projector"] = one.projector
+    for name, modality in (*model.encoders.items(), (LANGUAGE_MODEL, model.language_model)):
+        if modality.module is not None:
+            parts[name] = modality.module
+        if modality.projector is not None:
+            parts[f"{name} projector"] = modality.projector
     try:
         check_no_shared_parameters(parts)
     except ValueError as error:

@@ -32,15 +32,15 @@ def microbatch_loads(
         tokens: how many tokens items put before the text.
     """
     loads = np.zeros((len(meta), len(modalities) + 1), np.int64)
-    for row, one in enumerate(meta):
-        lengths = np.array(one.lengths, np.int64)
+    for row, microbatch in enumerate(meta):
+        lengths = np.array(microbatch.lengths, np.int64)
         for column, name in enumerate(modalities):
-            shapes = one.shapes.get(name, {})
+            shapes = microbatch.shapes.get(name, {})
             loads[row, column] = sum(
                 int(np.prod(shape)) for key, shape in shapes.items() if key != "sample_index"
             )
             prepended = (tokens or {}).get(name, ItemTokens()).prepended
-            owners = np.array(one.items.get(name, ()), np.int64)
+            owners = np.array(microbatch.items.get(name, ()), np.int64)
             lengths += prepended * np.bincount(owners, minlength=len(lengths))
         loads[row, -1] = lengths.sum() if packed else lengths.max(initial=0) * len(lengths)
     return loads
@@ -51,6 +51,14 @@ def step_balance(
     tokens: Mapping[str, ItemTokens] | None, plan: Plan, timeline: Timeline,
 ) -> dict[str, Any]:
     """A step's figures for ``metrics.jsonl``; 0 is best for ``dist_ratio``, 1 for the others.
+
+    Args:
+        meta: of every microbatch.
+        modalities: of the model.
+        packed: whether rows of text have no padding.
+        tokens: of an item, by modality; None if nobody says.
+        plan: that ran.
+        timeline: of the step.
 
     Returns:
         ``microbatches``: how many; ``dist_ratio``: per modality and ``"text"``, what microbatches
@@ -71,7 +79,11 @@ def batch_balance(
     meta: Sequence[MicrobatchMeta], modalities: Sequence[str], packed: bool,
     tokens: Mapping[str, ItemTokens] | None, timeline: Timeline,
 ) -> dict[str, Any]:
-    """:func:`step_balance` without ``copies``."""
+    """:func:`step_balance` without ``copies``.
+
+    Args:
+        meta, modalities, packed, tokens, timeline: as of :func:`step_balance`.
+    """
     loads = microbatch_loads(meta, modalities, packed, tokens)
     totals = loads.sum(0)
     cost = (loads / np.where(totals > 0, totals, 1)).sum(1)
@@ -98,7 +110,7 @@ def _busy(timeline: Timeline, microbatches: Iterable[int]) -> list[float]:
 def _replicas_busy(plan: Plan, module: str, timeline: Timeline) -> list[float]:
     of_stage = timeline.stage_busy()
     return [
-        sum(of_stage.get(stage.id, 0.0) for stage in chain) for chain in plan.replicas(module)
+        sum(of_stage.get(stage.id, 0.0) for stage in replica) for replica in plan.replicas(module)
     ]
 
 

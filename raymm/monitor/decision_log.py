@@ -40,8 +40,8 @@ class DecisionLog:
     @property
     def decisions(self) -> list[Decision]:
         """What was decided, in order."""
-        found = [row["decision"] for row in self.rows if row["decision"] is not None]
-        return [Decision(one["epoch"], one["step"], one["costs"]) for one in found]
+        rows = [row["decision"] for row in self.rows if row["decision"] is not None]
+        return [Decision(row["epoch"], row["step"], row["costs"]) for row in rows]
 
     def add(self, row: dict[str, Any], decision: Decision | None) -> None:
         """Append a look; on disk when this returns."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from raymm.costs.profile_files import save_table
 from raymm.data import MicrobatchMeta
-from raymm.model.multimodal import LANGUAGE_MODEL
+from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.monitor.rebalancing import WARM_UP_STEPS
 from raymm.scheduler.costs.layer_costs import ProfileError
 from raymm.scheduler.plan.plan import Plan
@@ -42,7 +42,13 @@ class DriftObserver:
         self, step: int, meta: Sequence[MicrobatchMeta], timeline: Timeline
     ) -> dict[str, Any]:
         """For ``metrics.jsonl``, under ``plan_drift``: the busiest ``rank``, its share of all
-        ranks' compute, ``measured`` and ``expected``."""
+        ranks' compute, ``measured`` and ``expected``.
+
+        Args:
+            step: its number.
+            meta: of every microbatch.
+            timeline: of the step.
+        """
         self._seen += 1
         if self._drift is None or self._seen <= WARM_UP_STEPS:
             return {}
@@ -59,7 +65,7 @@ class DriftObserver:
         }}  # fmt: skip
 
     def _report(
-        self, step: int, drift: Drift, meta: Sequence[MicrobatchMeta], known: PlanDrift
+        self, step: int, drift: Drift, meta: Sequence[MicrobatchMeta], expected: PlanDrift
     ) -> None:
         text = (
             f"step {step:>5}  plan drift: rank {drift.rank}, of whose stages {drift.stage} takes "
@@ -67,7 +73,7 @@ class DriftObserver:
             f"planned"
         )
         try:
-            table = known.profile(_samples(meta), datetime.now(UTC).isoformat("T", "seconds"))
+            table = expected.profile(_samples(meta), datetime.now(UTC).isoformat("T", "seconds"))
         except ProfileError as error:
             self._say(f"{text}; measure with `raymm profile` and plan anew ({error})")
             return
@@ -77,10 +83,10 @@ class DriftObserver:
 
 def _samples(meta: Sequence[MicrobatchMeta]) -> dict[str, int]:
     """Per module, the median of its sequences or items in a microbatch that has some."""
-    found = {LANGUAGE_MODEL: [one.num_samples for one in meta]}
-    for one in meta:
-        for name, items in one.items.items():
-            found.setdefault(name, []).append(len(items))
+    counts_of = {LANGUAGE_MODEL: [microbatch.num_samples for microbatch in meta]}
+    for microbatch in meta:
+        for name, items in microbatch.items.items():
+            counts_of.setdefault(name, []).append(len(items))
     return {
-        name: max(1, int(statistics.median(counts))) for name, counts in found.items() if counts
+        name: max(1, int(statistics.median(counts))) for name, counts in counts_of.items() if counts
     }

@@ -56,8 +56,14 @@ class SampleLog:
     def add(
         self, step: int, microbatches: Sequence[Sequence[str]], skipped: Sequence[str]
     ) -> None:
-        """Append a step's samples."""
-        ids = [list(one) for one in microbatches]
+        """Append a step's samples.
+
+        Args:
+            step: its number.
+            microbatches: ids of every microbatch's samples.
+            skipped: ids of samples that could not be read.
+        """
+        ids = [list(samples) for samples in microbatches]
         self._log.add({"step": step, "microbatches": ids, "skipped": list(skipped)})
         self._log.rows.clear()
 

@@ -6,20 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from raymm.data import Skipped
+from raymm.monitor.progress_bar import progress_bar
 
 
 class RunProgress:
-    """A progress bar on a terminal, and one printed line per ``log_every`` steps anywhere.
+    """A progress bar on a terminal or in a notebook, and one printed line per ``log_every`` steps
+    anywhere.
 
     Args:
         steps: steps of the run in all.
@@ -29,58 +23,48 @@ class RunProgress:
 
     def __init__(self, steps: int, done: int, console: Console) -> None:
         self._console = console
-        self._bar = Progress(
-            TextColumn("[bold]train"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}{task.fields[not_applied]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task(
-            "train", total=steps, completed=done, loss="-", not_applied=""
-        )
-        self._not_applied = 0
+        self._steps, self._done, self._loss, self._not_applied = steps, done, "-", 0
+        self._bar = progress_bar(console, "train", done)
 
     def __enter__(self) -> RunProgress:
+        self._show()
         self._bar.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._bar.stop()
 
+    def _show(self) -> None:
+        text = f"loss {self._loss}"
+        if self._not_applied:
+            text += f"  {self._not_applied} not applied"
+        self._bar.show(self._done, self._steps, text)
+
     def advance(self, loss: float) -> None:
         """One more step is done."""
-        self._bar.update(self._task, advance=1, loss=f"{loss:.4f}")
+        self._done, self._loss = self._done + 1, f"{loss:.4f}"
+        self._show()
 
     def not_applied(self, text: str) -> None:
         """A step was not applied: a line that says why, and a count beside the bar."""
         self._not_applied += 1
-        self._bar.update(self._task, not_applied=f"  {self._not_applied} not applied")
+        self._show()
         self.line(text)
 
     def line(self, text: str) -> None:
-        """Print a line above the bar."""
+        """Print a line above the bar; in a notebook, below it."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 class ScanProgress:
-    """A bar while the training data are scanned, on a terminal.
+    """A bar while the training data are scanned, on a terminal or in a notebook.
 
     Args:
         console: where to print.
     """
 
     def __init__(self, console: Console) -> None:
-        self._bar = Progress(
-            TextColumn("[bold]scanning samples"), BarColumn(), MofNCompleteColumn(),
-            TimeRemainingColumn(), console=console, transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("scan", total=None)
+        self._bar = progress_bar(console, "scanning samples", transient=True)
 
     def __enter__(self) -> ScanProgress:
         self._bar.start()
@@ -91,7 +75,7 @@ class ScanProgress:
 
     def __call__(self, done: int, total: int) -> None:
         """So many samples are done."""
-        self._bar.update(self._task, completed=done, total=total)
+        self._bar.show(done, total)
 
 
 def step_line(row: Mapping[str, Any], steps: int) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 
 from raymm.data import Decision, RebalanceConfig, RebalancedSampler
 from raymm.data.sampling.group_sampler import Groups
-from raymm.model.multimodal import LANGUAGE_MODEL
+from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.monitor.decision_log import DecisionLog
 from raymm.scheduler.minibatch.cost_fit import CostFit
 from raymm.scheduler.minibatch.measured_costs import MeasuredCosts, efficiency, group_units
@@ -139,11 +139,11 @@ class Rebalancing:
         options = [costs]
         if costs.replicas:  # what it takes to spare a slow copy may cost more than it brings
             options.append(MeasuredCosts(costs.modules))
-        found = [
-            (self._slowness(self._sampler.trial(one, AHEAD), costs), number)
-            for number, one in enumerate(options)
+        forecasts = [
+            (self._slowness(self._sampler.trial(option, AHEAD), costs), number)
+            for number, option in enumerate(options)
         ]
-        best, number = min(found)
+        best, number = min(forecasts)
         gain = now / best - 1 if best > 0 else 0.0
         error = float(np.mean(self._errors))
         self._errors.clear()

@@ -35,7 +35,13 @@ class RunReport:
         self._recent: deque[tuple[int, Program, Timeline]] = deque(maxlen=COST_STEPS + 1)
 
     def add(self, step: int, program: Program, timeline: Timeline) -> None:
-        """Note a step's program and what was measured."""
+        """Note a step for the report, which shows the last ones.
+
+        Args:
+            step: its number.
+            program: that ran.
+            timeline: what was measured.
+        """
         self._recent.append((step, program, timeline))
 
     def write(self, history: Sequence[Mapping[str, Any]]) -> dict[str, Path]:

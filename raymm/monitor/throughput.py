@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from raymm.costs.layer_count import LoadError
+from raymm.costs.load import LoadError
 from raymm.costs.named_devices import CPU, cluster_device
 from raymm.costs.step_flops import StepFlops
 from raymm.data import MicrobatchMeta

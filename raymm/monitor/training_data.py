@@ -76,7 +76,13 @@ def training_data(
 
 
 def give_examples(model: MultimodalModule, data: DataConfig, dataset: Dataset) -> None:
-    """Let encoders that were given no ``example_inputs`` be tried with the data's first items."""
+    """Let encoders that were given no ``example_inputs`` be tried with the data's first items.
+
+    Args:
+        model: whose encoders get them.
+        data: of the run.
+        dataset: of the split that is trained on.
+    """
     for name, item in one_item_each(data, dataset).items():
         if model.encoders[name].example_inputs is None:
             model.encoders[name].example_inputs = {
@@ -88,16 +94,16 @@ def give_examples(model: MultimodalModule, data: DataConfig, dataset: Dataset) -
 def one_item_each(data: DataConfig, dataset: Dataset) -> dict[str, dict[str, Any]]:
     """Inputs of one item per modality, of the first samples that have one."""
     builder = StepBuilder(data, dataset)
-    found: dict[str, dict[str, Any]] = {}
+    items: dict[str, dict[str, Any]] = {}
     for name in data.modalities:
         for index in dataset.counts[name].nonzero()[0][:TRIED]:
             try:
                 item = builder.encode(dataset[int(index)]).media[name][0]
             except SampleError:  # reported, or left out, when its turn comes
                 continue
-            found[name] = {key: value[None] for key, value in item.items()}
+            items[name] = {key: value[None] for key, value in item.items()}
             break
-    return found
+    return items
 
 
 def _summary(sampler: GroupSampler) -> str:

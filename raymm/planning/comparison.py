@@ -34,13 +34,13 @@ def comparison_rows(
     """
     rows = [{"planner": "raymm", "step": time_text(seconds), "longer": "", "what it is": ""}]
     for baseline in baselines:
-        found, source = solved[baseline.name], baseline.source
+        solution, source = solved[baseline.name], baseline.source
         step, longer = "-", "-"
-        if isinstance(found, str):
-            source = f"{source}: {found}"
+        if isinstance(solution, str):
+            source = f"{source}: {solution}"
         else:
-            more = found.seconds / seconds - 1
-            step = time_text(found.seconds)
+            more = solution.seconds / seconds - 1
+            step = time_text(solution.seconds)
             longer = "the same" if abs(more) < SAME else f"{more:+.1%}"
         rows.append({
             "planner": baseline.name, "step": step, "longer": longer, "what it is": source
@@ -51,7 +51,11 @@ def comparison_rows(
 def comparison_table(
     seconds: float, solved: Mapping[str, Timed | str], baselines: Iterable[Baseline[Any, Any]]
 ) -> Table:
-    """:func:`comparison_rows` as a rich table."""
+    """:func:`comparison_rows` as a rich table.
+
+    Args:
+        seconds, solved, baselines: as of :func:`comparison_rows`.
+    """
     table = row_table(
         comparison_rows(seconds, solved, baselines), title="predicted step, and that of baselines",
         caption="by the same costs", left=("planner", "what it is"),

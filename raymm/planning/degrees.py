@@ -13,7 +13,7 @@ from raymm.actors.probe.items import probe_shared_items
 from raymm.actors.probe.tensor import probe_tensor
 from raymm.actors.sharding.tensor_plan import TensorPlan, tensor_plan
 from raymm.actors.stages.language import LanguageSpec
-from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule
+from raymm.model.multimodal import MultimodalModule
 from raymm.scheduler.plan.plan import Plan, PlanError
 from raymm.scheduler.search.module_degrees import KINDS, DegreeChoices, degrees_of
 
@@ -37,7 +37,7 @@ class DegreeRequest:
     fixed: Mapping[tuple[str, str], int]
 
     @classmethod
-    def of(cls, wanted: str | Sequence[str]) -> DegreeRequest:
+    def of(cls, degrees: str | Sequence[str]) -> DegreeRequest:
         """``"auto"``: everything; ``"none"``: nothing; or a list (or its entries with commas
         between them) of kinds, ``tp``, ``cp``, ``dp``, which may be used, ``tp=4`` up to a
         degree, ``llm.tp=4`` with this degree in this module.
@@ -45,7 +45,7 @@ class DegreeRequest:
         Raises:
             PlanError: on an entry that is none of these.
         """
-        entries = wanted.split(",") if isinstance(wanted, str) else list(wanted)
+        entries = degrees.split(",") if isinstance(degrees, str) else list(degrees)
         entries = [entry.strip() for entry in entries]
         if entries == ["auto"]:
             return cls(dict.fromkeys(KINDS), {})
@@ -99,8 +99,8 @@ class DegreeRequest:
         Raises:
             PlanError: if a degree that was fixed cannot be.
         """
-        found = {}
-        for module in (*model.encoder_names, LANGUAGE_MODEL):
+        choices = {}
+        for module in model.module_names:
             allowed = {
                 kind: tuple(
                     degree for degree in self._degrees(module, kind, devices)
@@ -126,8 +126,8 @@ class DegreeRequest:
             for degree in allowed["tp"]:
                 if (module, "tp") in self.fixed and degree > 1:
                     _tensor_plan(model, module, degree)
-            found[module] = DegreeChoices(**allowed)
-        return found
+            choices[module] = DegreeChoices(**allowed)
+        return choices
 
     def _degrees(self, module: str, kind: str, devices: int) -> Iterator[int]:
         if (module, kind) in self.fixed:
@@ -149,14 +149,12 @@ def _divides(model: MultimodalModule, module: str, tp: int) -> bool:
         plan = _tensor_plan(model, module, tp)
     except PlanError:
         return False
-    copied = any(plan.is_replica(name, rank) for name in plan.pieces for rank in range(tp))
-    return bool(plan.pieces) and not copied
+    copied = any(plan.is_replica(name, rank) for name in plan.shards for rank in range(tp))
+    return bool(plan.shards) and not copied
 
 
 def _tensor_plan(model: MultimodalModule, module: str, tp: int) -> TensorPlan:
-    causal = module == LANGUAGE_MODEL
-    spec = model.language_spec() if causal else model.encoder_spec(module)
-    return tensor_plan(spec.source, tp, module)
+    return tensor_plan(model.spec(module).source, tp, module)
 
 
 def refused_degrees(model: MultimodalModule, plan: Plan) -> dict[Refused, str]:
@@ -165,7 +163,7 @@ def refused_degrees(model: MultimodalModule, plan: Plan) -> dict[Refused, str]:
     refused: dict[Refused, str] = {}
     for node in plan.graph.nodes:
         name, degrees = node.name, degrees_of(plan, node.name)
-        spec = model.language_spec() if name == LANGUAGE_MODEL else model.encoder_spec(name)
+        spec = model.spec(name)
         causal = isinstance(spec, LanguageSpec)
         example = None if causal else model.encoders[name].example_inputs
         if not isinstance(spec, LanguageSpec) and example is not None:

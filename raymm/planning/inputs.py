@@ -14,7 +14,8 @@ from raymm.costs.workload import (
     microbatch_workload,
     token_workload,
 )
-from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule, module_graph
+from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.multimodal import MultimodalModule, module_graph
 from raymm.planning.request import PlanRequest, Workload
 from raymm.scheduler.costs.devices import DeviceSpec, find_device
 from raymm.scheduler.costs.layer_costs import CostProfile, ProfileError
@@ -180,8 +181,8 @@ def loads_of(
         workload: a real microbatch, or samples and text.
         tokens: per module, tokens per sample; where given, instead of the microbatch's.
     """
-    known = set(tokens) >= {*model.encoder_names, LANGUAGE_MODEL}
-    if workload.microbatch is None or known:
+    complete = set(tokens) >= {*model.encoder_names, LANGUAGE_MODEL}
+    if workload.microbatch is None or complete:
         return token_workload(model, tokens, workload.samples, workload.text)
     return changed_tokens(microbatch_workload(model, workload.read_microbatch()), tokens)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from raymm.costs.layer_count import Load
+from raymm.costs.load import Load
 from raymm.costs.named_devices import CPU, device_called
 from raymm.costs.scaling_estimates import (
     BANDWIDTH_SHARES,
@@ -120,7 +120,7 @@ def mapping_inputs(
         check_steps(device.name, steps)
     samples, estimated = batch.samples, request.surfaces is None
     if request.surfaces is not None:
-        found, conditions = read_surfaces(request.surfaces, [shape.name for shape in shapes])
+        surfaces, conditions = read_surfaces(request.surfaces, [shape.name for shape in shapes])
         remarks += _check_conditions(conditions, request, batch, device)
         samples = samples or (conditions.batch if conditions else None)
         source = "scaling surfaces, measured or given"
@@ -128,15 +128,15 @@ def mapping_inputs(
         if device is None:
             device = find_device(CPU)
             remarks.append("no device is named: costs are those of one CPU core")
-        found = _estimates(shapes, batch, device, gpus, steps, request.ranks_per_node)
+        surfaces = _estimates(shapes, batch, device, gpus, steps, request.ranks_per_node)
         source = _source(device, batch)
-    if all(surface.quotas == (surface.steps,) for surface in found):
+    if all(surface.quotas == (surface.steps,) for surface in surfaces):
         remarks.append("no quotas below a whole device are known: modules only take turns or have "
                        "devices of their own")  # fmt: skip
-    interference, about = _interference(request.interference, found)
+    interference, about = _interference(request.interference, surfaces)
     limit = _limit(device, request.memory_gib)
-    _check_fits(found, gpus, limit)
-    problem = MappingProblem(found, tuple(edges), gpus, steps, limit, interference)
+    _check_fits(surfaces, gpus, limit)
+    problem = MappingProblem(surfaces, tuple(edges), gpus, steps, limit, interference)
     return MappingInputs(problem, request, source, estimated, about, samples, tuple(remarks))
 
 
@@ -235,21 +235,21 @@ def _check_conditions(
 
 
 def _interference(
-    given: Interference | str | Path | None, surfaces: Sequence[ScalingSurface]
+    choice: Interference | str | Path | None, surfaces: Sequence[ScalingSurface]
 ) -> tuple[Interference, str]:
-    if isinstance(given, Interference):
-        return given, f"as given: {_coefficients(given)}"
-    name = "bandwidth" if given is None else str(given)
+    if isinstance(choice, Interference):
+        return choice, f"as given: {_coefficients(choice)}"
+    name = "bandwidth" if choice is None else str(choice)
     if name in INTERFERENCES:
-        known = INTERFERENCES[name]
+        interference = INTERFERENCES[name]
         if name == "bandwidth" and not any(any(surface.bandwidth) for surface in surfaces):
             return Interference(), (
                 "blind: the surfaces say nothing of bandwidth, so modules side by side are taken "
                 "not to disturb each other"
             )
         if name == "blind":
-            return known, "blind: modules side by side are taken not to disturb each other"
-        return known, (
+            return interference, "blind: modules side by side are taken not to disturb each other"
+        return interference, (
             "estimated from shares of the memory bandwidth (a module is delayed by its use times "
             "that of the others); not measured"
         )
@@ -260,16 +260,16 @@ def _interference(
             f"{', '.join(INTERFERENCES)}, or a file"
         )
     try:
-        known = Interference.from_json(read_file(file))
+        interference = Interference.from_json(read_file(file))
     except MultiplexError as error:
         raise MultiplexError(f"{file}: {error}") from None
-    return known, f"of {file}: {_coefficients(known)}"
+    return interference, f"of {file}: {_coefficients(interference)}"
 
 
-def _coefficients(known: Interference) -> str:
+def _coefficients(interference: Interference) -> str:
     return (
-        f"e1 {known.constant:.3g}, e2 {known.additive:.3g}, e3 {known.product:.3g} "
-        f"({known.unit}, {known.coupling})"
+        f"e1 {interference.constant:.3g}, e2 {interference.additive:.3g}, "
+        f"e3 {interference.product:.3g} ({interference.unit}, {interference.coupling})"
     )
 
 

@@ -54,11 +54,11 @@ def gpu_memory(problem: MappingProblem, mapping: StageMapping) -> tuple[int, ...
     used = [0] * mapping.gpus
     most: dict[tuple[int, str], int] = {}
     for stage in mapping.stages:
-        for one in stage.placements:
-            degree = len(one.gpus).bit_length() - 1
-            size = int(problem.memory[problem.names.index(one.module), degree])
-            for gpu in one.gpus:  # a sliced module's slices share its weights
-                most[gpu, one.module] = max(most.get((gpu, one.module), 0), size)
+        for placement in stage.placements:
+            degree = len(placement.gpus).bit_length() - 1
+            size = int(problem.memory[problem.names.index(placement.module), degree])
+            for gpu in placement.gpus:  # a sliced module's slices share its weights
+                most[gpu, placement.module] = max(most.get((gpu, placement.module), 0), size)
     for (gpu, _), size in most.items():
         used[gpu] += size
     return tuple(used)

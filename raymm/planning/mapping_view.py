@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 from rich.table import Table
 
 from raymm.draw.mapping import draw_mapping
+from raymm.draw.notebook import figures_html
 from raymm.draw.row_table import html_table, row_table, time_text
 from raymm.planning.mapping_result import MappingResult
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
@@ -22,17 +24,18 @@ def mapping_rows(planned: MappingResult) -> list[dict[str, str]]:
     problem, mapping = planned.problem, planned.mapping
     rows = []
     for index, stage in enumerate(mapping.stages):
-        beside = module_seconds(problem, stage.placements, mapping.slices)
-        for first, (one, seconds) in enumerate(zip(stage.placements, beside, strict=True)):
-            m, degree = problem.names.index(one.module), len(one.gpus).bit_length() - 1
-            alone = float(problem.seconds[m, degree, one.quota]) * one.slices / mapping.slices
+        times = module_seconds(problem, stage.placements, mapping.slices)
+        for first, (placement, seconds) in enumerate(zip(stage.placements, times, strict=True)):
+            m, degree = problem.names.index(placement.module), len(placement.gpus).bit_length() - 1
+            whole = float(problem.seconds[m, degree, placement.quota])
+            alone = whole * placement.slices / mapping.slices
             rows.append({
                 "stage": str(index) if not first else "",
-                "module": one.module + (
-                    f" {one.slices}/{mapping.slices}" if mapping.slices > 1 else ""
+                "module": placement.module + (
+                    f" {placement.slices}/{mapping.slices}" if mapping.slices > 1 else ""
                 ),
-                "GPUs": gpus_text(one.gpus),
-                "quota": f"{one.quota / mapping.steps:.0%}",
+                "GPUs": gpus_text(placement.gpus),
+                "quota": f"{placement.quota / mapping.steps:.0%}",
                 "ms": milliseconds(seconds),
                 "alone": milliseconds(alone),
                 "GiB": f"{int(problem.memory[m, degree]) / GIB:.2f}",
@@ -86,7 +89,13 @@ def explanation(planned: MappingResult) -> str:
 def draw_planned(
     planned: MappingResult, path: str | Path, title: str | None = None
 ) -> Path:
-    """The mapping's picture with the baselines' times beside its own, where they were asked for."""
+    """The mapping's picture with the baselines' times beside its own, where they were asked for.
+
+    Args:
+        planned: the mapping, and baselines if they were asked for.
+        path: file to write, ``.png`` or ``.svg``.
+        title: heading of the picture.
+    """
     others = {
         name: other.seconds for name, other in planned.baselines.items()
         if isinstance(other, StageMapping)
@@ -98,8 +107,12 @@ def draw_planned(
 
 
 def planned_html(planned: MappingResult) -> str:
-    """Table and explanation for notebooks."""
-    return html_table(mapping_rows(planned), explanation(planned))
+    """Table, explanation and the picture of the mapping, for notebooks."""
+    with tempfile.TemporaryDirectory() as folder:
+        picture = draw_planned(planned, Path(folder) / "mapping.png")
+        return html_table(mapping_rows(planned), explanation(planned)) + figures_html(
+            {"the mapping": picture}
+        )
 
 
 def gpus_text(gpus: tuple[int, ...]) -> str:

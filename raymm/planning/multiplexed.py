@@ -39,8 +39,8 @@ class PlannedMultiplexed(MappingResult):
     @classmethod
     def of(cls, inputs: MappingInputs) -> PlannedMultiplexed:
         """What a search finds."""
-        found = search_mapping(inputs)
-        return cls(**{field.name: getattr(found, field.name) for field in fields(found)})
+        result = search_mapping(inputs)
+        return cls(**{field.name: getattr(result, field.name) for field in fields(result)})
 
     def table(self) -> Table:
         """Every stage: its modules, their GPUs and quotas, what they take. For a rich console."""
@@ -143,12 +143,12 @@ def _fitting(
     if too_much is None:
         return mapping, None, ""
     others = [
-        one for one in baselines().values()
-        if isinstance(one, StageMapping) and _too_much(problem, one) is None
+        other for other in baselines().values()
+        if isinstance(other, StageMapping) and _too_much(problem, other) is None
     ]
     if not others:
         return mapping, too_much, ""
-    best = min(others, key=lambda one: one.seconds)
+    best = min(others, key=lambda other: other.seconds)
     # The bound is of whole modules: with slices, less is possible.
     bound = mapping.bound if best.slices == 1 else 0.0
     return (

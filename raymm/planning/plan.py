@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule
+from raymm.model.multimodal import MultimodalModule
 from raymm.planning.comparison import comparison_table
 from raymm.planning.inputs import PlanInputs
 from raymm.planning.plan_result import PlanResult
@@ -30,8 +30,8 @@ class Planned(PlanResult):
             StageSearchError: if nothing fits.
             PlanError: if a degree is asked for that a module cannot have.
         """
-        found = search_pipelines(inputs)
-        return cls(**{field.name: getattr(found, field.name) for field in fields(found)})
+        result = search_pipelines(inputs)
+        return cls(**{field.name: getattr(result, field.name) for field in fields(result)})
 
     def table(self) -> Table:
         """Every stage: its layers, its place, what it costs. For a rich console."""
@@ -90,6 +90,6 @@ def plan(
         StageSearchError: if nothing fits.
     """
     request = PlanRequest.of_options({"ranks": ranks, **options})
-    request.degree_request.check((*model.encoder_names, LANGUAGE_MODEL))
+    request.degree_request.check(model.module_names)
     workload = Workload(microbatches, samples, microbatch=microbatch, dtype=dtype)
     return Planned.of(PlanInputs.of(model, request, workload))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from rich.table import Table
 
 from raymm.draw import draw_timelines
+from raymm.draw.notebook import figures_html
 from raymm.draw.row_table import html_table, row_table, time_text
 from raymm.planning.plan_result import PlanResult
 from raymm.scheduler.costs.recomputation import KEEP
@@ -187,8 +189,12 @@ def rank_names(plan: Plan) -> dict[int, str]:
 
 
 def plan_html(planned: PlanResult) -> str:
-    """Table and explanation for notebooks."""
-    return html_table(plan_rows(planned), explanation(planned))
+    """Table, explanation and the simulated step, for notebooks."""
+    with tempfile.TemporaryDirectory() as folder:
+        picture = draw_schedule(planned, Path(folder) / "step.png")
+        return html_table(plan_rows(planned), explanation(planned)) + figures_html(
+            {"the predicted step": picture}
+        )
 
 
 def _prediction(planned: PlanResult) -> str:
@@ -206,10 +212,10 @@ def _prediction(planned: PlanResult) -> str:
 
 
 def _module_text(plan: Plan, name: str) -> str:
-    chains = plan.replicas(name)
-    several = rank_text(chains[0][0].degrees)
-    stages = len(chains[0])
-    copies = f" x{len(chains)}" if len(chains) > 1 else ""
+    replicas = plan.replicas(name)
+    several = rank_text(replicas[0][0].degrees)
+    stages = len(replicas[0])
+    copies = f" x{len(replicas)}" if len(replicas) > 1 else ""
     shared = f" ({several})" if several else ""
     return f"{name} {stages} stage{'s' * (stages != 1)}{shared}{copies}"
 

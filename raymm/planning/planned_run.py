@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from raymm.actors.placement.node_types import reachable_resources
-from raymm.actors.rank.rank_group import RankResources
+from raymm.actors.rank.rank_resources import RankResources
 from raymm.config.planning_options import AUTO, PIPELINED
 from raymm.costs.named_devices import cluster_device
 from raymm.data import DataConfig
@@ -132,8 +132,8 @@ def _multiplexed(planned: PlannedMultiplexed) -> PlannedRun:
     mapping, placed = planned.mapping, []
     for stage in mapping.stages:
         placed.append(" | ".join(
-            f"{one.module} on {len(one.gpus)} x {one.quota}/{mapping.steps}"
-            for one in stage.placements
+            f"{placement.module} on {len(placement.gpus)} x {placement.quota}/{mapping.steps}"
+            for placement in stage.placements
         ))
     notes = (f"note: {note}" for note in planned.notes)
     first = planned.explain().splitlines()[0]

@@ -14,7 +14,7 @@ from raymm.costs.workload import check_tokens
 from raymm.data import DataConfig, is_there, local_steps
 from raymm.data.loading.in_memory import split_batch
 from raymm.model.batch_rules import complete_microbatch
-from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule, module_graph
+from raymm.model.multimodal import MultimodalModule, module_graph
 from raymm.planning.degrees import DegreeRequest
 from raymm.scheduler.costs.devices import find_device
 from raymm.scheduler.costs.layer_costs import ProfileError
@@ -76,7 +76,7 @@ class PlanRequest(PlanOptions):
             raise PlanError(
                 f"memory_gib is {self.memory_gib}; accepted: a number above 0, at most {MOST_GIB}"
             )
-        self.degree_request.check((*model.encoder_names, LANGUAGE_MODEL))
+        self.degree_request.check(model.module_names)
         if self.device is not None:
             find_device(self.device)
         if self.profile is not None:
@@ -127,7 +127,13 @@ class Workload:
     def of_config(
         cls, data: DataConfig, modalities: Sequence[str], dtype: str = "fp32"
     ) -> Workload:
-        """Of a run's data; its file need not be there."""
+        """Of a run's data; its file need not be there.
+
+        Args:
+            data: of the run.
+            modalities: that a microbatch should have.
+            dtype: of the computation.
+        """
         there = all(is_there(source.path) for source in data.sources("train"))
         return cls(
             data.microbatches, data.batch_size // data.microbatches, data.max_length,
@@ -140,6 +146,12 @@ class Workload:
     ) -> Workload:
         """Of batches in memory: as many microbatches as they are split into already, else a
         number that divides the rows and keeps the ranks busy.
+
+        Args:
+            batches: as the trainer takes them; the first is looked at.
+            modalities: of the model.
+            ranks: that are to be kept busy.
+            dtype: of the computation.
 
         Raises:
             BatchError: the first batch cannot be.

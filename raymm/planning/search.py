@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 from raymm.actors.probe.callbacks import Cuts, probe_chain
 from raymm.actors.probe.cut import ProbeError, probe_language_model
 from raymm.config.planning_options import JOINT
-from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule
+from raymm.model.module_kind import ModuleKind, module_kind
+from raymm.model.multimodal import MultimodalModule
 from raymm.planning.degrees import Refused, refused_degrees
 from raymm.planning.inputs import PlanInputs
 from raymm.planning.plan_result import PlanResult
@@ -79,8 +80,8 @@ def with_baselines(planned: Planned) -> Planned:
         for baseline in PIPELINES
     ]
     return replace(planned, baselines={
-        name: found if isinstance(found, str) else found.best
-        for name, found in solutions(others, problem).items()
+        name: solution if isinstance(solution, str) else solution.best
+        for name, solution in solutions(others, problem).items()
     })
 
 
@@ -124,7 +125,7 @@ def refused_cuts(model: MultimodalModule, modules: Sequence[str]) -> dict[str, s
     refused = {}
     for name in modules:
         try:
-            if name == LANGUAGE_MODEL:
+            if module_kind(name) is ModuleKind.LANGUAGE_MODEL:
                 probe_language_model(model.language_spec().source)
             else:
                 encoder = model.encoders[name]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from raymm.config.planning_options import MULTIPLEXED, PIPELINED
-from raymm.costs.layer_count import Load
+from raymm.costs.load import Load
 from raymm.costs.named_devices import CPU
 from raymm.costs.scaling_estimates import (
     ModuleShape,
@@ -16,7 +16,7 @@ from raymm.costs.scaling_estimates import (
     slowed_layers,
 )
 from raymm.draw.row_table import time_text
-from raymm.model.multimodal import LANGUAGE_MODEL
+from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.planning.inputs import PlanInputs, loads_of
 from raymm.planning.mapping_inputs import (
     DoesNotFitError,
@@ -59,16 +59,16 @@ class StyleComparison:
     @property
     def style(self) -> str | None:
         """The faster one of those that fit; None if neither does."""
-        found = self.seconds
-        return min(found, key=lambda style: found[style]) if found else None
+        seconds = self.seconds
+        return min(seconds, key=lambda style: seconds[style]) if seconds else None
 
     @property
     def seconds(self) -> dict[str, float]:
         """Predicted seconds of a step, of each style that fits."""
         planned = {PIPELINED: self.pipelined, MULTIPLEXED: self.multiplexed}
         return {
-            style: one.seconds for style, one in planned.items()
-            if one is not None and style not in self.refused
+            style: plan.seconds for style, plan in planned.items()
+            if plan is not None and style not in self.refused
         }
 
     def compared(self) -> StyleComparison:
@@ -81,17 +81,17 @@ class StyleComparison:
     def explain(self) -> str:
         """Which is faster, by how much, and what the two numbers do not have in common."""
         lines = [f"{style} does not run: {reason}" for style, reason in self.refused.items()]
-        found = self.seconds
+        by_style = self.seconds
         best = self.style
-        if best is not None and len(found) == 2:
-            other = next(s for s in found if s != best)
+        if best is not None and len(by_style) == 2:
+            other = next(s for s in by_style if s != best)
             lines.append(
-                f"{best} is predicted to be {found[other] / found[best]:.2f} times as fast: "
-                f"{time_text(found[best])} against {time_text(found[other])} per step of "
+                f"{best} is predicted to be {by_style[other] / by_style[best]:.2f} times as fast: "
+                f"{time_text(by_style[best])} against {time_text(by_style[other])} per step of "
                 f"{self.batch} samples"
             )
         elif best is not None:
-            seconds = time_text(found[best])
+            seconds = time_text(by_style[best])
             lines.append(f"{best} runs: {seconds} per step of {self.batch} samples")
         lines += [
             "the same for both: batch, devices, memory limit, frozen rules, the costs of layers "
@@ -106,13 +106,13 @@ class StyleComparison:
         return "\n".join(lines)
 
 
-def compare_styles(inputs: PlanInputs, given: Plan | None = None) -> StyleComparison:
+def compare_styles(inputs: PlanInputs, plan: Plan | None = None) -> StyleComparison:
     """Plan a model both ways, by the same costs.
 
     Args:
         inputs: of both. Where surfaces are given, the costs of layers are scaled to what a module
             takes by its surface on one whole device.
-        given: a pipelined plan to compare with, instead of searching one; of as many ranks
+        plan: a pipelined plan to compare with, instead of searching one; of as many ranks
             (:func:`with_ranks_of`) and microbatches as asked for.
 
     Raises:
@@ -120,9 +120,9 @@ def compare_styles(inputs: PlanInputs, given: Plan | None = None) -> StyleCompar
             not if one style does not fit.
     """
     workload = inputs.workload
-    if given is not None and given.num_microbatches != workload.microbatches:
+    if plan is not None and plan.num_microbatches != workload.microbatches:
         raise MultiplexError(
-            f"microbatches is {workload.microbatches}; the given plan has {given.num_microbatches}"
+            f"microbatches is {workload.microbatches}; the given plan has {plan.num_microbatches}"
         )
     refused: dict[str, str] = {}
     basis = _Basis.of(inputs)
@@ -137,8 +137,8 @@ def compare_styles(inputs: PlanInputs, given: Plan | None = None) -> StyleCompar
     pipelined = None
     try:
         costs = replace(inputs.costs, profile=basis.profile())
-        if given is not None:
-            pipelined = Planned.evaluated(replace(given, profile=None), costs, inputs.memory_limit)
+        if plan is not None:
+            pipelined = Planned.evaluated(replace(plan, profile=None), costs, inputs.memory_limit)
         else:
             pipelined = Planned.of(replace(inputs, costs=costs))
         if pipelined.unfit:
@@ -148,18 +148,18 @@ def compare_styles(inputs: PlanInputs, given: Plan | None = None) -> StyleCompar
     return StyleComparison(pipelined, multiplexed, refused, workload.batch, workload.microbatches)
 
 
-def with_ranks_of(given: Plan, request: PlanRequest) -> PlanRequest:
+def with_ranks_of(plan: Plan, request: PlanRequest) -> PlanRequest:
     """The request for as many ranks as a plan has, so that both styles have the same devices.
 
     Raises:
         MultiplexError: it is for another number.
     """
-    if request.ranks not in (None, given.num_ranks):
+    if request.ranks not in (None, plan.num_ranks):
         raise MultiplexError(
-            f"ranks is {request.ranks}, but the given plan (parallel) is for {given.num_ranks}; "
-            f"accepted: {given.num_ranks}, or none"
+            f"ranks is {request.ranks}, but the given plan (parallel) is for {plan.num_ranks}; "
+            f"accepted: {plan.num_ranks}, or none"
         )
-    return replace(request, ranks=given.num_ranks)
+    return replace(request, ranks=plan.num_ranks)
 
 
 def plan_step_multiplexed(inputs: PlanInputs) -> PlannedMultiplexed:
@@ -199,7 +199,7 @@ class _Basis:
 
     def mapping_inputs(self, request: PlanRequest) -> MappingInputs:
         """Of a mapping of all microbatches of a step at once."""
-        inputs, given = self.inputs, request.surfaces is not None
+        inputs, has_surfaces = self.inputs, request.surfaces is not None
         count, dtype = inputs.workload.microbatches, inputs.workload.dtype
         loads = {
             name: Load(load.samples * count, load.tokens,
@@ -207,13 +207,13 @@ class _Basis:
             for name, load in self.loads.items()
         }
         profile = inputs.costs.profile
-        measured = None if given or profile.source != "measured" else (profile, self.loads)
-        named = not given or request.device is not None
+        measured = None if has_surfaces or profile.source != "measured" else (profile, self.loads)
+        named = not has_surfaces or request.device is not None
         return mapping_inputs(
             self.shapes, edges_of(inputs.model, [shape.name for shape in self.shapes]), request,
             MappedBatch(loads[LANGUAGE_MODEL].samples, dtype, dtype, loads, measured),
             inputs.costs.device or find_device(CPU) if named else None,
-            () if given else self.notes,
+            () if has_surfaces else self.notes,
         )
 
     def profile(self) -> CostProfile:

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import ray
 import torch
-from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from raymm.actors.modules.blocks import input_embeddings
 from raymm.actors.rank.module_profiler import ModuleProfiler, ModuleTimes, ProfileRequest
-from raymm.actors.rank.rank_group import START_TIMEOUT_S, RankResources, check_capacity
+from raymm.actors.rank.rank_group import START_TIMEOUT_S
+from raymm.actors.rank.rank_resources import RankResources, check_capacity
 from raymm.actors.weights.source import ModuleSource
-from raymm.costs.layer_count import LayerCount, Load, count_layers
+from raymm.costs.layer_count import LayerCount, count_layers
+from raymm.costs.load import Load
 from raymm.layout.stage_builders import reloadable_modules, stage_builders
 from raymm.model.batch_rules import complete_microbatch
-from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule, text_inputs
+from raymm.model.module_kind import ModuleKind, module_kind
+from raymm.model.multimodal import MultimodalModule, text_inputs
+from raymm.profiling.profiling_actor import ProfilingActor
 from raymm.runtime.specs import MultimodalParallelSpec
 from raymm.scheduler.costs.layer_costs import LayerCost, ProfileError
 from raymm.scheduler.costs.profile_table import Measurement, ProfileTable
 from raymm.scheduler.plan.stage import StageId
 
-# Seconds all repeats of one module at one length may take.
-MEASURE_TIMEOUT_S = 3600.0
 _IGNORE = -100
 _FP32_BYTES = 4
 _ELEMENT_BYTES = {"bf16": 2, "fp32": _FP32_BYTES}
@@ -74,7 +74,7 @@ def profile_model(
     default: dict[str, int] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     about: dict[str, str] = {}
-    for name in (*model.encoder_names, LANGUAGE_MODEL):
+    for name in model.module_names:
         arguments = (
             builders[StageId(name, 0)], device, autocast, name in reloadable, threads,
         )
@@ -120,7 +120,7 @@ def _requests(
     lengths: Sequence[int],
 ) -> Iterator[ProfileRequest]:
     """The real microbatch first, then other sizes."""
-    if name != LANGUAGE_MODEL:
+    if module_kind(name) is ModuleKind.ENCODER:
         items = microbatch[name]
         yield ProfileRequest(items, {})
         count = len(items["sample_index"])
@@ -138,10 +138,10 @@ def _requests(
     for length in sorted(set(lengths)):
         ids = torch.randint(vocabulary, (labels.shape[0], length), generator=generator)
         labelled = max(1, round(share * (length - 1)))
-        given = ids.clone()
-        given[:, : length - labelled] = _IGNORE
+        targets = ids.clone()
+        targets[:, : length - labelled] = _IGNORE
         yield ProfileRequest(
-            {"input_ids": ids, "labels": given, "attention_mask": torch.ones_like(ids),
+            {"input_ids": ids, "labels": targets, "attention_mask": torch.ones_like(ids),
              "sample_index": {}}, {}, plain_text=True,
         )
 
@@ -150,34 +150,15 @@ def _measure(
     name: str, arguments: tuple, requests: Iterator[ProfileRequest], repeats: int,
     resources: RankResources,
 ) -> tuple[dict[str, str], list[ModuleTimes]]:
-    remote = ray.remote(ModuleProfiler).options(
-        num_cpus=resources.cpus, num_gpus=resources.gpus,
-        resources=dict(resources.custom) or None, max_restarts=0,
-    )
-    actor = remote.remote(*arguments)
-    try:
-        about: Any = ray.get(actor.describe.remote(), timeout=START_TIMEOUT_S)
-        times: list[Any] = [
-            ray.get(actor.measure.remote(request, repeats), timeout=MEASURE_TIMEOUT_S)
-            for request in requests
-        ]
-    except GetTimeoutError:
-        raise ProfileError(f"profiling {name!r}: no answer within the time limit") from None
-    except RayTaskError as error:
-        cause = error.cause if error.cause is not None else error
-        raise ProfileError(
-            f"profiling {name!r} failed: {type(cause).__name__}: {cause}"
-        ) from error
-    except RayError as error:  # the actor died: out of memory, for one
-        raise ProfileError(f"profiling {name!r} failed: {error}") from error
-    finally:
-        ray.kill(cast(ActorHandle, actor), no_restart=True)
+    with ProfilingActor(ModuleProfiler, resources, arguments, name) as ask:
+        about = ask("describe", timeout=START_TIMEOUT_S)
+        times = [ask("measure", request, repeats) for request in requests]
     return about, times
 
 
 def _counts(model: MultimodalModule, name: str) -> list[LayerCount]:
     """What there is to count per layer, for one token."""
-    causal = name == LANGUAGE_MODEL
+    causal = module_kind(name) is ModuleKind.LANGUAGE_MODEL
     spec = model.language_spec() if causal else model.encoder_spec(name)
     result = [*count_layers(spec.source.skeleton(), Load(1, 1), causal)]
     projector: ModuleSource | None = getattr(spec, "projector", None)
@@ -191,14 +172,14 @@ def _measurements(
 ) -> tuple[Measurement, ...]:
     """In order of length; of two of the same length the first, which is the real one."""
     rows: dict[int, Measurement] = {}
-    for one in times:
+    for times_of in times:
         layers = tuple(
             LayerCost(
                 t.forward, t.backward_input, t.backward_weight, t.activation_bytes,
                 _FP32_BYTES * count.parameters, t.output_bytes, _FP32_BYTES * count.replicated,
-                round(one.tokens * count.key_value_elements * element_bytes), t.options,
+                round(times_of.tokens * count.key_value_elements * element_bytes), t.options,
             )
-            for t, count in zip(one.layers, counts, strict=True)
+            for t, count in zip(times_of.layers, counts, strict=True)
         )
-        rows.setdefault(one.tokens, Measurement(one.tokens, one.samples, layers))
+        rows.setdefault(times_of.tokens, Measurement(times_of.tokens, times_of.samples, layers))
     return tuple(rows[tokens] for tokens in sorted(rows))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raymm.actors.rank.rank_group import check_capacity
+from raymm.actors.rank.rank_resources import check_capacity
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.pipelined import MultimodalParallelModule

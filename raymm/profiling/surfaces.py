@@ -16,15 +16,13 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
-import ray
 import torch
-from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from raymm.actors.rank.module_profiler import ProfileRequest
-from raymm.actors.rank.rank_group import START_TIMEOUT_S, RankResources, check_capacity
+from raymm.actors.rank.rank_group import START_TIMEOUT_S
+from raymm.actors.rank.rank_resources import RankResources, check_capacity
 from raymm.actors.rank.surface_profiler import (
     WHOLE,
     ColocationProfiler,
@@ -32,14 +30,15 @@ from raymm.actors.rank.surface_profiler import (
     SurfaceRequest,
     SurfaceTimes,
 )
-from raymm.costs.layer_count import Load
+from raymm.costs.load import Load
 from raymm.costs.named_devices import CPU, device_called
 from raymm.costs.scaling_estimates import ModuleShape, shapes_of
 from raymm.costs.workload import microbatch_workload
 from raymm.layout.stage_builders import reloadable_modules, stage_builders
 from raymm.model.batch_rules import complete_microbatch
-from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule, text_inputs
-from raymm.profiling.layers import MEASURE_TIMEOUT_S
+from raymm.model.module_kind import ModuleKind, module_kind
+from raymm.model.multimodal import MultimodalModule, text_inputs
+from raymm.profiling.profiling_actor import ProfilingActor
 from raymm.runtime.specs import MultimodalParallelSpec
 from raymm.scheduler.costs.devices import DeviceSpec, Links, find_device
 from raymm.scheduler.costs.layer_costs import CostProfile, ProfileError
@@ -132,11 +131,11 @@ def resized_microbatch(microbatch: Mapping[str, Any], samples: int) -> dict[str,
         samples: rows.
     """
     rows = microbatch["input_ids"].shape[0]
-    wanted = torch.arange(samples) % rows
+    indices = torch.arange(samples) % rows
     result: dict[str, Any] = {}
     for name, value in microbatch.items():
         if not isinstance(value, Mapping):
-            result[name] = value[wanted]
+            result[name] = value[indices]
             continue
         index = value["sample_index"]
         items = [
@@ -181,13 +180,13 @@ class _Work:
         times: dict[tuple[str, int], SurfaceTimes] = {}
         name = ""
         for name, shape in shapes.items():
-            with _actor(SurfaceProfiler, self.resources, arguments[name], name) as ask:
+            with ProfilingActor(SurfaceProfiler, self.resources, arguments[name], name) as ask:
                 name_of_device = ask("describe", timeout=START_TIMEOUT_S)["device"]
                 for degree in self.degrees:
-                    one = self._request(shape, degree, outputs, quotas)
-                    found = ask("surface", one, self.repeats)
-                    outputs[name, degree] = found.output_shape
-                    requests[name, degree], times[name, degree] = one, found
+                    request = self._request(shape, degree, outputs, quotas)
+                    surface = ask("surface", request, self.repeats)
+                    outputs[name, degree] = surface.output_shape
+                    requests[name, degree], times[name, degree] = request, surface
         spec = device_called(name_of_device) if cuda else find_device(CPU)
         surfaces = tuple(self._surface(shape, requests, times, spec) for shape in shapes.values())
         colocations = ()
@@ -210,7 +209,7 @@ class _Work:
             name: (
                 builders[StageId(name, 0)], self.device, autocast, name in reloadable, self.threads,
             )
-            for name in (*self.model.encoder_names, LANGUAGE_MODEL)
+            for name in self.model.module_names
         }
 
     def _request(
@@ -218,7 +217,7 @@ class _Work:
         quotas: tuple[float, ...],
     ) -> SurfaceRequest:
         local = resized_microbatch(self.microbatch, -(-self.batch // degree))
-        if shape.name != LANGUAGE_MODEL:
+        if module_kind(shape.name) is ModuleKind.ENCODER:
             return SurfaceRequest(ProfileRequest(local[shape.name], {}), False, quotas)
         received = {name: outputs[name, degree] for name in self.model.encoder_names}
         return SurfaceRequest(
@@ -271,7 +270,7 @@ class _Work:
         if spec is None or self.device != "cuda":
             return (0.0,) * len(quotas)
         traffic_only = replace(spec, flops={name: 1e30 for name in spec.flops})
-        if shape.name == LANGUAGE_MODEL:
+        if module_kind(shape.name) is ModuleKind.LANGUAGE_MODEL:
             rows, tokens = request.request.inputs["input_ids"].shape
             received = sum(math.prod(s[:2]) for s in request.request.received.values())
             load = Load(rows, tokens + received // rows)
@@ -292,26 +291,27 @@ class _Work:
             for names in itertools.combinations(by_name, size):
                 for tenths in shares:
                     steps = [round(t * self.steps / 10) for t in tenths]
-                    known = all(
+                    all_measured = all(
                         q in by_name[n].quotas for n, q in zip(names, steps, strict=True)
                     )
-                    if known and sum(steps) <= self.steps:
+                    if all_measured and sum(steps) <= self.steps:
                         group = dict(zip(names, (q / self.steps for q in steps), strict=True))
                         groups.append(group)
                         expected.append(
                             {n: times[n, degree].seconds[q] for n, q in group.items()}
                         )
-        with _actor(ColocationProfiler, self.resources, (arguments,), "colocations") as ask:
-            wanted = {name: requests[name, degree] for name in by_name}
-            measured = ask("beside", wanted, groups, expected)
-        found = []
+        with ProfilingActor(ColocationProfiler, self.resources, (arguments,), "colocations") as ask:
+            group_requests = {name: requests[name, degree] for name in by_name}
+            measured = ask("colocated_times", group_requests, groups, expected)
+        colocations = []
         for group, seconds in zip(groups, measured, strict=True):
             use = {n: by_name[n].bandwidth_at(round(q * self.steps)) for n, q in group.items()}
             for name in group:
                 others = [use[other] for other in group if other != name]
-                one = seconds[name]
-                found.append(Colocation(one.alone, ((use[name], *others),), one.beside))
-        return tuple(found)
+                module_times = seconds[name]
+                uses = ((use[name], *others),)
+                colocations.append(Colocation(module_times.alone, uses, module_times.colocated))
+        return tuple(colocations)
 
     def _notes(self, spec: DeviceSpec | None) -> tuple[str, ...]:
         notes = []
@@ -335,39 +335,3 @@ class _Work:
             f"{spec.name}'s {spec.memory_bandwidth / 1e9:g} GB/s; a lower bound"
         )
         return tuple(notes)
-
-
-class _actor:
-    """An actor for the time of a ``with``; gives a function that calls it.
-
-    Failures become :class:`ProfileError`, naming what was measured.
-    """
-
-    def __init__(self, kind: type, resources: RankResources, arguments: tuple, what: str) -> None:
-        self._make = ray.remote(kind).options(
-            num_cpus=resources.cpus, num_gpus=resources.gpus,
-            resources=dict(resources.custom) or None, max_restarts=0,
-        )
-        self._arguments, self._what = arguments, what
-
-    def __enter__(self):
-        self._actor = self._make.remote(*self._arguments)
-        return self._ask
-
-    def _ask(self, method: str, *arguments: Any, timeout: float = MEASURE_TIMEOUT_S) -> Any:
-        try:
-            return ray.get(getattr(self._actor, method).remote(*arguments), timeout=timeout)
-        except GetTimeoutError:
-            raise ProfileError(
-                f"profiling {self._what!r}: no answer within {timeout:g} s"
-            ) from None
-        except RayTaskError as error:
-            cause = error.cause if error.cause is not None else error
-            raise ProfileError(
-                f"profiling {self._what!r} failed: {type(cause).__name__}: {cause}"
-            ) from error
-        except RayError as error:  # the actor died: out of memory, for one
-            raise ProfileError(f"profiling {self._what!r} failed: {error}") from error
-
-    def __exit__(self, *error: object) -> None:
-        ray.kill(cast(ActorHandle, self._actor), no_restart=True)

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import ray
+from ray.util.client import ray as ray_client
 
 from raymm.actors.placement.node_types import reachable_resources
 from raymm.actors.placement.placement import ClusterError
-from raymm.actors.rank.rank_group import RankResources
-from raymm.runtime.embedded_ray import start_embedded_ray
+from raymm.actors.rank.rank_resources import RankResources
+from raymm.runtime.embedded.embedded_ray import start_embedded_ray
 
 
 def connect(quiet: bool = True) -> bool:
@@ -28,16 +29,23 @@ def connect(quiet: bool = True) -> bool:
         Whether an embedded Ray was started (and should be shut down in the end).
 
     Raises:
-        ClusterError: if there is no cluster at ``RAY_ADDRESS``, or an embedded one does not
-            come up.
+        ClusterError: if there is no cluster at ``RAY_ADDRESS``, it is that of a Ray Client, or an
+            embedded one does not come up.
     """
+    address = os.environ.get("RAY_ADDRESS")
+    refused = (address or "").startswith("ray://") and not ray.is_initialized()
+    if refused or ray_client.is_connected():
+        raise ClusterError(
+            f"RAY_ADDRESS is {address!r}, and raymm cannot drive ranks through a Ray Client "
+            "(ray://); run this in the cluster: with RAY_ADDRESS=auto on one of its machines (a "
+            "notebook in the head's pod), or by `ray job submit`"
+        )
     if ray.is_initialized():
         return False
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # import paths in configs; ranks have it, too
     # What one rank raises is said once; others that lost it would each add a traceback.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    address = os.environ.get("RAY_ADDRESS")
     embedded = address in (None, "", "local")
     handler = signal.getsignal(signal.SIGTERM)
     options = {"log_to_driver": not quiet, "logging_level": "ERROR"}
@@ -68,18 +76,18 @@ def connected(quiet: bool = True) -> Iterator[None]:
 
 
 def pick_device(
-    wanted: str, resources: Callable[[str], RankResources] | None = None
+    device: str, resources: Callable[[str], RankResources] | None = None
 ) -> str:
     """The device that ``"auto"`` is.
 
     Args:
-        wanted: ``"cpu"``, ``"cuda"`` or ``"auto"``.
+        device: ``"cpu"``, ``"cuda"`` or ``"auto"``.
         resources: what a rank reserves on a device. If that is GPUs on any, it is CUDA, and a CPU
             if it is none on any; else, and by default, CUDA if the connected cluster has GPUs, or
             its autoscaler can bring some.
     """
-    if wanted != "auto":
-        return wanted
+    if device != "auto":
+        return device
     if resources is not None:
         if resources("cpu").gpus:
             return "cuda"

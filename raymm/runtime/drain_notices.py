@@ -1,29 +1,18 @@
 """Notices that a node is about to end: of spot instances, ``kubectl drain``
-(:mod:`raymm.runtime.leave_node`) and autoscalers. Ray has no public call for them; Ray Train asks
-in the same way.
+(:mod:`raymm.runtime.leave_node`) and autoscalers.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection
 from threading import Event, Thread
 
-from ray._private.state import state as ray_state
 from ray.exceptions import RayError
+
+from raymm.actors.placement.node_types import draining_nodes
 
 # Seconds between two looks.
 INTERVAL_S = 1.0
-
-
-def draining_nodes() -> dict[str, float | None]:
-    """Ray's ids of nodes that are about to end, with the seconds that are left; None where nobody
-    says. The one place that asks."""
-    now = time.time()
-    return {
-        node: deadline / 1000 - now if deadline else None
-        for node, deadline in ray_state.get_draining_nodes().items()
-    }
 
 
 class DrainObserver:

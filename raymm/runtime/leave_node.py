@@ -34,6 +34,7 @@ def leave(client: Any, instance: str, seconds: float) -> str:
 
     Args:
         client: of the server that knows the cluster (GCS).
+        instance: the node's name there.
         seconds: until the node ends whatever runs on it.
 
     Returns:

@@ -11,11 +11,12 @@ import torch
 from raymm.actors.multiplexed.gpu_actor import GpuSpec
 from raymm.actors.multiplexed.iteration_meta import IterationResult
 from raymm.actors.multiplexed.node import NodeSpec
-from raymm.actors.rank.rank_actor import remember
+from raymm.actors.rank.recent_programs import remember
 from raymm.runtime.options import RuntimeOptions
+from raymm.scheduler.graph.direction import Direction
 from raymm.scheduler.graph.node_graph import NodeGraph
 from raymm.scheduler.multiplex.check_program import check_program
-from raymm.scheduler.multiplex.instructions import Direction, MultiplexProgram, Part, Run
+from raymm.scheduler.multiplex.instructions import MultiplexProgram, Part, Run
 from raymm.scheduler.multiplex.lowering import lower, replicas_of, slots_of
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.plan.stage import Edge, StageId
@@ -94,7 +95,7 @@ class MappedGraph:
         return [
             GpuSpec(
                 gpu, mapping.gpus, self.graph,
-                tuple(one for one in nodes if gpu in self.replicas[one.name]),
+                tuple(node for node in nodes if gpu in self.replicas[node.name]),
                 self.slots, mapping.steps, self.replicas,
                 optimizer=options.optimizer, autocast=options.autocast, reloadable=reloadable,
                 backend=options.quota_backend, device=options.device, threads=options.threads,
@@ -108,9 +109,9 @@ def forward_parts(program: MultiplexProgram, gpu: int) -> list[Part]:
     """What a GPU runs forward."""
     return [
         part
-        for one in program.instructions[gpu]
-        if isinstance(one, Run) and one.direction is Direction.FORWARD
-        for part in one.parts
+        for instruction in program.instructions[gpu]
+        if isinstance(instruction, Run) and instruction.direction is Direction.FORWARD
+        for part in instruction.parts
     ]
 
 
@@ -121,11 +122,11 @@ def stage_edges(edges: Iterable[tuple[str, str]]) -> tuple[Edge, ...]:
 
 def losses_of(results: Iterable[IterationResult], losses: Iterable[str]) -> dict[str, float]:
     """All GPUs' parts of losses, added up."""
-    found = dict.fromkeys(losses, 0.0)
+    sums = dict.fromkeys(losses, 0.0)
     for result in results:
         for name, value in result.losses.items():
-            found[name] += value
-    return found
+            sums[name] += value
+    return sums
 
 
 def timeline_of(gpus: Sequence[Sequence[IterationResult]], slots: bool = False) -> Timeline:
@@ -139,12 +140,12 @@ def timeline_of(gpus: Sequence[Sequence[IterationResult]], slots: bool = False) 
     return Timeline(
         tuple(
             Span(
-                gpu, _OPS[Direction(one.direction)], StageId(one.node),
-                one.slot if slots else number, one.start - origin, one.end - origin,
+                gpu, _OPS[run.direction], StageId(run.node),
+                run.slot if slots else number, run.start - origin, run.end - origin,
             )
             for gpu, results in enumerate(gpus)
             for number, result in enumerate(results)
-            for one in result.runs
+            for run in result.runs
         ),
         len(gpus),
     )
@@ -153,5 +154,11 @@ def timeline_of(gpus: Sequence[Sequence[IterationResult]], slots: bool = False) 
 def cut_entries(
     batch: Mapping[str, torch.Tensor], names: Iterable[str], part: Part
 ) -> dict[str, torch.Tensor]:
-    """A part's samples of entries. Copies: views would bring the whole batch along."""
+    """A part's samples of entries. Copies: views would bring the whole batch along.
+
+    Args:
+        batch: tensors with samples in dimension 0.
+        names: of the entries.
+        part: whose samples they are.
+    """
     return {name: batch[name][slice(*part.samples)].clone() for name in dict.fromkeys(names)}

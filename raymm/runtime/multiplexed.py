@@ -22,7 +22,8 @@ from raymm.data import MicrobatchMeta
 from raymm.data.loading.in_memory import check_split
 from raymm.layout.stage_builders import reloadable_modules
 from raymm.model.batch_rules import BatchError
-from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule
+from raymm.model.module_kind import LANGUAGE_MODEL, ModuleKind, module_kind
+from raymm.model.multimodal import MultimodalModule
 from raymm.model.node_graph import check_mapping, multimodal_graph, multimodal_nodes
 from raymm.runtime.cluster import connect
 from raymm.runtime.mapped_graph import (
@@ -36,13 +37,22 @@ from raymm.runtime.mapped_graph import (
 from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.parallel_module import ParallelModule, StepOutput, parameter_name
 from raymm.runtime.skipped_step import SkippedStep, skipped_step
+from raymm.scheduler.graph.direction import Direction
 from raymm.scheduler.graph.sample_ranges import rows_of
-from raymm.scheduler.multiplex.instructions import Direction, MultiplexProgram, Part, Route
+from raymm.scheduler.multiplex.instructions import MultiplexProgram, Part, Route
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 
 
 class PendingMultiplexedStep:
-    """A step under way. :meth:`result` waits for it."""
+    """A step under way. :meth:`result` waits for it.
+
+    Args:
+        handle: of the GPUs' calls.
+        label_tokens: of the step, which its loss was divided by.
+        keep: owners of the inputs, which must outlive the step.
+        skipped: makes the report of a step that was not applied, from the norm and the GPUs'
+            results.
+    """
 
     def __init__(
         self, handle: StepHandle[GpuStepResult], label_tokens: int, keep: Any,
@@ -58,15 +68,17 @@ class PendingMultiplexedStep:
             RankFailedError: a process died or a module raised; by name.
         """
         results = self._handle.result()
-        gpus = [one.iterations for one in results]
-        losses = losses_of((one for here in gpus for one in here), [LANGUAGE_MODEL])
+        gpus = [gpu_result.iterations for gpu_result in results]
+        losses = losses_of(
+            (iteration for iterations in gpus for iteration in iterations), [LANGUAGE_MODEL]
+        )
         last = gpus[0][-1]
         return StepOutput(
             loss=losses[LANGUAGE_MODEL], label_tokens=self._label_tokens,
             timeline=timeline_of(gpus), grad_norm=last.grad_norm,
             learning_rate=last.learning_rate,
-            peak_bytes=tuple(one.peak_bytes for one in results),
-            skipped=self._skipped(losses[LANGUAGE_MODEL], [here[-1] for here in gpus]),
+            peak_bytes=tuple(gpu_result.peak_bytes for gpu_result in results),
+            skipped=self._skipped(losses[LANGUAGE_MODEL], [iterations[-1] for iterations in gpus]),
         )
 
 
@@ -138,28 +150,29 @@ class MultiplexedParallelModule(ParallelModule):
     ) -> PendingMultiplexedStep:
         parts, meta = prepared
         self._tried.check(parts, meta)
-        label_tokens = sum(one.label_tokens for one in meta)
+        label_tokens = sum(microbatch.label_tokens for microbatch in meta)
         iterations: list[tuple[str, IterationMeta]] = []
         inputs: list[dict[tuple[int, Part], Any]] = [{} for _ in range(self.mapping.gpus)]
-        for number, (data, one) in enumerate(zip(parts, meta, strict=True)):
+        for number, (data, microbatch) in enumerate(zip(parts, meta, strict=True)):
             ends = update and number + 1 == len(meta)
-            kind = ProgramKind(one.num_samples, not forward_only, ends, ends)
+            kind = ProgramKind(microbatch.num_samples, not forward_only, ends, ends)
             program = self._mapped.program(kind)
             self.group.load(kind.key, program)
-            offsets = {name: _offsets(name, one) for name in self._encoders}
-            layout = _layout_key(one, program, offsets, forward_only)
-            told = IterationMeta(
+            offsets = {name: _offsets(name, microbatch) for name in self._encoders}
+            layout = _layout_key(microbatch, program, offsets, forward_only)
+            iteration = IterationMeta(
                 self._step, self.options.seed, layout, self.group.is_new_layout(layout),
                 {LANGUAGE_MODEL: 1.0}, training=not forward_only, keep_gradients=True,
                 offsets=offsets, label_tokens=label_tokens, microbatch=number,
-                sample_ids=tuple(one.sample_ids), batch=self._accumulated,
+                sample_ids=tuple(microbatch.sample_ids), batch=self._accumulated,
             )
-            iterations.append((kind.key, told))
-            for gpu, here in enumerate(inputs):
+            iterations.append((kind.key, iteration))
+            for gpu, gpu_inputs in enumerate(inputs):
                 for part in forward_parts(program, gpu):
-                    if told.rows(part.node, part.samples):
-                        name = "text" if part.node == LANGUAGE_MODEL else part.node
-                        here[number, part] = data[name]
+                    if iteration.rows(part.node, part.samples):
+                        text = module_kind(part.node) is ModuleKind.LANGUAGE_MODEL
+                        name = "text" if text else part.node
+                        gpu_inputs[number, part] = data[name]
         handle = self.group.submit(iterations, inputs)
         batches = () if forward_only else self._note_batch(meta, update)
         self._step += update
@@ -170,7 +183,7 @@ class MultiplexedParallelModule(ParallelModule):
         self, step: int, batches: Sequence[Sequence[MicrobatchMeta]], loss: float | None,
         results: Sequence[IterationResult],
     ) -> SkippedStep | None:  # fmt: skip
-        reports = [one.not_finite for one in results]
+        reports = [result.not_finite for result in results]
         return skipped_step(
             step, loss, results[0].grad_norm, reports, stage_edges(self._mapped.graph.edges),
             batches,
@@ -180,7 +193,7 @@ class MultiplexedParallelModule(ParallelModule):
         results = self.group.run_optimizer_ops()
         self._step += 1
         skipped = self._skipped_step(self._step, self._take_batches(), None, results)
-        self._say_skipped(skipped, callers=4)  # of optimizer.step()
+        self._say_skipped(skipped)
         return results[0].grad_norm
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
@@ -190,19 +203,19 @@ class MultiplexedParallelModule(ParallelModule):
         for part in self.group.call("gradients"):
             for place, tensor in part.items():
                 full = parameter_name(*place)
-                known = named.get(full)
-                if known is None or tensor is None:
-                    named[full] = tensor if known is None else known
+                total = named.get(full)
+                if total is None or tensor is None:
+                    named[full] = tensor if total is None else total
                 else:
-                    named[full] = known + tensor
+                    named[full] = total + tensor
         return named
 
     def parameters(self, trainable_only: bool = True) -> dict[str, torch.Tensor]:
         """Parameters by the model's names."""
         return {
             parameter_name(node, name): value
-            for gpu, here in enumerate(self.group.call("parameters", trainable_only))
-            for (node, name), value in here.items()
+            for gpu, gpu_parameters in enumerate(self.group.call("parameters", trainable_only))
+            for (node, name), value in gpu_parameters.items()
             if self._mapped.replicas[node][0] == gpu
         }
 
@@ -219,16 +232,16 @@ class MultiplexedParallelModule(ParallelModule):
 def _items_by_row(microbatch: Mapping[str, Any]) -> dict[str, Any]:
     """A microbatch whose items come in the order of the rows that they belong to, so that what
     consecutive samples have is consecutive, too."""
-    found: dict[str, Any] = {}
+    items: dict[str, Any] = {}
     for name, value in microbatch.items():
         if not isinstance(value, Mapping):
-            found[name] = value
+            items[name] = value
             continue
         index = value["sample_index"]
         order = torch.argsort(index, stable=True)
         in_order = torch.equal(order, torch.arange(len(order)))
-        found[name] = value if in_order else {key: one[order] for key, one in value.items()}
-    return found
+        items[name] = value if in_order else {key: tensor[order] for key, tensor in value.items()}
+    return items
 
 
 def _offsets(name: str, meta: MicrobatchMeta) -> tuple[int, ...]:
@@ -262,10 +275,10 @@ def _layout_key(
         for name in sorted(offsets) if name in meta.shapes
     ]
     filled = [
-        bool(rows_of(piece.samples, offsets.get(piece.node)))
-        for listed in program.instructions for one in listed
-        if isinstance(one, Route) and one.direction is Direction.FORWARD
-        for piece in (*one.sends, *one.receives)
+        bool(rows_of(transfer.samples, offsets.get(transfer.node)))
+        for listed in program.instructions for instruction in listed
+        if isinstance(instruction, Route) and instruction.direction is Direction.FORWARD
+        for transfer in (*instruction.sends, *instruction.receives)
     ]
     key = repr((forward_only, meta.num_samples, shapes, filled))
     return hashlib.sha256(key.encode()).hexdigest()[:16]

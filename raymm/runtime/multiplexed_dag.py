@@ -4,7 +4,6 @@ by side, each on its GPUs and its share of their multiprocessors (Mosaic §3).""
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +29,7 @@ from raymm.runtime.mapped_graph import (
 )
 from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.parallel_module import not_finite_weights
-from raymm.runtime.skipped_step import SkippedStep, SkippedStepWarning, skipped_step
+from raymm.runtime.skipped_step import SkippedStep, skipped_step, warn_of
 from raymm.scheduler.multiplex.instructions import MultiplexProgram, Part
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.program.timeline import Timeline
@@ -69,7 +68,14 @@ class MultiplexedOutput:
 
 
 class PendingIteration:
-    """An iteration under way. :meth:`result` waits for it."""
+    """An iteration under way. :meth:`result` waits for it.
+
+    Args:
+        results: of the GPUs' calls.
+        losses: names of the losses.
+        step: its number.
+        edges: of the graph, (producer, consumer).
+    """
 
     def __init__(
         self, results: StepHandle[GpuStepResult], losses: list[str], step: int,
@@ -84,12 +90,12 @@ class PendingIteration:
         Raises:
             RankFailedError: a process died or a module raised; by name.
         """
-        gpus = [one.iterations for one in self._results.result()]
-        results = [result for one in gpus for result in one]
+        gpus = [iterations.iterations for iterations in self._results.result()]
+        results = [result for iterations in gpus for result in iterations]
         losses = losses_of(results, self._losses)
         start, end = min(r.start for r in results), max(r.end for r in results)
         last, loss = gpus[0][-1], sum(losses.values())
-        reports = [one[-1].not_finite for one in gpus]
+        reports = [iterations[-1].not_finite for iterations in gpus]
         return MultiplexedOutput(
             loss, losses, end - start, end,
             timeline_of(gpus, slots=len(gpus[0]) == 1), sum(r.sent_bytes for r in results),
@@ -187,7 +193,13 @@ class MultiplexedModule:
         return self._group
 
     def program(self, batch: int, train: bool = True, update: bool = False) -> MultiplexProgram:
-        """The checked program of a batch of so many samples."""
+        """The checked program of a batch of so many samples.
+
+        Args:
+            batch: samples.
+            train: with backward passes.
+            update: with the optimizer's step.
+        """
         return self._mapped.program(ProgramKind(batch, train, train, update))
 
     def execute(self, batch: Batch | Sequence[Batch]) -> MultiplexedOutput:
@@ -212,7 +224,7 @@ class MultiplexedModule:
         :class:`raymm.runtime.skipped_step.SkippedStepWarning`."""
         output = self.submit(batch).result()
         if output.skipped is not None:
-            warnings.warn(str(output.skipped), SkippedStepWarning, stacklevel=2)
+            warn_of(output.skipped)
         return output
 
     def evaluate(self, batch: Batch | Sequence[Batch]) -> MultiplexedOutput:
@@ -235,27 +247,27 @@ class MultiplexedModule:
         batches = [batch] if isinstance(batch, Mapping) else list(batch)
         if not batches:
             raise ValueError("batch is an empty list; accepted: at least one microbatch")
-        for one in batches:
-            self._check.check(one)
+        for microbatch in batches:
+            self._check.check(microbatch)
         scales = self.dag.scales(*batches)
         iterations: list[tuple[str, IterationMeta]] = []
         inputs: list[dict[tuple[int, Part], Batch]] = [{} for _ in range(self.mapping.gpus)]
-        for number, one in enumerate(batches):
+        for number, microbatch in enumerate(batches):
             last = number + 1 == len(batches)
             kind = ProgramKind(
-                self.dag.batch_size(one), train, train and last, update and last
+                self.dag.batch_size(microbatch), train, train and last, update and last
             )
             program = self._mapped.program(kind)
             self.group.load(kind.key, program)
-            layout = _layout_key(one, train)
+            layout = _layout_key(microbatch, train)
             iterations.append((kind.key, IterationMeta(
                 self._step, self.options.seed, layout, self.group.is_new_layout(layout), scales,
                 train, keep_gradients=number > 0, microbatch=number,
             )))
-            for gpu, here in enumerate(inputs):
+            for gpu, gpu_inputs in enumerate(inputs):
                 for part in forward_parts(program, gpu):
                     if reads := self.dag.nodes[part.node].reads:
-                        here[number, part] = cut_entries(one, reads.values(), part)
+                        gpu_inputs[number, part] = cut_entries(microbatch, reads.values(), part)
         results = self.group.submit(iterations, inputs)
         self._step += update
         losses = [n for n, node in self.dag.nodes.items() if node.loss]
@@ -270,19 +282,19 @@ class MultiplexedModule:
         """All parameters, by the names that :class:`ModuleDag` has for them."""
         return self._of_first_replicas(self.group.call("parameters"))
 
-    def _of_first_replicas(self, found: list[dict[tuple[str, str], torch.Tensor]]) -> dict:
+    def _of_first_replicas(self, per_gpu: list[dict[tuple[str, str], torch.Tensor]]) -> dict:
         return {
             f"{node}.{name}": value
-            for gpu, here in enumerate(found)
-            for (node, name), value in here.items()
+            for gpu, tensors in enumerate(per_gpu)
+            for (node, name), value in tensors.items()
             if self.replicas[node][0] == gpu
         }
 
     def not_finite_tensors(self) -> list[str]:
         """Names, as in checkpoints, of parameters and optimizer state with values that are not
         finite, and how many."""
-        found = self.group.call("not_finite_tensors")
-        return list(dict.fromkeys(name for names in found for name in names))
+        named = self.group.call("not_finite_tensors")
+        return list(dict.fromkeys(name for names in named for name in names))
 
     def quotas(self) -> list[str]:
         """Per GPU, what every module was granted in every turn."""

@@ -9,7 +9,7 @@ from typing import Any
 from raymm.actors.optimizer.optimizer import OptimizerConfig
 from raymm.actors.placement.placement import ONLY_RANKS, PlacementOptions
 from raymm.actors.quota import Backend
-from raymm.actors.rank.rank_group import RankResources
+from raymm.actors.rank.rank_resources import RankResources
 
 PRECISIONS = ("fp32", "bf16")
 DEVICES = ("cpu", "cuda")

@@ -3,7 +3,6 @@ reads back of them."""
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +17,12 @@ from raymm.data import MicrobatchMeta
 from raymm.data.loading.builder import SampleCheck
 from raymm.data.loading.in_memory import describe_microbatches
 from raymm.layout.stage_builders import reloadable_modules
-from raymm.model.multimodal import LANGUAGE_MODEL, ModelError, MultimodalModule
+from raymm.model.modality_module import ModelError
+from raymm.model.module_kind import ModuleKind, module_kind
+from raymm.model.multimodal import MultimodalModule
+from raymm.runtime.interruption import holds_nothing_when_interrupted
 from raymm.runtime.options import RuntimeOptions
-from raymm.runtime.skipped_step import MAX_NAMED, SkippedStep, SkippedStepWarning
+from raymm.runtime.skipped_step import MAX_NAMED, SkippedStep, warn_of
 from raymm.scheduler.program.timeline import Timeline
 
 # Batches between two updates whose samples are remembered.
@@ -129,6 +131,7 @@ class ParallelModule(ABC):
         """Say how many optimizer steps the loaded state has taken."""
         self._step = step
 
+    @holds_nothing_when_interrupted
     def execute(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepOutput:
         """Forward and backward of one step; gradients accumulate until ``optimizer.step()``.
 
@@ -144,6 +147,7 @@ class ParallelModule(ABC):
         """
         return self.submit(self.prepare(batch)).result()
 
+    @holds_nothing_when_interrupted
     def train_step(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepOutput:
         """:meth:`execute` and the optimizer's step in one call per process. A step that is not
         finite is not applied: ``skipped`` of the output says why, and a
@@ -152,6 +156,7 @@ class ParallelModule(ABC):
         self._say_skipped(output.skipped)
         return output
 
+    @holds_nothing_when_interrupted
     def evaluate(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepOutput:
         """Loss only: no gradients."""
         return self.submit(self.prepare(batch), forward_only=True).result()
@@ -165,8 +170,9 @@ class ParallelModule(ABC):
         Raises:
             BatchError: see :meth:`execute`.
         """
-        found = self._check.microbatches(batch, self.microbatches)
-        return describe_microbatches([self._arranged(one) for one in found], self._encoders)
+        microbatches = self._check.microbatches(batch, self.microbatches)
+        arranged = [self._arranged(microbatch) for microbatch in microbatches]
+        return describe_microbatches(arranged, self._encoders)
 
     def sample_check(self) -> SampleCheck:
         """What data workers ask of every sample: errors that :meth:`execute` would raise."""
@@ -213,15 +219,15 @@ class ParallelModule(ABC):
         return self._take_batches() if update else ()
 
     def _take_batches(self) -> tuple[Sequence[MicrobatchMeta], ...]:
-        found = tuple(self._batches)
+        batches = tuple(self._batches)
         self._batches.clear()
         self._accumulated = 0
-        return found
+        return batches
 
-    def _say_skipped(self, skipped: SkippedStep | None, callers: int = 3) -> None:
+    def _say_skipped(self, skipped: SkippedStep | None) -> None:
         self.skipped = skipped
         if skipped is not None:
-            warnings.warn(str(skipped), SkippedStepWarning, stacklevel=callers)
+            warn_of(skipped)
 
     def zero_grad(self) -> None:
         """Forget accumulated gradients."""
@@ -231,8 +237,8 @@ class ParallelModule(ABC):
     def not_finite_tensors(self) -> list[str]:
         """Names, as in checkpoints, of parameters and optimizer state with values that are not
         finite, and how many."""
-        found = self.group.call("not_finite_tensors")
-        return list(dict.fromkeys(name for names in found for name in names))
+        named = self.group.call("not_finite_tensors")
+        return list(dict.fromkeys(name for names in named for name in names))
 
     def _check_weights(self) -> None:
         """
@@ -288,6 +294,7 @@ class ParallelOptimizer:
     def __init__(self, parallel: ParallelModule) -> None:
         self._parallel = parallel
 
+    @holds_nothing_when_interrupted
     def step(self) -> float | None:
         """Clip, update and zero gradients; returns the global gradient norm. A step that is not
         finite is not applied, as of :meth:`ParallelModule.train_step`."""
@@ -309,4 +316,5 @@ def not_finite_weights(names: Sequence[str]) -> ModelError:
 
 def parameter_name(module: str, name: str) -> str:
     """``("vision", "module.x")`` -> ``"vision_encoder.module.x"``."""
-    return f"{'language_model' if module == LANGUAGE_MODEL else module + '_encoder'}.{name}"
+    whole = module_kind(module) is ModuleKind.LANGUAGE_MODEL
+    return f"{'language_model' if whole else module + '_encoder'}.{name}"

@@ -15,18 +15,19 @@ from typing import Any
 
 import torch
 
-from raymm.actors.executor.executor import StepMeta, StepResult
+from raymm.actors.executor.step_meta import StepMeta, StepResult, measured_timeline
 from raymm.actors.quota import Multiprocessors
-from raymm.actors.rank.rank_actor import ProcessGroups, RankSpec, remember
-from raymm.actors.rank.rank_group import RankGroup, StepHandle, measured_timeline
+from raymm.actors.rank.rank_group import RankGroup, StepHandle
+from raymm.actors.rank.recent_programs import remember
 from raymm.costs.named_devices import cluster_device
 from raymm.costs.scaling_estimates import MULTIPROCESSORS
 from raymm.data import MicrobatchMeta
 from raymm.data.loading.in_memory import check_split
-from raymm.layout.parameter_owners import parameter_ownership, place_of, reduction_groups
+from raymm.layout.parameter_owners import place_of, reduction_groups
 from raymm.layout.plan_check import check_fits, check_grants
-from raymm.layout.stage_builders import reloadable_modules, stage_builders
-from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule
+from raymm.layout.rank_specs import rank_specs
+from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.cluster import connect
 from raymm.runtime.options import RuntimeOptions
 from raymm.runtime.parallel_module import ParallelModule, StepOutput, parameter_name
@@ -34,12 +35,24 @@ from raymm.runtime.skipped_step import SkippedStep, skipped_step
 from raymm.scheduler.plan.plan import Plan, PlanError, Stage
 from raymm.scheduler.plan.process_grid import Process, Processes
 from raymm.scheduler.plan.stage import StageId
-from raymm.scheduler.program.program import OPTIMIZER_OPS, Op, Program, check_program
+from raymm.scheduler.program.check_program import ProgramReport, check_program
+from raymm.scheduler.program.issue_order import shared_gradients
+from raymm.scheduler.program.program import OPTIMIZER_OPS, Op, Program
 from raymm.scheduler.schedule.lower import lower
+from raymm.scheduler.schedule.stage_costs import op_seconds
 
 
 class PendingStep:
-    """A step under way. :meth:`result` waits for it."""
+    """A step under way. :meth:`result` waits for it.
+
+    Args:
+        handle: of the ranks' calls.
+        label_tokens: of the step, which its loss was divided by.
+        keep: owners of the inputs, which must outlive the step.
+        processes: of the run, by number.
+        skipped: makes the report of a step that was not applied, from the norm and the ranks'
+            results.
+    """
 
     def __init__(
         self, handle: StepHandle, label_tokens: int, keep: Any, processes: Sequence[Process],
@@ -58,22 +71,22 @@ class PendingStep:
             RankFailedError: if a rank died or raised.
         """
         results = self._handle.result()
-        found = list(zip(self._processes, results, strict=True))
+        pairs = list(zip(self._processes, results, strict=True))
         # Processes that share a microbatch have each their part of the loss, those that share
         # every token's work all the same.
         losses = [
-            (m, value) for p, result in found if p.tp == 0 for m, value in result.losses.items()
+            (m, value) for p, result in pairs if p.tp == 0 for m, value in result.losses.items()
         ]
         rates = [r.learning_rate for r in results if r.learning_rate is not None]
         peaks: dict[int, int] = {}
-        for process, result in found:
+        for process, result in pairs:
             peaks[process.rank] = max(peaks.get(process.rank, 0), result.peak_bytes)
         loss = sum(value for _, value in sorted(losses, key=itemgetter(0)))
         return StepOutput(
             loss=loss,
             label_tokens=self._label_tokens,
             # A rank's first process stands for it.
-            timeline=measured_timeline([r for p, r in found if p.fsdp == p.cp == p.tp == 0]),
+            timeline=measured_timeline([r for p, r in pairs if p.fsdp == p.cp == p.tp == 0]),
             grad_norm=_grad_norm(results),
             learning_rate=rates[0] if rates else None,
             peak_bytes=tuple(peaks[rank] for rank in sorted(peaks)),
@@ -117,39 +130,21 @@ class MultimodalParallelModule(ParallelModule):
             check_grants(plan, _multiprocessors(run.device))
         self.plan = plan
         self._programs: OrderedDict[tuple, str] = OrderedDict()
-        made = stage_builders(model, plan)
-        self._tried.retries.update(made.retries)
-        self._pieces = made.pieces
-        self._processes = processes = Processes(plan)
-        self.parameter_ownership = held = parameter_ownership(processes, made.owned, made.pieces)
-        self._reduces = any(one.shared for one in held)
-        specs = [
-            RankSpec(
-                rank=number,
-                world_size=len(processes.all),
-                builders={s.id: made.build[s.id] for s in plan.rank_stages(process.rank)},
-                edges=plan.stage_edges,
-                p2p_groups=tuple(
-                    (edge, processes.p2p_groups(edge)) for edge in processes.remote_edges
-                ),
-                groups=processes.groups,
-                process_groups=_process_groups(processes, process),
-                pieces=made.pieces,
-                reduction_groups=reduction_groups(held),
-                parameter_ownership=held[number],
-                optimizer=run.optimizer,
-                autocast=run.autocast,
-                reloadable=reloadable_modules(model),
-                device=run.device,
-                threads=run.threads,
-                quotas=plan.quotas(process.rank),
-                quota_backend=run.quota_backend,
-                timeout_s=run.timeout_s,
-            )
-            for number, process in enumerate(processes.all)
-        ]
+        ranks = rank_specs(
+            model, plan, optimizer=run.optimizer, autocast=run.autocast, device=run.device,
+            threads=run.threads, quota_backend=run.quota_backend, timeout_s=run.timeout_s,
+        )  # fmt: skip
+        self._tried.retries.update(ranks.builders.retries)
+        self._shard_specs = ranks.builders.shard_specs
+        self._processes = processes = ranks.processes
+        self.parameter_ownership = ranks.ownership
+        self._reduces = any(ownership.shared for ownership in ranks.ownership)
+        self._shared_gradients = shared_gradients(
+            (group.stages, {processes.all[process].rank for process in group.processes})
+            for group in reduction_groups(ranks.ownership)
+        )
         self.group = RankGroup(
-            specs, process_labels(processes), run.reserved, run.placement
+            ranks.specs, process_labels(processes), run.reserved, run.placement
         )
         self._check_weights()
 
@@ -197,19 +192,21 @@ class MultimodalParallelModule(ParallelModule):
         ops = self._optimizer_ops() if update else ()
         key = self._program(tuple(tuple(sorted(m.items)) for m in meta), ops, forward_only)
         inputs: list[list[tuple[StageId, int, Any]]] = [[] for _ in self._processes.all]
-        for index, (part, one) in enumerate(zip(parts, meta, strict=True)):
-            rows = {name: torch.tensor(i, device="cpu") for name, i in one.items.items()}
-            given = [(LANGUAGE_MODEL if name == "text" else name, d) for name, d in part.items()]
-            for module, data in (*given, (LANGUAGE_MODEL, {"sample_index": rows})):
+        for index, (part, microbatch) in enumerate(zip(parts, meta, strict=True)):
+            rows = {name: torch.tensor(i, device="cpu") for name, i in microbatch.items.items()}
+            stage_inputs = [
+                (LANGUAGE_MODEL if name == "text" else name, data) for name, data in part.items()
+            ]
+            for module, data in (*stage_inputs, (LANGUAGE_MODEL, {"sample_index": rows})):
                 stage = self._reader(module, index)
                 for number in self._processes.of_rank(stage.rank):
                     inputs[number].append((stage.id, index, data))
         step = StepMeta(
             step=self._step,
-            label_tokens=sum(one.label_tokens for one in meta),
-            keys=tuple(_layout_key(one) for one in meta),
+            label_tokens=sum(microbatch.label_tokens for microbatch in meta),
+            keys=tuple(_layout_key(microbatch) for microbatch in meta),
             seed=self.options.seed,
-            sample_ids=tuple(tuple(one.sample_ids) for one in meta),
+            sample_ids=tuple(tuple(microbatch.sample_ids) for microbatch in meta),
             training=not forward_only,
             batch=self._accumulated,
         )
@@ -231,20 +228,24 @@ class MultimodalParallelModule(ParallelModule):
 
     def _reader(self, module: str, microbatch: int) -> Stage:
         """The stage that gets a module's inputs of a microbatch."""
-        firsts = [chain[0] for chain in self.plan.replicas(module)]
+        firsts = [replica[0] for replica in self.plan.replicas(module)]
         return next(stage for stage in firsts if self.plan.runs(stage, microbatch))
 
     def program(self, present: Sequence[Sequence[str]], update: bool = True) -> Program:
         """The checked program of a step whose microbatches have these modalities."""
         program = lower(self.plan, present)
-        check_program(program)
+        self._prove(program)
         return program.with_optimizer_ops(self._optimizer_ops() if update else ())
+
+    def _prove(self, program: Program) -> ProgramReport:
+        seconds = None if self.plan.profile is None else op_seconds(self.plan)
+        return check_program(program, self._shared_gradients, seconds)
 
     def update(self) -> float | None:
         results = self.group.run_optimizer_ops(self._optimizer_ops())
         self._step += 1
         skipped = self._skipped_step(self._step, self._take_batches(), None, results)
-        self._say_skipped(skipped, callers=4)  # of optimizer.step()
+        self._say_skipped(skipped)
         return _grad_norm(results)
 
     def _optimizer_ops(self) -> tuple[Op, ...]:
@@ -259,10 +260,13 @@ class MultimodalParallelModule(ParallelModule):
         key = self._programs.get(pattern)
         if key is None:
             program = lower(self.plan, present, forward_only=forward_only)
-            check_program(program)
+            issues = self._prove(program).issues
             program = program.with_optimizer_ops(ops)
-            of_processes = tuple(program.ranks[process.rank] for process in self._processes.all)
-            key = self.group.load_program(Program(of_processes))
+            ranks = [process.rank for process in self._processes.all]
+            key = self.group.load_program(
+                Program(tuple(program.ranks[rank] for rank in ranks)),
+                [issues[rank] for rank in ranks],
+            )
         else:
             self.group.touch_program(key)
         remember(self._programs, pattern, key)
@@ -272,14 +276,15 @@ class MultimodalParallelModule(ParallelModule):
         named: dict[str, torch.Tensor | None] = {}
         for number, part in enumerate(self.group.call("gradients")):
             for (stage, name), tensor in part.items():
-                pieces = self._pieces[stage.module]
-                place = place_of(self._processes, number, pieces)
-                if pieces.sharers(name, place) == (place,) and pieces.is_replica(name, place):
+                shard_spec = self._shard_specs[stage.module]
+                place = place_of(self._processes, number, shard_spec)
+                whole = shard_spec.sharers(name, place) == (place,)
+                if whole and shard_spec.is_replica(name, place):
                     continue  # complete, and counted already
                 full = model_name(stage, name)
-                known = named.get(full)
+                total = named.get(full)
                 named[full] = (
-                    known if tensor is None else self._add(known, stage, name, place, tensor)
+                    total if tensor is None else self._add(total, stage, name, place, tensor)
                 )
         return named
 
@@ -290,22 +295,22 @@ class MultimodalParallelModule(ParallelModule):
             process = self._processes.all[number]
             for (stage, name), tensor in part.items():
                 full = model_name(stage, name)
-                pieces = self._pieces[stage.module]
-                place = place_of(self._processes, number, pieces)
-                has_all = pieces.shards == 1 and process.cp > 0  # of what one before it has
-                if has_all or pieces.is_replica(name, place):
+                shard_spec = self._shard_specs[stage.module]
+                place = place_of(self._processes, number, shard_spec)
+                has_all = shard_spec.shards == 1 and process.cp > 0  # of what one before it has
+                if has_all or shard_spec.is_replica(name, place):
                     continue
                 if of_copies.setdefault(full, stage) == stage:
                     named[full] = self._add(named.get(full), stage, name, place, tensor)
         return named
 
     def _add(
-        self, known: torch.Tensor | None, stage: StageId, name: str, place: int,
+        self, total: torch.Tensor | None, stage: StageId, name: str, place: int,
         tensor: torch.Tensor,
     ) -> torch.Tensor:
-        pieces = self._pieces[stage.module]
-        count = max(pieces.shards, self.plan.by_id[stage].tp)
-        return pieces.add(known, name, place, count, tensor)
+        shard_spec = self._shard_specs[stage.module]
+        count = max(shard_spec.shards, self.plan.by_id[stage].tp)
+        return shard_spec.add(total, name, place, count, tensor)
 
 
 def _grad_norm(results: Sequence[StepResult]) -> float | None:
@@ -333,17 +338,6 @@ def process_labels(processes: Processes) -> list[str]:
         places = [f"{n} {getattr(process, n)} of {d}" for n, d in degrees.items() if d > 1]
         labels.append(f"{stages}, {', '.join(places)}" if places else stages)
     return labels
-
-
-def _process_groups(processes: Processes, process: Process) -> ProcessGroups:
-    groups = (
-        tuple(processes.of_rank(process.rank)),
-        processes.data_group(process),
-        processes.sample_group(process),
-        processes.token_group(process),
-        processes.tensor_group(process),
-    )
-    return ProcessGroups(*(group if len(group) > 1 else () for group in groups))
 
 
 def _layout_key(meta: MicrobatchMeta) -> int:

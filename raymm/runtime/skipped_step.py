@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import os
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from raymm.actors.optimizer.finite import Place
 from raymm.data import MicrobatchMeta
 from raymm.errors import RunError
-from raymm.model.multimodal import LANGUAGE_MODEL
+from raymm.model.module_kind import ModuleKind, module_kind
 from raymm.scheduler.plan.stage import Edge, StageId
 
 # Places and sample ids that are named; all beginnings are counted.
@@ -29,6 +33,8 @@ class SkippedStepWarning(UserWarning):
 class NotFiniteError(RunError, RuntimeError):
     """What is not finite goes no further: too many steps in a row that cannot be applied, or
     parameters that no checkpoint should have. Names them."""
+
+    repeats = True
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,7 @@ class SkippedStep:
         return {
             "loss": None if self.loss is None else f"{self.loss:g}",
             "grad_norm": f"{self.grad_norm:g}", "beginnings": self.beginnings,
-            "began": [asdict(one) for one in self.began],
+            "began": [asdict(place) for place in self.began],
         }
 
 
@@ -121,10 +127,10 @@ def skipped_step(
         edges: between stages, as (producer, consumer).
         batches: since the update before, their microbatches; () if samples have no names.
     """
-    found = [report for report in reports if report is not None]
-    if not found:
+    not_finite = [report for report in reports if report is not None]
+    if not not_finite:
         return None
-    began = _beginnings({place for report in found for place in report}, edges)
+    began = _beginnings({place for report in not_finite for place in report}, edges)
     merged: dict[Place, set[int]] = {}
     for place in began:
         merged.setdefault(place._replace(rows=()), set()).update(place.rows)
@@ -160,13 +166,13 @@ def _beginnings(places: set[Place], edges: Sequence[Edge]) -> list[Place]:
 def _in_order(edges: Sequence[Edge]) -> list[StageId]:
     """Stages, each after those that it gets something of."""
     left = dict.fromkeys(stage for edge in edges for stage in edge)
-    found: list[StageId] = []
+    ordered: list[StageId] = []
     while left:
-        ready = [one for one in left if not any(d == one and s in left for s, d in edges)]
-        found += ready
-        for one in ready:
-            del left[one]
-    return found
+        ready = [node for node in left if not any(d == node and s in left for s, d in edges)]
+        ordered += ready
+        for node in ready:
+            del left[node]
+    return ordered
 
 
 def _origin(
@@ -177,8 +183,8 @@ def _origin(
         return Origin(module, str(place.stage), place.kind, parameters=place.names)
     ids: Sequence[str] = [str(row) for row in rows]
     if batches:
-        known = place.batch < len(batches)
-        meta = batches[place.batch][place.microbatch] if known else None
+        is_kept = place.batch < len(batches)
+        meta = batches[place.batch][place.microbatch] if is_kept else None
         ids = () if meta is None else _samples(place, rows, meta)
     return Origin(
         module, str(place.stage), place.kind, place.microbatch, place.batch, tuple(ids)
@@ -188,9 +194,16 @@ def _origin(
 def _samples(place: Place, rows: Sequence[int], meta: MicrobatchMeta) -> Sequence[str]:
     """Ids of the samples that rows are of."""
     module = place.of.module
-    owners: Sequence[int] = meta.items.get(module, ())
-    if module == LANGUAGE_MODEL:
-        owners = range(meta.num_samples)
+    whole = module_kind(module) is ModuleKind.LANGUAGE_MODEL
+    owners = range(meta.num_samples) if whole else meta.items.get(module, ())
     if not rows or place.count != len(owners):
         return meta.sample_ids
     return [meta.sample_ids[row] for row in sorted({owners[row] for row in rows})]
+
+
+def warn_of(skipped: SkippedStep) -> None:
+    """Warn of it in the line of the user's program that took the step, however deep in here."""
+    own, frame, level = f"{Path(__file__).parents[1]}{os.sep}", inspect.currentframe(), 1
+    while frame is not None and frame.f_code.co_filename.startswith(own):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(str(skipped), SkippedStepWarning, stacklevel=level)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from typing import Any
 
-from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule, module_graph
+from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.multimodal import MultimodalModule, module_graph
 from raymm.runtime.pipelined import MultimodalParallelModule
 from raymm.scheduler.costs.recomputation import OPTIONS
 from raymm.scheduler.graph.module_graph import ModuleNode
@@ -44,6 +45,9 @@ class ParallelSpec:
             :data:`raymm.scheduler.costs.recomputation.OPTIONS` for all or for each: ``"keep"``
             them, keep what ``"matmuls"`` and attention or only ``"attention"`` gave and make the
             rest again in the backward, or make ``"all"`` again. Numbers do not change.
+        max_dp: the degree may be any from ``dp`` to this one that divides the microbatches: a
+            trainer takes the largest that the cluster has room for, and another one at a
+            checkpoint when nodes have come or gone. None: it is ``dp``.
         replicas: the former name of ``dp``.
         layers: layers per stage, if they are not to be split evenly. The projector is an
             encoder's last layer, so ``layers=(12, 1)`` gives it a stage of its own.
@@ -62,6 +66,7 @@ class ParallelSpec:
     tp: int = 1
     cp: int = 1
     dp: int = 1
+    max_dp: int | None = None
     chunks: int = 1
     sharding: str = "none"
     recompute_layers: str | tuple[str, ...] = "keep"
@@ -84,18 +89,20 @@ class ParallelSpec:
             raise PlanError("pp is 0; a module needs at least one stage")
         for name in ("pp", "chunks", "dp", "cp", "tp"):
             check_number(name, getattr(self, name))
+        if self.max_dp is not None:
+            self._check_range(self.max_dp)
         if self.sharding == "fsdp" and self.tp > 1:
             raise PlanError(
                 f"sharding is 'fsdp' and tp {self.tp}; with tp above 1, sharding may be none or "
                 "zero1"
             )
-        for name, wanted, what in (
+        for name, expected, what in (
             ("layers", self.stages, "stage"), ("ranks", self.pp * self.module_replicas, "rank"),
         ):
             value = getattr(self, name)
             for number in value or ():
                 check_number(name, number, 1 if name == "layers" else 0)
-            if value is not None and len(value) != wanted:
+            if value is not None and len(value) != expected:
                 factors = f"pp={self.pp}"
                 other = ("dp", self.module_replicas)
                 if name == "layers":
@@ -105,6 +112,14 @@ class ParallelSpec:
                 raise PlanError(
                     f"{name} is {tuple(value)}; it needs one entry per {what} ({factors})"
                 )
+
+    def _check_range(self, most: int) -> None:
+        check_number("max_dp", most, self.dp)
+        if self.ranks is not None:
+            raise PlanError(
+                f"ranks is {self.ranks}, and dp from {self.dp} to {most}: how many ranks there are "
+                "is not known; accepted: no ranks, which gives every replica its own"
+            )
 
     @property
     def of_stages(self) -> dict[str, Any]:
@@ -154,8 +169,30 @@ class MultimodalParallelSpec:
                     f"num_microbatches={self.num_microbatches} into equal shares"
                 )
 
+    @property
+    def elastic(self) -> bool:
+        """Whether a module has a range of replicas."""
+        return any(spec.max_dp for spec in (*self.encoder_specs.values(), self.language_model_spec))
+
+    def sizes(self) -> Iterator[MultimodalParallelSpec]:
+        """It with every choice of replicas in their ranges, without ranges."""
+        specs = {**self.encoder_specs, LANGUAGE_MODEL: self.language_model_spec}
+        for degrees in product(*(self._degrees(spec) for spec in specs.values())):
+            chosen = {
+                name: replace(spec, dp=dp, max_dp=None)
+                for (name, spec), dp in zip(specs.items(), degrees, strict=True)
+            }
+            language_model = chosen.pop(LANGUAGE_MODEL)
+            yield replace(self, encoder_specs=chosen, language_model_spec=language_model)
+
+    def _degrees(self, spec: ParallelSpec) -> list[int]:
+        return [
+            dp for dp in range(spec.dp, (spec.max_dp or spec.dp) + 1)
+            if self.num_microbatches % replace(spec, dp=dp, max_dp=None).module_replicas == 0
+        ]
+
     def plan(self, model: MultimodalModule) -> Plan:
-        """The plan for a model.
+        """The plan for a model; with the fewest replicas, where they have a range.
 
         Raises:
             PlanError: if the specs do not fit the model.
@@ -214,20 +251,20 @@ def _with_quotas(
     for stage in stages:
         if specs[stage.module].quota is not None:
             on_rank.setdefault(stage.rank, set()).add(stage.module)
-    found = tuple(
+    with_quotas = tuple(
         replace(stage, quota=specs[stage.module].quota)
         if len(on_rank.get(stage.rank, ())) > 1 else stage
         for stage in stages
     )
     for name, spec in specs.items():
-        own = [stage for stage in found if stage.module == name]
+        own = [stage for stage in with_quotas if stage.module == name]
         if spec.quota is not None and all(stage.quota is None for stage in own):
             ranks = sorted({stage.rank for stage in own})
             raise PlanError(
                 f"quota of {name!r} is {spec.quota}, and no other module with a quota is on its "
                 f"ranks {ranks}; accepted: quotas of modules that name the same ranks"
             )
-    return found
+    return with_quotas
 
 
 def _layer_options(node: ModuleNode, spec: ParallelSpec) -> tuple[str, ...]:
@@ -236,11 +273,11 @@ def _layer_options(node: ModuleNode, spec: ParallelSpec) -> tuple[str, ...]:
     Raises:
         PlanError: an unknown option, or not one per block.
     """
-    given = spec.recompute_layers
-    options = (given,) * node.num_blocks if isinstance(given, str) else tuple(given)
+    recompute = spec.recompute_layers
+    options = (recompute,) * node.num_blocks if isinstance(recompute, str) else tuple(recompute)
     if len(options) != node.num_blocks or not set(options) <= set(OPTIONS):
         raise PlanError(
-            f"recompute_layers of {node.name!r} is {given!r}; accepted: one of "
+            f"recompute_layers of {node.name!r} is {recompute!r}; accepted: one of "
             f"{', '.join(OPTIONS)}, or a list of one for each of its {node.num_blocks} blocks"
         )
     return () if set(options) == {"keep"} else options

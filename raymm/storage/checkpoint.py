@@ -1,33 +1,36 @@
-"""Checkpoints: shards of all ranks, made valid by one atomic rename of a manifest.
+"""Checkpoints: shards of all ranks, made valid by a manifest that comes last, in one step.
 
-``{storage}/checkpoints/step-00000100/`` holds safetensors and ``manifest.json``. Shards are
-written first, beside a mark that says so; the manifest is renamed into place last. A folder with
-the mark and without a manifest is a torn checkpoint: it is never read, and removed at the next
-start. A manifest has a checksum of every shard and of itself, which every reader compares first.
-Tensors are named by module and parameter, not by stage, and pieces by their ranges: a checkpoint
-can be read under another layout.
+``{storage}/checkpoints/step-00000100/`` holds safetensors and ``manifest.json``, in a folder or in
+a bucket. Shards are written first, beside a mark that says so; the manifest is put in place last.
+A folder with the mark and without a manifest is a torn checkpoint: it is never read, and removed
+at the next start. A manifest has a checksum of every shard and of itself, which every reader
+compares first. Tensors are named by module and parameter, not by stage, and shards by their ranges:
+a checkpoint can be read under another layout.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from raymm.actors.optimizer.checkpoint_shards import (
     ShardError,
-    StoredTensors,
     copy_tensors,
     stored_names,
 )
-from raymm.actors.rank.rank_group import RankFailedError
-from raymm.files.run_files import PARTIAL, RunFileError, remove_partial, sync_folder, writing
+from raymm.actors.optimizer.stored_tensors import StoredTensors
+from raymm.actors.storage.folder import PARTIAL, StorageFolder
+from raymm.actors.storage.location import storage_folder
+from raymm.errors import RankFailedError
+from raymm.files.run_files import RunFileError, writing
 from raymm.layout.plan_data import plan_to_dict
-from raymm.model.multimodal import LANGUAGE_MODEL, MultimodalModule
+from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.parallel_module import ParallelModule
 from raymm.runtime.skipped_step import MAX_NAMED, NotFiniteError
 from raymm.storage.manifest import (
@@ -52,12 +55,12 @@ class Checkpoint:
     """A checkpoint whose every byte is what was written.
 
     Attributes:
-        folder: where it is.
+        folder: where it is: its path or, in a bucket, its URL.
         manifest: what it consists of.
         corrupt: what is wrong with the newer ones, newest first.
     """
 
-    folder: Path
+    folder: Path | str
     manifest: Manifest
     corrupt: tuple[str, ...] = ()
 
@@ -73,10 +76,12 @@ class CheckpointStore:
     """The checkpoints of one run.
 
     Args:
-        storage: the run's folder.
+        storage: the run's folder, or its URL.
         keep: how many checkpoints to keep.
         check_owner: called before anything is changed and before a checkpoint is made valid;
             raises if the folder is not this run's. For whoever writes anything else there, too.
+        before_commit: called before a checkpoint is made valid, once its shards are written: for
+            what is to be there by then.
 
     Attributes:
         run: what checkpoints say of the run (:class:`Manifest`).
@@ -88,30 +93,43 @@ class CheckpointStore:
         storage: str | os.PathLike[str],
         keep: int = 2,
         check_owner: Callable[[], None] = lambda: None,
+        before_commit: Callable[[], None] = lambda: None,
     ) -> None:
-        self._root = Path(storage).absolute() / "checkpoints"
+        self._root = storage_folder(storage) / "checkpoints"
         self._keep = keep
         self.check_owner = check_owner
-        self._corrupt: set[Path] = set()
+        self._before_commit = before_commit
+        self._corrupt: set[StorageFolder] = set()
         self.run: dict[str, Any] = {}
-        self.current: Path | None = None
+        self.current: Path | str | None = None
 
-    def committed(self) -> list[Path]:
-        """Folders of checkpoints that are not torn, oldest first. Nothing in them is verified."""
-        return [folder for folder in self._folders() if not _is_torn(folder)]
+    def committed(self) -> list[Path | str]:
+        """Checkpoints that are not torn, oldest first. Nothing in them is verified.
 
-    def _folders(self) -> list[Path]:
+        Raises:
+            CheckpointError: the folder cannot be read.
+        """
+        with self._reading():
+            return [folder.place for folder in self._committed()]
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
         try:
-            # A link that leads nowhere is no run without checkpoints: a disk may be missing.
-            found = list(self._root.iterdir()) if os.path.lexists(self._root) else []
+            yield
         except OSError as error:
             raise CheckpointError(
-                f"cannot read {self._root}, where checkpoints are: {error.strerror}"
+                f"cannot read {self._root}, where checkpoints are: {error.strerror or error}"
             ) from None
-        steps = {one: int(m[1]) for one in found if (m := _FOLDER.fullmatch(one.name))}
-        return sorted(steps, key=steps.__getitem__)
 
-    def latest(self) -> Path | None:
+    def _committed(self) -> list[StorageFolder]:
+        return [folder for folder in self._folders() if not _is_torn(folder)]
+
+    def _folders(self) -> list[StorageFolder]:
+        names = self._root.names()
+        steps = {name: int(match[1]) for name in names if (match := _FOLDER.fullmatch(name))}
+        return [self._root / name for name in sorted(steps, key=steps.__getitem__)]
+
+    def latest(self) -> Path | str | None:
         """The newest of :meth:`committed`: to look at, not to load (:meth:`newest`)."""
         return next(reversed(self.committed()), None)
 
@@ -124,21 +142,23 @@ class CheckpointStore:
                 each.
         """
         corrupt = []
-        for folder in reversed(self.committed()):
+        with self._reading():
+            committed = self._committed()
+        for folder in reversed(committed):
             try:
-                manifest = read_manifest(folder)
+                manifest = read_manifest(folder.place)
                 if folder.name != _folder_name(manifest.step):
                     raise CheckpointError(
                         f"{folder} is of step {manifest.step}, as its {MANIFEST} says: it was "
                         "renamed or copied"
                     )
-                verify_checkpoint(folder, manifest)
+                verify_checkpoint(folder.place, manifest)
             except CheckpointError as error:
                 corrupt.append(str(error))
                 self._corrupt.add(folder)
                 continue
-            self.current = folder
-            return Checkpoint(folder, manifest, tuple(corrupt))
+            self.current = folder.place
+            return Checkpoint(folder.place, manifest, tuple(corrupt))
         if corrupt:
             raise CheckpointError(
                 "no checkpoint is whole:\n" + "\n".join(corrupt) + "\nPut back what was changed; "
@@ -154,16 +174,21 @@ class CheckpointStore:
             RunFileError: it cannot be removed.
         """
         removed = []
-        for folder in self._folders():
+        with writing(self._root):
+            folders = self._folders()
+        for folder in folders:
             with writing(folder):
                 if _is_torn(folder):
-                    shutil.rmtree(folder)
+                    folder.remove()
                     removed.append(f"{folder}, which was never committed")
-                else:
-                    removed += map(str, remove_partial(folder))
+                    continue
+                for name in folder.files():
+                    if name.startswith(".") and name.endswith(PARTIAL):
+                        folder.unlink(name)
+                        removed.append(f"{folder / name}")
         return removed
 
-    def save(self, parallel: ParallelModule, trainer: dict[str, Any]) -> Path:
+    def save(self, parallel: ParallelModule, trainer: dict[str, Any]) -> Path | str:
         """Write a checkpoint of the current state and drop old ones. A state that was saved or
         loaded here already is not written again.
 
@@ -175,29 +200,38 @@ class CheckpointStore:
         """
         step = parallel.steps_taken
         folder = self._root / _folder_name(step)
-        if folder == self.current and (folder / MANIFEST).is_file():
-            return folder
+        with writing(folder):
+            if folder.place == self.current and MANIFEST in folder.names():
+                return folder.place
         self._check_finite(parallel)
         self.check_owner()
         try:
             self._make_room(folder)
             with writing(folder):
-                folder.mkdir(parents=True)
-                (folder / _TORN).touch()
-                for one in (folder, self._root, self._root.parent):
-                    sync_folder(one)
+                folder.create()
+                folder.replace(_TORN, b"")
             self._write(parallel, folder, trainer)
-            (folder / _TORN).unlink()
+            with writing(folder):
+                folder.unlink(_TORN)
         except (RunFileError, ShardError) as error:
-            shutil.rmtree(folder, ignore_errors=True)  # it may be what fills the disk
-            before = [one for one in self.committed() if one not in self._corrupt]
-            stays = f"{before[-1]} stays" if before else "there is none before it"
+            stays = self._what_stays(folder)
             raise RunFileError(
                 f"the checkpoint of step {step} could not be saved: {error}; {stays}"
             ) from None
-        self.current = folder
+        self.current = folder.place
         self._remove_old(step)
-        return folder
+        return folder.place
+
+    def _what_stays(self, failed: StorageFolder) -> str:
+        """After a save that failed; removes what it has written, which may be what fills the disk.
+        """
+        with suppress(OSError):
+            failed.remove()
+        try:
+            before = [folder for folder in self._committed() if folder not in self._corrupt]
+        except OSError:
+            return "those before it stay"
+        return f"{before[-1]} stays" if before else "there is none before it"
 
     def _check_finite(self, parallel: ParallelModule) -> None:
         if names := parallel.not_finite_tensors():
@@ -209,24 +243,27 @@ class CheckpointStore:
                 "help"
             )
 
-    def _make_room(self, folder: Path) -> None:
+    def _make_room(self, folder: StorageFolder) -> None:
         """Remove a torn checkpoint that is in the way; set another one aside."""
         with writing(folder):
-            if not folder.exists():
+            names = self._root.names()
+            if folder.name not in names:
                 return
             if _is_torn(folder):
-                shutil.rmtree(folder)
+                folder.remove()
                 return
-            number, aside = 1, folder.with_name(f"set-aside-{folder.name}")
-            while aside.exists():
+            number, aside = 1, f"set-aside-{folder.name}"
+            while aside in names:
                 number += 1
-                aside = folder.with_name(f"set-aside-{folder.name}-{number}")
+                aside = f"set-aside-{folder.name}-{number}"
             folder.rename(aside)
             self._corrupt.discard(folder)
 
-    def _write(self, parallel: ParallelModule, folder: Path, trainer: dict[str, Any]) -> None:
+    def _write(
+        self, parallel: ParallelModule, folder: StorageFolder, trainer: dict[str, Any]
+    ) -> None:
         try:
-            shards = parallel.group.call("save", str(folder), parallel.reloadable())
+            shards = parallel.group.call("save", folder.location, parallel.reloadable())
         except RankFailedError as error:
             if (reason := _shard_error(error)) is not None:
                 raise reason from None
@@ -243,27 +280,32 @@ class CheckpointStore:
             run=self.run,
             trainer=trainer,
         )
+        self._before_commit()
         self.check_owner()
-        write_manifest(folder, manifest)
+        write_manifest(folder.place, manifest)
 
     def _remove_old(self, step: int) -> None:
         """Of the checkpoints up to the one that was just saved, keep the newest. Later ones are
         corrupt: they neither count nor go."""
-        counted = [one for one in self.committed() if one not in self._corrupt]
+        with writing(self._root):
+            counted = [folder for folder in self._committed() if folder not in self._corrupt]
         upto = counted.index(self._root / _folder_name(step)) + 1
         for old in counted[:upto][: -self._keep]:
             with writing(old):  # a half-deleted checkpoint must not look valid, nor damaged
-                (old / _TORN).touch()
-                (old / MANIFEST).unlink(missing_ok=True)
-            shutil.rmtree(old, ignore_errors=True)  # what stays is removed at the next start
+                old.replace(_TORN, b"")
+                old.unlink(MANIFEST)
+            with suppress(OSError):  # what stays is removed at the next start
+                old.remove()
 
 
-def _is_torn(folder: Path) -> bool:
+def _is_torn(folder: StorageFolder) -> bool:
     """Whether a folder is what a save that was never committed has left. One that has lost its
     manifest otherwise is a damaged checkpoint."""
-    if not folder.is_dir() or (folder / MANIFEST).exists():
+    try:
+        names = folder.names()
+    except NotADirectoryError:
         return False
-    return (folder / _TORN).exists() or not any(folder.iterdir())
+    return MANIFEST not in names and (_TORN in names or not names)
 
 
 def _folder_name(step: int) -> str:
@@ -276,7 +318,7 @@ def _shard_error(error: RankFailedError) -> ShardError | None:
     return reason if isinstance(reason, ShardError) else None
 
 
-def restore(parallel: ParallelModule, folder: Path) -> Manifest:
+def restore(parallel: ParallelModule, folder: Path | str) -> Manifest:
     """Load a checkpoint into running processes, of either style. Each process verifies the files
     that it reads from.
 
@@ -306,7 +348,7 @@ def restore(parallel: ParallelModule, folder: Path) -> Manifest:
     return manifest
 
 
-def load_into_model(model: MultimodalModule, folder: Path) -> Manifest:
+def load_into_model(model: MultimodalModule, folder: Path | str) -> Manifest:
     """Load a checkpoint's weights into a model in this process (all of it is materialized).
 
     Raises:
@@ -322,18 +364,18 @@ def load_into_model(model: MultimodalModule, folder: Path) -> Manifest:
     for name, part in parts.items():
         own = {f"{name}/{key}": t for key, t in part.state_dict(keep_vars=True).items()}
         try:
-            found = stored.read(dict.fromkeys(own))
-            copy_tensors(found, own.items())
+            tensors = stored.read(dict.fromkeys(own))
+            copy_tensors(tensors, own.items())
         except ShardError as error:
             raise CheckpointError(f"{folder}: {error}") from None
         trainable = {f"{name}/{key}" for key, p in part.named_parameters() if p.requires_grad}
-        lacking |= trainable - set(found)
-        left -= set(found)
+        lacking |= trainable - set(tensors)
+        left -= set(tensors)
     _check_both_ways(folder, lacking, left)
     return manifest
 
 
-def _check_both_ways(folder: Path, lacking: set[str], left: set[str]) -> None:
+def _check_both_ways(folder: Path | str, lacking: set[str], left: set[str]) -> None:
     """
     Args:
         lacking: trainable parameters of the model that the checkpoint lacks.

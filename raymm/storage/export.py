@@ -13,18 +13,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from raymm.actors.optimizer.finite import not_finite
+from raymm.actors.storage.folder import PARTIAL
 from raymm.actors.weights.parametrized import computes_weights, with_weights_of_its_class
 from raymm.data.samples.text import load_tokenizer
-from raymm.errors import InputError
 from raymm.files.output import Output
-from raymm.files.run_files import PARTIAL
+from raymm.model.module_kind import ModuleKind
 from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.skipped_step import MAX_NAMED
 from raymm.storage.checkpoint import CheckpointStore, load_into_model
-
-
-class ExportError(InputError, RuntimeError):
-    """Nothing that can be exported."""
+from raymm.storage.manifest import CheckpointError
 
 
 def export_model(
@@ -36,7 +33,7 @@ def export_model(
 
     Args:
         model: the run's model description; it is materialized in this process.
-        storage: the run's folder.
+        storage: the run's folder, or its URL.
         output: a folder that does not exist yet; it gets ``language_model/``,
             ``{encoder}_encoder/`` and ``{encoder}_projector/``.
         tokenizer: folder of a tokenizer to put with the language model.
@@ -49,7 +46,7 @@ def export_model(
 
     Raises:
         ConfigError: if ``output`` exists or cannot be made; before anything is read.
-        ExportError: if there is no checkpoint, or a weight is not finite.
+        CheckpointError: if there is no checkpoint, or a weight is not finite.
         CheckpointError: if no checkpoint is whole, or it is of another model.
     """
     place = Output.new_folder("output", output)
@@ -57,7 +54,7 @@ def export_model(
     target = place.target
     checkpoint = CheckpointStore(storage).newest()
     if checkpoint is None:
-        raise ExportError(f"{storage!r} has no checkpoint")
+        raise CheckpointError(f"{storage!r} has no checkpoint")
     for line in checkpoint.warnings():
         say(line)
     load_into_model(model, checkpoint.folder)
@@ -73,17 +70,19 @@ def export_model(
     return [target / name for name in names]
 
 
-def _check_finite(model: MultimodalModule, checkpoint: Path) -> None:
+def _check_finite(model: MultimodalModule, checkpoint: Path | str) -> None:
     """
     Raises:
-        ExportError: weights of the checkpoint, or of a frozen module's own folder, that are not
+        CheckpointError: weights of the checkpoint, or of a frozen module's own folder, that are not
             finite. Of buffers, only NaN: an additive mask is infinite.
     """
-    tensors = [(name, one.detach()) for name, one in model.named_parameters()]
-    tensors += [(name, one) for name, one in model.named_buffers() if bool(one.isnan().any())]
+    tensors = [(name, tensor.detach()) for name, tensor in model.named_parameters()]
+    tensors += [
+        (name, buffer) for name, buffer in model.named_buffers() if bool(buffer.isnan().any())
+    ]
     if names := not_finite(tensors):
         more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-        raise ExportError(
+        raise CheckpointError(
             f"with {checkpoint} the model has weights that are not finite: "
             f"{', '.join(names[:MAX_NAMED])}{more}; nothing is written. Look at the folders that "
             "frozen modules come from, or export an earlier checkpoint (move later ones away)"
@@ -93,7 +92,7 @@ def _check_finite(model: MultimodalModule, checkpoint: Path) -> None:
 def _save_modules(model: MultimodalModule, folder: Path) -> list[str]:
     """Writes every module; returns the names of their folders."""
     names = ["language_model"]
-    _save(model.language_model.materialize(language_model=True), folder / "language_model")
+    _save(model.language_model.materialize(ModuleKind.LANGUAGE_MODEL), folder / "language_model")
     for name, encoder in model.encoders.items():
         _save(encoder.materialize(), folder / f"{name}_encoder")
         names.append(f"{name}_encoder")

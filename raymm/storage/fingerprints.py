@@ -35,16 +35,16 @@ def fingerprint_of_files(files: Iterable[Path], root: Path | None = None) -> dic
     names = [str(file.relative_to(root)) if root else file.name for file in files]
     with ThreadPoolExecutor(THREADS) as pool:
         stats = [file.stat() for file in files]
-        digests = list(pool.map(_digest, files, [one.st_size for one in stats]))
-    told = {
-        name: f"{one.st_size} bytes {digest}"
-        for name, one, digest in zip(names, stats, digests, strict=True)
+        digests = list(pool.map(_digest, files, [stat.st_size for stat in stats]))
+    texts = {
+        name: f"{stat.st_size} bytes {digest}"
+        for name, stat, digest in zip(names, stats, digests, strict=True)
     }
     return {
-        "files": told if len(told) == len(files) <= FILES_TOLD_APART else len(files),
-        "bytes": sum(one.st_size for one in stats),
+        "files": texts if len(texts) == len(files) <= FILES_TOLD_APART else len(files),
+        "bytes": sum(stat.st_size for stat in stats),
         "digest": _of_texts([f"{n} {d}" for n, d in zip(names, digests, strict=True)]),
-        "times": _of_texts([str(one.st_mtime_ns) for one in stats]),
+        "times": _of_texts([str(stat.st_mtime_ns) for stat in stats]),
     }
 
 

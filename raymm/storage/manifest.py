@@ -8,8 +8,8 @@ a new one is set aside.
 from __future__ import annotations
 
 import json
+import os
 import re
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import xxhash
@@ -23,8 +23,9 @@ from pydantic import (
 )
 
 from raymm.actors.optimizer.checkpoint_shards import ShardError, ShardFile, verify_shards
+from raymm.actors.storage.location import storage_folder
 from raymm.errors import InputError
-from raymm.files.run_files import write_whole
+from raymm.files.run_files import writing
 
 CHECKPOINT_FORMAT = 2
 MANIFEST = "manifest.json"
@@ -82,41 +83,46 @@ class Manifest(_Strict):
     @property
     def shards(self) -> dict[str, ShardFile]:
         """The files, as readers of shards take them."""
-        return {name: ShardFile(one.size, one.xxh3_128) for name, one in self.files.items()}
+        return {name: ShardFile(file.size, file.xxh3_128) for name, file in self.files.items()}
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Commit a checkpoint, whose shards are on disk, by one atomic rename.
+def write_manifest(folder: str | os.PathLike[str], manifest: Manifest) -> None:
+    """Commit a checkpoint, whose shards are there, in one step.
 
     Raises:
         RunFileError: it cannot be written; the checkpoint does not count then.
     """
     text = json.dumps(manifest.model_dump())
     values = {"checksum": _checksum(json.loads(text)), **json.loads(text)}
-    write_whole(folder / MANIFEST, json.dumps(values))
+    place = storage_folder(folder)
+    with writing(place / MANIFEST):
+        place.replace(MANIFEST, json.dumps(values).encode())
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
     """Read and check a checkpoint's manifest: not its shards, which readers verify
-    (:class:`raymm.actors.optimizer.checkpoint_shards.StoredTensors`), or :func:`verify_checkpoint`.
+    (:class:`raymm.actors.optimizer.stored_tensors.StoredTensors`), or :func:`verify_checkpoint`.
 
     Raises:
         CheckpointError: it is missing, of another format, or is not what was written.
     """
-    path = folder / MANIFEST
-    if not path.is_file():
-        raise CheckpointError(f"{folder} has no {MANIFEST}: not a checkpoint, or a damaged one")
+    place = storage_folder(folder)
+    path = place / MANIFEST
     try:
-        values = json.loads(path.read_bytes().decode(), object_pairs_hook=_once)
+        values = json.loads(place.read(MANIFEST).decode(), object_pairs_hook=_once)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise CheckpointError(
+            f"{folder} has no {MANIFEST}: not a checkpoint, or a damaged one"
+        ) from None
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a field twice
         raise CheckpointError(f"{path} is damaged: {error}") from None
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} is damaged: it holds no object")
-    if (found := values.get("format")) != CHECKPOINT_FORMAT:
+    if (version := values.get("format")) != CHECKPOINT_FORMAT:
         raise CheckpointError(
-            f"{path}: format is {found!r:.80}; this raymm reads {CHECKPOINT_FORMAT}, which has "
+            f"{path}: format is {version!r:.80}; this raymm reads {CHECKPOINT_FORMAT}, which has "
             "checksums. Export it with the raymm that wrote it, or begin in another storage_path"
         )
     stated, due = values.pop("checksum", None), _checksum(values)
@@ -135,14 +141,14 @@ def read_manifest(folder: Path) -> Manifest:
         ) from None
 
 
-def verify_checkpoint(folder: Path, manifest: Manifest) -> None:
+def verify_checkpoint(folder: str | os.PathLike[str], manifest: Manifest) -> None:
     """Compare every byte of a checkpoint's shards with what was written, several files at a time.
 
     Raises:
         CheckpointError: naming files that are missing or others.
     """
     try:
-        verify_shards(folder, manifest.shards, manifest.index)
+        verify_shards(storage_folder(folder), manifest.shards, manifest.index)
     except ShardError as error:
         raise CheckpointError(str(error)) from None
 
@@ -154,9 +160,9 @@ def _checksum(values: dict[str, Any]) -> str:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    values = dict(pairs)
+    if len(values) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"it has the field {twice!r:.80} more than once in an object")
-    return found
+    return values

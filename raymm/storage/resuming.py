@@ -71,7 +71,7 @@ _NEVER = "model.parameters"
 
 
 def compare(
-    folder: Path, manifest: Manifest, run: Mapping[str, Any], allowed: Sequence[str] = ()
+    folder: Path | str, manifest: Manifest, run: Mapping[str, Any], allowed: Sequence[str] = ()
 ) -> list[str]:
     """Compare a run that wants to go on with what a checkpoint says of itself.
 
@@ -91,7 +91,7 @@ def compare(
         raise ResumeError(
             f"{folder} does not say what its run was made of: no trainer has saved it"
         )
-    said: list[str] = []
+    texts: list[str] = []
     refused: dict[str, str] = {}
     for field in sorted({*manifest.run, *run}):
         was, now = manifest.run.get(field, _MISSING), run.get(field, _MISSING)
@@ -105,12 +105,12 @@ def compare(
         for rule, changes in lines.items():
             text = _shortened(changes) + (f" ({rule.why})" if rule.why else "")
             if rule.accepted or (field in allowed and field != _NEVER):
-                said.append(text)
+                texts.append(text)
             else:
                 refused[field] = text
     if refused:
         raise ResumeError(_refusal(folder, refused))
-    return [f"changed since step {manifest.step}: {text}" for text in said]
+    return [f"changed since step {manifest.step}: {text}" for text in texts]
 
 
 def _of_another_name(field: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
@@ -120,7 +120,7 @@ def _of_another_name(field: str, was: Mapping[str, Any], now: Mapping[str, Any])
     return was.get(name) != now.get(name) or field not in was or field not in now
 
 
-def _refusal(folder: Path, refused: Mapping[str, str]) -> str:
+def _refusal(folder: Path | str, refused: Mapping[str, str]) -> str:
     cure = "Put back what it was, or give another run.storage_path to begin a new run"
     if _NEVER in refused:
         cure += "; `raymm export` with the old settings gives it the weights to begin with"

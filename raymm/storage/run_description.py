@@ -18,7 +18,9 @@ from raymm.actors.weights.source import FactorySource, LiveSource, ModuleSource,
 from raymm.config.sections import RunConfig
 from raymm.data import DataConfig
 from raymm.data.readers import Dataset, Mixture, Repeated
-from raymm.model.multimodal import LANGUAGE_MODEL, ModalityModule, MultimodalModule
+from raymm.model.modality_module import ModalityModule
+from raymm.model.module_kind import LANGUAGE_MODEL, module_kind
+from raymm.model.multimodal import MultimodalModule
 from raymm.storage.code_digest import code_digest
 from raymm.storage.fingerprints import fingerprint_of_files
 
@@ -59,34 +61,34 @@ def describe_run(
     Raises:
         OSError: a file of the data, the tokenizer, a processor or a frozen module cannot be read.
     """
-    found: dict[str, Any] = {f"run.{n}": getattr(run, n) for n in ("steps", "seed", "precision")}
-    found |= {f"optimizer.{name}": value for name, value in vars(optimizer).items()}
-    found |= _of_data(data, splits)
-    found |= {
+    fields: dict[str, Any] = {f"run.{n}": getattr(run, n) for n in ("steps", "seed", "precision")}
+    fields |= {f"optimizer.{name}": value for name, value in vars(optimizer).items()}
+    fields |= _of_data(data, splits)
+    fields |= {
         "model.merge": _named(model.merge), "model.mask": _named(model.mask),
         "model.packing": model.packing, "model.parameters": {},
     }
-    found |= _code("model.merge", model.merge) | _code("model.mask", model.mask)
+    fields |= _code("model.merge", model.merge) | _code("model.mask", model.mask)
     for name, part in (*model.encoders.items(), (LANGUAGE_MODEL, model.language_model)):
-        source = part.source(language_model=name == LANGUAGE_MODEL)
+        source = part.source(module_kind(name))
         skeleton = source.skeleton()
-        found |= _of_module(f"model.{name}", part, source, skeleton)
-        found["model.parameters"] |= _parameters(f"{name}/module", skeleton)
+        fields |= _of_module(f"model.{name}", part, source, skeleton)
+        fields["model.parameters"] |= _parameters(f"{name}/module", skeleton)
         if part.projector is not None:
-            found["model.parameters"] |= _parameters(f"{name}/projector", part.projector)
-    return json.loads(json.dumps(found, default=str))
+            fields["model.parameters"] |= _parameters(f"{name}/projector", part.projector)
+    return json.loads(json.dumps(fields, default=str))
 
 
 def _of_data(data: Any, splits: Mapping[str, Dataset]) -> dict[str, Any]:
     if not isinstance(data, DataConfig):
         return {"data.batches": len(data)}
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         f"data.{name}": value
         for name, value in data.model_dump(mode="json", exclude=_LOADING).items()
     }
     for split, dataset in splits.items():
         readers = dataset.readers if isinstance(dataset, Mixture) else [dataset]
-        found[f"data.{split}"] = [
+        fields[f"data.{split}"] = [
             {
                 "name": reader.name, "rows": len(reader), "columns": dict(reader.columns),
                 "text_columns": dict(reader.options.text_columns),
@@ -97,42 +99,42 @@ def _of_data(data: Any, splits: Mapping[str, Dataset]) -> dict[str, Any]:
         ]
     tokenizer = Path(data.tokenizer)
     files = {file for pattern in _TOKENIZER_FILES for file in tokenizer.glob(pattern)}
-    found["data.tokenizer"] = fingerprint_of_files(sorted(files), tokenizer)
+    fields["data.tokenizer"] = fingerprint_of_files(sorted(files), tokenizer)
     for name, modality in data.modalities.items():
         values = modality.model_dump(mode="json")
-        found |= {f"data.modalities.{name}.{key}": value for key, value in values.items()}
+        fields |= {f"data.modalities.{name}.{key}": value for key, value in values.items()}
         if (folder := Path(modality.processor)).is_dir():
             settings = sorted(folder.glob("*processor*.json"))
-            found[f"data.modalities.{name}.processor_files"] = fingerprint_of_files(settings)
+            fields[f"data.modalities.{name}.processor_files"] = fingerprint_of_files(settings)
         else:
             function = import_object(modality.processor)
-            found |= _code(f"data.modalities.{name}.processor", function)
-    return found
+            fields |= _code(f"data.modalities.{name}.processor", function)
+    return fields
 
 
 def _of_module(
     where: str, part: ModalityModule, source: ModuleSource, skeleton: nn.Module
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {f"{where}.class": type(skeleton).__qualname__}
+    fields: dict[str, Any] = {f"{where}.class": type(skeleton).__qualname__}
     config: Any = source.config
     values = _computed(config.to_dict()) if hasattr(config, "to_dict") else {}
-    found |= {f"{where}.config.{key}": value for key, value in values.items()}
+    fields |= {f"{where}.config.{key}": value for key, value in values.items()}
     if isinstance(source, FactorySource):
-        found[f"{where}.factory"] = {"target": source.target, "kwargs": source.kwargs}
+        fields[f"{where}.factory"] = {"target": source.target, "kwargs": source.kwargs}
     for name in ("preprocess", "postprocess_module", "postprocess_projector"):
         callback = getattr(part, f"{name}_callback")
-        found[f"{where}.{name}"] = _named(callback)
-        found |= _code(f"{where}.{name}", callback)
+        fields[f"{where}.{name}"] = _named(callback)
+        fields |= _code(f"{where}.{name}", callback)
     if isinstance(source, LiveSource) or all(p.requires_grad for p in skeleton.parameters()):
-        return found  # all its values are in checkpoints
+        return fields  # all its values are in checkpoints
     if isinstance(source, PretrainedSource):
         files = sorted(Path(source.path).glob("*.safetensors"))
-        found[f"{where}.weights"] = fingerprint_of_files(files)
+        fields[f"{where}.weights"] = fingerprint_of_files(files)
     elif (weights := getattr(source, "weights", None)) is not None:
-        found[f"{where}.weights"] = fingerprint_of_files([Path(weights)])
+        fields[f"{where}.weights"] = fingerprint_of_files([Path(weights)])
     else:
-        found[f"{where}.seed"] = getattr(source, "seed", None)  # a source of a user's own
-    return found
+        fields[f"{where}.seed"] = getattr(source, "seed", None)  # a source of a user's own
+    return fields
 
 
 def _computed(values: Any) -> Any:

@@ -54,9 +54,15 @@ class Execution(Protocol):
         """Write it to a run's folder."""
 
     def check(self, model: MultimodalModule, data: Any, device: str) -> None:
-        """
+        """Look whether the plan can run this model on these data, before anything starts.
+
+        Args:
+            model: that is to be trained.
+            data: a ``DataConfig``, or what the trainer takes in its place.
+            device: ``"cpu"`` or ``"cuda"``.
+
         Raises:
-            ValueError: it cannot run this model on these data; by field and value.
+            ValueError: it cannot; names the field and its value.
         """
 
     def unkept(self, model: MultimodalModule, data: Any) -> str | None:

@@ -13,7 +13,8 @@ from raymm.costs.named_devices import cluster_device
 from raymm.costs.scaling_estimates import check_steps
 from raymm.data import DataConfig
 from raymm.draw import draw_loss, draw_timelines
-from raymm.model.multimodal import ModelError, MultimodalModule
+from raymm.model.modality_module import ModelError
+from raymm.model.multimodal import MultimodalModule
 from raymm.model.node_graph import check_mapping
 from raymm.monitor.balance import batch_balance, mean_over_max
 from raymm.monitor.observed_run import ObservedRun, ObservedStep
@@ -41,7 +42,11 @@ class MultiplexedExecution:
         write_json(folder / "mapping.json", json.loads(self.plan.to_json()))
 
     def check(self, model: MultimodalModule, data: Any, device: str) -> None:
-        """
+        """Look whether the mapping can run this model on these data, before anything starts.
+
+        Args:
+            model, data, device: as of :meth:`raymm.training.execution.Execution.check`.
+
         Raises:
             MultiplexError, ModelError: a mapping of another model, quotas finer than what the
                 cluster's GPUs set apart, or modules that cannot be split.
@@ -105,8 +110,8 @@ class MultiplexedObserver:
         model, whole = self._run.model, step.timeline.makespan or 1.0
         busy: dict[str, dict[int, float]] = {}
         for span in step.timeline.compute():
-            here = busy.setdefault(span.stage.module, {})
-            here[span.rank] = here.get(span.rank, 0.0) + span.end - span.start
+            of_module = busy.setdefault(span.stage.module, {})
+            of_module[span.rank] = of_module.get(span.rank, 0.0) + span.end - span.start
         copies = {
             name: mean_over_max(list(seconds.values()))
             for name, seconds in busy.items() if len(seconds) > 1

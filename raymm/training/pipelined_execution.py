@@ -41,18 +41,22 @@ class PipelinedExecution:
         write_json(folder / "plan.json", self.plan.to_dict())
 
     def check(self, model: MultimodalModule, data: Any, device: str) -> None:
-        """Nothing that starting does not check."""
+        """Nothing that starting does not check.
+
+        Args:
+            model, data, device: as of :meth:`raymm.training.execution.Execution.check`.
+        """
 
     def unkept(self, model: MultimodalModule, data: Any) -> str | None:
         """It is of another model, or of another number of microbatches."""
         different = differences(self.plan.graph, module_graph(model))
         if different:
             return f"the checkpoint's plan is of another model: {'; '.join(different)}"
-        wanted = data.microbatches if isinstance(data, DataConfig) else None
-        if wanted is not None and self.plan.num_microbatches != wanted:
+        microbatches = data.microbatches if isinstance(data, DataConfig) else None
+        if microbatches is not None and self.plan.num_microbatches != microbatches:
             return (
                 f"the checkpoint's plan has {self.plan.num_microbatches} microbatches, the data "
-                f"{wanted}"
+                f"{microbatches}"
             )
         return None
 
@@ -89,7 +93,7 @@ class PipelinedObserver:
     def after_step(self, step: ObservedStep) -> dict[str, Any]:
         """``balance``, and ``plan_drift`` where the plan has a profile."""
         run, timeline = self._run, step.timeline
-        program = run.parallel.program([sorted(one.items) for one in step.meta])
+        program = run.parallel.program([sorted(microbatch.items) for microbatch in step.meta])
         self._report.add(step.number, program, timeline)
         fitted = self._rebalancing and self._rebalancing.after_step(
             step.number, step.state_after, len(step.meta), step.complete, timeline

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from raymm.training.failure_policy import Cause
+
 # How long after a signal the same one is taken for the very same wish: `timeout`, `make` and
 # terminals send it to a process and to its process group.
 SAME_SIGNAL_S = 1.0
@@ -37,10 +39,20 @@ class StopReason:
     Attributes:
         why: in a word or two, ``"SIGTERM"``.
         number: of the signal; None if it was something else.
+        cause: of what another attempt of the run may not meet: it leaves, and goes on. None: it
+            ends.
     """
 
     why: str
     number: int | None = None
+    cause: Cause | None = None
+
+    @property
+    def rank(self) -> int:
+        """Of two reasons, the one with the higher rank counts."""
+        if self.cause is not None:
+            return 0
+        return 1 if self.number is None else 2
 
 
 class RunInterruptedError(KeyboardInterrupt):
@@ -65,7 +77,7 @@ class StopRequest:
     that there is something to finish; a second signal does so always.
 
     Attributes:
-        reason: of the first who asked; None as long as nobody has.
+        reason: why; None as long as nobody has asked.
         at_once: whether a signal ended, or is to end, what was under way.
     """
 
@@ -77,9 +89,39 @@ class StopRequest:
         self._before: dict[int, Any] = {}
 
     def ask(self, reason: StopReason) -> None:
-        """Ask from any thread. What is under way is finished."""
-        if self.reason is None:
+        """Ask from any thread. What is under way is finished. A signal comes before others who want
+        it to end, and these before who wants it to leave; else the first counts."""
+        if self.reason is None or reason.rank > self.reason.rank:
             self.reason = reason
+
+    @contextlib.contextmanager
+    def asking_after(self, seconds: float | None) -> Iterator[None]:
+        """For the length of a block, its time is limited (``run.max_seconds``); None: it is not."""
+        if seconds is None:
+            yield
+            return
+        reason = StopReason(f"run.max_seconds ({seconds:g})")
+        timer = threading.Timer(seconds, self.ask, [reason])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def check(self) -> None:
+        """Where nothing is to be finished.
+
+        Raises:
+            KeyboardInterrupt: somebody wants the run to end.
+        """
+        if self.reason is not None and self.reason.cause is None:
+            raise KeyboardInterrupt
+
+    def withdraw(self) -> None:
+        """Another attempt begins: whoever wanted the one before to leave has what it wanted."""
+        if self.reason is not None and self.reason.cause is not None:
+            self.reason = None
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:

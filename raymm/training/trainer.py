@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,83 +13,40 @@ from rich.console import Console
 from raymm.actors.faults.fault_folder import faults_kept_in
 from raymm.actors.optimizer.optimizer import OptimizerConfig
 from raymm.actors.placement.placement import ClusterError, PlacementOptions
-from raymm.actors.rank.rank_group import RankResources, check_capacity
-from raymm.callbacks.callback import Callback, RunInfo
+from raymm.actors.rank.rank_resources import RankResources, check_capacity
+from raymm.callbacks.callback import Callback
 from raymm.callbacks.handler import CallbackHandler
 from raymm.callbacks.named import named_callbacks
 from raymm.callbacks.ray_metrics import RayMetrics
 from raymm.config.sections import ConfigError, RunConfig
 from raymm.data import DataConfig, check_data, open_split
 from raymm.data.readers import Dataset
-from raymm.draw.notebook import pictures_html
 from raymm.errors import RunFailedError
-from raymm.files.output import Output
 from raymm.files.run_files import remove_partial
-from raymm.files.run_owner import RunOwner
-from raymm.layout.plan_data import plan_from_dict
-from raymm.model.batch_rules import Vocabulary
 from raymm.model.multimodal import MultimodalModule
-from raymm.monitor.metrics import METRICS, SAMPLES, MetricsLog, SampleLog, read_metrics
-from raymm.monitor.observed_run import ObservedRun
-from raymm.monitor.progress import RunProgress
+from raymm.monitor.metrics import METRICS, SAMPLES, MetricsLog, read_metrics
+from raymm.monitor.progress_bar import under_way
 from raymm.monitor.rebalancing import FILE as DECISIONS
-from raymm.monitor.throughput import Throughput
 from raymm.monitor.training_data import TrainingData, give_examples, training_data
-from raymm.planning.planned_run import plan_for_cluster
 from raymm.planning.request import PlanRequest
 from raymm.runtime.cluster import connected, pick_device
-from raymm.runtime.drain_notices import DrainObserver
-from raymm.runtime.parallel_module import ParallelModule
 from raymm.runtime.specs import MultimodalParallelSpec
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.plan.plan import Plan
-from raymm.storage.checkpoint import Checkpoint, CheckpointError, CheckpointStore, restore
+from raymm.storage.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from raymm.storage.resuming import compare
 from raymm.storage.run_description import describe_run
+from raymm.storage.run_folder import RunFolder
+from raymm.training.attempt import Attempt
+from raymm.training.elastic import ElasticPlans
 from raymm.training.execution import Execution, execution_of
+from raymm.training.failure_policy import Cause, FailurePolicy
+from raymm.training.restarts import Attempted, Restarts
+from raymm.training.result import Result
+from raymm.training.run_plan import RunPlanner
+from raymm.training.run_start import check_schedule, data_position, with_vocabulary
 from raymm.training.stop_request import StopReason, StopRequest, job_stop_note
-from raymm.training.training_loop import Batches, TrainingLoop, last_step, steps_not_applied
-
-
-@dataclass
-class Result:
-    """Outcome of :meth:`Trainer.fit`, like ``ray.train.Result``.
-
-    Attributes:
-        metrics: the last step's row.
-        history: all rows of ``metrics.jsonl``.
-        checkpoint: folder of the last checkpoint.
-        changed: what is other than in the run that the checkpoint was saved by.
-        corrupt: what is wrong with checkpoints that the run could not go on from, newest first.
-        path: the run's folder.
-        files: what to look at, by what it is (loss curve, schedule, trace).
-        steps_not_applied: of all steps in ``history``, as their loss or gradients were not finite;
-            ``not_applied`` of their rows says where that began.
-        stopped: of a run that was asked to stop (:attr:`Trainer.stop`, or a notice that a node
-            of its ends), after which step, and what is saved; None if it has taken all its steps.
-    """
-
-    metrics: dict[str, Any]
-    history: list[dict[str, Any]]
-    checkpoint: Path | None
-    path: Path
-    files: dict[str, Path] = field(default_factory=dict)
-    changed: list[str] = field(default_factory=list)
-    corrupt: tuple[str, ...] = ()
-    steps_not_applied: int = 0
-    stopped: str | None = None
-
-    def _repr_html_(self) -> str:
-        last = self.metrics
-        lines = [f"{self.path}: {last.get('step', 0)} steps"]
-        if last.get("loss") is not None:
-            lines[0] += f", loss {last['loss']:.4f}, {last['tokens_per_s']:,.0f} tokens/s"
-        lines += [f"checkpoint {self.checkpoint}"] if self.checkpoint else []
-        lines += [self.stopped] if self.stopped else []
-        pictures = {
-            name: path for name, path in self.files.items() if name in ("loss curve", "schedule")
-        }
-        return pictures_html("\n".join(lines), pictures)
+from raymm.training.training_loop import TrainingLoop, last_step, steps_not_applied
 
 
 class Trainer:
@@ -98,8 +55,9 @@ class Trainer:
     Args:
         model: the model's description.
         parallel: a plan, a multiplexed mapping (:func:`raymm.plan_multiplexed`), or specs to make
-            a plan from; a :class:`raymm.planning.request.PlanRequest` says what raymm is to plan
-            itself. By default it plans for the cluster it finds, and
+            a plan from (of ranges of replicas, for what the cluster has room for, and anew after a
+            checkpoint when that changes); a :class:`raymm.planning.request.PlanRequest` says what
+            raymm is to plan itself. By default it plans for the cluster it finds, and
             a run that goes on keeps the plan it began with.
         data: a :class:`DataConfig`, or a list of batches as
             :meth:`raymm.MultimodalParallelModule.execute` takes them, used in turn.
@@ -143,40 +101,51 @@ class Trainer:
         self.request = parallel if isinstance(parallel, PlanRequest) else PlanRequest()
         self.request.check(model)
         self.plan: Plan | StageMapping | None = None
+        self._elastic: ElasticPlans | None = None
         if isinstance(parallel, Plan | StageMapping):
             self.plan = parallel
         elif isinstance(parallel, MultimodalParallelSpec):
-            self.plan = parallel.plan(model)
-        self.data = _with_vocabulary(data, model)
+            self.plan = None if parallel.elastic else parallel.plan(model)
+            if parallel.elastic:
+                self._elastic = ElasticPlans(parallel, model)
+        self.data = with_vocabulary(data, model)
         self.run = run_config
         self.optimizer = optimizer or OptimizerConfig()
-        _check_schedule(self.optimizer, run_config.steps)
+        check_schedule(self.optimizer, run_config.steps)
         self.resources = resources
         self.threads = threads
         self.callbacks = (RayMetrics(), *named_callbacks(run_config.callbacks), *callbacks)
         self.console = console or Console()
-        self.path = Path(run_config.storage_path).absolute()
+        self._folder = RunFolder(run_config.storage_path)
+        self.path = self._folder.path
         self.training = TrainingData()
         self.stop = StopRequest()
-        self._loop: TrainingLoop | None = None
+        self._fixed_plan = self.plan
+        self._under_way: Attempt | None = None
         self._changed: list[str] = []
+        self._restarted = False
 
     def fit(self) -> Result:
         """Train until ``run.steps`` steps are taken in all; goes on from the run's last
         checkpoint, if there is one.
 
         In the main thread SIGTERM and SIGINT end it after the step under way, with a checkpoint;
-        a second one, or one before the first step, at once. What is saved is printed. A notice that
-        a node of the run is about to end (spot instances, ``kubectl drain``) ends it in the same
-        way, and ``stopped`` of the result says so.
+        a second one, or one before the first step, at once. What is saved is printed. So do
+        ``run.max_seconds`` and :attr:`stop`, of which ``stopped`` of the result says so.
+
+        A process or a node that is lost, or a notice that a node of the run is about to end (spot
+        instances, ``kubectl drain``), ends an attempt: the run goes on from its last checkpoint
+        with other processes, as often as ``run.max_failures`` and ``run.max_preemptions`` say. Of
+        a run that leaves a node and has nowhere to go on, ``stopped`` of the result says so.
 
         Raises:
             ConfigError, DataError, CheckpointError, ClusterError, ProbeError: before any rank
                 starts.
             DataError: later, for a sample that cannot be used.
             RunOwnedError: another run owns the folder and lives.
-            RunFailedError: if a rank, a data worker or the cluster dies; the last checkpoint is
-                whole.
+            RunFailedError: if a rank, a data worker or the cluster dies, and the run does not go
+                on by itself; the last checkpoint is whole.
+            RankRaisedError (a RunFailedError): what a rank runs raised.
             RunFileError, OwnerLostError: the folder cannot be written, or is another run's by now.
             NotFiniteError: if ``run.max_skipped_steps`` steps in a row are not finite, or a
                 parameter is not.
@@ -184,14 +153,14 @@ class Trainer:
                 143): a signal ended it.
         """
         try:
-            with self.stop.listening():
+            with self.stop.listening(), self.stop.asking_after(self.run.max_seconds):
                 result = self._fit_or_stop()
             reason = self.stop.reason
             if result.stopped and reason is not None and reason.number is not None:
                 raise self.stop.error(result.stopped)
             return result
         finally:
-            self.stop, self._loop = StopRequest(), None
+            self.stop, self._under_way, self._restarted = StopRequest(), None, False
 
     def _fit_or_stop(self) -> Result:
         try:
@@ -204,45 +173,63 @@ class Trainer:
             if self.stop.reason is None:
                 raise
         except RunFailedError as error:
-            error.add_note(self._what_is_left())
+            error.add_note(self._what_is_left(error))
             raise
-        text = self._stopped_at_once()
+        return self._stopped_result(self._stopped_at_once())
+
+    def _stopped_result(self, text: str) -> Result:
+        """Of a run that was asked to end before its loop could.
+
+        Raises:
+            RunInterruptedError, RunTerminatedError: by a signal.
+        """
         self._say(text)
-        raise self.stop.error(text)
+        if self.stop.reason is None or self.stop.reason.number is not None:
+            raise self.stop.error(text)
+        file = self.path / METRICS
+        rows = read_metrics(file) if file.is_file() else []
+        return Result(last_step(rows), rows, self._latest(), self.path, stopped=text)
 
     def _stopped_at_once(self) -> str:
         """What became of a run that a signal did not let finish its step."""
-        latest = CheckpointStore(self.path, self.run.keep_checkpoints).latest()
+        latest = self._latest()
         assert self.stop.reason is not None  # it was asked
         why, loop = self.stop.reason.why, self._loop
         saved = f"the last checkpoint is {latest}" if latest else "there is no checkpoint"
+        if loop is None and self._restarted:
+            return f"stopped by {why} before the run went on: {saved}"
         if loop is None:
             return f"stopped by {why} before the first step: nothing was trained, {saved}"
         if steps := loop.unsaved_steps:
             return f"stopped by {why} at once: {steps} steps that are not saved are lost, {saved}"
         return f"stopped by {why} at once: no step is lost, {saved}"
 
-    def _what_is_left(self) -> str:
+    def _what_is_left(self, error: RunFailedError) -> str:
         """Of a run that failed."""
-        latest = CheckpointStore(self.path, self.run.keep_checkpoints).latest()
+        try:
+            latest = self._latest()
+        except CheckpointError as unseen:  # it may be why the run failed
+            return f"Whether there is a checkpoint cannot be seen: {unseen}"
+        if error.repeats:
+            return f"The same command would end like this again. The last checkpoint: {latest}."
         if latest is None:
             return "There is no checkpoint: the same command begins anew."
         return f"Start the same command again to go on from {latest}."
 
+    def _latest(self) -> Path | str | None:
+        return CheckpointStore(self.run.storage_path).latest()
+
     def _own_and_fit(self) -> Result:
         if isinstance(self.data, DataConfig):
             check_data(self.data)
-        self._make_folder()
-        with RunOwner(self.path, self._say) as owner:
-            return self._fit(CheckpointStore(self.path, self.run.keep_checkpoints, owner.check))
+        self._folder.check()
+        with self._folder.owned(self._say) as check_owner:
+            return self._fit(CheckpointStore(
+                self.run.storage_path, self.run.keep_checkpoints, check_owner, self._folder.mirror
+            ))
 
     def _fit(self, store: CheckpointStore) -> Result:
-        for removed in (*remove_partial(self.path), *store.remove_leftovers()):
-            self._say(f"removed {removed}")
-        checkpoint = store.newest()
-        if checkpoint is not None:
-            for line in checkpoint.warnings():
-                self._say(line)
+        checkpoint = self._newest(store)
         splits = self._splits()
         store.run = describe_run(self.run, self.model, self.optimizer, self.data, splits)
         self._changed = []
@@ -257,27 +244,103 @@ class Trainer:
                     read_metrics(file)  # they go on: refused now, not once ranks have started
             if checkpoint.manifest.step >= self.run.steps:
                 return self._nothing_to_do(checkpoint)
-        self.training = training_data(
-            self.data, self.model, _data_position(checkpoint), self.console, splits.get("train")
-        )
+        self._take_data(checkpoint, splits)
         if self.training.dataset is not None:
             give_examples(self.model, self.data, self.training.dataset)
-        with faults_kept_in(self.path), connected():
-            device = pick_device(self.run.device, self._resources)
-            resources = self._resources(device)
-            if self.plan is None:
-                self.plan = self._make_plan(device, resources, checkpoint)
-            execution = execution_of(self.plan)
-            execution.check(self.model, self.data, device)
-            check_capacity(execution.num_processes, resources, self._placement())
-            execution.save(self.path)
-            self._say_what_runs(execution, device)
-            with execution.start(
-                self.model, optimizer=self.optimizer, precision=self.run.precision,
-                device=device, resources=resources, threads=self.threads, seed=self.run.seed,
-                timeout_s=self.run.timeout_s, placement=self._placement(),
-            ) as parallel:
-                return self._run(parallel, execution, store, checkpoint, device)
+        policy = FailurePolicy(self.run.max_failures, self.run.max_preemptions)
+        restarts = Restarts(policy, self.stop, self._step_under_way, self._say)
+        with (
+            faults_kept_in(self.path), connected(),
+            self._elastic.asking() if self._elastic else nullcontext(),
+            CallbackHandler(self.callbacks, self.path, self._say) as callbacks,
+        ):
+            def attempt(attempted: Attempted | None) -> Result:
+                try:
+                    if attempted is None:
+                        return self._attempt(store, checkpoint, callbacks, None)
+                    return self._attempt_again(store, splits, callbacks, attempted)
+                except ClusterError as error:
+                    if self._elastic is None or not self._elastic.gives_way(self.plan):
+                        raise
+                    self._say(f"fewer replicas, as others were quicker: {error}")
+                return attempt(attempted)
+
+            return restarts.until_done(attempt)
+
+    def _newest(self, store: CheckpointStore) -> Checkpoint | None:
+        for removed in (*remove_partial(self.path), *store.remove_leftovers()):
+            self._say(f"removed {removed}")
+        checkpoint = store.newest()
+        if checkpoint is not None:
+            for line in checkpoint.warnings():
+                self._say(line)
+        return checkpoint
+
+    def _take_data(self, checkpoint: Checkpoint | None, splits: Mapping[str, Dataset]) -> None:
+        self.training = training_data(
+            self.data, self.model, data_position(checkpoint), self.console, splits.get("train")
+        )
+
+    def _attempt_again(
+        self, store: CheckpointStore, splits: Mapping[str, Dataset], callbacks: CallbackHandler,
+        attempted: Attempted,
+    ) -> Result:
+        self._under_way, self._restarted, self.plan = None, True, self._fixed_plan
+        checkpoint = self._newest(store)
+        if checkpoint is not None and checkpoint.manifest.step >= self.run.steps:
+            return self._nothing_to_do(checkpoint)
+        self._take_data(checkpoint, splits)
+        return self._attempt(store, checkpoint, callbacks, attempted)
+
+    def _attempt(
+        self, store: CheckpointStore, checkpoint: Checkpoint | None, callbacks: CallbackHandler,
+        attempted: Attempted | None,
+    ) -> Result:
+        device = pick_device(self.run.device, self._resources)
+        resources, placement = self._resources(device), self._placement()
+        if self._elastic is not None:
+            self.plan, placement = self._elastic.plan(resources, placement)
+        if self.plan is None:
+            planner = RunPlanner(
+                self.request, self.model, self.data, self.run.precision, self._say
+            )
+            with under_way(self.console, "planning"):
+                self.plan = planner.plan(checkpoint, device, resources, placement)
+        execution = execution_of(self.plan)
+        execution.check(self.model, self.data, device)
+        check_capacity(execution.num_processes, resources, placement)
+        execution.save(self.path)
+        self._say_what_runs(execution, device)
+        with execution.start(
+            self.model, optimizer=self.optimizer, precision=self.run.precision,
+            device=device, resources=resources, threads=self.threads, seed=self.run.seed,
+            timeout_s=self.run.timeout_s, placement=placement,
+        ) as parallel:
+            self._folder.check_seen_by(parallel.group)
+            if self._elastic is not None:
+                self._elastic.started(parallel.group.held())
+            self._under_way = attempt = Attempt(
+                self.path, self.run, self.model, self.data, self.training, store, checkpoint,
+                device, callbacks, attempted, self._changed, self.console, self.stop,
+                lambda: self._look_for_room(resources),
+            )
+            return attempt.take_steps(parallel, execution)
+
+    def _look_for_room(self, resources: RankResources) -> None:
+        """After a checkpoint: leave, if more replicas could go on from it."""
+        if self._elastic is None or not isinstance(self.plan, Plan):
+            return
+        larger = self._elastic.larger(self.plan, resources, self._placement())
+        if larger is not None:
+            room = f"room for {larger.num_processes} processes instead of {self.plan.num_processes}"
+            self.stop.ask(StopReason(room, cause=Cause.RESIZE))
+
+    @property
+    def _loop(self) -> TrainingLoop | None:
+        return None if self._under_way is None else self._under_way.loop
+
+    def _step_under_way(self) -> int | None:
+        return None if self._loop is None else self._loop.step_under_way
 
     def _splits(self) -> dict[str, Dataset]:
         if not isinstance(self.data, DataConfig):
@@ -287,41 +350,6 @@ class Trainer:
             if getattr(self.data, split) is not None
         }
 
-    def _make_plan(
-        self, device: str, resources: RankResources, checkpoint: Checkpoint | None
-    ) -> Plan | StageMapping:
-        """Plan; a run that goes on keeps the plan of its checkpoint while it can, so that its
-        numbers are those of a run without interruption."""
-        if checkpoint is not None:
-            execution = execution_of(plan_from_dict(checkpoint.manifest.plan))
-            reason = self._cannot_keep(execution, resources)
-            if reason is None:
-                self._say("going on under the plan of the checkpoint")
-                return execution.plan
-            self._say(f"planning anew: {reason}")
-        worker_cpus = sum(bundle["CPU"] for bundle in self._placement().beside)
-        with self.console.status("planning"):
-            planned = plan_for_cluster(
-                self.request, self.model, self.data, device=device, resources=resources,
-                worker_cpus=worker_cpus, dtype=self.run.precision,
-            )
-        for line in planned.lines:
-            self._say(line)
-        return planned.plan
-
-    def _cannot_keep(self, execution: Execution, resources: RankResources) -> str | None:
-        if (reason := execution.unkept(self.model, self.data)) is not None:
-            return reason
-        try:
-            check_capacity(execution.num_processes, resources, self._placement())
-        except ClusterError as error:
-            return str(error)
-        return None
-
-    def _make_folder(self) -> None:
-        with Output.folder("run.storage_path", self.run.storage_path).writing():
-            pass
-
     def _resources(self, device: str) -> RankResources:
         if self.resources is None:
             return RankResources(gpus=float(device == "cuda"))
@@ -330,16 +358,14 @@ class Trainer:
     def _placement(self) -> PlacementOptions:
         """What data workers reserve beside the ranks; those of an evaluation run beside those of
         the training data."""
-        beside: tuple[dict[str, float], ...] = ()
+        worker_bundles: tuple[dict[str, float], ...] = ()
         if isinstance(self.data, DataConfig) and self.data.worker_cpus:
             evaluates = self.run.eval_every is not None and self.data.heldout is not None
             count = self.data.num_workers * (1 + evaluates)
-            beside = ({"CPU": self.data.worker_cpus},) * count
-        return PlacementOptions(beside, self.run.wait_for_nodes_s, self._say)
-
-    def _ask_to_leave(self, notice: str) -> None:
-        self._say(f"{notice}: the step under way is finished and saved")
-        self.stop.ask(StopReason(notice))
+            worker_bundles = ({"CPU": self.data.worker_cpus},) * count
+        return PlacementOptions(
+            worker_bundles, self.run.wait_for_nodes_s, self._say, self.stop.check
+        )
 
     def _say(self, line: str) -> None:
         self.console.print(line, highlight=False, soft_wrap=True, markup=False)
@@ -359,119 +385,6 @@ class Trainer:
 
     def _say_what_runs(self, execution: Execution, device: str) -> None:
         first, *notes = execution.describe(device, self.data)
-        first = f"{first}, {self.run.precision}; run folder {self.path}"
+        first = f"{first}, {self.run.precision}; run folder {self._folder}"
         for line in filter(None, (first, *notes, job_stop_note())):
             self.console.print(line, highlight=False, soft_wrap=True)
-
-    def _run(
-        self, parallel: ParallelModule, execution: Execution, store: CheckpointStore,
-        checkpoint: Checkpoint | None, device: str,
-    ) -> Result:
-        corrupt: tuple[str, ...] = ()
-        if checkpoint is not None:
-            restore(parallel, checkpoint.folder)
-            self._say(f"going on from {checkpoint.folder}")
-            corrupt = checkpoint.corrupt
-        metrics = MetricsLog(self.path / METRICS, parallel.steps_taken)
-        if corrupt or self._changed:
-            metrics.add({
-                "step": parallel.steps_taken, "corrupt_checkpoints": list(corrupt),
-                "changed": self._changed,
-            })
-        samples = None
-        if self.run.log_samples:
-            samples = SampleLog(self.path / SAMPLES, parallel.steps_taken)
-        observed = RunInfo(
-            self.path.name, self.path, parallel.steps_taken, self.run.steps, store.run,
-            execution.modules,
-        )
-        with (
-            RunProgress(self.run.steps, parallel.steps_taken, self.console) as progress,
-            CallbackHandler(self.callbacks, observed, progress.line) as callbacks,
-        ):
-            observer = execution.observer(ObservedRun(
-                parallel, self.model, self.data, self.training, self.path, progress.line
-            ))
-            batches = Batches(
-                self.data, self.training, parallel.sample_check(), parallel.group.places_beside
-            )
-            throughput = Throughput(
-                self.model, execution.processes, device, self.run.precision, progress.line
-            )
-            loop = TrainingLoop(
-                self.run,
-                batches,
-                parallel,
-                store,
-                metrics,
-                samples,
-                observer,
-                throughput,
-                callbacks,
-                progress,
-                self.stop,
-            )
-            self._loop = loop
-            with DrainObserver(parallel.group.nodes, self._ask_to_leave):
-                stopped = loop.run(_data_position(checkpoint))
-            if stopped is not None:
-                callbacks.stopped(stopped)
-        if stopped is not None:
-            self._say(stopped)
-            return Result(
-                metrics=last_step(metrics.rows), history=metrics.rows, checkpoint=store.current,
-                path=self.path, corrupt=corrupt,
-                steps_not_applied=steps_not_applied(metrics.rows), stopped=stopped,
-            )
-        files = observer.write(metrics.rows)
-        for what, file in files.items():
-            self.console.print(f"{what:<14} {file}", highlight=False, soft_wrap=True)
-        if skipped := sum(row.get("skipped", 0) for row in metrics.rows):
-            self.console.print(f"skipped samples in all: {skipped}", highlight=False)
-        if not_applied := steps_not_applied(metrics.rows):
-            self.console.print(
-                f"steps not applied in all: {not_applied} of {self.run.steps}", highlight=False
-            )
-        return Result(
-            metrics=last_step(metrics.rows), history=metrics.rows,
-            checkpoint=store.current, path=self.path, files=files, changed=self._changed,
-            corrupt=corrupt,
-            steps_not_applied=not_applied,
-        )
-
-
-def _check_schedule(optimizer: OptimizerConfig, steps: int) -> None:
-    """
-    Raises:
-        ConfigError: steps that would change nothing.
-    """
-    if (first := optimizer.first_without_rate(steps)) is not None:
-        raise ConfigError(
-            f"optimizer.total_steps is {optimizer.total_steps} and run.steps {steps}: from step "
-            f"{first} on the {optimizer.schedule} learning rate would be 0, and nothing would be "
-            f"learnt. Accepted: total_steps of at least {steps}, or none (then it is run.steps); "
-            "or min_lr_ratio above 0, at which the last steps are taken"
-        )
-
-
-def _with_vocabulary(data: Any, model: MultimodalModule) -> Any:
-    """The data configuration, told which token ids the model has embeddings for."""
-    if not isinstance(data, DataConfig) or data.vocabulary is not None:
-        return data
-    vocabulary = Vocabulary.of(model.language_model.source(language_model=True).skeleton())
-    return data.model_copy(update={"vocabulary": vocabulary.ids})
-
-
-def _data_position(checkpoint: Checkpoint | None) -> Any:
-    """Where the data go on after a checkpoint; None is the beginning.
-
-    Raises:
-        CheckpointError: it was not saved by a trainer.
-    """
-    if checkpoint is None:
-        return None
-    if "data" not in checkpoint.manifest.trainer:
-        raise CheckpointError(
-            f"{checkpoint.folder} does not say where its data go on: no trainer has saved it"
-        )
-    return checkpoint.manifest.trainer["data"]

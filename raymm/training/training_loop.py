@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -59,7 +59,13 @@ class Batches:
         self._places, self._heldout_places = places[:workers], places[workers:]
 
     def train(self, state: Any, steps: int, parallel: ParallelModule) -> Iterator[Batch]:
-        """Training data from a position on."""
+        """Training data from a position on.
+
+        Args:
+            state: the position; None for the beginning.
+            steps: how many there may be.
+            parallel: what the batches are for.
+        """
         if isinstance(self._data, DataConfig):
             with StepLoader(
                 self._data, "train", start_state=state, steps=steps,
@@ -105,16 +111,18 @@ class TrainingLoop:
         store: for checkpoints.
         metrics: gets a row per step and per evaluation.
         samples: gets every step's samples; None if nobody asks for them.
-        watch: looks at every step.
+        observer: looks at every step.
         throughput: how fast steps are.
         callbacks: are told of every row and checkpoint.
         progress: says how far it is.
         stop: is looked at between steps.
+        saved: called after every checkpoint but the last.
     """
 
     def __init__(
         self,
         run: RunConfig,
+        *,
         batches: Batches,
         parallel: ParallelModule,
         store: CheckpointStore,
@@ -125,7 +133,9 @@ class TrainingLoop:
         callbacks: CallbackHandler,
         progress: RunProgress,
         stop: StopRequest,
+        saved: Callable[[], None] = lambda: None,
     ) -> None:
+        self._after_save = saved
         self._run, self._batches, self._parallel, self._store = run, batches, parallel, store
         self._metrics, self._samples = metrics, samples
         self._observer, self._throughput = observer, throughput
@@ -137,6 +147,7 @@ class TrainingLoop:
         self._owed = False  # a checkpoint
         self._stop = stop
         self._first = self._saved = parallel.steps_taken
+        self._read = self._first  # steps whose results are there
         self._position: Any = None
         self._unevaluated: int | None = None  # a step whose evaluation was left out
 
@@ -159,6 +170,11 @@ class TrainingLoop:
         """Steps after the last checkpoint, those under way included."""
         return self._parallel.steps_taken - self._saved
 
+    @property
+    def step_under_way(self) -> int:
+        """Of all steps whose results are not there, the first; from 1. After the last one: that."""
+        return min(self._read + 1, self._run.steps)
+
     def _take_steps(self, state: Any) -> None:
         first, last = self._first, self._run.steps
         if first == 0:
@@ -178,6 +194,8 @@ class TrainingLoop:
                 self._owed |= step % self._run.checkpoint_every == 0
                 if step == last or self._owed and not self._in_a_row:
                     self._save()
+                    if step < last:
+                        self._after_save()
                 self._last_read = time.perf_counter()
             else:
                 self._drain(self._run.steps_in_flight - 1)
@@ -205,7 +223,9 @@ class TrainingLoop:
         text = f"stopped by {reason.why} after step {step} of {last}: all of it is in {latest}"
         if self._unevaluated is not None:
             text += f". The held-out evaluation after step {self._unevaluated} was left out"
-        return text if step == last else f"{text}. Start the same again to go on from there"
+        if step == last or reason.cause is not None:
+            return text
+        return f"{text}. Start the same again to go on from there"
 
     def _is_due(self, step: int, every: int | None) -> bool:
         return every is not None and step % every == 0
@@ -223,7 +243,7 @@ class TrainingLoop:
         while len(self._pending) > leave:
             step, batch, pending, waited = self._pending.popleft()
             output = pending.result()
-            now = time.perf_counter()
+            self._read, now = step, time.perf_counter()
             self._store.check_owner()  # what is logged is in the folder, too
             row = self._row(step, batch, output, now - self._last_read, waited)
             self._last_read = now

@@ -196,9 +196,9 @@ def search_budgets(
         else:
             ratios.append(sizes.totals[column] / len(sizes) / mean)
     unit = max(1, int(FIRST_BUDGET // ratios[-1])) if ratios else FIRST_BUDGET
-    found: list[tuple[float, tuple[int, ...]]] = []
+    filled: list[tuple[float, tuple[int, ...]]] = []
     largest, tried = 0.0, []
-    while unit >= 1 and (largest <= batch + 1 or not found):
+    while unit >= 1 and (largest <= batch + 1 or not filled):
         budgets = (unit, *(max(1, math.ceil(ratio * unit)) for ratio in ratios))
         tried.append(unit)
         try:
@@ -209,15 +209,15 @@ def search_budgets(
         if batch <= average <= batch + 1:
             of_ranks = loads(plan, sizes)
             score = sum(dist_ratio(of_ranks[:, :, column]) for column in range(len(budgets)))
-            found.append((score, budgets))
+            filled.append((score, budgets))
         largest = max(largest, average)
         unit += 1 if largest <= batch + 1 else -1
-    if not found:
+    if not filled:
         raise MiniBatchError(
             f"no budgets make groups of {batch} to {batch + 1} samples; tried {min(tried)} to "
             f"{max(tried)} units of {sizes.names[0]}"
         )
-    return min(found)[1]
+    return min(filled)[1]
 
 
 MINIBATCHES: tuple[Baseline[tuple[SampleSizes, int], MiniBatchPlan], ...] = (

@@ -51,10 +51,10 @@ def distmm(problem: MappingProblem) -> Mapping:
         modules = sorted(bits(level), key=lambda m: (-_whole(problem)[m].min(), m))
         for groups in range(1, len(modules) + 1):
             cuts = [round(i * len(modules) / groups) for i in range(groups + 1)]
-            made = [
+            cut_stages = [
                 _concurrently(problem, modules[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)
             ]
-            complete = [stage for stage in made if stage is not None]
+            complete = [stage for stage in cut_stages if stage is not None]
             if len(complete) == groups:
                 stages += complete
                 break

@@ -1,4 +1,4 @@
-"""OmniBal's balanced model partitioning (§4.2): candidates around an anchor, the best of
+"""OmniBal's balanced model partitioning (§4.2): candidates around an origin, the best of
 which are then really run."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PartitionCandidate:
 
 
 def greedy_start(forward: Sequence[float], stages: int) -> Ranges:
-    """OmniBal's anchor: each stage in turn takes the layers that bring it nearest to an
+    """OmniBal's origin: each stage in turn takes the layers that bring it nearest to an
     equal share of the forward time that is left.
 
     Raises:
@@ -58,10 +58,10 @@ def partition_candidates(
     output_bytes: Sequence[float],
     stages: int,
     radius: int = 1,
-    anchor: Ranges | None = None,
+    origin: Ranges | None = None,
     top: int = DEFAULT_TOP,
 ) -> tuple[PartitionCandidate, ...]:
-    """The best of the anchor's jitters by VAR(forward) + SUM(communication). Its jitters are the
+    """The best of the origin's jitters by VAR(forward) + SUM(communication). Its jitters are the
     partitions whose cuts are each within ``radius`` layers of its own.
 
     Seconds squared and bytes cannot be added, so each is first scaled to 0..1 by its range
@@ -78,7 +78,7 @@ def partition_candidates(
         output_bytes: bytes that each layer hands to the next.
         stages: number of stages.
         radius: how many layers a cut may move.
-        anchor: where to start; :func:`greedy_start` by default. An anchor with the least
+        origin: where to start; :func:`greedy_start` by default. An origin with the least
             bottleneck of 1F + 1B (:func:`~raymm.scheduler.search.partition.partition_layers`)
             knows frozen layers.
         top: how many to return.
@@ -87,7 +87,7 @@ def partition_candidates(
         Up to ``top`` candidates, best first.
 
     Raises:
-        PartitionError: if the lists differ in length, the anchor is no partition of these
+        PartitionError: if the lists differ in length, the origin is no partition of these
             layers, or as :func:`greedy_start`.
         ValueError: if ``radius`` or ``top`` is out of range.
     """
@@ -100,11 +100,11 @@ def partition_candidates(
         )
     partition_layers(output_bytes, stages)  # checks the volumes
     greedy = greedy_start(forward, stages)
-    anchor = greedy if anchor is None else anchor
-    _check_start(anchor, len(forward), stages)
+    origin = greedy if origin is None else origin
+    _check_start(origin, len(forward), stages)
 
     terms = _Terms(forward, output_bytes, stages)
-    levels = _levels(anchor, radius, len(forward))
+    levels = _levels(origin, radius, len(forward))
     variances = _extremes(levels, terms.variance)
     volumes = _extremes(levels, terms.communication)
 
@@ -115,10 +115,10 @@ def partition_candidates(
                 total += (term(lo, hi) - least / stages) / (most - least)
         return total
 
-    found = []
+    candidates = []
     for bounds in itertools.islice(_best_first(levels, score), top):
         ranges = tuple(itertools.pairwise(bounds))
-        found.append(
+        candidates.append(
             PartitionCandidate(
                 ranges,
                 sum(terms.variance(lo, hi) for lo, hi in ranges),
@@ -126,7 +126,7 @@ def partition_candidates(
                 max(sum(score(lo, hi) for lo, hi in ranges), 0.0),
             )
         )
-    return tuple(sorted(found, key=lambda candidate: candidate.score))
+    return tuple(sorted(candidates, key=lambda candidate: candidate.score))
 
 
 class _Terms:
@@ -147,17 +147,17 @@ class _Terms:
         return float(self.output_bytes[hi - 1]) if hi < len(self.output_bytes) else 0.0
 
 
-def _levels(anchor: Ranges, radius: int, num_layers: int) -> list[list[int]]:
+def _levels(origin: Ranges, radius: int, num_layers: int) -> list[list[int]]:
     """Per cut (with 0 and the end) where it may be. Cuts that leave too few layers before or
     after them are not in it; a path through it must still ascend."""
-    stages = len(anchor)
+    stages = len(origin)
     inner = [
         [
             cut
             for cut in range(lo - radius, lo + radius + 1)
             if index <= cut <= num_layers - stages + index
         ]
-        for index, (lo, _) in enumerate(anchor[1:], start=1)
+        for index, (lo, _) in enumerate(origin[1:], start=1)
     ]
     return [[0], *inner, [num_layers]]
 
@@ -210,16 +210,16 @@ def _best_first(
                 heapq.heappush(queue, (*key, cost, (*path, cut)))
 
 
-def _check_start(anchor: Ranges, num_layers: int, stages: int) -> None:
-    bounds = [0, *(hi for _, hi in anchor)]
+def _check_start(origin: Ranges, num_layers: int, stages: int) -> None:
+    bounds = [0, *(hi for _, hi in origin)]
     pairs = tuple(itertools.pairwise(bounds))
     if (
-        len(anchor) != stages
-        or tuple(map(tuple, anchor)) != pairs
+        len(origin) != stages
+        or tuple(map(tuple, origin)) != pairs
         or bounds[-1] != num_layers
         or any(lo >= hi for lo, hi in pairs)
     ):
         raise PartitionError(
-            f"anchor is {anchor}; it must cut {num_layers} layers into {stages} non-empty "
+            f"origin is {origin}; it must cut {num_layers} layers into {stages} non-empty "
             f"ranges, e.g. {even_layers(num_layers, stages)}"
         )

@@ -66,12 +66,12 @@ def _joint(space: StageSpace, candidates: Candidates) -> SearchResult:
     return joint_search(space, candidates.seconds, candidates.bound, candidates.fits)
 
 
-def _believing(
+def _expecting(
     work: Callable[[ModuleGraph, CostProfile], Work], space: StageSpace, candidates: Candidates
 ) -> SearchResult:
     """The joint search of a planner that balances stages by this work. Bounds of the profile
     hold for any partition, so the search stays exact."""
-    return _joint(replace(space, believed=work(space.graph, space.profile)), candidates)
+    return _joint(replace(space, expected=work(space.graph, space.profile)), candidates)
 
 
 def _loosely_coupled(space: StageSpace, candidates: Candidates) -> SearchResult:
@@ -89,15 +89,15 @@ def _propose(name: str, search: Search, problem: PlanProblem) -> Proposal:
             f"ranks is {problem.ranks}; strategy {name!r} needs one for each of "
             f"{len(problem.graph.nodes)} modules"
         )
-    found = Candidates(problem.network, problem.schedules)
-    result = search(space, found)
-    found.count(result)
+    tried = Candidates(problem.network, problem.schedules)
+    result = search(space, tried)
+    tried.count(result)
     plans: Iterator[Plan] = (choice.plan for choice in (result.best, *result.alternatives))
     if name == "omnibal":
         plans = _omnibal(space, result.best.plan, problem.radius)
     for plan in plans:
-        found.add_schedules(name, plan)
-    return found.proposal()
+        tried.add_schedules(name, plan)
+    return tried.proposal()
 
 
 def _omnibal(space: StageSpace, best: Plan, radius: int) -> Iterator[Plan]:
@@ -106,12 +106,12 @@ def _omnibal(space: StageSpace, best: Plan, radius: int) -> Iterator[Plan]:
     per_module: dict[str, tuple[PartitionCandidate, ...]] = {}
     work = layer_work(space.graph, space.profile, space.recompute)
     for node in space.graph.nodes:
-        anchor: Ranges = tuple(stage.layers for stage in best.module_stages(node.name))
+        origin: Ranges = tuple(stage.layers for stage in best.module_stages(node.name))
         try:
             per_module[node.name] = partition_candidates(
                 [layer.total for layer in work[node.name]],
                 [cost.output_bytes for cost in space.profile.modules[node.name]],
-                len(anchor), radius, anchor, OMNIBAL_TOP,
+                len(origin), radius, origin, OMNIBAL_TOP,
             )
         except PartitionError as error:
             raise StageSearchError(f"module {node.name!r}: {error}") from None
@@ -132,9 +132,9 @@ def _baseline(name: str, source: str, search: Search) -> Baseline[PlanProblem, P
 
 PIPELINES = (
     _baseline("loosely_coupled", "Cornstarch v1, Algorithm 1", _loosely_coupled),
-    _baseline("unaware", "joint search, frozen layers unknown", partial(_believing, unaware_work)),
-    _baseline("layers", "equally many layers per stage", partial(_believing, _layers)),
-    _baseline("parameters", "equally many parameters per stage", partial(_believing, _parameters)),
+    _baseline("unaware", "joint search, frozen layers unknown", partial(_expecting, unaware_work)),
+    _baseline("layers", "equally many layers per stage", partial(_expecting, _layers)),
+    _baseline("parameters", "equally many parameters per stage", partial(_expecting, _parameters)),
     _baseline("omnibal", "OmniBal §4.2", _joint),
 )
 """From a problem to what the planner proposes. They have no degrees within modules."""

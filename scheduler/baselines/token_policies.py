@@ -19,7 +19,10 @@ from raymm.scheduler.context_parallel.distribution import (
 def contiguous(
     work: np.ndarray, ranks: int, pinned: int = -1, seed: int = 0
 ) -> tuple[np.ndarray, int]:
-    """One range per rank (ring attention's)."""
+    """One range per rank (ring attention's).
+
+    Its arguments as of :data:`raymm.scheduler.context_parallel.distribution.Policy`.
+    """
     counts = _counts(len(work), ranks, long_first=False)
     return np.repeat(np.arange(ranks), counts), any_counts_bound(work, ranks)
 
@@ -28,7 +31,10 @@ def zigzag(
     work: np.ndarray, ranks: int, pinned: int = -1, seed: int = 0
 ) -> tuple[np.ndarray, int]:
     """One range from the head and its mirror from the tail, which balances causal masks (and no
-    others)."""
+    others).
+
+    Its arguments as of :data:`raymm.scheduler.context_parallel.distribution.Policy`.
+    """
     # Rank r has chunks r and 2 * ranks - 1 - r; the first ranks have one block more.
     each = len(work) // (2 * ranks)
     head = np.full(ranks, each)
@@ -46,7 +52,10 @@ def zigzag(
 def random(
     work: np.ndarray, ranks: int, pinned: int = -1, seed: int = 0
 ) -> tuple[np.ndarray, int]:
-    """Drawn; equal counts."""
+    """Blocks at random, equally many for every rank.
+
+    Its arguments as of :data:`raymm.scheduler.context_parallel.distribution.Policy`.
+    """
     order = np.random.default_rng(seed).permutation(len(work))
     if pinned >= 0:  # to the front, where ranks have one block more
         at = int(np.flatnonzero(order == pinned)[0])
@@ -60,14 +69,20 @@ def lpt(
     work: np.ndarray, ranks: int, pinned: int = -1, seed: int = 0
 ) -> tuple[np.ndarray, int]:
     """Heaviest block first, to the least loaded rank, whatever the token counts (Cornstarch v1
-    App. A; Graham 1969)."""
+    App. A; Graham 1969).
+
+    Its arguments as of :data:`raymm.scheduler.context_parallel.distribution.Policy`.
+    """
     return token_swaps.lpt(work, descending(work), ranks), any_counts_bound(work, ranks)
 
 
 def paper_lpt(
     work: np.ndarray, ranks: int, pinned: int = -1, seed: int = 0
 ) -> tuple[np.ndarray, int]:
-    """:func:`lpt` in order of position, as Cornstarch v2's Algorithm 1 is printed."""
+    """:func:`lpt` in order of position, as Cornstarch v2's Algorithm 1 is printed.
+
+    Its arguments as of :data:`raymm.scheduler.context_parallel.distribution.Policy`.
+    """
     return token_swaps.lpt(work, np.arange(len(work)), ranks), any_counts_bound(work, ranks)
 
 

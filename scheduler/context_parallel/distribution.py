@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raymm.errors import InputError
 from raymm.scheduler.context_parallel import swaps as token_swaps
+from raymm.scheduler.context_parallel.error import ContextParallelError
 from raymm.scheduler.context_parallel.workload import DEFAULT_BLOCK
 
 # ``balanced`` is content this near to its lower bound,
@@ -24,12 +24,9 @@ BUDGET = 300_000
 
 
 Policy = Callable[[np.ndarray, int, int, int], tuple[np.ndarray, int]]
-"""From (work, ranks, pinned block, seed) to the rank of every block and a lower bound of the
-largest work."""
-
-
-class TokenDistributionError(InputError, ValueError):
-    """What cannot be distributed: names the field, the value and what is accepted."""
+"""From (work, ranks, pinned, seed) to the (blocks,) rank of every block and a lower bound of the
+largest work of a rank: ``work`` is (blocks,) integers in any unit, ``pinned`` the block that must
+lie where there is one block more (-1 for none), ``seed`` that of what is random."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +112,7 @@ def distribute(
     block: int = DEFAULT_BLOCK,
     seed: int = 0,
 ) -> TokenDistribution:
-    """Deal out blocks to ranks.
+    """Split blocks over ranks.
 
     Args:
         work: (blocks,) integers, work per block in any unit.
@@ -127,18 +124,18 @@ def distribute(
         seed: of policies that draw.
 
     Raises:
-        TokenDistributionError: ranks or block below what is accepted;
+        ContextParallelError: ranks or block below what is accepted;
             work that is negative, not integers, not one per block, or so large that sums
             overflow.
     """
     work = _checked_work(work)
     if ranks < 1:
-        raise TokenDistributionError(f"ranks must be at least 1, got {ranks}")
+        raise ContextParallelError(f"ranks must be at least 1, got {ranks}")
     if block < 1:
-        raise TokenDistributionError(f"block must be at least 1, got {block}")
+        raise ContextParallelError(f"block must be at least 1, got {block}")
     n_tokens = len(work) * block if n_tokens is None else n_tokens
     if -(-n_tokens // block) != len(work) or n_tokens < 0:
-        raise TokenDistributionError(
+        raise ContextParallelError(
             f"n_tokens = {n_tokens} makes {-(-n_tokens // block)} blocks of {block} tokens, "
             f"work has {len(work)}"
         )
@@ -152,15 +149,15 @@ def distribute(
 def _checked_work(work: np.ndarray) -> np.ndarray:
     work = np.asarray(work)
     if work.ndim != 1 or (work.dtype.kind not in "iu" and len(work)):
-        raise TokenDistributionError(
+        raise ContextParallelError(
             f"work must be integers, one per block, got {work.dtype} of shape {work.shape}"
         )
     work = np.ascontiguousarray(work, dtype=np.int64)
     if len(work) and work.min() < 0:
         at = int(work.argmin())
-        raise TokenDistributionError(f"work must not be negative, got {work[at]} for block {at}")
+        raise ContextParallelError(f"work must not be negative, got {work[at]} for block {at}")
     if len(work) and float(work.sum(dtype=np.float64)) >= token_swaps.MAX_WORK:
-        raise TokenDistributionError(
+        raise ContextParallelError(
             f"the sum of work must be below {token_swaps.MAX_WORK}, got about "
             f"{work.sum(dtype=np.float64):.3g}"
         )

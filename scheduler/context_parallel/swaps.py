@@ -166,9 +166,9 @@ def exchange(work, members, counts, loads, target, budget):
             _swap_pairs(work, members, counts, loads, heavy, i, other, j)
             continue
 
-        spent, found = _chain(work, members, counts, loads, heavy, target, budget)
+        spent, helped = _pass_on(work, members, counts, loads, heavy, target, budget)
         budget -= spent
-        if not found:
+        if not helped:
             break
     return budget
 
@@ -181,19 +181,19 @@ def _one_for_one(work, a, a_count, b, b_count, gap):
     Both by descending work. Returns the work moved, above 0 and below gap, and the places; 0
     if there is none.
     """
-    best, found, best_i, best_j = gap, np.int64(0), 0, 0
+    best, moved, best_i, best_j = gap, np.int64(0), 0, 0
     i, j = 0, 0
     while i < a_count and j < b_count:
         d = work[a[i]] - work[b[j]]
         if 2 * d >= gap:
             if d < best:
-                best, found, best_i, best_j = d, d, i, j
+                best, moved, best_i, best_j = d, d, i, j
             i += 1
         else:
             if gap - d < best:
-                best, found, best_i, best_j = gap - d, d, i, j
+                best, moved, best_i, best_j = gap - d, d, i, j
             j += 1
-    return found, best_i, best_j
+    return moved, best_i, best_j
 
 
 @njit(cache=True)
@@ -252,20 +252,20 @@ def _pair(count, number):
 @njit(cache=True)
 def _pair_for_pair(a, a_count, b, b_count, gap):
     """As :func:`_one_for_one` for pairs; the places are pair numbers."""
-    best, found, best_i, best_j = gap, np.int64(0), 0, 0
+    best, moved, best_i, best_j = gap, np.int64(0), 0, 0
     i, j = 0, 0
     while i < a_count and j < b_count:
         d = (a[i] >> PAIR_BITS) - (b[j] >> PAIR_BITS)
         if 2 * d >= gap:
             if d < best:
-                best, found, best_i, best_j = d, d, i, j
+                best, moved, best_i, best_j = d, d, i, j
             j += 1
         else:
             if gap - d < best:
-                best, found, best_i, best_j = gap - d, d, i, j
+                best, moved, best_i, best_j = gap - d, d, i, j
             i += 1
     low = (1 << PAIR_BITS) - 1
-    return found, a[best_i] & low, b[best_j] & low
+    return moved, a[best_i] & low, b[best_j] & low
 
 
 @njit(cache=True)
@@ -283,7 +283,7 @@ def _swap_pairs(work, members, counts, loads, p, p_pair, q, q_pair):
 
 
 @njit(cache=True)
-def _chain(work, members, counts, loads, heavy, target, budget):
+def _pass_on(work, members, counts, loads, heavy, target, budget):
     """Make the best chain of two exchanges that starts at rank ``heavy``.
 
     Returns:
@@ -299,17 +299,17 @@ def _chain(work, members, counts, loads, heavy, target, budget):
             continue
         count = counts[p]
         for i in range(counts[heavy]):
-            given = members[heavy, i]
-            if i and work[given] == work[members[heavy, i - 1]]:
+            block = members[heavy, i]
+            if i and work[block] == work[members[heavy, i - 1]]:
                 continue
             for j in range(count):
                 taken = members[p, j]
-                d = work[given] - work[taken]
+                d = work[block] - work[taken]
                 if d <= 0 or (j and work[taken] == work[members[p, j - 1]]):
                     continue
                 # Rank p with the given block in place of the taken one.
                 row[:count] = members[p, :count]
-                row[j] = given
+                row[j] = block
                 _place(work, row, count, j)
                 load = loads[p] + d
                 for q in range(ranks):

@@ -26,15 +26,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import index
 
-from raymm.errors import InputError
+from raymm.scheduler.context_parallel.error import ContextParallelError
 
 LSE_BYTES = 4  # LSE and rowsum(dO * O) are fp32, whatever the accumulator
 
 Pairs = Sequence[Sequence[int]]
-
-
-class AttentionTrafficError(InputError, ValueError):
-    """What cannot be counted or chosen: names the field, the value and what is accepted."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +46,7 @@ class AttentionShape:
         sequences: B, of a batch with one layout.
 
     Raises:
-        AttentionTrafficError: sizes below what is accepted, as many key sizes as there are not
+        ContextParallelError: sizes below what is accepted, as many key sizes as there are not
             query sizes, query heads that are no multiple of key heads.
     """
 
@@ -67,12 +63,12 @@ class AttentionShape:
         for name in ("query_tokens", "key_tokens"):
             sizes = tuple(index(size) for size in getattr(self, name))
             if not sizes or min(sizes) < 0:
-                raise AttentionTrafficError(
+                raise ContextParallelError(
                     f"{name} must be one number of at least 0 per rank, got {sizes}"
                 )
             object.__setattr__(self, name, sizes)
         if len(self.query_tokens) != len(self.key_tokens):
-            raise AttentionTrafficError(
+            raise ContextParallelError(
                 f"query_tokens and key_tokens must be as many as ranks, got "
                 f"{len(self.query_tokens)} and {len(self.key_tokens)}"
             )
@@ -81,11 +77,11 @@ class AttentionShape:
             "sequences",
         ):  # fmt: skip
             if getattr(self, name) < 1:
-                raise AttentionTrafficError(
+                raise ContextParallelError(
                     f"{name} must be at least 1, got {getattr(self, name)}"
                 )
         if self.query_heads % self.key_heads:
-            raise AttentionTrafficError(
+            raise ContextParallelError(
                 f"query_heads must be a multiple of key_heads = {self.key_heads}, got "
                 f"{self.query_heads}"
             )
@@ -102,7 +98,7 @@ class AttentionShape:
             rest: the other fields.
         """
         if ranks < 1:
-            raise AttentionTrafficError(f"ranks must be at least 1, got {ranks}")
+            raise ContextParallelError(f"ranks must be at least 1, got {ranks}")
         return cls(_even(queries, ranks), _even(keys, ranks), **rest)
 
     @property
@@ -186,14 +182,14 @@ def method_bytes(
             are seen by some row of rank ``r`` in some sequence; the diagonal is not read.
 
     Raises:
-        AttentionTrafficError: an unknown method, heads that ``ulysses`` cannot deal out,
+        ContextParallelError: an unknown method, heads that ``ulysses`` cannot deal out,
             ``needed`` without ``needed_keys``, or these of another shape or out of range.
     """
     if method not in METHODS:
-        raise AttentionTrafficError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+        raise ContextParallelError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
     refused = refusal(shape, method, needed_keys)
     if refused:
-        raise AttentionTrafficError(f"method {method!r}: {refused}")
+        raise ContextParallelError(f"method {method!r}: {refused}")
     pairs = None if needed_keys is None else _checked(shape, needed_keys)
     forward, backward = _BYTES[method](shape, pairs)
     times = shape.sequences
@@ -237,12 +233,12 @@ def choose_method(
         methods: which may be chosen (default: all); those that cannot be used are passed over.
 
     Raises:
-        AttentionTrafficError: an unknown method, or none that can be used: with the reasons.
+        ContextParallelError: an unknown method, or none that can be used: with the reasons.
     """
     allowed = METHODS if methods is None else tuple(methods)
     unknown = [method for method in allowed if method not in METHODS]
     if unknown or not allowed:
-        raise AttentionTrafficError(
+        raise ContextParallelError(
             f"methods must be some of {', '.join(METHODS)}, got {list(allowed)}"
         )
     table = []
@@ -256,7 +252,7 @@ def choose_method(
     usable = [row for row in table if not row.refused]
     if not usable:
         reasons = "; ".join(f"{row.method} {row.refused}" for row in table)
-        raise AttentionTrafficError(f"methods {list(allowed)}: none can be used: {reasons}")
+        raise ContextParallelError(f"methods {list(allowed)}: none can be used: {reasons}")
     # min keeps the first of equal ones.
     best = min(usable, key=lambda row: (row.largest, row.total))
     return MethodChoice(best.method, tuple(table))
@@ -270,14 +266,14 @@ def _even(tokens: int, ranks: int) -> tuple[int, ...]:
 def _checked(shape: AttentionShape, needed_keys: Pairs) -> list[list[int]]:
     pairs = [[index(count) for count in row] for row in needed_keys]
     if len(pairs) != shape.ranks or any(len(row) != shape.ranks for row in pairs):
-        raise AttentionTrafficError(
+        raise ContextParallelError(
             f"needed_keys must be ({shape.ranks}, {shape.ranks}), got rows of "
             f"{[len(row) for row in pairs]}"
         )
     for rank, row in enumerate(pairs):
         for other, count in enumerate(row):
             if other != rank and not 0 <= count <= shape.key_tokens[other]:
-                raise AttentionTrafficError(
+                raise ContextParallelError(
                     f"needed_keys[{rank}][{other}] must be 0 to {shape.key_tokens[other]}, the "
                     f"keys of rank {other}, got {count}"
                 )
@@ -293,12 +289,12 @@ def _needed(shape: AttentionShape, pairs: list[list[int]]):
     was taken back to where it came from."""
     ranks = range(shape.ranks)
     unit = 2 * shape.key_heads * shape.head_dim
-    given = [unit * sum(pairs[r][me] for r in ranks if r != me) for me in ranks]
+    sent = [unit * sum(pairs[r][me] for r in ranks if r != me) for me in ranks]
     taken = [unit * sum(pairs[me][r] for r in ranks if r != me) for me in ranks]
     e, a = shape.activation_bytes, shape.accumulator_bytes
     return (
-        [e * keys for keys in given],
-        [e * keys + a * back for keys, back in zip(given, taken, strict=True)],
+        [e * keys for keys in sent],
+        [e * keys + a * back for keys, back in zip(sent, taken, strict=True)],
     )
 
 

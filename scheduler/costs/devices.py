@@ -155,8 +155,8 @@ def find_device(name: str) -> DeviceSpec:
     Raises:
         DeviceError: naming the accepted names.
     """
-    for known, device in DEVICES.items():
-        if _plain(known) == _plain(name):
+    for device_name, device in DEVICES.items():
+        if _plain(device_name) == _plain(name):
             return device
     raise DeviceError(f"device is {name!r}; accepted: {', '.join(DEVICES)}")
 

@@ -95,7 +95,7 @@ class LayerCost:
         Raises:
             TypeError: on an unknown key, or a value of the wrong kind.
         """
-        options = tuple(LayerOption(*one) for one in data.get("options", ()))
+        options = tuple(LayerOption(*option) for option in data.get("options", ()))
         return cls(**{**data, "options": options})
 
 
@@ -268,6 +268,18 @@ def trainable_before(
         result[name] = tuple(flags)
         after[name] = flag
     return result
+
+
+def has_backward(graph: ModuleGraph) -> dict[str, tuple[bool, ...]]:
+    """Per module and layer: does a training step run a backward of it at all?"""
+    before = trainable_before(graph)
+    return {
+        node.name: tuple(
+            trainable or earlier
+            for trainable, earlier in zip(node.trainable, before[node.name], strict=True)
+        )
+        for node in graph.nodes
+    }
 
 
 def layer_work(

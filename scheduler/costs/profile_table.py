@@ -114,12 +114,12 @@ class ProfileTable:
             raise ProfileError(
                 f"tokens name {sorted(unknown)}; the table has {sorted(self.modules)}"
             )
-        wanted = {name: tokens.get(name, self.default[name]) for name in self.modules}
+        lengths = {name: tokens.get(name, self.default[name]) for name in self.modules}
         modules = {
-            name: self._layers(name, wanted[name], extrapolate) for name in self.modules
+            name: self._layers(name, lengths[name], extrapolate) for name in self.modules
         }
         return CostProfile(
-            modules, self.device, self.dtype, "measured", wanted, dict(self.versions)
+            modules, self.device, self.dtype, "measured", lengths, dict(self.versions)
         )
 
     def _layers(self, name: str, tokens: int, extrapolate: bool) -> tuple[LayerCost, ...]:
@@ -206,13 +206,13 @@ def _between(a: LayerCost, b: LayerCost, share: float) -> LayerCost:
     for name in NUMBERS:
         value = between(getattr(a, name), getattr(b, name))
         values[name] = round(value) if name in _INTEGER_FIELDS else value
-    ends = {one.name: one for one in b.options}
+    ends = {option.name: option for option in b.options}
     values["options"] = tuple(
         LayerOption(
-            one.name, between(one.seconds, ends[one.name].seconds),
-            round(between(one.nbytes, ends[one.name].nbytes)),
+            option.name, between(option.seconds, ends[option.name].seconds),
+            round(between(option.nbytes, ends[option.name].nbytes)),
         )
-        for one in a.options if one.name in ends
+        for option in a.options if option.name in ends
     )
     return LayerCost(**values)
 
@@ -240,12 +240,12 @@ def _layer(data: Any, where: str) -> LayerCost:
         kinds = int if name in _INTEGER_FIELDS else int | float
         if not isinstance(value, kinds) or isinstance(value, bool):
             raise ProfileError(f"{where}.{name} is {value!r}; it must be a number")
-    for number, one in enumerate(_list(data.get("options", []), f"{where}.options")):
-        if [type(value) for value in _list(one, f"{where}.options[{number}]")] not in (
+    for number, option in enumerate(_list(data.get("options", []), f"{where}.options")):
+        if [type(value) for value in _list(option, f"{where}.options[{number}]")] not in (
             [str, float, int], [str, int, int],
         ):
             raise ProfileError(
-                f"{where}.options[{number}] is {one!r}; it must be [name, seconds, bytes]"
+                f"{where}.options[{number}] is {option!r}; it must be [name, seconds, bytes]"
             )
     try:
         return LayerCost.from_dict(data)
@@ -254,11 +254,11 @@ def _layer(data: Any, where: str) -> LayerCost:
 
 
 def _keys(
-    data: Mapping[str, Any], where: str, known: Sequence[str], required: Sequence[str] = ()
+    data: Mapping[str, Any], where: str, accepted: Sequence[str], required: Sequence[str] = ()
 ) -> None:
-    if unknown := sorted(set(data) - set(known)):
-        raise ProfileError(f"{where} has unknown keys {unknown}; accepted: {sorted(known)}")
-    for name in required or known:
+    if unknown := sorted(set(data) - set(accepted)):
+        raise ProfileError(f"{where} has unknown keys {unknown}; accepted: {sorted(accepted)}")
+    for name in required or accepted:
         if name not in data:
             raise ProfileError(f"{where} lacks the key {name!r}")
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
+
 from raymm.errors import InputError
 
 KEEP, MATMULS, ATTENTION, ALL, OFFLOAD = OPTIONS = (
@@ -26,10 +28,6 @@ REMADE = (MATMULS, ATTENTION, ALL)
 """Those that run a layer's forward again, in parts or whole."""
 # Relative to all seconds that may be added.
 _ROUNDING = 1e-12
-
-
-class RecomputationError(InputError, ValueError):
-    """Activations that fit in no way: says how many bytes the most frugal choice needs."""
 
 
 class LayerOption(NamedTuple):
@@ -82,12 +80,12 @@ def choose_options(layers: Sequence[Sequence[LayerOption]], limit: int) -> Recom
         limit: bytes that a microbatch's activations may take.
 
     Raises:
-        RecomputationError: if the smallest options need more.
+        InputError: if the smallest options need more.
     """
-    options = [_undominated(one) for one in layers]
-    least = sum(one[0][1].nbytes for one in options)
+    options = [_undominated(choices) for choices in layers]
+    least = sum(choices[0][1].nbytes for choices in options)
     if least > limit:
-        raise RecomputationError(
+        raise InputError(
             f"activations of {limit:,} bytes are allowed; with the most frugal choice they are "
             f"{least:,}"
         )
@@ -97,14 +95,14 @@ def choose_options(layers: Sequence[Sequence[LayerOption]], limit: int) -> Recom
     states = [_State(0, 0.0, -1, None)]
     for index, choices in enumerate(options):
         rest = rests[index + 1]
-        found = sorted(
+        grown = sorted(
             _State(state.nbytes + option.nbytes, state.seconds + option.seconds, number, state)
             for state in states
             for number, option in choices
             if state.nbytes + option.nbytes + rest.least <= limit
         )
         states, fastest = [], float("inf")
-        for state in found:
+        for state in grown:
             bound = state.seconds + rest.seconds(limit - state.nbytes)
             if state.seconds < fastest and bound <= best:
                 states.append(state)
@@ -112,9 +110,9 @@ def choose_options(layers: Sequence[Sequence[LayerOption]], limit: int) -> Recom
     last = min(states, key=lambda state: (state.seconds, state.nbytes))
     names = []
     state: _State | None = last
-    for one in reversed(layers):
+    for choices in reversed(layers):
         assert state is not None  # a state per layer
-        names.append(one[state.option].name)
+        names.append(choices[state.option].name)
         state = state.before
     return Recomputation(tuple(reversed(names)), last.seconds, last.nbytes)
 
@@ -128,7 +126,7 @@ def remade_bytes(option: LayerOption, kept: int) -> int:
 def least_seconds(layers: Sequence[Sequence[LayerOption]], limit: int) -> float:
     """A lower bound of what :func:`choose_options` adds, for arguments as of it: layers may be
     divided. ``inf`` if the smallest options need more."""
-    relaxed = _relaxations([_undominated(one) for one in layers])[0]
+    relaxed = _relaxations([_undominated(choices) for choices in layers])[0]
     return relaxed.seconds(limit) if relaxed.least <= limit else float("inf")
 
 
@@ -140,6 +138,25 @@ def saving_steps(options: Sequence[LayerOption]) -> tuple[LayerOption, list[tupl
         (_saving(small, large), large.nbytes - small.nbytes)
         for small, large in zip(hull, hull[1:], strict=False)
     ]
+
+
+def savings(layers: Sequence[Sequence[LayerOption]]) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes that layers may keep together, ascending, and the least seconds added with them, if
+    layers may be divided: linear in between. Two arrays of the same length, at least 1.
+
+    Args:
+        layers: the options of each.
+    """
+    smallest = [saving_steps(options) for options in layers]
+    steps = sorted((step for _, own in smallest for step in own), key=lambda step: -step[0])
+    sizes = [size for _, size in steps]
+    saved = [rate * size for rate, size in steps]
+    return (
+        np.array(list(accumulate(sizes, initial=sum(o.nbytes for o, _ in smallest))), float),
+        np.array(list(accumulate(
+            (-s for s in saved), initial=sum(o.seconds for o, _ in smallest)
+        )), float).clip(0.0),
+    )
 
 
 def _undominated(options: Sequence[LayerOption]) -> list[tuple[int, LayerOption]]:
@@ -184,15 +201,15 @@ def _relaxations(options: Sequence[Sequence[tuple[int, LayerOption]]]) -> list[_
     """Of the layers from each on, and of none."""
     steps: list[tuple[float, int]] = []
     least, slowest = 0, 0.0
-    found = [_Relaxation(0, 0.0, ())]
+    relaxations = [_Relaxation(0, 0.0, ())]
     for choices in reversed(options):
         smallest, own = saving_steps([option for _, option in choices])
         least += smallest.nbytes
         slowest += smallest.seconds
         steps += own
         steps.sort(key=lambda step: -step[0])
-        found.append(_Relaxation(least, slowest, list(steps)))
-    return found[::-1]
+        relaxations.append(_Relaxation(least, slowest, list(steps)))
+    return relaxations[::-1]
 
 
 def _hull(options: Sequence[LayerOption]) -> list[LayerOption]:

@@ -96,12 +96,12 @@ class NodeGraph:
     @cached_property
     def backward(self) -> frozenset[str]:
         """Nodes that have a backward: something trainable is in them or before them."""
-        found: set[str] = set()
+        with_backward: set[str] = set()
         for name in self.order:
             node = self.by_name[name]
-            if node.trainable or any(use.producer in found for use in node.uses):
-                found.add(name)
-        return frozenset(found)
+            if node.trainable or any(use.producer in with_backward for use in node.uses):
+                with_backward.add(name)
+        return frozenset(with_backward)
 
     @cached_property
     def edges(self) -> tuple[tuple[str, str], ...]:

@@ -52,10 +52,10 @@ def rows_of(samples: Range, offsets: Sequence[int] | None) -> Range:
 
 def union(ranges: Iterable[Range]) -> tuple[Range, ...]:
     """The same samples as ascending ranges that neither overlap nor touch."""
-    found: list[Range] = []
-    for one in sorted(r for r in ranges if r):
-        if found and one.lo <= found[-1].hi:
-            found[-1] = Range(found[-1].lo, max(found[-1].hi, one.hi))
+    merged: list[Range] = []
+    for part in sorted(r for r in ranges if r):
+        if merged and part.lo <= merged[-1].hi:
+            merged[-1] = Range(merged[-1].lo, max(merged[-1].hi, part.hi))
         else:
-            found.append(one)
-    return tuple(found)
+            merged.append(part)
+    return tuple(merged)

@@ -56,8 +56,8 @@ def json_value(source: str, what: str) -> Any:
     level = [data]
     for _ in range(MOST_DEPTH + 1):
         level = [
-            inner for one in level if isinstance(one, dict | list)
-            for inner in (one.values() if isinstance(one, dict) else one)
+            inner for inside in level if isinstance(inside, dict | list)
+            for inner in (inside.values() if isinstance(inside, dict) else inside)
         ]
     if level:
         raise MultiplexError(_too_deep(what))
@@ -69,12 +69,12 @@ def _too_deep(what: str) -> str:
 
 
 def _once(pairs: list[tuple[str, Any]], what: str) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    table = dict(pairs)
+    if len(table) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise MultiplexError(f"{what} has the field {twice!r:.80} more than once in an object")
-    return found
+    return table
 
 
 def parsed(

@@ -21,6 +21,7 @@ in speed, the samples of every step are dealt anew over its groups in the end.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -106,43 +107,52 @@ def plan_balanced(
     if not 0 <= alike <= 1:
         raise MiniBatchError(f"alike must be from 0 to 1, got {alike}")
     random = generator(seed, epoch)
-    given = budgets is not None
+    suggested = budgets is None
     if budgets is None:
         budgets = suggest_budgets(sizes, samples_per_group)
     budgets = checked_budgets(sizes, budgets)
     least = max(1, -(-least_groups(sizes, budgets) // ranks))
-    if measured is None:
-        levelled = sizes
-        features, limits = _features(sizes, budgets, model or even_costs(sizes), source_weight)
-    else:
-        levelled, weights = measured.in_units(sizes)
-        features, limits = _measured_features(sizes, budgets, levelled, weights, source_weight)
-    group_of, groups = _group(features, limits, len(sizes.names), ranks, least, random)
-
-    sums = [
-        np.bincount(group_of, column, groups).astype(np.int64) for column in levelled.values.T
-    ]
-    order = _similar_together(np.stack(sums, 1), levelled.totals, ranks, alike, random)
-    samples, offsets = _by_group(group_of, order)
-    _spread_sources(samples, offsets, ranks, sizes, random)
-    # All but sources.
-    columns = len(sizes.names) + (1 if measured is None else len(sizes.names))
-    exchange_steps(
-        np.ascontiguousarray(features[:, :columns]), samples, offsets, ranks, limits[:columns],
-        TOLERANCE,
-        TRIES if groups <= MANY_GROUPS else TRIES // 2,
-        ranks if groups <= MANY_GROUPS else CANDIDATES,
+    columns = _columns(sizes, budgets, model, measured, source_weight)
+    group_of, groups = _group(
+        columns.features, columns.limits, len(sizes.names), ranks, least, random
     )
-    shuffled = random.permuted(np.arange(groups).reshape(-1, ranks), axis=1)
-    shuffled = shuffled[random.permutation(len(shuffled))].ravel()
-    samples, offsets = _reordered(samples, offsets, shuffled)
+    samples, offsets = _steps(sizes, columns, group_of, groups, ranks, alike, random)
     if measured is not None and measured.replicas:
-        hard = np.array(budgets) if given else np.full(len(budgets), np.inf)
+        hard = np.full(len(budgets), np.inf) if suggested else np.array(budgets)
         samples, offsets = split_over_replicas(samples, offsets, ranks, sizes, measured, hard)
     return MiniBatchPlan(
         method="balanced", ranks=ranks, samples=samples, offsets=offsets,
         left_out=np.zeros(0, np.int64), packed=True, budgets=budgets, seed=seed, epoch=epoch,
     )
+
+
+class _Columns(NamedTuple):
+    """What is levelled.
+
+    Attributes:
+        features: (N, C) of every sample.
+        limits: (C,) sums that no group may exceed.
+        sizes: how many of the columns, the first ones, are sizes; the rest are data sets.
+        levelled: sizes of the samples as far as they are levelled.
+    """
+
+    features: np.ndarray
+    limits: np.ndarray
+    sizes: int
+    levelled: SampleSizes
+
+
+def _columns(
+    sizes: SampleSizes, budgets: tuple[int, ...], model: CostModel | None,
+    measured: MeasuredCosts | None, source_weight: float,
+) -> _Columns:
+    modalities = len(sizes.names)
+    if measured is None:
+        features, limits = _features(sizes, budgets, model or even_costs(sizes), source_weight)
+        return _Columns(features, limits, modalities + 1, sizes)
+    levelled, weights = measured.in_units(sizes)
+    features, limits = _measured_features(sizes, budgets, levelled, weights, source_weight)
+    return _Columns(features, limits, 2 * modalities, levelled)
 
 
 def _features(
@@ -227,12 +237,36 @@ def _group(
         while pool == pools - 1 and spilled:
             count += max(1, spilled * count // (2 * len(mine)))
             spilled = level(features, mine, limits, count * ranks, group_of)
-        found = group_of[mine] >= 0
-        _fill_empty(group_of, mine[found], count * ranks)
-        group_of[mine[found]] += first
+        placed = group_of[mine] >= 0
+        _fill_empty(group_of, mine[placed], count * ranks)
+        group_of[mine[placed]] += first
         first += count * ranks
-        carried = mine[~found]
+        carried = mine[~placed]
     return group_of, first
+
+
+def _steps(
+    sizes: SampleSizes, columns: _Columns, group_of: np.ndarray, groups: int, ranks: int,
+    alike: float, random: np.random.Generator,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Samples group after group, groups of a step after one another, and where groups begin."""
+    sums = [
+        np.bincount(group_of, column, groups).astype(np.int64)
+        for column in columns.levelled.values.T
+    ]
+    order = _similar_together(np.stack(sums, 1), columns.levelled.totals, ranks, alike, random)
+    samples, offsets = _by_group(group_of, order)
+    _spread_sources(samples, offsets, ranks, sizes, random)
+    exchange_steps(
+        np.ascontiguousarray(columns.features[:, : columns.sizes]), samples, offsets, ranks,
+        columns.limits[: columns.sizes],
+        TOLERANCE,
+        TRIES if groups <= MANY_GROUPS else TRIES // 2,
+        ranks if groups <= MANY_GROUPS else CANDIDATES,
+    )
+    shuffled = random.permuted(np.arange(groups).reshape(-1, ranks), axis=1)
+    shuffled = shuffled[random.permutation(len(shuffled))].ravel()
+    return _reordered(samples, offsets, shuffled)
 
 
 def _pools(steps: int, ranks: int) -> tuple[int, int]:

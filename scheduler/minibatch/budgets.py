@@ -73,38 +73,38 @@ def suggest_budgets(sizes: SampleSizes, samples_per_group: float = 4.0) -> tuple
     used = [column for column, total in enumerate(sizes.totals) if total]
     if not used:
         return (1,) * len(sizes.names)
-    given = min(used, key=lambda column: sizes.totals[column])
-    wanted = sizes.totals[given] * samples_per_group / len(sizes)
-    if wanted > COARSE:
-        return _budgets(sizes, given, math.ceil(wanted))
+    modality = min(used, key=lambda column: sizes.totals[column])
+    target = sizes.totals[modality] * samples_per_group / len(sizes)
+    if target > COARSE:
+        return _budgets(sizes, modality, math.ceil(target))
     # Every so many-th of many samples in order of size stands for all of them.
     many = np.random.default_rng(0).integers(0, len(sizes), TRIAL_EVERY * TRIAL_SAMPLES)
     drawn = sizes.values[many] if len(sizes) > len(many) else sizes.values
     places = np.linspace(0, len(drawn) - 1, TRIAL_SAMPLES).astype(int)
     trial = drawn[np.lexsort(drawn.T)[places]]
-    if not trial[:, given].any():
-        return _budgets(sizes, given, math.ceil(wanted))
-    low, high = (max(1, math.ceil(reach * wanted)) for reach in REACH)
-    candidates = {_budgets(sizes, given, units) for units in range(low, high + 1)}
+    if not trial[:, modality].any():
+        return _budgets(sizes, modality, math.ceil(target))
+    low, high = (max(1, math.ceil(reach * target)) for reach in REACH)
+    candidates = {_budgets(sizes, modality, units) for units in range(low, high + 1)}
     return min(
         candidates,
         key=lambda budgets: (
             # In steps of 2%: what fills a little better is not worth going further.
-            50 * _groups_needed(trial, budgets) * budgets[given] // trial[:, given].sum(),
-            abs(budgets[given] - wanted), budgets,
+            50 * _groups_needed(trial, budgets) * budgets[modality] // trial[:, modality].sum(),
+            abs(budgets[modality] - target), budgets,
         ),
     )
 
 
-def _budgets(sizes: SampleSizes, given: int, units: int) -> tuple[int, ...]:
+def _budgets(sizes: SampleSizes, modality: int, units: int) -> tuple[int, ...]:
     """The budgets that go with so many units of one modality, at least the largest sample."""
     largest = sizes.values.max(0)
-    units = max(units, int(largest[given]))
+    units = max(units, int(largest[modality]))
     result = []
     for column, total in enumerate(sizes.totals):
-        share = Fraction(total, sizes.totals[given]) * units
-        wanted = units if column == given else math.ceil(share * SLACK)
-        result.append(max(1, wanted, int(largest[column])))
+        share = Fraction(total, sizes.totals[modality]) * units
+        target = units if column == modality else math.ceil(share * SLACK)
+        result.append(max(1, target, int(largest[column])))
     return tuple(result)
 
 

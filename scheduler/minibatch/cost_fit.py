@@ -58,7 +58,7 @@ class CostFit:
             microbatches and modules over the sum of seconds. None if too little was known.
         """
         off, total = 0.0, 0.0
-        known = True
+        complete = True
         for column, name in enumerate(self.names):
             there = np.flatnonzero((units[:, column] > 0) & (seconds[:, column] > 0))
             fit = self._modules[name]
@@ -66,20 +66,20 @@ class CostFit:
                 units[there, column], squares[there, column], seconds[there, column], there
             )
             if expected is None:
-                known = known and not len(there)
+                complete = complete and not len(there)
                 continue
             off += float(np.abs(expected - seconds[there, column]).sum())
             total += float(seconds[there, column].sum())
-        return off / total if known and total > 0 else None
+        return off / total if complete and total > 0 else None
 
     def costs(self) -> MeasuredCosts | None:
         """What is known by now; None if that is nothing."""
-        known = {name: fit for name, fit in self._modules.items() if fit.known}
-        if not known:
+        fits = {name: fit for name, fit in self._modules.items() if fit.ready}
+        if not fits:
             return None
         return MeasuredCosts(
-            {name: fit.cost for name, fit in known.items()},
-            {name: fit.factors for name, fit in known.items() if len(fit.factors) > 1},
+            {name: fit.cost for name, fit in fits.items()},
+            {name: fit.factors for name, fit in fits.items() if len(fit.factors) > 1},
         )
 
 
@@ -97,7 +97,8 @@ class _ModuleFit:
         self.factors = (1.0,) * replicas
 
     @property
-    def known(self) -> bool:
+    def ready(self) -> bool:
+        """Whether it has seen enough to say anything."""
         return self._seen >= LEAST_MICROBATCHES
 
     def observe(
@@ -107,7 +108,7 @@ class _ModuleFit:
         replicas = slots % len(self.factors)
         rows = np.stack([np.ones(len(units)), units, squares], 1)
         expected = None
-        if self.known:
+        if self.ready:
             expected = rows @ np.array(self.cost) * np.array(self.factors)[replicas]
             seconds = np.where(
                 expected > 0, np.minimum(seconds, SURPRISE * expected), seconds
@@ -119,7 +120,7 @@ class _ModuleFit:
         np.add.at(self._moments, replicas, rows * seconds[:, None])
         np.add.at(self._count, replicas, 1.0)
         self._seen += len(units)
-        if self.known:
+        if self.ready:
             self._solve()
         return expected
 
@@ -133,11 +134,11 @@ class _ModuleFit:
             )
             explained = np.einsum("i,kij,j->k", coefficients, self._products, coefficients)
             usable = seen & (explained > 0)
-            wanted = np.where(
+            relative = np.where(
                 usable, self._moments @ coefficients / np.where(usable, explained, 1.0), factors
             )
-            wanted = np.maximum(wanted, 1e-3)
-            before, factors = factors, wanted / wanted.mean()
+            relative = np.maximum(relative, 1e-3)
+            before, factors = factors, relative / relative.mean()
             if np.abs(factors - before).max() < 1e-6:
                 break
         self.cost = ModuleCost(*coefficients.tolist())
@@ -159,5 +160,5 @@ def non_negative(products: np.ndarray, moments: np.ndarray) -> np.ndarray:
     matrix = products / np.outer(scale, scale)
     matrix += np.diag(np.array([PREFERENCE, 1e-9, PREFERENCE]))
     lower = np.linalg.cholesky(matrix)
-    found, _ = nnls(lower.T, np.linalg.solve(lower, moments / scale))
-    return found / scale
+    solution, _ = nnls(lower.T, np.linalg.solve(lower, moments / scale))
+    return solution / scale

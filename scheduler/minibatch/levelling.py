@@ -40,7 +40,7 @@ def level(sizes, order, budgets, groups, group_of):
                 row = loads[c]
                 for g in range(groups):
                     scores[g] += size * row[g]
-        found = -1
+        chosen = -1
         best = np.inf
         for g in range(groups):
             if scores[g] < best:
@@ -50,13 +50,13 @@ def level(sizes, order, budgets, groups, group_of):
                         fits = False
                         break
                 if fits:
-                    best, found = scores[g], g
-        group_of[sample] = found
-        if found < 0:
+                    best, chosen = scores[g], g
+        group_of[sample] = chosen
+        if chosen < 0:
             spilled += 1
         else:
             for c in range(columns):
-                loads[c, found] += sizes[sample, c]
+                loads[c, chosen] += sizes[sample, c]
     return spilled
 
 
@@ -123,13 +123,13 @@ def exchange_steps(sizes, samples, offsets, ranks, budgets, tolerance, tries, ca
 def _furthest_above(loads, tolerance, stuck):
     """The group that is furthest above the mean in one column, of those that are not stuck;
     and the column. -1 if none is above by more than the tolerance."""
-    found, column, largest = -1, 0, tolerance
+    chosen, column, largest = -1, 0, tolerance
     for c in range(loads.shape[1]):
         mean = loads[:, c].mean()
         for g in range(loads.shape[0]):
             if not stuck[g] and loads[g, c] - mean > largest:
-                found, column, largest = g, c, loads[g, c] - mean
-    return found, column
+                chosen, column, largest = g, c, loads[g, c] - mean
+    return chosen, column
 
 
 @njit(cache=True)
@@ -140,7 +140,7 @@ def _best_swap(mine, starts, loads, budgets, heavy, column, candidates):
         The other group and the places of both samples; -1 for the group if nothing helps.
     """
     columns = mine.shape[1]
-    found, best_i, best_j, best = -1, 0, 0, -1e-12
+    chosen, best_i, best_j, best = -1, 0, 0, -1e-12
     asked = 0
     for k in range(1, loads.shape[0]):
         other = (heavy + k) % loads.shape[0]
@@ -158,10 +158,10 @@ def _best_swap(mine, starts, loads, budgets, heavy, column, candidates):
                     above = loads[heavy, c] if d > 0.0 else loads[other, c]
                     fits = fits and above + abs(d) <= budgets[c]
                 if fits and change < best:
-                    found, best_i, best_j, best = other, i, j, change
-        if asked >= candidates and found >= 0:
+                    chosen, best_i, best_j, best = other, i, j, change
+        if asked >= candidates and chosen >= 0:
             break
-    return found, best_i, best_j
+    return chosen, best_i, best_j
 
 
 @njit(cache=True)
@@ -211,12 +211,12 @@ def spread_sources(samples, step_of, places, cells, sources, kinds):
             heads[k] = counts[k]
         for i in range(low, high):
             step = step_of[places[i]]
-            best, found = -np.inf, 0
+            best, chosen = -np.inf, 0
             for k in range(kinds):
                 left = counts[k + 1] - heads[k]
                 # What this step lacks, against the average place that is still to fill.
                 if left and lacks[step, k] - share[k] > best:
-                    best, found = lacks[step, k] - share[k], k
-            samples[places[i]] = ordered[heads[found]]
-            heads[found] += 1
-            lacks[step, found] -= 1.0
+                    best, chosen = lacks[step, k] - share[k], k
+            samples[places[i]] = ordered[heads[chosen]]
+            heads[chosen] += 1
+            lacks[step, chosen] -= 1.0

@@ -35,7 +35,7 @@ class MeasuredCosts:
 
     Attributes:
         modules: of the modalities whose module was measured.
-        copies: by modality, for a module in several copies: seconds of each relative to their
+        replicas: by modality, for a module with several: seconds of each relative to their
             mean, above 1 for a slow one.
     """
 
@@ -66,8 +66,9 @@ class MeasuredCosts:
         result = np.zeros(units.shape)
         for column, name in enumerate(names):
             cost = self.modules.get(name, ModuleCost())
-            one = cost.fixed + cost.linear * units[:, column] + cost.square * squares[:, column]
-            result[:, column] = np.where(units[:, column] > 0, one, 0.0)
+            own, square = units[:, column], squares[:, column]
+            all_in = cost.fixed + cost.linear * own + cost.square * square
+            result[:, column] = np.where(own > 0, all_in, 0.0)
         return result * self.factors(names, len(units)).T
 
     def factors(self, names: Sequence[str], slots: int) -> np.ndarray:
@@ -96,11 +97,11 @@ class MeasuredCosts:
         """
         cost = self.of_samples(sizes.names, sizes.values)
         seconds = cost.sum(0)
-        known = seconds > 0
-        scale = np.array(sizes.totals) / np.where(known, seconds, 1.0)
-        values = np.where(known, cost * scale, sizes.values)
+        measured = seconds > 0
+        scale = np.array(sizes.totals) / np.where(measured, seconds, 1.0)
+        values = np.where(measured, cost * scale, sizes.values)
         values = np.rint(values * PARTS).astype(np.int64)
-        weights = seconds / seconds.max() if known.any() else np.ones(len(seconds))
+        weights = seconds / seconds.max() if measured.any() else np.ones(len(seconds))
         return (
             SampleSizes(sizes.names, values, sizes.sources, sizes.padded),
             np.maximum(weights, LEAST_WEIGHT),

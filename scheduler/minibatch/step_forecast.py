@@ -71,11 +71,11 @@ class StepForecast:
             totals[module] += spent
         costs = {}
         for number, module in enumerate(self.modules.values()):
-            chains = self.plan.replicas(module)
+            replicas = self.plan.replicas(module)
             for (of, index, op), spent in self._spent.items():
                 if of == module and totals[module]:
                     for microbatch, whole in enumerate(seconds[:, number].tolist()):
-                        stage = chains[microbatch % len(chains)][index]
+                        stage = replicas[microbatch % len(replicas)][index]
                         costs[stage.id, op, microbatch] = whole * spent / totals[module]
         names = list(self.modules)
         present = [
@@ -87,7 +87,7 @@ class StepForecast:
     def _program(self, present: Sequence[tuple[str, ...]]) -> Program:
         key = tuple(present)
         if key not in self._programs:
-            self._programs[key] = lower(self.plan, [list(one) for one in present])
+            self._programs[key] = lower(self.plan, list(map(list, present)))
             if len(self._programs) > PROGRAMS:
                 self._programs.popitem(last=False)
         self._programs.move_to_end(key)

@@ -7,14 +7,15 @@ that follow each other one is looked at, so the time does not depend on the size
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from raymm.scheduler.graph.direction import Direction
 from raymm.scheduler.graph.node_graph import NodeGraph
 from raymm.scheduler.graph.sample_ranges import Range
 from raymm.scheduler.graph.strict_json import MultiplexError
 from raymm.scheduler.multiplex.instructions import (
     Barrier,
-    Direction,
     Finish,
     Instruction,
     MultiplexProgram,
@@ -29,7 +30,9 @@ _Samples = Counter[tuple[str, int]]  # (node, sample)
 
 
 def check_program(graph: NodeGraph, program: MultiplexProgram) -> None:
-    """Play the program with messages that are handed over only when both sides are there.
+    """Play the program with messages that are handed over only when both sides are there, and sums
+    of gradients that begin only when all replicas are: as NCCL has it where every operation
+    holds up whatever its process issues after it.
 
     Raises:
         MultiplexError: naming the GPU and the instruction: processes that wait for each other, a
@@ -37,7 +40,7 @@ def check_program(graph: NodeGraph, program: MultiplexProgram) -> None:
             or a sample, or the gradient of one, that is missing or there twice.
     """
     try:
-        check_every_sample(graph, _one_of_each(program))
+        check_every_sample(graph, _sample_of_each(program))
     except MultiplexError:
         check_every_sample(graph, program)  # to say it of the program's own samples
         raise
@@ -46,10 +49,11 @@ def check_program(graph: NodeGraph, program: MultiplexProgram) -> None:
 def check_every_sample(graph: NodeGraph, program: MultiplexProgram) -> None:
     """:func:`check_program`, by looking at all samples: slow, and obviously right."""
     places = [_Process(graph, program, gpu) for gpu in range(program.gpus)]
-    every = [one for listed in program.instructions for one in listed]
-    reduces = any(isinstance(one, Finish) for one in every)
+    every = [instruction for listed in program.instructions for instruction in listed]
+    reduces = any(isinstance(instruction, Finish) for instruction in every)
     trains = reduces or any(
-        isinstance(one, Run) and one.direction is Direction.BACKWARD for one in every
+        isinstance(instruction, Run) and instruction.direction is Direction.BACKWARD
+        for instruction in every
     )
     while any(not place.ended for place in places):
         if not any(place.advance(places) for place in places):
@@ -77,37 +81,47 @@ def check_every_sample(graph: NodeGraph, program: MultiplexProgram) -> None:
                 )
 
 
-def _one_of_each(program: MultiplexProgram) -> MultiplexProgram:
+def _sample_of_each(program: MultiplexProgram) -> MultiplexProgram:
     """The same program of as many samples as its ranges tell apart."""
-    listed = [one for instructions in program.instructions for one in instructions]
-    ranges = [one for ranges in program.needs.values() for one in ranges]
-    for one in listed:
-        if isinstance(one, Run):
-            ranges += [part.samples for part in one.parts]
-        elif isinstance(one, Route):
-            ranges += [piece.samples for piece in (*one.sends, *one.receives)]
-    bounds = sorted({0, program.batch, *(bound for one in ranges for bound in one)})
+    listed = [instruction for instructions in program.instructions for instruction in instructions]
+    ranges = [instruction for ranges in program.needs.values() for instruction in ranges]
+    for instruction in listed:
+        if isinstance(instruction, Run):
+            ranges += [part.samples for part in instruction.parts]
+        elif isinstance(instruction, Route):
+            ranges += [transfer.samples for transfer in (*instruction.sends, *instruction.receives)]
+    bounds = sorted({0, program.batch, *(bound for instruction in ranges for bound in instruction)})
     number = {bound: i for i, bound in enumerate(bounds)}
 
     def short(samples: Range) -> Range:
         return Range(number[samples.lo], number[samples.hi])
 
-    def of(one: Instruction) -> Instruction:
-        if isinstance(one, Run):
-            return replace(one, parts=tuple(Part(p.node, short(p.samples)) for p in one.parts))
-        if isinstance(one, Route):
+    def of(instruction: Instruction) -> Instruction:
+        if isinstance(instruction, Run):
+            parts = tuple(Part(part.node, short(part.samples)) for part in instruction.parts)
+            return replace(instruction, parts=parts)
+        if isinstance(instruction, Route):
             sends, receives = (
-                tuple(piece._replace(samples=short(piece.samples)) for piece in pieces)
-                for pieces in (one.sends, one.receives)
+                tuple(transfer._replace(samples=short(transfer.samples)) for transfer in transfers)
+                for transfers in (instruction.sends, instruction.receives)
             )
-            return replace(one, sends=sends, receives=receives)
-        return one
+            return replace(instruction, sends=sends, receives=receives)
+        return instruction
 
     return replace(
         program, batch=number[program.batch],
         needs={place: tuple(map(short, ranges)) for place, ranges in program.needs.items()},
-        instructions=tuple(tuple(map(of, one)) for one in program.instructions),
+        instructions=tuple(tuple(map(of, instruction)) for instruction in program.instructions),
     )
+
+
+def _sums_apart(instructions: Iterable[Instruction]) -> Iterator[Instruction]:
+    """The instructions with every sum of gradients as one of its own."""
+    for instruction in instructions:
+        if isinstance(instruction, Reduce):
+            yield from (Reduce((node,)) for node in instruction.nodes)
+        else:
+            yield instruction
 
 
 class _Process:
@@ -115,13 +129,14 @@ class _Process:
 
     def __init__(self, graph: NodeGraph, program: MultiplexProgram, gpu: int) -> None:
         self.graph, self.program, self.gpu = graph, program, gpu
-        self.list = program.instructions[gpu]
+        self.list = tuple(_sums_apart(program.instructions[gpu]))
         self.at = 0
         self.ran: dict[Direction, _Samples] = {d: Counter() for d in Direction}
         self.has: dict[Direction, _Samples] = {d: Counter() for d in Direction}
         self.reduced: list[str] = []
         self.sends: dict[tuple[int, Direction], Route] = {
-            (one.slot, one.direction): one for one in self.list if isinstance(one, Route)
+            (route.slot, route.direction): route for route in self.list
+            if isinstance(route, Route)
         }
 
     @property
@@ -132,32 +147,42 @@ class _Process:
     def current(self) -> Instruction | None:
         return None if self.ended else self.list[self.at]
 
-    def reached(self, wanted: tuple[type, int, Direction]) -> bool:
+    def reached(self, place: tuple[type, int, Direction]) -> bool:
         """Whether it is at this instruction, or past it."""
-        for i, one in enumerate(self.list):
-            if isinstance(one, Route | Barrier):
-                if (type(one), one.slot, one.direction) == wanted:
+        for i, instruction in enumerate(self.list):
+            if isinstance(instruction, Route | Barrier):
+                if (type(instruction), instruction.slot, instruction.direction) == place:
                     return i <= self.at
         return False
 
+    def reached_sum(self, node: str) -> bool:
+        """Whether it is at the sum of a node's gradients, or past it."""
+        current = self.current
+        at_it = isinstance(current, Reduce) and node in current.nodes
+        return at_it or node in self.reduced
+
     def advance(self, places: list[_Process]) -> bool:
         """One instruction, if nobody has to be waited for."""
-        one = self.current
-        if one is None:
+        instruction = self.current
+        if instruction is None:
             return False
-        if isinstance(one, Route):
-            peers = {piece.peer for piece in (*one.sends, *one.receives)}
-            key = (Route, one.slot, one.direction)
+        if isinstance(instruction, Route):
+            peers = {transfer.peer for transfer in (*instruction.sends, *instruction.receives)}
+            key = (Route, instruction.slot, instruction.direction)
             if not all(p == self.gpu or places[p].reached(key) for p in peers):
                 return False
-            self._route(one, places)
-        elif isinstance(one, Barrier):
-            if not all(p.reached((Barrier, one.slot, one.direction)) for p in places):
+            self._route(instruction, places)
+        elif isinstance(instruction, Barrier):
+            key = (Barrier, instruction.slot, instruction.direction)
+            if not all(p.reached(key) for p in places):
                 return False
-        elif isinstance(one, Run):
-            self._run(one)
-        elif isinstance(one, Reduce):
-            self.reduced += one.nodes
+        elif isinstance(instruction, Run):
+            self._run(instruction)
+        elif isinstance(instruction, Reduce):
+            (node,) = instruction.nodes
+            if not all(places[gpu].reached_sum(node) for gpu in self.program.replicas[node]):
+                return False
+            self.reduced.append(node)
         self.at += 1
         return True
 
@@ -189,31 +214,31 @@ class _Process:
                 self.ran[run.direction][node, sample] += 1
 
     def _route(self, route: Route, places: list[_Process]) -> None:
-        for piece in route.sends:
-            self._check_made(route.direction, piece)
-        for peer in {piece.peer for piece in (*route.sends, *route.receives)} - {self.gpu}:
+        for transfer in route.sends:
+            self._check_made(route.direction, transfer)
+        for peer in {transfer.peer for transfer in (*route.sends, *route.receives)} - {self.gpu}:
             theirs = places[peer].sends[route.slot, route.direction]
             sent = [(p.node, p.samples) for p in theirs.sends if p.peer == self.gpu]
             due = [(p.node, p.samples) for p in route.receives if p.peer == peer]
             if sent != due:
                 raise self._error(f"GPU {peer} sends {sent}, but {due} is expected")
-        for piece in route.receives:
-            if piece.peer == self.gpu:
-                self._check_made(route.direction, piece)
-            for sample in range(*piece.samples):
-                self.has[route.direction][piece.node, sample] += 1
+        for transfer in route.receives:
+            if transfer.peer == self.gpu:
+                self._check_made(route.direction, transfer)
+            for sample in range(*transfer.samples):
+                self.has[route.direction][transfer.node, sample] += 1
 
-    def _check_made(self, direction: Direction, piece: SampleTransfer) -> None:
+    def _check_made(self, direction: Direction, transfer: SampleTransfer) -> None:
         """What is handed on is there, and complete."""
         if direction is Direction.FORWARD:
-            for sample in range(*piece.samples):
-                if not self.ran[direction][piece.node, sample]:
-                    raise self._error(f"sample {sample} of {piece.node!r} is sent unmade")
+            for sample in range(*transfer.samples):
+                if not self.ran[direction][transfer.node, sample]:
+                    raise self._error(f"sample {sample} of {transfer.node!r} is sent unmade")
             return
-        readers = {node.name for node in self.graph.readers(piece.node)}
-        for one in self.list[self.at :]:
-            if isinstance(one, Run) and one.direction is Direction.BACKWARD:
-                if late := [part.node for part in one.parts if part.node in readers]:
+        readers = {node.name for node in self.graph.readers(transfer.node)}
+        for instruction in self.list[self.at :]:
+            if isinstance(instruction, Run) and instruction.direction is Direction.BACKWARD:
+                if late := [part.node for part in instruction.parts if part.node in readers]:
                     raise self._error(
-                        f"the gradient of {piece.node!r} is sent before the backward of {late}"
+                        f"the gradient of {transfer.node!r} is sent before the backward of {late}"
                     )

@@ -1,6 +1,6 @@
 """What one GPU does in an iteration of a multiplexed program, as data.
 
-Every GPU's process has a list of these. Turns are numbered: the stages of the mapping, then
+Every GPU's process has a list of these. Slots are numbered: the stages of the mapping, then
 those of losses that the mapping does not place. All slots run forward in order, then backward in
 the reverse order. A ``Route`` comes after the ``Run`` of its slot and direction, on all GPUs that
 take part; as all have them in the same order, none waits for another that waits for it.
@@ -10,17 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import NamedTuple
 
+from raymm.scheduler.graph.direction import Direction
 from raymm.scheduler.graph.sample_ranges import Range
-
-
-class Direction(StrEnum):
-    """Which half of an iteration."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
 
 
 class Part(NamedTuple):
@@ -52,11 +45,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Route:
-    """Exchange what a turn has made. Returns at once; a later ``Run`` waits for what it needs.
+    """Exchange what a slot has made. Returns at once; a later ``Run`` waits for what it needs.
 
     Attributes:
-        sends, receives: pieces by the other GPU; of two GPUs, those between them come in the
-            same order in the ``sends`` of the one and the ``receives`` of the other. Pieces that
+        sends, receives: transfers by the other GPU; of two GPUs, those between them come in the
+            same order in the ``sends`` of the one and the ``receives`` of the other. Transfers that
             stay are in ``receives`` only.
     """
 
@@ -77,7 +70,7 @@ class Barrier:
 @dataclass(frozen=True)
 class Reduce:
     """The gradients of these nodes' parameters are complete here: begin to sum them over the
-    GPUs that have copies."""
+    GPUs that have replicas."""
 
     nodes: tuple[str, ...]
 
@@ -118,7 +111,7 @@ class MultiplexProgram:
         gpus: how many.
         batch: samples.
         slots: in forward order.
-        copies: GPUs that hold each node's parameters, ascending.
+        replicas: GPUs that hold each node's parameters, ascending.
         needs: by (node, GPU): the samples of the node's output that the GPU reads.
         instructions: per GPU.
     """
@@ -134,22 +127,25 @@ class MultiplexProgram:
         """A line per instruction and GPU, to read."""
         lines = []
         for gpu, listed in enumerate(self.instructions):
-            lines += [f"gpu {gpu}: {said(one)}" for one in listed]
+            lines += [f"gpu {gpu}: {said(instruction)}" for instruction in listed]
         return "\n".join(lines)
 
 
-def said(one: Instruction) -> str:
+def said(instruction: Instruction) -> str:
     """An instruction in a line, to read."""
-    kind = type(one).__name__.upper()
-    if isinstance(one, Run):
-        parts = ", ".join(f"{p.node}[{p.samples.lo}:{p.samples.hi}]" for p in one.parts)
-        return f"{kind} {one.direction} slot {one.slot}: {parts}"
-    if isinstance(one, Route):
-        parts = [f"{p.node}[{p.samples.lo}:{p.samples.hi}] to {p.peer}" for p in one.sends]
-        parts += [f"{p.node}[{p.samples.lo}:{p.samples.hi}] from {p.peer}" for p in one.receives]
-        return f"{kind} {one.direction} slot {one.slot}: {', '.join(parts)}"
-    if isinstance(one, Barrier):
-        return f"{kind} {one.direction} slot {one.slot}"
-    if isinstance(one, Reduce):
-        return f"{kind} {', '.join(one.nodes)}"
+    kind = type(instruction).__name__.upper()
+    if isinstance(instruction, Run):
+        parts = ", ".join(f"{p.node}[{p.samples.lo}:{p.samples.hi}]" for p in instruction.parts)
+        return f"{kind} {instruction.direction} slot {instruction.slot}: {parts}"
+    if isinstance(instruction, Route):
+        named = (("to", instruction.sends), ("from", instruction.receives))
+        parts = [
+            f"{p.node}[{p.samples.lo}:{p.samples.hi}] {way} {p.peer}"
+            for way, transfers in named for p in transfers
+        ]
+        return f"{kind} {instruction.direction} slot {instruction.slot}: {', '.join(parts)}"
+    if isinstance(instruction, Barrier):
+        return f"{kind} {instruction.direction} slot {instruction.slot}"
+    if isinstance(instruction, Reduce):
+        return f"{kind} {', '.join(instruction.nodes)}"
     return kind

@@ -133,7 +133,7 @@ class Colocation:
         number(self.alone, "colocation.alone", 0.0, above=True)
         number(self.seconds, "colocation.seconds", 0.0, above=True)
         groups = items(self.bandwidths, "colocation.bandwidths")
-        groups = [items(one, f"colocation.bandwidths[{g}]") for g, one in enumerate(groups)]
+        groups = [items(on_gpu, f"colocation.bandwidths[{g}]") for g, on_gpu in enumerate(groups)]
         if not groups or not all(groups):
             raise MultiplexError(
                 f"colocation.bandwidths is {groups}; it must have at least one GPU, and at least "
@@ -239,8 +239,8 @@ def _fit_from(
     for _ in range(FIT_ROUNDS):
         design = np.array([model.terms(g[0], g[1:]) for g in worst])[:, :columns]
         weights = scale / expected
-        found = np.linalg.lstsq(design * weights[:, None], measured * weights, rcond=None)[0]
-        weighed = [*(float(x) for x in found), *[0.0] * (3 - columns)]
+        solution = np.linalg.lstsq(design * weights[:, None], measured * weights, rcond=None)[0]
+        weighed = [*(float(x) for x in solution), *[0.0] * (3 - columns)]
         model = Interference(*weighed, unit=unit, coupling=coupling)
         before, last = worst, expected
         delay = model.delay

@@ -25,10 +25,10 @@ def iteration_memory(problem: MappingProblem, mapping: Mapping) -> tuple[int, ..
     the largest of them counts."""
     most: dict[tuple[int, str], int] = {}
     for stage in mapping.stages:
-        for one in stage.placements:
-            for g in one.gpus:
-                size = _replica(problem, one.module, len(one.gpus))
-                most[g, one.module] = max(most.get((g, one.module), 0), size)
+        for placement in stage.placements:
+            for g in placement.gpus:
+                size = _replica(problem, placement.module, len(placement.gpus))
+                most[g, placement.module] = max(most.get((g, placement.module), 0), size)
     used = [0] * mapping.gpus
     for (g, _), size in most.items():
         used[g] += size
@@ -57,9 +57,9 @@ def balanced(problem: MappingProblem, mapping: Mapping) -> Mapping:
     rng, best, place = random.Random(0), max(iteration_memory(problem, mapping)), None
     order = sorted(range(len(loads)), key=lambda s: (-max(loads[s]), s))
     for _ in range(BEGINNINGS):
-        found, used = _placed(loads, order)
+        placed, used = _placed(loads, order)
         if max(used) < best:
-            best, place = max(used), found
+            best, place = max(used), placed
         if best <= problem.memory_bytes:
             break
         rng.shuffle(order)
@@ -67,8 +67,8 @@ def balanced(problem: MappingProblem, mapping: Mapping) -> Mapping:
         return mapping
     stages = tuple(
         replace(stage, placements=tuple(
-            replace(one, gpus=tuple(sorted(place[s][g] for g in one.gpus)))
-            for one in stage.placements
+            replace(placement, gpus=tuple(sorted(place[s][g] for g in placement.gpus)))
+            for placement in stage.placements
         ))
         for s, stage in enumerate(mapping.stages)
     )
@@ -83,7 +83,7 @@ def _placed(
     place = [list(range(gpus)) for _ in loads]
     used = [0] * gpus
     for slot in range(PASSES):
-        before = [list(one) for one in place]
+        before = [list(placement) for placement in place]
         for s in order:
             if slot:
                 for local, g in enumerate(place[s]):
@@ -106,18 +106,18 @@ def _swap(loads: Sequence[Sequence[int]], place: list[list[int]], used: list[int
         full = max(gpus, key=lambda g: used[g])
         best = None
         for s, of_stage in enumerate(loads):
-            here = place[s].index(full)
+            at = place[s].index(full)
             for there, other in enumerate(place[s]):
-                moved = of_stage[here] - of_stage[there]
+                moved = of_stage[at] - of_stage[there]
                 after = max(used[full] - moved, used[other] + moved)
                 if moved > 0 and after < used[full] and (best is None or after < best[0]):
-                    best = after, s, here, there, moved
+                    best = after, s, at, there, moved
         if best is None:
             return
-        _, s, here, there, moved = best
-        used[place[s][here]] -= moved
+        _, s, at, there, moved = best
+        used[place[s][at]] -= moved
         used[place[s][there]] += moved
-        place[s][here], place[s][there] = place[s][there], place[s][here]
+        place[s][at], place[s][there] = place[s][there], place[s][at]
 
 
 def stage_memory(problem: MappingProblem, stage: MultiplexStage, gpus: int) -> list[int]:
@@ -129,9 +129,9 @@ def stage_memory(problem: MappingProblem, stage: MultiplexStage, gpus: int) -> l
         gpus: of the pool.
     """
     result = [0] * gpus
-    for one in stage.placements:
-        for g in one.gpus:
-            result[g] += _replica(problem, one.module, len(one.gpus))
+    for placement in stage.placements:
+        for g in placement.gpus:
+            result[g] += _replica(problem, placement.module, len(placement.gpus))
     return result
 
 

@@ -14,12 +14,12 @@ from collections.abc import Mapping as ByName
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from raymm.scheduler.graph.direction import Direction
 from raymm.scheduler.graph.node_graph import NodeGraph
 from raymm.scheduler.graph.sample_ranges import Range, deal, union
 from raymm.scheduler.graph.strict_json import MultiplexError, whole
 from raymm.scheduler.multiplex.instructions import (
     Barrier,
-    Direction,
     Finish,
     Instruction,
     MultiplexProgram,
@@ -81,20 +81,20 @@ def slots_of(graph: NodeGraph, mapping: Mapping) -> tuple[Slot, ...]:
             _, gpus = max(last[use.producer] for use in graph.by_name[name].uses)
             for gpu in gpus:
                 quotas.setdefault(gpu, {})[name] = 0
-        for here in quotas.values():
-            here.update(dict.fromkeys(here, mapping.steps // len(here)))
+        for of_gpu in quotas.values():
+            of_gpu.update(dict.fromkeys(of_gpu, mapping.steps // len(of_gpu)))
         slots.append(Slot(f"losses {first // mapping.steps}", quotas, placed=False))
     return tuple(slots)
 
 
 def replicas_of(slots: Sequence[Slot]) -> dict[str, tuple[int, ...]]:
     """GPUs on which each node is in any slot, ascending."""
-    found: dict[str, set[int]] = {}
+    gpus_of: dict[str, set[int]] = {}
     for slot in slots:
         for gpu, quotas in slot.quotas.items():
             for name in quotas:
-                found.setdefault(name, set()).add(gpu)
-    return {name: tuple(sorted(gpus)) for name, gpus in found.items()}
+                gpus_of.setdefault(name, set()).add(gpu)
+    return {name: tuple(sorted(gpus)) for name, gpus in gpus_of.items()}
 
 
 def lower(
@@ -131,7 +131,7 @@ def lower(
     needs = _needs(graph, shares, batch)
     lists: list[list[Instruction]] = [[] for _ in range(mapping.gpus)]
 
-    def slot(t: int, direction: Direction, pieces: dict[int, tuple[list, list]]) -> None:
+    def slot(t: int, direction: Direction, transfers: dict[int, tuple[list, list]]) -> None:
         for gpu, listed in enumerate(lists):
             if lockstep:
                 listed.append(Barrier(t, direction))
@@ -142,7 +142,7 @@ def lower(
             )
             if parts:
                 listed.append(Run(t, direction, parts))
-            sends, receives = pieces.get(gpu, ((), ()))
+            sends, receives = transfers.get(gpu, ((), ()))
             if sends or receives:
                 listed.append(Route(t, direction, tuple(sends), tuple(receives)))
 
@@ -167,7 +167,7 @@ def lower(
             if update:
                 listed.append(Update())
     return MultiplexProgram(
-        mapping.gpus, batch, slots, replicas_of(slots), needs, tuple(tuple(one) for one in lists)
+        mapping.gpus, batch, slots, replicas_of(slots), needs, tuple(map(tuple, lists))
     )
 
 
@@ -175,22 +175,23 @@ def _shares(
     graph: NodeGraph, mapping: Mapping, slots: Sequence[Slot], batch: int
 ) -> list[_Share]:
     """Who works on what; a node's slices follow each other in its samples."""
-    found: list[_Share] = []
+    shares: list[_Share] = []
     done: dict[str, int] = {}
     for t, stage in enumerate(mapping.stages):
-        for one in stage.placements:
-            before = done.get(one.module, 0)
-            done[one.module] = before + one.slices
-            if done[one.module] > mapping.slices:
+        for placement in stage.placements:
+            before = done.get(placement.module, 0)
+            done[placement.module] = before + placement.slices
+            if done[placement.module] > mapping.slices:
                 raise MultiplexError(
-                    f"stages[{t}] has {one.module!r}, which is already complete; a module runs "
+                    f"stages[{t}] has {placement.module!r}, which is already complete; "
+                    "a module runs "
                     f"once ({mapping.slices} slices in all)"
                 )
             part = Range(
-                before * batch // mapping.slices, done[one.module] * batch // mapping.slices
+                before * batch // mapping.slices, done[placement.module] * batch // mapping.slices
             )
-            for gpu, samples in zip(one.gpus, deal(part, len(one.gpus)), strict=True):
-                found.append(_Share(one.module, t, gpu, samples))
+            for gpu, samples in zip(placement.gpus, deal(part, len(placement.gpus)), strict=True):
+                shares.append(_Share(placement.module, t, gpu, samples))
     for name, count in done.items():
         if count < mapping.slices:
             raise MultiplexError(
@@ -202,8 +203,8 @@ def _shares(
             gpus = [gpu for gpu in sorted(slot.quotas) if name in slot.quotas[gpu]]
             if gpus:
                 for gpu, samples in zip(gpus, deal(Range(0, batch), len(gpus)), strict=True):
-                    found.append(_Share(name, t, gpu, samples))
-    return found
+                    shares.append(_Share(name, t, gpu, samples))
+    return shares
 
 
 def _check_order(graph: NodeGraph, shares: Sequence[_Share]) -> None:
@@ -229,51 +230,51 @@ def _needs(
     return {place: union(ranges) for place, ranges in sorted(reads.items())}
 
 
-_Pieces = dict[int, dict[int, tuple[list[SampleTransfer], list[SampleTransfer]]]]
+_Transfers = dict[int, dict[int, tuple[list[SampleTransfer], list[SampleTransfer]]]]
 
 
 def _moves(
     shares: Sequence[_Share], needs: ByName[tuple[str, int], tuple[Range, ...]]
 ) -> list[tuple[_Share, int, Range]]:
     """(part that is made, GPU that reads it, samples), in an order common to all GPUs."""
-    found = []
+    reads = []
     for (name, gpu), ranges in needs.items():
         for share in shares:
             if share.node == name:
-                both = [share.samples.meet(one) for one in ranges]
-                found += [(share, gpu, samples) for samples in both if samples]
-    return found
+                both = [share.samples.meet(needed) for needed in ranges]
+                reads += [(share, gpu, samples) for samples in both if samples]
+    return reads
 
 
 def _routes(
     shares: Sequence[_Share], needs: ByName[tuple[str, int], tuple[Range, ...]]
-) -> _Pieces:
+) -> _Transfers:
     """Outputs leave in the slot that makes them."""
-    pieces: _Pieces = {}
+    transfers: _Transfers = {}
     for share, gpu, samples in _moves(shares, needs):
-        _put(pieces, share.slot, share.node, share.gpu, gpu, samples)
-    return pieces
+        _put(transfers, share.slot, share.node, share.gpu, gpu, samples)
+    return transfers
 
 
 def _gradient_routes(
     graph: NodeGraph,
     shares: Sequence[_Share],
     needs: ByName[tuple[str, int], tuple[Range, ...]],
-) -> _Pieces:
+) -> _Transfers:
     """Gradients leave a GPU in the slot that adds the last part to them there."""
-    pieces: _Pieces = {}
+    transfers: _Transfers = {}
     for share, gpu, samples in _moves(shares, needs):
         if share.node in graph.backward:
             readers = {node.name for node in graph.readers(share.node)}
             slot = min(s.slot for s in shares if s.gpu == gpu and s.node in readers and s.samples)
-            _put(pieces, slot, share.node, gpu, share.gpu, samples)
-    return pieces
+            _put(transfers, slot, share.node, gpu, share.gpu, samples)
+    return transfers
 
 
 def _put(
-    pieces: _Pieces, slot: int, node: str, sender: int, receiver: int, samples: Range
+    transfers: _Transfers, slot: int, node: str, sender: int, receiver: int, samples: Range
 ) -> None:
-    there = pieces.setdefault(slot, {})
+    there = transfers.setdefault(slot, {})
     if sender != receiver:
         there.setdefault(sender, ([], []))[0].append(SampleTransfer(node, receiver, samples))
     there.setdefault(receiver, ([], []))[1].append(SampleTransfer(node, sender, samples))

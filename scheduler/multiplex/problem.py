@@ -133,8 +133,8 @@ class MappingProblem:
                 q for q in range(1, steps + 1)
                 if surface.quotas[0] * steps <= q * surface.steps <= surface.quotas[-1] * steps
             ]
-            known = [d for d in self.degrees if surface.degrees[0] <= d <= surface.degrees[-1]]
-            if not quotas or not known:
+            measured = [d for d in self.degrees if surface.degrees[0] <= d <= surface.degrees[-1]]
+            if not quotas or not measured:
                 raise MultiplexError(
                     f"{surface.name} was sampled at degrees {surface.degrees} and quotas "
                     f"{surface.quotas} of {surface.steps}; it needs a power of two up to "
@@ -143,7 +143,7 @@ class MappingProblem:
             for q in quotas:
                 bandwidth[m, q] = surface.bandwidth_at(q, steps)
             for j, degree in enumerate(self.degrees):
-                if degree not in known:
+                if degree not in measured:
                     continue
                 memory[m, j] = surface.memory_at(degree)
                 if self.allowed is not None and degree not in self.allowed[m]:
@@ -178,8 +178,8 @@ class MappingProblem:
             before[index[consumer]] |= 1 << index[producer]
         for _ in range(len(before)):
             closed = list(before)
-            for m, found in enumerate(before):
-                for other in bits(found):
+            for m, earlier in enumerate(before):
+                for other in bits(earlier):
                     closed[m] |= before[other]
             if closed == before:
                 break

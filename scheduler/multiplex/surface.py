@@ -151,13 +151,13 @@ class ScalingSurface:
         steps = whole(self.steps if steps is None else steps, "steps", 1)
         whole(quota, f"quota of {self.name}", 1, steps)
         # In units of 1 / (steps * self.steps), so that a sampled quota is met exactly.
-        wanted, samples = quota * self.steps, [q * steps for q in self.quotas]
-        if not samples[0] <= wanted <= samples[-1]:
+        asked, samples = quota * self.steps, [q * steps for q in self.quotas]
+        if not samples[0] <= asked <= samples[-1]:
             raise MultiplexError(
                 f"quota of {self.name} is {quota}/{steps}; sampled are {self.quotas[0]} to "
                 f"{self.quotas[-1]} of {self.steps}"
             )
-        return _bracket(np.log(wanted), np.log(samples))
+        return _bracket(np.log(asked), np.log(samples))
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
@@ -226,12 +226,12 @@ class SurfaceConditions:
             MultiplexError: naming what differs.
         """
         named = {"batch": (batch, self.batch), "precision": (precision, self.precision)}
-        for module, wanted in (tokens or {}).items():
-            named[f"tokens.{module}"] = wanted, self.tokens.get(module)
-        for field, (wanted, measured) in named.items():
-            if wanted is not None and wanted != measured:
+        for module, asked in (tokens or {}).items():
+            named[f"tokens.{module}"] = asked, self.tokens.get(module)
+        for field, (asked, measured) in named.items():
+            if asked is not None and asked != measured:
                 raise MultiplexError(
-                    f"{field} is {wanted!r:.80}, but the surfaces were measured with {measured!r} "
+                    f"{field} is {asked!r:.80}, but the surfaces were measured with {measured!r} "
                     "and say nothing of others; accepted: the same, or surfaces measured anew"
                 )
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import gcd, prod
 from typing import Any
 
@@ -60,10 +60,10 @@ class Plan:
             raise PlanError(f"num_microbatches is {self.num_microbatches}; it must be at least 1")
         if self.schedule not in SCHEDULES:
             raise PlanError(f"schedule is {self.schedule!r}; accepted: {', '.join(SCHEDULES)}")
-        known = {node.name for node in self.graph.nodes}
+        names = {node.name for node in self.graph.nodes}
         for stage in self.stages:
-            if stage.module not in known:
-                raise PlanError(f"stage {stage.id}: modules are {sorted(known)}")
+            if stage.module not in names:
+                raise PlanError(f"stage {stage.id}: modules are {sorted(names)}")
         for node in self.graph.nodes:
             self._check_replicas(node)
         if self.profile is not None:
@@ -109,9 +109,9 @@ class Plan:
             for name, degree in stage.degrees._asdict().items():
                 check_number(f"{name} of stage {stage.id}", degree)
             self._check_sharding(stage)
-            for known, what in ((widths, f"rank {stage.rank}"), (degrees, stage.module)):
-                key = stage.rank if known is widths else stage.module
-                other = known.setdefault(key, stage)
+            for firsts, what in ((widths, f"rank {stage.rank}"), (degrees, stage.module)):
+                key = stage.rank if firsts is widths else stage.module
+                other = firsts.setdefault(key, stage)
                 for name, mine, theirs in zip(
                     Degrees._fields, stage.degrees, other.degrees, strict=True
                 ):
@@ -175,13 +175,13 @@ class Plan:
             )
 
     def _check_replicas(self, node: ModuleNode) -> None:
-        chains = self.replicas(node.name)
-        if not chains:
+        replicas = self.replicas(node.name)
+        if not replicas:
             raise PlanError(f"module {node.name!r} has no stage; it needs at least one")
-        numbers = [chain[0].replica for chain in chains]
+        numbers = [replica[0].replica for replica in replicas]
         if numbers != list(range(len(numbers))):
             raise PlanError(f"replicas of {node.name!r} are {numbers}; they must be 0.. in order")
-        for stages in chains:
+        for stages in replicas:
             self._check_layers(node, stages)
 
     def _check_layers(self, node: ModuleNode, stages: tuple[Stage, ...]) -> None:
@@ -213,20 +213,20 @@ class Plan:
 
     def module_stages(self, module: str) -> tuple[Stage, ...]:
         """All stages of a module, replica by replica."""
-        return tuple(stage for chain in self.replicas(module) for stage in chain)
+        return tuple(stage for replica in self.replicas(module) for stage in replica)
 
     def replicas(self, module: str) -> tuple[tuple[Stage, ...], ...]:
         """A module's stages per replica."""
-        return self._chains.get(module, ())
+        return self._replicas.get(module, ())
 
     @cached_property
-    def _chains(self) -> Mapping[str, tuple[tuple[Stage, ...], ...]]:
-        chains: dict[str, dict[int, list[Stage]]] = {}
+    def _replicas(self) -> Mapping[str, tuple[tuple[Stage, ...], ...]]:
+        replicas: dict[str, dict[int, list[Stage]]] = {}
         for stage in self.stages:
-            chains.setdefault(stage.module, {}).setdefault(stage.replica, []).append(stage)
+            replicas.setdefault(stage.module, {}).setdefault(stage.replica, []).append(stage)
         return {
-            module: tuple(tuple(found[number]) for number in sorted(found))
-            for module, found in chains.items()
+            module: tuple(tuple(of_module[number]) for number in sorted(of_module))
+            for module, of_module in replicas.items()
         }
 
     def runs(self, stage: Stage, microbatch: int) -> bool:
@@ -243,8 +243,7 @@ class Plan:
 
     def rank_processes(self, rank: int) -> range:
         """The numbers of a rank's processes; ranks have theirs one after another."""
-        first = self._first_processes
-        return range(first[rank], first[rank + 1])
+        return range(*self._first_processes[rank : rank + 2])
 
     @cached_property
     def num_processes(self) -> int:
@@ -267,7 +266,14 @@ class Plan:
 
     def rank_stages(self, rank: int) -> tuple[Stage, ...]:
         """Stages of a rank, producers before consumers."""
-        return tuple(s for s in self.topological_stages if s.rank == rank)
+        return self._stages_by_rank[rank]
+
+    @cached_property
+    def _stages_by_rank(self) -> tuple[tuple[Stage, ...], ...]:
+        ranks: list[list[Stage]] = [[] for _ in range(self.num_ranks)]
+        for stage in self.topological_stages:
+            ranks[stage.rank].append(stage)
+        return tuple(map(tuple, ranks))
 
     def quotas(self, rank: int) -> dict[str, float]:
         """By module, shares of a rank's multiprocessors; empty if nothing runs concurrently."""
@@ -287,35 +293,33 @@ class Plan:
         those are joined that some microbatch goes through both of."""
         edges = []
         for node in self.graph.nodes:
-            for chain in self.replicas(node.name):
-                names = [stage.id for stage in chain]
-                edges += list(zip(names, names[1:], strict=False))
+            for replica in self.replicas(node.name):
+                edges += pairwise(stage.id for stage in replica)
         for src, dst in self.graph.edges:
             # Microbatch m goes through copy m % p of the one and m % c of the other.
-            period = gcd(len(self.replicas(src)), len(self.replicas(dst)))
-            edges += [
-                (producer[-1].id, consumer[0].id)
-                for producer in self.replicas(src)
-                for consumer in self.replicas(dst)
-                if producer[0].replica % period == consumer[0].replica % period
-            ]
+            producers, consumers = self.replicas(src), self.replicas(dst)
+            period = gcd(len(producers), len(consumers))
+            for number, producer in enumerate(producers):
+                others = consumers[number % period :: period]
+                edges += [(producer[-1].id, consumer[0].id) for consumer in others]
         return tuple(edges)
 
     @cached_property
     def stage_producers(self) -> Mapping[StageId, tuple[StageId, ...]]:
         """Per stage, the stages it receives from."""
-        return {
-            stage.id: tuple(src for src, dst in self.stage_edges if dst == stage.id)
-            for stage in self.stages
-        }
+        return self._joined((dst, src) for src, dst in self.stage_edges)
 
     @cached_property
     def stage_consumers(self) -> Mapping[StageId, tuple[StageId, ...]]:
         """Per stage, the stages it sends to."""
-        return {
-            stage.id: tuple(dst for src, dst in self.stage_edges if src == stage.id)
-            for stage in self.stages
-        }
+        return self._joined(self.stage_edges)
+
+    def _joined(self, edges: Iterable[Edge]) -> Mapping[StageId, tuple[StageId, ...]]:
+        """Per stage, the second ends of the edges that it is the first of."""
+        ends: dict[StageId, list[StageId]] = {stage.id: [] for stage in self.stages}
+        for first, second in edges:
+            ends[first].append(second)
+        return {stage: tuple(others) for stage, others in ends.items()}
 
     @cached_property
     def depth(self) -> Mapping[StageId, int]:
@@ -373,8 +377,7 @@ class Plan:
                 schedule=typed(data, "schedule", str),
                 profile=None if profile is None else CostProfile.from_dict(profile),
                 memory_limit=typed(data, "memory_limit", int)
-                if data.get("memory_limit") is not None
-                else None,
+                if data.get("memory_limit") is not None else None,
                 activation_limits=None if limits is None else integers(data, "activation_limits"),
                 policy=None if policy is None else policy_of(policy),
                 shared_ranks=integers({"shared_ranks": [], **data}, "shared_ranks"),

@@ -66,17 +66,17 @@ def policy_of(data: Mapping[str, Any]) -> Policy:
         raise PlanError(f"policy: {error}") from None
 
 
-def only(data: Mapping[str, Any], where: str, known: tuple[str, ...]) -> None:
+def only(data: Mapping[str, Any], where: str, accepted: tuple[str, ...]) -> None:
     """Refuse keys that are not known.
 
     Args:
         data: what is read.
         where: names the value in errors.
-        known: keys that may be there.
+        accepted: keys that may be there.
     """
-    if unknown := set(data) - set(known):
+    if unknown := set(data) - set(accepted):
         raise PlanError(
-            f"{where}: unknown keys {sorted(map(str, unknown))}; accepted: {sorted(known)}"
+            f"{where}: unknown keys {sorted(map(str, unknown))}; accepted: {sorted(accepted)}"
         )
 
 

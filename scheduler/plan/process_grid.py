@@ -8,10 +8,12 @@ for ranks, and what the processes of a rank have to tell one another cannot dead
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
+from raymm.scheduler.graph.direction import Direction
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.resharding import Resharding
 from raymm.scheduler.plan.stage import Edge
@@ -27,15 +29,38 @@ class Process(NamedTuple):
 
 
 class P2PGroup(NamedTuple):
-    """Processes at both ends of an edge that have a tensor in common: the senders all hold it,
-    the receivers are all to have it. By number."""
+    """Processes at both ends of an edge that have a tensor in common.
+
+    Attributes:
+        senders: numbers of the processes that all hold it.
+        receivers: numbers of those that are all to have it.
+        direction: what it is: an output on its way forward, or a gradient.
+    """
 
     senders: tuple[int, ...]
     receivers: tuple[int, ...]
+    direction: Direction
 
     @property
     def resharding(self) -> Resharding:
         return Resharding(len(self.senders), len(self.receivers))
+
+
+def connected_pairs(p2p_groups: Iterable[tuple[Edge, Iterable[P2PGroup]]]) -> dict[
+    tuple[int, int], None
+]:
+    """The ordered pairs of processes of which the first has messages for the second, on any edge;
+    in the order of the edges.
+
+    Args:
+        p2p_groups: of every directed edge, who has messages with whom.
+    """
+    return {
+        (p2p_group.senders[sender], p2p_group.receivers[receiver]): None
+        for _, of_edge in p2p_groups
+        for p2p_group in of_edge
+        for sender, receiver in p2p_group.resharding.links()
+    }
 
 
 class Processes:
@@ -95,7 +120,7 @@ class Processes:
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """Every group of several processes within a rank: all of them, and by what they share."""
-        found: dict[tuple[int, ...], None] = {}
+        several: dict[tuple[int, ...], None] = {}
         for process in self.all:
             for group in (
                 tuple(self.of_rank(process.rank)),
@@ -105,8 +130,8 @@ class Processes:
                 self.tensor_group(process),
             ):
                 if len(group) > 1:
-                    found[group] = None
-        return tuple(found)
+                    several[group] = None
+        return tuple(several)
 
     @cached_property
     def remote_edges(self) -> tuple[Edge, ...]:
@@ -123,11 +148,13 @@ class Processes:
         """Who has messages with whom on a directed edge. Within a module, processes keep their
         share of the samples and tokens; what a module hands to another is whole."""
         sender, receiver = (self.plan.by_id[stage] for stage in edge)
-        theirs = tuple(tuple(self.of_rank(stage.rank)) for stage in (sender, receiver))
+        senders, receivers = (tuple(self.of_rank(stage.rank)) for stage in (sender, receiver))
+        forward = edge in self.plan.stage_edges
+        direction = Direction.FORWARD if forward else Direction.BACKWARD
         if sender.module != receiver.module:
-            return (P2PGroup(*theirs),)
-        tp = sender.tp
-        return tuple(
-            P2PGroup(*(numbers[place * tp : (place + 1) * tp] for numbers in theirs))
+            return (P2PGroup(senders, receivers, direction),)
+        shares = (
+            slice(place * sender.tp, (place + 1) * sender.tp)
             for place in range(sender.fsdp * sender.cp)
         )
+        return tuple(P2PGroup(senders[own], receivers[own], direction) for own in shares)

@@ -123,16 +123,16 @@ def chrome_trace(
         events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": label}})
         for rank in range(timeline.num_ranks):
             events.append(_thread(pid, rank, _rank_name(rank, rank_names)))
-        beside: dict[tuple[int, str], int] = {}  # threads of (rank, module)
+        threads: dict[tuple[int, str], int] = {}  # threads of (rank, module)
         for span in timeline.spans:
             tid = span.rank
             if span.quota < 1:
                 place = span.rank, span.stage.module
-                if place not in beside:
-                    beside[place] = timeline.num_ranks + len(beside)
+                if place not in threads:
+                    threads[place] = timeline.num_ranks + len(threads)
                     name = f"{_rank_name(span.rank, rank_names)}, {place[1]} on {span.quota:g}"
-                    events.append(_thread(pid, beside[place], name))
-                tid = beside[place]
+                    events.append(_thread(pid, threads[place], name))
+                tid = threads[place]
             events.append(
                 {
                     "ph": "X",

@@ -32,6 +32,21 @@ def lower_bound(
     return _Bound(plan, delays or {}, activation_limits or {}).seconds()
 
 
+def one_f_one_b_bound(plan: Plan, delays: Mapping[Edge, float] | None = None) -> float:
+    """Seconds that a step takes at least under 1F1B: more than :func:`lower_bound` where messages
+    take long.
+
+    A stage holds no more microbatches than its warm-up has. So every so many forwards wait for the
+    backward of the first of them, which has been to the loss and back.
+
+    Args:
+        plan: with a profile.
+        delays: seconds a message takes, per directed edge; 0 where missing.
+    """
+    bound = _Bound(plan, delays or {}, {})
+    return max(bound.seconds(), bound.round_trips())
+
+
 class _Bound:
     def __init__(
         self,
@@ -45,6 +60,8 @@ class _Bound:
         self.costs = stage_costs(plan)
         # Microbatches that go through the same replicas of all modules are alike.
         self.active = tuple(dict.fromkeys(active_stages(plan, full_step(plan))))
+        self.needs = frozenset().union(*(a.needs_backward for a in self.active))
+        self.owes = frozenset().union(*(a.needs_input_grad for a in self.active))
         everywhere = frozenset(plan.by_id)
         self.head = self._heads(everywhere)
         self.tail = self._tails(everywhere)
@@ -52,6 +69,40 @@ class _Bound:
     def seconds(self) -> float:
         ranks = range(self.plan.num_ranks)
         return max([self._path(), *(self._rank(rank) for rank in ranks)])
+
+    def round_trips(self) -> float:
+        """The longest row of round trips to the loss and back: a stage's microbatches that wait for
+        each other."""
+        trip = self._round_trip()
+        longest = 0.0
+        for name, seconds in trip.items():
+            stage, held = self.plan.by_id[name], self.plan.warm_up[name]
+            count = self.plan.num_microbatches // len(self.plan.replicas(stage.module))
+            before, rest = divmod(count - 1, held)  # the first of the row has `rest` before it
+            tail = self.tail[name] if name in self.owes else 0.0
+            row = rest * self.costs[name].forward + (before + 1) * seconds if count else 0.0
+            longest = max(longest, self.head[name] + row + tail)
+        return longest
+
+    def _round_trip(self) -> dict[StageId, float]:
+        """From a stage's forward to the end of the same microbatch's backward, at least."""
+        trip: dict[StageId, float] = {}
+        for stage in reversed(self.plan.topological_stages):
+            if stage.id not in self.needs:
+                continue
+            beyond: dict[str, float] = {}
+            for consumer in self.plan.stage_consumers[stage.id]:
+                if consumer not in trip:  # a replica that there is no microbatch for
+                    continue
+                there = self._delay(stage.id, consumer) + trip[consumer]
+                there += self._delay(consumer, stage.id)
+                module = self.plan.by_id[consumer].module
+                beyond[module] = min(beyond.get(module, there), there)
+            cost = self.costs[stage.id]
+            again = cost.forward if stage.recompute else 0.0
+            own = cost.forward + again + cost.backward_input + cost.backward_weight
+            trip[stage.id] = own + max(beyond.values(), default=0.0)
+        return trip
 
     def _delay(self, src: StageId, dst: StageId) -> float:
         same = self.plan.by_id[src].rank == self.plan.by_id[dst].rank
@@ -81,8 +132,7 @@ class _Bound:
         for stage in self.plan.topological_stages:
             owed: dict[str, float] = {}
             for producer in self.plan.stage_producers[stage.id]:
-                owes = any(producer in a.needs_backward for a in self.active)
-                if producer not in run or not owes:
+                if producer not in run or producer not in self.needs:
                     continue
                 cost = self.costs[producer]
                 after = (
@@ -124,9 +174,8 @@ class _Bound:
             active = next((a for a in self.active if stage.id in a.stages), None)
             if active is None:
                 continue
-            count = sum(
-                self.plan.runs(stage, m) for m in range(self.plan.num_microbatches)
-            )
+            replicas = len(self.plan.replicas(stage.module))
+            count = len(range(stage.replica, self.plan.num_microbatches, replicas))
             work += count * self._once(stage, active)
             if stage.id in active.needs_input_grad:
                 tails.append(self.tail[stage.id])

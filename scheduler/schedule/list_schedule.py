@@ -1,141 +1,36 @@
 """List scheduling of a step: every rank, when free, takes the best task it can start.
 
-One engine for all schedules; :class:`Rules` say what a backward consists of and how much may
-be held, and a :class:`~raymm.scheduler.plan.policy.Policy` which task is best. Times are those the
-simulator will find for the result.
+One engine for all schedules; :class:`.schedule_rules.Rules` say what a backward consists of and how
+much may be held, and a :class:`~raymm.scheduler.plan.policy.Policy` which task is best. Times are
+those the simulator will find for the result.
 
-On a rank with quotas the best task may take others beside it: of every other module with a quota
+On a rank with quotas the best task may take others with it: of every other module with a quota
 the best that could start as well and is of the same kind (quotas are chosen so that modules take
 about as long as each other, forwards and backwards each among themselves). Alone, it has the whole
 device, but for backwards whose forward ran on a quota: autograd runs those on the same one.
+
+What has nothing to do with each other (replicas of a whole pipeline) is scheduled apart, and what
+is alike in everything once.
 """
 
 from __future__ import annotations
 
-import heapq
-import math
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
 
-from raymm.errors import Error
+import numpy as np
+
 from raymm.scheduler.plan.plan import Plan
-from raymm.scheduler.plan.policy import ONE_F_ONE_B, Policy
 from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.program.program import Op
+from raymm.scheduler.schedule.compiled.arrays import RANK, RuleArrays
+from raymm.scheduler.schedule.compiled.replay import activation_peaks, replay
+from raymm.scheduler.schedule.compiled.run import run_schedule
+from raymm.scheduler.schedule.network import Transfer
+from raymm.scheduler.schedule.schedule_rules import NoRoomError, PartSchedule, Rules, Schedule
 from raymm.scheduler.schedule.stage_costs import StageCost
 from raymm.scheduler.schedule.step_graph import ActiveStages
-
-# How many microbatches a stage without backward is planned ahead of its consumer. It keeps
-# no activations, only outputs that wait to be received; two hide the jitter between ranks.
-# This orders the work of a rank; it does not hold back a rank that has nothing else to do.
-RUN_AHEAD = 2
-
-# A stage whose costs are not known: a backward takes twice as long as a forward, and what a
-# forward keeps is much more than what it got.
-UNKNOWN_FORWARD, UNKNOWN_BACKWARD = 1.0, 2.0
-UNKNOWN_SIZES = StageCost(0.0, 0.0, 0.0, input_bytes=1, activation_bytes=16)
-
-# A task never takes no time at all, or a rank could take turns forever at one instant.
-SHORTEST = 1e-9
-
-FORWARD, RECOMPUTE, BACKWARD, WEIGHT = range(4)
-
-
-class NoRoomError(Error, ValueError):
-    """Byte limits under which a schedule got stuck."""
-
-
-class Task(NamedTuple):
-    """One compute instruction to be."""
-
-    stage: StageId
-    microbatch: int
-    op: Op
-    group: int = -1
-    quota: float = 1.0
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What kind of schedule to make.
-
-    Attributes:
-        policy: how a rank chooses.
-        flush: whether a stage holds all its microbatches before its first backward (GPipe);
-            if not, it runs no further ahead than its depth (1F1B's warm-up).
-        split: whether B_w is a task of its own where somebody waits for B_d; it then becomes
-            as urgent as what waits for its memory.
-        early_recompute: whether a recomputation may start before the gradient is there.
-        byte_limits: per rank, bytes of activations.
-    """
-
-    policy: Policy = ONE_F_ONE_B
-    flush: bool = False
-    split: bool = False
-    early_recompute: bool = False
-    byte_limits: tuple[float, ...] | None = None
-
-
-class Schedule(NamedTuple):
-    """Tasks per rank, in order, and when the last one ends (seconds). ``early`` says whether
-    a recomputation runs without waiting for its gradient."""
-
-    tasks: tuple[tuple[Task, ...], ...]
-    makespan: float
-    early: bool = True
-
-
-class _Stage:
-    """One stage's progress. It takes its microbatches in ascending order, forward, recompute,
-    backward and weight, so that messages of an edge keep their order."""
-
-    __slots__ = (
-        "id", "rank", "depth", "order", "held", "producers", "consumers", "recompute",
-        "forward_s", "no_grad_s", "recompute_s", "backward_s", "input_s", "weight_s",
-        "kept", "activation", "forwards", "backwards", "needs", "owes", "trains",
-        "started", "next_forward", "next_recompute", "next_backward", "weights",
-        "forward_end", "backward_end", "recomputed_end", "consumed", "edge_delay",
-        "grad_delay", "module", "quota", "on_quota",
-    )
-
-    def __init__(self, stage: StageId, costs: Mapping[tuple[StageId, Op], float]) -> None:
-        """Durations as far as they are known. A forward that was measured under ``no_grad``
-        only (or only with gradients) takes about as long the other way."""
-
-        def known(*ops: Op, default: float) -> float:
-            found = (costs[stage, op] for op in ops if (stage, op) in costs)
-            return max(next(found, default), SHORTEST)
-
-        f, n, c = Op.FORWARD, Op.FORWARD_NO_GRAD, Op.FORWARD_CHECKPOINTED
-        self.id = stage
-        self.forward_s = known(f, c, n, default=UNKNOWN_FORWARD)
-        self.no_grad_s = known(n, c, f, default=UNKNOWN_FORWARD)
-        self.recompute_s = known(Op.RECOMPUTE, f, c, n, default=UNKNOWN_FORWARD)
-        parts = [costs.get((stage, op)) for op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)]
-        found = [part for part in parts if part is not None]
-        whole = sum(found) if len(found) == len(parts) else UNKNOWN_BACKWARD
-        self.backward_s = known(Op.BACKWARD, default=whole)
-        self.input_s = known(Op.BACKWARD_INPUT, default=self.backward_s / 2)
-        self.weight_s = known(Op.BACKWARD_WEIGHT, default=self.backward_s - self.input_s)
-        self.started = 0
-        self.next_forward = self.next_recompute = self.next_backward = 0
-        self.weights: deque[int] = deque()  # microbatches whose B_d is done and B_w is not
-        self.forward_end: dict[int, float] = {}
-        self.recomputed_end: dict[int, float] = {}
-        self.backward_end: dict[int, float] = {}
-        self.consumed: dict[str, int] = {}
-        self.on_quota: set[int] = set()  # microbatches whose activations were made on the quota
-
-
-class _Begun(NamedTuple):
-    """A task under way, which takes so long on a whole device."""
-
-    state: _Stage
-    kind: int
-    microbatch: int
-    seconds: float
+from raymm.scheduler.schedule.step_parts import UNKNOWN_SIZES, Part, parts_of
 
 
 class ListScheduler:
@@ -164,364 +59,101 @@ class ListScheduler:
         self.sizes = sizes or {}
         self.delays = delays or {}
 
+    @cached_property
+    def parts(self) -> list[Part]:
+        """What has nothing to do with each other."""
+        return parts_of(self.plan, self.active, self.costs, self.sizes, self.delays)
+
     def run(self, rules: Rules) -> Schedule:
         """Schedule everything.
 
         Raises:
             NoRoomError: if a rank filled up to its byte limit and can never go on.
         """
-        self._rules = rules
-        self._start()
-        num_ranks = self.plan.num_ranks
-        free_at = [0.0] * num_ranks
-        events = [(0.0, rank) for rank in range(num_ranks)]
-        makespan = 0.0
-        while events:
-            now, rank = heapq.heappop(events)
-            while events and events[0] == (now, rank):
-                heapq.heappop(events)
-            if free_at[rank] > now:
-                continue
-            choice = self._choose(rank, now)
-            if choice is None:
-                continue  # woken again when something it may wait for becomes ready
-            end = self._begin(rank, *choice, now)
-            free_at[rank] = end
-            makespan = max(makespan, end)
-            heapq.heappush(events, (end, rank))
-            for wake in self._wakes:
-                heapq.heappush(events, wake)
-        self._check_finished()
-        return Schedule(tuple(map(tuple, self._order)), makespan, rules.early_recompute)
-
-    def _start(self) -> None:
-        plan, rules = self.plan, self._rules
-        stages = {}
-        for stage in plan.stages:
-            state = _Stage(stage.id, self.costs)
-            cost = self.sizes.get(stage.id, UNKNOWN_SIZES)
-            state.rank, state.module, state.quota = stage.rank, stage.module, stage.quota
-            state.depth = plan.depth[stage.id]
-            state.order = (state.depth, len(stages))  # of one microbatch, nearest to loss first
-            state.held = len(self.active) if rules.flush else plan.warm_up[stage.id]
-            state.recompute = stage.recompute
-            state.kept = cost.input_bytes if stage.recompute else cost.activation_bytes
-            state.activation = cost.activation_bytes if stage.recompute else 0
-            state.trains = plan.trainable(stage)
-            state.forwards = [m for m, a in enumerate(self.active) if stage.id in a.stages]
-            state.backwards = [
-                m for m, a in enumerate(self.active) if stage.id in a.needs_backward
-            ]
-            state.needs = frozenset(state.backwards)
-            state.owes = frozenset(
-                m for m, a in enumerate(self.active) if stage.id in a.needs_input_grad
-            )
-            stages[stage.id] = state
-        for state in stages.values():
-            state.producers = [stages[name] for name in plan.stage_producers[state.id]]
-            state.consumers = [stages[name] for name in plan.stage_consumers[state.id]]
-            state.edge_delay = [
-                self.delays.get((p.id, state.id), 0.0) for p in state.producers
-            ]
-            state.grad_delay = [
-                self.delays.get((c.id, state.id), 0.0) for c in state.consumers
-            ]
-            state.consumed = {plan.by_id[c.id].module: 0 for c in state.consumers}
-        self._stages = stages
-        self._on_rank = [
-            [stages[s.id] for s in plan.rank_stages(rank)] for rank in range(plan.num_ranks)
-        ]
-        # Per rank, bytes by microbatch and group, which is the order things are finished in.
-        self._held: list[dict[tuple[int, int, int], float]] = [{} for _ in range(plan.num_ranks)]
-        self._order: list[list[Task]] = [[] for _ in range(plan.num_ranks)]
-        self._num_groups = 0
-
-    @property
-    def seconds(self) -> dict[tuple[StageId, Op], float]:
-        """What every op of the last run was taken to take."""
-        return {
-            (state.id, op): seconds
-            for state in self._stages.values()
-            for op, seconds in (
-                (Op.FORWARD, state.forward_s),
-                (Op.FORWARD_CHECKPOINTED, state.forward_s),
-                (Op.FORWARD_NO_GRAD, state.no_grad_s),
-                (Op.RECOMPUTE, state.recompute_s),
-                (Op.BACKWARD, state.backward_s),
-                (Op.BACKWARD_INPUT, state.input_s),
-                (Op.BACKWARD_WEIGHT, state.weight_s),
-            )
-        }
-
-    def _check_finished(self) -> None:
-        for state in self._stages.values():
-            left = len(state.forwards) - state.next_forward
-            left += len(state.backwards) - state.next_backward
-            if left and self._rules.byte_limits is not None:
-                raise NoRoomError(
-                    f"activation limits {self._rules.byte_limits} leave {left} task(s) of stage "
-                    f"{state.id} without room; a rank needs room for one microbatch"
+        policy, limits = rules.policy, rules.byte_limits
+        results: dict[object, PartSchedule] = {}
+        parts = []
+        for part, key in zip(self.parts, self._keys, strict=True):
+            own = [] if limits is None else [limits[rank] for rank in part.ranks]
+            if (key, *own) not in results:
+                log, makespan, left = run_schedule(part.arrays, RuleArrays(
+                    np.array(policy.priority, dtype=np.int64), float(policy.patience), policy.hops,
+                    policy.beyond_depth, rules.flush, rules.split, rules.early_recompute,
+                    np.array(own, dtype=float),
+                ))
+                self._check_finished(part, left, rules)
+                results[key, *own] = PartSchedule.of(
+                    part.arrays.stages[:-1, RANK], log, makespan
                 )
-            if left:  # cannot happen: every limit is at least one and the graph is acyclic
-                raise AssertionError(f"{left} task(s) of stage {state.id} are unscheduled")
+            parts.append(results[key, *own])
+        makespan = max((part.makespan for part in parts), default=0.0)
+        return Schedule(tuple(self.parts), tuple(parts), makespan, rules.early_recompute)
 
-    # -- choosing ---------------------------------------------------------------------
+    @cached_property
+    def _keys(self) -> list[int]:
+        """By part, a number; parts with the same are alike in all that schedules follow from."""
+        numbers: dict[tuple[object, ...], int] = {}
+        return [
+            numbers.setdefault(
+                tuple((array.shape, array.tobytes()) for array in part.arrays), len(numbers)
+            )
+            for part in self.parts
+        ]
 
-    def _choose(
-        self, rank: int, now: float, beside: Sequence[_Begun] = ()
-    ) -> tuple[_Stage, int] | None:
-        """The best task that a rank can start, ``beside`` others if there are any."""
-        policy = self._rules.policy
-        candidates: list[tuple[_Stage, int, float, int]] = []
-        lacks_room = max(policy.priority)  # best priority of what only lacks room
-        for state in self._on_rank[rank]:
-            for kind, ready, microbatch, has_room in self._candidates(state):
-                if beside and not self._fits_group(state, kind, microbatch, beside):
-                    continue
-                if has_room:
-                    candidates.append((state, kind, ready, microbatch))
-                elif ready <= now:
-                    lacks_room = min(lacks_room, policy.priority[kind])
-        best: tuple[int, int, int] | None = None
-        chosen: tuple[_Stage, int] | None = None
-        soon: list[tuple[float, int]] = []  # (when, priority) of what is not ready yet
-        for state, kind, ready, microbatch in candidates:
-            priority = policy.priority[kind]
-            if kind == WEIGHT:
-                priority = min(priority, lacks_room)
-            if ready > now:
-                soon.append((ready, priority))
-                continue
-            depth = state.depth if kind == FORWARD else -state.depth
-            key = (priority, microbatch, depth)
-            if best is None or key < best:
-                best, chosen = key, (state, kind)
-        if best is None or chosen is None:
-            return None
-        if policy.patience and chosen[1] in (RECOMPUTE, WEIGHT):
-            state, kind = chosen
-            duration = state.weight_s if kind == WEIGHT else state.recompute_s
-            horizon = now + policy.patience * duration
-            if any(ready < horizon and priority < best[0] for ready, priority in soon):
-                return None
-        return chosen
+    def replayed(
+        self,
+        schedule: Schedule,
+        transfers: Mapping[Edge, Transfer] | None = None,
+        costs: Mapping[tuple[StageId, Op], float] | None = None,
+    ) -> float:
+        """Seconds of a schedule's program, as the simulator has them. A program does not wait on
+        purpose, as a policy does and a stage without backward that is far enough ahead; it may end
+        sooner.
 
-    def _on_its_quota(self, state: _Stage, kind: int, microbatch: int) -> bool | None:
-        """Whether a task must run on its module's quota; None if it may as well have the whole
-        device. A backward runs where what it needs was made."""
-        if state.quota is None:
-            return False
-        made_first = state.recompute and not self._rules.early_recompute
-        if kind in (FORWARD, RECOMPUTE) or (kind == BACKWARD and made_first):
-            return None
-        return microbatch in state.on_quota
-
-    def _fits_group(
-        self, state: _Stage, kind: int, microbatch: int, beside: Sequence[_Begun]
-    ) -> bool:
-        return (
-            kind == beside[0].kind
-            and all(state.module != one.state.module for one in beside)
-            and self._on_its_quota(state, kind, microbatch) is not False
-        )
-
-    def _candidates(self, state: _Stage) -> list[tuple[int, float, int, bool]]:
-        """(kind, when it is ready, microbatch, whether there is room for it) of each kind the
-        stage could do next."""
-        found = []
-        if state.next_forward < len(state.forwards):
-            microbatch = state.forwards[state.next_forward]
-            ready = self._forward_ready(state, microbatch)
-            if ready < math.inf and self._may_run_ahead(state, microbatch):
-                room = microbatch not in state.needs or self._room(state, FORWARD, microbatch)
-                found.append((FORWARD, ready, microbatch, room))
-        early = self._rules.early_recompute and state.recompute
-        if early and state.next_recompute < len(state.backwards):
-            microbatch = state.backwards[state.next_recompute]
-            ready = state.forward_end.get(microbatch, math.inf)
-            if ready < math.inf and self._gradient_is_near(state, microbatch):
-                room = self._room(state, RECOMPUTE, microbatch)
-                found.append((RECOMPUTE, ready, microbatch, room))
-        held_back = self._rules.flush and state.next_forward < len(state.forwards)
-        if state.next_backward < len(state.backwards) and not held_back:
-            microbatch = state.backwards[state.next_backward]
-            ready = self._backward_ready(state, microbatch, early)
-            if ready < math.inf:
-                found.append((BACKWARD, ready, microbatch, True))
-        if state.weights:
-            microbatch = state.weights[0]
-            ready = state.backward_end.get(microbatch, math.inf)  # not yet, if it began just now
-            found.append((WEIGHT, ready, microbatch, True))
-        return found
-
-    def _forward_ready(self, state: _Stage, microbatch: int) -> float:
-        run = self.active[microbatch].stages
-        ready = 0.0
-        for producer, delay in zip(state.producers, state.edge_delay, strict=True):
-            if producer.id in run:
-                ready = max(ready, producer.forward_end.get(microbatch, math.inf) + delay)
-        return ready
-
-    def _backward_ready(self, state: _Stage, microbatch: int, early: bool) -> float:
-        done = state.recomputed_end if early else state.forward_end
-        ready = done.get(microbatch, math.inf)
-        run = self.active[microbatch].stages
-        for consumer, delay in zip(state.consumers, state.grad_delay, strict=True):
-            if consumer.id in run:
-                ready = max(ready, consumer.backward_end.get(microbatch, math.inf) + delay)
-        return ready
-
-    def _gradient_is_near(self, state: _Stage, microbatch: int) -> bool:
-        for _ in range(self._rules.policy.hops):
-            if not state.consumers:
-                return True
-            run = self.active[microbatch].stages
-            state = next(c for c in state.consumers if c.id in run)
-            if microbatch in state.backward_end:
-                return True
-        return not state.consumers and microbatch in state.forward_end
-
-    def _may_run_ahead(self, state: _Stage, microbatch: int) -> bool:
-        if microbatch not in state.needs:
-            return state.next_forward - min(state.consumed.values(), default=math.inf) < RUN_AHEAD
-        ahead = state.started - state.next_backward
-        return ahead < state.held or (
-            self._rules.policy.beyond_depth and self._rules.byte_limits is not None
-        )
-
-    def _room(self, state: _Stage, kind: int, microbatch: int) -> bool:
-        """Whether a forward or recomputation leaves its rank room for what must come first.
-
-        A rank can always finish its microbatches oldest first (of one microbatch, stages
-        nearer to the loss first) if each still fits once all before it are finished. A task
-        may start if that stays so; without this a rank could fill up with what it can do
-        early and never get on.
+        Args:
+            schedule: one of this scheduler's.
+            transfers: what messages take; by default the delays that it was scheduled with.
+            costs: seconds by stage and operation; by default those it was scheduled with.
         """
-        if self._rules.byte_limits is None:
-            return True
-        # Sums of many sizes: a limit that is met exactly must not fail by rounding.
-        limit = self._rules.byte_limits[state.rank] * (1 + 1e-12)
-        held = self._held[state.rank]
-        more = state.kept if kind == FORWARD else state.activation
-        if sum(held.values()) + more > limit:
-            return False
-        task = (microbatch, *state.order)
-        for other in self._on_rank[state.rank]:
-            # What the stage will next need memory for.
-            index = other.next_recompute if other.recompute else other.started
-            if index == len(other.backwards):
-                continue
-            first = other.backwards[index]
-            place = (first, *other.order)
-            if place > task or (place == task and kind == RECOMPUTE):
-                continue
-            after = sum(size for key, size in held.items() if key >= place)
-            for late in self._on_rank[state.rank]:  # forwards that must still come before it
-                key = (first, *late.order)
-                if key >= place and key != task and first in late.needs:
-                    if first not in late.forward_end:
-                        after += late.kept
-            if after + more + other.activation > limit:
-                return False
-        return True
+        if transfers is None:
+            transfers = {edge: Transfer(0.0, wait) for edge, wait in self.delays.items()}
+        results: dict[object, float] = {}
+        last = 0.0
+        for part, own in zip(schedule.parts, schedule.results, strict=True):
+            seconds = part.arrays.amounts if costs is None else part.op_array(costs)
+            messages = part.transfer_arrays(transfers)
+            key = (id(own), seconds.tobytes(), *(array.tobytes() for array in messages))
+            if key not in results:
+                results[key] = replay(
+                    part.arrays, own.log, own.starts, schedule.early, seconds, messages
+                )
+            assert results[key] >= 0, "a schedule's ranks wait for each other"
+            last = max(last, results[key])
+        return last
 
-    # -- doing ------------------------------------------------------------------------
+    def activation_peaks(self, schedule: Schedule) -> tuple[int, ...]:
+        """Per rank, the most bytes of activations that live at once.
 
-    def _begin(self, rank: int, state: _Stage, kind: int, now: float) -> float:
-        """Begin a task, and what runs beside it; returns when all of it ends."""
-        self._wakes: list[tuple[float, int]] = []
-        order = self._order[rank]
-        first = len(order)
-        begun = [self._begin_one(rank, state, kind, now)]
-        if state.quota is None:  # as most have none
-            end = now + begun[0].seconds
-            self._end(begun[0], end)
-            return end
-        on_quota = self._on_its_quota(state, kind, begun[0].microbatch)
-        if on_quota is not False:
-            while (other := self._choose(rank, now, begun)) is not None:
-                begun.append(self._begin_one(rank, *other, now))
-            on_quota = on_quota or len(begun) > 1
-        if on_quota:
-            end = now + max(one.seconds / one.state.quota for one in begun)
-            for index in range(first, len(order)):
-                quota = self._stages[order[index].stage].quota
-                order[index] = order[index]._replace(group=self._num_groups, quota=quota)
-            self._num_groups += 1
-        else:
-            end = now + begun[0].seconds
-        for one in begun:
-            if one.kind in (FORWARD, RECOMPUTE):
-                (one.state.on_quota.add if on_quota else one.state.on_quota.discard)(one.microbatch)
-            self._end(one, end)
-        return end
+        Args:
+            schedule: one of this scheduler's.
+        """
+        peaks = [0] * self.plan.num_ranks
+        for part, own in zip(schedule.parts, schedule.results, strict=True):
+            costs = [self.sizes.get(stage.id, UNKNOWN_SIZES) for stage in part.stages]
+            sizes = np.array([
+                [c.input_bytes, c.activation_bytes, c.remade_bytes] for c in costs
+            ], dtype=np.int64)
+            most = activation_peaks(part.arrays, own.log, own.starts, *sizes.T.copy())
+            for rank, peak in zip(part.ranks, most.tolist(), strict=True):
+                peaks[rank] = peak
+        return tuple(peaks)
 
-    def _begin_one(self, rank: int, state: _Stage, kind: int, now: float) -> _Begun:
-        if kind == FORWARD:
-            return self._begin_forward(rank, state, now)
-        if kind == RECOMPUTE:
-            microbatch, seconds = state.backwards[state.next_recompute], state.recompute_s
-            state.next_recompute += 1
-            self._held[rank][microbatch, *state.order] += state.activation
-            self._order[rank].append(Task(state.id, microbatch, Op.RECOMPUTE))
-        elif kind == BACKWARD:
-            return self._begin_backward(rank, state)
-        else:
-            microbatch, seconds = state.weights.popleft(), state.weight_s
-            del self._held[rank][microbatch, *state.order]
-            self._order[rank].append(Task(state.id, microbatch, Op.BACKWARD_WEIGHT))
-        return _Begun(state, kind, microbatch, seconds)
-
-    def _begin_forward(self, rank: int, state: _Stage, now: float) -> _Begun:
-        microbatch = state.forwards[state.next_forward]
-        state.next_forward += 1
-        if microbatch in state.needs:
-            op = Op.FORWARD_CHECKPOINTED if state.recompute else Op.FORWARD
-            seconds = state.forward_s
-            state.started += 1
-            self._held[rank][microbatch, *state.order] = state.kept
-        else:
-            op, seconds = Op.FORWARD_NO_GRAD, state.no_grad_s
-        run = self.active[microbatch].stages
-        for producer in state.producers:
-            if producer.id in run:
-                producer.consumed[self.plan.by_id[state.id].module] += 1
-                self._wakes.append((now, producer.rank))
-        self._order[rank].append(Task(state.id, microbatch, op))
-        return _Begun(state, FORWARD, microbatch, seconds)
-
-    def _begin_backward(self, rank: int, state: _Stage) -> _Begun:
-        microbatch = state.backwards[state.next_backward]
-        order = self._order[rank]
-        seconds = 0.0
-        if state.recompute and not self._rules.early_recompute:
-            order.append(Task(state.id, microbatch, Op.RECOMPUTE))
-            seconds = state.recompute_s
-            state.next_recompute += 1
-        split = self._rules.split and state.trains and microbatch in state.owes
-        seconds += state.input_s if split else state.backward_s
-        state.next_backward += 1
-        order.append(
-            Task(state.id, microbatch, Op.BACKWARD_INPUT if split else Op.BACKWARD)
-        )
-        if split:
-            state.weights.append(microbatch)
-        else:
-            del self._held[rank][microbatch, *state.order]
-        return _Begun(state, BACKWARD, microbatch, seconds)
-
-    def _end(self, begun: _Begun, end: float) -> None:
-        """Say when a task ends, and wake the ranks that may wait for that."""
-        state, kind, microbatch, _ = begun
-        if kind == FORWARD:
-            state.forward_end[microbatch] = end
-            for consumer in state.consumers:
-                delay = self.delays.get((state.id, consumer.id), 0.0)
-                self._wakes.append((end + delay, consumer.rank))
-        elif kind == RECOMPUTE:
-            state.recomputed_end[microbatch] = end
-        elif kind == BACKWARD:
-            state.backward_end[microbatch] = end
-            for producer in state.producers:
-                delay = self.delays.get((state.id, producer.id), 0.0)
-                self._wakes.append((end + delay, producer.rank))
+    def _check_finished(self, part: Part, left: np.ndarray, rules: Rules) -> None:
+        for stage, count in zip(part.stages, left.tolist(), strict=True):
+            if count and rules.byte_limits is not None:
+                raise NoRoomError(
+                    f"activation limits {rules.byte_limits} leave {count} task(s) of stage "
+                    f"{stage.id} without room; a rank needs room for one microbatch"
+                )
+            if count:  # cannot happen: every limit is at least one and the graph is acyclic
+                raise AssertionError(f"{count} task(s) of stage {stage.id} are unscheduled")

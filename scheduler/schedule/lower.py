@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.policy import Policy, policies
 from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.program.program import Op, Program
-from raymm.scheduler.schedule.list_schedule import (
-    ListScheduler,
-    NoRoomError,
-    Rules,
-    Schedule,
-)
+from raymm.scheduler.schedule.list_schedule import ListScheduler
 from raymm.scheduler.schedule.memory import activation_peaks
 from raymm.scheduler.schedule.network import Transfer
 from raymm.scheduler.schedule.schedule_program import to_program
-from raymm.scheduler.schedule.simulate import simulate
+from raymm.scheduler.schedule.schedule_rules import NoRoomError, Rules, Schedule
 from raymm.scheduler.schedule.stage_costs import StageCost, op_seconds, stage_costs
 from raymm.scheduler.schedule.step_graph import active_stages, full_step
 
@@ -83,7 +79,31 @@ def iteration_time(
     """
     active = active_stages(plan, full_step(plan))
     scheduler = ListScheduler(plan, active, *_known_costs(plan, costs), delays)
-    return _replayed(scheduler, _schedule(scheduler, False)).makespan
+    return scheduler.replayed(_schedule(scheduler, False))
+
+
+class Forecast(NamedTuple):
+    """What a step of a plan takes: seconds, and bytes of activations per rank."""
+
+    seconds: float
+    activation_peaks: tuple[int, ...]
+
+
+def forecast(plan: Plan, transfers: Mapping[Edge, Transfer]) -> Forecast:
+    """Of :func:`full_program`, what :func:`simulate` and :func:`.memory.activation_peaks` say, but
+    without making it.
+
+    Args:
+        plan: with a profile.
+        transfers: what messages take. The order of work does not know of them.
+    """
+    active = active_stages(plan, full_step(plan))
+    costs, sizes = _known_costs(plan, None)
+    scheduler = ListScheduler(plan, active, costs, sizes)
+    schedule = _schedule(scheduler, False)
+    return Forecast(
+        scheduler.replayed(schedule, transfers, costs), scheduler.activation_peaks(schedule)
+    )
 
 
 def _known_costs(
@@ -104,12 +124,8 @@ def _schedule(scheduler: ListScheduler, forward_only: bool) -> Schedule:
 
 
 def _replayed(scheduler: ListScheduler, schedule: Schedule) -> Schedule:
-    """A schedule with its program's time. A program does not wait on purpose, as a policy does
-    and a stage without backward that is far enough ahead; it may end sooner."""
-    program = to_program(scheduler.plan, scheduler.active, schedule)
-    transfers = {edge: Transfer(0.0, wait) for edge, wait in scheduler.delays.items()}
-    timeline = simulate(program, scheduler.seconds, transfers=transfers)
-    return schedule._replace(makespan=timeline.makespan)
+    """A schedule with its program's time."""
+    return replace(schedule, makespan=scheduler.replayed(schedule))
 
 
 def _zero_bubble(scheduler: ListScheduler) -> tuple[Schedule, Policy | None]:
@@ -124,18 +140,20 @@ def _zero_bubble(scheduler: ListScheduler) -> tuple[Schedule, Policy | None]:
     baseline = _replayed(scheduler, scheduler.run(Rules()))
     best, chosen = None, None
     stuck: NoRoomError | None = None
-    limits = plan.activation_limits or one_f_one_b_limits(plan, baseline, scheduler.sizes)
+    limits = plan.activation_limits or _limits(
+        plan, scheduler.activation_peaks(baseline), scheduler.sizes
+    )
     shared = any(len(plan.rank_stages(rank)) > 1 for rank in range(plan.num_ranks))
     for policy in policies(shared) if plan.policy is None else (plan.policy,):
         try:
-            found = scheduler.run(
+            tried = scheduler.run(
                 Rules(policy, split=True, early_recompute=True, byte_limits=tuple(limits))
             )
         except NoRoomError as error:  # where stages of one rank wait for each other
             stuck = error
             continue
-        if best is None or found.makespan < best.makespan:
-            best, chosen = found, policy
+        if best is None or tried.makespan < best.makespan:
+            best, chosen = tried, policy
     if best is not None:
         best = _replayed(scheduler, best)
     if plan.activation_limits is None and (best is None or baseline.makespan <= best.makespan):
@@ -154,13 +172,13 @@ def refine(
     active = active_stages(plan, full_step(plan))
     scheduler = ListScheduler(plan, active, *_known_costs(plan, None), delays)
     if plan.schedule != "zero_bubble" or plan.policy is not None:
-        return plan, _replayed(scheduler, _schedule(scheduler, False)).makespan
+        return plan, scheduler.replayed(_schedule(scheduler, False))
     schedule, policy = _zero_bubble(scheduler)
     return plan if policy is None else replace(plan, policy=policy), schedule.makespan
 
 
 def one_f_one_b_limits(
-    plan: Plan, baseline: Schedule | Program, sizes: Mapping[StageId, StageCost]
+    plan: Plan, baseline: Program, sizes: Mapping[StageId, StageCost]
 ) -> tuple[int, ...]:
     """Bytes of activations per rank that cost no more memory than 1F1B does.
 
@@ -173,7 +191,12 @@ def one_f_one_b_limits(
         baseline: the plan's 1F1B.
         sizes: bytes of every stage.
     """
-    peaks = activation_peaks(plan, baseline, sizes)
+    return _limits(plan, activation_peaks(baseline, sizes), sizes)
+
+
+def _limits(
+    plan: Plan, peaks: Sequence[int], sizes: Mapping[StageId, StageCost]
+) -> tuple[int, ...]:
     state = [
         sum(sizes[s.id].state_bytes for s in plan.rank_stages(rank) if s.id in sizes)
         for rank in range(plan.num_ranks)

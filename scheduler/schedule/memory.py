@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from raymm.scheduler.plan.plan import Plan, PlanError
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import COMPUTE, Op, Program
-from raymm.scheduler.schedule.list_schedule import UNKNOWN_SIZES, Schedule, Task
+from raymm.scheduler.schedule.schedule_rules import Task
 from raymm.scheduler.schedule.stage_costs import StageCost, stage_costs
+from raymm.scheduler.schedule.step_parts import UNKNOWN_SIZES
 
 GIB = 2**30
 
@@ -53,24 +54,19 @@ def peak_bytes(tasks: Iterable[Task], sizes: Mapping[StageId, StageCost]) -> int
     return peak
 
 
-def activation_peaks(
-    plan: Plan, schedule: Schedule | Program, sizes: Mapping[StageId, StageCost]
-) -> tuple[int, ...]:
-    """Per rank, :func:`peak_bytes` of a schedule or program.
+def activation_peaks(program: Program, sizes: Mapping[StageId, StageCost]) -> tuple[int, ...]:
+    """Per rank, :func:`peak_bytes` of a program.
 
     Args:
-        plan: whose stages run.
-        schedule: one of the plan, or its program.
+        program: what the ranks do.
         sizes: bytes of every stage.
     """
-    if isinstance(schedule, Program):
-        ranks: Sequence[Sequence[Task]] = [
-            [Task(i.stage, i.microbatch, i.op, i.group) for i in rank if i.op in COMPUTE]
-            for rank in schedule.ranks
-        ]
-    else:
-        ranks = schedule.tasks
-    return tuple(peak_bytes(rank, sizes) for rank in ranks)
+    return tuple(
+        peak_bytes(
+            [Task(i.stage, i.microbatch, i.op, i.group) for i in rank if i.op in COMPUTE], sizes
+        )
+        for rank in program.ranks
+    )
 
 
 @dataclass(frozen=True)
@@ -88,10 +84,15 @@ class RankMemory:
 
 def rank_memory(plan: Plan, program: Program) -> tuple[RankMemory, ...]:
     """Per rank, what a plan with a profile needs under a program."""
+    return memory_of(plan, activation_peaks(program, stage_costs(plan)))
+
+
+def memory_of(plan: Plan, peaks: Sequence[int]) -> tuple[RankMemory, ...]:
+    """Per rank, what a plan with a profile needs, if it holds so many bytes of activations."""
     sizes = stage_costs(plan)
     return tuple(
         RankMemory(sum(sizes[s.id].state_bytes for s in plan.rank_stages(rank)), peak)
-        for rank, peak in enumerate(activation_peaks(plan, program, sizes))
+        for rank, peak in enumerate(peaks)
     )
 
 
@@ -101,10 +102,14 @@ def check_memory(plan: Plan, program: Program) -> None:
         PlanError: if a rank needs more than the plan's ``memory_limit``; a plan without
             limit or profile passes.
     """
-    if plan.memory_limit is None or plan.profile is None:
-        return
-    for rank, need in enumerate(rank_memory(plan, program)):
-        if need.total > plan.memory_limit:
+    if plan.memory_limit is not None and plan.profile is not None:
+        check_needs(plan, rank_memory(plan, program))
+
+
+def check_needs(plan: Plan, needs: Sequence[RankMemory]) -> None:
+    """:func:`check_memory` of what is known to be needed, per rank."""
+    for rank, need in enumerate(needs):
+        if plan.memory_limit is not None and need.total > plan.memory_limit:
             names = ", ".join(str(stage.id) for stage in plan.rank_stages(rank))
             several = f", each of its {n} processes," if (n := plan.processes(rank)) > 1 else ""
             raise PlanError(

@@ -80,10 +80,10 @@ class PlanDrift:
         )
 
     def _by_rank(self, sums: Mapping[StageId, float]) -> dict[int, float]:
-        found: dict[int, float] = defaultdict(float)
+        ratios: dict[int, float] = defaultdict(float)
         for stage, seconds in sums.items():
-            found[self._plan.by_id[stage].rank] += seconds
-        return found
+            ratios[self._plan.by_id[stage].rank] += seconds
+        return ratios
 
     def profile(self, samples: Mapping[str, int], date: str = "") -> ProfileTable:
         """The plan's profile with the seconds of every stage's layers times measured over
@@ -117,7 +117,7 @@ class PlanDrift:
     def _ratio(self, module: str, index: int) -> float:
         """Measured over expected of a stage, over all its copies; of one that never ran or was
         expected to take no time, that of everything."""
-        names = [chain[index].id for chain in self._plan.replicas(module)]
+        names = [replica[index].id for replica in self._plan.replicas(module)]
         measured = sum(self._measured[name] for name in names)
         expected = sum(self._expected[name] for name in names)
         if measured and expected:

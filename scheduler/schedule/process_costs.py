@@ -111,11 +111,11 @@ def _process_layer(
         key_value_bytes=round(keys / cp),
         options=tuple(
             LayerOption(
-                one.name,
-                one.seconds / (shares * tp) + (gathered if one.name in REMADE else 0.0),
-                held(one.nbytes),
+                option.name,
+                option.seconds / (shares * tp) + (gathered if option.name in REMADE else 0.0),
+                held(option.nbytes),
             )
-            for one in cost.options
+            for option in cost.options
         ),
     )
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from raymm.scheduler.graph.direction import Direction
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import NO_STAGE, StageId
 from raymm.scheduler.program.program import Instruction, Op, Program, group_end
-from raymm.scheduler.schedule.list_schedule import Schedule, Task
+from raymm.scheduler.schedule.schedule_rules import Schedule, Task
 from raymm.scheduler.schedule.step_graph import ActiveStages
 
 
@@ -70,15 +71,16 @@ def messages(
     consumers = [s for s in plan.stage_consumers[name] if s in active.stages]
     sources: list[StageId] = []
     targets: list[StageId] = []
+    direction = Direction.FORWARD
     if op in (Op.BACKWARD, Op.BACKWARD_INPUT):
-        sources = consumers
+        direction, sources = Direction.BACKWARD, consumers
         targets = [p for p in producers if p in active.needs_backward]
     elif op not in (Op.RECOMPUTE, Op.BACKWARD_WEIGHT):
         sources, targets = producers, consumers
 
     def remote(what: Op, stages: list[StageId]) -> list[Instruction]:
         return [
-            Instruction(what, name, microbatch, other)
+            Instruction(what, name, microbatch, other, direction=direction)
             for other in stages
             if plan.by_id[other].rank != rank
         ]

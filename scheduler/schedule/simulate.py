@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from raymm.scheduler.plan.stage import Edge, StageId
-from raymm.scheduler.program.program import COMPUTE, Op, Program, ProgramError, group_end
+from raymm.scheduler.program.program import (
+    COMPUTE,
+    Instruction,
+    Op,
+    Program,
+    ProgramError,
+    group_end,
+)
 from raymm.scheduler.program.timeline import Span, Timeline
 from raymm.scheduler.schedule.network import Transfer
 
@@ -39,15 +47,13 @@ def simulate(
     """
     clock = [0.0] * len(program.ranks)
     position = [0] * len(program.ranks)
-    arrivals: dict[Edge, deque[float]] = defaultdict(deque)
     spans: list[Span] = []
     # Any order that respects the queues gives the same times: a rank's clock depends only
     # on its own past and on arrival times, which are fixed when the sender gets there.
     runnable = deque(range(len(program.ranks)))
     waiting: dict[Edge, int] = {}
-    transfers, of_microbatch = transfers or {}, microbatch_costs or {}
-    default = Transfer(0.0, latency)
-    link_free: dict[Edge, float] = defaultdict(float)
+    seconds = _Seconds(costs, microbatch_costs or {})
+    messages = _Messages(transfers or {}, Transfer(0.0, latency))
     while runnable:
         rank = runnable.popleft()
         instructions = program.ranks[rank]
@@ -55,38 +61,24 @@ def simulate(
             instruction = instructions[position[rank]]
             start = clock[rank]
             if instruction.op is Op.RECV:
-                queue = arrivals[instruction.edge]
-                if not queue:
+                arrival = messages.receive(instruction.edge)
+                if arrival is None:
                     waiting[instruction.edge] = rank
                     break
-                clock[rank] = max(start, queue.popleft())
+                clock[rank] = max(start, arrival)
             elif instruction.op is Op.SEND:
-                transfer = transfers.get(instruction.edge, default)
-                sent = max(start, link_free[instruction.edge]) + transfer.seconds
-                link_free[instruction.edge] = sent
-                arrivals[instruction.edge].append(sent + transfer.latency)
+                messages.send(instruction.edge, start)
                 if instruction.edge in waiting:
                     runnable.append(waiting.pop(instruction.edge))
-            elif instruction.group < 0 and instruction.op in COMPUTE:
-                key = (instruction.stage, instruction.op)
-                seconds = of_microbatch.get((*key, instruction.microbatch))
-                clock[rank] += costs.get(key, 0.0) if seconds is None else seconds
             elif instruction.group >= 0:
                 after = group_end(instructions, position[rank])
-                ends: dict[str, float] = {}  # by module
-                for one in instructions[position[rank] : after]:
-                    key, module = (one.stage, one.op), one.stage.module
-                    seconds = of_microbatch.get((*key, one.microbatch))
-                    whole = costs.get(key, 0.0) if seconds is None else seconds
-                    begin = ends.get(module, start)
-                    ends[module] = begin + whole / one.quota
-                    spans.append(
-                        Span(rank, one.op, one.stage, one.microbatch, begin, ends[module],
-                             quota=one.quota)
-                    )  # fmt: skip
-                clock[rank] = max(ends.values())
+                group = _group_spans(rank, instructions[position[rank] : after], start, seconds)
+                spans += group
+                clock[rank] = max(span.end for span in group)
                 position[rank] = after
                 continue
+            elif instruction.op in COMPUTE:
+                clock[rank] += seconds.of(instruction)
             if instruction.op in COMPUTE or (instruction.op is Op.RECV and clock[rank] > start):
                 spans.append(
                     Span(
@@ -99,3 +91,52 @@ def simulate(
         if position[rank] < len(instructions):
             raise ProgramError(f"deadlock: rank {rank} waits in {instructions[position[rank]]}")
     return Timeline(tuple(spans), len(program.ranks))
+
+
+class _Seconds(NamedTuple):
+    """What compute instructions take on a whole device."""
+
+    of_op: Mapping[tuple[StageId, Op], float]
+    of_microbatch: Mapping[tuple[StageId, Op, int], float]
+
+    def of(self, instruction: Instruction) -> float:
+        key = instruction.stage, instruction.op
+        seconds = self.of_microbatch.get((*key, instruction.microbatch))
+        return self.of_op.get(key, 0.0) if seconds is None else seconds
+
+
+class _Messages:
+    """Messages under way: those of an edge leave one after another and arrive in that order."""
+
+    def __init__(self, transfers: Mapping[Edge, Transfer], default: Transfer) -> None:
+        self._transfers = transfers
+        self._default = default
+        self._arrivals: dict[Edge, deque[float]] = defaultdict(deque)
+        self._link_free: dict[Edge, float] = defaultdict(float)
+
+    def send(self, edge: Edge, now: float) -> None:
+        transfer = self._transfers.get(edge, self._default)
+        sent = max(now, self._link_free[edge]) + transfer.seconds
+        self._link_free[edge] = sent
+        self._arrivals[edge].append(sent + transfer.latency)
+
+    def receive(self, edge: Edge) -> float | None:
+        """When the edge's next message arrives; None if it is not sent yet."""
+        queue = self._arrivals[edge]
+        return queue.popleft() if queue else None
+
+
+def _group_spans(
+    rank: int, instructions: Sequence[Instruction], start: float, seconds: _Seconds
+) -> list[Span]:
+    """A concurrent group: one module's instructions one after another, modules concurrently."""
+    spans = []
+    ends: dict[str, float] = {}  # by module
+    for instruction in instructions:
+        _, stage, microbatch, *_ = instruction
+        begin = ends.get(stage.module, start)
+        ends[stage.module] = end = begin + seconds.of(instruction) / instruction.quota
+        spans.append(
+            Span(rank, instruction.op, stage, microbatch, begin, end, quota=instruction.quota)
+        )
+    return spans

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from raymm.scheduler.costs.devices import Link
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, trainable_before
 from raymm.scheduler.costs.recomputation import KEEP, LayerOption, remade_bytes
-from raymm.scheduler.graph.module_graph import ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Op
@@ -77,18 +77,24 @@ def stage_costs(plan: Plan, profile: CostProfile | None = None) -> dict[StageId,
         raise ValueError("the plan has no cost profile")
     profile.check(plan.graph)
     before = trainable_before(plan.graph)
-    return {
-        stage.id: _stage_cost(plan, stage, profile, before[stage.module])
-        for stage in plan.stages
-    }
+    costs, of_kind = {}, {}
+    for stage in plan.stages:
+        links = _process_links(plan, stage, profile)
+        # Replicas cost the same where their processes are as near to each other.
+        kind = stage.module, stage.index, stage.layers, stage.recompute, stage.layer_options, links
+        if kind not in of_kind:
+            of_kind[kind] = _stage_cost(plan, stage, profile, before[stage.module], links)
+        costs[stage.id] = of_kind[kind]
+    return costs
 
 
 def _stage_cost(
-    plan: Plan, stage: Stage, profile: CostProfile, before: tuple[bool, ...]
+    plan: Plan, stage: Stage, profile: CostProfile, before: tuple[bool, ...],
+    links: tuple[Link | None, Link | None],
 ) -> StageCost:
     lo, hi = stage.layers
     node = plan.graph.node(stage.module)
-    layers = _shared_layers(plan, stage, profile, node)[lo:hi]
+    layers = process_layers(profile, node, stage.degrees, *links)[lo:hi]
     trainable = node.trainable[lo:hi]
     earlier = before[lo:hi]
     if lo > 0:
@@ -141,38 +147,39 @@ def _kept(
 ) -> list[tuple[LayerCost, LayerOption]]:
     """What a stage's layers that have a backward do with their activations. Of an option that the
     profile does not know it is assumed that it makes all again and keeps all."""
-    found = []
+    costs = []
     for index, cost in enumerate(layers):
         if not backward[index]:
             continue
         name = stage.layer_options[index] if index < len(stage.layer_options) else KEEP
         unknown = LayerOption(name, cost.forward, cost.activation_bytes)
-        found.append((cost, next((o for o in cost.choices if o.name == name), unknown)))
-    return found
+        costs.append((cost, next((o for o in cost.choices if o.name == name), unknown)))
+    return costs
 
 
-def _shared_layers(
-    plan: Plan, stage: Stage, profile: CostProfile, node: ModuleNode
-) -> tuple[LayerCost, ...]:
-    """The module's layers as one of the stage's processes has them."""
+def _process_links(
+    plan: Plan, stage: Stage, profile: CostProfile
+) -> tuple[Link | None, Link | None]:
+    """What the processes of a stage's rank talk over: those that share tokens, and those that share
+    parameters."""
     links, tp = profile.links, stage.tp
     numbers = plan.rank_processes(stage.rank)
     if links is None or len(numbers) == 1:
-        return process_layers(profile, node, stage.degrees)
+        return None, None
     # Of all groups by parameters, the one on the slowest link is waited for.
     by_parameters = [
         links.between(numbers[first : first + tp]) for first in range(0, len(numbers), tp)
     ]
     slowest = max(by_parameters, key=lambda link: link.seconds(1))
-    return process_layers(profile, node, stage.degrees, links.between(numbers), slowest)
+    return links.between(numbers), slowest
 
 
 def _sharers(plan: Plan, stage: Stage) -> list[int]:
     """Processes of all copies of a stage."""
     return [
         process
-        for chain in plan.replicas(stage.module)
-        for process in plan.rank_processes(chain[stage.index].rank)
+        for replica in plan.replicas(stage.module)
+        for process in plan.rank_processes(replica[stage.index].rank)
     ]
 
 

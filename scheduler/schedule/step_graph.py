@@ -61,23 +61,28 @@ def full_step(plan: Plan) -> list[list[str]]:
 def _active(
     plan: Plan, modules: frozenset[str], microbatch: int, forward_only: bool
 ) -> ActiveStages:
-    known = {node.name for node in plan.graph.nodes}
-    if unknown := modules - known:
+    names = {node.name for node in plan.graph.nodes}
+    if unknown := modules - names:
         raise ValueError(
-            f"a microbatch has input for {sorted(unknown)}; modules are {sorted(known)}"
+            f"a microbatch has input for {sorted(unknown)}; modules are {sorted(names)}"
         )
     running = set(modules)
     for module in plan.graph.topological:
         if module == plan.graph.sink or running.intersection(plan.graph.producers(module)):
             running.add(module)
-    run = {s.id for s in plan.stages if s.module in running and plan.runs(s, microbatch)}
+    replicas = [(module, plan.replicas(module)) for module in plan.graph.topological]
+    stages = [
+        stage for module, of_module in replicas if module in running
+        for stage in of_module[microbatch % len(of_module)]
+    ]
     needs: set[StageId] = set()
     owes: set[StageId] = set()
-    for stage in plan.topological_stages:
-        if stage.id not in run or forward_only:
+    for stage in stages:
+        if forward_only:
             continue
         if any(src in needs for src in plan.stage_producers[stage.id]):
             owes.add(stage.id)
         if plan.trainable(stage) or stage.id in owes:
             needs.add(stage.id)
+    run = {stage.id for stage in stages}
     return ActiveStages(frozenset(run), frozenset(needs), frozenset(owes))

@@ -15,9 +15,12 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from raymm.scheduler.costs.layer_costs import layer_work
+import numpy as np
+
+from raymm.scheduler.costs.layer_costs import CostProfile, layer_work
+from raymm.scheduler.costs.recomputation import savings
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.schedule.process_costs import all_reduce_seconds, exposed_seconds
 from raymm.scheduler.search.module_degrees import (
@@ -56,6 +59,36 @@ class Estimate:
 
 
 @dataclass(frozen=True)
+class _Memory:
+    """Bytes of one module on one process, if all its layers were one stage.
+
+    Attributes:
+        limit: of a device; None: there is none.
+        state: weights and optimizer state.
+        sizes, seconds: activations of a microbatch, ascending, and what keeping no more adds to it;
+            linear in between.
+        holds: whether a stage holds those of all its microbatches under way, or of one.
+    """
+
+    limit: int | None
+    state: int
+    sizes: np.ndarray
+    seconds: np.ndarray
+    holds: bool
+
+    def added(self, stages: int, steps: int) -> float:
+        """Seconds that a microbatch takes longer for the sake of memory, in all stages together, of
+        as many layers each; ``inf`` if memory is not enough for that, however layers are cut."""
+        if self.limit is None:
+            return 0.0
+        lives = np.minimum(np.arange(stages, 0, -1), steps if self.holds else 1)
+        free = self.limit - self.state / stages
+        if free < lives.mean() * self.sizes[0] / stages:
+            return math.inf
+        return float(np.interp(free / lives * stages, self.sizes, self.seconds).mean())
+
+
+@dataclass(frozen=True)
 class _Module:
     """One module under one choice of degrees; seconds and bytes of a microbatch or a process.
 
@@ -63,9 +96,11 @@ class _Module:
         work, longest: of all its layers, and of the layer with the most.
         way: forward and backward of one microbatch through all layers.
         reduction: seconds of the gradients' sum, if all layers were one stage.
+        memory: what they need of it.
         least: the fewest stages that memory allows.
         most: as many as it has layers.
         steps: microbatches of a copy.
+        loads: what :meth:`load` has worked out already.
     """
 
     degrees: ModuleDegrees
@@ -73,11 +108,21 @@ class _Module:
     longest: float
     way: float
     reduction: float
+    memory: _Memory
     least: int
     most: int
     steps: int
+    loads: dict[int, float] = field(default_factory=dict)
 
     def load(self, stages: int) -> float:
+        """Seconds of a step that one of its stages works, about; without what memory adds, at
+        least."""
+        if stages not in self.loads:
+            work = self.work + self.memory.added(stages, self.steps)
+            self.loads[stages] = self.steps * max(work / stages, self.longest)
+        return self.loads[stages]
+
+    def bound(self, stages: int) -> float:
         """Seconds of a step that one of its stages works at least."""
         return self.steps * max(self.work / stages, self.longest)
 
@@ -93,6 +138,8 @@ def search_degrees(
     within: Callable[[StageSpace], StageSpace],
     incumbent: float = math.inf,
     searches: int = SEARCHES,
+    gap: float = ROUNDING,
+    most_plans: float = math.inf,
 ) -> list[SearchResult]:
     """Plans with degrees that are faster than what is known, the fastest last.
 
@@ -106,8 +153,9 @@ def search_degrees(
         within: gives a space its :attr:`StageSpace.memory`.
         incumbent: seconds of the best plan known.
         searches: how many assignments are searched.
+        gap, most_plans: as of ``joint_search``, for each.
     """
-    found: list[SearchResult] = []
+    results: list[SearchResult] = []
     tried: Counter[ModuleDegrees] = Counter()
     for estimate in estimates(space, choices, per_node, sharding):
         sink = estimate.degrees[space.graph.sink]
@@ -121,41 +169,51 @@ def search_degrees(
         shared = within(replace(space, degrees=estimate.degrees))
         try:
             result = joint_search(
-                shared, iteration_time, lower_bound, fits, alternatives=0,
+                shared, iteration_time, lower_bound, fits, alternatives=0, gap=gap,
+                most_plans=most_plans,
                 incumbent=incumbent * (1 - WORTHWHILE),
             )
         except StageSearchError:  # none fits, or none is faster
             continue
         if result.best.seconds < incumbent * (1 - WORTHWHILE):
             incumbent = result.best.seconds
-            found.append(result)
-    return found
+            results.append(result)
+    return results
 
 
 def estimates(
     space: StageSpace, choices: Mapping[str, DegreeChoices], per_node: int, sharding: str
 ) -> list[Estimate]:
     """All assignments that may fit, but for the one without degrees, the most promising first; of
-    about equally fast ones, those with less shared."""
+    about equally fast ones, those with less shared.
+
+    Args:
+        space: the model, its costs and the ranks there are.
+        choices: degrees that each module may have, by name; a module that is not in it stays
+            whole.
+        per_node: devices of a node, beyond which no tensor-parallel group reaches.
+        sharding: of a module that several processes share the microbatches of: ``"none"``,
+            ``"zero1"`` or ``"fsdp"``.
+    """
     options = {}
     room = space.ranks - (len(space.graph.nodes) - 1)
     for node in space.graph.nodes:
         allowed = choices.get(node.name, DegreeChoices())
         options[node.name] = [
             module
-            for one in allowed.within(room, per_node, space.num_microbatches, sharding)
-            if (module := _module(space, node.name, one)) is not None
+            for degrees in allowed.within(room, per_node, space.num_microbatches, sharding)
+            if (module := _module(space, node.name, degrees)) is not None
         ]
-    found = []
+    estimated = []
     for chosen in itertools.product(*_limited(space, options)):
         estimate = _estimate(space, chosen)
-        if estimate is not None and any(one.degrees != ALONE for one in chosen):
-            found.append(estimate)
-    def order(one: Estimate) -> tuple[float, int, float]:
-        about = math.log(one.seconds) // WORTHWHILE if one.seconds else 0.0
-        return about, sum(d.devices for d in one.degrees.values()), one.seconds
+        if estimate is not None and any(module.degrees != ALONE for module in chosen):
+            estimated.append(estimate)
+    def order(estimate: Estimate) -> tuple[float, int, float]:
+        about = math.log(estimate.seconds) // WORTHWHILE if estimate.seconds else 0.0
+        return about, sum(d.devices for d in estimate.degrees.values()), estimate.seconds
 
-    return sorted(found, key=order)
+    return sorted(estimated, key=order)
 
 
 def _limited(space: StageSpace, options: Mapping[str, list[_Module]]) -> list[list[_Module]]:
@@ -179,23 +237,13 @@ def _module(space: StageSpace, name: str, degrees: ModuleDegrees) -> _Module | N
     work = layer_work(graph, profile, space.recompute)[name]
     layers = profile.modules[name]
     steps = space.num_microbatches // degrees.dp
-    least = 1
     sharers = degrees.dp * degrees.cp
-    if space.memory_limit is not None:
-        moments = sharers if degrees.sharding == "zero1" else 1
-        state = sum(
-            profile.state_bytes(c, t, moments)
-            for c, t in zip(layers, node.trainable, strict=True)
-        )
-        kept = sum(
-            c.activation_bytes for c, b in zip(layers, space.backward[name], strict=True) if b
-        )
-        for least in range(1, node.num_layers + 1):
-            live = 1 if space.recompute else min(least, steps)
-            if (state + live * kept) / least <= space.memory_limit:
-                break
-        else:
-            return None
+    memory = _memory(space, profile, name, sharers if degrees.sharding == "zero1" else 1)
+    least = next(
+        (n for n in range(1, node.num_layers + 1) if memory.added(n, steps) < math.inf), None
+    )
+    if least is None:
+        return None
     trained = sum(
         c.parameter_bytes for c, t in zip(layers, node.trainable, strict=True) if t
     )
@@ -205,8 +253,22 @@ def _module(space: StageSpace, name: str, degrees: ModuleDegrees) -> _Module | N
         degrees, sum(w.total for w in work), max(w.total for w in work),
         sum(w.forward + w.recompute + w.backward_input for w in work),
         all_reduce_seconds(trained, sharers, near) if trained else 0.0,
-        least, node.num_layers, steps,
+        memory, least, node.num_layers, steps,
     )
+
+
+def _memory(space: StageSpace, profile: CostProfile, name: str, moments: int) -> _Memory:
+    """What a module needs of memory; ``moments`` processes share those of the optimizer."""
+    node, layers = space.graph.node(name), profile.modules[name]
+    state = sum(
+        profile.state_bytes(c, t, moments) for c, t in zip(layers, node.trainable, strict=True)
+    )
+    held = [c for c, b in zip(layers, space.backward[name], strict=True) if b]
+    if space.memory is None or not space.memory.adaptive:
+        kept = np.array([float(sum(c.activation_bytes for c in held))])
+        return _Memory(space.memory_limit, state, kept, np.zeros(1), not space.recompute)
+    sizes, seconds = savings([c.choices for c in held])
+    return _Memory(space.memory_limit, state, sizes, seconds, True)
 
 
 def _estimate(space: StageSpace, chosen: tuple[_Module, ...]) -> Estimate | None:
@@ -228,10 +290,18 @@ def _estimate(space: StageSpace, chosen: tuple[_Module, ...]) -> Estimate | None
     path = longest[space.graph.sink]
     seconds = max(path - m.way + wait for m, wait in zip(chosen, waits, strict=True))
     degrees = {n.name: m.degrees for n, m in zip(space.graph.nodes, chosen, strict=True)}
-    return Estimate(degrees, max(seconds, path), max(loads))
+    if any(len(module.memory.sizes) > 1 for module in chosen):
+        # What memory adds may be worth another split.
+        counts = _split_over(space.ranks, chosen, _Module.bound)
+        assert counts is not None
+    bound = max(module.bound(n) for module, n in zip(chosen, counts, strict=True))
+    return Estimate(degrees, max(seconds, path), bound)
 
 
-def _split_over(devices: int, chosen: tuple[_Module, ...]) -> list[int] | None:
+def _split_over(
+    devices: int, chosen: tuple[_Module, ...],
+    load_of: Callable[[_Module, int], float] = _Module.load,
+) -> list[int] | None:
     """Stages per module so that the largest load is least: every further stage goes to the
     module that has it. None if memory asks for more than there are devices."""
     counts = [module.least for module in chosen]
@@ -239,7 +309,7 @@ def _split_over(devices: int, chosen: tuple[_Module, ...]) -> list[int] | None:
     if left < 0:
         return None
     while True:
-        loads = [module.load(n) for module, n in zip(chosen, counts, strict=True)]
+        loads = [load_of(module, n) for module, n in zip(chosen, counts, strict=True)]
         at = loads.index(max(loads))
         module = chosen[at]
         if module.degrees.devices > left or counts[at] == module.most:

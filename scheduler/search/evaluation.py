@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from raymm.scheduler.plan.plan import Plan, PlanError
 from raymm.scheduler.program.program import Program
 from raymm.scheduler.program.timeline import Timeline
-from raymm.scheduler.schedule.bounds import lower_bound
-from raymm.scheduler.schedule.lower import full_program, iteration_time, refine
-from raymm.scheduler.schedule.memory import RankMemory, check_memory, rank_memory
+from raymm.scheduler.schedule.bounds import lower_bound, one_f_one_b_bound
+from raymm.scheduler.schedule.lower import Forecast, forecast, full_program, refine
+from raymm.scheduler.schedule.memory import RankMemory, check_needs, memory_of
 from raymm.scheduler.schedule.network import Network
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import op_seconds
@@ -54,11 +54,11 @@ class Option:
 
 def module_text(plan: Plan, module: str) -> str:
     """Stages of a module and how it is shared, e.g. ``"2 (tp 4) x3"``."""
-    chains = plan.replicas(module)
-    within = rank_text(chains[0][0].degrees)
+    replicas = plan.replicas(module)
+    within = rank_text(replicas[0][0].degrees)
     return (
-        f"{len(chains[0])}" + (f" ({within})" if within else "")
-        + (f" x{len(chains)}" if len(chains) > 1 else "")
+        f"{len(replicas[0])}" + (f" ({within})" if within else "")
+        + (f" x{len(replicas)}" if len(replicas) > 1 else "")
     )
 
 
@@ -115,26 +115,31 @@ def step_bound(plan: Plan, network: Network) -> float:
 
 
 def evaluate(plan: Plan, network: Network, layout: str = "") -> tuple[Option, str | None]:
-    """A plan with a profile, judged; and why it does not fit in memory, if it does not.
+    """A plan with a profile, evaluated; and why it does not fit in memory, if it does not.
 
     The option's plan has the policy that was found for its schedule.
+
+    Args:
+        plan: its profile says seconds and bytes of every layer.
+        network: the links between its ranks.
+        layout: what the option is called.
     """
     plan, _ = refine(plan, network.delays(plan))
-    program = full_program(plan)
-    seconds = step_timeline(plan, network, program).makespan
-    return Option(layout, plan, seconds, rank_memory(plan, program)), _too_full(plan, program)
+    step = forecast(plan, network.transfers(plan))
+    needs = memory_of(plan, step.activation_peaks)
+    return Option(layout, plan, step.seconds, needs), _too_full(plan, needs)
 
 
-def _too_full(plan: Plan, program: Program) -> str | None:
+def _too_full(plan: Plan, needs: Sequence[RankMemory]) -> str | None:
     try:
-        check_memory(plan, program)
+        check_needs(plan, needs)
     except PlanError as error:
         return str(error)
     return None
 
 
 class Candidates:
-    """The plans that a planner comes up with, judged.
+    """The plans that a planner comes up with, evaluated.
 
     Args:
         network: the links.
@@ -150,25 +155,34 @@ class Candidates:
         self.options: list[Option] = []
         self.refused: list[tuple[str, str]] = []
         self._combinations = self._simulated = 0
+        self._last: tuple[Plan, Forecast] | None = None
 
     def seconds(self, plan: Plan) -> float:
         """Of a step, as options are judged; for searches."""
-        if not any(transfer.total for transfer in self.network.transfers(plan).values()):
-            return iteration_time(plan)
-        return step_timeline(plan, self.network).makespan
+        return self._forecast(plan).seconds
+
+    def _forecast(self, plan: Plan) -> Forecast:
+        """Of a plan; the last one's is kept, as searches ask for its memory and then its time."""
+        if self._last is None or self._last[0] is not plan:
+            self._last = plan, forecast(plan, self.network.transfers(plan))
+        return self._last[1]
 
     def bound(self, plan: Plan) -> float:
-        """:func:`step_bound`, for searches."""
-        return step_bound(plan, self.network)
+        """Seconds that a plan is never below, for searches."""
+        bound = one_f_one_b_bound if plan.schedule == "1f1b" else lower_bound
+        return bound(plan, self.network.delays(plan))
 
     def fits(self, plan: Plan) -> bool:
         """Whether a plan fits in memory, for searches."""
-        return plan.memory_limit is None or _too_full(plan, full_program(plan)) is None
+        if plan.memory_limit is None:
+            return True
+        needs = memory_of(plan, self._forecast(plan).activation_peaks)
+        return _too_full(plan, needs) is None
 
-    def count(self, found: SearchResult) -> None:
+    def count(self, result: SearchResult) -> None:
         """Take note of how much a search looked at."""
-        self._combinations += found.combinations
-        self._simulated += found.simulated
+        self._combinations += result.combinations
+        self._simulated += result.simulated
 
     def add(self, layout: str, plan: Plan) -> None:
         """Judge a plan and keep it, among the options or the refused."""
@@ -196,6 +210,6 @@ class Candidates:
             raise StageSearchError(f"no plan fits: {reasons or 'there is none for this model'}")
         options = fastest_first(self.options)
         return Proposal(
-            options, tuple(self.refused), self.bound(options[0].plan),
+            options, tuple(self.refused), step_bound(options[0].plan, self.network),
             self._combinations, self._simulated,
         )

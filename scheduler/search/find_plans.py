@@ -36,18 +36,18 @@ def find_plans(problem: PlanProblem, planner: Planner | None = None) -> Proposal
     """
     find = planner or _own
     try:
-        found = find(problem)
+        proposal = find(problem)
     except StageSearchError:
         if problem.recompute is not None or find is _own and has_rank_each(problem):
             raise
         return find(replace(problem, recompute=True))
     # Of plans without degrees too, so that degrees never keep a better plan from being found.
-    candidates = [found.best, *itertools.islice(filter(_is_pipelines, found.options), 1)]
+    candidates = [proposal.best, *itertools.islice(filter(_is_pipelines, proposal.options), 1)]
     if problem.recompute is None and any(_is_tight(o, problem.memory_limit) for o in candidates):
         for again in (LAYERS, True):
             with suppress(StageSearchError):
-                found = _merged(found, find(replace(problem, recompute=again)))
-    return found
+                proposal = _merged(proposal, find(replace(problem, recompute=again)))
+    return proposal
 
 
 def space_of(problem: PlanProblem) -> StageSpace:
@@ -64,10 +64,10 @@ def _own(problem: PlanProblem) -> Proposal:
     """raymm's planner, which takes turns on ranks where there are fewer than modules."""
     if has_rank_each(problem):
         return propose(problem)
-    found = Candidates(problem.network, problem.schedules)
+    candidates = Candidates(problem.network, problem.schedules)
     for label, plan in time_shared_plans(space_of(problem), problem.ranks):
-        found.add_schedules(label, plan)
-    return found.proposal()
+        candidates.add_schedules(label, plan)
+    return candidates.proposal()
 
 
 def _is_tight(option: Option, limit: int | None) -> bool:
@@ -85,10 +85,10 @@ def _is_pipelines(option: Option) -> bool:
     )
 
 
-def _merged(one: Proposal, other: Proposal) -> Proposal:
-    options = fastest_first((*one.options, *other.options))
+def _merged(first: Proposal, other: Proposal) -> Proposal:
+    options = fastest_first((*first.options, *other.options))
     return Proposal(
-        options, tuple(dict.fromkeys((*one.refused, *other.refused))),
-        one.bound if options[0] is one.best else other.bound,
-        one.combinations + other.combinations, one.simulated + other.simulated,
+        options, tuple(dict.fromkeys((*first.refused, *other.refused))),
+        first.bound if options[0] is first.best else other.bound,
+        first.combinations + other.combinations, first.simulated + other.simulated,
     )

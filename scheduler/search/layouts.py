@@ -29,6 +29,11 @@ def chunked(space: StageSpace, counts: Mapping[str, int], chunks: int) -> Plan:
     Modules with a single rank, with a layer that has no backward (after the first), or with
     too few layers keep one stage per rank.
 
+    Args:
+        space: the model, its costs and the ranks there are.
+        counts: ranks of every module, by name.
+        chunks: stages on each rank of a module.
+
     Raises:
         StageSearchError: if no module can have so many chunks, or a module not so many stages.
     """
@@ -62,6 +67,11 @@ def colocated(space: StageSpace, encoder_ranks: int, language_ranks: int) -> Pla
     language model (or whatever the encoders feed).
 
     An encoder with fewer layers than ranks uses the last ones, next to its consumer.
+
+    Args:
+        space: the model, its costs and the ranks there are.
+        encoder_ranks: how many ranks the encoders have together.
+        language_ranks: how many ranks come after them.
 
     Raises:
         StageSearchError: if the model is not encoders into one module, or that module has

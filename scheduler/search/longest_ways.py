@@ -11,7 +11,13 @@ from raymm.scheduler.graph.module_graph import ModuleGraph
 
 class LongestWays:
     """Seconds of the longest way of one microbatch, to or from each cut of a module (n + 1
-    of them), from forward and gradient seconds per module and layer."""
+    of them), from forward and gradient seconds per module and layer.
+
+    Args:
+        graph: the modules, and what feeds what.
+        forward: by module, (n,) seconds of every layer's forward.
+        gradient: by module, (n,) seconds in which a gradient passes through every layer.
+    """
 
     def __init__(
         self,

@@ -41,7 +41,7 @@ class ModuleDegrees(NamedTuple):
 
 def rank_text(degrees: Degrees) -> str:
     """How a rank is several processes, e.g. ``"tp 4, cp 2"``; empty if it is one."""
-    order = sorted(degrees._asdict().items(), key=lambda one: (*KINDS, one[0]).index(one[0]))
+    order = sorted(degrees._asdict().items(), key=lambda item: (*KINDS, item[0]).index(item[0]))
     return ", ".join(f"{kind} {degree}" for kind, degree in order if degree > 1)
 
 
@@ -52,9 +52,9 @@ SharedModules = Mapping[str, ModuleDegrees]
 
 def degrees_of(plan: Plan, module: str) -> ModuleDegrees:
     """What a plan says of a module."""
-    chains = plan.replicas(module)
-    stage = chains[0][0]
-    return ModuleDegrees(len(chains), stage.cp, stage.tp, stage.sharding)
+    replicas = plan.replicas(module)
+    stage = replicas[0][0]
+    return ModuleDegrees(len(replicas), stage.cp, stage.tp, stage.sharding)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,14 @@ class DegreeChoices:
         self, devices: int, per_node: int, num_microbatches: int, sharding: str
     ) -> Iterator[ModuleDegrees]:
         """Those with which one stage fits on so many devices, tensor parallelism on one node,
-        and copies that divide the microbatches."""
+        and replicas that divide the microbatches.
+
+        Args:
+            devices: that one stage of the module may have.
+            per_node: devices of a node.
+            num_microbatches: of a step.
+            sharding: where several processes share the module; else it is ``"none"``.
+        """
         for tp in self.tp:
             if tp > per_node or per_node % tp:
                 continue
@@ -104,16 +111,22 @@ def process_profile(
     graph: ModuleGraph, profile: CostProfile, degrees: SharedModules
 ) -> CostProfile:
     """The profile as processes see it, wherever they are: those of a rank talk over the fast link
-    if a node has room for them."""
+    if a node has room for them.
+
+    Args:
+        graph: the modules.
+        profile: seconds and bytes of a whole layer on one device.
+        degrees: by module, over how many processes it is shared.
+    """
     modules = {}
     for node in graph.nodes:
-        one = degrees.get(node.name, ALONE)
+        own = degrees.get(node.name, ALONE)
         links = profile.links
         token_link = tensor_link = None
         if links is not None:
-            token_link = links.between(range(one.cp * one.tp))
-            tensor_link = links.between(range(one.tp))
-        modules[node.name] = process_layers(profile, node, one.of_rank, token_link, tensor_link)
+            token_link = links.between(range(own.cp * own.tp))
+            tensor_link = links.between(range(own.tp))
+        modules[node.name] = process_layers(profile, node, own.of_rank, token_link, tensor_link)
     return replace(profile, modules=modules)
 
 
@@ -124,7 +137,7 @@ def with_degrees(plan: Plan, degrees: SharedModules) -> Plan:
     lets tensor parallel groups begin where nodes do; and stage by stage, copies of a stage
     next to each other, because gradients are many more bytes than the messages of a pipeline.
     """
-    if all(one == ALONE for one in degrees.values()):
+    if all(own == ALONE for own in degrees.values()):
         return plan
     order = {name: at for at, name in enumerate(plan.graph.topological)}
 

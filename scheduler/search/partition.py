@@ -221,6 +221,21 @@ def partition_matrix(
     return tuple(pairwise(cuts))
 
 
+def least_bottlenecks(matrix: np.ndarray) -> np.ndarray:
+    """(n,) the least bottleneck of n layers in 1, 2, ... n stages.
+
+    Args:
+        matrix: (n + 1, n + 1) as of :func:`partition_matrix`.
+    """
+    size = len(matrix)
+    matrix = np.where(np.tri(size, dtype=bool), np.inf, matrix)
+    reach, least = matrix[0], []
+    for _ in range(size - 1):
+        least.append(reach[-1])
+        reach = np.maximum(reach[:, None], matrix).min(axis=0)
+    return np.array(least)
+
+
 def _allowed_costs(
     matrix: np.ndarray, stages: int, feasible: Feasible | np.ndarray | None
 ) -> list[np.ndarray]:
@@ -246,7 +261,8 @@ def _allowed_costs(
             f"feasible has the shape {np.shape(feasible)}; it must be {(stages, size, size)}"
         )
     return [
-        np.where(allowed, one, np.inf) for allowed, one in zip(feasible, matrices, strict=True)
+        np.where(allowed, costs, np.inf)
+        for allowed, costs in zip(feasible, matrices, strict=True)
     ]
 
 

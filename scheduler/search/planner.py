@@ -16,13 +16,13 @@ from functools import partial
 
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.search.degree_search import search_degrees
-from raymm.scheduler.search.evaluation import Candidates, Proposal
+from raymm.scheduler.search.evaluation import Candidates, Proposal, step_bound
 from raymm.scheduler.search.layouts import chunked, colocated, replicated
 from raymm.scheduler.search.module_degrees import DegreeChoices
 from raymm.scheduler.search.options import LAYERS, RECOMPUTE, PlanProblem
 from raymm.scheduler.search.stage_memory import ModuleMemory, StageMemory
 from raymm.scheduler.search.stage_search import joint_search
-from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
+from raymm.scheduler.search.stage_space import ROUNDING, StageSearchError, StageSpace
 
 # Beside layouts: ranks of several processes and copies, in pipelines.
 DEGREES = "degrees"
@@ -30,6 +30,12 @@ DEGREES = "degrees"
 DEGREE_FINALISTS = 2
 # Plans of the stage search that are tried with every schedule.
 FINALISTS = 3
+# On more ranks than these, plans that are faster by less than this share are not looked for, and
+# those that bounds rule out are not made.
+MANY_RANKS, GAP = 32, 0.005
+# Then so many stages are put into plans of an assignment of degrees at most, the most promising
+# plans first, but some plans in any case.
+MOST_STAGES, LEAST_PLANS = 10_000, 8
 
 
 def propose(problem: PlanProblem) -> Proposal:
@@ -49,7 +55,7 @@ def propose(problem: PlanProblem) -> Proposal:
     profile, network, degrees = problem.profile, problem.network, problem.degrees
     if degrees and profile.links is None:
         profile = replace(profile, links=network.links)
-    found = Candidates(network, problem.schedules)
+    candidates = Candidates(network, problem.schedules)
     left = (*problem.layouts, DEGREES) if degrees else tuple(problem.layouts)
     if degrees and not all(choices.may_be_alone for choices in degrees.values()):
         left = (DEGREES,)
@@ -59,22 +65,22 @@ def propose(problem: PlanProblem) -> Proposal:
             recompute=again is True, memory_limit=problem.memory_limit,
         )
         within = partial(within_memory, adaptive=again == LAYERS)
-        left = _Planner(space, within, found, left, problem.chunks, degrees).run()
+        left = _Planner(space, within, candidates, left, problem.chunks, degrees).run()
         if not left or problem.memory_limit is None:
             break
-    return found.proposal()
+    return candidates.proposal()
 
 
 class _Planner:
     """One round of planning, with or without recomputation."""
 
     def __init__(
-        self, space: StageSpace, within: Callable[[StageSpace], StageSpace], found: Candidates,
+        self, space: StageSpace, within: Callable[[StageSpace], StageSpace], candidates: Candidates,
         layouts: Sequence[str], chunks: Sequence[int], degrees: Mapping[str, DegreeChoices],
     ) -> None:
         self.space = within(space)
         self.within = within
-        self.found = found
+        self.candidates = candidates
         self.layouts = layouts
         self.chunks = chunks
         self.degrees = degrees
@@ -82,61 +88,82 @@ class _Planner:
     def run(self) -> tuple[str, ...]:
         """Add what is found; returns the layouts of which no plan fits."""
         left = []
-        for layout in self.layouts:
-            before = len(self.found.options)
+        for layout in self._ordered():
+            before = len(self.candidates.options)
             if layout == "modality_parallel":
                 self._try_modality_parallel()
             elif layout == DEGREES:
                 self._try_degrees()
             else:
                 self._try_shared(layout)
-            if len(self.found.options) == before:
+            if len(self.candidates.options) == before:
                 left.append(layout)
         return tuple(left)
 
+    def _ordered(self) -> Sequence[str]:
+        """On many ranks degrees come first, as the others are then mostly ruled out by bounds."""
+        if not self._many or DEGREES not in self.layouts:
+            return self.layouts
+        return (DEGREES, *(layout for layout in self.layouts if layout != DEGREES))
+
+    @property
+    def _many(self) -> bool:
+        return self.space.ranks > MANY_RANKS
+
+    @property
+    def _incumbent(self) -> float:
+        """Seconds of the best plan so far, where degrees come first; else ``inf``, so that every
+        layout has a plan."""
+        options = self.candidates.options if self._many and self.degrees else []
+        return min((option.seconds for option in options), default=math.inf)
+
     def _try_modality_parallel(self) -> None:
-        found = self.found
+        candidates = self.candidates
         try:
             search = joint_search(
-                self.space, found.seconds, found.bound, found.fits, alternatives=FINALISTS - 1
+                self.space, candidates.seconds, candidates.bound, candidates.fits,
+                alternatives=FINALISTS - 1, gap=GAP if self._many else ROUNDING,
+                incumbent=self._incumbent,
             )
         except StageSearchError as error:  # other layouts may need less memory
             memory = self.space.memory
             layers = ", layers recomputing" if memory is not None and memory.adaptive else ""
             again = ", recomputing" if self.space.recompute else layers
-            found.refused.append((f"modality_parallel{again}", str(error)))
+            candidates.refused.append((f"modality_parallel{again}", str(error)))
             return
-        found.count(search)
+        candidates.count(search)
         for choice in (search.best, *search.alternatives):
-            found.add_schedules("modality_parallel", choice.plan)
+            candidates.add_schedules("modality_parallel", choice.plan)
         self._try_chunks(search.best.counts)
 
     def _try_chunks(self, counts: dict[str, int]) -> None:
-        if "zero_bubble" not in self.found.schedules:
+        if "zero_bubble" not in self.candidates.schedules:
             return
         for many in self.chunks:
             try:
                 plan = chunked(self.space, counts, many)
             except StageSearchError:
                 continue
-            self.found.add(
+            self.candidates.add(
                 f"modality_parallel, {many} chunks per rank",
                 replace(plan, schedule="zero_bubble"),
             )
 
     def _try_degrees(self) -> None:
         """Every improvement on what is known, as pipelines; the best with every schedule."""
-        found, space = self.found, self.space
+        candidates, space = self.candidates, self.space
         results = search_degrees(
-            space, self.degrees, found.network.ranks_per_node,
+            space, self.degrees, candidates.network.ranks_per_node,
             "none" if space.memory_limit is None else "zero1",
-            found.seconds, found.bound, found.fits, self.within,
-            min((option.seconds for option in found.options), default=math.inf),
+            candidates.seconds, candidates.bound, candidates.fits, self.within,
+            min((option.seconds for option in candidates.options), default=math.inf),
+            gap=GAP if self._many else ROUNDING,
+            most_plans=max(LEAST_PLANS, MOST_STAGES // space.ranks) if self._many else math.inf,
         )
         for result in results:
-            found.count(result)
+            candidates.count(result)
         for result in results[-DEGREE_FINALISTS:]:
-            found.add_schedules("modality_parallel", result.best.plan)
+            candidates.add_schedules("modality_parallel", result.best.plan)
 
     def _try_shared(self, layout: str) -> None:
         """Layouts in which modules share ranks: of those that fit the one that is fastest
@@ -148,10 +175,15 @@ class _Planner:
             except StageSearchError as error:  # this one does not exist for the model
                 reason = str(error)
         if not plans:
-            self.found.refused.append((layout, reason))
+            self.candidates.refused.append((layout, reason))
             return
-        plans = [plan for plan in plans if self.found.fits(plan)] or plans
-        self.found.add_schedules(layout, min(plans, key=self.found.seconds))
+        incumbent = self._incumbent
+        plans = [plan for plan in plans if step_bound(plan, self.candidates.network) < incumbent]
+        if not plans:
+            self.candidates.refused.append((layout, "it is slower than what is known"))
+            return
+        plans = [plan for plan in plans if self.candidates.fits(plan)] or plans
+        self.candidates.add_schedules(layout, min(plans, key=self.candidates.seconds))
 
     def _makers(self, layout: str) -> list[Callable[[], Plan]]:
         space, ranks, sink = self.space, self.space.ranks, self.space.graph.sink

@@ -9,7 +9,6 @@ stage nearer to the loss, which holds fewer microbatches, may save more time tha
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -22,7 +21,7 @@ from raymm.scheduler.costs.recomputation import (
     choose_options,
     least_seconds,
     remade_bytes,
-    saving_steps,
+    savings,
 )
 from raymm.scheduler.search.partition import Ranges, cost_matrix
 
@@ -54,14 +53,16 @@ class ModuleMemory:
         self._kept = cost_matrix(
             [c.activation_bytes if b else 0 for c, b in zip(layers, backward, strict=True)]
         )
-        self._options = [
-            saving_steps(cost.choices) if b else None
-            for cost, b in zip(layers, backward, strict=True)
-        ]
         self._added: dict[int, np.ndarray] = {}
         self._whole: dict[int, np.ndarray] = {}
+        self._bounds = np.empty((0, 0, 0))
         self._chosen: dict[tuple[int, int, int], Recomputation | None] = {}
-        self._steps: list[list[tuple[np.ndarray, np.ndarray]]] | None = None
+        kinds: dict[tuple[LayerCost, bool], int] = {}
+        self._kinds = tuple(
+            kinds.setdefault(layer, len(kinds)) for layer in zip(layers, backward, strict=True)
+        )
+        self._choices: dict[tuple[int, float, tuple[int, ...]], Recomputation | None] = {}
+        self._frontiers: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
 
     def added(self, live: int) -> np.ndarray:
         """(n + 1, n + 1) seconds per microbatch that stages which hold ``live`` microbatches take
@@ -73,12 +74,18 @@ class ModuleMemory:
             self._whole[live] = self._state + needed <= self._limit
             added = np.where(self._whole[live], 0.0, np.inf)
             if self._adaptive:
-                self._relax(live, added)
+                open_to_less = np.isinf(added) & ~again
+                added[open_to_less] = self._relaxed(live)[open_to_less]
             self._added[live] = added
         return self._added[live]
 
     def refine(self, live: int, lo: int, hi: int) -> bool:
-        """Make a stage's entry of :meth:`added` exact; whether that changed it."""
+        """Make a stage's entry of :meth:`added` exact; whether that changed it.
+
+        Args:
+            live: microbatches whose activations it holds at once.
+            lo, hi: the stage has layers [lo, hi).
+        """
         bound = self.added(live)[lo, hi]
         if self._whole[live][lo, hi] or bound == np.inf:
             return False
@@ -88,12 +95,24 @@ class ModuleMemory:
         return exact > bound * (1 + _ROUNDING)
 
     def choice(self, live: int, lo: int, hi: int) -> Recomputation | None:
-        """What the layers of a stage keep, so that it fits; None if it fits as it is, or cannot."""
+        """What the layers of a stage keep, so that it fits; None if it fits as it is, or cannot.
+
+        Args:
+            live: microbatches whose activations it holds at once.
+            lo, hi: the stage has layers [lo, hi).
+        """
         key = live, lo, hi
         if key not in self._chosen:
             fits = self.added(live)[lo, hi] == np.inf or self._whole[live][lo, hi]
-            self._chosen[key] = None if fits else self._choose(live, lo, hi)
+            self._chosen[key] = None if fits else self._alike(live, lo, hi)
         return self._chosen[key]
+
+    def _alike(self, live: int, lo: int, hi: int) -> Recomputation | None:
+        """:meth:`_choose`, once for stages of equal layers."""
+        key = live, self._state[lo, hi], self._kinds[lo:hi]
+        if key not in self._choices:
+            self._choices[key] = self._choose(live, lo, hi)
+        return self._choices[key]
 
     def _choose(self, live: int, lo: int, hi: int) -> Recomputation | None:
         own = list(zip(self._layers[lo:hi], self._backward[lo:hi], strict=True))
@@ -101,64 +120,53 @@ class ModuleMemory:
         # Of all that are needed at once: the layer whose activations are made again. How much
         # that is depends on the choice, so the least room for it that is enough is looked for.
         rooms = sorted({
-            remade_bytes(one, cost.activation_bytes)
-            for cost, b in own if b for one in cost.choices
+            remade_bytes(option, cost.activation_bytes)
+            for cost, b in own if b for option in cost.choices
         })
         tries = []
         for room in rooms:
             budget = int((self._limit - self._state[lo, hi] - room) // live)
             allowed = [
-                [one for one in choices if remade_bytes(one, choices[0].nbytes) <= room]
+                [option for option in choices if remade_bytes(option, choices[0].nbytes) <= room]
                 for choices in layers
             ]
             tries.append((least_seconds(allowed, budget), budget, allowed))
         best: Recomputation | None = None
-        for bound, budget, allowed in sorted(tries, key=lambda one: one[:2]):
+        for bound, budget, allowed in sorted(tries, key=lambda option: option[:2]):
             if bound == np.inf or best is not None and bound >= best.seconds:
                 break
-            found = choose_options(allowed, budget)
-            if best is None or found.seconds < best.seconds:
-                best = found
+            chosen = choose_options(allowed, budget)
+            if best is None or chosen.seconds < best.seconds:
+                best = chosen
         return best
 
-    def _relax(self, live: int, added: np.ndarray) -> None:
+    def _relaxed(self, live: int) -> np.ndarray:
         """Lower bounds where a stage would not fit: layers may be divided, and what is made again
         needs no room."""
-        for lo, hi in zip(*np.nonzero(np.isinf(added)), strict=True):
-            if hi <= lo or self._recomputing[lo, hi]:
-                continue
-            sizes, seconds = self._frontier(lo, hi)
-            budget = (self._limit - self._state[lo, hi]) / live
-            if budget >= sizes[0]:
-                added[lo, hi] = np.interp(budget, sizes, seconds)
+        if live > len(self._bounds):
+            lives = np.arange(1, max(2 * live, 16) + 1)
+            layers = len(self._layers)
+            self._bounds = np.full((len(lives), layers + 1, layers + 1), np.inf)
+            alike: dict[tuple[float, int], np.ndarray] = {}
+            for lo, hi in zip(*np.triu_indices(layers + 1, 1), strict=True):
+                frontier, state = self._frontier(lo, hi), self._state[lo, hi]
+                key = state, id(frontier)
+                if key not in alike:
+                    budgets = (self._limit - state) / lives
+                    alike[key] = np.where(
+                        budgets >= frontier[0][0], np.interp(budgets, *frontier), np.inf
+                    )
+                self._bounds[:, lo, hi] = alike[key]
+        return self._bounds[live - 1]
 
     def _frontier(self, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray]:
         """Bytes per microbatch, ascending, and the least seconds added with them, linear in
         between."""
-        if self._steps is None:
-            self._steps = self._all_frontiers()
-        return self._steps[lo][hi - lo - 1]
-
-    def _all_frontiers(self) -> list[list[tuple[np.ndarray, np.ndarray]]]:
-        found = []
-        for lo in range(len(self._layers)):
-            steps: list[tuple[float, int]] = []
-            least, slowest, row = 0, 0.0, []
-            for options in self._options[lo:]:
-                if options is not None:
-                    smallest, own = options
-                    least += smallest.nbytes
-                    slowest += smallest.seconds
-                    for rate, size in own:
-                        insort(steps, (-rate, size))
-                sizes = np.array([size for _, size in steps], dtype=float)
-                rates = np.array([rate for rate, _ in steps])
-                row.append((
-                    least + np.concatenate([[0.0], np.cumsum(sizes)]),
-                    np.maximum(slowest + np.concatenate([[0.0], np.cumsum(rates * sizes)]), 0.0),
-                ))
-            found.append(row)
-        return found
+        kinds = tuple(sorted(self._kinds[lo:hi]))
+        if kinds not in self._frontiers:
+            own = zip(self._layers[lo:hi], self._backward[lo:hi], strict=True)
+            self._frontiers[kinds] = savings([cost.choices for cost, b in own if b])
+        return self._frontiers[kinds]
 
 
 _NOTHING = (LayerOption(KEEP, 0.0, 0),)
@@ -169,7 +177,7 @@ class StageMemory:
 
     Args:
         modules: the memory of each.
-        microbatches: per module, how many of a step one copy of it has.
+        microbatches: per module, how many of a step one replica of it has.
         adaptive: whether layers may keep less where a stage would not fit.
     """
 
@@ -192,7 +200,13 @@ class StageMemory:
         return np.stack([memory.added(live) for live in self._live(module, stages, beyond)])
 
     def refine(self, module: str, ranges: Ranges, beyond: int) -> bool:
-        """Make the entries of a partition's stages exact; whether that changed any."""
+        """Make the entries of a partition's stages exact; whether that changed any.
+
+        Args:
+            module: that is cut.
+            ranges: [lo, hi) of every stage's layers.
+            beyond: stages on the longest path from its output to the loss.
+        """
         lives = self._live(module, len(ranges), beyond)
         changed = [
             self._modules[module].refine(live, lo, hi)
@@ -201,12 +215,18 @@ class StageMemory:
         return any(changed)
 
     def options(self, module: str, ranges: Ranges, beyond: int) -> list[tuple[str, ...]]:
-        """What the layers of each stage do with their activations; empty where they keep them."""
-        memory, found = self._modules[module], []
+        """What the layers of each stage do with their activations; empty where they keep them.
+
+        Args:
+            module: that is cut.
+            ranges: [lo, hi) of every stage's layers.
+            beyond: stages on the longest path from its output to the loss.
+        """
+        memory, result = self._modules[module], []
         for live, (lo, hi) in zip(self._live(module, len(ranges), beyond), ranges, strict=True):
             chosen = memory.choice(live, lo, hi)
-            found.append(() if chosen is None else chosen.names)
-        return found
+            result.append(() if chosen is None else chosen.names)
+        return result
 
     def _live(self, module: str, stages: int, beyond: int) -> list[int]:
         """Microbatches that 1F1B holds, stage by stage."""

@@ -15,6 +15,8 @@ from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.search.stage_space import ROUNDING, Counts, StageSearchError, StageSpace
 
 DEFAULT_ALTERNATIVES = 4
+# How far a combination is bounded: by its counts, as it is cut, as a plan.
+COUNTED, CUT, PLANNED = range(3)
 
 
 @dataclass(frozen=True)
@@ -52,14 +54,13 @@ def joint_search(
     gap: float = ROUNDING,
     profile_bound: bool = True,
     incumbent: float = math.inf,
+    most_plans: float = math.inf,
 ) -> SearchResult:
     """The fastest plan over all stage counts within the budget, and the next fastest.
 
-    Branch and bound, best first: a combination is first bounded module by module
-    (:meth:`StageSpace.lower_bound`), then, when its turn comes, as a plan by ``lower_bound``,
-    and is simulated only if its turn comes again. The search ends when nothing left can be
-    faster than what it has. Of combinations with the same bound the one with the fewest ranks
-    comes first.
+    Branch and bound, best first: a combination is bounded however it is cut, then, when its turn
+    comes, as it is cut, then as a plan by ``lower_bound``, and is simulated if it comes again. The
+    search ends when nothing left can be faster. Of the same bound the fewest ranks come first.
 
     Args:
         space: what to choose from.
@@ -74,6 +75,8 @@ def joint_search(
             profile says, for every microbatch. If not (say, microbatches that lack a
             modality), only ``lower_bound`` can be trusted.
         incumbent: seconds of a plan that is known; none that cannot be faster is looked for.
+        most_plans: how many are made, to bound or to simulate them, before the search ends with
+            what it has; it is exact if it needs no more.
 
     Returns:
         The best plan and the alternatives with the same seconds (to within ``gap``) as
@@ -85,33 +88,35 @@ def joint_search(
     """
     modules = space.graph.topological
 
-    def bound_of(counts: Counts) -> float:
-        return max(space.lower_bound(m, n, space.beyond(m, counts)) for m, n in counts.items())
-
-    queue: list[tuple[float, int, bool, tuple[int, ...]]] = [
+    queue: list[tuple[float, int, int, tuple[int, ...]]] = [
         (
-            bound_of(counts) if profile_bound else 0.0,
-            sum(counts.values()),
-            lower_bound is None,  # bounded as far as it will be?
+            _least_of(space, counts) if profile_bound else 0.0, sum(counts.values()), COUNTED,
             tuple(counts[m] for m in modules),
         )
         for counts in space.combinations()
     ]
     heapq.heapify(queue)
-    combinations = len(queue)
+    combinations, plans = len(queue), 0
     evaluated: list[Choice] = []
     kept: list[float] = []  # the best times so far, negated: a heap with the worst of them first
     while queue:
-        bound, size, final, chosen = heapq.heappop(queue)
-        if len(kept) > alternatives and bound >= -kept[0] * (1 - gap):
-            break
-        if bound >= incumbent * (1 - gap):
+        bound, size, level, chosen = heapq.heappop(queue)
+        worst = -kept[0] if len(kept) > alternatives else math.inf
+        if bound >= min(worst, incumbent) * (1 - gap):
             break
         counts = dict(zip(modules, chosen, strict=True))
+        if level == COUNTED:
+            if (cut := _bound_of(space, counts)) < math.inf:
+                bound = max(bound, cut) if profile_bound else bound
+                heapq.heappush(queue, (bound, size, CUT, chosen))
+            continue
+        plans += 1
+        if plans > most_plans and evaluated:
+            break
         plan = space.plan(counts)
-        if not final and lower_bound is not None:
+        if level == CUT and lower_bound is not None:
             bound = max(bound, lower_bound(plan) * (1 - ROUNDING))
-            heapq.heappush(queue, (bound, size, True, chosen))
+            heapq.heappush(queue, (bound, size, PLANNED, chosen))
             continue
         if fits is not None and not fits(plan):
             continue
@@ -122,10 +127,26 @@ def joint_search(
     return search_result(space, evaluated, combinations, alternatives)
 
 
+def _least_of(space: StageSpace, counts: Counts) -> float:
+    """Of stage counts, however they are cut."""
+    return max(space.least_bound(m, n) for m, n in counts.items())
+
+
+def _bound_of(space: StageSpace, counts: Counts) -> float:
+    """As they are cut; ``inf`` where a module has no partition."""
+    return max(space.lower_bound(m, n, space.beyond(m, counts)) for m, n in counts.items())
+
+
 def search_result(
     space: StageSpace, evaluated: list[Choice], combinations: int, alternatives: int
 ) -> SearchResult:
     """The best of what was evaluated.
+
+    Args:
+        space: the ranks that there are, for the error.
+        evaluated: plans with their seconds; they are sorted in place.
+        combinations: how many numbers of stages were looked at, for the result.
+        alternatives: how many plans besides the best the result has at most.
 
     Raises:
         StageSearchError: nothing was.

@@ -15,8 +15,8 @@ from raymm.scheduler.costs.layer_costs import (
     CostProfile,
     LayerWork,
     ProfileError,
+    has_backward,
     layer_work,
-    trainable_before,
 )
 from raymm.scheduler.graph.module_graph import ModuleGraph
 from raymm.scheduler.plan.plan import Plan, Stage
@@ -28,7 +28,13 @@ from raymm.scheduler.search.module_degrees import (
     process_profile,
     with_degrees,
 )
-from raymm.scheduler.search.partition import PartitionError, Ranges, cost_matrix, partition_matrix
+from raymm.scheduler.search.partition import (
+    PartitionError,
+    Ranges,
+    cost_matrix,
+    least_bottlenecks,
+    partition_matrix,
+)
 from raymm.scheduler.search.stage_memory import StageMemory
 
 Counts = dict[str, int]
@@ -45,18 +51,6 @@ ROUNDING = 1e-9
 
 class StageSearchError(InputError, ValueError):
     """A budget under which no plan exists. The message says why."""
-
-
-def has_backward(graph: ModuleGraph) -> dict[str, tuple[bool, ...]]:
-    """Per module and layer: does a training step run a backward of it at all?"""
-    before = trainable_before(graph)
-    return {
-        node.name: tuple(
-            trainable or earlier
-            for trainable, earlier in zip(node.trainable, before[node.name], strict=True)
-        )
-        for node in graph.nodes
-    }
 
 
 def recomputing(
@@ -126,13 +120,13 @@ class StageSpace:
             it, as of :func:`~raymm.scheduler.search.partition.cost_matrix`.
         memory: which stage may hold which layers, and what making them fit adds; all fit if
             None.
-        believed: what partitions balance instead of the profile's work, for comparison with
+        expected: what partitions balance instead of the profile's work, for comparison with
             planners that know less (:func:`~raymm.scheduler.baselines.pipelines.unaware_work`).
         degrees: how modules are shared; by default every stage is one process.
 
     Raises:
         StageSearchError: if there are fewer ranks than modules need for one stage each.
-        ProfileError: if the profile, or ``believed``, is not of this graph.
+        ProfileError: if the profile, or ``expected``, is not of this graph.
     """
 
     graph: ModuleGraph
@@ -146,7 +140,7 @@ class StageSpace:
     max_stages: int | None = None
     cut_costs: Mapping[str, Sequence[float]] | None = None
     memory: StageMemory | None = None
-    believed: Mapping[str, tuple[LayerWork, ...]] | None = None
+    expected: Mapping[str, tuple[LayerWork, ...]] | None = None
     degrees: SharedModules = field(default_factory=dict)
     _partitions: dict[tuple[str, int, int], Ranges | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -162,11 +156,11 @@ class StageSpace:
         if self.max_stages is not None and self.max_stages < 1:
             raise StageSearchError(f"max_stages is {self.max_stages}; it must be at least 1")
         self.profile.check(self.graph)
-        if self.believed is not None:
+        if self.expected is not None:
             for node in self.graph.nodes:
-                if len(self.believed.get(node.name, ())) != node.num_layers:
+                if len(self.expected.get(node.name, ())) != node.num_layers:
                     raise ProfileError(
-                        f"believed has {len(self.believed.get(node.name, ()))} layers of "
+                        f"expected has {len(self.expected.get(node.name, ()))} layers of "
                         f"{node.name!r}; the module has {node.num_layers}"
                     )
 
@@ -230,14 +224,26 @@ class StageSpace:
                 return ranges
 
     def possible(self, module: str, beyond: int = 0, most: int | None = None) -> list[int]:
-        """How many stages a module can have, ascending, up to ``most``."""
+        """How many stages a module can have, ascending.
+
+        Args:
+            module: by name.
+            beyond: stages on the longest path from its output to the loss.
+            most: stages that are asked for at most; None for as many as it has layers or ranks.
+        """
         limit = self.most_stages(module)
         limit = limit if most is None else min(limit, most)
         return [n for n in range(1, limit + 1) if self.partition(module, n, beyond) is not None]
 
     def bottleneck(self, module: str, stages: int, beyond: int = 0) -> float:
         """Seconds of 1F + 1B of the slowest stage, as partitions count it; ``inf`` if no
-        partition is feasible."""
+        partition is feasible.
+
+        Args:
+            module: by name.
+            stages: how many it is cut into.
+            beyond: stages on the longest path from its output to the loss.
+        """
         return self._worst("balanced", module, stages, beyond)
 
     def lower_bound(self, module: str, stages: int, beyond: int = 0) -> float:
@@ -248,8 +254,22 @@ class StageSpace:
         forward, where it has no backward, to the loss and from there back). None of the ways
         there and back depend on how modules are cut, so the largest of the modules' bounds
         is one of the whole plan.
+
+        Args:
+            module: by name.
+            stages: how many it is cut into.
+            beyond: stages on the longest path from its output to the loss.
         """
         return self._worst("bound", module, stages, beyond) * (1 - ROUNDING)
+
+    def least_bound(self, module: str, stages: int) -> float:
+        """:meth:`lower_bound` of the partition of which it is least, whatever fits in memory.
+
+        Args:
+            module: by name.
+            stages: how many it is cut into.
+        """
+        return float(self._tables[module].least[stages - 1]) * (1 - ROUNDING)
 
     def _worst(self, table: str, module: str, stages: int, beyond: int) -> float:
         ranges = self.partition(module, stages, beyond)
@@ -259,7 +279,7 @@ class StageSpace:
         return float(max(values[lo, hi] for lo, hi in ranges))
 
     def combinations(self) -> Iterator[Counts]:
-        """Stage counts within the budget for which every module has a partition."""
+        """Stage counts within the budget. Those of a module that memory forbids are among them."""
         modules = self.graph.topological[::-1]  # what decides depth comes first
 
         def extend(chosen: Counts, left: int, at: int) -> Iterator[Counts]:
@@ -270,7 +290,7 @@ class StageSpace:
             width = self.shared(module).devices
             rest = sum(self.shared(other).devices for other in modules[at + 1 :])
             most = (left - rest) // width
-            for count in self.possible(module, self.beyond(module, chosen), most):
+            for count in range(1, min(self.most_stages(module), most) + 1):
                 yield from extend({**chosen, module: count}, left - count * width, at + 1)
 
         yield from extend({}, self.ranks, 0)
@@ -339,6 +359,11 @@ class _ModuleTable:
     balanced: np.ndarray
     bound: np.ndarray
 
+    @cached_property
+    def least(self) -> np.ndarray:
+        """(n,) by the number of stages less one, the least of all partitions' bounds."""
+        return least_bottlenecks(self.bound)
+
 
 def _tables(space: StageSpace) -> dict[str, _ModuleTable]:
     works = layer_work(space.graph, space.process_profile)
@@ -367,8 +392,8 @@ def _tables(space: StageSpace) -> dict[str, _ModuleTable]:
             steps * all_work, steps * in_time + after
         )
         balanced = all_work
-        if space.believed is not None:
-            balanced = cost_matrix([w.total for w in space.believed[module]])
+        if space.expected is not None:
+            balanced = cost_matrix([w.total for w in space.expected[module]])
         if space.cut_costs and module in space.cut_costs:
             balanced = balanced + cost_matrix([0.0] * len(work), space.cut_costs[module])
         tables[module] = _ModuleTable(balanced, bound)

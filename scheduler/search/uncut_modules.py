@@ -18,6 +18,11 @@ def with_uncut_modules(
     """A graph and profile in which these modules' blocks are one layer each. What the layer
     costs is what its blocks cost under the frozen rules.
 
+    Args:
+        graph: the model's own.
+        profile: of its layers.
+        modules: names of those that are not cut.
+
     Raises:
         ProfileError: if the profile is not of this graph.
     """
@@ -61,18 +66,24 @@ def _common_options(
 ) -> tuple[LayerOption, ...]:
     """What all blocks together may do with their activations: all the same."""
     running = [c.options for c, b in zip(layers, backward, strict=True) if b]
-    names = [one.name for one in running[0]] if running else []
-    found = []
+    names = [option.name for option in running[0]] if running else []
+    common = []
     for name in names:
-        same = [one for options in running for one in options if one.name == name]
+        same = [option for options in running for option in options if option.name == name]
         if len(same) == len(running):
             seconds, nbytes = sum(o.seconds for o in same), sum(o.nbytes for o in same)
-            found.append(LayerOption(name, seconds, nbytes))
-    return tuple(found)
+            common.append(LayerOption(name, seconds, nbytes))
+    return tuple(common)
 
 
 def in_own_layers(plan: Plan, graph: ModuleGraph, profile: CostProfile) -> Plan:
-    """A plan of :func:`with_uncut_modules`'s graph as one of the model's own."""
+    """A plan of :func:`with_uncut_modules`'s graph as one of the model's own.
+
+    Args:
+        plan: of the graph with uncut modules.
+        graph: the model's own.
+        profile: of its layers.
+    """
     stages = []
     for stage in plan.stages:
         hidden = graph.node(stage.module).num_layers - plan.graph.node(stage.module).num_layers

@@ -10,8 +10,8 @@ import transformers as hf
 from torch import nn
 
 from raymm.model.contrastive import ContrastiveLoss
+from raymm.model.modality_module import ModalityModule
 from raymm.model.module_dag import DagLoss, DagModule, ModuleDag, every
-from raymm.model.multimodal import ModalityModule
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.multiplex.mapping import MultiplexStage, Placement
 

@@ -9,15 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from raymm.actors.executor.executor import Executor, StepMeta
+from raymm.actors.executor.executor import Executor
+from raymm.actors.executor.step_meta import StepMeta
 from raymm.layout.stage_builders import stage_builders
-from raymm.model.multimodal import (
-    LANGUAGE_MODEL,
-    MultimodalModule,
-    complete_microbatch,
-    label_mask,
-    text_inputs,
-)
+from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.multimodal import MultimodalModule, complete_microbatch, label_mask, text_inputs
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.schedule.lower import lower
 

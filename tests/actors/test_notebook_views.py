@@ -1,19 +1,25 @@
 """What a notebook shows of a model that runs, and that a name which is gone holds nothing."""
 
 import base64
+import gc
 import os
 import re
 import signal
 import time
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 import transformers as hf
 
-from raymm.model.multimodal import ModalityModule, MultimodalModule
+from raymm.actors.placement.placement import ClusterError
+from raymm.actors.rank.rank_resources import RankResources
+from raymm.model.batch_rules import BatchError
+from raymm.model.modality_module import ModalityModule
+from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
-from raymm.training.trainer import Result
+from raymm.training.result import Result
 
 LLAMA = dict(
     hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, vocab_size=16,
@@ -22,9 +28,9 @@ LLAMA = dict(
 IDS = torch.arange(10).view(2, 5)
 
 
-def started():
+def started(**options):
     model = MultimodalModule({}, ModalityModule(hf.LlamaConfig(**LLAMA)))
-    return MultimodalParallelSpec({}, ParallelSpec(pp=2), 2).apply(model)
+    return MultimodalParallelSpec({}, ParallelSpec(pp=2), 2).apply(model, **options)
 
 
 def gone(pid: int) -> bool:
@@ -83,3 +89,27 @@ def test_a_result_has_its_pictures_in_it(tmp_path):
     assert shown.count("<img") == 1
     assert base64.b64encode(picture.read_bytes()).decode() in shown
     assert "0 steps" in Result({}, [], None, tmp_path)._repr_html_()
+
+
+def test_an_earlier_model_that_has_the_cluster_is_named(ray_cluster):
+    three_each = RankResources(cpus=3)
+    parallel = started(resources=three_each)
+    with pytest.raises(ClusterError, match=r"2 x \(3 CPU\) are needed, and this process still "
+                       r"holds an earlier model, which has 2 x \(3 CPU\) of the cluster's 8 CPU"):
+        started(resources=three_each)
+    assert parallel.execute({"input_ids": IDS, "labels": IDS}).loss > 0
+    del parallel  # gives the places back, too, not only the processes
+    with started(resources=three_each) as again:
+        assert again.steps_taken == 0
+
+
+def test_a_wrong_batch_does_not_hold_a_model(ray_cluster):
+    parallel = started()
+    try:
+        parallel.train_step({"input_ids": IDS.float(), "labels": IDS})
+    except BatchError as error:
+        kept = error  # as a notebook keeps the last one
+    held = weakref.ref(parallel)
+    del parallel
+    gc.collect()
+    assert held() is None and kept.__traceback__ is not None

@@ -10,7 +10,8 @@ from raymm.batch.tried_inputs import TriedInputs
 from raymm.data.loading.in_memory import describe_microbatches
 from raymm.layout.stage_builders import stage_builders
 from raymm.model.batch_rules import BatchError
-from raymm.model.multimodal import ModalityModule, ModelError, MultimodalModule, complete_microbatch
+from raymm.model.modality_module import ModalityModule, ModelError
+from raymm.model.multimodal import MultimodalModule, complete_microbatch
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 
 SMALL = dict(

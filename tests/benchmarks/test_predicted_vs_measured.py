@@ -30,7 +30,8 @@ from raymm.actors.executor.split_backward import backward_input
 from raymm.actors.modules.message import Message, MicrobatchContext
 from raymm.scheduler.baselines.pipelines import unaware_work
 from raymm.scheduler.plan.stage import StageId
-from raymm.scheduler.program.program import Instruction, Op, Program, check_program
+from raymm.scheduler.program.check_program import check_program
+from raymm.scheduler.program.program import Instruction, Op, Program
 from raymm.scheduler.schedule.lower import full_program
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import StageCost, op_seconds, stage_costs

@@ -1,25 +1,34 @@
 """``python -m tests.cluster``: the shipped RayCluster under Ray's own autoscaler, with real runs.
 
-From no GPU node: a submitted run brings as many as it needs and trains; a node of a second run is
-deleted, as ``kubectl drain`` does, and the run leaves with its last step saved; the same run,
-started again, goes on, with the losses of an undisturbed one; and nodes go when they are idle.
+From no GPU node: a run without layouts, as the shipped job's, is planned for the GPUs that the
+node types may bring, brings them and trains; a submitted run brings as many as it needs; a node of
+a second run is deleted, as ``kubectl drain`` does, and the run leaves with its last step saved; the
+same run, started again, goes on, with the losses of an undisturbed one; and nodes go when idle.
+Then ``tests.cluster.going_on``: what runs do by themselves.
 """
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 
+from raymm.runtime.embedded.forked_workers import start_servers
+from raymm.scheduler.plan.plan import Plan
 from tests.cluster.rig import Rig, kuberay
 from tests.cluster.scenario import STEPS, job, losses, shipped_cluster, submit, write_run
 
+FEW_STEPS = 4
+
 
 def main() -> int:
-    """Run the scenario; 0 if all of it went as it should."""
+    """Run all of it; 0 if it went as it should."""
     start = time.monotonic()
-    with kuberay(shipped_cluster(idle_seconds=25)) as rig:
+    start_servers(ray_modules=())
+    with kuberay(shipped_cluster(idle_seconds=25), jobs=True) as rig:
         write_run(rig.folder)
         assert rig.pods.workers() == []
+        _planned(rig)
         output = job(rig, "whole")
         assert "waiting for nodes" in output, output
         whole = losses(rig.folder / "whole")
@@ -29,8 +38,21 @@ def main() -> int:
         _drained(rig, whole)
         rig.wait_until(lambda: not rig.pods.workers(), "nodes that are idle go")
         print("2 -> 0 nodes", flush=True)
-    print(f"all as it should be, after {time.monotonic() - start:.0f} s")
-    return 0
+    print(f"all as it should be, after {time.monotonic() - start:.0f} s", flush=True)
+    return subprocess.run([sys.executable, "-m", "tests.cluster.going_on"], check=False).returncode
+
+
+def _planned(rig: Rig) -> None:
+    output = job(rig, "planned", "parallel={}", f"run.steps={FEW_STEPS}")
+    plan = Plan.from_json((rig.folder / "planned" / "plan.json").read_text())
+    (group,) = shipped_cluster(0)["spec"]["workerGroupSpecs"]
+    # A model as small as this one is quicker on fewer than there may be.
+    assert 1 < plan.num_processes <= group["maxReplicas"], (plan, output)
+    assert len(rig.pods.workers()) == plan.num_processes, (plan, output)
+    assert len(losses(rig.folder / "planned")) == FEW_STEPS, output
+    print(f"planned for {plan.num_processes} of the {group['maxReplicas']} GPUs that node types "
+          "may bring, with none there", flush=True)
+    rig.wait_until(lambda: not rig.pods.workers(), "nodes that are idle go")
 
 
 def _drained(rig: Rig, whole: list[float]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from deploy.check.quantities import quantity
 from tests.cluster.api_server import ApiState
+from tests.training.processes import descendants
 
 # Seconds from a pod's making to its start, as machines and images take, only shorter.
 START_S = 1.0
@@ -25,6 +26,7 @@ INTERVAL_S = 0.25
 STARTED = "Ray runtime started"
 START_TIMEOUT_S = 60.0
 OBJECT_STORE = str(100 * 2**20)
+RAY = str(Path(__file__).with_name("ray_command.py"))
 
 
 class Pods:
@@ -36,7 +38,12 @@ class Pods:
         gcs_port: of the head.
         head_options: more of ``ray start --head``.
         logs: folder of their output.
+
+    Attributes:
+        machines: how many workers can run at once; more are pending. None: any number.
     """
+
+    machines: int | None = None
 
     def __init__(
         self, state: ApiState, environment: Mapping[str, str], gcs_port: int,
@@ -59,6 +66,11 @@ class Pods:
             self._add(name, "headgroup", "head")
             self._run(name, "headgroup", group, ["--head", *self._head_options])
         self._loop.start()
+
+    def head_has_started(self) -> bool:
+        """Whether drivers can connect."""
+        name = f"{self._state.cluster['metadata']['name']}-head"
+        return self._has_started(name)
 
     def workers(self) -> list[str]:
         """Names of worker pods that run."""
@@ -84,10 +96,11 @@ class Pods:
         self._leaving.append(thread)
 
     def kill(self, name: str) -> None:
-        """End a pod's processes without a word, as a machine that fails."""
+        """End a pod's processes without a word, as a machine that fails: its raylet, too."""
         with self._state.lock:
             process = self._processes[name]
-        os.killpg(process.pid, signal.SIGKILL)
+        for pid in (process.pid, *descendants(process.pid)):
+            os.kill(pid, signal.SIGKILL)
 
     def stop(self) -> None:
         """End everything that was started."""
@@ -148,6 +161,9 @@ class Pods:
             with self._starting:
                 if self._stop.wait(START_S):
                     return
+                while self._waits_for_machine(name):
+                    if self._stop.wait(INTERVAL_S):
+                        return
                 with self._state.lock:
                     if name not in self._state.pods:
                         return
@@ -163,11 +179,19 @@ class Pods:
 
         threading.Thread(target=later, daemon=True).start()
 
+    def _waits_for_machine(self, name: str) -> bool:
+        with self._state.lock:
+            wanted = name in self._state.pods
+            return wanted and self.machines is not None and len(self.workers()) >= self.machines
+
     def _wait_for_start(self, name: str) -> None:
-        log, deadline = self._logs / f"{name}.txt", time.monotonic() + START_TIMEOUT_S
-        while STARTED not in log.read_text(errors="replace"):
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self._has_started(name):
             if self._stop.wait(INTERVAL_S) or time.monotonic() > deadline:
                 return
+
+    def _has_started(self, name: str) -> bool:
+        return STARTED in (self._logs / f"{name}.txt").read_text(errors="replace")
 
     def _add(self, name: str, group: str, kind: str) -> None:
         cluster = self._state.cluster["metadata"]["name"]
@@ -182,8 +206,7 @@ class Pods:
         self._state.changed()
 
     def _run(self, name: str, group_name: str, group: dict[str, Any], options: list[str]) -> None:
-        ray = str(Path(sys.executable).with_name("ray"))
-        command = [ray, "start", "--block", *options, *start_options(group)]
+        command = [sys.executable, RAY, "start", "--block", *options, *start_options(group)]
         with open(self._logs / f"{name}.txt", "w") as log:
             self._processes[name] = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
@@ -252,7 +275,7 @@ def start_options(group: dict[str, Any]) -> list[str]:
     return [
         *(part for name, value in parameters.items() for part in (f"--{name}", value)),
         "--object-store-memory", OBJECT_STORE, "--min-worker-port", "0",
-        "--max-worker-port", "0", "--disable-usage-stats",
+        "--max-worker-port", "0",
     ]
 
 

@@ -20,10 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from raymm.runtime.embedded.forked_workers import server_variables
 from tests.cluster.api_server import ApiState, Say, served
 from tests.cluster.pods import Pods
 
 ROOT = Path(__file__).resolve().parents[2]
+# Of modules that tests share, as pytest has them on its path.
+TEST_FOLDERS = [str(ROOT / "tests" / "training"), str(ROOT / "tests")]
 # Of every wait: a busy machine takes many times what a quiet one does.
 PATIENCE_S = 180.0
 _AUTOSCALER = (
@@ -38,7 +41,7 @@ class Rig:
 
     Attributes:
         pods: its pods.
-        dashboard: address for ``ray job submit``.
+        dashboard: address for ``ray job submit``, if there is one.
         gcs: address for ``ray.init``.
         environment: of processes that talk to it: token and import path.
         folder: of logs, and for whatever a test writes.
@@ -88,12 +91,13 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextmanager
-def kuberay(cluster: dict[str, Any], say: Say = print) -> Iterator[Rig]:
+def kuberay(cluster: dict[str, Any], say: Say = print, jobs: bool = False) -> Iterator[Rig]:
     """A RayCluster, brought up; ended with all of its processes at the block's end.
 
     Args:
         cluster: the manifest.
         say: is told of events, too.
+        jobs: whether some will be submitted: to a dashboard, whose processes take seconds to start.
     """
     start, events = time.monotonic(), []
 
@@ -112,7 +116,7 @@ def kuberay(cluster: dict[str, Any], say: Say = print) -> Iterator[Rig]:
     head = [
         "--port", str(gcs), "--dashboard-port", str(dashboard), "--no-monitor",
         "--dashboard-agent-listen-port", str(agent), "--ray-client-server-port", str(client),
-        "--temp-dir", str(folder / "ray"),
+        "--temp-dir", str(folder / "ray"), "--include-dashboard", str(jobs).lower(),
     ]
     pods = autoscaler = None
     try:
@@ -132,7 +136,8 @@ def kuberay(cluster: dict[str, Any], say: Say = print) -> Iterator[Rig]:
                 pods, f"http://127.0.0.1:{dashboard}", f"127.0.0.1:{gcs}", environment, folder,
                 events,
             )
-            rig.wait_until(lambda: _listens(dashboard), "the dashboard")
+            rig.wait_until(pods.head_has_started, "the head")
+            rig.wait_until(lambda: not jobs or _listens(dashboard), "the dashboard")
             note("the head is up")
             yield rig
     finally:
@@ -157,18 +162,21 @@ def _environment(cluster: dict[str, Any]) -> dict[str, str]:
     """Of all of its processes: what the operator sets, and what lets nodes share a machine."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     environment |= {
+        **server_variables(),
         "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}",
-        "PYTHONPATH": os.pathsep.join(
-            [str(ROOT), str(ROOT / "tests" / "training"), str(ROOT / "tests")]
-        ),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *TEST_FOLDERS]),
         "OMP_NUM_THREADS": "1",
         "RAY_enable_autoscaler_v2": "1",
         "AUTOSCALER_UPDATE_INTERVAL_S": "1",
         # Ray kills what it likes when others use the machine's memory up.
         "RAY_memory_monitor_refresh_ms": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
         # A node of 7 CPUs would start 7 workers at once, which import for a minute.
         "RAY_prestart_worker_first_driver": "0",
         "RAY_raylet_start_wait_time_s": "120",
+        # A node that is killed is found dead after some 3 s, not 15.
+        "RAY_health_check_period_ms": "1000",
+        "RAY_health_check_failure_threshold": "3",
     }
     if (cluster["spec"].get("authOptions") or {}).get("mode") == "token":
         environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}

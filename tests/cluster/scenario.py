@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.check import kustomize
-from tests.cluster.rig import ROOT, Rig
+from tests.cluster.rig import ROOT, TEST_FOLDERS, Rig
 
 # More than a run takes while a node is announced to end.
 STEPS = 400
@@ -28,7 +28,7 @@ def shipped_cluster(idle_seconds: int) -> dict[str, Any]:
 
 def write_run(folder: Path) -> None:
     """``config.yaml``: two ranks on a GPU each, which compute on the CPU, and data workers."""
-    sys.path[:0] = [str(ROOT / "tests" / "training"), str(ROOT / "tests")]
+    sys.path[:0] = TEST_FOLDERS
     from tiny_run import prepare, settings, write_config
 
     inputs = folder / "inputs"
@@ -36,23 +36,32 @@ def write_run(folder: Path) -> None:
     values = settings(prepare(inputs), folder / "run", STEPS)
     values["resources"] = {"cpus": 1, "gpus": 1}
     values["run"]["checkpoint_every"] = STEPS
+    # A run that has to leave a node shows how it ends; by itself it would go on.
+    values["run"]["max_preemptions"] = 0
     write_config(values, folder / "config.yaml")
 
 
-def submit(rig: Rig, name: str) -> subprocess.Popen:
-    """Submit the run with a folder of its own; the process ends with the job."""
+def submit(rig: Rig, name: str, *settings: str) -> subprocess.Popen:
+    """Submit the run with a folder of its own; the process ends with the job.
+
+    Args:
+        rig: with a dashboard.
+        name: of the folder.
+        settings: that replace those of the file, as ``section.field=value``.
+    """
     ray = str(Path(sys.executable).with_name("ray"))
+    settings = (f"run.storage_path={rig.folder / name}", *settings)
     return subprocess.Popen(
         [ray, "job", "submit", "--address", rig.dashboard, "--",
          sys.executable, "-m", "raymm", "train", str(rig.folder / "config.yaml"),
-         "--set", f"run.storage_path={rig.folder / name}"],
+         *(word for setting in settings for word in ("--set", setting))],
         env=rig.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 
 
-def job(rig: Rig, name: str) -> str:
-    """Submit the run and wait for its end; its output."""
-    process = submit(rig, name)
+def job(rig: Rig, name: str, *settings: str) -> str:
+    """As :func:`submit`, and wait for its end; its output."""
+    process = submit(rig, name, *settings)
     text, _ = process.communicate(timeout=JOB_TIMEOUT_S)
     assert process.returncode == 0, f"{text}\n{rig.account()}"
     return text

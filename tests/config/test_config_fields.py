@@ -8,7 +8,8 @@ import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from raymm.actors.optimizer.optimizer import OptimizerConfig
-from raymm.actors.rank.rank_group import ClusterError, RankResources
+from raymm.actors.placement.placement import ClusterError
+from raymm.actors.rank.rank_resources import RankResources
 from raymm.config.model_config import model_config
 from raymm.config.sections import TrainConfig
 from raymm.files.config_error import ConfigError

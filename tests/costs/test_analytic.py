@@ -6,8 +6,10 @@ import pytest
 from transformers import LlamaConfig, SiglipVisionConfig
 
 from raymm.costs.analytic import ATTENTION_BACKWARD, analytic_layers, analytic_profile
-from raymm.costs.layer_count import Load, LoadError, count_layers
-from raymm.model.multimodal import ModalityModule, MultimodalModule, module_graph
+from raymm.costs.layer_count import count_layers
+from raymm.costs.load import Load, LoadError
+from raymm.model.modality_module import ModalityModule
+from raymm.model.multimodal import MultimodalModule, module_graph
 from raymm.scheduler.costs.devices import DeviceError, find_device
 from raymm.scheduler.costs.layer_costs import CostProfile, layer_work
 

@@ -33,7 +33,8 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from raymm.actors.modules.blocks import num_blocks
 from raymm.actors.weights.source import on_meta
-from raymm.costs.layer_count import LayerCount, Load, LoadError, count_layers, default_tokens
+from raymm.costs.layer_count import LayerCount, count_layers
+from raymm.costs.load import Load, LoadError, default_tokens
 
 SIZES = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
          "num_attention_heads": 4}

@@ -46,6 +46,7 @@ def test_overlays_are_built_as_kubectl_does(folder: str):
 
 
 CLUSTER, JOB = ("overlays/interactive", "RayCluster"), ("overlays/job", "RayJob")
+BUCKET = "overlays/bucket", "RayJob"
 KUEUE, QUEUE = ("overlays/kueue", "RayJob"), ("overlays/kueue", "ClusterQueue")
 VOLUME, MONITOR = ("base", "PersistentVolumeClaim"), ("overlays/monitoring", "PodMonitor")
 HEAD, WORKER = "/spec/headGroupSpec", "/spec/workerGroupSpecs/0"
@@ -74,6 +75,14 @@ MISTAKES = {
         CLUSTER, {"op": "add", "path": f"{POD}/limits", "value": {"cpu": "7"}}, "'limits'"),
     "CEL rule": (CLUSTER, {"op": "add", "path": "/spec/managedBy", "value": "me"},
                  "managedBy"),
+    "run in a folder of one node": (
+        JOB, {"op": "replace", "path": "/spec/entrypoint",
+              "value": "raymm train x.yaml --set run.storage_path=/mnt/rayn/run"},
+        "/mnt/rayn/run is on no volume that all nodes share (/mnt/raymm)"),
+    "run in a store of another kind": (
+        BUCKET, {"op": "replace", "path": "/spec/entrypoint",
+                 "value": "bash -c 'raymm train x.yaml --set run.storage_path=s4://a/b'"},
+        "s4:// is not known; accepted: a folder"),
     "CEL rule of a job": (
         JOB, {"op": "add", "path": "/spec/deletionStrategy",
               "value": {"onSuccess": {"policy": "DeleteSelf"}}}, "deletionStrategy"),

@@ -3,7 +3,7 @@
 from pytest import approx
 
 from raymm.draw import draw_timelines
-from raymm.draw.schedule import BOX_ROWS, _on_quotas
+from raymm.draw.schedule_boxes import BOX_ROWS, places_on_quotas
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.timeline import Span, Timeline
 
@@ -19,7 +19,7 @@ TIMELINE = Timeline(
 
 
 def test_boxes_on_quotas_stand_below_each_other_as_high_as_their_quota(tmp_path):
-    found = _on_quotas(TIMELINE)
+    found = places_on_quotas(TIMELINE)
     assert set(found) == {(0, StageId("vision", 0), 0.5), (0, StageId("audio", 0), 0.25)}
     vision, audio = found[0, StageId("vision", 0), 0.5], found[0, StageId("audio", 0), 0.25]
     assert (vision.half, audio.half) == approx((BOX_ROWS / 4, BOX_ROWS / 8))

@@ -4,11 +4,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.system
 def test_it_maps_six_towers_and_draws_them(tmp_path):
     picture = tmp_path / "runs" / "imagebind" / "mapping.png"
     done = subprocess.run(

@@ -2,7 +2,7 @@
 
 Runs in processes of its own (spawned by test_compile_gate): kernels compile only where Triton
 was not imported to interpret. Compiling all takes minutes, so what came of it is kept in
-``compiled_kernels.json`` with a digest of everything that it follows from.
+``compiled_kernels.json``, each launch with a digest of everything that it follows from.
 
     python tests/kernels/compiled_kernels.py            # prints a table; --every: more head dims
     python tests/kernels/compiled_kernels.py --record   # writes the file
@@ -30,7 +30,8 @@ from typing import Any
 
 RECORD = Path(__file__).with_suffix(".json")
 KERNELS = Path(__file__).resolve().parents[2] / "kernels" / "flash" / "gpu"
-COMPILED = ("backward", "forward", "launch_configs", "ops")
+COMPILED = ("backward", "forward", "ops")
+TARGET = ("cuda", 90, 32)
 # Head dims of decoders and encoders in use; those between powers of two are padded to the next
 # and differ by a column test. fp16 compiles to the same code as bf16 but for types.
 HEAD_DIMS = {
@@ -105,33 +106,67 @@ def launches(dtype: str, head_dims: tuple[int, ...] | None = None) -> list[Launc
     return found
 
 
-def digest() -> str:
-    """Of all that decides what comes of compiling: kernels, their tables, this file, Triton."""
-    found = hashlib.sha256(importlib.metadata.version("triton").encode())
-    for path in (*(KERNELS / f"{name}.py" for name in COMPILED), Path(__file__)):
-        found.update(ast.dump(ast.parse(path.read_text())).encode())  # comments do not count
-    return found.hexdigest()
+def kernel_sources() -> str:
+    """The kernels and the names that their files give to constants. What launches them, comments
+    and docstrings do not count."""
+    sources = []
+    for path in (KERNELS / f"{name}.py" for name in COMPILED):
+        for node in ast.parse(path.read_text()).body:
+            jit = isinstance(node, ast.FunctionDef) and any(
+                "jit" in ast.unparse(decorator) for decorator in node.decorator_list
+            )
+            if jit and ast.get_docstring(node) is not None:
+                del node.body[0]
+            if jit or isinstance(node, ast.Assign | ast.AnnAssign):
+                sources.append(ast.dump(node))
+    return "\n".join(sources)
 
 
-def recorded() -> dict[str, Report]:
-    """What was kept, by launch; nothing if it is of other kernels or another Triton."""
-    data = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
-    if data.get("digest") != digest():
-        return {}
-    reports = [Report(**{**row, "launch": Launch(**row["launch"])}) for row in data["reports"]]
-    return {str(report.launch): report for report in reports}
+def digest(launch: Launch, sources: str, target: tuple[str, int, int] = TARGET) -> str:
+    """Of all that decides what comes of compiling: the kernels, what this launch gives them, and
+    Triton."""
+    function, constants, options = _arguments(launch)
+    types = {name: _type(name, launch, constants) for name in function.arg_names}
+    text = repr((importlib.metadata.version("triton"), target, sources, types))
+    text += json.dumps([constants, options], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def recorded(wanted: list[Launch]) -> dict[Launch, Report]:
+    """What was kept of these launches, but for those whose kernels, arguments or compiler have
+    changed since."""
+    rows = json.loads(RECORD.read_text()) if RECORD.is_file() else []
+    reports = {Launch(**row["launch"]): row for row in rows}
+    sources = kernel_sources()
+    return {
+        launch: Report(**{**reports[launch]["report"], "launch": launch})
+        for launch in wanted
+        if launch in reports and reports[launch]["digest"] == digest(launch, sources)
+    }
 
 
 def record(reports: list[Report]) -> None:
     """Keep what came of compiling."""
-    rows = [asdict(report) for report in reports]
-    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
-    RECORD.write_text(f'{{"digest": "{digest()}", "reports": [\n{lines}\n]}}\n')
+    sources = kernel_sources()
+    rows = []
+    for report in reports:
+        values = asdict(report)
+        launch = values.pop("launch")
+        rows.append({"digest": digest(report.launch, sources), "launch": launch, "report": values})
+    RECORD.write_text("[\n" + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n]\n")
 
 
 @contextlib.contextmanager
-def compilers(processes: int = 2) -> Iterator[Callable[..., list[Report]]]:
-    """Processes that compile, with an empty cache: ptxas speaks only when it runs."""
+def compilers(
+    processes: int = 2, compiling: Callable[..., Any] | None = None
+) -> Iterator[Callable[..., list[Any]]]:
+    """Processes that compile, with an empty cache: ptxas speaks only when it runs.
+
+    Args:
+        processes: at the same time.
+        compiling: what they do with each; :func:`compile_launch` by default.
+    """
+    work = compiling or compile_launch
     context = multiprocessing.get_context("spawn")
     with (
         tempfile.TemporaryDirectory() as cache,
@@ -139,7 +174,7 @@ def compilers(processes: int = 2) -> Iterator[Callable[..., list[Report]]]:
             processes, mp_context=context, initializer=_start, initargs=(cache,)
         ) as pool,
     ):
-        yield lambda wanted, **other: list(pool.map(partial(compile_launch, **other), wanted))
+        yield lambda wanted, **other: list(pool.map(partial(work, **other), wanted))
 
 
 def _start(cache: str) -> None:
@@ -150,6 +185,18 @@ def _start(cache: str) -> None:
 def compile_launch(launch: Launch, **other: int) -> Report:
     """Compile for sm_90 as the launch would be, pointers aligned to 16 bytes; ``other``
     compiler options or compile-time arguments replace the table's."""
+    compiled, registers, spills = compile_for(launch, TARGET, **other)
+    ptx = compiled.asm["ptx"]
+    return Report(
+        launch, registers, spills, compiled.metadata.shared,
+        len(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync)", ptx)),
+    )  # fmt: skip
+
+
+def compile_for(
+    launch: Launch, target: tuple[str, int, int], **other: int
+) -> tuple[Any, int, int]:
+    """A launch compiled for a target: Triton's kernel, registers per thread, bytes spilled."""
     import triton
     from triton import knobs
     from triton.backends.compiler import GPUTarget
@@ -169,21 +216,14 @@ def compile_launch(launch: Launch, **other: int) -> Report:
     with contextlib.redirect_stdout(log):
         compiled = triton.compile(
             ASTSource(function, types, constants, aligned),
-            target=GPUTarget("cuda", 90, 32),
+            target=GPUTarget(*target),
             options=options,
         )
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log.getvalue())
     registers = re.search(r"Used (\d+) registers", log.getvalue())
     if spills is None or registers is None:
         raise RuntimeError(f"ptxas printed no statistics for {launch}: {log.getvalue()!r}")
-    ptx = compiled.asm["ptx"]
-    return Report(
-        launch,
-        int(registers[1]),
-        int(spills[1]) + int(spills[2]),
-        compiled.metadata.shared,
-        len(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync)", ptx)),
-    )
+    return compiled, int(registers[1]), int(spills[1]) + int(spills[2])
 
 
 def _arguments(launch: Launch) -> tuple[Any, dict[str, Any], dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from fork_server import fork_server
 
 MOST_RANKS = 4
 TIMEOUT = timedelta(seconds=120)
@@ -60,7 +60,7 @@ class RankProcesses:
 @contextmanager
 def rank_processes(size: int = MOST_RANKS) -> Iterator[RankProcesses]:
     """Start ``size`` processes; ended on leaving, by force if they hang."""
-    context = mp.get_context("spawn")
+    context = fork_server()
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(size):

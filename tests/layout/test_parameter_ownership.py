@@ -39,7 +39,7 @@ def edges(length: int, count: int) -> list[tuple[int, int]]:
     return list(zip(bounds, bounds[1:], strict=False))
 
 
-def tensor_pieces(tp: int) -> ShardSpec:
+def tensor_shard_spec(tp: int) -> ShardSpec:
     """As a tensor plan has it: cut evenly, a fused pair, fewer key heads than processes, what
     every process has a part of the gradient of, a vocabulary that does not divide."""
     heads = max(n for n in (1, 2) if tp % n == 0)
@@ -48,15 +48,15 @@ def tensor_pieces(tp: int) -> ShardSpec:
         "packed": [ParameterShard(0, ((a, b), (12 + a, 12 + b))) for a, b in edges(12, tp)],
         "keys": [ParameterShard(0, (edges(12, heads)[i * heads // tp],)) for i in range(tp)],
     }
-    pieces = {
+    shards = {
         f"{i}.{name}": tuple(one) for i in range(MOST_STAGES) for name, one in of_stage.items()
     }
-    pieces[TIED] = tuple(ParameterShard(0, (one,)) for one in edges(TIED_SIZE, tp))
+    shards[TIED] = tuple(ParameterShard(0, (one,)) for one in edges(TIED_SIZE, tp))
     partial = frozenset(f"{i}.partial" for i in range(MOST_STAGES))
-    return ShardSpec({"module": TensorPlan(tp, pieces=pieces, partial=partial)})
+    return ShardSpec({"module": TensorPlan(tp, shards=shards, partial=partial)})
 
 
-def sharded_pieces(shards: int) -> ShardSpec:
+def fully_sharded_spec(shards: int) -> ShardSpec:
     sharded = ("cut", "packed", "keys", "odd")
     lengths = {f"{i}.{name}": SIZES[name] for i in range(MOST_STAGES) for name in sharded}
     return ShardSpec({"module": FullyShardedPlan(shards, lengths)}, shards)
@@ -102,13 +102,13 @@ class Case:
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.processes = plan, Processes(plan)
-        self.pieces: dict[str, ShardSpec] = {}
+        self.shard_specs: dict[str, ShardSpec] = {}
         self.owned: dict[str, dict[str, int]] = {}
         for node in plan.graph.nodes:
             one = plan.module_stages(node.name)[0]
-            self.pieces[node.name] = (
-                sharded_pieces(one.shards) if one.shards > 1
-                else tensor_pieces(one.tp) if one.tp > 1 else ShardSpec()
+            self.shard_specs[node.name] = (
+                fully_sharded_spec(one.shards) if one.shards > 1
+                else tensor_shard_spec(one.tp) if one.tp > 1 else ShardSpec()
             )
             for stage in plan.module_stages(node.name):
                 own = {f"module.{stage.index}.{name}": size for name, size in SIZES.items()}
@@ -116,7 +116,7 @@ class Case:
                 if stage.layers[0] == 0 or is_last:
                     own[f"module.{TIED}"] = TIED_SIZE
                 self.owned[stage.id] = own | (PROJECTOR if is_last else {})
-        self.held = parameter_ownership(self.processes, self.owned, self.pieces)
+        self.held = parameter_ownership(self.processes, self.owned, self.shard_specs)
         self.gradients: dict[tuple[int, str, str], torch.Tensor] = {}
         self.totals: dict[tuple[str, str], torch.Tensor] = {}
         self._hand_out()
@@ -124,20 +124,20 @@ class Case:
     def _hand_out(self) -> None:
         random = torch.Generator().manual_seed(0)
         for stage in self.plan.stages:
-            chain = self.pieces[stage.module]
+            shard_spec = self.shard_specs[stage.module]
             for name, size in self.owned[stage.id].items():
                 total = self.totals.setdefault((stage.module, name), torch.zeros(size).long())
                 made = {}
                 for number in self.processes.of_rank(stage.rank):
                     process = self.processes.all[number]
                     # What tensor-parallel processes compute alike is one number, not several.
-                    alike = not self._has_part(chain, name)
+                    alike = not self._has_part(shard_spec, name)
                     who = (self.processes.data_place(process), 0 if alike else process.tp)
                     if who not in made:
                         made[who] = torch.randint(1, 10**6, (size,), generator=random)
-                        total += self._within(chain, name, number, made[who])
+                        total += self._within(shard_spec, name, number, made[who])
                     self.gradients[number, stage.id, name] = made[who]
-                if chain.shards > 1 and chain.piece(name, 0) is not None:
+                if shard_spec.shards > 1 and shard_spec.shard(name, 0) is not None:
                     # FSDP has summed what the processes have of each part.
                     summed = sum(made.values())
                     for number in self.processes.of_rank(stage.rank):
@@ -145,28 +145,28 @@ class Case:
         for key, whole in self.gradients.items():
             self.gradients[key] = self.take(*key, whole)
 
-    def _has_part(self, chain: ShardSpec, name: str) -> bool:
+    def _has_part(self, shard_spec: ShardSpec, name: str) -> bool:
         """Whether a tensor-parallel process's gradient is a part only."""
-        return chain.shards == 1 and (
-            chain.piece(name, 0) is not None or len(chain.sharers(name, 0)) > 1
+        return shard_spec.shards == 1 and (
+            shard_spec.shard(name, 0) is not None or len(shard_spec.sharers(name, 0)) > 1
         )
 
     def _within(
-        self, chain: ShardSpec, name: str, number: int, whole: torch.Tensor
+        self, shard_spec: ShardSpec, name: str, number: int, whole: torch.Tensor
     ) -> torch.Tensor:
         """Zero where a tensor-parallel process has nothing of the parameter."""
-        piece = chain.piece(name, place_of(self.processes, number, chain))
-        if piece is None or chain.shards > 1:
+        shard = shard_spec.shard(name, place_of(self.processes, number, shard_spec))
+        if shard is None or shard_spec.shards > 1:
             return whole
         inside = torch.zeros_like(whole)
-        for start, stop in piece.ranges:
+        for start, stop in shard.ranges:
             inside[start:stop] = whole[start:stop]
         return inside
 
     def take(self, number: int, stage: str, name: str, whole: torch.Tensor) -> torch.Tensor:
-        chain = self.pieces[self.plan.by_id[stage].module]
-        piece = chain.piece(name, place_of(self.processes, number, chain))
-        return whole if piece is None else torch.cat([whole[a:b] for a, b in piece.ranges])
+        shard_spec = self.shard_specs[self.plan.by_id[stage].module]
+        shard = shard_spec.shard(name, place_of(self.processes, number, shard_spec))
+        return whole if shard is None else torch.cat([whole[a:b] for a, b in shard.ranges])
 
     def summed(self) -> dict[tuple[int, str, str], torch.Tensor]:
         """Gradients after the reduction, where they are updated."""
@@ -197,9 +197,9 @@ def test_every_element_is_counted_and_written_once(plan: Plan) -> None:
         for number, held in enumerate(case.held):
             for stage, name in getattr(held, what):
                 module = plan.by_id[stage].module
-                chain = case.pieces[module]
-                piece = chain.piece(name, place_of(case.processes, number, chain))
-                ranges = ((0, None),) if piece is None else piece.ranges
+                shard_spec = case.shard_specs[module]
+                shard = shard_spec.shard(name, place_of(case.processes, number, shard_spec))
+                ranges = ((0, None),) if shard is None else shard.ranges
                 for start, stop in ranges:
                     times[module, name][start:stop] += 1
                 if what == "in_grad_norm":  # where the sum is
@@ -234,14 +234,14 @@ def test_pieces_make_up_the_whole(plan: Plan) -> None:
     """What the driver puts together from every process that is no replica."""
     case = Case(plan)
     for (module, name), total in case.totals.items():
-        chain, one = case.pieces[module], plan.module_stages(module)[0]
-        count, whole = max(chain.shards, one.tp), None
+        shard_spec, one = case.shard_specs[module], plan.module_stages(module)[0]
+        count, whole = max(shard_spec.shards, one.tp), None
         for place in range(count):
-            if not chain.is_replica(name, place):
-                piece = chain.piece(name, place)
-                own = total if piece is None else torch.cat([total[a:b] for a, b in piece.ranges])
-                assert piece is None or len(parts_of(own, piece)) == len(piece.ranges)
-                whole = chain.add(whole, name, place, count, own)
+            if not shard_spec.is_replica(name, place):
+                shard = shard_spec.shard(name, place)
+                own = total if shard is None else torch.cat([total[a:b] for a, b in shard.ranges])
+                assert shard is None or len(parts_of(own, shard)) == len(shard.ranges)
+                whole = shard_spec.add(whole, name, place, count, own)
         assert torch.equal(whole, total)
 
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from raymm.actors.multiplexed.node import OutputError
 from raymm.model.contrastive import ContrastiveLoss
+from raymm.model.modality_module import ModalityModule, ModelError
 from raymm.model.module_dag import DagLoss, DagModule, ModuleDag, every
-from raymm.model.multimodal import ModalityModule, ModelError
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,14 @@ import transformers as hf
 from multiplex_models import V, mapping_of
 from torch import nn
 
-from raymm.model.multimodal import ModalityModule, ModelError, MultimodalModule
+from raymm.model.modality_module import ModalityModule, ModelError
+from raymm.model.multimodal import MultimodalModule
 from raymm.model.node_graph import check_mapping, multimodal_graph, multimodal_nodes
+from raymm.scheduler.graph.direction import Direction
 from raymm.scheduler.graph.sample_ranges import Range, rows_of
 from raymm.scheduler.graph.strict_json import MultiplexError
 from raymm.scheduler.multiplex.check_program import check_program
-from raymm.scheduler.multiplex.instructions import Direction, Finish, Reduce, Run, Update
+from raymm.scheduler.multiplex.instructions import Finish, Reduce, Run, Update
 from raymm.scheduler.multiplex.lowering import lower
 
 WIDTH = 16

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from raymm.actors.modules.merge import ReplaceTokens
 from raymm.batch.check import BatchCheck
 from raymm.model.batch_rules import BatchError
-from raymm.model.multimodal import ModalityModule, MultimodalModule
+from raymm.model.modality_module import ModalityModule
+from raymm.model.multimodal import MultimodalModule
 
 
 @cache

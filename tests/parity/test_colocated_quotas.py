@@ -12,7 +12,8 @@ from parity_check import OPTIMIZER, check_gradients, check_training, oracle_of
 from benchmarks.emulated_backend import EmulatedBackend
 from raymm.actors.quota import Multiprocessors
 from raymm.actors.weights.source import FactorySource
-from raymm.model.multimodal import ModalityModule, MultimodalModule
+from raymm.model.modality_module import ModalityModule
+from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.plan.plan import Plan, PlanError
 from raymm.scheduler.plan.stage import StageId

@@ -11,12 +11,8 @@ from raymm.actors.modules.merge import MergeError, Prepend, ReplaceTokens
 from raymm.actors.modules.message import MicrobatchContext
 from raymm.actors.probe.cut import ProbeError
 from raymm.actors.stages.language import LanguageStage
-from raymm.model.multimodal import (
-    ModalityModule,
-    MultimodalModule,
-    complete_microbatch,
-    text_inputs,
-)
+from raymm.model.modality_module import ModalityModule
+from raymm.model.multimodal import MultimodalModule, complete_microbatch, text_inputs
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.plan.plan import PlanError
 

@@ -10,7 +10,8 @@ from raymm.actors.modules.merge import MergeError, Prepend, ReplaceTokens
 from raymm.actors.probe.cut import ProbeError
 from raymm.kernels.mask.mask import MaskError
 from raymm.kernels.mask.patterns import full
-from raymm.model.multimodal import ModalityModule, ModelError, MultimodalModule
+from raymm.model.modality_module import ModalityModule, ModelError
+from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 
 TOKENS = {"vision": pm.IMAGE_TOKEN, "audio": pm.AUDIO_TOKEN}

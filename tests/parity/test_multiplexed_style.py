@@ -19,7 +19,8 @@ from parity_oracle import replace
 
 from raymm.actors.modules.merge import ReplaceTokens
 from raymm.data.loading.in_memory import BatchError
-from raymm.model.multimodal import ModalityModule, MultimodalModule
+from raymm.model.modality_module import ModalityModule
+from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.multiplexed import MultiplexedParallelModule
 from raymm.runtime.pipelined import MultimodalParallelModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from raymm.actors.optimizer.optimizer import OptimizerConfig
-from raymm.model.multimodal import ModalityModule, ModelError, MultimodalModule
+from raymm.model.modality_module import ModalityModule, ModelError
+from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.multiplexed import MultiplexedParallelModule
 from raymm.runtime.skipped_step import NotFiniteError, SkippedStepWarning
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec

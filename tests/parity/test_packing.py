@@ -15,7 +15,8 @@ from parity_oracle import prepend, replace
 
 from raymm.actors.modules.merge import MergeError, Prepend, ReplaceTokens
 from raymm.actors.probe.cut import ProbeError
-from raymm.model.multimodal import ModalityModule, MultimodalModule
+from raymm.model.modality_module import ModalityModule
+from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 
 TOKENS = {"vision": pm.IMAGE_TOKEN, "audio": pm.AUDIO_TOKEN}

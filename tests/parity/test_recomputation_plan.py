@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.ray
+@pytest.mark.system
 @pytest.mark.timeout(650)  # minutes of planning and profiling; the command has a limit of its own
 def test_actors_stay_within_the_limit_with_the_same_losses():
     """Profiled, planned and run; resident memory of the actors, losses bit for bit."""

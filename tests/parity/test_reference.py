@@ -7,7 +7,8 @@ from parity_check import check_reference, oracle_of
 from parity_oracle import prepend, replace
 
 from raymm.actors.modules.merge import ReplaceTokens
-from raymm.model.multimodal import ModalityModule, MultimodalModule
+from raymm.model.modality_module import ModalityModule
+from raymm.model.multimodal import MultimodalModule
 
 MIXED = dict(vision=[0, 0, 2], audio=[2])  # two images; text only; one of each
 

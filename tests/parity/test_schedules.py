@@ -9,7 +9,9 @@ import pytest
 import torch
 from parity_check import OPTIMIZER, check_gradients, check_training, close, oracle_of
 
-from raymm.model.multimodal import LANGUAGE_MODEL, ModalityModule, MultimodalModule
+from raymm.model.modality_module import ModalityModule
+from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.parallel_module import StepOutput
 from raymm.runtime.pipelined import MultimodalParallelModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec

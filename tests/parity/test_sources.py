@@ -8,7 +8,8 @@ from safetensors.torch import save_file
 
 from raymm.actors.optimizer.optimizer import OptimizerConfig
 from raymm.actors.weights.source import FactorySource
-from raymm.model.multimodal import ModalityModule, MultimodalModule
+from raymm.model.modality_module import ModalityModule
+from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 
 CUT = ParallelSpec(pp=2, ranks=(0, 1))

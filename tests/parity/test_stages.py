@@ -13,7 +13,8 @@ from parity_oracle import replace
 
 from raymm.actors.modules.merge import ReplaceTokens
 from raymm.data.loading.in_memory import split_batch
-from raymm.model.multimodal import ModalityModule, MultimodalModule
+from raymm.model.modality_module import ModalityModule
+from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.plan.stage import StageId
 

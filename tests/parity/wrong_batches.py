@@ -11,7 +11,8 @@ import torch
 from hypothesis import strategies as st
 
 from raymm.actors.modules.merge import ReplaceTokens
-from raymm.model.multimodal import ModalityModule, MultimodalModule
+from raymm.model.modality_module import ModalityModule
+from raymm.model.multimodal import MultimodalModule
 
 IMAGE_TOKENS, SOUND_TOKENS = 4, pm.AUDIO_FRAMES // 2
 POSITIONS = 64  # that the language model has

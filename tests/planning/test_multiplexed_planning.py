@@ -11,7 +11,7 @@ from transformers import LlamaConfig, SiglipVisionConfig
 
 import raymm
 from raymm.costs.analytic import analytic_profile
-from raymm.costs.layer_count import Load, LoadError
+from raymm.costs.load import Load, LoadError
 from raymm.costs.scaling_estimates import (
     BANDWIDTH_SHARES,
     TILE,
@@ -20,8 +20,9 @@ from raymm.costs.scaling_estimates import (
     shapes_of,
 )
 from raymm.model.contrastive import ContrastiveLoss
+from raymm.model.modality_module import ModalityModule
 from raymm.model.module_dag import DagLoss, DagModule, ModuleDag, every
-from raymm.model.multimodal import ModalityModule, MultimodalModule, module_graph
+from raymm.model.multimodal import MultimodalModule, module_graph
 from raymm.planning.comparison import comparison_rows
 from raymm.planning.inputs import PlanInputs
 from raymm.planning.mapping_inputs import DoesNotFitError

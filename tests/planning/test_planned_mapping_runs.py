@@ -5,11 +5,11 @@ import torch
 from transformers import CLIPConfig, CLIPModel, LlamaConfig, SiglipVisionConfig
 
 import raymm
-from raymm.costs.layer_count import LoadError
+from raymm.costs.load import LoadError
 from raymm.costs.scaling_estimates import shapes_of
 from raymm.model.contrastive import clip_dag
+from raymm.model.modality_module import ModalityModule
 from raymm.model.module_dag import DagLoss, DagModule, ModuleDag
-from raymm.model.multimodal import ModalityModule
 from raymm.runtime.multiplexed_dag import MultiplexedModule
 
 

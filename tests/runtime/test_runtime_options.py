@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raymm.actors.rank.rank_group import RankResources
+from raymm.actors.rank.rank_resources import RankResources
 from raymm.runtime.multiplexed import MultiplexedParallelModule
 from raymm.runtime.multiplexed_dag import MultiplexedModule
 from raymm.runtime.options import RuntimeOptions

@@ -18,6 +18,10 @@ BAD_SETTINGS = {
     "unknown key of a layout": (
         ["parallel.language_model.stages=2"], ["parallel.language_model.stages", "pp", "ranks"],
     ),
+    "store that is not known": (
+        ["run.storage_path=hdfs://a/b"],
+        ["run.storage_path: hdfs:// is not known", "s3:// or gs://", "got 'hdfs://a/b'"],
+    ),
     "required key": (["run={steps: 3}"], ["run.storage_path: required, but not given"]),
     "wrong type": (["run.steps=many"], ["run.steps", "integer", "'many'"]),
     "no steps": (["run.steps=0"], ["run.steps", "greater than 0", "0"]),

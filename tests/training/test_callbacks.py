@@ -1,11 +1,8 @@
 """Those who watch a run see all of it, and cannot change it."""
 
-import time
-import urllib.request
-
 import pytest
-import ray
 from mlflow import MlflowClient
+from scraping import scrape
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_run import STEPS, curve
 from wandb.proto.wandb_internal_pb2 import Record
@@ -14,6 +11,7 @@ from watching_callbacks import CALLS
 from raymm.callbacks.callback import scalars
 from raymm.callbacks.named import named_callbacks
 from raymm.callbacks.ray_metrics import METRICS
+from raymm.cli.main import EXIT_REPEATS
 from raymm.config.sections import ConfigError
 from raymm.monitor.metrics import read_metrics
 
@@ -57,24 +55,6 @@ def wandb_losses(folder):
             if "loss" in row:
                 losses[int(row["step"])] = float(row["loss"])
     return losses, ids
-
-
-def scrape(wanted, seconds=60.0):
-    """Waits until the node's endpoint has metrics, by (name, tags), with their values."""
-    node = next(node for node in ray.nodes() if node["Alive"])
-    address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
-    end = time.monotonic() + seconds
-    while True:
-        lines = urllib.request.urlopen(address, timeout=10).read().decode().splitlines()
-        found = {
-            (name, tags): float(line.rpartition(" ")[2])
-            for name, tags in wanted for line in lines
-            if line.startswith(f"ray_{name}{{") and all(f'{k}="{v}"' in line for k, v in tags)
-        }
-        if found == pytest.approx(wanted):
-            return
-        assert time.monotonic() < end, (found, wanted)
-        time.sleep(0.5)  # reports are sent every ten seconds
 
 
 @pytest.fixture
@@ -160,18 +140,19 @@ def test_a_run_that_is_watched_by_all_goes_on_as_one_that_is_not(
     assert set(METRICS) - {name for name, _ in wanted} == {
         "raymm_samples_skipped_total", "raymm_steps_not_applied_total",  # there were none
         "raymm_mfu",  # there is no GPU
+        "raymm_restarts_total",
     }
     scrape(wanted)
 
 
-def test_a_run_that_fails_says_so_to_those_who_watch(make_config, raymm, calls):
+def test_a_run_that_fails_says_so_to_those_who_watch(make_config, raymm, calls, ray_cluster):
     """A callback that ends the program is left out, too; the run's own failure is told."""
     config = make_config({
         "run.callbacks": [{FAILING: {"at": 1, "error": "SystemExit"}}, RECORDER],
         "run.max_skipped_steps": 2, "optimizer.lr": 1e30,
     })
     code, text = raymm("train", config)
-    assert code == 1 and "callback Failing failed in on_step: SystemExit" in text
+    assert code == EXIT_REPEATS and "callback Failing failed in on_step: SystemExit" in text
     ends = [value for kind, value in calls if kind == "end"]
     assert len(ends) == 1 and ends[0].status == "failed" and "NotFiniteError" in ends[0].text
 

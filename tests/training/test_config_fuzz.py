@@ -17,7 +17,8 @@ from tiny_run import settings as tiny_settings
 from raymm.cli.main import main
 from raymm.config.sections import TrainConfig
 from raymm.data import check_data
-from raymm.training.trainer import Result, Trainer
+from raymm.training.result import Result
+from raymm.training.trainer import Trainer
 
 # What a field may be given by mistake.
 ODD = [

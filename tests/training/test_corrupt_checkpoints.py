@@ -13,7 +13,8 @@ from tiny_run import curve
 from transformers import LlamaConfig
 
 from raymm import MultimodalModule, MultimodalParallelSpec, ParallelSpec, RankResources
-from raymm.actors.optimizer.checkpoint_shards import StoredTensors, write_shard
+from raymm.actors.optimizer.checkpoint_shards import write_shard
+from raymm.actors.optimizer.stored_tensors import StoredTensors
 from raymm.config.build import build_model, build_plan
 from raymm.config.sections import load_config
 from raymm.files.run_files import RunFileError, append

@@ -1,12 +1,16 @@
-"""A notice that a node ends stops a run in order. Ray has no public call for notices: the first
-test fails when Ray changes the one that is used."""
+"""A run leaves a node that ends in order. Ray has no public call for notices: the first test fails
+when Ray changes the one that is used."""
 
 import threading
 
 import pytest
+import ray
 from ray._private.state import GlobalState, state
+from tiny_run import STEPS, curve
 
+from raymm.actors.placement import node_types
 from raymm.cli.main import EXIT_START_AGAIN, main
+from raymm.monitor.metrics import MetricsLog
 from raymm.runtime import drain_notices
 from raymm.runtime.drain_notices import DrainObserver, draining_nodes, notice
 from raymm.storage.checkpoint import CheckpointStore, read_manifest
@@ -36,14 +40,53 @@ def test_other_nodes_do_not_count(monkeypatch):
     assert told == ["the notice that node mine ends"]
 
 
+def test_a_run_that_leaves_twice_loses_no_step(finished, make_config, raymm, tmp_path, monkeypatch):
+    """Each notice is for the processes of an attempt; of the next one nobody has said anything."""
+    notices: dict[str, float | None] = {}
+    heard, due = threading.Event(), [3, 8]
+
+    def asked_by_the_observer() -> dict[str, float | None]:
+        if notices:
+            heard.set()
+        return dict(notices)
+
+    add = MetricsLog.add
+
+    def announced(log, row):
+        add(log, row)
+        if due and "loss" in row and row["step"] == due[0]:
+            del due[0]
+            heard.clear()
+            notices[ray.get_runtime_context().get_node_id()] = None
+            assert heard.wait(60)
+            notices.clear()
+
+    monkeypatch.setattr(drain_notices, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(drain_notices, "draining_nodes", asked_by_the_observer)
+    monkeypatch.setattr(MetricsLog, "add", announced)
+    code, text = raymm("train", make_config({"run.checkpoint_every": 100}))
+    assert code == 0, text
+    assert "preemption 2 (run.max_preemptions), so the run goes on" in text
+    assert curve(tmp_path / "run") == curve(finished.path)
+    taken = [line.split("/")[0].split()[-1] for line in text.splitlines()
+             if line.startswith("step ")]
+    assert taken == [str(step) for step in range(1, STEPS + 1)]
+
+
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_run_leaves_in_order(make_config, tmp_path, monkeypatch, capsys):
-    """Steps taken are saved, and the exit code says that it is to be started again."""
+    """Steps taken are saved; there is no other node to go on, so the exit code says that it is to
+    be started again."""
     from ray import get_runtime_context
 
-    monkeypatch.setattr(
-        drain_notices, "draining_nodes", lambda: {get_runtime_context().get_node_id(): 60.0}
-    )
+    notices: dict[str, float | None] = {}
+
+    def asked_by_the_observer() -> dict[str, float | None]:
+        notices[get_runtime_context().get_node_id()] = 60.0
+        return notices
+
+    monkeypatch.setattr(drain_notices, "draining_nodes", asked_by_the_observer)
+    monkeypatch.setattr(node_types, "draining_nodes", lambda: notices)
     config = make_config({"run.steps": 10_000, "run.checkpoint_every": 10_000})
     assert main(["train", config]) == EXIT_START_AGAIN
     output = " ".join(capsys.readouterr().out.split())
@@ -52,3 +95,5 @@ def test_a_run_leaves_in_order(make_config, tmp_path, monkeypatch, capsys):
         step = read_manifest(latest).step
         assert f"after step {step} of 10000: all of it is in {latest}" in output
     assert "stopped by the notice that node" in output
+    assert "it could not go on: the plan has 2 ranks of 0.25 CPU each" in output
+    assert "the cluster has 0 CPU" in output and "Start the same again to go on" in output

@@ -20,6 +20,8 @@ from raymm.storage.checkpoint import CheckpointStore, read_manifest
 from raymm.training.stop_request import JOB_STOP_VARIABLE
 
 PATIENCE_S = 240.0
+# Steps of the job that is stopped: more than it takes by then.
+LONG = 100_000
 # Of the whole test: a cluster's head, two jobs with processes of their own and their commands, each
 # of which imports torch and Ray anew; under a minute alone, many times that on a busy machine.
 TEST_TIMEOUT_S = 900
@@ -108,44 +110,81 @@ def same_copy(inputs, output):
 '''
 
 
-def stopped_job(address: str, checkout: Path, environment: dict[str, str], run: Path) -> None:
-    """A job that is given time to save when it is stopped."""
-    variables = json.dumps({"env_vars": {JOB_STOP_VARIABLE: "120"}})
-    changes = {"storage_path": run, "steps": 1000, "checkpoint_every": 1000}
-    here = ["--address", address]
+class Jobs:
+    """``ray job`` on a cluster.
 
-    def job(*command: str) -> str:
+    Args:
+        address: of the cluster.
+        folder: the working directory of the jobs.
+        environment: of the command.
+    """
+
+    def __init__(self, address: str, folder: Path, environment: dict[str, str]) -> None:
+        self._here = ["--address", address]
+        self._folder, self._environment = folder, environment
+
+    def __call__(self, command: str, *arguments: str) -> str:
         done = subprocess.run(
-            [RAY, "job", *command], cwd=checkout, env=environment, text=True, timeout=PATIENCE_S,
+            [RAY, "job", command, *self._here, *arguments], cwd=self._folder,
+            env=self._environment, text=True, timeout=PATIENCE_S,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )
         assert done.returncode == 0, done.stdout
         return done.stdout
 
-    job("submit", *here, "--working-dir", ".", "--no-wait", "--submission-id", "stopped",
-        "--runtime-env-json", variables, "--",
-        sys.executable, "-m", "raymm", "train", "config.yaml",
-        "--set", "optimizer.total_steps=1000",
-        *(part for key, value in changes.items() for part in ("--set", f"run.{key}={value}")))
+    def train(self, name: str, *options: str, **changes: object) -> str:
+        """Submit ``raymm train``.
+
+        Args:
+            name: of the job.
+            options: of ``ray job submit``.
+            changes: of the configuration, with ``__`` for its dots.
+        """
+        sets = (
+            part for key, value in changes.items()
+            for part in ("--set", f"{key.replace('__', '.')}={value}")
+        )
+        return self(
+            "submit", "--submission-id", name, "--working-dir", ".", *options, "--",
+            sys.executable, "-m", "raymm", "train", "config.yaml", *sets,
+        )
+
+
+def begin_long_job(jobs: Jobs, folder: Path, run: Path) -> None:
+    """A job that is given time to save when it is stopped."""
+    variables = {"env_vars": {JOB_STOP_VARIABLE: "120"}}
+    (folder / "runtime.yaml").write_text(json.dumps(variables))
+    jobs.train(
+        "long", "--no-wait", "--runtime-env", "runtime.yaml", run__storage_path=run,
+        run__steps=LONG, run__checkpoint_every=LONG, optimizer__total_steps=LONG,
+    )
     metrics = run / "metrics.jsonl"
     wait_until(
         lambda: metrics.is_file() and len(read_metrics(metrics)) > 1, PATIENCE_S, "steps of the job"
     )
-    job("stop", *here, "stopped")
-    text = job("logs", *here, "stopped")
+
+
+def stop_long_job(jobs: Jobs, run: Path) -> None:
+    """Nothing of it is lost."""
+    jobs("stop", "long")
+    text = jobs("logs", "long")
     latest = CheckpointStore(run).latest()
     assert latest is not None, text
     step = read_manifest(latest).step
-    assert f"stopped by SIGTERM after step {step} of 1000: all of it is in {latest}" in text
+    assert f"stopped by SIGTERM after step {step} of {LONG}: all of it is in {latest}" in text
     assert f"`ray job stop` kills after 120 s ({JOB_STOP_VARIABLE})" in text
     assert curve(run)[-1][0] == step
 
 
+@pytest.mark.system
 @pytest.mark.timeout(TEST_TIMEOUT_S)
-def test_a_job_trains_as_a_local_run_does_and_can_be_stopped(finished, inputs, checkout, tmp_path):
+def test_jobs_at_once_train_as_a_local_run_does_and_can_be_stopped(
+    finished, inputs, checkout, tmp_path
+):
     """With token authentication; the job's code is the working directory's, on all nodes."""
     values = settings(inputs, tmp_path / "run", 12)
     change(values, "run.checkpoint_every", 6)
+    change(values, "run.log_every", 5)
     change(values, "model.encoders.vision.postprocess_module", "job_callbacks:same_copy")
     write_config(values, checkout / "config.yaml")
     (tmp_path / "token").write_text(secrets.token_hex(32))
@@ -154,14 +193,17 @@ def test_a_job_trains_as_a_local_run_does_and_can_be_stopped(finished, inputs, c
     )
     del environment["RAY_ADDRESS"], environment["PYTHONPATH"]
     with ray_head(tmp_path, environment) as address:
-        submit = [RAY, "job", "submit", "--address", address, "--working-dir", ".", "--"]
-        job = subprocess.run(
-            [*submit, sys.executable, "-m", "raymm", "train", "config.yaml"],
-            cwd=checkout, env=environment, text=True, capture_output=True, timeout=PATIENCE_S,
-        )
-        output = job.stdout + job.stderr
-        assert job.returncode == 0, output + (tmp_path / "head.txt").read_text()
-        assert "step    12/12" in re.sub(r"\x1b\[[0-9;]*m", "", output)
-        assert "note: `ray job stop` kills a job after 3 s" in output
-        stopped_job(address, checkout, environment, tmp_path / "stopped")
+        jobs = Jobs(address, checkout, environment)
+        begin_long_job(jobs, checkout, tmp_path / "long")
+        jobs.train("short")
+        long_steps = len(curve(tmp_path / "long"))
+        text = jobs("logs", "short")
+        stop_long_job(jobs, tmp_path / "long")
+    assert 1 < long_steps < len(curve(tmp_path / "long")) < LONG
     assert curve(tmp_path / "run") == curve(finished.path)
+    # A file: no bar that is drawn over itself, and no colours. (Ray's own lines have both tabs and
+    # colours.)
+    own = re.sub(r"^\d{4}-\d\d-\d\d [\d:,]+\t.*$", "", text, flags=re.M)
+    assert [char for char in own if not char.isprintable() and char != "\n"] == []
+    assert re.findall(r"^step +(\d+)/12  loss", text, re.M) == ["5", "10", "12"]
+    assert "note: `ray job stop` kills a job after 3 s" in text

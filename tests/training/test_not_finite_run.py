@@ -5,6 +5,7 @@ import json
 import pytest
 from tiny_run import checkpoint_tensors, curve
 
+from raymm.cli.main import EXIT_REPEATS
 from raymm.monitor.metrics import read_metrics
 from raymm.storage.checkpoint import CheckpointStore
 
@@ -65,7 +66,7 @@ def test_too_many_in_a_row_end_the_run(train, tmp_path):
         "optimizer.lr": 1e30, "optimizer.schedule": "constant", "run.max_skipped_steps": 3,
         "run.checkpoint_every": 1, "optimizer.warmup_steps": 0, "optimizer.total_steps": None,
     })
-    assert code == 1 and "the run failed" in text
+    assert code == EXIT_REPEATS and "the run failed" in text
     applied = ["not_applied" not in row for row in rows]
     assert applied[-3:] == [False] * 3 and len(rows) < 6
     assert "3 steps in a row were not applied" in text and "run.max_skipped_steps is 3" in text
@@ -80,7 +81,7 @@ def test_parameters_that_are_not_finite_are_never_committed(train, tmp_path):
         "optimizer.warmup_steps": 0, "optimizer.total_steps": None,
         "run.checkpoint_every": 1,
     })
-    assert code == 1 and "no checkpoint of step 1 was written: not finite are " in text
+    assert code == EXIT_REPEATS and "no checkpoint of step 1 was written: not finite are " in text
     assert "vision/module." in text and "The last checkpoint is none" in text
     assert CheckpointStore(tmp_path / "run").committed() == []
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tiny_run import REPOSITORY
 
+pytestmark = pytest.mark.system
 PACKAGES = ("raymm", "actors", "scheduler", "kernels")
 # One module per package and subpackage, plus the console script's.
 IMPORTED = (

@@ -55,13 +55,12 @@ def test_multiplex_prints_draws_and_saves(raymm, make_config, tmp_path, wide, no
     assert sorted(p.name for p in out.iterdir()) == ["mapping.json", "mapping.png"]
 
 
-def test_what_the_readme_plans_is_what_it_trains(
+def test_what_the_page_plans_is_what_it_trains(
     raymm, make_config, tmp_path, monkeypatch, no_ray
 ):
-    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
-    section = readme.split("### Sharing GPUs")[1].split("## Parallel")[0]
+    page = (Path(__file__).resolve().parents[2] / "docs" / "sharing-gpus.md").read_text()
     plan, train = (
-        shlex.split(line, comments=True)[1:] for line in section.splitlines()
+        shlex.split(line, comments=True)[1:] for line in page.splitlines()
         if line.startswith("raymm") and ("laptop" in line or "raymm train" in line)
     )
     config = make_config({"parallel": {}})

@@ -1,14 +1,13 @@
 """``raymm profile --multiplex`` on a CPU: real modules in a real actor, and what it refuses."""
 
 import re
-from typing import NamedTuple
 
 import pytest
 import torch
 
 from raymm.actors.quota import Multiprocessors, RecordingBackend
 from raymm.actors.rank.module_profiler import ProfileRequest
-from raymm.actors.rank.rank_group import RankResources
+from raymm.actors.rank.rank_resources import RankResources
 from raymm.actors.rank.surface_profiler import (
     ColocatedTimes,
     ColocationProfiler,
@@ -138,7 +137,7 @@ def made_up(model, monkeypatch):
         def __exit__(self, *_):
             pass
 
-    monkeypatch.setattr(subject, "_actor", Actor)
+    monkeypatch.setattr(subject, "ProfilingActor", Actor)
     return work, requests, times
 
 
@@ -179,14 +178,9 @@ def test_alone_and_beside_are_measured_on_the_same_multiprocessors():
     backend = RecordingBackend(Multiprocessors())
     runs = []
 
-    class Event(NamedTuple):
-        seconds: float
-
-        def synchronize(self):
-            pass
-
-        def elapsed_time(self, end):
-            return 1e3 * end.seconds
+    class Clock:
+        def seconds(self, marks):
+            return marks
 
     class Module:
         def __init__(self, name):
@@ -198,14 +192,14 @@ def test_alone_and_beside_are_measured_on_the_same_multiprocessors():
         def iterations(self, count):
             runs.append((self.name, count))
             # The second time it is beside the other.
-            return Event(0), Event(count * [2.0, 3.0][runs.count((self.name, count)) - 1])
+            return Clock(), 0.0, count * [2.0, 3.0][runs.count((self.name, count)) - 1]
 
         def forget(self):
             pass
 
     profiler = ColocationProfiler({})
     profiler._modules = {name: Module(name) for name in "ab"}
-    found = profiler.beside(
+    found = profiler.colocated_times(
         {"a": None, "b": None}, [{"a": 0.7, "b": 0.3}], [{"a": 1.0, "b": 0.5}], backend
     )
     assert found == [{"a": ColocatedTimes(2.0, 3.0), "b": ColocatedTimes(2.0, 3.0)}]

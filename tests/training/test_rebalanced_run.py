@@ -1,6 +1,7 @@
 """A run with one slow copy of its encoder: rebalanced, killed, and gone on with."""
 
 import json
+import shutil
 
 import pytest
 from test_balanced_run import assert_epoch
@@ -8,6 +9,8 @@ from test_failure import PATIENCE_S, Interrupted
 from tiny_run import curve, save_rows
 
 from raymm.monitor.metrics import read_metrics
+from raymm.storage.checkpoint import CheckpointStore
+from raymm.storage.manifest import read_manifest
 
 ROWS = 160
 EVERY = 8
@@ -31,7 +34,8 @@ def rebalanced(make_config, tmp_path):
                 "encoders": {"vision": {"dp": 2, "ranks": [0, 1]}},
                 "language_model": {"ranks": [0]},
             },
-            "run.log_samples": True, "run.checkpoint_every": EVERY + 2, "optimizer.total_steps": 60,
+            "run.log_samples": True, "run.checkpoint_every": EVERY // 2,
+            "run.keep_checkpoints": ROWS, "optimizer.total_steps": 60,
             **(changes or {}),
         })
 
@@ -68,10 +72,13 @@ def test_a_slow_copy_gets_less_and_a_kill_changes_nothing(
     assert all(abs(parts[slow] - parts[fast]) <= 1 for parts in earlier)
     assert later and all(parts[slow] < parts[fast] - 1 for parts in later)
 
-    # Going on from a checkpoint before that takes the same decision, whatever is slow now.
-    taken = run.last_step()
-    assert taken <= decision["step"], "the checkpoint was to be older than the decision"
-    code, text = raymm("train", rebalanced({"run.steps": 24}))
+    # Going on from a checkpoint before that takes the same decision, whatever is slow now. How far
+    # the run came meanwhile depends on the machine.
+    for checkpoint in CheckpointStore(run.run).committed():
+        if read_manifest(checkpoint).step > decision["step"]:
+            shutil.rmtree(checkpoint)
+    assert EVERY <= run.last_step() <= decision["step"]
+    code, text = raymm("train", rebalanced({"run.steps": len(before) + EVERY + 4}))
     assert code == 0 and "going on from" in text, text
     rows = read_metrics(run.run / "samples.jsonl")
     assert rows[: len(before)] == before

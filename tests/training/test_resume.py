@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_run import checkpoint_tensors, curve, heldout_rows
 
-from raymm.actors.optimizer.checkpoint_shards import StoredTensors
+from raymm.actors.optimizer.stored_tensors import StoredTensors
 from raymm.storage.checkpoint import CheckpointStore, read_manifest
 
 

@@ -9,8 +9,10 @@ import time
 import pytest
 from tiny_run import curve
 
+from raymm.cli.main import EXIT_START_AGAIN
 from raymm.monitor.metrics import MetricsLog
 from raymm.storage.checkpoint import CheckpointStore, read_manifest
+from raymm.training.failure_policy import Cause
 from raymm.training.stop_request import (
     SAME_SIGNAL_S,
     RunInterruptedError,
@@ -128,6 +130,53 @@ def test_while_it_saves_and_a_second_signal(train, tmp_path):
     code, text, steps, again = train(CheckpointStore, "save", twice)
     assert (code, steps, again) == (TERMINATED, 6, latest)
     assert "stopped by SIGTERM at once: 2 steps that are not saved are lost, the last che" in text
+
+
+def test_after_its_seconds(raymm, make_config, ray_cluster, tmp_path):
+    """In its steps; and while it waits for nodes that do not come."""
+    code, text = raymm("train", make_config({
+        "parallel": ONE_RANK, "run.steps": 100_000, "run.checkpoint_every": 100_000,
+        "run.max_seconds": 6,
+    }))
+    assert code == EXIT_START_AGAIN and "Traceback" not in text
+    latest = CheckpointStore(tmp_path / "run").latest()
+    if latest is None:  # on a machine that is too busy for a step
+        assert "nothing was trained" in text or "no step was taken" in text
+    else:
+        step = read_manifest(latest).step
+        assert f"run.max_seconds (6) after step {step} of 100000: all of it is in {latest}" in text
+        assert curve(tmp_path / "run")[-1][0] == step
+        assert "Start the same again to go on from there" in text
+
+    code, text = raymm("train", make_config({
+        "parallel": ONE_RANK, "run.storage_path": str(tmp_path / "waiting"), "run.max_seconds": 3,
+        "run.wait_for_nodes_s": 600, "resources": {"cpus": 1000},
+    }))
+    assert code == EXIT_START_AGAIN and "Traceback" not in text
+    assert "stopped by run.max_seconds (3) before the first step: nothing was trained" in text
+
+
+def test_who_asks_in_which_order():
+    """A signal has the last word, who wants the run to leave the first."""
+    stop = StopRequest()
+    with stop.asking_after(0.01):
+        while stop.reason is None:
+            time.sleep(0.01)
+    limit = stop.reason
+    assert limit.why == "run.max_seconds (0.01)"
+    leave, other = StopReason("a notice", cause=Cause.PREEMPTION), StopReason("a program")
+    number = StopReason("SIGTERM", signal.SIGTERM)
+    for reasons, counts in (
+        ((leave, limit), limit), ((limit, leave), limit), ((limit, other), limit),
+        ((limit, number), number), ((number, limit), number), ((leave, number), number),
+    ):
+        stop = StopRequest()
+        for reason in reasons:
+            stop.ask(reason)
+        assert stop.reason is counts
+    with StopRequest().asking_after(60.0), StopRequest().asking_after(None):
+        timers = [t for t in threading.enumerate() if isinstance(t, threading.Timer)]
+    assert all(timer.finished.is_set() for timer in timers)  # none outlives its run
 
 
 def test_asked_by_a_thread_and_fit_as_a_library(handlers):

@@ -11,6 +11,9 @@ class Recorder(Callback):
     def on_start(self, run):
         CALLS.append(("start", run))
 
+    def on_restart(self, restart):
+        CALLS.append(("restart", restart))
+
     def on_step(self, row):
         CALLS.append(("step", row))
 

@@ -237,12 +237,12 @@ def _block_backward(
         row_lse = row_lse.masked_fill(row_lse == -math.inf, 0.0)
         row_sum = None
         for part, (bias, _) in zip(block.parts, biases, strict=True):
-            found = _part_backward(
+            parts = _part_backward(
                 row_grad, rows, _take(key, part.runs), _take(value, part.runs), row_out, row_lse,
                 part.kind, bias, scale, softcap,
             )  # fmt: skip
-            row_sum = found[0] if row_sum is None else _wide(row_sum).add_(found[0])
-            for grad, share in zip(grads[1:], found[1:], strict=True):
+            row_sum = parts[0] if row_sum is None else _wide(row_sum).add_(parts[0])
+            for grad, share in zip(grads[1:], parts[1:], strict=True):
                 if grad is not None:
                     _add(grad, part.runs, share)
         if grads[0] is not None and row_sum is not None:
@@ -317,8 +317,8 @@ def _bias(
 
 def _take(tensor: torch.Tensor, runs: Sequence[tuple[int, int]]) -> torch.Tensor:
     """Rows or keys, the third dimension, of ``runs``; a view if it is one run."""
-    found = [tensor[:, :, start:stop] for start, stop in runs]
-    return found[0] if len(found) == 1 else torch.cat(found, dim=2)
+    parts = [tensor[:, :, start:stop] for start, stop in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 def _put(tensor: torch.Tensor, runs: Sequence[tuple[int, int]], source: torch.Tensor) -> None:

@@ -201,8 +201,8 @@ def _blocks(group: list[MaskRegion], keys: MatchingKeys, limits: Limits) -> Iter
     region = group[0]
     crossed = region.crossed()
     for start, stop in _cut(range(region.start, region.stop), _rows(region, crossed, keys, limits)):
-        here = region.cut(start, stop)
-        parts = _mixed([here], keys) if crossed else _exact(here, keys, limits.triangles)
+        part = region.cut(start, stop)
+        parts = _mixed([part], keys) if crossed else _exact(part, keys, limits.triangles)
         yield from _block([(start, stop)], parts, limits)
 
 

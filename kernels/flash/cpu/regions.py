@@ -164,8 +164,8 @@ class MatchingKeys:
     def _match(self, attend: int) -> tuple[list[int], list[int], list[int]]:
         """Runs of keys that match, and how many keys lie in earlier runs."""
         if attend not in self._matches:
-            here = np.flatnonzero(np.diff((self._identity & attend) != 0, prepend=0, append=0))
-            starts, stops = self._edges[here[::2]], self._edges[here[1::2]]
+            edges = np.flatnonzero(np.diff((self._identity & attend) != 0, prepend=0, append=0))
+            starts, stops = self._edges[edges[::2]], self._edges[edges[1::2]]
             before = np.concatenate([[0], np.cumsum(stops - starts)])
             self._matches[attend] = starts.tolist(), stops.tolist(), before.tolist()
         return self._matches[attend]
@@ -178,13 +178,13 @@ def size(ranges: Ranges) -> int:
 
 def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
     """Disjoint ascending ranges that cover the same keys."""
-    found: Ranges = []
+    merged: Ranges = []
     for start, stop in sorted(r for r in ranges if r[0] < r[1]):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], stop))
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
         else:
-            found.append((start, stop))
-    return found
+            merged.append((start, stop))
+    return merged
 
 
 def intersect(first: Ranges, second: Ranges) -> Ranges:
@@ -194,16 +194,16 @@ def intersect(first: Ranges, second: Ranges) -> Ranges:
 
 def subtract(ranges: Ranges, taken: Sequence[tuple[int, int]]) -> Ranges:
     """What of disjoint ascending ``ranges`` is in none of ``taken``, which are so too."""
-    found, i = [], 0
+    rest, i = [], 0
     for start, stop in ranges:
         while i < len(taken) and taken[i][1] <= start:
             i += 1
         j = i
         while j < len(taken) and taken[j][0] < stop:
             if start < taken[j][0]:
-                found.append((start, taken[j][0]))
+                rest.append((start, taken[j][0]))
             start = max(start, taken[j][1])
             j += 1
         if start < stop:
-            found.append((start, stop))
-    return found
+            rest.append((start, stop))
+    return rest

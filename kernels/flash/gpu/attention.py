@@ -194,8 +194,8 @@ class _Attention(torch.autograd.Function):
                 query, key, value, out, lse, _aligned(grad_out), ctx.plan, ctx.factors, ctx.softcap,
                 for_query, for_key or for_value,
             )  # fmt: skip
-        wanted = zip(grads, ctx.needs_input_grad[:3], strict=True)
-        return (*(grad if needed else None for grad, needed in wanted), None, None, None)
+        pairs = zip(grads, ctx.needs_input_grad[:3], strict=True)
+        return (*(grad if needed else None for grad, needed in pairs), None, None, None)
 
 
 def _forward(query, key, value, plan, factors, softcap):
@@ -264,13 +264,13 @@ def _backward(
     if grad_key is not None and grad_value is not None and key.numel():
         kernel, tables, key_heads = plan.config.backward_key, plan.backward_key, key.shape[1]
         parts = [_parts(lse, tables, key_heads, kernel.block_k, head_dim) for _ in range(2)]
-        for wanted in key_passes(kernel):
+        for key_pass in key_passes(kernel):
             _launch(
                 attention_backward_key, kernel, query, plan, tables, key_heads, softcap,
                 *inputs, grad_key, grad_value, *parts,
                 plan.bounds, plan.attend, plan.identity, tables.items, tables.runs, *factors,
                 len(tables.items), tables.head_span, group, key_heads, n_queries, n_keys,
-                *strides, *_strides(grad_key), *_strides(grad_value), **wanted,
+                *strides, *_strides(grad_key), *_strides(grad_value), **key_pass,
             )  # fmt: skip
         _merge(parts[0], grad_key, tables, kernel.block_k)
         _merge(parts[1], grad_value, tables, kernel.block_k)

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 
 from raymm.kernels.flash.gpu.ops import (
     ITEM_BATCH,
@@ -32,6 +31,7 @@ from raymm.kernels.flash.gpu.ops import (
     ITEM_SLOT,
     MERGE_COLUMNS,
 )
+from raymm.kernels.mask.compiled import compiled
 from raymm.kernels.mask.tiles import Tiles
 
 ITEM_TILES = 2
@@ -85,7 +85,7 @@ def makespan(work: np.ndarray, heads: int, processors: int) -> float:
     return max(_replay(work, heads, processors, replayed), work.sum() * heads / processors)
 
 
-@njit(cache=True)
+@compiled
 def _replay(work: np.ndarray, heads: int, processors: int, count: int) -> float:
     free = [0.0] * processors  # a heap
     last = 0.0
@@ -165,8 +165,8 @@ def work_tables(
         block: tokens of one of their blocks.
         most: tiles of an item; None to split nothing.
     """
-    own = [_mask_tables(one, size, block, most) for one, size in zip(tiles, sizes, strict=True)]
-    run_offsets = np.cumsum([0] + [len(one.runs) for one in own])
+    own = [_mask_tables(table, size, block, most) for table, size in zip(tiles, sizes, strict=True)]
+    run_offsets = np.cumsum([0] + [len(table.runs) for table in own])
     items = [np.zeros((0, ITEM_COLUMNS), dtype=np.int64)]
     merges = [np.zeros((0, MERGE_COLUMNS), dtype=np.int64)]
     slots = 0
@@ -185,7 +185,7 @@ def work_tables(
     padding = np.zeros((1, 2), dtype=np.int64)
     return WorkTables(
         joined[np.argsort(-work, kind="stable")].astype(np.int32),
-        np.concatenate([*(one.runs for one in own), padding]).astype(np.int32),
+        np.concatenate([*(table.runs for table in own), padding]).astype(np.int32),
         np.concatenate(merges).astype(np.int32),
         slots,
     )
@@ -208,25 +208,25 @@ def _mask_tables(tiles: Tiles, size: int, block: int, most: int | None) -> WorkT
     # Cut runs where parts begin.
     edges = np.unique(np.concatenate([run_at, part_at[work[part_block] > 0]]))
     run = np.searchsorted(run_at, edges, side="right") - 1
-    piece_first = first[run] + edges - run_at[run]
-    piece_length = np.append(edges[1:], length.sum()) - edges
+    cut_first = first[run] + edges - run_at[run]
+    cut_length = np.append(edges[1:], length.sum()) - edges
     part_stop = np.append(part_at[1:], length.sum())
-    piece_full = np.append(0, np.cumsum(full[run]))
-    tiles_full = np.append(0, np.cumsum(piece_length * full[run]))
+    cut_full = np.append(0, np.cumsum(full[run]))
+    tiles_full = np.append(0, np.cumsum(cut_length * full[run]))
     begin = np.searchsorted(edges, part_at)
     end = np.searchsorted(edges, part_stop)
     n_full = tiles_full[end] - tiles_full[begin]
     is_split = parts[part_block] > 1
     slots = np.where(is_split, np.cumsum(is_split) - 1, -1)
     zeros = np.zeros(len(part_block), dtype=np.int64)
-    first_partial = begin + piece_full[end] - piece_full[begin]
+    first_partial = begin + cut_full[end] - cut_full[begin]
     n_partial = part_stop - part_at - n_full
     columns = (zeros, zeros, part_block, begin, n_full, first_partial, n_partial, slots)
     items = np.stack(columns, axis=1)
     split = np.flatnonzero(parts > 1)
     first_slot = np.cumsum(parts[split]) - parts[split]
     merges = np.stack([np.zeros_like(split), split, first_slot, parts[split]], axis=1)
-    runs = np.stack([piece_first, piece_first + piece_length], axis=1)
+    runs = np.stack([cut_first, cut_first + cut_length], axis=1)
     return WorkTables(items, runs, merges, int(is_split.sum()))
 
 

@@ -187,7 +187,7 @@ class StepBuilder:
         if is_grouped(indices):
             groups = cast(Sequence[Sequence[int]], indices)
             encoded = [self._encode_all(group) for group in groups]
-            skipped = [one for _, left_out in encoded for one in left_out]
+            skipped = [sample for _, left_out in encoded for sample in left_out]
             return [samples for samples, _ in encoded if samples], skipped
         in_order = group_by_modality(cast(Sequence[int], indices), self.dataset.counts)
         samples, skipped = self._encode_all(in_order)
@@ -246,8 +246,8 @@ class StepBuilder:
                 check_media(frame, self.config.limits)
             with pillow_limit(self.config.max_image_pixels):
                 inputs = [processor_input(frame, modality.input) for frame in frames]
-                given = inputs if isinstance(item, tuple) else inputs[0]
-                tensors = self.processors[name](given)
+                media = inputs if isinstance(item, tuple) else inputs[0]
+                tensors = self.processors[name](media)
                 return {key: torch.as_tensor(value) for key, value in tensors.items()}
         except DataError:
             raise

@@ -32,18 +32,18 @@ def split_batch(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
 
 
 def _rows_of(batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    rows: dict[str, Any] = {}
     for name, value in batch.items():
         if not isinstance(value, Mapping):
-            found[name] = value[start:stop]
+            rows[name] = value[start:stop]
             continue
         check_split(name, value, "to split a batch")
         index = value[INDEX]
         chosen = (index >= start) & (index < stop)
         if chosen.any():
-            found[name] = {key: one[chosen] for key, one in value.items()}
-            found[name][INDEX] = index[chosen] - start
-    return found
+            rows[name] = {key: tensor[chosen] for key, tensor in value.items()}
+            rows[name][INDEX] = index[chosen] - start
+    return rows
 
 
 def check_split(name: str, items: Mapping[str, torch.Tensor], purpose: str) -> None:
@@ -57,10 +57,10 @@ def check_split(name: str, items: Mapping[str, torch.Tensor], purpose: str) -> N
         BatchError: a tensor has not its items along the first dimension.
     """
     count = len(items[INDEX])
-    for key, one in items.items():
-        if len(one) != count:
+    for key, tensor in items.items():
+        if len(tensor) != count:
             raise BatchError(
-                f"{key!r} of {name!r} has shape {tuple(one.shape)} for {count} items; accepted "
+                f"{key!r} of {name!r} has shape {tuple(tensor.shape)} for {count} items; accepted "
                 f"{purpose}: items along the first dimension of every tensor"
             )
 
@@ -71,14 +71,14 @@ def describe_microbatches(
     """Complete microbatches (:func:`raymm.model.batch_rules.complete_microbatch`) as parts per
     reader, with their metadata."""
     meta = [
-        describe(dict(one), [str(row) for row in range(one["input_ids"].shape[0])])
-        for one in microbatches
+        describe(dict(microbatch), [str(row) for row in range(microbatch["input_ids"].shape[0])])
+        for microbatch in microbatches
     ]
     parts = []
-    for one in microbatches:
+    for microbatch in microbatches:
         # Torch's own format of storages cannot be read again for every dtype (uint16, float8).
-        part = {name: StoredTensors(one[name]) for name in encoders if name in one}
-        parts.append({**part, "text": text_inputs(one)})
+        part = {name: StoredTensors(microbatch[name]) for name in encoders if name in microbatch}
+        parts.append({**part, "text": text_inputs(microbatch)})
     return parts, meta
 
 

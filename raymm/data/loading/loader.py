@@ -60,7 +60,16 @@ def local_steps(
     shuffled: Sequence[str] = (),
     sampler: Sampler | None = None,
 ) -> Iterator[Step]:
-    """The steps of ``StepLoader`` with the same bytes, built in this process without Ray."""
+    """The steps of ``StepLoader`` with the same bytes, built in this process without Ray.
+
+    Args:
+        config: of the data.
+        split: ``"train"`` (endless) or ``"heldout"`` (one pass in a fixed order).
+        start_state: ``Step.state_after`` to go on from; None for the beginning.
+        steps: stop after so many.
+        shuffled: modalities whose items are given to other samples.
+        sampler: what steps of the training data consist of; as of :class:`StepLoader` if None.
+    """
     dataset = open_split(config, split)
     builder = StepBuilder(config, dataset)
     plan = _plan(config, dataset, split, start_state, steps, sampler)
@@ -103,6 +112,7 @@ class StepLoader:
         self,
         config: DataConfig,
         split: str = "train",
+        *,
         start_state: State | None = None,
         steps: int | None = None,
         shuffled: Sequence[str] = (),
@@ -181,9 +191,9 @@ class StepLoader:
                 for name, ref in zip(
                     self._names, refs[number * width : (number + 1) * width], strict=True
                 )
-                if name in one.shapes
+                if name in microbatch.shapes
             }
-            for number, one in enumerate(meta)
+            for number, microbatch in enumerate(meta)
         ]
 
     def _wait(self, index: int, indices: Sequence, ref: ray.ObjectRef) -> StoredStep:
@@ -230,13 +240,13 @@ class StepLoader:
         place = self._places.get(number) or self._place(number)
         if place is None:
             return DataWorkerError(f"{who} {late}: it has never answered")
-        found = inquire({number: self._workers[number]})
+        inquiry = inquire({number: self._workers[number]})
         looks = look_from_outside({number: place["address"]})
         kill_from_outside({number: place["address"]})  # it would not obey Ray
         look = looks.get(number, Look("out of reach", ""))
-        said = found.reports.get(number) or f"does not answer; it is {look.state}"
+        doing = inquiry.reports.get(number) or f"does not answer; it is {look.state}"
         return DataWorkerError(
-            f"{who} (process {place['pid']} on {place['host']}) {late}: it {said}\n"
+            f"{who} (process {place['pid']} on {place['host']}) {late}: it {doing}\n"
             f"stacks: {keep({f'data-worker-{number}.txt': look.stacks})}"
         )
 

@@ -40,7 +40,7 @@ class StoredTensors(dict):
 
     def __reduce__(self):
         packed = [
-            (key, str(value.dtype), tuple(value.shape), [_bytes_of(one) for one in _items(value)])
+            (key, str(value.dtype), tuple(value.shape), [_bytes_of(item) for item in _items(value)])
             for key, value in self.items()
         ]
         return _unpack, (packed,)

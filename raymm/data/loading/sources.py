@@ -39,7 +39,7 @@ def _options(config: DataConfig, source: SourceConfig) -> ReaderOptions:
         name=source.name or "",
         columns={name: column for name, column in columns.items() if column is not None},
         text_columns={r: name for r in TEXT_ROLES if (name := source.columns.get(r)) is not None},
-        frames=frozenset(name for name, one in config.modalities.items() if one.frames),
+        frames=frozenset(name for name, modality in config.modalities.items() if modality.frames),
         skip=config.on_error == "skip",
         limits=config.limits,
     )

@@ -10,13 +10,13 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import ray
 import torch
 from ray.actor import ActorHandle
 
-from raymm.actors.faults.observed_actor import CONCURRENCY_GROUPS, ObservedActor
+from raymm.actors.faults.observed_actor import ObservedActor, remote_class
 from raymm.actors.faults.whereabouts import task
 from raymm.data.loading.builder import Skipped, StepBuilder
 from raymm.data.loading.object_store import ItemStack, StoredTensors
@@ -105,10 +105,17 @@ def start_worker(
     config: DataConfig, dataset: ray.ObjectRef, shuffled: Sequence[str],
     check: Sequence[ray.ObjectRef] = (), place: Any = None,
 ) -> ActorHandle:
-    """Start one ``DataWorker``; ``dataset`` refers to a ``raymm.data.readers.Dataset``, and
-    ``place`` is Ray's ``scheduling_strategy``, if it is reserved."""
+    """Start one ``DataWorker``.
+
+    Args:
+        config: of the data.
+        dataset: refers to a ``raymm.data.readers.Dataset``.
+        shuffled: modalities whose items are exchanged between samples.
+        check: refers to what every batch is checked with; empty for no check.
+        place: Ray's ``scheduling_strategy``, if it is reserved; else None.
+    """
     return (
-        cast(Any, ray.remote)(concurrency_groups=CONCURRENCY_GROUPS)(DataWorker)
+        remote_class(DataWorker)
         .options(
             num_cpus=config.worker_cpus,
             max_restarts=0,

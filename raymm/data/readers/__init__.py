@@ -40,13 +40,13 @@ def format_of(path: str | Path) -> str:
     if path.is_dir():
         if (path / STATE_FILE).is_file() or (path / SPLITS_FILE).is_file():
             return "datasets"
-        found = {_SUFFIXES[one.suffix] for one in path.rglob("*") if one.suffix in _SUFFIXES}
-        found -= {"json"}  # a folder of shards often has a description beside them
-        if len(found) == 1:
-            return found.pop()
+        formats = {_SUFFIXES[file.suffix] for file in path.rglob("*") if file.suffix in _SUFFIXES}
+        formats -= {"json"}  # a folder of shards often has a description beside them
+        if len(formats) == 1:
+            return formats.pop()
         raise DataError(
             f"folder {str(path)!r} has "
-            + (f"files of {sorted(found)}" if found else "no .parquet or .tar file")
+            + (f"files of {sorted(formats)}" if formats else "no .parquet or .tar file")
             + f"; say 'format', one of {sorted(FORMATS)}"
         )
     if path.is_file():

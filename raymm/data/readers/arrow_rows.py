@@ -43,13 +43,18 @@ def count_column(values, column: str, frames: bool) -> np.ndarray:
 def row_of(table, at: int, limits: Limits) -> dict:
     """Column -> value of one row of a pyarrow table.
 
+    Args:
+        table: of pyarrow.
+        at: the row's number.
+        limits: of sizes.
+
     Raises:
         RowError: a value above ``max_item_bytes``; nothing is copied then.
     """
-    one = table.slice(at, 1)
-    for name, values in zip(one.column_names, one.columns, strict=True):
+    row = table.slice(at, 1)
+    for name, values in zip(row.column_names, row.columns, strict=True):
         _check_lengths(values.combine_chunks(), name, limits.max_item_bytes)
-    return one.to_pylist()[0]
+    return row.to_pylist()[0]
 
 
 def _check_lengths(values, column: str, limit: int) -> None:

@@ -21,22 +21,22 @@ class DatasetsFolder(Reader):
 
     def _open(self) -> None:
         if (self.path / SPLITS_FILE).is_file():
-            splits = sorted(one.parent.name for one in self.path.glob(f"*/{STATE_FILE}"))
+            splits = sorted(file.parent.name for file in self.path.glob(f"*/{STATE_FILE}"))
             raise DataError(
                 f"{self.path} holds the splits {splits}; name one, like {self.path / splits[0]}"
                 if splits else f"{self.path} holds no split"
             )
         if not (self.path / STATE_FILE).is_file():
             raise DataError(f"{self.path} is no folder that datasets' save_to_disk wrote")
-        self.files = sorted(one for one in self.path.iterdir() if one.is_file())
+        self.files = sorted(file for file in self.path.iterdir() if file.is_file())
         self._rows = None
         rows = self._loaded()
         self._length = len(rows)
         self._check_columns(set(rows.column_names))
-        wanted = [self.options.text_columns.get(role, role) for role in (TEXT, MESSAGES)]
-        if not set(rows.column_names) & set(wanted):
+        columns = [self.options.text_columns.get(role, role) for role in (TEXT, MESSAGES)]
+        if not set(rows.column_names) & set(columns):
             raise DataError(
-                f"{self.path} needs a column {wanted[1]!r} or {wanted[0]!r}; its columns are "
+                f"{self.path} needs a column {columns[1]!r} or {columns[0]!r}; its columns are "
                 f"{sorted(rows.column_names)}"
             )
         for modality, column in self.columns.items():

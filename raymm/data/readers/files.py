@@ -16,17 +16,19 @@ def find_files(path: Path, suffixes: Sequence[str]) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        found = sorted(one for one in path.rglob("*") if one.suffix in suffixes and one.is_file())
+        files = sorted(
+            file for file in path.rglob("*") if file.suffix in suffixes and file.is_file()
+        )
         what = "folder"
     else:
-        found = sorted(Path(one) for one in glob.glob(str(path), recursive=True))
-        found = [one for one in found if one.is_file()]
+        files = sorted(Path(file) for file in glob.glob(str(path), recursive=True))
+        files = [file for file in files if file.is_file()]
         what = "data file" if not glob.has_magic(str(path)) else "pattern"
-    if not found:
+    if not files:
         kinds = " or ".join(suffixes)
         missing = "does not exist" if what == "data file" else f"has no {kinds} file"
         raise DataError(f"{what} {str(path)!r} {missing}")
-    return found
+    return files
 
 
 def is_there(path: str | Path) -> bool:

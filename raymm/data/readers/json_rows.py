@@ -29,8 +29,8 @@ class JsonDataset(Reader):
         ranges, places, seen = [], [], set()
         counts = {modality: [] for modality in self.columns}
         for start, stop, place, row in (_array_rows if self._array else _line_rows)(self.path):
-            found = self._checked_counts(self._where(place), len(ranges), row)
-            for modality, count in found.items():
+            row_counts = self._checked_counts(self._where(place), len(ranges), row)
+            for modality, count in row_counts.items():
                 counts[modality].append(count)
             if isinstance(row, dict):
                 seen.update(row)

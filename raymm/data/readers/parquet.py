@@ -70,9 +70,9 @@ class ParquetDataset(Reader):
         """
         present = set(file.schema_arrow.names)
         self._check_columns(present)
-        wanted = [self.options.text_columns.get(role, role) for role in (TEXT, MESSAGES)]
-        if not present & set(wanted):
-            raise DataError(f"{path} needs a column {wanted[1]!r} or {wanted[0]!r}; its columns "
+        columns = [self.options.text_columns.get(role, role) for role in (TEXT, MESSAGES)]
+        if not present & set(columns):
+            raise DataError(f"{path} needs a column {columns[1]!r} or {columns[0]!r}; its columns "
                             f"are {sorted(present)}")
         roles = [self.options.text_columns.get(role, role) for role in (TEXT, MESSAGES, ID)]
         used = {*roles, *self.columns.values()}
@@ -98,7 +98,8 @@ class ParquetDataset(Reader):
 
     def _count(self, file, number: int, modality: str, column: str) -> list[np.ndarray]:
         """Items per row, from as little of the column as tells them."""
-        leaves = [one.path for one in _leaves(file.schema) if one.path.split(".")[0] == column]
+        columns = (leaf.path for leaf in _leaves(file.schema))
+        leaves = [path for path in columns if path.split(".")[0] == column]
         paths = [leaf for leaf in leaves if leaf.endswith(".path")]
         frames = modality in self.options.frames
         counts = []

@@ -37,19 +37,19 @@ class TarDataset(Reader):
     def _open(self) -> None:
         self.files = find_files(self.path, (".tar",))
         self._extensions: list[str] = []
-        known: dict[str, int] = {}
+        numbers: dict[str, int] = {}
         samples, keys, members = [], [], []  # (shard, first member), str, (extension, start, size)
         counts = {modality: [] for modality in self.columns}
         seen: set[str] = set()
         for shard, path in enumerate(self.files):
             with open(path, "rb") as file:
-                for key, found in _samples(path):
+                for key, sample in _samples(path):
                     samples.append((shard, len(members)))
                     keys.append(key)
-                    for extension, start, size in found:
-                        number = known.setdefault(extension, len(known))
+                    for extension, start, size in sample:
+                        number = numbers.setdefault(extension, len(numbers))
                         members.append((number, start, size))
-                    row = self._described(file, path, key, found)
+                    row = self._described(file, path, key, sample)
                     if isinstance(row, dict):
                         seen.update(row)
                     place = f"{path}[{key}]"
@@ -58,7 +58,7 @@ class TarDataset(Reader):
                         counts[modality].append(count)
         if not samples:
             raise DataError(f"no tar shard of {self.path} has a sample")
-        self._extensions = list(known)
+        self._extensions = list(numbers)
         self._samples = np.asarray([*samples, (0, len(members))], dtype=np.int64)
         self._keys = np.asarray([key.encode() for key in keys])
         self._members = np.asarray(members, dtype=np.int64)
@@ -77,27 +77,27 @@ class TarDataset(Reader):
 
     def _row(self, index: int) -> dict:
         shard, first = self._samples[index]
-        found = [
+        members = [
             (self._extensions[extension], int(start), int(size))
             for extension, start, size in self._members[first : self._samples[index + 1, 1]]
         ]
         path = self.files[shard]
         with open(path, "rb") as file:
-            row = self._described(file, path, self._keys[index].decode(), found)
+            row = self._described(file, path, self._keys[index].decode(), members)
         if isinstance(row, RowError):
             raise row
         return row
 
-    def _described(self, file, path: Path, key: str, found: list) -> dict | RowError:
+    def _described(self, file, path: Path, key: str, members: list) -> dict | RowError:
         """The row of a sample: its text is read from ``file``, its media are byte ranges."""
         try:
-            return self._described_or_raise(file, path, key, found)
+            return self._described_or_raise(file, path, key, members)
         except RowError as error:
             return error
 
-    def _described_or_raise(self, file, path: Path, key: str, found: list) -> dict:
+    def _described_or_raise(self, file, path: Path, key: str, members: list) -> dict:
         row, media = {}, {}
-        for extension, start, size in found:
+        for extension, start, size in members:
             if extension in media:
                 raise RowError("has two members of this extension", extension)
             media[extension] = MediaRange(f"{key}.{extension}", str(path), start, size)
@@ -136,15 +136,15 @@ def _text_columns(extension: str, content: bytes) -> dict:
 def _matches(column: str, extensions: list[str]) -> list[str]:
     """Extensions that a column means: of alternatives the first that is there."""
     for alternative in column.split(";"):
-        if found := [one for one in extensions if fnmatch.fnmatchcase(one, alternative)]:
-            return found
+        if matches := [name for name in extensions if fnmatch.fnmatchcase(name, alternative)]:
+            return matches
     return []
 
 
 def _samples(path: Path) -> Iterator[tuple[str, list[tuple[str, int, int]]]]:
     """(key, its members as (extension, first byte, size)), in the shard's order."""
     size_of_shard = path.stat().st_size
-    key, found = "", []
+    key, members = "", []
     try:
         with tarfile.open(path, "r:") as shard:
             for member in shard:
@@ -157,11 +157,11 @@ def _samples(path: Path) -> Iterator[tuple[str, list[tuple[str, int, int]]]]:
                     what = "is sparse" if member.issparse() else "is longer than the shard"
                     raise DataError(f"{path}: member {member.name!r} {what}; is the shard whole?")
                 member_key = folder + slash + stem
-                if found and member_key != key:
-                    yield key, found
-                    found = []
+                if members and member_key != key:
+                    yield key, members
+                    members = []
                 key = member_key
-                found.append((extension, member.offset_data, member.size))
+                members.append((extension, member.offset_data, member.size))
             # tarfile takes a shard that was cut off between members for a whole one.
             shard.fileobj.seek(shard.offset)
             if shard.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
@@ -173,5 +173,5 @@ def _samples(path: Path) -> Iterator[tuple[str, list[tuple[str, int, int]]]]:
             f"{path} cannot be read as an uncompressed tar file (a compressed one has to be "
             f"unpacked first): {error}"
         ) from None
-    if found:
-        yield key, found
+    if members:
+        yield key, members

@@ -151,33 +151,36 @@ class BatchingConfig(Section):
     @property
     def options(self) -> dict[str, Any]:
         """What was given of the planner's options."""
-        given = {
+        options = {
             "budgets": self.budgets or None,
             "alike": self.alike,
             "source_weight": self.source_weight,
         }
-        return {name: value for name, value in given.items() if value is not None}
+        return {name: value for name, value in options.items() if value is not None}
 
 
 def as_sources(value: Any) -> list[Any]:
     """Sources of what a configuration may say: a path, a source, or a list of both. Sources
     without a name get their file's, numbered where several would have the same."""
     values = value if isinstance(value, list | tuple) else [value]
-    values = [{"path": one} if isinstance(one, str | Path) else one for one in values]
+    values = [{"path": source} if isinstance(source, str | Path) else source for source in values]
     sources = []
-    for one in values:
-        one = one.model_dump() if isinstance(one, SourceConfig) else one
-        if isinstance(one, dict) and isinstance(one.get("path"), Path):
-            one = {**one, "path": str(one["path"])}
-        sources.append(one)
-    plain = [one for one in sources if isinstance(one, dict) and isinstance(one.get("path"), str)]
-    stems = Counter(Path(one["path"]).stem for one in plain if not one.get("name"))
+    for source in values:
+        source = source.model_dump() if isinstance(source, SourceConfig) else source
+        if isinstance(source, dict) and isinstance(source.get("path"), Path):
+            source = {**source, "path": str(source["path"])}
+        sources.append(source)
+    plain = [
+        source for source in sources
+        if isinstance(source, dict) and isinstance(source.get("path"), str)
+    ]
+    stems = Counter(Path(source["path"]).stem for source in plain if not source.get("name"))
     seen: Counter = Counter()
-    for one in plain:
-        stem = Path(one["path"]).stem
-        if not one.get("name") and stems[stem] > 1 and len(plain) > 1:
+    for source in plain:
+        stem = Path(source["path"]).stem
+        if not source.get("name") and stems[stem] > 1 and len(plain) > 1:
             seen[stem] += 1
-            sources[sources.index(one)] = {**one, "name": f"{stem}-{seen[stem]}"}
+            sources[sources.index(source)] = {**source, "name": f"{stem}-{seen[stem]}"}
     return sources
 
 

@@ -1,6 +1,6 @@
 """Errors of the data pipeline; those of data survive pickling between Ray processes."""
 
-from raymm.errors import Error, InputError, RunFailedError
+from raymm.errors import InputError, InternalError, RunFailedError
 
 
 class DataError(InputError):
@@ -42,7 +42,7 @@ class SampleError(DataError):
         return SampleError, (self.sample_id, self.path, self.reason, self.column, self.place)
 
 
-class RowError(Error, ValueError):
+class RowError(InternalError, ValueError):
     """What is wrong with a row, for a reader that knows the row's place and id.
 
     Args:

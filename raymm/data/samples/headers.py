@@ -155,11 +155,11 @@ def check_whole(sound: Any) -> None:
     """
     for pattern in _CUT_OFF:
         if match := pattern.search(sound.extra_info):
-            said, found = int(match["said"]), int(match["found"])
-            if found < said < _UNKNOWN_SIZE:
+            announced, actual = int(match["said"]), int(match["found"])
+            if actual < announced < _UNKNOWN_SIZE:
                 raise RowError(
-                    f"the file is cut off: its header announces {said:,} "
-                    f"{'frames' if 'ds64' in match[0] else 'bytes'}, it has {found:,}"
+                    f"the file is cut off: its header announces {announced:,} "
+                    f"{'frames' if 'ds64' in match[0] else 'bytes'}, it has {actual:,}"
                 )
 
 

@@ -34,7 +34,7 @@ def find_placeholders(
     Raises:
         DataError: a placeholder is not one token of the tokenizer.
     """
-    found = {}
+    placeholders = {}
     for name, modality in modalities.items():
         token = modality.placeholder
         if token is None:
@@ -51,8 +51,8 @@ def find_placeholders(
                 f"data.modalities.{name}.placeholder is {token!r}, which is "
                 f"{len(ids)} tokens or unknown; expected one token of the tokenizer"
             )
-        found[name] = Placeholder(token, ids[0], modality.placeholder_tokens)
-    return found
+        placeholders[name] = Placeholder(token, ids[0], modality.placeholder_tokens)
+    return placeholders
 
 
 def part_types(modalities: Mapping[str, ModalityDataConfig]) -> dict[str, str]:
@@ -61,8 +61,8 @@ def part_types(modalities: Mapping[str, ModalityDataConfig]) -> dict[str, str]:
     for name, modality in modalities.items():
         column = modality.column
         names = [name, column, column.removesuffix("s")] + ["image"] * (name == "vision")
-        for one in [modality.part] if modality.part else names:
-            types.setdefault(one, name)
+        for part in [modality.part] if modality.part else names:
+            types.setdefault(part, name)
     return types
 
 
@@ -75,7 +75,7 @@ def check_parts(sample: Sample, types: Mapping[str, str]) -> None:
         SampleError: a part of a type that is no modality, one with media of its own, or another
             number of parts than of items.
     """
-    found: Counter = Counter()
+    counts: Counter = Counter()
     for number, message in enumerate(sample.messages or ()):
         for place, part in enumerate(_media_parts(message)):
             where, kind = f"messages[{number}], media part {place}", part["type"]
@@ -89,13 +89,13 @@ def check_parts(sample: Sample, types: Mapping[str, str]) -> None:
             if own:
                 reason = f"{where} has {own[0]!r}; media belong in a column of the row"
                 raise text_error(sample, reason)
-            found[types[kind]] += 1
-    for name in sorted(set(types.values())) if found else ():
+            counts[types[kind]] += 1
+    for name in sorted(set(types.values())) if counts else ():
         items = len(sample.media.get(name, ()))
-        if items != found[name]:
+        if items != counts[name]:
             raise text_error(
                 sample,
-                f"the messages have {found[name]} {name} parts, but the row has {items} {name} "
+                f"the messages have {counts[name]} {name} parts, but the row has {items} {name} "
                 "items",
             )
 
@@ -104,7 +104,13 @@ def flatten_parts(
     messages: Sequence[dict], types: Mapping[str, str], placeholders: Mapping[str, Placeholder]
 ) -> list[dict]:
     """Messages with string content: a media part becomes its placeholder, or nothing where
-    the modality has none (then it is merged elsewhere)."""
+    the modality has none (then it is merged elsewhere).
+
+    Args:
+        messages: a conversation, its content lists of parts.
+        types: modality of each type of a part.
+        placeholders: by modality.
+    """
 
     def text(part: dict) -> str:
         if part["type"] == "text":
@@ -113,14 +119,20 @@ def flatten_parts(
         return placeholders[name].token if name in placeholders else ""
 
     return [
-        {**one, "content": "".join(map(text, one["content"]))}
-        if isinstance(one["content"], list) else one
-        for one in messages
+        {**message, "content": "".join(map(text, message["content"]))}
+        if isinstance(message["content"], list) else message
+        for message in messages
     ]
 
 
 def template_takes_parts(tokenizer, kind: str, token: str) -> bool:
-    """Whether a chat template writes the placeholder itself for a part of some type."""
+    """Whether a chat template writes the placeholder itself for a part of some type.
+
+    Args:
+        tokenizer: with a chat template.
+        kind: the type of a part, such as ``"image"``.
+        token: the placeholder.
+    """
     content = [{"type": kind}, {"type": "text", "text": _PROBE}]
     try:
         text = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
@@ -134,7 +146,10 @@ def repeat_placeholders(
     input_ids: Sequence[int], placeholders: Mapping[str, Placeholder]
 ) -> list[int]:
     """Token ids with every placeholder as often as its item has tokens."""
-    times = {one.id: one.repeat for one in placeholders.values() if one.repeat}
+    times = {
+        placeholder.id: placeholder.repeat
+        for placeholder in placeholders.values() if placeholder.repeat
+    }
     if not times:
         return list(input_ids)
     return [token for token in input_ids for _ in range(times.get(token, 1))]
@@ -154,19 +169,20 @@ def check_counts(
     Raises:
         SampleError: names both numbers.
     """
-    for name, one in placeholders.items():
-        items, found = len(sample.media.get(name, ())), list(input_ids).count(one.id)
-        count = found // (one.repeat or 1)
-        if one.repeat and count != items or bool(found) != bool(items):
+    for name, placeholder in placeholders.items():
+        items, tokens = len(sample.media.get(name, ())), list(input_ids).count(placeholder.id)
+        count = tokens // (placeholder.repeat or 1)
+        if placeholder.repeat and count != items or bool(tokens) != bool(items):
             raise text_error(
                 sample,
-                f"its text has {count} placeholders {one.token!r} for {items} {name} items; the "
-                "two must be equal" + ("" if one.repeat else " or both 0"),
+                f"its text has {count} placeholders {placeholder.token!r} for {items} {name} "
+                "items; the two must be equal" + ("" if placeholder.repeat else " or both 0"),
             )
-        if found != list(input_ids[:kept]).count(one.id):
+        if tokens != list(input_ids[:kept]).count(placeholder.id):
             raise text_error(
                 sample,
-                f"max_length ({kept}) cuts off some of its {found} {name} tokens ({one.token!r})",
+                f"max_length ({kept}) cuts off some of its {tokens} {name} tokens "
+                f"({placeholder.token!r})",
             )
 
 

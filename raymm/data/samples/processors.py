@@ -140,14 +140,14 @@ def _folder_processor(folder: Path, field: str, trust_remote_code: bool) -> Proc
         if isinstance(item, list):
             if not images:
                 raise ValueError(f"frames need an image processor; {folder} has none")
-            return dict(images(images=[read_image(one) for one in item], return_tensors="pt"))
+            return dict(images(images=[read_image(image) for image in item], return_tensors="pt"))
         kind = next(iter(kinds)) if len(kinds) == 1 else kind_of(item)
         if kind == AUDIO:
             rate = sounds.sampling_rate
-            found = sounds(read_audio(item, rate), sampling_rate=rate, return_tensors="pt")
+            tensors = sounds(read_audio(item, rate), sampling_rate=rate, return_tensors="pt")
         else:
-            found = images(images=read_image(item), return_tensors="pt")
-        return {key: _only_item(key, value) for key, value in found.items()}
+            tensors = images(images=read_image(item), return_tensors="pt")
+        return {key: _only_item(key, value) for key, value in tensors.items()}
 
     return process
 

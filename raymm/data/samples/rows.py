@@ -115,18 +115,22 @@ def items_of(
         if not all(groups):
             raise RowError(f"column {column!r} has an item without frames", column)
         return tuple(
-            tuple(_item(one, column, folder, f"{place}.{column}[{number}][{frame}]")
-                  for frame, one in enumerate(group))
+            tuple(_item(source, column, folder, f"{place}.{column}[{number}][{frame}]")
+                  for frame, source in enumerate(group))
             for number, group in enumerate(groups)
         )
     return tuple(
-        _item(one, column, folder, f"{place}.{column}[{number}]")
-        for number, one in enumerate(values)
+        _item(source, column, folder, f"{place}.{column}[{number}]")
+        for number, source in enumerate(values)
     )
 
 
 def count_items(value: object, column: str, frames: bool = False) -> int:
-    """How many items ``items_of`` would give."""
+    """How many items :func:`items_of` would give; nothing is read.
+
+    Args:
+        value, column, frames: as of :func:`items_of`.
+    """
     return len(items_of(value, column, Path(), "", frames))
 
 
@@ -161,8 +165,8 @@ def _check_path(value: str, column: str) -> None:
     """
     if value.startswith("data:"):
         what, cure = "a data: URI", "store its bytes ({'bytes': ...}), or a file and its path"
-    elif (found := _URL.match(value)) is not None:
-        what, cure = f"a {found[1]} URL", "nothing is fetched: download it, and give its path"
+    elif (match := _URL.match(value)) is not None:
+        what, cure = f"a {match[1]} URL", "nothing is fetched: download it, and give its path"
     elif len(value) > LONGEST_PATH:
         what = f"a text of {len(value):,} characters, which is no path"
         cure = "base64 is not decoded: store bytes ({'bytes': ...}), or a file and its path"

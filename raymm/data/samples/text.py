@@ -54,6 +54,11 @@ def check_vocabulary(tokenizer, folder: str, vocabulary: int) -> None:
     """Compare a tokenizer with the embeddings of a model. Tokens that were added to it may lie
     beyond, as those of some text models do: samples with them are refused.
 
+    Args:
+        tokenizer: of the data.
+        folder: it came from, for the error.
+        vocabulary: ids that the language model has embeddings for.
+
     Raises:
         DataError: tokens of its own vocabulary have no embeddings.
     """
@@ -197,17 +202,17 @@ class TextEncoder:
         """The messages as the chat template takes them."""
         messages = sample.messages
         assert messages is not None  # see encode
-        lists = [one["content"] for one in messages if isinstance(one["content"], list)]
+        lists = [message["content"] for message in messages if isinstance(message["content"], list)]
         if not lists:
             return messages
         check_parts(sample, self._types)
         kinds = {part["type"] for parts in lists for part in parts} - {"text"}
         if self._native and kinds <= self._native:
             return [
-                {**one, "content": [{k: v for k, v in part.items() if v is not None}
-                                    for part in one["content"]]}
-                if isinstance(one["content"], list) else one
-                for one in messages
+                {**message, "content": [{k: v for k, v in part.items() if v is not None}
+                                    for part in message["content"]]}
+                if isinstance(message["content"], list) else message
+                for message in messages
             ]
         return flatten_parts(messages, self._types, self._placeholders)
 

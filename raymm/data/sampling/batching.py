@@ -57,12 +57,12 @@ def training_sampler(
         return EpochSampler(len(dataset), config.batch_size, config.shuffle, config.seed)
     cache = batching.cache or default_cache()
     try:
-        found = scan(dataset, config, cache=cache, progress=progress)
+        scanned = scan(dataset, config, cache=cache, progress=progress)
     except OSError as error:
         raise DataError(
             f"data.batching.cache: cannot keep the scan of the samples in {str(cache)!r}: {error}"
         ) from error
-    sizes = sample_sizes(found, config, tokens or {})
+    sizes = sample_sizes(scanned, config, tokens or {})
     samples = config.batch_size // config.microbatches
     try:
         # What has hundreds of tokens, always the same number, fills groups in whole pieces: the
@@ -92,24 +92,29 @@ def replace_values(sizes: SampleSizes, values: np.ndarray) -> SampleSizes:
 
 
 def sample_sizes(
-    found: SampleScan, config: DataConfig, tokens: Mapping[str, ItemTokens]
+    samples: SampleScan, config: DataConfig, tokens: Mapping[str, ItemTokens]
 ) -> SampleSizes:
     """Units of every sample: per modality those of ``data.batching.units`` or else the encoder's
     tokens, and under ``"text"`` the tokens of the language model.
+
+    Args:
+        samples: what a scan of the dataset found: items and text tokens of every sample.
+        config: of the data.
+        tokens: of an item, by modality.
 
     Raises:
         DataError: a function of units that cannot be imported or does not give units.
     """
     units: dict[str, Units] = {}
-    text = found.text_tokens.copy()
-    for name, counts in found.counts.items():
+    text = samples.text_tokens.copy()
+    for name, counts in samples.counts.items():
         of_item = tokens.get(name, ItemTokens())
         text += counts * of_item.prepended
         if name in config.batching.units:
             units[name] = _units(name, config.batching.units[name])
         else:
             units[name] = lambda items, each=of_item.encoder: np.full(len(items), each, np.int64)
-    sizes = found.sizes(units)
+    sizes = samples.sizes(units)
     values = np.concatenate([sizes.values[:, :-1], text[:, None]], axis=1)
     return replace_values(sizes, values)
 

@@ -65,7 +65,7 @@ class Position:
     @property
     def step(self) -> int:
         """How many steps of the epoch were taken."""
-        return sum(one["steps"] for one in self.entries)
+        return sum(entry["steps"] for entry in self.entries)
 
 
 class GroupSampler:
@@ -174,11 +174,11 @@ class GroupSampler:
     def _left(self, epoch: int, taken: Sequence[Taken]) -> np.ndarray:
         """Samples of the epoch that were not taken yet, ascending."""
         left = np.arange(len(self.sizes))
-        for number, one in enumerate(taken):
-            planned = self._planned(epoch, left, number, one)
-            if one["steps"] > len(planned):
+        for number, entry in enumerate(taken):
+            planned = self._planned(epoch, left, number, entry)
+            if entry["steps"] > len(planned):
                 raise self._misfit({"epoch": epoch, "taken": taken})
-            gone = [sample for step in planned[: one["steps"]] for sample in flat(step)]
+            gone = [sample for step in planned[: entry["steps"]] for sample in flat(step)]
             left = np.setdiff1d(left, gone, assume_unique=True)
         return left
 
@@ -237,10 +237,10 @@ class GroupSampler:
         if not good:
             raise self._misfit(state)
         if digest != self.digest:
-            if any(one["steps"] for one in taken):
+            if any(entry["steps"] for entry in taken):
                 raise self._misfit(state)
             taken = []  # costs of other units are not known
-        return epoch, [dict(one) for one in taken]
+        return epoch, [dict(entry) for entry in taken]
 
     def _misfit(self, state: object) -> DataError:
         return DataError(
@@ -257,19 +257,19 @@ def _digest(sizes: SampleSizes) -> str:
     return digest.hexdigest()[:16]
 
 
-def _is_taken(one: Mapping[str, Any]) -> bool:
-    if "costs" in one:
+def _is_taken(entry: Mapping[str, Any]) -> bool:
+    if "costs" in entry:
         try:
-            MeasuredCosts.from_dict(one["costs"])
+            MeasuredCosts.from_dict(entry["costs"])
         except MiniBatchError:
             return False
     return (
-        set(one) - {"costs"} == {"method", "groups", "samples", "seed", "options", "steps"}
-        and ("costs" not in one or one["method"] == "balanced")
-        and one["method"] in METHODS
-        and set(one["options"]) <= OPTIONS[one["method"]]
-        and min(one["groups"], one["samples"]) > 0
-        and min(one["steps"], one["seed"]) >= 0
+        set(entry) - {"costs"} == {"method", "groups", "samples", "seed", "options", "steps"}
+        and ("costs" not in entry or entry["method"] == "balanced")
+        and entry["method"] in METHODS
+        and set(entry["options"]) <= OPTIONS[entry["method"]]
+        and min(entry["groups"], entry["samples"]) > 0
+        and min(entry["steps"], entry["seed"]) >= 0
     )
 
 

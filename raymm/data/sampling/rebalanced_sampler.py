@@ -116,5 +116,7 @@ class RebalancedSampler(GroupSampler):
     def _costs(self, costs: dict[str, Any] | None) -> dict[str, Any] | None:
         if costs is None or self.planner["method"] != "balanced":
             return None
-        found = MeasuredCosts.from_dict(costs)
-        return (found if self._replicas is None else found.for_replicas(self._replicas)).to_dict()
+        measured = MeasuredCosts.from_dict(costs)
+        if self._replicas is not None:
+            measured = measured.for_replicas(self._replicas)
+        return measured.to_dict()

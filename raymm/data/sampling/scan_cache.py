@@ -40,13 +40,13 @@ def scan_key(dataset: Dataset, config: DataConfig) -> str:
         for reader in readers
     ]
     fields = {"modalities", "max_length", "on_error", "vocabulary"} | set(vars(config.limits))
-    known = {
+    content = {
         "version": _VERSION,
         "sources": sources,
         "tokenizer": _fingerprint(Path(config.tokenizer)),
         "config": config.model_dump(mode="json", include=fields),
     }
-    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _fingerprint(folder: Path) -> str:
@@ -59,7 +59,13 @@ def _fingerprint(folder: Path) -> str:
 
 
 def save_scan(folder: str | Path, key: str, scan: SampleScan) -> Path:
-    """Write a scan, whole or not at all."""
+    """Write a scan, whole or not at all.
+
+    Args:
+        folder: of scans; it is made.
+        key: of what was scanned, and how.
+        scan: the scan.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     arrays = {
@@ -88,7 +94,14 @@ def save_scan(folder: str | Path, key: str, scan: SampleScan) -> Path:
 def load_scan(
     folder: str | Path, key: str, dataset: Dataset, config: DataConfig
 ) -> SampleScan | None:
-    """The scan of a key; None if there is none or what is there is damaged."""
+    """The scan of a key; None if there is none or what is there is damaged.
+
+    Args:
+        folder: of scans.
+        key: of what was scanned, and how.
+        dataset: whose samples it must be of.
+        config: whose modalities it must have.
+    """
     try:
         # The zip's checksums are compared while the arrays are read.
         with np.load(_file(Path(folder), key), allow_pickle=False) as stored:
@@ -115,10 +128,10 @@ def _is_whole(scan: SampleScan, dataset: Dataset) -> bool:
     arrays = [scan.text_tokens, scan.sources, scan.unusable, *scan.counts.values(),
               *scan.items.values()]
     return (
-        all(one.dtype == np.int64 for one in arrays)
-        and all(one.shape == (n,) for one in (scan.text_tokens, scan.sources))
-        and all(one.shape == (n,) for one in scan.counts.values())
-        and all(not one.size or one.min() >= 0 for one in arrays)
+        all(array.dtype == np.int64 for array in arrays)
+        and all(array.shape == (n,) for array in (scan.text_tokens, scan.sources))
+        and all(array.shape == (n,) for array in scan.counts.values())
+        and all(not array.size or array.min() >= 0 for array in arrays)
         and all(scan.items[k].shape == (scan.counts[k].sum(), 3) for k in scan.counts)
         and scan.source_names == tuple(dataset.names)
         and bool((scan.sources == dataset.sources).all())

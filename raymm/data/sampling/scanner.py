@@ -58,11 +58,11 @@ def scan(
     """
     key = scan_key(dataset, config) if cache is not None else None
     if cache is not None and key is not None and (
-        found := load_scan(cache, key, dataset, config)
+        stored := load_scan(cache, key, dataset, config)
     ) is not None:
         if progress is not None:
             progress(len(dataset), len(dataset))
-        return found
+        return stored
     result = _joined(dataset, config, list(_parts(dataset, config, workers, progress)))
     if cache is not None and key is not None:
         save_scan(cache, key, result)
@@ -110,7 +110,7 @@ class _Scanner:
         return part
 
     def _items(self, name: str, sample: Sample) -> list[tuple[int, int, int]]:
-        found = []
+        items = []
         for item in sample.media.get(name, ()):
             frames = item if isinstance(item, tuple) else (item,)
             try:
@@ -120,8 +120,8 @@ class _Scanner:
                 raise SampleError(
                     sample.id, media_name(item), error.reason, column, sample.place or None
                 ) from None
-            found.append(_numbers(headers))
-        return found
+            items.append(_numbers(headers))
+        return items
 
 
 def _numbers(headers: list[Header]) -> tuple[int, int, int]:
@@ -181,7 +181,7 @@ def _scan_range(bounds: tuple[int, int]) -> _Part:
 
 def _joined(dataset: Dataset, config: DataConfig, parts: list[_Part]) -> SampleScan:
     def joined(lists: list[list], width: int | None = None) -> np.ndarray:
-        flat = np.asarray([value for one in lists for value in one], dtype=np.int64)
+        flat = np.asarray([value for numbers in lists for value in numbers], dtype=np.int64)
         return flat.reshape(-1, width) if width else flat
 
     unusable = [pair for part in parts for pair in part.unusable]

@@ -44,24 +44,25 @@ def with_leftover_quota(problem: MappingProblem, mapping: Mapping) -> Mapping:
 def _filled(
     problem: MappingProblem, placements: Sequence[Placement], slices: int
 ) -> tuple[Placement, ...]:
-    found = list(placements)
-    before = module_seconds(problem, found, slices)
+    raised = list(placements)
+    before = module_seconds(problem, raised, slices)
     most = max(before)
-    for i in sorted(range(len(found)), key=lambda i: -before[i]):
-        one = found[i]
+    for i in sorted(range(len(raised)), key=lambda i: -before[i]):
+        placement = raised[i]
         alone = problem.seconds[
-            problem.names.index(one.module), len(one.gpus).bit_length() - 1
+            problem.names.index(placement.module), len(placement.gpus).bit_length() - 1
         ]
         more = problem.steps - max(
-            sum(other.quota for other in found if g in other.gpus) for g in one.gpus
+            sum(other.quota for other in raised if g in other.gpus) for g in placement.gpus
         )
         while more > 0:  # all of it, else half of that, and so on
-            tried = [*found[:i], replace(one, quota=one.quota + more), *found[i + 1 :]]
+            grown = replace(placement, quota=placement.quota + more)
+            tried = [*raised[:i], grown, *raised[i + 1 :]]
             if (
-                alone[one.quota + more] <= alone[one.quota]
+                alone[placement.quota + more] <= alone[placement.quota]
                 and stage_seconds(problem, tried, slices) <= most
             ):
-                found = tried
+                raised = tried
                 break
             more //= 2
-    return tuple(found)
+    return tuple(raised)

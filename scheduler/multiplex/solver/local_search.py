@@ -44,10 +44,10 @@ def improve(
         if last is not None and evaluator.searches > last:
             break
         started = _kicked(evaluator.problem, best, within, rng)
-        found = _descend(evaluator, started, within, better, best_seconds)
-        seconds = total_seconds(evaluator, found)
+        lowered = _descend(evaluator, started, within, better, best_seconds)
+        seconds = total_seconds(evaluator, lowered)
         if seconds < best_seconds * (1 - ROUNDING):
-            best, best_seconds = found, seconds
+            best, best_seconds = lowered, seconds
     return best
 
 
@@ -59,10 +59,10 @@ def _descend(
     if below is None and better is not None:
         better(stages)
     while True:
-        found = _best_step(evaluator, stages, within)
-        if found is None:
+        better_stages = _best_step(evaluator, stages, within)
+        if better_stages is None:
             return stages
-        stages = found
+        stages = better_stages
         if better is not None:
             seconds = total_seconds(evaluator, stages)
             if below is None or seconds < below:
@@ -97,10 +97,10 @@ def _below(evaluator: StageEvaluator, stages: Sequence[int], seconds: float) -> 
         least = [evaluator.known_bound(stage) for stage in stages]
         for i, stage in enumerate(stages):
             below = seconds - sum(least[:i]) - sum(least[i + 1 :])
-            found = evaluator.result(stage) if solve else evaluator.probe(stage, below)
-            if not found.seconds < below:
+            result = evaluator.result(stage) if solve else evaluator.probe(stage, below)
+            if not result.seconds < below:
                 return False
-            least[i] = found.seconds if solve else found.bound
+            least[i] = result.seconds if solve else result.bound
     return True
 
 
@@ -115,22 +115,22 @@ def steps(
             conflicts[stage] |= problem.related[m]
     for stage in stages:
         for m in bits(stage):
-            one = 1 << m
-            rest = stage ^ one
+            module = 1 << m
+            rest = stage ^ module
             if rest:
-                yield (stage,), (rest, one)
+                yield (stage,), (rest, module)
             for other in stages:
                 if other == stage:
                     continue
-                if not conflicts[other] & one:
-                    yield (stage, other), (rest, other | one) if rest else (other | one,)
+                if not conflicts[other] & module:
+                    yield (stage, other), (rest, other | module) if rest else (other | module,)
                 if other < stage:
                     continue
                 for n in bits(other):
                     if problem.related[m] & other & ~(1 << n):
                         break
                     if not problem.related[n] & rest:
-                        yield (stage, other), (rest | 1 << n, other ^ 1 << n | one)
+                        yield (stage, other), (rest | 1 << n, other ^ 1 << n | module)
     for i, stage in enumerate(stages):
         for other in stages[i + 1 :]:
             if not conflicts[stage] & other and stage.bit_count() > 1 < other.bit_count():
@@ -141,7 +141,8 @@ def _kicked(
     problem: MappingProblem, stages: list[int], within: int, rng: random.Random
 ) -> list[int]:
     for _ in range(rng.choice(KICKS)):
-        for gone, new in rng.sample(found := list(steps(problem, stages)), min(10, len(found))):
+        possible = list(steps(problem, stages))
+        for gone, new in rng.sample(possible, min(10, len(possible))):
             left = [stage for stage in stages if stage not in gone]
             ordered = in_order_within(problem, [*left, *new], within)
             if ordered:

@@ -55,10 +55,10 @@ def fitted(
     open_: list[tuple[float, int, Allowed | None, Mapping]] = [(mapping.bound, 0, None, mapping)]
     unresolved, count, solved = np.inf, 0, 0
     while open_ and solved < most and not stop():
-        bound, _, allowed, found = heapq.heappop(open_)
+        bound, _, allowed, mapped = heapq.heappop(open_)
         if search.best is not None and bound >= search.best.seconds:
             continue
-        spent = search.footprint(found)
+        spent = search.footprint(mapped)
         if int(spent.sum()) <= problem.gpus * search.limit:
             # It would fit if GPUs were one: other mappings of the same degrees may.
             unresolved = min(unresolved, bound)
@@ -70,19 +70,19 @@ def fitted(
             if branch is None or solved >= most or stop():
                 unresolved = unresolved if branch is None else min(unresolved, bound)
                 continue
-            made = search.solved(branch)
-            if made is None:
+            solution = search.solved(branch)
+            if solution is None:
                 continue
             solved += 1
-            least = max(bound, made.bound)
-            if not search.offer(made) and (
+            least = max(bound, solution.bound)
+            if not search.offer(solution) and (
                 search.best is None or least < search.best.seconds
             ):
                 count += 1
-                heapq.heappush(open_, (least, count, branch, made))
-            elif search.best is made or fits_iteration(problem, made):
+                heapq.heappush(open_, (least, count, branch, solution))
+            elif search.best is solution or fits_iteration(problem, solution):
                 unresolved = min(unresolved, least)
-    lower = min([unresolved, *(one[0] for one in open_)])
+    lower = min([unresolved, *(entry[0] for entry in open_)])
     if search.best is None:
         return replace(mapping, method=mapping.method + UNFIT)
     lower = min(max(lower, mapping.bound), search.best.seconds)
@@ -115,9 +115,9 @@ class _Branches:
         """(M,) bytes of the pool that each module takes."""
         result = np.zeros(len(self.problem.names), np.int64)
         for stage in mapping.stages:
-            for one in stage.placements:
-                m = self.problem.names.index(one.module)
-                result[m] = self.bytes[m, len(one.gpus).bit_length() - 1]
+            for placement in stage.placements:
+                m = self.problem.names.index(placement.module)
+                result[m] = self.bytes[m, len(placement.gpus).bit_length() - 1]
         return result
 
     def all(self) -> Allowed:
@@ -158,8 +158,8 @@ class _Branches:
         try:
             restricted = replace(
                 self.problem, allowed=allowed, memory_over="stage", surfaces=tuple(
-                    replace(one, memory_bytes=tuple(int(factor * b) for b in one.memory_bytes))
-                    if one.name in heavier else one for one in self.problem.surfaces
+                    replace(s, memory_bytes=tuple(int(factor * b) for b in s.memory_bytes))
+                    if s.name in heavier else s for s in self.problem.surfaces
                 ),
             )
         except MultiplexError:
@@ -182,21 +182,22 @@ class _Branches:
         for _ in range(DIVE):
             spent = self.footprint(mapping)
             seconds = {
-                self.problem.names.index(one.module): stage.seconds
-                for stage in mapping.stages for one in stage.placements
+                self.problem.names.index(placement.module): stage.seconds
+                for stage in mapping.stages for placement in stage.placements
             }
             used = iteration_memory(self.problem, mapping)
             full = max(range(len(used)), key=lambda g: used[g])
             some = set(range(len(spent)))
             if spent.sum() <= self.problem.gpus * limit:
                 if not stop():
-                    made = self._evened(allowed, mapping, used[full] - limit)
-                    if made is not None and self.offer(made):
+                    solution = self._evened(allowed, mapping, used[full] - limit)
+                    if solution is not None and self.offer(solution):
                         return
                 # Enough in all: what is on the fullest GPU must be somewhere else.
                 some = {
-                    self.problem.names.index(one.module)
-                    for stage in mapping.stages for one in stage.placements if full in one.gpus
+                    self.problem.names.index(placement.module)
+                    for stage in mapping.stages for placement in stage.placements
+                    if full in placement.gpus
                 }
             while True:
                 m = self._cheapest(allowed, spent, some, seconds)
@@ -208,22 +209,22 @@ class _Branches:
                 spent[m] = self._fastest(allowed, m)[1]
                 if spent.sum() <= self.problem.gpus * limit:
                     break
-            made = None if stop() else self.solved(allowed)
-            if made is None or self.offer(made):
+            solution = None if stop() else self.solved(allowed)
+            if solution is None or self.offer(solution):
                 return
-            mapping = made
+            mapping = solution
 
     def _evened(self, allowed: Allowed, mapping: Mapping, excess: int) -> Mapping | None:
         """Of the same branch, with less on the fullest GPU of the most uneven stage: its modules
         are taken to be as much heavier as makes them fill a GPU sooner."""
-        loads = [stage_memory(self.problem, one, mapping.gpus) for one in mapping.stages]
+        loads = [stage_memory(self.problem, stage, mapping.gpus) for stage in mapping.stages]
         uneven = max(
             range(len(loads)), key=lambda s: max(loads[s]) - sum(loads[s]) / len(loads[s])
         )
         room = max(loads[uneven]) - excess
         if room < 1:
             return None
-        names = [one.module for one in mapping.stages[uneven].placements]
+        names = [placement.module for placement in mapping.stages[uneven].placements]
         return self.solved(allowed, names, self.limit / room)
 
     def _fastest(self, allowed: Allowed, m: int) -> tuple[float, int]:

@@ -20,7 +20,7 @@ from numba import njit
 from raymm.scheduler.multiplex.solver.placement_options import placement_options
 from raymm.scheduler.multiplex.solver.stage_packing import Packed
 
-FOUND, IMPOSSIBLE, GAVE_UP = 1, 0, -1
+SOLVED, IMPOSSIBLE, GAVE_UP = 1, 0, -1
 
 # Modules are placed level by level. Row ``level`` of the classes is how they are before the module
 # at that level is placed; its decisions write row ``level + 1``.
@@ -144,6 +144,43 @@ def _write(classes, level, written, of, gpus):
 
 
 @njit(cache=True)
+def _write_rest(level, at, count, written, classes):
+    """The classes tried from place ``at`` on stay as they are; how many the next row then has."""
+    for a in range(at, count):
+        of = classes[level, classes[level, a].order]
+        _write(classes, level, written, of, of.gpus)
+        written += 1
+    return written
+
+
+@njit(cache=True)
+def _gpus_from(level, at, count, classes):
+    """GPUs of the classes tried from place ``at`` on."""
+    gpus = 0
+    for a in range(at, count):
+        gpus += classes[level, classes[level, a].order].gpus
+    return gpus
+
+
+@njit(cache=True)
+def _split_class(level, place, option, classes):
+    """Some of a class's GPUs get a replica, the others stay; how many classes the next row then
+    has."""
+    of, some, written = classes[level, place.order], place.taken, place.written
+    if some:
+        _write(classes, level, written, of, some)
+        new = classes[level + 1, written]
+        new.members |= 1 << level
+        new.quota += option.quota
+        new.memory += option.memory
+        written += 1
+    if some < of.gpus:
+        _write(classes, level, written, of, of.gpus - some)
+        written += 1
+    return written
+
+
+@njit(cache=True)
 def _may_join(level, of, option, levels, pool):
     """Whether a replica of the module at ``level`` may go on GPUs of a class."""
     quota = of.quota + option.quota
@@ -196,17 +233,13 @@ def _search(first, levels, classes, options, pool, spread, node_limit):
         elif left == 0:
             # All replicas are placed: the classes left over stay as they are.
             now.decided = at
-            for a in range(at, now.classes):
-                of = classes[level, classes[level, a].order]
-                _write(classes, level, written, of, of.gpus)
-                written += 1
-            levels[level + 1].classes = written
+            levels[level + 1].classes = _write_rest(level, at, now.classes, written, classes)
             if not _close_level(level + 1, levels, classes, pool, spread):
                 back = True
                 continue
             level += 1
             if level == modules:
-                return FOUND, nodes
+                return SOLVED, nodes
             levels[level].option = -1
             next_option = True
             continue
@@ -214,10 +247,7 @@ def _search(first, levels, classes, options, pool, spread, node_limit):
             nodes += 1
             if nodes > node_limit:
                 return GAVE_UP, nodes
-            have = 0
-            for a in range(at, now.classes):
-                have += classes[level, classes[level, a].order].gpus
-            if have < left:
+            if _gpus_from(level, at, now.classes, classes) < left:
                 now.decided = at
                 back = True
                 continue
@@ -226,19 +256,9 @@ def _search(first, levels, classes, options, pool, spread, node_limit):
             joins = _may_join(level, of, options[level, now.option], levels, pool)
             place.taken = min(of.gpus, left) if joins else 0
             place.left, place.written = left, written
-        place, option = classes[level, at], options[level, now.option]
-        of, some = classes[level, place.order], place.taken
-        left, written = place.left - some, place.written
-        if some:
-            _write(classes, level, written, of, some)
-            new = classes[level + 1, written]
-            new.members |= 1 << level
-            new.quota += option.quota
-            new.memory += option.memory
-            written += 1
-        if some < of.gpus:
-            _write(classes, level, written, of, of.gpus - some)
-            written += 1
+        place = classes[level, at]
+        left = place.left - place.taken
+        written = _split_class(level, place, options[level, now.option], classes)
         at += 1
 
 
@@ -326,7 +346,7 @@ def pack(inputs, before, spread, weights, kept, node_limit):
         return IMPOSSIBLE, 0, nothing
     _needs_of_later(levels, options, first)
     result, nodes = _search(first, levels, classes, options, pool, spread, node_limit)
-    if result != FOUND:
+    if result != SOLVED:
         return result, nodes, nothing
     # A record: numba knows its fields, pyright does not.
     count = levels[modules].classes  # pyright: ignore[reportAttributeAccessIssue]

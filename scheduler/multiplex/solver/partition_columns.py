@@ -165,14 +165,14 @@ class _Program:
 
 
 def best_partition(
-    evaluator: StageEvaluator, within: int, known: list[int], limit: int, nodes: int,
+    evaluator: StageEvaluator, within: int, start: list[int], limit: int, nodes: int,
     rounds: int, better: Callable[[list[int]], None], proven: Callable[[float], None],
 ) -> tuple[list[int], float]:
     """Better stages of the modules ``within``, and a lower bound of any stages' seconds.
 
     Args:
         evaluator: of stages; its ``nodes`` are what a stage gets at first.
-        known: stages to begin with, sets of modules in order.
+        start: stages to begin with, sets of modules in order.
         limit: most stages to consider.
         nodes: most effort for one stage.
         rounds: most rounds of bounding and solving.
@@ -183,9 +183,9 @@ def best_partition(
         TooManyStages: more than ``limit``.
     """
     columns = _Columns(evaluator, within, limit)
-    best, upper, lower = list(known), total_seconds(evaluator, known), 0.0
+    best, upper, lower = list(start), total_seconds(evaluator, start), 0.0
     program = _Program(
-        columns, [columns.at(s) for s in [*(1 << m for m in columns.modules), *known]]
+        columns, [columns.at(s) for s in [*(1 << m for m in columns.modules), *start]]
     )
     for _ in range(rounds):
         bound, reduced, used = program.solve()
@@ -215,11 +215,11 @@ def best_partition(
             lower = max(lower, min(value, upper))
             proven(lower)
         progress = _raised(columns, [columns.at(s) for s in chosen], gap, nodes)
-        found = in_order_within(evaluator.problem, chosen, within)
+        ordered = in_order_within(evaluator.problem, chosen, within)
         seconds = total_seconds(evaluator, chosen)
-        if found and seconds < upper * (1 - ROUNDING):
-            upper, best, progress = seconds, found, True
-            better(found)
+        if ordered and seconds < upper * (1 - ROUNDING):
+            upper, best, progress = seconds, ordered, True
+            better(ordered)
         if not progress:
             return best, lower
     return best, lower

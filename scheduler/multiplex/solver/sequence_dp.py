@@ -57,13 +57,13 @@ class StateGraph:
                 ready = sum(
                     1 << m for m in modules if not state >> m & 1 and not before[m] & ~state
                 )
-                found = _subsets(ready, ordered)
-                count += len(found)
+                subsets = _subsets(ready, ordered)
+                count += len(subsets)
                 if count > limit:
                     raise TooManyTransitions
                 states.append(state)
-                stages.append(found)
-                following.update((found | state).tolist())
+                stages.append(subsets)
+                following.update((subsets | state).tolist())
             layer = following
             # A layer of this loop is reached by one more stage, not by one more module.
             layer -= set(states)
@@ -73,8 +73,8 @@ class StateGraph:
         sources = np.repeat(np.arange(len(order)), [len(stages[i]) for i in order])
         self.source = sources
         by_value = np.argsort(self.states)
-        wanted = self.states[self.source] | self.stage
-        self.target = by_value[np.searchsorted(self.states, wanted, sorter=by_value)]
+        needed = self.states[self.source] | self.stage
+        self.target = by_value[np.searchsorted(self.states, needed, sorter=by_value)]
         self.size = np.array([int(s).bit_count() for s in self.states])
 
     def keep(self, which: np.ndarray) -> None:
@@ -138,14 +138,14 @@ def _subsets(modules: int, with_first: bool) -> np.ndarray:
 
 
 def best_sequence(
-    evaluator: StageEvaluator, within: int, known: list[int], transitions: int, nodes: int,
+    evaluator: StageEvaluator, within: int, start: list[int], transitions: int, nodes: int,
     searches: int, better: Callable[[list[int]], None], proven: Callable[[float], None],
 ) -> tuple[list[int], float]:
     """The best stages of the modules ``within``, and a lower bound of any stages' seconds.
 
     Args:
         evaluator: of stages; its ``nodes`` are what a stage gets at first.
-        known: stages to begin with, sets of modules in order.
+        start: stages to begin with, sets of modules in order.
         transitions: most transitions between states.
         nodes: most effort for one stage; a stage that is not exact with that is taken at its
             bound, and the result may then not be proven.
@@ -157,7 +157,7 @@ def best_sequence(
         TooManyTransitions: more than allowed.
     """
     graph = StateGraph(evaluator, within, transitions)
-    upper, best = total_seconds(evaluator, known), list(known)
+    upper, best = total_seconds(evaluator, start), list(start)
     distinct, inverse = np.unique(graph.stage, return_inverse=True)
     cost = evaluator.bounds.bounds(distinct)
     for stage, result in evaluator.results.items():
@@ -184,10 +184,10 @@ def best_sequence(
         for at in path:
             stage, least_known = int(graph.stage[at]), float(cost[inverse[at]])
             # The path is of use only if this stage takes less than this.
-            found = evaluator.probe(stage, (least_known + upper - lower) * (1 - ROUNDING))
-            if found.bound > least_known * (1 + ROUNDING):
-                cost[inverse[at]], progress = found.bound, True
-                dead = dead or found.bound >= (least_known + upper - lower) * (1 - ROUNDING)
+            outcome = evaluator.probe(stage, (least_known + upper - lower) * (1 - ROUNDING))
+            if outcome.bound > least_known * (1 + ROUNDING):
+                cost[inverse[at]], progress = outcome.bound, True
+                dead = dead or outcome.bound >= (least_known + upper - lower) * (1 - ROUNDING)
         if dead and evaluator.searches <= last:
             continue
         for at in path:
@@ -199,10 +199,10 @@ def best_sequence(
                 seen = False
             progress |= not seen
             cost[inverse[at]] = max(cost[inverse[at]], result.bound)
-        found = [int(graph.stage[at]) for at in path]
-        seconds = total_seconds(evaluator, found)
+        sequence = [int(graph.stage[at]) for at in path]
+        seconds = total_seconds(evaluator, sequence)
         if seconds < upper * (1 - ROUNDING):
-            upper, best = seconds, found
-            better(found)
+            upper, best = seconds, sequence
+            better(sequence)
         if not progress or evaluator.searches > last:
             return best, lower

@@ -83,11 +83,11 @@ def mapping_of(
         method: that found it.
     """
     problem = evaluator.problem
-    made = tuple(
+    mapped = tuple(
         MultiplexStage(evaluator.result(stage).placements, evaluator.result(stage).seconds)
         for stage in stages
     )
-    return Mapping(problem.gpus, problem.steps, made, max(0.0, bound), method)
+    return Mapping(problem.gpus, problem.steps, mapped, max(0.0, bound), method)
 
 
 def _depends(problem: MappingProblem, stage: int, on: int) -> bool:

@@ -120,20 +120,20 @@ def solve(
 
     if effort is None:
         effort = {"exact": EXACT, "local_search": LOCAL}.get(strategy, AUTO)
-    found = _solve(problem, strategy, seed, effort, stopped)
+    sequence = _solve(problem, strategy, seed, effort, stopped)
     if problem.memory_bytes is None or problem.memory_over == "stage":
-        return found
+        return sequence
     # Many more may follow, each with the first's bound at least.
     again = replace(
         effort, tries=effort.tries // 16, kicks=min(effort.kicks, 4),
         stages=min(effort.stages, FEW_STAGES),
     )
     return fitted(
-        problem, found,
+        problem, sequence,
         lambda restricted: _solve(
             restricted, strategy, seed, effort if strategy == "exact" else again, stopped
         ),
-        _branches(problem, effort), lambda: INTERRUPTED in found.method or stopped(),
+        _branches(problem, effort), lambda: INTERRUPTED in sequence.method or stopped(),
     )
 
 
@@ -239,7 +239,7 @@ class _Search:
         """All parts together."""
         seconds = {p: total_seconds(self.evaluator, stages) for p, stages in self.best.items()}
         bound = sum(min(self.bound[p], seconds[p]) for p in self.best)
-        stages = [stage for found in self.best.values() for stage in found]
+        stages = [stage for sequence in self.best.values() for stage in sequence]
         ways = sorted({self.done.get(p, "in turn") for p in self.best if p.bit_count() > 1})
         method = f"{strategy} ({', '.join(ways) or 'single modules'}{interrupted})"
         return mapping_of(self.evaluator, stages, bound, method)

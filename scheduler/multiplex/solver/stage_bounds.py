@@ -22,7 +22,7 @@ def entry_seconds(problem: MappingProblem) -> np.ndarray:
     """(M, J, steps + 1) lower bounds of a module's seconds on GPUs of which it shares at least
     one, whoever the others are; infinite at a whole GPU's quota, which leaves nothing to share."""
     model, use, steps = problem.interference, problem.bandwidth, problem.steps
-    known = np.any(np.isfinite(problem.seconds), axis=1)  # (M, steps + 1)
+    feasible = np.any(np.isfinite(problem.seconds), axis=1)  # (M, steps + 1)
     result = np.full_like(problem.seconds, np.inf)
     for m in range(len(problem.names)):
         others = [
@@ -30,8 +30,8 @@ def entry_seconds(problem: MappingProblem) -> np.ndarray:
             if o != m and not problem.related[m] >> o & 1
         ]
         for q in range(1, steps):
-            peers = [use[o, 1 : steps - q + 1][known[o, 1 : steps - q + 1]] for o in others]
-            peers = [found for found in peers if len(found)]
+            peers = [use[o, 1 : steps - q + 1][feasible[o, 1 : steps - q + 1]] for o in others]
+            peers = [uses for uses in peers if len(uses)]
             if not peers:
                 continue
             delay = _least_delay(model, float(use[m, q]), peers)
@@ -42,8 +42,8 @@ def entry_seconds(problem: MappingProblem) -> np.ndarray:
 
 def _least_delay(model: Interference, own: float, peers: list[np.ndarray]) -> float:
     """Of a module beside at least one peer, each with one of its bandwidths."""
-    least = min(float(found.min()) for found in peers)
-    everyone = sum(float(found.max()) for found in peers)
+    least = min(float(uses.min()) for uses in peers)
+    everyone = sum(float(uses.max()) for uses in peers)
     additive = model.additive
     many = own + (2 * least if additive >= 0 else everyone)
     if model.coupling == "own":
@@ -52,9 +52,9 @@ def _least_delay(model: Interference, own: float, peers: list[np.ndarray]) -> fl
         coupled = 0.0 if model.product >= 0 else 1.0
     # Two or more peers; or exactly one, whose product is known better.
     more = max(0.0, model.constant + additive * many + model.product * coupled)
-    most = max(float(found.max()) for found in peers)
-    one = min(model.delay(own, [value]) for value in (least, most))  # it is linear between
-    return min(one, more)
+    most = max(float(uses.max()) for uses in peers)
+    alone = min(model.delay(own, [value]) for value in (least, most))  # it is linear between
+    return min(alone, more)
 
 
 @njit(cache=True)
@@ -183,10 +183,10 @@ class StageBounds:
 
     def bound(self, stage: int) -> float:
         """Of one stage; infinite if it can never fit."""
-        known = self._single.get(stage)
-        if known is None:
-            known = self._single[stage] = float(self.bounds(np.array([stage], np.int64))[0])
-        return known
+        least = self._single.get(stage)
+        if least is None:
+            least = self._single[stage] = float(self.bounds(np.array([stage], np.int64))[0])
+        return least
 
     def bounds(self, stages: np.ndarray, mixes: int = len(MIXES)) -> np.ndarray:
         """(N,) of the stages (N,), sets of modules as bits; of the first so many mixes only."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from raymm.scheduler.multiplex.mapping import Placement
 from raymm.scheduler.multiplex.problem import MappingProblem, bits
-from raymm.scheduler.multiplex.solver.packing import FOUND, IMPOSSIBLE
+from raymm.scheduler.multiplex.solver.packing import IMPOSSIBLE, SOLVED
 from raymm.scheduler.multiplex.solver.stage_bounds import StageBounds
 from raymm.scheduler.multiplex.solver.stage_packing import (
     InterferenceLaw,
@@ -103,21 +103,21 @@ class StageEvaluator:
 
     def result(self, stage: int) -> StageResult:
         """The least seconds of a stage, as well as ``nodes`` allow."""
-        known = self.results.get(stage)
-        if known is None:
-            known = self.results[stage] = self._evaluate(stage)
-        return known
+        best = self.results.get(stage)
+        if best is None:
+            best = self.results[stage] = self._evaluate(stage)
+        return best
 
     def refined(self, stage: int, nodes: int) -> StageResult:
         """The same with more effort than before, if it was not exact already."""
-        known = self.result(stage)
-        if not known.exact and known.nodes < nodes:
-            known = self._narrowed(stage, known, nodes)
-            if not known.exact and stage.bit_count() >= LARGE:
-                known = self._polished(stage, known, REPLACEMENTS[1], REPLACING_NODES[1])
-                known = self._narrowed(stage, known, nodes)
-            known = self.results[stage] = self._raised(stage, known, nodes)
-        return known
+        best = self.result(stage)
+        if not best.exact and best.nodes < nodes:
+            best = self._narrowed(stage, best, nodes)
+            if not best.exact and stage.bit_count() >= LARGE:
+                best = self._polished(stage, best, REPLACEMENTS[1], REPLACING_NODES[1])
+                best = self._narrowed(stage, best, nodes)
+            best = self.results[stage] = self._raised(stage, best, nodes)
+        return best
 
     def probe(self, stage: int, below: float) -> StageResult:
         """What is known after asking only whether the stage takes less than ``below`` seconds.
@@ -125,25 +125,25 @@ class StageEvaluator:
         One search instead of many: ``seconds`` is below if placements were found, ``bound`` is at
         least that if there are none.
         """
-        known = self.known(stage)
-        if known.seconds < below or known.bound >= below:
-            return known
-        found = self._search(stage, below, max(self.nodes, known.nodes))
-        if isinstance(found, StageResult):
-            known = replace(found, bound=known.bound, nodes=known.nodes)
-        elif found == IMPOSSIBLE:
-            known = replace(known, bound=below)
-        (self.results if stage in self.results else self._probed)[stage] = known
-        return known
+        best = self.best_known(stage)
+        if best.seconds < below or best.bound >= below:
+            return best
+        outcome = self._search(stage, below, max(self.nodes, best.nodes))
+        if isinstance(outcome, StageResult):
+            best = replace(outcome, bound=best.bound, nodes=best.nodes)
+        elif outcome == IMPOSSIBLE:
+            best = replace(best, bound=below)
+        (self.results if stage in self.results else self._probed)[stage] = best
+        return best
 
-    def known(self, stage: int) -> StageResult:
+    def best_known(self, stage: int) -> StageResult:
         """What is known without a search."""
-        known = self.results.get(stage) or self._probed.get(stage)
-        return known or StageResult(np.inf, self.bounds.bound(stage))
+        best = self.results.get(stage) or self._probed.get(stage)
+        return best or StageResult(np.inf, self.bounds.bound(stage))
 
     def known_bound(self, stage: int) -> float:
         """The best bound there is without a search."""
-        return self.known(stage).bound
+        return self.best_known(stage).bound
 
     def forget(self) -> None:
         """Remember nothing."""
@@ -151,77 +151,77 @@ class StageEvaluator:
         self._probed.clear()
 
     def _evaluate(self, stage: int) -> StageResult:
-        known = self.known(stage)
-        if not np.isfinite(known.bound):
+        best = self.best_known(stage)
+        if not np.isfinite(best.bound):
             return StageResult(np.inf, np.inf, None, self.nodes)
-        if known.packing is None:
+        if best.packing is None:
             self._ask_stop()
             modules = list(bits(stage))
             effort = SearchEffort(QUICK_NODES, self.nodes, LAST_RESORT * self.nodes, ROUNDING)
             seconds, bound, searches, packed = least_seconds(
-                self._inputs(stage), self.bounds.grid, known.bound, effort
+                self._inputs(stage), self.bounds.grid, best.bound, effort
             )
             self.searches += searches
             packing = self._packing(modules, packed) if np.isfinite(seconds) else None
-            found = StageResult(float(seconds), float(bound), packing, self.nodes)
+            result = StageResult(float(seconds), float(bound), packing, self.nodes)
         else:
-            found = self._narrowed(stage, known, self.nodes)
-        if not found.exact and stage.bit_count() >= LARGE:
-            found = self._polished(stage, found, REPLACEMENTS[0], REPLACING_NODES[0])
-            found = self._narrowed(stage, found, self.nodes)
-        return found
+            result = self._narrowed(stage, best, self.nodes)
+        if not result.exact and stage.bit_count() >= LARGE:
+            result = self._polished(stage, result, REPLACEMENTS[0], REPLACING_NODES[0])
+            result = self._narrowed(stage, result, self.nodes)
+        return result
 
     def _polished(
-        self, stage: int, known: StageResult, replacements: int, nodes: int
+        self, stage: int, best: StageResult, replacements: int, nodes: int
     ) -> StageResult:
         """Placements that take less time, where the stage is too large to search completely."""
-        if known.packing is not None and not known.exact:
+        if best.packing is not None and not best.exact:
             inputs = self._inputs(stage)
             effort = Repacking(RESTARTS, replacements, *REPLACED, PERTURBATION, ROUNDING, nodes)
-            packed = repack(inputs, known.packing.packed, effort, stage % SEEDS)
+            packed = repack(inputs, best.packing.packed, effort, stage % SEEDS)
             seconds = float(class_seconds(inputs, packed).max())
-            if seconds < known.seconds:
+            if seconds < best.seconds:
                 packing = self._packing(list(bits(stage)), packed)
-                known = replace(known, seconds=seconds, packing=packing)
-        return known
+                best = replace(best, seconds=seconds, packing=packing)
+        return best
 
-    def _narrowed(self, stage: int, known: StageResult, nodes: int) -> StageResult:
+    def _narrowed(self, stage: int, best: StageResult, nodes: int) -> StageResult:
         """Search below what is known until nothing is left or a search gives up."""
-        while np.isfinite(known.seconds) and not known.exact:
-            found = self._search(stage, known.seconds * (1 - ROUNDING), nodes)
-            if isinstance(found, StageResult):
-                known = replace(found, bound=known.bound)
-            elif found == IMPOSSIBLE:
-                return replace(known, bound=known.seconds, nodes=nodes)
+        while np.isfinite(best.seconds) and not best.exact:
+            outcome = self._search(stage, best.seconds * (1 - ROUNDING), nodes)
+            if isinstance(outcome, StageResult):
+                best = replace(outcome, bound=best.bound)
+            elif outcome == IMPOSSIBLE:
+                return replace(best, bound=best.seconds, nodes=nodes)
             else:
                 break
-        return replace(known, nodes=nodes)
+        return replace(best, nodes=nodes)
 
-    def _raised(self, stage: int, known: StageResult, nodes: int) -> StageResult:
+    def _raised(self, stage: int, best: StageResult, nodes: int) -> StageResult:
         """Prove that some seconds below the known ones are not enough."""
         grid = self.bounds.grid
-        low = int(np.searchsorted(grid, known.bound, side="right"))
-        high = int(np.searchsorted(grid, known.seconds))
-        while low < high and not known.exact and np.isfinite(known.seconds):
+        low = int(np.searchsorted(grid, best.bound, side="right"))
+        high = int(np.searchsorted(grid, best.seconds))
+        while low < high and not best.exact and np.isfinite(best.seconds):
             middle = (low + high) // 2
             target = float(grid[middle])
-            found = self._search(stage, target, nodes)
-            if isinstance(found, StageResult):
-                known = replace(found, bound=known.bound)
-                high = min(middle, int(np.searchsorted(grid, known.seconds)))
-            elif found == IMPOSSIBLE:
-                known = replace(known, bound=max(known.bound, target))
+            outcome = self._search(stage, target, nodes)
+            if isinstance(outcome, StageResult):
+                best = replace(outcome, bound=best.bound)
+                high = min(middle, int(np.searchsorted(grid, best.seconds)))
+            elif outcome == IMPOSSIBLE:
+                best = replace(best, bound=max(best.bound, target))
                 low = middle + 1
             else:
                 high = middle
-        return known
+        return best
 
     def _search(self, stage: int, before: float, nodes: int) -> StageResult | int:
         """Placements done before the given seconds, or why there are none."""
         self._ask_stop()
         self.searches += 1
         outcome, seconds, packed = pack_either(self._inputs(stage), before, nodes)
-        if outcome != FOUND:
+        if outcome != SOLVED:
             return outcome
         return StageResult(float(seconds), 0.0, self._packing(list(bits(stage)), packed))
 
@@ -231,15 +231,15 @@ class StageEvaluator:
 
     def _inputs(self, stage: int) -> StageInputs:
         """The problem's part of the arguments of the searches."""
-        known = self._inputs_of.get(stage)
-        if known is None:
+        inputs = self._inputs_of.get(stage)
+        if inputs is None:
             problem, modules = self.problem, list(bits(stage))
             limit = NO_LIMIT - 1 if problem.memory_bytes is None else problem.memory_bytes
-            known = self._inputs_of[stage] = StageInputs(
+            inputs = self._inputs_of[stage] = StageInputs(
                 problem.seconds[modules], self._memory[modules], problem.bandwidth[modules],
                 self.bounds.entry[modules], Pool(problem.gpus, problem.steps, limit, self._law),
             )
-        return known
+        return inputs
 
     def _packing(self, modules: list[int], packed: Packed) -> StagePacking:
         return StagePacking(tuple(self.problem.names[m] for m in modules), packed)

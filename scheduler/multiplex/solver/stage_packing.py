@@ -130,10 +130,10 @@ class StagePacking:
         at = {name: i for i, name in enumerate(modules)}
         chosen = np.zeros((len(modules), 2), np.int64)
         content = [0] * gpus
-        for one in placements:
-            chosen[at[one.module]] = len(one.gpus), one.quota
-            for g in one.gpus:
-                content[g] |= 1 << at[one.module]
+        for placement in placements:
+            chosen[at[placement.module]] = len(placement.gpus), placement.quota
+            for g in placement.gpus:
+                content[g] |= 1 << at[placement.module]
         classes = Counter(content)
         packed = Packed(chosen, np.array(list(classes.values())), np.array(list(classes)))
         return cls(tuple(modules), packed)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from raymm.scheduler.multiplex.solver.packing import FOUND, IMPOSSIBLE, nothing_placed, pack
+from raymm.scheduler.multiplex.solver.packing import IMPOSSIBLE, SOLVED, nothing_placed, pack
 from raymm.scheduler.multiplex.solver.stage_packing import Packed
 
 
@@ -35,7 +35,7 @@ class Repacking(NamedTuple):
         restarts: new beginnings.
         replacements: tries to place some again since the last that helped.
         least_out, most_out: how many modules are taken out.
-        jitter: how much the order varies: standard deviation of a log-normal factor.
+        perturbation: how much the order varies: standard deviation of a log-normal factor.
         rounding: less than this, relatively, is not better.
         node_limit: of every search.
     """
@@ -97,9 +97,9 @@ def pack_either(inputs, before, node_limit):
     modules = inputs.seconds.shape[0]
     nobody, weights = nothing_placed(modules, inputs.pool.gpus), np.ones(modules)
     result, _, packed = pack(inputs, before, False, weights, nobody, node_limit)
-    if result != FOUND and result != IMPOSSIBLE:
+    if result != SOLVED and result != IMPOSSIBLE:
         result, _, packed = pack(inputs, before, True, weights, nobody, node_limit)
-    seconds = class_seconds(inputs, packed).max() if result == FOUND else np.inf
+    seconds = class_seconds(inputs, packed).max() if result == SOLVED else np.inf
     return result, seconds, packed
 
 
@@ -128,25 +128,25 @@ def least_seconds(inputs, grid, bound, effort):
     while best == np.inf and at < len(grid):
         searches += 1
         before = np.nextafter(grid[at], np.inf)
-        result, found, placed = pack_either(inputs, before, effort.quick_nodes)
-        if result == FOUND:
-            best, packed = found, placed
+        result, seconds, placed = pack_either(inputs, before, effort.quick_nodes)
+        if result == SOLVED:
+            best, packed = seconds, placed
             break
         at = max(min(at + stride, len(grid) - 1), at + 1)
         stride *= 2
     if best == np.inf:
         searches += 1
         result, best, packed = pack_either(inputs, np.inf, effort.last_resort)
-        if result != FOUND:
+        if result != SOLVED:
             return np.inf, np.inf if result == IMPOSSIBLE else bound, searches, packed
     high = np.searchsorted(grid, best)
     while low < high:
         middle = (low + high) // 2
         searches += 1
         before = np.nextafter(grid[middle], np.inf)
-        result, found, placed = pack_either(inputs, before, effort.quick_nodes)
-        if result == FOUND:
-            best, packed = found, placed
+        result, seconds, placed = pack_either(inputs, before, effort.quick_nodes)
+        if result == SOLVED:
+            best, packed = seconds, placed
             high = min(middle, np.searchsorted(grid, best))
         else:
             if result == IMPOSSIBLE:
@@ -155,9 +155,9 @@ def least_seconds(inputs, grid, bound, effort):
     while best * (1.0 - effort.rounding) > bound:
         searches += 1
         before = best * (1.0 - effort.rounding)
-        result, found, placed = pack_either(inputs, before, effort.node_limit)
-        if result == FOUND:
-            best, packed = found, placed
+        result, seconds, placed = pack_either(inputs, before, effort.node_limit)
+        if result == SOLVED:
+            best, packed = seconds, placed
         else:
             if result == IMPOSSIBLE:
                 bound = best
@@ -196,10 +196,11 @@ def repack(inputs, packed, effort, seed):
         if number >= effort.restarts:
             kept = _without_some(packed, times.argmax(), effort)
             failed += 1
-        result, _, found = pack(inputs, before, number % 2 == 1, weights, kept, effort.node_limit)
+        spread = number % 2 == 1
+        result, _, repacked = pack(inputs, before, spread, weights, kept, effort.node_limit)
         number += 1
-        if result == FOUND:
-            packed = found
+        if result == SOLVED:
+            packed = repacked
             times = class_seconds(inputs, packed)
             failed = 0
     return packed

@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from fork_server import run_processes
 from same_messages import check_equal
 
 from raymm.actors.executor.channel import Link, RecvChannel, SendChannel
@@ -93,7 +93,7 @@ def _peer_leaves(rank: int, store: str) -> None:
 @pytest.mark.parametrize("work", [_exchange, _peer_leaves])
 def test_two_processes(work, tmp_path):
     """A failed assertion in either process fails the test."""
-    mp.spawn(work, args=(str(tmp_path / "store"),), nprocs=2)
+    run_processes(work, (str(tmp_path / "store"),), 2)
 
 
 class Lost:

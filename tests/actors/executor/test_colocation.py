@@ -12,7 +12,8 @@ from torch import nn
 
 from benchmarks.emulated_backend import EmulatedBackend, EmulatedModule
 from raymm.actors.executor.colocation import Colocation
-from raymm.actors.executor.executor import Executor, StepMeta
+from raymm.actors.executor.executor import Executor
+from raymm.actors.executor.step_meta import StepMeta
 from raymm.actors.modules.message import Message
 from raymm.actors.modules.module_state import may_draw
 from raymm.actors.optimizer.gradient_reduction import (

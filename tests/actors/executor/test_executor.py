@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from raymm.actors.executor.executor import Executor, StepMeta
+from raymm.actors.executor.executor import Executor
+from raymm.actors.executor.step_meta import StepMeta
 from raymm.actors.modules.draws import module_draws
 from raymm.actors.modules.message import Message
 from raymm.scheduler.plan.stage import StageId
-from raymm.scheduler.program.program import Instruction, Op, Program, check_program
+from raymm.scheduler.program.check_program import check_program
+from raymm.scheduler.program.program import Instruction, Op, Program
 
 SEED, STEP = 3, 11
 

@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from fork_server import run_processes
 from same_messages import check_equal
 
 from raymm.actors.executor.channel import Link, RecvChannel, SendChannel
@@ -130,4 +130,4 @@ def _summed_gradients(rank: int, tokens: int, tensors: int, receivers: int) -> N
 @pytest.mark.parametrize("work", [_run])
 def test_groups_of_processes(work, tmp_path):
     """A failed assertion in any process fails the test."""
-    mp.spawn(work, args=(str(tmp_path / "store"),), nprocs=PROCESSES)
+    run_processes(work, (str(tmp_path / "store"),), PROCESSES)

@@ -11,10 +11,11 @@ from stages_in_process import StagesInProcess, reference
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
-from raymm.actors.modules.cut import NoBlockCalledError
 from raymm.actors.probe.cut import ProbeError
 from raymm.actors.recompute.recomputed_layers import _ATTENTION, _contexts
-from raymm.model.multimodal import ModalityModule, ModelError, MultimodalModule
+from raymm.errors import InputError
+from raymm.model.modality_module import ModalityModule, ModelError
+from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
@@ -133,7 +134,7 @@ def test_a_block_that_every_microbatch_skips_has_no_gradient():
 def test_a_forward_without_any_block_is_an_error_that_names_the_cure():
     model, step = hearing(layerdrop=0.95), steps(2)
     stages = in_stages(model, step, 2)
-    with pytest.raises(NoBlockCalledError, match="'tower' in microbatch 0 .*pp 1.*layerdrop"):
+    with pytest.raises(InputError, match="'tower' in microbatch 0 .*pp 1.*layerdrop"):
         stages.run(step)
     in_stages(model, step, 1).run(step)
 

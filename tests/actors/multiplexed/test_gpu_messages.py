@@ -8,7 +8,7 @@ import tempfile
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from fork_server import run_processes
 
 from raymm.actors.multiplexed import messages
 from raymm.actors.multiplexed.messages import Messages
@@ -47,4 +47,4 @@ def exchange(rank: int, folder: str, packed: int) -> None:
 @pytest.mark.parametrize("packed", [0, 2**20])
 def test_all_tensors_arrive(packed):
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(exchange, (folder, packed), nprocs=2)
+        run_processes(exchange, (folder, packed), 2)

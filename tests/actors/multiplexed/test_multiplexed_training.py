@@ -28,7 +28,7 @@ from torch import nn
 import raymm
 from raymm.actors.multiplexed.node import OutputError
 from raymm.actors.optimizer.optimizer import OptimizerConfig
-from raymm.actors.rank.rank_group import RankFailedError
+from raymm.errors import RankFailedError
 from raymm.model.contrastive import clip_dag
 from raymm.model.module_dag import DagLoss, DagModule, ModuleDag
 from raymm.runtime.multiplexed_dag import MultiplexedModule

@@ -1,4 +1,4 @@
-"""Pieces of tensors: whatever pieces were written, any others can be read."""
+"""Shards of tensors: whatever shards were written, any others can be read."""
 
 import resource
 import signal
@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from raymm.actors.optimizer.checkpoint_shards import (
     ShardError,
-    StoredTensors,
     checksum,
     stored_shards,
     write_shard,
 )
+from raymm.actors.optimizer.stored_tensors import StoredTensors
 
 
 class ParameterShard(NamedTuple):
@@ -46,10 +46,10 @@ def layouts(draw: st.DrawFn) -> list[ParameterShard | None]:
     ]
 
 
-def cut(piece: ParameterShard | None) -> torch.Tensor:
-    if piece is None:
+def cut(own: ParameterShard | None) -> torch.Tensor:
+    if own is None:
         return WHOLE
-    return torch.cat([WHOLE.narrow(piece.dim, a, b - a) for a, b in piece.ranges], piece.dim)
+    return torch.cat([WHOLE.narrow(own.dim, a, b - a) for a, b in own.ranges], own.dim)
 
 
 @settings(deadline=None)
@@ -58,8 +58,8 @@ def test_any_pieces_from_any_others(tmp_path_factory, written, wanted):
     folder = tmp_path_factory.mktemp("shards")
     index, files = {}, {}
     writers = written if written[0] is not None else written[:1]
-    for process, piece in enumerate(writers):
-        tensors = dict(stored_shards("llm/weight", cut(piece), piece))
+    for process, own in enumerate(writers):
+        tensors = dict(stored_shards("llm/weight", cut(own), own))
         if process == 0:  # of what several have, one writes
             tensors |= dict(stored_shards("optimizer/llm/weight/step", torch.tensor(3.0), None))
         shard = write_shard(folder / f"{process}", {n: t.clone() for n, t in tensors.items()})
@@ -68,17 +68,17 @@ def test_any_pieces_from_any_others(tmp_path_factory, written, wanted):
         index |= dict.fromkeys(tensors, str(process))
     stored = StoredTensors(folder, index, files)
     assert stored.optimizer_keys() == {"optimizer/llm/weight": ["step"]}
-    for piece in wanted:
-        asked = {"llm/weight": piece, "optimizer/llm/weight/step": piece, "none": piece}
+    for own in wanted:
+        asked = {"llm/weight": own, "optimizer/llm/weight/step": own, "none": own}
         read = stored.read(asked)
         assert set(read) == {"llm/weight", "optimizer/llm/weight/step"}
-        assert torch.equal(read["llm/weight"], cut(piece))
+        assert torch.equal(read["llm/weight"], cut(own))
         assert read["optimizer/llm/weight/step"] == 3
 
 
 def test_a_range_that_nobody_wrote(tmp_path):
-    piece = ParameterShard(0, ((0, 4),))
-    shard = write_shard(tmp_path / "a", dict(stored_shards("x", WHOLE[:4].clone(), piece)))
+    own = ParameterShard(0, ((0, 4),))
+    shard = write_shard(tmp_path / "a", dict(stored_shards("x", WHOLE[:4].clone(), own)))
     stored = StoredTensors(tmp_path, {"x[0:0:4]": "a"}, {"a": shard.file})
     assert torch.equal(stored.read({"x": ParameterShard(0, ((1, 3),))})["x"], WHOLE[1:3])
     with pytest.raises(ShardError, match=r"lacks \[4, 8\) of x"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from fork_server import run_processes
 from torch import nn
 
 from raymm.actors.optimizer.gradient_reduction import (
@@ -60,6 +60,7 @@ def _overlap(rank: int) -> None:
     for step in range(3):
         takes_part = not (rank == 1 and step == 1)
         reduction.expect([StageId("a", 0)] if takes_part else [])
+        reduction.begin((StageId("a", 0),))
         if takes_part:
             (mine(data(rank, 10 + step)).square().sum()).backward()
             assert reduction_group.started == 0  # not the last one
@@ -102,6 +103,7 @@ def _early(rank: int) -> None:
     seen = []
     mine[0].weight.register_hook(lambda g: seen.append(reduction_group.started))
     reduction.expect([StageId("a", 0)])
+    reduction.begin((StageId("a", 0),))
     reduction.last_backward(StageId("a", 0))
     mine(data(rank, 0)).square().sum().backward()
     assert seen[0] >= 2, seen
@@ -177,4 +179,4 @@ def _run(rank: int, store: str) -> None:
 
 def test_processes(tmp_path):
     """A failed assertion in any process fails the test."""
-    mp.spawn(_run, args=(str(tmp_path / "store"),), nprocs=PROCESSES)
+    run_processes(_run, (str(tmp_path / "store"),), PROCESSES)

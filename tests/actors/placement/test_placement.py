@@ -10,7 +10,7 @@ from ray.core.generated.autoscaler_pb2 import ClusterConfig
 from raymm.actors.placement import node_types
 from raymm.actors.placement.node_types import NodeType, spell, types_of, without_room
 from raymm.actors.placement.placement import ClusterError, PlacementOptions
-from raymm.actors.rank.rank_group import RankResources, check_capacity
+from raymm.actors.rank.rank_resources import RankResources, check_capacity
 from raymm.planning.planned_run import cluster_ranks
 from raymm.runtime.cluster import pick_device
 
@@ -129,7 +129,7 @@ def test_everything_is_placed_together(ray_cluster):
     place = Placement([{"CPU": 0.5}] * 2, PlacementOptions(({"CPU": 0.25},)))
     try:
         place.wait()
-        (beside,) = place.beside
+        (beside,) = place.worker_places
         assert beside.placement_group_bundle_index == 2
         assert place.nodes() == {ray_cluster.get_runtime_context().get_node_id()}
     finally:

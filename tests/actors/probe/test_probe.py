@@ -8,12 +8,14 @@ import transformers as hf
 from torch import nn
 
 from raymm.actors.modules.blocks import find_blocks
-from raymm.actors.modules.cut import SharedBlocksError, stage_parameters
+from raymm.actors.modules.cut import stage_parameters
 from raymm.actors.probe.cut import ProbeError, probe_encoder, probe_language_model
 from raymm.actors.probe.small_model import small_model
 from raymm.actors.weights.source import ConfigSource, LiveSource, Part
+from raymm.errors import InputError
 from raymm.layout.stage_builders import stage_builders
-from raymm.model.multimodal import ModalityModule, MultimodalModule
+from raymm.model.modality_module import ModalityModule
+from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.plan.plan import PlanError
 from raymm.scheduler.plan.stage import StageId
@@ -244,7 +246,7 @@ def test_blocks_that_share_parameters_are_not_cut_apart():
     info = probe_encoder(LiveSource.of(encoder), INPUTS)
     assert stage_parameters(encoder, info, 0, 1) and stage_parameters(encoder, info, 1, 4)
     for lo, hi in ((0, 2), (2, 4)):
-        with pytest.raises(SharedBlocksError, match="Encoder .*blocks.[12].layer.weight.* one"):
+        with pytest.raises(InputError, match="Encoder .*blocks.[12].layer.weight.* one"):
             stage_parameters(encoder, info, lo, hi)
 
 

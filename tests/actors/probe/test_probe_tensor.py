@@ -44,7 +44,7 @@ def wrong_plans() -> list[Any]:
 
     def swapped(plan: TensorPlan) -> TensorPlan:
         name = "model.layers.1.self_attn.k_proj.weight"
-        return replace(plan, pieces={**plan.pieces, name: plan.pieces[name][::-1]})
+        return replace(plan, shards={**plan.shards, name: plan.shards[name][::-1]})
 
     return [
         (lambda plan: without(plan, "1.mlp.down_proj"), "output of shard 0 differs"),

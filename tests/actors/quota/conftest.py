@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from fake_cuda import FakeCuda
+from fake_driver import FakeDriver
 
 from raymm.actors.quota import (
     ConcurrentModules,
@@ -22,3 +24,13 @@ def streams():
 def side():
     with ConcurrentModules() as one:
         yield one
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """Stand-ins for an H100's streams, in torch's place."""
+    fake = FakeCuda(FakeDriver(minSmPartitionSize=8, smCoscheduledAlignment=8))
+    fake.driver.primary_active = False  # until torch allocates something
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    with fake.installed(monkeypatch):
+        yield fake

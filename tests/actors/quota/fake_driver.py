@@ -3,13 +3,19 @@ is as strict as the driver API's documentation."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
 from types import SimpleNamespace
+from typing import NamedTuple
 
 
 class CUresult(IntEnum):
     CUDA_SUCCESS = 0
     CUDA_ERROR_INVALID_VALUE = 1
+    CUDA_ERROR_NOT_INITIALIZED = 3
+    CUDA_ERROR_INVALID_DEVICE = 101
+    CUDA_ERROR_INVALID_CONTEXT = 201
+    CUDA_ERROR_INVALID_HANDLE = 400
     CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION = 914
     CUDA_ERROR_STREAM_DETACHED = 917
 
@@ -22,7 +28,22 @@ class Resource:
         self.sm = SimpleNamespace(smCount=len(self.sms), **fields)
 
 
+class Description(NamedTuple):
+    """What a context is made from; no resource itself."""
+
+    sms: frozenset[int]
+
+
 class FakeDriver:
+    """Attributes:
+        calls: names of the functions that were called, in order.
+        contexts: resources of the green contexts that exist.
+        streams: contexts of the streams that exist.
+        primary_active: whether the primary context is; a green context made or destroyed while it
+            is not sets it up or tears it down (:attr:`primary_setups`), which takes long.
+        pending: kernels under way, which must be none where a stream or context is destroyed.
+    """
+
     CUresult = CUresult
     CUdevResourceType = SimpleNamespace(CU_DEV_RESOURCE_TYPE_SM=1)
     CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
@@ -36,18 +57,32 @@ class FakeDriver:
         self.splits = 0
         self.next = 100
         self.fail: str | None = None
+        self.initialized = False
+        self.primary_active = True
+        self.primary_setups = 0
+        self.pending: Callable[[], int] = lambda: 0
 
     def _done(self, name, *results):
         self.calls.append(name)
         if self.fail == name:
             return (CUresult.CUDA_ERROR_INVALID_VALUE, *(None for _ in results))
+        if not self.initialized:
+            return (CUresult.CUDA_ERROR_NOT_INITIALIZED, *(None for _ in results))
         return (CUresult.CUDA_SUCCESS, *results)
+
+    def _refused(self, name, error, results=1):
+        self.calls.append(name)
+        return (error, *(None for _ in range(results)))
 
     def _handle(self):
         self.next += 1
         return self.next
 
+    def _setup_primary(self):
+        self.primary_setups += not self.primary_active
+
     def cuInit(self, flags):
+        self.initialized = True
         return self._done("cuInit")
 
     def cuDriverGetVersion(self):
@@ -57,10 +92,16 @@ class FakeDriver:
         return self._done("cuDeviceGet", f"device {ordinal}")
 
     def cuDeviceGetDevResource(self, device, kind):
+        if device != "device 0" or kind != 1:
+            return self._refused("cuDeviceGetDevResource", CUresult.CUDA_ERROR_INVALID_DEVICE)
         whole = Resource(range(self.total), None, **self.fields)
         return self._done("cuDeviceGetDevResource", whole)
 
     def cuDevSmResourceSplitByCount(self, wanted, whole, flags, count):
+        if wanted < 1 or count < 1 or not isinstance(whole, Resource):
+            return self._refused(
+                "cuDevSmResourceSplitByCount", CUresult.CUDA_ERROR_INVALID_VALUE, 3
+            )
         self.splits += 1
         self.flags, self.count = flags, count
         made = min(wanted, whole.sm.smCount // count, self.most or wanted)
@@ -72,34 +113,53 @@ class FakeDriver:
         return self._done("cuDevSmResourceSplitByCount", groups, made, rest)
 
     def cuDevResourceGenerateDesc(self, resources, count):
-        assert count == len(resources) > 0
-        if len({one.split for one in resources}) > 1:
-            return (CUresult.CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION, None)
-        together = Resource(frozenset().union(*(one.sms for one in resources)), None)
-        return self._done("cuDevResourceGenerateDesc", together)
+        name = "cuDevResourceGenerateDesc"
+        if not count or count != len(resources) or None in resources:
+            return self._refused(name, CUresult.CUDA_ERROR_INVALID_VALUE)
+        if len({one.split for one in resources}) > 1 or len(set(resources)) < count:
+            return self._refused(name, CUresult.CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION)
+        return self._done(name, Description(frozenset().union(*(one.sms for one in resources))))
 
     def cuGreenCtxCreate(self, description, device, flags):
-        assert device == "device 0" and flags == 1
+        name = "cuGreenCtxCreate"
+        if not isinstance(description, Description) or flags != 1:
+            return self._refused(name, CUresult.CUDA_ERROR_INVALID_VALUE)
+        if device != "device 0":
+            return self._refused(name, CUresult.CUDA_ERROR_INVALID_DEVICE)
         handle = self._handle()
-        result = self._done("cuGreenCtxCreate", handle)
-        self.contexts[handle] = description
+        result = self._done(name, handle)
+        self._setup_primary()
+        self.contexts[handle] = Resource(description.sms, None)
         return result
 
     def cuGreenCtxGetDevResource(self, context, kind):
+        if context not in self.contexts:
+            return self._refused("cuGreenCtxGetDevResource", CUresult.CUDA_ERROR_INVALID_CONTEXT)
         return self._done("cuGreenCtxGetDevResource", self.contexts[context])
 
     def cuGreenCtxStreamCreate(self, context, flags, priority):
-        assert flags == 1 and context in self.contexts
+        name = "cuGreenCtxStreamCreate"
+        if context not in self.contexts:
+            return self._refused(name, CUresult.CUDA_ERROR_INVALID_CONTEXT)
+        if flags != self.CUstream_flags.CU_STREAM_NON_BLOCKING:
+            return self._refused(name, CUresult.CUDA_ERROR_INVALID_VALUE)
         handle = self._handle()
         self.streams[handle] = context
-        return self._done("cuGreenCtxStreamCreate", handle)
+        return self._done(name, handle)
 
     def cuStreamDestroy(self, stream):
+        assert not self.pending(), f"a stream is destroyed with {self.pending()} kernels under way"
+        if stream not in self.streams:
+            return self._refused("cuStreamDestroy", CUresult.CUDA_ERROR_INVALID_HANDLE, 0)
         if self.streams.pop(stream) not in self.contexts:
-            return (CUresult.CUDA_ERROR_STREAM_DETACHED,)
+            return self._refused("cuStreamDestroy", CUresult.CUDA_ERROR_STREAM_DETACHED, 0)
         return self._done("cuStreamDestroy")
 
     def cuGreenCtxDestroy(self, context):
+        assert not self.pending(), f"a context is destroyed with {self.pending()} kernels under way"
+        if context not in self.contexts:
+            return self._refused("cuGreenCtxDestroy", CUresult.CUDA_ERROR_INVALID_CONTEXT, 0)
+        self._setup_primary()
         del self.contexts[context]
         return self._done("cuGreenCtxDestroy")
 

@@ -17,10 +17,10 @@ from benchmarks.emulated_backend import EmulatedBackend, EmulatedModule
 from raymm.actors.quota import (
     RecordingBackend,
     StreamPool,
-    UndeclaredRandomnessError,
     Work,
 )
 from raymm.actors.quota.work import tensors_in
+from raymm.errors import InternalError
 from tests.actors.quota.one_after_another import one_after_another
 from tests.actors.quota.quota_spans import most_sms, seconds_together
 from tests.actors.quota.three_modules import MODULES, QUOTAS, meeting
@@ -165,7 +165,7 @@ def test_undeclared_draws_are_found(streams, side):
     works = {"audio": Work(lambda: torch.rand(1), draws=False),
              "vision": Work(lambda: 1, draws=False)}  # fmt: skip
     with pytest.raises(
-        UndeclaredRandomnessError,
+        InternalError,
         match="one of modules 'audio', 'vision', with draws=False; accepted: draws=True",
     ):
         side.run(streams, works)

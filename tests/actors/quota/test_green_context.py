@@ -10,8 +10,9 @@ import pytest
 from fake_driver import CUresult, FakeDriver
 
 from raymm.actors.quota import green_context
-from raymm.actors.quota.green_context import DriverError, GreenContexts, QuotaUnavailableError
+from raymm.actors.quota.green_context import DriverError, GreenContexts
 from raymm.actors.quota.partition import partition
+from raymm.errors import InputError
 
 HOPPER = dict(minSmPartitionSize=8, smCoscheduledAlignment=8)
 
@@ -78,15 +79,15 @@ def test_fewer_groups_than_asked_for():
 
 
 def test_what_cannot_be_is_refused():
-    with pytest.raises(QuotaUnavailableError, match="version 12030; accepted: 12040"):
+    with pytest.raises(InputError, match="version 12030; accepted: 12040"):
         GreenContexts(FakeDriver(version=12030), 0, 9)
-    with pytest.raises(QuotaUnavailableError, match="4 multiprocessors of GPU 0 cannot be split"):
+    with pytest.raises(InputError, match="4 multiprocessors of GPU 0 cannot be split"):
         GreenContexts(FakeDriver(total=4), 0, 9)
 
     class Old(FakeDriver):
         cuDevSmResourceSplitByCount = None
 
-    with pytest.raises(QuotaUnavailableError, match="has no cuDevSmResourceSplitByCount"):
+    with pytest.raises(InputError, match="has no cuDevSmResourceSplitByCount"):
         GreenContexts(Old(), 0, 9)
 
 

@@ -3,17 +3,12 @@ streams and the driver."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import sys
-from types import SimpleNamespace
-
 import pytest
 import torch
-from fake_driver import FakeDriver
 from torch import nn
 
-from benchmarks import quota_gpu as benchmark
+from benchmarks.gpu import green_contexts as benchmark
+from benchmarks.gpu.device import Device
 from raymm.actors.quota import ConcurrentModules, CudaBackend, StreamPool, Work
 from tests.actors.quota.one_after_another import one_after_another
 
@@ -21,37 +16,8 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA de
 SETS = {"encoders": {"vision": 0.6, "audio": 0.4}, "llm": {"llm": 1.0}, "alone": {"vision": 0.6}}
 
 
-@pytest.fixture
-def stand_ins(monkeypatch):
-    """Enough of torch.cuda for a backend to be made; returns the log of what was done."""
-    log: list[str] = []
-    driver = FakeDriver(minSmPartitionSize=8, smCoscheduledAlignment=8)
-    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", driver)
-    with contextlib.suppress(ImportError):
-        import cuda.bindings
-
-        monkeypatch.setattr(cuda.bindings, "driver", driver, raising=False)
-    cuda = torch.cuda
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, device=None, **k: empty(*a, **k))
-    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: log.append("workspaces"),
-                        raising=False)  # fmt: skip
-    for name, stand_in in {
-        "is_available": lambda: True,
-        "current_device": lambda: 0,
-        "get_device_capability": lambda device=None: (9, 0),
-        "synchronize": lambda device=None: log.append("synchronize"),
-        "empty_cache": lambda: log.append(f"empty_cache with {len(driver.streams)} streams"),
-        "Stream": lambda device: SimpleNamespace(address=None),
-        "ExternalStream": lambda address, device: SimpleNamespace(address=address),
-    }.items():
-        monkeypatch.setattr(cuda, name, stand_in)
-    return driver, log
-
-
-def test_a_pool_of_green_context_streams(stand_ins):
-    driver, log = stand_ins
-    pytest.importorskip("cuda.bindings")
+def test_a_pool_of_green_context_streams(cuda):
+    driver = cuda.driver
     pool = StreamPool(CudaBackend(), SETS)
     chosen = {name: pool._sets[name].streams for name in SETS}
     vision, audio = (chosen["encoders"][m].torch_stream for m in ("vision", "audio"))
@@ -60,9 +26,9 @@ def test_a_pool_of_green_context_streams(stand_ins):
     assert chosen["llm"]["llm"].torch_stream.address is None, "all of the GPU needs no context"
     assert chosen["alone"]["vision"].torch_stream is vision, "the same groups of the same module"
     assert len(driver.contexts) == len(driver.streams) == 2
-    assert not log
+    assert not cuda.log
     pool.close()
-    assert log == ["synchronize", "workspaces", "empty_cache with 2 streams"]
+    assert cuda.log == ["synchronize", "workspaces", "empty_cache with 2 streams"]
     assert not driver.streams and not driver.contexts
 
 
@@ -78,21 +44,14 @@ def test_overlap_share():
     assert benchmark.overlap_share((0, 10), (12, 15)) == 0.0
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_the_benchmark_says_aloud_that_there_is_no_gpu(capsys):
-    benchmark.main(["--json"])
-    printed = capsys.readouterr()
-    assert "no CUDA device" in json.loads(printed.out.splitlines()[-1])["skipped"]
-    assert "SKIPPED" in printed.err
-
-
 @needs_gpu
 def test_partitions_are_disjoint_on_the_gpu():
     backend = CudaBackend()
     with StreamPool(backend, SETS) as pool:
         streams = pool.select("encoders").streams
         found = {
-            m: benchmark.sm_numbers(s.torch_stream, backend.gpu.total) for m, s in streams.items()
+            m: benchmark.sm_numbers(Device("cuda"), s, backend.gpu.total)
+            for m, s in streams.items()
         }
         for module, stream in streams.items():
             assert len(found[module]) == stream.partition.sms

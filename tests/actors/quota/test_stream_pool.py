@@ -11,12 +11,11 @@ from benchmarks.emulated_backend import EmulatedBackend, EmulatedModule, pause
 from raymm.actors.quota import (
     CudaBackend,
     Multiprocessors,
-    OversubscribedError,
     QuotaError,
-    QuotaUnavailableError,
     RecordingBackend,
     StreamPool,
 )
+from raymm.errors import InputError, InternalError
 from tests.actors.quota.quota_spans import most_sms, seconds_together
 
 SETS = {
@@ -161,11 +160,11 @@ def test_the_account_refuses_oversubscription():
     with streams["y"].use():
         with streams["w"].use():  # the first three groups; y has the last five
             pass
-        with pytest.raises(OversubscribedError, match="'z'.*in use by 'y'"):
+        with pytest.raises(InternalError, match="'z'.*in use by 'y'"):
             streams["z"].use().__enter__()
-        with streams["x"].use(), pytest.raises(OversubscribedError, match="in use by 'x'"):
+        with streams["x"].use(), pytest.raises(InternalError, match="in use by 'x'"):
             streams["w"].use().__enter__()
-        with pytest.raises(OversubscribedError):
+        with pytest.raises(InternalError):
             streams["y"].use().__enter__()
     with streams["z"].use():
         pass
@@ -261,7 +260,7 @@ def test_pauses_are_never_short(monkeypatch):
 def test_no_gpu_is_said_with_what_to_use_instead():
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
-    with pytest.raises(QuotaUnavailableError, match="no CUDA device; accepted here: Recording"):
+    with pytest.raises(InputError, match="no CUDA device; accepted here: Recording"):
         CudaBackend()
 
 
@@ -269,7 +268,7 @@ def test_one_connection_is_refused(monkeypatch):
     """Streams cannot overlap then."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    with pytest.raises(QuotaUnavailableError, match="CUDA_DEVICE_MAX_CONNECTIONS is '1'"):
+    with pytest.raises(InputError, match="CUDA_DEVICE_MAX_CONNECTIONS is '1'"):
         CudaBackend()
 
 
@@ -277,5 +276,5 @@ def test_launches_that_wait_for_their_kernels_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    with pytest.raises(QuotaUnavailableError, match="CUDA_LAUNCH_BLOCKING is '1'"):
+    with pytest.raises(InputError, match="CUDA_LAUNCH_BLOCKING is '1'"):
         CudaBackend()

@@ -12,6 +12,7 @@ PATIENCE_S = 600
 
 
 @pytest.mark.ray
+@pytest.mark.system
 @pytest.mark.timeout(PATIENCE_S + 10)
 def test_a_lost_node_and_a_lost_server_of_the_cluster_end_the_run(tmp_path):
     """The node's server is killed: its processes, and so the steps, would go on for a quarter of

@@ -102,14 +102,14 @@ def test_pieces_are_torchs_chunks(tied, n):
     for name, parameter in module.named_parameters():
         if name not in plan.lengths:
             assert ".layers." not in name
-            assert plan.piece(name, 0) is None and plan.sharers(name, 1) == tuple(range(n))
+            assert plan.shard(name, 0) is None and plan.sharers(name, 1) == tuple(range(n))
             assert [plan.is_replica(name, at) for at in range(n)] == [False] + [True] * (n - 1)
             continue
         chunks = list(parameter.chunk(n)) + [parameter[:0]] * (n - len(parameter.chunk(n)))
         for at, chunk in enumerate(chunks):
-            piece = plan.piece(name, at)
-            ((start, stop),) = piece.ranges
-            assert piece.dim == 0 and torch.equal(parameter[start:stop], chunk)
+            shard = plan.shard(name, at)
+            ((start, stop),) = shard.ranges
+            assert shard.dim == 0 and torch.equal(parameter[start:stop], chunk)
             assert plan.sharers(name, at) == (at,) and not plan.is_replica(name, at)
 
 

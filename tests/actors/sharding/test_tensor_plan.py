@@ -17,19 +17,19 @@ from raymm.scheduler.plan.plan import PlanError
 def test_who_holds_what() -> None:
     plan = tensor_plan(LiveSource.of(module_of(pm.llama())), 4, "llm")
     key, query = (f"model.layers.0.self_attn.{n}_proj.weight" for n in "kq")
-    assert [plan.piece(key, r).ranges for r in range(4)] == [((0, 8),)] * 2 + [((8, 16),)] * 2
+    assert [plan.shard(key, r).ranges for r in range(4)] == [((0, 8),)] * 2 + [((8, 16),)] * 2
     assert [plan.sharers(key, r) for r in range(4)] == [(0, 1), (0, 1), (2, 3), (2, 3)]
     assert [plan.is_replica(key, r) for r in range(4)] == [False, True, False, True]
-    assert plan.piece(query, 3).ranges == ((24, 32),) and plan.sharers(query, 3) == (3,)
+    assert plan.shard(query, 3).ranges == ((24, 32),) and plan.sharers(query, 3) == (3,)
     assert [plan.vocabulary(r) for r in range(4)] == [(0, 25), (25, 49), (49, 73), (73, 97)]
-    assert plan.piece("lm_head.weight", 1) == plan.piece("model.embed_tokens.weight", 1)
+    assert plan.shard("lm_head.weight", 1) == plan.shard("model.embed_tokens.weight", 1)
     norm = "model.norm.weight"
-    assert plan.piece(norm, 2) is None and plan.sharers(norm, 2) == (2,)
+    assert plan.shard(norm, 2) is None and plan.sharers(norm, 2) == (2,)
     assert [plan.is_replica(norm, r) for r in range(4)] == [False, True, True, True]
     plan = tensor_plan(LiveSource.of(module_of(pm.qwen3())), 2, "llm")
     assert plan.sharers("model.layers.1.self_attn.q_norm.weight", 1) == (0, 1)
     plan = tensor_plan(LiveSource.of(module_of(mixtral())), 2, "llm")
-    fused = plan.piece("model.layers.0.mlp.experts.gate_up_proj", 1)
+    fused = plan.shard("model.layers.0.mlp.experts.gate_up_proj", 1)
     assert fused.dim == 1 and fused.ranges == ((24, 48), (72, 96))
     assert tensor_plan(LiveSource.of(pm.make_cnn()), 2, "vision").styles == {}
 

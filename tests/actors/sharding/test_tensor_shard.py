@@ -74,7 +74,7 @@ def run_language(
         plan = plan_for(source, counting.size, case)
         for stage in stages:
             stage.shard_tensors({"module": plan}, counting)
-            check_pieces(stage.module, source.structure, plan, counting.rank)
+            check_shards(stage.module, source.structure, plan, counting.rank)
     losses, sums = [], []
     for lengths, seed in BATCHES:
         inputs = text_inputs(complete_microbatch(pm.batch(lengths, seed), ()))
@@ -128,12 +128,12 @@ def gradients(stages: list[Any]) -> dict[str, torch.Tensor]:
     return found
 
 
-def check_pieces(part: nn.Module, whole: nn.Module, plan: TensorPlan, rank: int) -> None:
-    """Every parameter is as large as its piece, and nothing keeps more."""
+def check_shards(part: nn.Module, whole: nn.Module, plan: TensorPlan, rank: int) -> None:
+    """Every parameter is as large as its shard, and nothing keeps more."""
     for name, parameter in part.named_parameters(remove_duplicate=False):
-        shape, piece = list(whole.get_parameter(name).shape), plan.piece(name, rank)
-        if piece is not None:
-            shape[piece.dim] = piece.length
+        shape, shard = list(whole.get_parameter(name).shape), plan.shard(name, rank)
+        if shard is not None:
+            shape[shard.dim] = shard.length
         assert list(parameter.shape) == shape, name
         assert parameter.untyped_storage().nbytes() == parameter.numel() * 4, name
         assert parameter.requires_grad == whole.get_parameter(name).requires_grad
@@ -149,23 +149,23 @@ def check_gradients(
         for rank in range(plan.tp):
             sharers = plan.sharers(name, rank)
             own = sum(results[other]["gradients"][name] for other in sharers)
-            piece = plan.piece(name, rank)
+            shard = plan.shard(name, rank)
             # Rounding alone: the bias of keys.
             norm = max(float(gradient.norm()), 1e-2 * largest)
-            assert (own - cut_tensor(gradient, piece)).norm() <= tolerance * norm, name
+            assert (own - cut_tensor(gradient, shard)).norm() <= tolerance * norm, name
             if not plan.is_replica(name, rank):
-                counted += at_its_place(own, gradient, piece)
+                counted += at_its_place(own, gradient, shard)
         # What is no replica makes up the whole, once.
         assert (counted - gradient).norm() <= tolerance * norm, name
 
 
-def at_its_place(own: torch.Tensor, whole: torch.Tensor, piece: Any) -> torch.Tensor:
-    if piece is None:
+def at_its_place(own: torch.Tensor, whole: torch.Tensor, shard: Any) -> torch.Tensor:
+    if shard is None:
         return own
     result, start = torch.zeros_like(whole), 0
-    for lo, hi in piece.ranges:
-        part = own.narrow(piece.dim, start, hi - lo)
-        result.narrow(piece.dim, lo, hi - lo).copy_(part)
+    for lo, hi in shard.ranges:
+        part = own.narrow(shard.dim, start, hi - lo)
+        result.narrow(shard.dim, lo, hi - lo).copy_(part)
         start += hi - lo
     return result
 
@@ -221,7 +221,7 @@ def run_with_dropout(group: Any) -> list[torch.Tensor]:
     torch.manual_seed(5)
     ids = torch.arange(12).view(2, 6)
     module.transformer(input_ids=ids).last_hidden_state.square().sum().backward()
-    return [p.grad for name, p in module.named_parameters() if plan.piece(name, 0) is None]
+    return [p.grad for name, p in module.named_parameters() if plan.shard(name, 0) is None]
 
 
 def test_dropout_is_the_same_on_all_processes(processes: RankProcesses) -> None:
@@ -251,7 +251,7 @@ def run_encoder(case: str, bounds: list[int], group: Any = None) -> dict[str, An
         plan = plan_for(source, group.size, case)
         for stage in stages:
             shard_module(stage.module, plan, group)
-            check_pieces(stage.module, source.structure, plan, group.rank)
+            check_shards(stage.module, source.structure, plan, group.rank)
     outputs = []
     for scale in (1.0, -0.5):
         given = {name: value * scale for name, value in inputs.items()}
@@ -285,7 +285,7 @@ def run_projector(group: Any = None) -> dict[str, Any]:
 
 def test_projector(processes: RankProcesses) -> None:
     plan = plan_for(LiveSource.of(module_of(projector())), 4, "projector")
-    assert plan.piece("layers.0.weight", 1).ranges == ((2, 4),)
+    assert plan.shard("layers.0.weight", 1).ranges == ((2, 4),)
     check_gradients(processes.run(run_projector, 4), run_projector()["gradients"], plan)
 
 

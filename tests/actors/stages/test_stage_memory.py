@@ -11,7 +11,8 @@ from raymm.actors.stages.language import LanguageSpec, LanguageStage
 from raymm.actors.weights.pretrained_source import PretrainedSource
 from raymm.actors.weights.source import ConfigSource, LiveSource
 from raymm.layout.stage_builders import stage_builders
-from raymm.model.multimodal import ModalityModule, MultimodalModule
+from raymm.model.modality_module import ModalityModule
+from raymm.model.multimodal import MultimodalModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 
 BOUNDS = [(0, 1), (1, 3), (3, 4)]

@@ -19,6 +19,7 @@ from raymm.actors.weights.source import SourceError
 from raymm.data import DataError
 from raymm.data.samples.processors import load_processor
 from raymm.data.samples.text import load_tokenizer
+from raymm.model.module_kind import ModuleKind
 
 # Every process that imports it leaves its number.
 CODE = """
@@ -131,7 +132,8 @@ def test_with_permission_the_code_runs_on_ranks_too(folder, ray_cluster):
         loss = parallel.execute({"input_ids": ids, "labels": ids}).loss
     reference = LlamaForCausalLM.from_pretrained(folder.path, config=LlamaConfig(**TINY))
     assert loss == pytest.approx(reference(ids, labels=ids).loss.item(), rel=1e-5)
-    assert type(model.language_model.materialize(True)).__name__ == "OwnForCausalLM"
+    language_model = model.language_model.materialize(ModuleKind.LANGUAGE_MODEL)
+    assert type(language_model).__name__ == "OwnForCausalLM"
     assert os.getpid() in folder.processes and len(folder.processes) == 3
 
 

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from raymm.actors.probe.cut import probe_language_model
 from raymm.actors.weights.pretrained_source import PretrainedSource
 from raymm.actors.weights.source import ConfigSource, FactorySource, Part, SourceError
-from raymm.model.multimodal import ModalityModule, MultimodalModule, WeightsWarning
+from raymm.model.modality_module import ModalityModule, WeightsWarning
+from raymm.model.multimodal import MultimodalModule
 
 TINY = {
     "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 3,

@@ -1,10 +1,7 @@
 """What ``data.train`` and ``data.heldout`` may say."""
 
-import re
-from pathlib import Path
 
 import pytest
-import yaml
 from pydantic import ValidationError
 
 from raymm.config.sections import ConfigError, parse_config
@@ -84,12 +81,3 @@ def test_a_modality_may_not_take_a_text_columns_name():
     with pytest.raises(ValidationError, match="'messages'"):
         DataConfig(**FIELDS | {"modalities": {"messages": FIELDS["modalities"]["vision"]}},
                    train="a")
-
-
-def test_the_readmes_configuration_is_one():
-    readme = (Path(__file__).parents[3] / "README.md").read_text()
-    blocks = [yaml.safe_load(one) for one in re.findall(r"```yaml\n(.*?)```", readme, re.S)]
-    (values,) = [block["data"] for block in blocks if "train" in block.get("data", {})]
-    config = DataConfig(**values)
-    assert [one.name for one in config.sources("train")] == [None, "laion", None, None]
-    assert config.limits.max_image_pixels == 50_000_000

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from random_masks import every_pattern
 from rank_processes import rank_processes
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.gpu.every_mask import every_pattern
 from raymm.kernels.attention import attention
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.context_parallel.attention import (

@@ -17,13 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.gpu.every_mask import every_pattern, table
 from raymm.kernels.flash.cpu.attention import cpu_attention
 from raymm.kernels.flash.cpu.blocks import Kind, Limits, Plan, plan_blocks
 from raymm.kernels.flash.reference import reference_attention
 from raymm.kernels.mask import patterns
 from raymm.kernels.mask.mask import AttentionMask, MaskError
-from raymm.kernels.mask.patterns import Span
-from tests.kernels.random_masks import every_pattern, table, tables
+from raymm.kernels.mask.spans import Span
+from tests.kernels.random_masks import tables
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float64: 1e-12}
 NAMES = list(every_pattern(64))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from random_masks import every_pattern, table
 
+from benchmarks.gpu.every_mask import every_pattern, table
 from raymm.kernels.mask import patterns
 from raymm.kernels.mask.tiles import key_runs, query_runs
 

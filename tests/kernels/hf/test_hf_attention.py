@@ -7,12 +7,14 @@ import copy
 import pytest
 import torch
 import transformers as hf
-from random_masks import every_pattern, same_tables
+from random_masks import same_tables
 
+from benchmarks.gpu.every_mask import every_pattern
 from raymm.kernels.hf import self_attention as hf_attention
 from raymm.kernels.hf.self_attention import ModelMask, raymm_attention_forward, raymm_model_mask
 from raymm.kernels.mask.mask import AttentionMask, MaskError
-from raymm.kernels.mask.patterns import Span, causal, causal_with_own_image, documents, multimodal
+from raymm.kernels.mask.patterns import causal, causal_with_own_image, documents, multimodal
+from raymm.kernels.mask.spans import Span
 
 hf_attention.register()
 T, V, WINDOW = 57, 61, 13

@@ -5,8 +5,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from random_masks import every_pattern, same_tables, tables
+from random_masks import same_tables, tables
 
+from benchmarks.gpu.every_mask import every_pattern
 from raymm.kernels.mask.mask import (
     AttentionMask,
     MaskError,

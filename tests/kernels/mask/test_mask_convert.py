@@ -5,9 +5,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from random_masks import every_pattern, same_tables, tables
+from random_masks import same_tables, tables
 from torch.nn.attention.flex_attention import create_block_mask
 
+from benchmarks.gpu.every_mask import every_pattern
 from raymm.kernels.mask.convert import (
     CAUSAL_BIT,
     from_bitfield,
@@ -17,7 +18,8 @@ from raymm.kernels.mask.convert import (
     to_block_mask,
 )
 from raymm.kernels.mask.mask import MaskError
-from raymm.kernels.mask.patterns import Span, causal, documents, embedded, full
+from raymm.kernels.mask.patterns import causal, documents, embedded, full
+from raymm.kernels.mask.spans import Span
 
 BLOCK = 16
 

@@ -13,7 +13,7 @@ from random_masks import same_tables
 
 from raymm.kernels.mask import patterns
 from raymm.kernels.mask.mask import MaskError
-from raymm.kernels.mask.patterns import Span
+from raymm.kernels.mask.spans import Span, kinds_and_items
 
 
 def dense(n_queries: int, n_keys: int, visible: Callable[[int, int], bool]) -> torch.Tensor:
@@ -181,7 +181,7 @@ def test_spans_of_kinds_and_items(layout):
     kinds, items = np.zeros(sum(lengths), dtype=int), np.zeros(sum(lengths), dtype=int)
     for number, span in enumerate(spans, 1):
         kinds[span.start : span.stop], items[span.start : span.stop] = span.kind, number
-    assert patterns.kinds_and_items(kinds, items) == spans
+    assert kinds_and_items(kinds, items) == spans
 
 
 def test_ep_ee_and_mp_are_what_the_paper_draws():
@@ -219,7 +219,7 @@ def test_text_sees_images_before_it_and_images_see_no_later_text():
         (lambda: patterns.cross_images(9, [4, 2], [1, 1]), "ascend"),
         (lambda: patterns.cross_images(9, [9], [1]), r"within \[0, 9\)"),
         (lambda: patterns.causal(9, 0), "window must be at least 1"),
-        (lambda: patterns.kinds_and_items([1, 2], [1]), r"must be \(T,\)"),
+        (lambda: kinds_and_items([1, 2], [1]), r"must be \(T,\)"),
     ],
 )
 def test_impossible_patterns_are_refused(build, said):

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raymm.scheduler.context_parallel.error import ContextParallelError
 from raymm.scheduler.context_parallel.traffic import (
     METHODS,
     AttentionShape,
-    AttentionTrafficError,
     choose_method,
     method_bytes,
 )
@@ -156,5 +156,5 @@ def test_a_plan_can_show_why():
     ],
 )
 def test_errors_name_field_value_and_what_is_accepted(call, says):
-    with pytest.raises(AttentionTrafficError, match=says):
+    with pytest.raises(ContextParallelError, match=says):
         call()

@@ -16,10 +16,10 @@ from raymm.scheduler.baselines.token_policies import POLICIES, TOKENS
 from raymm.scheduler.context_parallel import swaps as token_swaps
 from raymm.scheduler.context_parallel.distribution import (
     TokenDistribution,
-    TokenDistributionError,
     balanced,
     distribute,
 )
+from raymm.scheduler.context_parallel.error import ContextParallelError
 
 ALL = {"balanced": balanced, **POLICIES}
 EQUAL_COUNTS = ["balanced", "contiguous", "random", "zigzag"]
@@ -296,7 +296,7 @@ def test_nothing_to_distribute() -> None:
     ],
 )
 def test_what_is_refused(changes: dict, message: str) -> None:
-    with pytest.raises(TokenDistributionError, match=message):
+    with pytest.raises(ContextParallelError, match=message):
         distribute(**({"work": np.array([1, 2, 3]), "ranks": 2} | changes))
 
 

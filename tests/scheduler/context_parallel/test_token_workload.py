@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from raymm.kernels.mask import patterns
 from raymm.kernels.mask.mask import AttentionMask
-from raymm.scheduler.context_parallel.workload import TokenWorkloadError, active_key_blocks
+from raymm.kernels.mask.spans import Span
+from raymm.scheduler.context_parallel.error import ContextParallelError
+from raymm.scheduler.context_parallel.workload import active_key_blocks
 
 KINDS = st.sampled_from([0, 1, 2, 3, 4, 6, 1 << 62, (1 << 63) - 1])
 
@@ -101,10 +103,10 @@ def test_more_attend_values_than_prefix_counts_are_kept(data) -> None:
     ).tolist() == count_tiles(mask.dense().numpy(), 1, 2)
 
 
-def random_spans(generator: np.random.Generator, length: int, count: int) -> list[patterns.Span]:
+def random_spans(generator: np.random.Generator, length: int, count: int) -> list[Span]:
     edges = np.sort(generator.choice(length + 1, 2 * count, replace=False)).tolist()
     return [
-        patterns.Span(edges[2 * i], edges[2 * i + 1], int(generator.integers(1, 4)))
+        Span(edges[2 * i], edges[2 * i + 1], int(generator.integers(1, 4)))
         for i in range(count)
     ]
 
@@ -118,7 +120,7 @@ MASKS = {
     "EP": patterns.prepended([(1, 200), (2, 300), (1, 77)], 423),
     "EE": patterns.embedded(1000, SPANS),
     "EE isolated": patterns.embedded(1000, SPANS, isolate=True),
-    "MP": patterns.packed([400, 600], [patterns.Span(7, 150), patterns.Span(420, 700, 2)]),
+    "MP": patterns.packed([400, 600], [Span(7, 150), Span(420, 700, 2)]),
     "EE window": patterns.multimodal(1000, SPANS, window=64),
     "own image": patterns.causal_with_own_image(1000, SPANS, window=90),
     "prefix": patterns.prefix_causal(1000, [100, 300], [450, 550]),
@@ -167,5 +169,5 @@ def test_what_is_refused(changes: dict, message: str) -> None:
         "query_table": np.zeros((1, 10)), "key_table": np.zeros((1, 2)),
         "n_queries": 5, "n_keys": 5,
     }
-    with pytest.raises(TokenWorkloadError, match=message):
+    with pytest.raises(ContextParallelError, match=message):
         active_key_blocks(**(arguments | changes))

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raymm.errors import InputError
 from raymm.scheduler.costs.recomputation import (
     LayerOption,
-    RecomputationError,
     choose_options,
 )
 
@@ -31,7 +31,7 @@ def brute_force(layers, limit: int) -> float | None:
 def test_least_time_within_the_limit(layers, limit):
     due = brute_force(layers, limit)
     if due is None:
-        with pytest.raises(RecomputationError, match="allowed; with the most frugal"):
+        with pytest.raises(InputError, match="allowed; with the most frugal"):
             choose_options(layers, limit)
         return
     found = choose_options(layers, limit)
@@ -66,5 +66,5 @@ def test_a_deep_model():
         assert found.nbytes <= limit and found.seconds <= last
         last = found.seconds
     assert choose_options(layers, 80 * 1001).names == ("keep",) * 80
-    with pytest.raises(RecomputationError, match="5,119 bytes are allowed.* 5,120"):
+    with pytest.raises(InputError, match="5,119 bytes are allowed.* 5,120"):
         choose_options(layers, 80 * 64 - 1)

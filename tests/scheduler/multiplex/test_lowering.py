@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raymm.scheduler.graph.direction import Direction
 from raymm.scheduler.graph.node_graph import Node, NodeGraph, Use
 from raymm.scheduler.graph.sample_ranges import Range, deal, union
 from raymm.scheduler.graph.strict_json import MultiplexError
 from raymm.scheduler.multiplex.check_program import check_every_sample, check_program
-from raymm.scheduler.multiplex.instructions import Direction, Part, Reduce, Route, Run
+from raymm.scheduler.multiplex.instructions import Part, Reduce, Route, Run
 from raymm.scheduler.multiplex.lowering import lower
 from raymm.scheduler.multiplex.mapping import Mapping, MultiplexStage, Placement
 
@@ -268,9 +269,9 @@ def test_the_checker_finds_what_is_wrong():
 
     def shorter(listed):
         route = listed[routes[0]]
-        piece = next(p for p in route.receives if p.peer == 0)
-        cut = piece._replace(samples=Range(piece.samples.lo, piece.samples.hi - 1))
-        receives = tuple(cut if p is piece else p for p in route.receives)
+        transfer = next(p for p in route.receives if p.peer == 0)
+        cut = transfer._replace(samples=Range(transfer.samples.lo, transfer.samples.hi - 1))
+        receives = tuple(cut if p is transfer else p for p in route.receives)
         listed[routes[0]] = replace(route, receives=receives)
         return listed
 
@@ -291,6 +292,22 @@ def test_the_checker_finds_what_is_wrong():
 
     with pytest.raises(MultiplexError, match="lacks sample"):
         check_program(graph, broken(program, 0, early))
+
+
+def test_sums_of_gradients_in_two_orders_wait_for_each_other():
+    """A sum may hold up what its process issues after it."""
+    graph = clip()
+    program = lower(graph, mapping_of(2, {"image": (0, 1), "text": (0, 1)}), 4)
+    check_program(graph, program)
+
+    def reversed_sums(listed):
+        return [
+            Reduce(step.nodes[::-1]) if isinstance(step, Reduce) else step for step in listed
+        ]
+
+    assert any(isinstance(step, Reduce) and len(step.nodes) > 1 for step in program.instructions[1])
+    with pytest.raises(MultiplexError, match="wait for each other: GPU 0 at Reduce"):
+        check_program(graph, broken(program, 1, reversed_sums))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from raymm.scheduler.plan.plan import Plan, PlanError
 from raymm.scheduler.plan.policy import ANY_DISTANCE, ONE_F_ONE_B, Policy, policies
-from raymm.scheduler.program.program import COMPUTE, FORWARDS, check_program
+from raymm.scheduler.program.check_program import check_program
+from raymm.scheduler.program.program import COMPUTE, FORWARDS
 from raymm.scheduler.schedule.lower import full_program, iteration_time, lower, refine
 from tests.scheduler.random_plans import contents, profiled_plans
 from tests.scheduler.schedule.test_bounds import chain

@@ -14,6 +14,7 @@ from random_plans import costs_of, plans, profiled_plans, steps
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import SCHEDULES, Plan, PlanError, Stage
 from raymm.scheduler.plan.stage import StageId
+from raymm.scheduler.program.check_program import check_program
 from raymm.scheduler.program.program import (
     BACKWARDS,
     COMPUTE,
@@ -22,12 +23,11 @@ from raymm.scheduler.program.program import (
     Op,
     Program,
     ProgramError,
-    check_program,
 )
 from raymm.scheduler.program.timeline import Span, Timeline, chrome_trace
-from raymm.scheduler.schedule.list_schedule import Task
 from raymm.scheduler.schedule.lower import full_program, iteration_time, lower
 from raymm.scheduler.schedule.memory import activation_peaks, peak_bytes
+from raymm.scheduler.schedule.schedule_rules import Task
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import StageCost
 
@@ -259,7 +259,7 @@ def test_modules_of_a_turn_hold_their_memory_at_the_same_time():
     assert peak_bytes(tasks(0, 1), of_stage) == 4 + 6 + 1 + 2
     assert peak_bytes(tasks(0, -1), of_stage) == 4 + 6 + 1  # then 6 + 2
     program = Program((tuple(Instruction(t.op, t.stage, 0, group=t.group) for t in tasks(0, 1)),))
-    assert activation_peaks(colocated(), program, of_stage) == (13,)
+    assert activation_peaks(program, of_stage) == (13,)
 
 
 # -- programs that cannot run ---------------------------------------------------------------

@@ -88,7 +88,7 @@ def test_lanes_join_all_processes_of_both_ends_once(plan: Plan) -> None:
 
 
 @given(steps())
-def test_ranks_of_one_process_have_one_lane_per_edge(step) -> None:
+def test_ranks_of_one_process_have_one_group_per_edge(step) -> None:
     plan, _ = step
     processes = Processes(plan)
     ranks = {stage.id: stage.rank for stage in plan.stages}

@@ -9,14 +9,8 @@ from random_plans import alignment, chain, steps
 
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import StageId
-from raymm.scheduler.program.program import (
-    OPTIMIZER_OPS,
-    Instruction,
-    Op,
-    Program,
-    ProgramError,
-    check_program,
-)
+from raymm.scheduler.program.check_program import check_program
+from raymm.scheduler.program.program import OPTIMIZER_OPS, Instruction, Op, Program, ProgramError
 from raymm.scheduler.schedule.lower import lower
 
 F, N, B, S, R = Op.FORWARD, Op.FORWARD_NO_GRAD, Op.BACKWARD, Op.SEND, Op.RECV

@@ -14,10 +14,10 @@ from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import SCHEDULES, Plan, Stage
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Op
-from raymm.scheduler.schedule.bounds import lower_bound
-from raymm.scheduler.schedule.list_schedule import NoRoomError
+from raymm.scheduler.schedule.bounds import lower_bound, one_f_one_b_bound
 from raymm.scheduler.schedule.lower import full_program, one_f_one_b_limits
 from raymm.scheduler.schedule.network import Transfer
+from raymm.scheduler.schedule.schedule_rules import NoRoomError
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import op_seconds, stage_costs
 from raymm.scheduler.schedule.step_graph import active_stages, full_step
@@ -48,6 +48,22 @@ def test_no_schedule_is_faster(data: st.DataObject) -> None:
     bound = lower_bound(plan, delays)
     for schedule in SCHEDULES:
         assert bound <= simulated(replace(plan, schedule=schedule), delays) + 1e-6, schedule
+    one = replace(plan, schedule="1f1b")
+    assert bound <= one_f_one_b_bound(one, delays) <= simulated(one, delays) + 1e-6
+
+
+def test_a_pipeline_that_waits_for_its_messages() -> None:
+    """Four stages of a second forward and a second backward, ten seconds from each other: the
+    second may hold three microbatches, whose turns to the loss and back take 46 seconds."""
+    graph = ModuleGraph((ModuleNode("llm", (True,) * 4),), ())
+    profile = CostProfile({"llm": (LayerCost(1.0, 0.5, 0.5),) * 4})
+    stages = tuple(Stage("llm", i, (i, i + 1), i) for i in range(4))
+    plan = Plan(graph, stages, 8, "1f1b", profile)
+    delays = {edge: 10.0 for a, b in plan.stage_edges for edge in ((a, b), (b, a))}
+    # 11 s until its first input is there, a forward, three turns, and the first stage's backward.
+    assert one_f_one_b_bound(plan, delays) == 11 + 1 + 3 * 46 + 10.5
+    assert lower_bound(plan, delays) < one_f_one_b_bound(plan, delays)
+    assert one_f_one_b_bound(plan, delays) <= simulated(plan, delays)
 
 
 @given(st.data())

@@ -13,7 +13,8 @@ from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, trainable_
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import SCHEDULES, Plan, PlanError, Stage
 from raymm.scheduler.plan.stage import StageId
-from raymm.scheduler.program.program import BACKWARDS, COMPUTE, FORWARDS, Op, Program, check_program
+from raymm.scheduler.program.check_program import check_program
+from raymm.scheduler.program.program import BACKWARDS, COMPUTE, FORWARDS, Op, Program
 from raymm.scheduler.schedule.bounds import lower_bound
 from raymm.scheduler.schedule.lower import full_program, iteration_time, lower, one_f_one_b_limits
 from raymm.scheduler.schedule.memory import GIB, activation_peaks, check_memory, rank_memory
@@ -83,10 +84,10 @@ def test_time_memory_and_bounds(plan: Plan) -> None:
     assert lower_bound(plan) <= seconds + 1e-6
     if plan.schedule == "zero_bubble":
         limits = one_f_one_b_limits(one, baseline, sizes)
-        peaks = activation_peaks(plan, program, sizes)
+        peaks = activation_peaks(program, sizes)
         assert all(a <= b for a, b in zip(peaks, limits, strict=True))
         # No device needs more than the fullest one does under 1F1B.
-        assert max(peaks) <= max(activation_peaks(one, baseline, sizes))
+        assert max(peaks) <= max(activation_peaks(baseline, sizes))
         assert max(n.total for n in rank_memory(plan, program)) <= max(
             n.total for n in rank_memory(one, baseline)
         )
@@ -113,7 +114,7 @@ def test_limits_and_delays(data: st.DataObject) -> None:
     }
     program = full_program(replace(plan, activation_limits=limits), delays=delays)
     check_program(program)
-    peaks = activation_peaks(plan, program, sizes)
+    peaks = activation_peaks(program, sizes)
     assert all(a <= b for a, b in zip(peaks, limits, strict=True))
 
 

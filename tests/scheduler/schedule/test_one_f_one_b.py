@@ -9,17 +9,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from random_plans import alignment, chain, costs_of, plans, steps, uniform
 
+from raymm.scheduler.graph.direction import Direction
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.stage import NO_STAGE, StageId
-from raymm.scheduler.program.program import (
-    COMPUTE,
-    OPTIMIZER_OPS,
-    Instruction,
-    Op,
-    Program,
-    check_program,
-)
+from raymm.scheduler.program.check_program import check_program
+from raymm.scheduler.program.program import COMPUTE, OPTIMIZER_OPS, Instruction, Op, Program
 from raymm.scheduler.schedule.lower import lower
 from raymm.scheduler.schedule.simulate import simulate
 
@@ -148,7 +143,8 @@ def expected_work(plan: Plan, present: list[set[str]], forward_only: bool = Fals
                 continue
             receives[Instruction(Op.RECV, dst, m, src)] += 1
             if src in needs:
-                receives[Instruction(Op.RECV, src, m, dst)] += 1
+                back = Instruction(Op.RECV, src, m, dst, direction=Direction.BACKWARD)
+                receives[back] += 1
     return work, receives
 
 

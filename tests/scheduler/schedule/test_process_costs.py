@@ -220,7 +220,7 @@ def test_pieces_of_a_real_model_are_as_large_as_planned():
     from raymm.actors.sharding.tensor_plan import tensor_plan
     from raymm.actors.weights.source import ConfigSource
     from raymm.costs.analytic import analytic_layers
-    from raymm.costs.layer_count import Load
+    from raymm.costs.load import Load
 
     config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
@@ -235,7 +235,7 @@ def test_pieces_of_a_real_model_are_as_large_as_planned():
         plan = tensor_plan(source, tp, "llm")
         held = 0
         for name, parameter in skeleton.named_parameters():
-            piece = plan.piece(name, 0) if tp > 1 else None
-            share = 1.0 if piece is None else piece.length / parameter.shape[piece.dim]
+            shard = plan.shard(name, 0) if tp > 1 else None
+            share = 1.0 if shard is None else shard.length / parameter.shape[shard.dim]
             held += round(4 * parameter.numel() * share)
         assert sum(c.parameter_bytes for c in costs) == held

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from raymm.scheduler.costs.devices import Link
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
+from raymm.scheduler.costs.recomputation import LayerOption
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import PlanError
 from raymm.scheduler.schedule.network import Network
@@ -20,7 +21,7 @@ from raymm.scheduler.search.evaluation import Candidates
 from raymm.scheduler.search.find_plans import find_plans
 from raymm.scheduler.search.module_degrees import KINDS, DegreeChoices, ModuleDegrees, degrees_of
 from raymm.scheduler.search.options import PlanProblem
-from raymm.scheduler.search.planner import propose
+from raymm.scheduler.search.planner import propose, within_memory
 from raymm.scheduler.search.stage_search import joint_search
 from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
 from tests.scheduler.random_models import models
@@ -155,6 +156,31 @@ def test_optimizer_state_is_shared_out_where_memory_is_limited():
     ))
     assert degrees_of(found.best.plan, "llm") == ModuleDegrees(2, 1, 1, "zero1")
     assert [need.state for need in found.best.memory] == [3000, 3000]
+
+
+def test_layers_that_recompute_need_less_memory():
+    """All activations and weights need 2864 bytes of each of two devices; if some layers recompute,
+    2600 are enough."""
+    cost = replace(
+        BLOCK, activation_bytes=1000, parameter_bytes=100, replicated_bytes=0,
+        options=(LayerOption("all", 1.0, 10),),
+    )
+    profile = CostProfile({"llm": (cost,) * 4}, links=NETWORK.links)
+    problem = PlanProblem(
+        LLM, profile, 2, 4, network=NETWORK, memory_limit=2600,
+        degrees={"llm": DegreeChoices(tp=(2,))}, **SMALL,
+    )
+    space = StageSpace(LLM, profile, 2, 4, memory_limit=2600)
+    choices = problem.degrees
+    assert not estimates(space, choices, 4, "zero1")
+    (estimate,) = estimates(within_memory(space, adaptive=True), choices, 4, "zero1")
+    best = propose(problem).best
+    (stage,) = best.plan.stages
+    assert stage.tp == 2 and set(stage.layer_options) == {"keep", "all"}
+    assert estimate.bound <= best.seconds
+    for again in (False, True):  # a loss's stage does not recompute as a whole
+        with pytest.raises(StageSearchError):
+            propose(replace(problem, recompute=again))
 
 
 def test_choices_are_numbers():

@@ -9,14 +9,15 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, has_backward
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import SCHEDULES, Plan
 from raymm.scheduler.plan.stage import StageId
-from raymm.scheduler.program.program import FORWARDS, Op, check_program
+from raymm.scheduler.program.check_program import check_program
+from raymm.scheduler.program.program import FORWARDS, Op
 from raymm.scheduler.schedule.lower import lower
 from raymm.scheduler.search.layouts import chunked, colocated, encoders_into_sink, replicated
-from raymm.scheduler.search.stage_space import StageSearchError, StageSpace, has_backward
+from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
 from tests.scheduler.random_models import spaces
 from tests.scheduler.random_plans import contents
 

@@ -39,19 +39,19 @@ def communication(volumes, ranges):
     return sum(volumes[hi - 1] for _, hi in ranges[:-1])
 
 
-def within(anchor, ranges, radius):
-    return all(abs(a[0] - b[0]) <= radius for a, b in zip(anchor, ranges, strict=True))
+def within(origin, ranges, radius):
+    return all(abs(a[0] - b[0]) <= radius for a, b in zip(origin, ranges, strict=True))
 
 
 @given(cases(), st.integers(1, 10), st.booleans())
-def test_candidates_are_the_best_of_all_jitters(case, top, exact_anchor):
+def test_candidates_are_the_best_of_all_jitters(case, top, exact_origin):
     forward, volumes, stages, radius = case
-    anchor = partition_layers(forward, stages) if exact_anchor else None
-    found = partition_candidates(forward, volumes, stages, radius, anchor, top)
+    origin = partition_layers(forward, stages) if exact_origin else None
+    found = partition_candidates(forward, volumes, stages, radius, origin, top)
     near = [
         ranges
         for ranges in all_partitions(len(forward), stages)
-        if within(anchor or greedy_start(forward, stages), ranges, radius)
+        if within(origin or greedy_start(forward, stages), ranges, radius)
     ]
     scores = [0.0] * len(near)
     for metric in (
@@ -102,6 +102,6 @@ def test_wrong_arguments_are_refused():
         partition_candidates([1, -1, 1], [1, 1, 1], 2)
     with pytest.raises(ValueError, match="radius is -1"):
         partition_candidates([1, 1, 1], [1, 1, 1], 2, radius=-1)
-    for anchor in (((0, 3),), ((0, 1), (2, 3)), ((0, 0), (0, 3)), ((0, 1), (1, 2))):
-        with pytest.raises(PartitionError, match="anchor is"):
-            partition_candidates([1, 1, 1], [1, 1, 1], 2, anchor=anchor)
+    for origin in (((0, 3),), ((0, 1), (2, 3)), ((0, 0), (0, 3)), ((0, 1), (1, 2))):
+        with pytest.raises(PartitionError, match="origin is"):
+            partition_candidates([1, 1, 1], [1, 1, 1], 2, origin=origin)

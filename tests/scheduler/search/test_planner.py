@@ -15,7 +15,7 @@ from raymm.scheduler.costs.devices import Link
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, ProfileError
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import SCHEDULES, Plan
-from raymm.scheduler.program.program import check_program
+from raymm.scheduler.program.check_program import check_program
 from raymm.scheduler.schedule.bounds import lower_bound
 from raymm.scheduler.schedule.lower import full_program, lower
 from raymm.scheduler.schedule.memory import rank_memory

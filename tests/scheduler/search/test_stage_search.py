@@ -17,6 +17,7 @@ from raymm.scheduler.costs.layer_costs import (
     CostProfile,
     LayerCost,
     ProfileError,
+    has_backward,
     layer_work,
 )
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
@@ -28,7 +29,7 @@ from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.step_graph import full_step
 from raymm.scheduler.search.stage_memory import StageMemory
 from raymm.scheduler.search.stage_search import Choice, joint_search
-from raymm.scheduler.search.stage_space import StageSearchError, StageSpace, has_backward, make_plan
+from raymm.scheduler.search.stage_space import StageSearchError, StageSpace, make_plan
 
 
 def op_costs(plan: Plan) -> dict[tuple[str, Op], float]:
@@ -267,7 +268,7 @@ def test_a_frozen_encoder_gets_few_stages():
     assert result.best.plan.module_stages("llm")[1].layers == (2, 4)
     # A planner that believes everything is trained sees 15 s against 18 s.
     unaware = StageSpace(
-        graph, profile, ranks=4, num_microbatches=32, believed=unaware_work(graph, profile)
+        graph, profile, ranks=4, num_microbatches=32, expected=unaware_work(graph, profile)
     )
     assert unaware.bottleneck("vision", 1) == 15 and unaware.bottleneck("llm", 3) == 6
     assert unaware.lower_bound("vision", 1) == space.lower_bound("vision", 1)
@@ -347,8 +348,8 @@ def test_impossible_budgets_are_refused():
         StageSpace(graph, profile, ranks=2, num_microbatches=2, max_stages=0)
     with pytest.raises(ProfileError, match="lacks module"):
         StageSpace(graph, CostProfile({}), ranks=2, num_microbatches=2)
-    with pytest.raises(ProfileError, match="believed has 0 layers of 'vision'"):
-        StageSpace(graph, profile, ranks=2, num_microbatches=2, believed={})
+    with pytest.raises(ProfileError, match="expected has 0 layers of 'vision'"):
+        StageSpace(graph, profile, ranks=2, num_microbatches=2, expected={})
     space = StageSpace(graph, profile, ranks=4, num_microbatches=2)
     for count in (0, 7):
         with pytest.raises(StageSearchError, match=f"'llm' cannot have {count} stages"):

@@ -1,0 +1,71 @@
+"""What ranks get of a step, and what they give back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from raymm.actors.optimizer.finite import Place
+from raymm.scheduler.plan.stage import StageId
+from raymm.scheduler.program.timeline import Span, Timeline
+
+
+class StepMeta(NamedTuple):
+    """What every rank is told about a step.
+
+    Attributes:
+        step: number of the step, for seeds.
+        label_tokens: label tokens in the whole step.
+        keys: per microbatch, a value that determines every message's layout.
+        seed: the run's seed.
+        sample_ids: per microbatch, its samples' ids.
+        training: False for evaluation: no dropout anywhere.
+        batch: how many batches' gradients the step has accumulated before, for seeds.
+    """
+
+    step: int
+    label_tokens: int
+    keys: tuple[object, ...]
+    seed: int = 0
+    sample_ids: tuple[tuple[str, ...], ...] = ()
+    training: bool = True
+    batch: int = 0
+
+
+@dataclass
+class StepResult:
+    """One rank's outcome of a step.
+
+    Attributes:
+        losses: per microbatch its share of the loss (on the sink's rank).
+        spans: op, stage, microbatch, start, end, peer and quota; times are seconds on this
+            host's wall clock.
+        peak_bytes: the most memory that the process held meanwhile
+            (:class:`raymm.actors.memory.peak_memory.PeakMemory`).
+        grad_norm, learning_rate: of the update, if the step ends in one that is applied.
+        not_finite: of an update that was not applied, what was not finite here.
+    """
+
+    losses: dict[int, float] = field(default_factory=dict)
+    spans: list[tuple[str, StageId, int, float, float, StageId, float]] = field(
+        default_factory=list
+    )
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    peak_bytes: int = 0
+    not_finite: list[Place] | None = None
+
+
+def measured_timeline(results: Sequence[StepResult]) -> Timeline:
+    """All ranks' spans as one timeline that starts at 0."""
+    starts = [span[3] for result in results for span in result.spans]
+    origin = min(starts, default=0.0)
+    return Timeline(
+        tuple(
+            Span(rank, op, stage, microbatch, start - origin, end - origin, peer, quota)
+            for rank, result in enumerate(results)
+            for op, stage, microbatch, start, end, peer, quota in result.spans
+        ),
+        len(results),
+    )

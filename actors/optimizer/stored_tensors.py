@@ -1,0 +1,181 @@
+"""The tensors of a checkpoint, as any process reads them, whoever wrote which part of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+
+from raymm.actors.optimizer.checkpoint_shards import (
+    STORED_RANGE,
+    ShardError,
+    ShardFile,
+    verify_shards,
+)
+from raymm.actors.storage.location import storage_folder
+
+if TYPE_CHECKING:
+    from raymm.actors.sharding.tensor_plan import ParameterShard
+
+
+class _Stored(NamedTuple):
+    """A range of a tensor as a file has it; all of it where ``stop`` is None."""
+
+    start: int
+    stop: int | None
+    dim: int
+    name: str
+    file: str
+
+    @property
+    def end(self) -> int:
+        """``stop`` of a range."""
+        assert self.stop is not None
+        return self.stop
+
+
+class StoredTensors:
+    """The tensors of a checkpoint, whoever wrote which part of them.
+
+    Args:
+        folder: the checkpoint's location.
+        index: file name per stored name, as
+            :func:`raymm.actors.optimizer.checkpoint_shards.stored_shards` names them.
+        files: what the files must be. One is verified before the first read of it.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], index: Mapping[str, str],
+        files: Mapping[str, ShardFile],
+    ) -> None:
+        self._folder = storage_folder(folder)
+        # Files stay at hand, as one is read for many tensors.
+        self._at_hand: dict[str, Path] = {}
+        self._open = contextlib.ExitStack()
+        self._opening = threading.Lock()
+        weakref.finalize(self, self._open.close)
+        self._index, self._files = index, files
+        self._verified: set[str] = set()
+        self._stored: dict[str, list[_Stored]] = {}
+        for name, file in index.items():
+            match = STORED_RANGE.fullmatch(name)
+            if match is None:
+                self._stored[name] = [_Stored(0, None, 0, name, file)]
+                continue
+            base, *numbers = match.groups()
+            dim, start, stop = map(int, numbers)
+            self._stored.setdefault(base, []).append(_Stored(start, stop, dim, name, file))
+        for parts in self._stored.values():
+            parts.sort()
+
+    def optimizer_keys(self) -> dict[str, list[str]]:
+        """Per parameter (``optimizer/module/name``), what the optimizer keeps of it."""
+        keys: dict[str, list[str]] = {}
+        for name in self._stored:
+            if name.startswith("optimizer/"):
+                parameter, _, key = name.rpartition("/")
+                keys.setdefault(parameter, []).append(key)
+        return keys
+
+    def read(self, shards: Mapping[str, ParameterShard | None]) -> dict[str, torch.Tensor]:
+        """Read tensors, or shards of them.
+
+        Args:
+            wanted: by name; names that are not stored are left out. A shard of a scalar is
+                the scalar.
+
+        Raises:
+            ShardError: if a file is missing, torn, changed, or lacks a range.
+        """
+        needed = {
+            file for name, own in shards.items() if name in self._stored
+            for file in self._files_of(name, own)
+        }
+        if new := needed - self._verified:
+            verify_shards(self._folder, self._files, self._index, new, self._reading)
+            self._verified |= new
+        with contextlib.ExitStack() as stack:
+            files: dict[str, Any] = {}
+
+            def opened(file: str) -> Any:
+                if file not in files:
+                    handle = safe_open(self._at_hand[file], framework="pt")
+                    files[file] = stack.enter_context(handle)
+                return files[file]
+
+            return {
+                name: self._read(name, own, opened)
+                for name, own in shards.items()
+                if name in self._stored
+            }
+
+    @contextlib.contextmanager
+    def _reading(self, file: str) -> Iterator[Path]:
+        """A file, which stays."""
+        with contextlib.ExitStack() as stack:
+            path = stack.enter_context(self._folder.reading(file))
+            with self._opening:
+                self._open.push(stack.pop_all())
+        self._at_hand[file] = path
+        yield path
+
+    def _files_of(self, name: str, own: ParameterShard | None) -> set[str]:
+        """Files that have something of a shard of a tensor."""
+        parts = self._stored[name]
+        if own is None or parts[0].stop is None or own.dim != parts[0].dim:
+            return {part.file for part in parts}
+        files = {
+            part.file for part in parts for start, stop in own.ranges
+            if max(start, part.start) < min(stop, part.end)
+        }
+        return files or {parts[0].file}
+
+    def _read(
+        self, name: str, own: ParameterShard | None, opened: Callable[[str], Any]
+    ) -> torch.Tensor:
+        parts = self._stored[name]
+        file = parts[0].file
+        try:
+            if parts[0].stop is None:
+                view = opened(file).get_slice(parts[0].name)
+                if own is None or not view.get_shape():
+                    return opened(file).get_tensor(parts[0].name)
+                return _ranges(view, own)
+            dim = parts[0].dim
+            alike = own if own is not None and own.dim == dim else None
+            ranges = ((0, max(part.end for part in parts)),) if alike is None else alike.ranges
+            taken = []
+            for start, stop in ranges:
+                at = start
+                for part in parts:
+                    low, high = max(at, part.start), min(stop, part.end)
+                    if low == at and low < high:
+                        file, at = part.file, high
+                        view = opened(file).get_slice(part.name)
+                        taken.append(_along(view, dim, low - part.start, high - part.start))
+                if at < stop:
+                    raise ShardError(f"{self._folder} lacks [{at}, {stop}) of {name}")
+            if not taken:
+                taken = [_along(opened(file).get_slice(parts[0].name), dim, 0, 0)]
+            whole = torch.cat(taken, dim)
+            return whole if own is None or alike is not None else _ranges(whole, own)
+        except ShardError:
+            raise
+        except Exception as error:  # OSError, or safetensors' own error type
+            raise ShardError(f"cannot read {self._folder / file}: {error}") from None
+
+
+def _ranges(view: Any, own: ParameterShard) -> torch.Tensor:
+    return torch.cat([_along(view, own.dim, *bounds) for bounds in own.ranges], own.dim)
+
+
+def _along(view: Any, dim: int, start: int, stop: int) -> torch.Tensor:
+    """Elements [start, stop) along a dimension of a tensor in a file."""
+    return view[(slice(None),) * dim + (slice(start, stop),)]

@@ -1,0 +1,87 @@
+"""What a rank reserves in Ray, and whether the cluster can hold all ranks of a plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from raymm.actors.placement.node_types import (
+    all_types,
+    autoscaled_types,
+    reachable_resources,
+    without_room,
+)
+from raymm.actors.placement.placement import ONLY_RANKS, ClusterError, PlacementOptions
+
+
+@dataclass(frozen=True)
+class RankResources:
+    """What one rank reserves in Ray: logical CPUs, GPUs, custom resources.
+
+    Raises:
+        ClusterError: an amount that is none, or nothing at all.
+    """
+
+    cpus: float = 1.0
+    gpus: float = 0.0
+    custom: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("CPU", "GPU"):
+            if name in self.custom:
+                raise ClusterError(f"resources.custom has {name!r}; give cpus or gpus instead")
+        amounts = {"cpus": self.cpus, "gpus": self.gpus, **self.custom}
+        for name, amount in amounts.items():
+            number = isinstance(amount, int | float) and not isinstance(amount, bool)
+            if not number or not 0 <= amount < math.inf:
+                raise ClusterError(
+                    f"resources: {name} is {amount!r}; it must be a finite number, at least 0"
+                )
+        if not any(amounts.values()):
+            raise ClusterError(
+                f"resources are {amounts}: a rank would reserve nothing; give cpus, gpus or a "
+                "custom resource above 0 (a small share is fine)"
+            )
+
+    def bundle(self) -> dict[str, float]:
+        bundle = {"CPU": self.cpus, "GPU": self.gpus, **self.custom}
+        return {name: amount for name, amount in bundle.items() if amount > 0}
+
+
+def check_capacity(
+    num_ranks: int, resources: RankResources, options: PlacementOptions = ONLY_RANKS
+) -> None:
+    """Compare a plan's needs with the connected cluster: with what it has, or, where an autoscaler
+    brings nodes, with what it can have.
+
+    Args:
+        num_ranks: of the plan.
+        resources: what each rank reserves.
+        options: what data workers reserve beside the ranks, and how long nodes may take.
+
+    Raises:
+        ClusterError: if the cluster, even when idle and with all its nodes, cannot hold the ranks
+            and data workers.
+    """
+    scales = bool(autoscaled_types())
+    if not scales and options.waits():
+        return  # nodes come of which nobody says what they have
+    has = reachable_resources()
+    for name, amount in resources.bundle().items():
+        needed = amount * num_ranks
+        workers = sum(bundle.get(name, 0.0) for bundle in options.worker_bundles)
+        if needed + workers > has.get(name, 0.0) + 1e-9:
+            others = f", and data workers {workers:g} {name} beside them" if workers else ""
+            at_most = " at most, with all nodes that its autoscaler brings" if scales else ""
+            raise ClusterError(
+                f"the plan has {num_ranks} ranks of {amount:g} {name} each, {needed:g} {name} in "
+                f"all{others}; the cluster has {has.get(name, 0.0):g} {name}{at_most}. Use fewer "
+                "ranks (parallel.*.pp, parallel.*.ranks), reserve less for each (resources), or "
+                "connect to a larger cluster"
+            )
+    if not scales:
+        return
+    bundles = [resources.bundle()] * num_ranks + [dict(bundle) for bundle in options.worker_bundles]
+    if (reason := without_room(bundles, all_types())) is not None:
+        raise ClusterError(f"{reason}. Reserve less for each rank (resources)")

@@ -1,0 +1,75 @@
+"""Everything that the process of a rank must know to build itself, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from raymm.actors.optimizer.gradient_reduction import ReductionGroup
+from raymm.actors.optimizer.optimizer import OptimizerConfig, ParameterOwnership
+from raymm.actors.quota import Backend
+from raymm.actors.sharding.parameter_shards import ShardSpec
+from raymm.scheduler.plan.process_grid import P2PGroup
+from raymm.scheduler.plan.stage import Edge, StageId
+
+if TYPE_CHECKING:
+    from raymm.actors.stages.encoder import EncoderStage
+    from raymm.actors.stages.language import LanguageStage
+
+
+class ProcessGroups(NamedTuple):
+    """Processes of one rank: all of them; those that share a microbatch with one, its samples,
+    its samples' tokens; and those that share every token's work. None where it is the only one."""
+
+    rank: tuple[int, ...] = ()
+    data: tuple[int, ...] = ()
+    samples: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+    tensors: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """Everything a process must know to build itself.
+
+    Attributes:
+        rank, world_size: its number, and how many processes there are.
+        builders: per stage name, a picklable function that builds the stage module.
+        edges: all data edges of the plan (stage names).
+        p2p_groups: of every directed edge of messages between ranks, which processes have them.
+        groups: every group of several processes of a rank, the same on all processes.
+        process_groups: the processes of its own rank, by what they share.
+        shard_specs: per module, which shard of each parameter a process holds.
+        reduction_groups: all groups of processes that hold parameters together.
+        parameter_ownership: what it is to do with parameters that others have too.
+        optimizer: the optimizer's configuration.
+        autocast: name of the torch dtype for automatic mixed precision, or None.
+        reloadable: modules whose frozen weights can be had again from where they came from;
+            under autocast they are kept in its dtype only.
+        device: ``"cpu"`` or ``"cuda"``.
+        threads: intra-op threads of this process.
+        quotas: by module, shares of the device's multiprocessors.
+        quota_backend: makes the quotas' streams; by default
+            :func:`raymm.actors.executor.colocation.default_backend`.
+        timeout_s: seconds any wait on another rank may take.
+    """
+
+    rank: int
+    world_size: int
+    builders: dict[StageId, Callable[[], EncoderStage | LanguageStage]]
+    edges: tuple[Edge, ...]
+    p2p_groups: tuple[tuple[Edge, tuple[P2PGroup, ...]], ...]
+    groups: tuple[tuple[int, ...], ...] = ()
+    process_groups: ProcessGroups = field(default_factory=ProcessGroups)
+    shard_specs: dict[str, ShardSpec] = field(default_factory=dict)
+    reduction_groups: tuple[ReductionGroup, ...] = ()
+    parameter_ownership: ParameterOwnership = field(default_factory=ParameterOwnership)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    autocast: str | None = None
+    reloadable: frozenset[str] = frozenset()
+    device: str = "cpu"
+    threads: int = 1
+    quotas: dict[str, float] = field(default_factory=dict)
+    quota_backend: Callable[[], Backend] | None = None
+    timeout_s: float = 300.0

@@ -1,0 +1,179 @@
+"""Units of modules for which Hugging Face has no plan: found by the names that models use.
+
+A unit is made only if both halves are there and their widths fit; all else stays replicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from raymm.actors.sharding.tensor_units import (
+    Unit,
+    head_name,
+    is_linear,
+    widths,
+)
+
+# Per kind of unit: the columns, then names that their row may have. Names are relative to the
+# module around both. A star is any one name.
+_ATTENTION = (
+    (("q_proj", "k_proj", "v_proj"),
+     ("o_proj", "out_proj", "dense", "proj", "projection_layer", "c_proj", "to_out.0", "wo")),
+    (("query", "key", "value"), ("output", "out", "proj", "dense", "o_proj", "out_proj")),
+    (("query_proj", "key_proj", "value_proj"), ("output", "out_proj", "o_proj")),
+    (("self.query", "self.key", "self.value"), ("output.dense",)),
+    (("attention.query", "attention.key", "attention.value"), ("output.dense",)),
+    (("attention.q_proj", "attention.k_proj", "attention.v_proj"), ("output.dense",)),
+    (("q_lin", "k_lin", "v_lin"), ("out_lin",)),
+    (("q", "k", "v"), ("o", "proj", "out", "out_proj")),
+    (("wq", "wk", "wv"), ("wo", "out_proj")),
+    (("to_q", "to_k", "to_v"), ("to_out", "to_out.0")),
+)
+FUSED = (
+    ("qkv_proj", "qkv", "query_key_value", "c_attn", "Wqkv", "in_proj", "att_proj", "wqkv"),
+    ("o_proj", "out_proj", "c_proj", "dense", "proj", "projection", "Wo", "attn_out", "wo"),
+)
+_GATED = (
+    (("gate_proj", "up_proj"), ("down_proj",)),
+    (("w1", "w3"), ("w2",)),
+    (("wi_0", "wi_1"), ("wo",)),
+    (("c_fc_0", "c_fc_1"), ("c_proj",)),
+    (("fc1_g", "fc1_x"), ("fc2",)),
+    (("w1", "v1"), ("w2",)),
+    (("linear_1", "linear_v"), ("linear_out",)),
+)
+_FEED_FORWARD = (
+    (("fc1", "fc_1"), ("fc2", "fc_2")),
+    (("c_fc",), ("c_proj",)),
+    (("lin1", "linear1", "linear_1"), ("lin2", "linear2", "linear_2")),
+    (("fc_in",), ("fc_out",)),
+    (("dense_h_to_4h",), ("dense_4h_to_h",)),
+    (("up_proj",), ("down_proj",)),
+    (("wi",), ("wo",)),
+    (("w1",), ("w2",)),
+    (("intermediate_dense",), ("output_dense",)),
+    (("gate_up_proj", "weights_in", "wi_fused", "Wi"), ("down_proj", "weights_out", "wo", "Wo")),
+    (("intermediate.dense",), ("output.dense",)),
+)
+_LOCAL_NORMS = frozenset(
+    {"q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_norm", "key_norm",
+     "query_layernorm", "key_layernorm"}
+)
+
+
+def units_of_names(module: nn.Module, taken: set[str]) -> tuple[Unit, ...]:
+    """Attention and feed-forward units of a module, as far as names tell.
+
+    Args:
+        module: any; its submodules are looked at in their order.
+        taken: names of linear layers that units have already.
+    """
+    units: list[Unit] = []
+    taken = {*taken, head_name(module) or ""}
+    for where, parent in module.named_modules():
+        for unit in (*_attention_units(where, parent), *_feed_forward_units(where, parent)):
+            members = {*unit.columns, *unit.rows}
+            if not members & taken:
+                taken |= members
+                units.append(unit)
+    return tuple(units)
+
+
+def _attention_units(where: str, parent: nn.Module) -> Iterable[Unit]:
+    for names, rows in _ATTENTION:
+        columns = _linear_children(parent, names)
+        row = _first(parent, rows)
+        if row is None or columns is None:
+            continue
+        # Values may have a width of their own, but rows take in as much as all heads give.
+        query, key, _ = (widths(column)[1] for column in columns)
+        if widths(row[1])[0] % key == 0 and query % key == 0:
+            container = ".".join(names[0].split(".")[:-1])
+            container = _join(where, container)
+            norms = _local_norms(
+                container, parent.get_submodule(".".join(names[0].split(".")[:-1]))
+            )
+            yield Unit(
+                container, True, tuple(_join(where, n) for n in names), (_join(where, row[0]),),
+                partial=norms,
+            )
+    if (latent := _latent_unit(where, parent)) is not None:
+        yield latent
+    column, row = _first(parent, FUSED[0]), _first(parent, FUSED[1])
+    if column and row and widths(column[1])[1] > widths(row[1])[0]:
+        yield Unit(
+            where, True, (_join(where, column[0]),), (_join(where, row[0]),), gathered=True,
+            fused=3,
+        )
+
+
+def _latent_unit(where: str, parent: nn.Module) -> Unit | None:
+    """Multi-head latent attention (DeepSeek-V2 §2.1): heads are made from compressed keys and
+    values, but for the rotary part of the keys, which all heads share."""
+    query, row = _first(parent, ("q_b_proj", "q_proj")), _first(parent, ("o_proj", "out_proj"))
+    latent, key_value = _child(parent, "kv_a_proj_with_mqa"), _child(parent, "kv_b_proj")
+    rotary = getattr(parent, "qk_rope_head_dim", None)
+    if query is None or row is None or not is_linear(key_value) or latent is None or not rotary:
+        return None
+    columns = (_join(where, query[0]), _join(where, "kv_b_proj"))
+    tails = {_join(where, "kv_a_proj_with_mqa"): rotary}
+    return Unit(where, True, columns, (_join(where, row[0]),), tails=tails)
+
+
+def _local_norms(where: str, container: nn.Module) -> tuple[str, ...]:
+    return tuple(
+        _join(where, name) for name, _ in container.named_children() if name in _LOCAL_NORMS
+    )
+
+
+def _feed_forward_units(where: str, parent: nn.Module) -> Iterable[Unit]:
+    for names, rows in _GATED:
+        columns = _linear_children(parent, names)
+        row = _first(parent, rows)
+        if row and columns is not None:
+            if all(widths(column)[1] == widths(row[1])[0] for column in columns):
+                yield _feed_forward(where, names, row[0])
+    for names, rows in _FEED_FORWARD:
+        column, row = _first(parent, names), _first(parent, rows)
+        if column is None or row is None:
+            continue
+        inner, out = widths(row[1])[0], widths(column[1])[1]
+        if out == inner and widths(column[1])[0] == widths(row[1])[1]:
+            yield _feed_forward(where, (column[0],), row[0])
+        elif out == 2 * inner:
+            yield Unit(
+                where, False, (_join(where, column[0]),), (_join(where, row[0]),), gathered=True,
+                fused=2,
+            )
+
+
+def _feed_forward(where: str, columns: Sequence[str], row: str) -> Unit:
+    return Unit(where, False, tuple(_join(where, n) for n in columns), (_join(where, row),))
+
+
+def _join(where: str, name: str) -> str:
+    """Both with a dot between them, where neither is empty."""
+    return ".".join(part for part in (where, name) if part)
+
+
+def _child(parent: nn.Module, name: str) -> nn.Module | None:
+    module: nn.Module | None = parent
+    for part in name.split("."):
+        module = None if module is None else module._modules.get(part)
+    return module
+
+
+def _linear_children(parent: nn.Module, names: Sequence[str]) -> Sequence[nn.Module] | None:
+    """All of these; None if one is missing, or no linear module."""
+    children = [child for name in names if is_linear(child := _child(parent, name))]
+    return children if len(children) == len(names) else None
+
+
+def _first(parent: nn.Module, names: Sequence[str]) -> tuple[str, nn.Module] | None:
+    for name in names:
+        child = _child(parent, name)
+        if is_linear(child):
+            return name, child
+    return None

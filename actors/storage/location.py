@@ -1,0 +1,76 @@
+"""Locations of runs: a folder, or a URL."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from raymm.actors.storage.bucket import OPTIONS, RETRY_FOR_S, BucketFolder
+from raymm.actors.storage.folder import LocalFolder, StorageFolder
+
+BUCKETS = tuple(OPTIONS)
+ACCEPTED = "a folder, or a URL that begins with file://, s3:// or gs://"
+# What pip installs for URLs.
+EXTRA = "raymm[storage]"
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_ONE_SLASH = re.compile(r"(file|s3|gs):(?!//)")
+
+
+def is_bucket(location: str) -> bool:
+    """Whether a location that was checked is in a bucket."""
+    return location.startswith(tuple(f"{scheme}://" for scheme in BUCKETS))
+
+
+def check_location(location: str) -> str:
+    """A location as it goes on from here: a URL of a bucket, or a path.
+
+    Raises:
+        ValueError: it is a URL of another kind, or not a whole one, or has credentials; or
+            what reads it is not installed.
+    """
+    if _ONE_SLASH.match(location):
+        raise ValueError(f"a URL has two slashes after its scheme; accepted: {ACCEPTED}")
+    if (match := _SCHEME.match(location)) is None:
+        return location
+    scheme, url = match[1].lower(), urlsplit(location)
+    if scheme == "file":
+        if url.netloc not in ("", "localhost") or not url.path.startswith("/"):
+            raise ValueError("expected file:///PATH: what a file:// URL names is on no other host")
+        return unquote(url.path)
+    if scheme not in BUCKETS:
+        raise ValueError(f"{scheme}:// is not known; accepted: {ACCEPTED}")
+    if not url.netloc or not url.path.strip("/"):
+        raise ValueError(f"expected {scheme}://BUCKET/FOLDER")
+    options = parse_qs(url.query, keep_blank_values=True)
+    if "@" in url.netloc or "secret" in url.query or "access_" in url.query:
+        raise ValueError(
+            "it has credentials, and would be in logs and checkpoints; give these in the "
+            "environment of all nodes (AWS_ACCESS_KEY_ID, ...), or let nodes have a role"
+        )
+    if unknown := sorted(options.keys() - set(OPTIONS[scheme])):
+        raise ValueError(f"?{unknown[0]}= is not known; accepted: {', '.join(OPTIONS[scheme])}")
+    if url.fragment:
+        raise ValueError("a # must be written as %23")
+    if importlib.util.find_spec("pyarrow") is None:
+        raise ValueError(f"{scheme}:// needs pyarrow: pip install '{EXTRA}'")
+    return f"{scheme}{location[len(scheme):]}"
+
+
+def storage_folder(
+    location: str | os.PathLike[str], retry_for_s: float = RETRY_FOR_S
+) -> StorageFolder:
+    """The folder at a location. Nothing is looked for or made.
+
+    Args:
+        location: a path or a URL.
+        retry_for_s: how long an operation on a bucket that fails is tried again.
+
+    Raises:
+        ValueError: a URL that is not accepted.
+    """
+    text = check_location(os.fspath(location))
+    return BucketFolder(text, retry_for_s) if is_bucket(text) else LocalFolder(Path(text))

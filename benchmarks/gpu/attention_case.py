@@ -1,0 +1,155 @@
+"""A call of Triton attention, and how far it is from the float64 oracle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from raymm.kernels.mask.mask import AttentionMask
+
+NAMES = ("out", "lse", "query", "key", "value")
+# Of a tensor's own norm. Triton's interpreter cuts fp32 off to bf16 instead of rounding it, which
+# doubles the error of every conversion: a GPU's is about half of this bound.
+BOUNDS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of `triton_attention`.
+
+    Attributes:
+        masks: one per sequence of the batch; equal objects stay one object.
+        blocks: (block_q, block_k) of every kernel instead of the table's; multiples of 16.
+    """
+
+    masks: tuple[AttentionMask, ...]
+    heads: tuple[int, int] = (1, 1)
+    head_dim: int = 32
+    dtype: str = "float32"
+    scale: float | None = None
+    softcap: float | None = None
+    processors: int | None = None
+    blocks: tuple[int, int] | None = None
+    seed: int = 0
+
+
+def inputs(case: Case) -> list[torch.Tensor]:
+    """Query, key, value and the output's gradient, normally distributed."""
+    generator = torch.Generator().manual_seed(case.seed)
+    n_queries, n_keys = case.masks[0].shape
+    shapes = [
+        (case.heads[0], n_queries),
+        *[(case.heads[1], n_keys)] * 2,
+        (case.heads[0], n_queries),
+    ]
+    dtype = getattr(torch, case.dtype)
+    return [
+        torch.randn(len(case.masks), *shape, case.head_dim, generator=generator).to(dtype)
+        for shape in shapes
+    ]
+
+
+def run(case: Case, device: str) -> list[torch.Tensor]:
+    """Output, LSE and the three gradients, computed on a device."""
+    from raymm.kernels.flash.gpu.attention import triton_attention
+
+    *leaves, grad_out = (t.to(device) for t in inputs(case))
+    leaves = [t.requires_grad_() for t in leaves]
+    out, lse = triton_attention(*leaves, case.masks, **options(case))
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    return [t.detach() for t in (out, lse, *grads)]
+
+
+def options(case: Case) -> dict[str, Any]:
+    """Keyword arguments of the call."""
+    from raymm.kernels.flash.gpu.launch_configs import AttentionConfig, KernelConfig
+
+    config = None
+    if case.blocks is not None:
+        kernel = KernelConfig(*case.blocks, warps=4, stages=1, precision="ieee")
+        config = AttentionConfig(kernel, kernel, kernel)
+    return {
+        "scale": case.scale,
+        "softcap": case.softcap,
+        "processors": case.processors,
+        "config": config,
+    }
+
+
+def expected(case: Case, device: str) -> list[torch.Tensor]:
+    """The same by the oracle, in float64."""
+    from raymm.kernels.flash.reference import reference_attention
+
+    *leaves, grad_out = (t.to(device) for t in inputs(case))
+    leaves = [t.double().requires_grad_() for t in leaves]
+    visible = torch.stack([mask.dense() for mask in case.masks]).to(device)
+    out, lse = reference_attention(*leaves, visible, scale=case.scale, softcap=case.softcap)
+    grads = torch.autograd.grad(out, leaves, grad_out.double())
+    return [t.detach() for t in (out, lse, *grads)]
+
+
+def errors(
+    case: Case, device: str, actual: list[torch.Tensor] | None = None
+) -> dict[str, float]:
+    """Norm of the difference over norm of the oracle's tensor, per tensor.
+
+    Args:
+        case: the call.
+        device: that computes both.
+        actual: what :func:`run` has found, if it has run.
+
+    Raises:
+        AssertionError: other rows than the oracle's see nothing, or have something to show for it.
+    """
+    found = dict(zip(NAMES, actual or run(case, device), strict=True))
+    exact = dict(zip(NAMES, expected(case, device), strict=True))
+    unseen = torch.isneginf(exact["lse"])
+    assert torch.equal(torch.isneginf(found["lse"]), unseen), "rows that see nothing"
+    assert not found["out"][unseen].any() and not found["query"][unseen].any()
+    unread = (exact["value"] == 0).all(-1)
+    assert not found["key"][unread].any() and not found["value"][unread].any()
+    found["lse"], exact["lse"] = found["lse"][~unseen], exact["lse"][~unseen]
+    return {name: _error(found[name].double(), exact[name]) for name in NAMES}
+
+
+def part_errors(case: Case, device: str, cut: int) -> dict[str, float]:
+    """:func:`errors` of attention over the keys before and from ``cut`` on, merged: what attention
+    over several processes does.
+
+    Raises:
+        AssertionError: other rows than the oracle's see nothing; gradients that are not fp32.
+    """
+    from raymm.kernels.context_parallel.partial import merge_partials, output_like, row_delta
+    from raymm.kernels.flash.gpu.attention import triton_backward, triton_forward
+
+    query, key, value, grad_out = (t.to(device) for t in inputs(case))
+    scale = case.head_dim**-0.5
+    parts = []
+    for start, stop in ((0, cut), (cut, key.shape[2])):
+        masks = tuple(mask.select_keys([(start, stop)]) for mask in case.masks)
+        parts.append((key[:, :, start:stop], value[:, :, start:stop], masks))
+    first, second = (triton_forward(query, *part, scale, case.softcap) for part in parts)
+    out, lse = merge_partials(*first, *second)
+    delta = row_delta(grad_out, out)
+    shares = [
+        triton_backward(
+            grad_out, query, k, v, output_like(grad_out, delta), lse, masks, scale, case.softcap
+        )
+        for k, v, masks in parts
+    ]
+    assert all(gradient.dtype == torch.float32 for share in shares for gradient in share)
+    dq = shares[0][0] + shares[1][0]
+    dk, dv = (torch.cat([share[i] for share in shares], dim=2) for i in (1, 2))
+    return errors(case, device, [out, lse, dq, dk, dv])
+
+
+def _error(actual: torch.Tensor, exact: torch.Tensor) -> float:
+    """Where the oracle's tensor is zero (gradients of scores of a single key), the
+    largest element."""
+    assert actual.shape == exact.shape and actual.isfinite().all()
+    norm = exact.norm().item()
+    if norm > 1e-9:
+        return (actual - exact).norm().item() / norm
+    return actual.abs().max().item() if actual.numel() else 0.0

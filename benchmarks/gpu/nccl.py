@@ -1,0 +1,171 @@
+"""NCCL with one rank: every collective that raymm uses, whether waits block the host, and what a
+communicator costs. Gloo on a CPU. A rank cannot send to itself: messages need two GPUs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu.device import Device
+from benchmarks.gpu.record import Record
+
+TIMEOUT = timedelta(seconds=20)
+COMMUNICATORS = 8
+ELEMENTS = 1 << 20
+# Seconds that the stream is busy before an operation that the host does not wait for.
+BUSY_S = 0.2
+
+
+def run(device: Device, record: Record) -> None:
+    """Start, operations, waits, and the cost of communicators."""
+    record.part("start", partial(start, device))
+    if not dist.is_initialized():
+        return  # the error says why
+    for name, call in operations(device).items():
+        record.part(name, partial(operation, device, call))
+    record.part("waits", partial(waits, device))
+    record.part("communicators", partial(communicators, device))
+    record.part("FSDP2", partial(fully_sharded, device))
+    dist.destroy_process_group()
+
+
+def start(device: Device) -> Mapping[str, Any]:
+    """Seconds of the first process group, with its communicator made at once."""
+    store = dist.HashStore()
+    begin = time.perf_counter()
+    dist.init_process_group(
+        device.choose("nccl", "gloo"), store=store, rank=0, world_size=1, timeout=TIMEOUT,
+        device_id=torch.device("cuda", 0) if device.is_gpu else None,
+    )  # fmt: skip
+    made = time.perf_counter() - begin
+    x = torch.ones(1, device=device.torch)
+    dist.all_reduce(x)
+    device.synchronize()
+    return {"init_s": round(made, 3), "first_operation_s": round(time.perf_counter() - begin, 3)}
+
+
+def operations(device: Device) -> dict[str, Callable[[], torch.Tensor]]:
+    """By name; each gives what it received, which with one rank is what was sent."""
+    x = torch.arange(device.choose(ELEMENTS, 64), device=device.torch, dtype=torch.float32)
+
+    def in_place(call: Callable[..., Any], **options: Any) -> Callable[[], torch.Tensor]:
+        def run() -> torch.Tensor:
+            y = x.clone()
+            call(y, **options)
+            return y
+
+        return run
+
+    def gathered(call: Callable[..., Any]) -> Callable[[], torch.Tensor]:
+        def run() -> torch.Tensor:
+            y = torch.empty_like(x)
+            call(y, x)
+            return y
+
+        return run
+
+    return {
+        "all_reduce": in_place(dist.all_reduce),
+        "all_reduce max": in_place(dist.all_reduce, op=dist.ReduceOp.MAX),
+        "broadcast": in_place(dist.broadcast, src=0),
+        "all_gather_into_tensor": gathered(dist.all_gather_into_tensor),
+        "reduce_scatter_tensor": gathered(dist.reduce_scatter_tensor),
+        "all_to_all_single": gathered(dist.all_to_all_single),
+    }
+
+
+def operation(device: Device, call: Callable[[], torch.Tensor]) -> Mapping[str, Any]:
+    """Microseconds of an operation of 4 MB.
+
+    Raises:
+        AssertionError: what was received is not what was sent.
+    """
+    received = call()
+    device.synchronize()
+    expected = torch.arange(len(received), device=device.torch, dtype=torch.float32)
+    assert torch.equal(received, expected), "another value was received than sent"
+    return {"us": round(1e3 * device.milliseconds(call), 1)}
+
+
+def waits(device: Device) -> Mapping[str, Any]:
+    """Milliseconds for which the host is blocked by waiting for an operation that cannot begin yet,
+    as the stream before it is busy."""
+    x = torch.ones(1024, device=device.torch)
+
+    def blocked(wait: Callable[[Any], Any]) -> float:
+        device.synchronize()
+        device.busy(BUSY_S)
+        work = dist.all_reduce(x, async_op=True)
+        begin = time.perf_counter()
+        wait(work)
+        seconds = time.perf_counter() - begin
+        device.synchronize()
+        return round(1e3 * seconds, 2)
+
+    device.synchronize()
+    begin = time.perf_counter()
+    device.busy(BUSY_S)
+    device.synchronize()
+    return {
+        "stream_busy_ms": round(1e3 * (time.perf_counter() - begin), 1),
+        "wait_ms": blocked(lambda work: work.wait()),
+        "wait_with_timeout_ms": blocked(lambda work: work.wait(TIMEOUT)),
+        "is_completed_ms": blocked(lambda work: work.is_completed()),
+    }
+
+
+def communicators(device: Device) -> Mapping[str, Any]:
+    """Megabytes of the GPU and seconds for each of several further process groups."""
+    before, begin = device.used_bytes(), time.perf_counter()
+    groups = [dist.new_group([0], timeout=TIMEOUT) for _ in range(COMMUNICATORS)]
+    x = torch.ones(1024, device=device.torch)
+    for group in groups:
+        dist.all_reduce(x, group=group)
+    device.synchronize()
+    seconds = time.perf_counter() - begin
+    after = device.used_bytes()
+    for group in groups:
+        dist.destroy_process_group(group)
+    device.synchronize()
+    return {
+        "each_mb": round((after - before) / len(groups) / 1e6, 2),
+        "each_s": round(seconds / len(groups), 4),
+        "left_mb": round((device.used_bytes() - before) / 1e6, 1),
+    }
+
+
+def fully_sharded(device: Device) -> Mapping[str, Any]:
+    """A step of a module under torch's FSDP2 on the one rank, in bf16, beside the plain one.
+
+    Raises:
+        AssertionError: losses differ by more than bf16's rounding.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    width = device.choose(1024, 16)
+
+    def step(sharded: bool) -> float:
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(4)))
+        net = net.to(device.torch)
+        if sharded:
+            mesh = init_device_mesh(device.kind, (1,))
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+            for layer in net:
+                fully_shard(layer, mesh=mesh, mp_policy=policy)
+            fully_shard(net, mesh=mesh, mp_policy=policy)
+        loss = net(torch.ones(8, width, device=device.torch)).float().square().mean()
+        loss.backward()
+        return loss.item()
+
+    plain, sharded = step(False), step(True)
+    off = abs(plain - sharded) / abs(plain)
+    assert off <= 2e-2, f"loss {sharded} under FSDP2, {plain} without"
+    return {"loss_off": f"{off:.1e}"}

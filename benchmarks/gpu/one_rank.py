@@ -1,0 +1,174 @@
+"""A model, its plan for one rank, and that rank in this process: what Ray would start as an actor
+is an object here, with everything that an actor does in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu.device import Device
+from raymm.actors.executor.step_meta import StepMeta, StepResult
+from raymm.actors.optimizer.optimizer import OptimizerConfig
+from raymm.actors.rank.rank_actor import RankActor
+from raymm.costs.analytic import analytic_profile
+from raymm.costs.load import Load
+from raymm.costs.named_devices import DEFAULT_GPU, device_called
+from raymm.layout.rank_specs import rank_specs
+from raymm.model.batch_rules import complete_microbatch, text_inputs
+from raymm.model.modality_module import ModalityModule
+from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.multimodal import MultimodalModule, module_graph
+from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.program.check_program import check_program
+from raymm.scheduler.program.program import OPTIMIZER_OPS, Op, Program
+from raymm.scheduler.schedule.lower import lower
+from raymm.scheduler.search.stage_space import make_plan
+
+LOCAL = "127.0.0.1"
+OPTIMIZER = OptimizerConfig(lr=1e-4)
+VISION = "vision"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a vision-language model and its step.
+
+    Attributes:
+        vision, llm: fields of the two configurations.
+        rows, text: rows of a microbatch, and text tokens of each; every row has an image.
+        microbatches: of a step.
+    """
+
+    vision: dict[str, int]
+    llm: dict[str, int]
+    rows: int
+    text: int
+    microbatches: int
+
+    @property
+    def image_tokens(self) -> int:
+        """Tokens of an image."""
+        return (self.vision["image_size"] // self.vision["patch_size"]) ** 2
+
+    @property
+    def tokens(self) -> int:
+        """Of a merged row."""
+        return self.text + self.image_tokens
+
+
+TINY = Sizes(
+    {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 1,
+     "image_size": 32, "patch_size": 16},
+    {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+     "num_key_value_heads": 1, "vocab_size": 128},
+    rows=2, text=24, microbatches=2,
+)  # fmt: skip
+LARGE = Sizes(
+    {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12,
+     "num_attention_heads": 16, "image_size": 384, "patch_size": 16},
+    {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 8,
+     "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000},
+    rows=2, text=3520, microbatches=4,
+)  # fmt: skip
+
+
+def build_model(sizes: Sizes, frozen: bool = False) -> MultimodalModule:
+    """SigLIP, an MLP and Llama, with random weights of a seed.
+
+    Args:
+        sizes: of both.
+        frozen: train the projector only.
+    """
+    from transformers import LlamaConfig, SiglipVisionConfig
+
+    vision = ModalityModule(SiglipVisionConfig(**sizes.vision), "mlp", frozen=frozen, seed=1)
+    llm = ModalityModule(LlamaConfig(**sizes.llm), frozen=frozen, seed=2)
+    return MultimodalModule({VISION: vision}, llm, mask="multimodal")
+
+
+def microbatches(sizes: Sizes) -> list[dict[str, Any]]:
+    """Random tokens and images of a step, on the CPU."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(sizes.microbatches):
+        shape = (sizes.rows, sizes.text)
+        ids = torch.randint(1, sizes.llm["vocab_size"], shape, generator=generator)
+        side = sizes.vision["image_size"]
+        pixels = torch.randn((sizes.rows, 3, side, side), generator=generator)
+        batch = {"input_ids": ids, "labels": ids.clone(), VISION: {"pixel_values": pixels}}
+        found.append(complete_microbatch(batch, (VISION,)))
+    return found
+
+
+def plan_of(device: Device, model: MultimodalModule, sizes: Sizes) -> Plan:
+    """All stages on one rank, with the costs that the planner counts for this device."""
+    name = torch.cuda.get_device_name(0) if device.is_gpu else "cpu"
+    spec = device_called(name)
+    loads = {
+        VISION: Load(sizes.rows, sizes.image_tokens),
+        LANGUAGE_MODEL: Load(sizes.rows, sizes.tokens, sizes.rows * (sizes.text - 1)),
+    }
+    profile = analytic_profile(model, loads, spec or DEFAULT_GPU, "bf16")
+    graph = module_graph(model)
+    whole = {node.name: ((0, node.num_layers),) for node in graph.nodes}
+    plan = make_plan(graph, whole, sizes.microbatches, profile=profile)
+    stages = tuple(replace(stage, rank=0) for stage in plan.stages)
+    return replace(plan, stages=stages, shared_ranks=None)
+
+
+class OneRank:
+    """The only rank of a plan, in this process.
+
+    Args:
+        model: the description.
+        plan: with one rank.
+        kind: of device, ``"cpu"`` or ``"cuda"``.
+        autocast: name of a dtype, or None.
+        batches: microbatches of its step.
+    """
+
+    def __init__(
+        self, model: MultimodalModule, plan: Plan, kind: str, autocast: str | None,
+        batches: Sequence[dict[str, Any]],
+    ) -> None:  # fmt: skip
+        ranks = rank_specs(
+            model, plan, optimizer=OPTIMIZER, autocast=autocast, device=kind,
+            threads=torch.get_num_threads(),
+        )  # fmt: skip
+        self.plan = plan
+        self._store = dist.TCPStore(LOCAL, 0, 1, is_master=True, wait_for_workers=False)
+        self.actor = RankActor(ranks.specs[0])
+        self.actor.connect(LOCAL, self._store.port)
+        self.parameters = self.actor.build()
+        self.program = _program(plan, len(batches))
+        self.actor.load_program("step", self.program.ranks[0], ())
+        self._layout: list[tuple[Any, int]] = []
+        self._inputs: list[dict[str, Any]] = []
+        for number, batch in enumerate(batches):
+            for module, values in ((VISION, batch[VISION]), (LANGUAGE_MODEL, text_inputs(batch))):
+                self._layout.append((plan.replicas(module)[0][0].id, number))
+                self._inputs.append(values)
+        self._labels = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+        self._steps = 0
+
+    def step(self) -> StepResult:
+        """Forward, backward, clipping and update."""
+        keys = tuple(0 for _ in range(self.plan.num_microbatches))  # all have the same shapes
+        meta = StepMeta(self._steps, self._labels, keys)
+        self._steps += 1
+        return self.actor.run_step("step", meta, self._layout, *self._inputs)
+
+    def close(self) -> None:
+        """Leave the process groups, so that another rank can be made."""
+        dist.destroy_process_group()
+
+
+def _program(plan: Plan, count: int) -> Program:
+    program = lower(plan, [(VISION,)] * count)
+    check_program(program)
+    # One process has nobody to sum gradients with.
+    return program.with_optimizer_ops(tuple(op for op in OPTIMIZER_OPS if op != Op.REDUCE_GRADS))

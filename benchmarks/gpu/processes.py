@@ -1,0 +1,205 @@
+"""Processes of sections: started, ended in time, started again where a kernel broke the first.
+
+They are forked from a server that has imported torch and transformers and touched no GPU, so that
+each begins at once with a CUDA context of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.record import BrokenContextError, Record, read_parts
+from benchmarks.gpu.sections import Section
+
+PRELOADED = (
+    "torch", "transformers", "triton", "numpy", "raymm.kernels.flash.gpu.attention",
+    "benchmarks.gpu.one_rank",
+)  # fmt: skip
+# Exit codes of a section's process, beside 0.
+NO_DEVICE, BROKEN = 4, 5
+# A section is started again at most this often, for the parts after the one that broke it.
+STARTS = 6
+# Seconds that a process may take beyond its time: parts look at the clock when they begin.
+GRACE_S = 12.0
+POLL_S = 0.1
+# Characters of a process's own output that an error keeps.
+LOG_CHARACTERS = 8000
+
+
+def ready_server(kind: str) -> Any:
+    """What processes are started with, once it has imported all: that takes a while on a machine
+    that has just been started."""
+    # Whether there is a GPU is asked of NVML then: a process that is forked from one that has
+    # begun to use CUDA cannot use it.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    if kind == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(list(PRELOADED))
+    first = server.Process(target=os.getpid)
+    first.start()
+    first.join()
+    return server
+
+
+def run_share(
+    section: Section, kind: str, path: str, log: str, seconds: float, done: Sequence[str],
+    share: tuple[int, int],
+) -> None:  # fmt: skip
+    """What a section's process does.
+
+    Args:
+        section: to run.
+        kind: of device.
+        path: of the section's record.
+        log: file that gets what the process prints.
+        seconds: that it may take.
+        done: parts that need not run.
+        share: which of the section's processes it is, and how many there are.
+    """
+    os.setsid()  # what it starts ends with it
+    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(target, descriptor)
+    faulthandler.enable(target)
+    import torch
+
+    from benchmarks.gpu.device import Device
+
+    if kind == "cuda" and not torch.cuda.is_available():
+        sys.exit(NO_DEVICE)
+
+    record = Record(Path(path), seconds, done)
+    try:
+        section.run(Device(kind), record, share)
+    except BrokenContextError:
+        sys.exit(BROKEN)
+
+
+@dataclass
+class Share:
+    """One process of a section, and those that took its place.
+
+    Attributes:
+        section: whose.
+        number: which of the section's processes it is, from 0.
+        folder: of records and logs.
+        starts: processes so far.
+    """
+
+    section: Section
+    number: int
+    folder: Path
+    starts: int = 0
+    no_device: bool = False
+    _process: Any = field(default=None, repr=False)
+
+    @property
+    def path(self) -> Path:
+        """Of its record."""
+        return self.folder / f"{self.section.name}-{self.number}.jsonl"
+
+    @property
+    def log(self) -> Path:
+        """Of what it prints."""
+        return self.path.with_suffix(".log")
+
+    def start(self, server: Any, kind: str, deadline: float) -> None:
+        """Start a process for the parts that have not begun."""
+        self.starts += 1
+        seconds = deadline - time.monotonic()
+        self._process = server.Process(
+            target=run_share,
+            args=(
+                self.section, kind, str(self.path), str(self.log), seconds,
+                tuple(read_parts(self.path)), (self.number, self.section.shares),
+            ),
+        )  # fmt: skip
+        self._process.start()
+
+    def ended(self, server: Any, kind: str, deadline: float) -> bool:
+        """Whether it is over; where its process died before its time, another goes on."""
+        if self._process.is_alive():
+            if time.monotonic() < deadline + GRACE_S:
+                return False
+            self.kill()
+            self._note("killed: its time was over")
+            return True
+        self._process.join()
+        code = self._process.exitcode
+        self.no_device = code == NO_DEVICE
+        if code in (0, NO_DEVICE):
+            return True
+        if code != BROKEN:  # a part whose context broke has said so itself
+            self._note(f"the process ended with {_in_words(code)}")
+        if self.starts >= STARTS or time.monotonic() > deadline:
+            return True
+        self.start(server, kind, deadline)
+        return False
+
+    def kill(self) -> None:
+        """End the process and what it has started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.join()
+
+    def _note(self, reason: str) -> None:
+        """Say of the part under way, or of the whole process, what became of it."""
+        tail = self.log.read_text(errors="replace")[-LOG_CHARACTERS:] if self.log.exists() else ""
+        begun = [name for name, row in read_parts(self.path).items() if row["state"] == "begun"]
+        record = Record(self.path, 0.0)
+        for name in begun or [f"process {self.number}.{self.starts}"]:
+            record._write(name, "error", error=reason, log=tail)
+
+
+def _in_words(code: int) -> str:
+    if code < 0:
+        return f"signal {-code} ({signal.Signals(-code).name})"
+    return f"exit code {code}"
+
+
+def run_together(
+    sections: Sequence[Section], server: Any, kind: str, folder: Path, deadlines: Sequence[float],
+    look: Callable[[], None],
+) -> bool:  # fmt: skip
+    """Run sections at the same time until all are over.
+
+    Args:
+        sections: with their ``shares`` processes each.
+        server: of :func:`ready_server`.
+        kind: of device.
+        folder: of records and logs.
+        deadlines: of each, as ``time.monotonic()`` counts.
+        look: called now and then meanwhile.
+
+    Returns:
+        Whether there is a device of that kind.
+    """
+    running = []
+    for section, deadline in zip(sections, deadlines, strict=True):
+        for number in range(section.shares):
+            share = Share(section, number, folder)
+            share.start(server, kind, deadline)
+            running.append((share, deadline))
+    shares = [share for share, _ in running]
+    try:
+        while running:
+            time.sleep(POLL_S)
+            running = [(s, end) for s, end in running if not s.ended(server, kind, end)]
+            look()
+    finally:
+        for share, _ in running:
+            share.kill()
+    return not any(share.no_device for share in shares)

@@ -1,0 +1,78 @@
+"""What mkdocs does beside rendering the pages of this folder.
+
+Links on pages are as the repository has them, so that they also work where a page is read there:
+README.md becomes the site's first page, pages of other folders that the navigation names keep their
+paths, and any other file that a page links to is put beside the pages. ``configuration.md`` is made
+from the classes that check a configuration.
+"""
+
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+from reference import configuration_page
+
+ROOT = Path(__file__).resolve().parent.parent
+FIRST = ("README.md", "index.md")
+REFERENCE = "configuration.md"
+_LINK = re.compile(r"(\]\()([\w./-]+)((?:#[\w-]+)?\))")
+
+
+def site_path(path: str) -> str:
+    """Where the site has a file of the repository."""
+    return FIRST[1] if path == FIRST[0] else path.removeprefix("docs/")
+
+
+def repository_path(page: str) -> str:
+    """The file that a page of the site is made of."""
+    if page == FIRST[1]:
+        return FIRST[0]
+    return f"docs/{page}" if (ROOT / "docs" / page).is_file() or page == REFERENCE else page
+
+
+def linked(markdown: str, page: str) -> Iterator[str]:
+    """Files of the repository that a page links to."""
+    folder = posixpath.dirname(repository_path(page))
+    for _, target, _ in _LINK.findall(markdown):
+        yield posixpath.normpath(posixpath.join(folder, target))
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add what does not lie in this folder."""
+    def add(path: str, **content: Any) -> None:
+        files.append(File.generated(config, site_path(path), **content))
+
+    add(f"docs/{REFERENCE}", content=configuration_page())
+    add(FIRST[0], abs_src_path=str(ROOT / FIRST[0]))
+    for entry in _pages_of(config.nav):
+        if files.get_file_from_path(entry) is None:
+            add(entry, abs_src_path=str(ROOT / entry))
+    for page in list(files.documentation_pages()):
+        for path in linked(page.content_string, page.src_uri):
+            if (ROOT / path).is_file() and files.get_file_from_path(site_path(path)) is None:
+                add(path, abs_src_path=str(ROOT / path))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Links as the site has them. One to a folder is none there: it stays text."""
+    folder = posixpath.dirname(repository_path(page.file.src_uri))
+    start = posixpath.dirname(page.file.src_uri)
+
+    def on_the_site(match: re.Match[str]) -> str:
+        before, target, after = match.groups()
+        path = posixpath.normpath(posixpath.join(folder, target))
+        return f"{before}{posixpath.relpath(site_path(path), start or '.')}{after}"
+
+    return _LINK.sub(on_the_site, markdown)
+
+
+def _pages_of(nav: Any) -> Iterator[str]:
+    if isinstance(nav, str):
+        yield nav
+        return
+    for entry in nav.values() if isinstance(nav, dict) else nav:
+        yield from _pages_of(entry)

@@ -1,0 +1,158 @@
+"""The page of every field of a configuration, made from the classes that check it."""
+
+import inspect
+import re
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from raymm.actors.optimizer.optimizer import OptimizerConfig
+from raymm.config.planning_options import PlanningOptions
+from raymm.config.sections import LayoutSection, OptimizerSection, PlanningSection, TrainConfig
+from raymm.data import DataConfig
+from raymm.data.samples.limits import Limits
+from raymm.runtime.specs import ParallelSpec
+
+INTRODUCTION = """# Configuration
+
+Every section and field of the YAML file that `raymm train`, `plan`, `profile` and `export` read,
+made from the classes that check it. A key that is not here is refused, and so is a value of another
+type (`true` for 1, `"3"` for 3). Every value can be changed on the command line:
+`--set run.steps=100`. `${NAME}` and `${NAME:-default}` in texts are environment variables, a
+leading `~` is the home folder. Files that are ready to run:
+[stamps.yaml](../examples/alignment/stamps.yaml),
+[llm32b.yaml](../examples/planning/llm32b.yaml).
+"""
+# Classes whose fields of the same names say what a section's fields are.
+EXPLAINED_BY: dict[type[BaseModel], type] = {
+    LayoutSection: ParallelSpec, OptimizerSection: OptimizerConfig,
+    PlanningSection: PlanningOptions, DataConfig: Limits,
+}  # fmt: skip
+_ATTRIBUTES = re.compile(r"^Attributes:\n(.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
+_ENTRY = re.compile(r"^    (\w+(?:, \w+)*): (.*?)(?=^    \w|\Z)", re.MULTILINE | re.DOTALL)
+_ROLE = re.compile(r":\w+:`~?(?:[\w.]*\.)?(\w+)`")
+_NAMES = {bool: "true or false", str: "text", int: "whole number", float: "number", Any: "anything"}
+_BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}  # as annotated_types calls them
+_HUGE = 10**7  # bounds above only keep sums from overflowing
+
+
+def configuration_page() -> str:
+    """The page, in Markdown."""
+    return "\n".join([INTRODUCTION, *map(_section, sections(TrainConfig).items())])
+
+
+def sections(root: type[BaseModel], path: str = "") -> dict[type[BaseModel], list[str]]:
+    """Every section in a section, with its paths."""
+    found: dict[type[BaseModel], list[str]] = {}
+    for name, field in root.model_fields.items():
+        inner = f"{path}{name}" + (".NAME" if dict in _origins(field.annotation) else "")
+        for section in _sections_in(field.annotation):
+            found.setdefault(section, []).append(inner)
+            for further, paths in sections(section, f"{inner}.").items():
+                found.setdefault(further, []).extend(paths)
+    return found
+
+
+def description(section: type[BaseModel], name: str) -> str:
+    """What a field is.
+
+    Raises:
+        LookupError: no class says so.
+    """
+    for source in (EXPLAINED_BY.get(section), *section.__mro__):
+        if source is None:
+            continue
+        if is_dataclass(source):
+            for field in fields(source):
+                if field.name == name and "help" in field.metadata:
+                    return field.metadata["help"]
+        for names, text in _explained(source):
+            if name in names:
+                return text
+    raise LookupError(f"no docstring says what {section.__name__}.{name} is")
+
+
+def _explained(source: type) -> Iterator[tuple[list[str], str]]:
+    attributes = _ATTRIBUTES.search(inspect.getdoc(source) or "")
+    for names, text in _ENTRY.findall(attributes[1] if attributes else ""):
+        yield names.split(", "), text
+
+
+def _section(entry: tuple[type[BaseModel], list[str]]) -> str:
+    section, paths = entry
+    rows = [
+        f"| `{name}` | {_kind(field)} | {_default(field)} | "
+        f"{_markdown(description(section, name))} |"
+        for name, field in section.model_fields.items()
+    ]
+    about = (inspect.getdoc(section) or "").split("\n\nAttributes:")[0]
+    return "\n".join([
+        f"## {', '.join(paths)}\n", _markdown(about) + "\n",
+        "| field | value | default | what it is |", "| --- | --- | --- | --- |", *rows, "",
+    ])
+
+
+def _markdown(text: str) -> str:
+    text = _ROLE.sub(r"`\1`", text).replace("``", "`").replace("|", "\\|")
+    return " ".join(text.split())
+
+
+def _kind(field: FieldInfo) -> str:
+    return _spelled(field.annotation) + _bounds(field.metadata)
+
+
+def _bounds(metadata: Iterable[Any]) -> str:
+    text = ""
+    for item in metadata:
+        if isinstance(item, FieldInfo):
+            text += _bounds(item.metadata)
+        for name, sign in _BOUNDS.items():
+            if (bound := getattr(item, name, None)) is not None and bound < _HUGE:
+                text += f" {sign} {bound:g}"
+    return text
+
+
+def _spelled(annotation: Any) -> str:
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _spelled(inner[0]) + _bounds(inner[1:])
+    if origin is typing.Literal:
+        return ", ".join(f"`{value}`" for value in inner)
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(dict.fromkeys(_spelled(a) for a in inner if a is not type(None)))
+    if origin is dict:
+        return f"by name: {_spelled(inner[1])}"
+    if origin in (list, tuple):
+        return f"list of {_spelled(inner[0])}"
+    return _NAMES.get(annotation) or "section"
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, BaseModel) or value in ({}, [], ()):
+        return ""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    return f"`{list(value) if isinstance(value, tuple) else value}`"
+
+
+def _origins(annotation: Any) -> Iterator[Any]:
+    yield typing.get_origin(annotation)
+    for inner in typing.get_args(annotation):
+        yield from _origins(inner)
+
+
+def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in typing.get_args(annotation):
+        yield from _sections_in(inner)

@@ -1,0 +1,138 @@
+"""Spans of tokens that came from encoders: where they lie among text and documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from raymm.kernels.mask.mask import MaskError
+
+TEXT = 0
+"""Kind of text tokens; encoders have kinds 1 to 62."""
+MAX_KIND = 62
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens [start, stop) that came from one item (image, audio clip) of an encoder.
+
+    Attributes:
+        kind: number of the encoder, 1 to 62.
+    """
+
+    start: int
+    stop: int
+    kind: int = 1
+
+
+def kinds_and_items(
+    kinds: Sequence[int] | np.ndarray, items: Sequence[int] | np.ndarray | None = None
+) -> list[Span]:
+    """Spans from per-token arrays: kind of every token (0 text), and optionally the number of
+    its item, where items of one encoder touch.
+
+    Raises:
+        MaskError: arrays of different lengths, or kinds outside 0 to 62.
+    """
+    kinds = np.asarray(kinds, dtype=np.int64)
+    items = np.zeros_like(kinds) if items is None else np.asarray(items, dtype=np.int64)
+    if kinds.shape != items.shape or kinds.ndim != 1:
+        raise MaskError(f"kinds and items must be (T,), got {kinds.shape} and {items.shape}")
+    changes = np.flatnonzero((np.diff(kinds) != 0) | (np.diff(items) != 0)) + 1
+    starts = np.concatenate([[0], changes]) if len(kinds) else changes
+    stops = np.append(starts[1:], len(kinds))
+    return [
+        Span(int(start), int(stop), int(kinds[start]))
+        for start, stop in zip(starts, stops, strict=False)
+        if kinds[start] != TEXT
+    ]
+
+
+def consecutive(lengths: Sequence[int], what: str) -> tuple[np.ndarray, np.ndarray]:
+    """Starts and stops, (S,) int64 each, of what is put one after another.
+
+    Args:
+        lengths: S of them, in tokens.
+        what: they are lengths of, for the error.
+
+    Raises:
+        MaskError: a negative length.
+    """
+    sizes = np.asarray(list(lengths), dtype=np.int64)
+    if (sizes < 0).any():
+        raise MaskError(f"{what} lengths must not be negative, got {sizes.tolist()}")
+    stops = np.cumsum(sizes)
+    return stops - sizes, stops
+
+
+def check_total(stops: np.ndarray, length: int) -> None:
+    """Documents that end at ``stops`` must fill a sequence of ``length`` tokens.
+
+    Raises:
+        MaskError: if they do not.
+    """
+    total = int(stops[-1]) if len(stops) else 0
+    if total != length:
+        raise MaskError(f"document lengths add up to {total}, the sequence has {length} tokens")
+
+
+def span_arrays(spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Starts, stops, kinds; a last entry of zeros is what index -1 (text) picks."""
+    rows = np.array([(s.start, s.stop, s.kind) for s in spans] + [(0, 0, 0)], dtype=np.int64)
+    return rows[:, 0], rows[:, 1], rows[:, 2]
+
+
+def layout(
+    length: int, spans: Sequence[Span], document_lengths: Sequence[int] | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cut a sequence where spans and documents begin and end.
+
+    Args:
+        length: T, tokens.
+        spans: where items lie among the tokens, ascending.
+        document_lengths: tokens of each packed document; one document if not given.
+
+    Returns:
+        starts (S,) of the segments, the span of each (-1 for text), and (2, S) start and stop of
+        its document.
+
+    Raises:
+        MaskError: spans that overlap, leave the sequence or cross a document's end, kinds out of
+            range, documents that do not add up to ``length``.
+    """
+    lengths = [length] if document_lengths is None else document_lengths
+    document_starts, document_stops = consecutive(lengths, "document")
+    check_total(document_stops, length)
+    item_starts, item_stops, kinds = span_arrays(spans)
+    _check_spans(spans, item_starts[:-1], item_stops[:-1], kinds[:-1], length)
+    edges = np.concatenate([[0], document_starts, item_starts, item_stops])
+    starts = np.unique(edges)
+    starts = starts[starts < length]
+    # Of empty spans that share a start with a longer one, the last is found: the longer one.
+    item = np.searchsorted(item_starts[:-1], starts, side="right") - 1
+    item = np.where(starts < item_stops[item], item, -1)
+    document = np.searchsorted(document_starts, starts, side="right") - 1
+    ends = np.stack([document_starts[document], document_stops[document]])
+    inside = item >= 0
+    crossing = inside & ((item_starts[item] < ends[0]) | (item_stops[item] > ends[1]))
+    if crossing.any():
+        span = spans[int(item[np.flatnonzero(crossing)[0]])]
+        raise MaskError(f"{span} crosses the end of a document")
+    return starts, item, ends
+
+
+def _check_spans(
+    spans: Sequence[Span], starts: np.ndarray, stops: np.ndarray, kinds: np.ndarray, length: int
+) -> None:
+    outside = (kinds < 1) | (kinds > MAX_KIND)
+    if outside.any():
+        raise MaskError(f"span kinds must be 1 to {MAX_KIND}, got {kinds[outside].tolist()}")
+    bad = (starts > stops) | (starts < 0) | (stops > length)
+    bad[1:] |= starts[1:] < stops[:-1]
+    if bad.any():
+        raise MaskError(
+            f"{spans[int(np.flatnonzero(bad)[0])]}: spans must ascend, not overlap and lie "
+            f"within [0, {length})"
+        )

@@ -1,0 +1,109 @@
+"""Counting attention: its modules, their widths, and the pairs of a query and a key it sees.
+
+One self-attention per block with an ``...Attention`` module, over visible pairs only: half of them
+if causal, fewer with a sliding window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from raymm.costs.load import LoadedModule, config_number
+
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "encoder_attention_heads")
+_HEAD_DIM = ("head_dim", "attention_head_size", "key_value_proj_dim")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One attention module: elements per token of all its heads together.
+
+    Attributes:
+        queries, keys, values, out: widths.
+        window: keys that a query sees of its past, itself included; None for all.
+        pairs: of a query and a key it sees, in one sample.
+    """
+
+    queries: int
+    keys: int
+    values: int
+    out: int
+    window: int | None
+    pairs: float
+
+    @property
+    def pair_flops(self) -> float:
+        """FLOPs of a forward's two products per visible pair."""
+        return 2.0 * (self.queries + self.out)
+
+
+class AttentionCounter:
+    """Finds the attention of a module's parts."""
+
+    def __init__(self, loaded: LoadedModule) -> None:
+        self.loaded = loaded
+
+    def below(self, place: str) -> Iterator[Attention]:
+        """Attention below a submodule, but what does not say how many heads it has."""
+        for attention in self._modules(place):
+            if (widths := self._widths(attention)) is not None:
+                window = _window(attention, self.loaded.config)
+                yield Attention(*widths, window, self._pairs(window))
+
+    def _modules(self, place: str) -> list[nn.Module]:
+        """Attention modules below ``place``; none without one whose class is called so."""
+        attentions = {
+            ".".join(filter(None, (place, name))): module
+            for name, module in self.loaded.module.get_submodule(place).named_modules()
+            if "attention" in type(module).__name__.lower()
+        }
+        # The innermost that know their heads (BertSelfAttention, not BertAttention around it);
+        # where none does, the config's, once.
+        knowing = {n: m for n, m in attentions.items() if config_number(_HEADS, m) is not None}
+        inner = [
+            m for n, m in knowing.items()
+            if not self.loaded.pools(n) and not any(o.startswith(n + ".") for o in knowing)
+        ]
+        return inner or list(attentions.values())[:1]
+
+    def _widths(self, attention: nn.Module) -> tuple[int, int, int, int] | None:
+        """Widths of all heads' queries, keys, values and outputs."""
+        heads = config_number(_HEADS, attention, self.loaded.config)
+        if heads is None:
+            return None
+        size = config_number(_HEAD_DIM, attention, self.loaded.config)
+        if size is None and self.loaded.hidden is not None:
+            size = self.loaded.hidden // heads
+        shared = config_number(_KV_HEADS, attention, self.loaded.config) or heads
+        query = config_number(("qk_head_dim",), attention) or size
+        value = config_number(("v_head_dim",), attention) or size
+        if query is None or value is None:
+            return None
+        return heads * query, shared * query, shared * value, heads * value
+
+    def _pairs(self, window: int | None) -> float:
+        """Pairs of a query and a key it sees, in one sample."""
+        T = self.loaded.load.tokens
+        if not self.loaded.causal:
+            return float(T * T)
+        W = min(window or T, T)
+        return W * T - W * (W - 1) / 2
+
+
+def _window(attention: nn.Module, config: Any) -> int | None:
+    """Keys that a query sees of its past, itself included; None for all. Some attention modules
+    (Mistral's) take it from their config in every forward."""
+    window = getattr(config, "sliding_window", None)
+    kinds, index = getattr(config, "layer_types", None), getattr(attention, "layer_idx", None)
+    if hasattr(attention, "sliding_window"):
+        window = attention.sliding_window
+    elif getattr(config, "use_sliding_window", True) is False:
+        window = None
+    elif kinds is not None and isinstance(index, int) and kinds[index] != "sliding_attention":
+        window = None
+    return window if isinstance(window, int) else None

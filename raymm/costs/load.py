@@ -1,0 +1,131 @@
+"""How much a module has to do for one microbatch, and the module that has to do it.
+
+What shapes do not show (widths, heads, experts per token) is in the few numbers of a Hugging Face
+config; nothing is known of a model by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from raymm.actors.modules.blocks import find_blocks
+from raymm.errors import InputError
+
+WIDTH = ("hidden_size", "d_model", "n_embd")
+POOLING = nn.MaxPool1d | nn.MaxPool2d | nn.MaxPool3d | nn.AvgPool1d | nn.AvgPool2d | nn.AvgPool3d
+
+
+class LoadError(InputError, ValueError):
+    """How much a module has to do cannot be told, or makes no sense. Names the field."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one module has to do for one microbatch.
+
+    Attributes:
+        samples: sequences (images, clips); attention stays within one.
+        tokens: of each, as its blocks see them. For an encoder, class tokens included.
+        labels: tokens of the microbatch with a label, which the language model's head runs
+            on; all of them by default.
+    """
+
+    samples: int
+    tokens: int
+    labels: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("samples", 1), ("tokens", 1), ("labels", 0)):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < least):
+                raise LoadError(f"{name} is {value!r}; it must be a whole number >= {least}")
+        if self.labels is not None and self.labels > self.total:
+            raise LoadError(f"labels is {self.labels}, but there are only {self.total} tokens")
+
+    @property
+    def total(self) -> int:
+        """Tokens of the microbatch."""
+        return self.samples * self.tokens
+
+
+def default_tokens(module: nn.Module) -> int:
+    """Tokens per item of an encoder, from its config: patches (and class tokens) of an image,
+    positions of an audio encoder.
+
+    Raises:
+        LoadError: if the config does not say.
+    """
+    config = getattr(module, "config", None)
+    size, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
+    positions = getattr(config, "max_source_positions", None)
+    if isinstance(positions, int):
+        return positions
+    if size is None or patch is None:
+        raise LoadError(
+            f"the config of {type(module).__name__} does not say how many tokens an item has; "
+            "give the encoder's Load"
+        )
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    down, across = patch if isinstance(patch, list | tuple) else (patch, patch)
+    hidden = config_number(WIDTH, config) or 1
+    special = sum(
+        parameter.numel() // hidden
+        for name, parameter in module.named_parameters()
+        if name.rpartition(".")[2]
+        in ("cls_token", "class_embedding", "distillation_token", "register_tokens")
+    )
+    return (height // down) * (width // across) + special
+
+
+def config_number(names: tuple[str, ...], *containers: Any) -> int | None:
+    """The first whole number that a config or a module has under one of the names."""
+    for container in containers:
+        for name in names:
+            value = getattr(container, name, None)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+    return None
+
+
+class LoadedModule:
+    """A module together with its load, and what all counting of its parts asks of both.
+
+    Args:
+        module: parameters may be on the meta device.
+        load: what it has to do.
+        causal: whether a token sees only those before it; then the module is a language model.
+
+    Attributes:
+        hidden: width of its hidden state, None where its config does not say.
+        head: the language model's output layer, None without one.
+        path: name of its list of blocks, None where it cannot be cut.
+    """
+
+    def __init__(self, module: nn.Module, load: Load, causal: bool) -> None:
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "get_text_config") and causal:
+            config = config.get_text_config()
+        self.module, self.load, self.causal, self.config = module, load, causal, config
+        find_head = getattr(module, "get_output_embeddings", None)
+        self.head = find_head() if find_head is not None and causal else None
+        self.hidden = config_number(WIDTH, config)
+        self.path = find_blocks(module)
+
+    def rows(self, name: str) -> float:
+        """Rows that come to a submodule: every token, or one per sample in a pooling head."""
+        if self.pools(name):
+            return float(self.load.samples)
+        return float(self.load.total)
+
+    def pools(self, name: str) -> bool:
+        """Whether a module is part of a pooling head, which makes one token of a sample's."""
+        path = name.split(".") if name else []
+        for length in range(1, len(path) + 1):
+            parent = self.module.get_submodule(".".join(path[:length]))
+            if not isinstance(parent, nn.ModuleList | POOLING):
+                if "pool" in path[length - 1] or "Pooling" in type(parent).__name__:
+                    return True
+        return False

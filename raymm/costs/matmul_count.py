@@ -1,0 +1,169 @@
+"""Counting products with weights: which rows meet which weight, and what autograd keeps of them.
+
+Every weight matrix multiplies every row of its layer once (2 FLOPs per element), experts only the
+share of rows that is routed to them. Convolutions before the blocks end at the module's number of
+tokens, so an earlier one runs at that times the strides after it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from raymm.costs.load import POOLING, LoadedModule, config_number
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_PER_TOKEN = (
+    "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts",
+)
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """One weight: ``rows`` inputs of width ``inner`` to outputs of width ``outer``."""
+
+    name: str
+    parent: str
+    inner: int
+    outer: int
+    rows: float
+    numel: float  # elements that one row meets
+    read: float  # elements read from memory
+    gated: bool
+    in_attention: bool
+    is_head: bool
+    input_elements: float
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.rows * self.numel
+
+
+class MatmulCounter:
+    """Finds the products of a module's parts."""
+
+    def __init__(self, loaded: LoadedModule) -> None:
+        self.loaded = loaded
+        self.experts = config_number(_EXPERTS, loaded.config) or 0
+        self.per_token = config_number(_EXPERTS_PER_TOKEN, loaded.config) or self.experts
+        self.strides = self._strides_after()
+
+    def _strides_after(self) -> dict[int, int]:
+        """Per convolution, by how much later ones reduce the number of positions."""
+        result, product = {}, 1
+        convolutions = [m for m in self.loaded.module.modules() if isinstance(m, _ConvNd | POOLING)]
+        for convolution in reversed(convolutions):
+            result[id(convolution)] = product
+            if len(convolutions) == 1 or math.prod(_sizes(convolution, "kernel_size")) > 1:
+                product *= math.prod(_sizes(convolution, "stride"))
+            # Else a strided 1x1 is a shortcut beside another convolution and reduces nothing more.
+        return result
+
+    def _share(self, name: str) -> float:
+        """Fraction of tokens that come to a module: below 1 in a list of experts."""
+        path = name.split(".")
+        for length in range(1, len(path)):
+            parent = self.loaded.module.get_submodule(".".join(path[:length]))
+            if isinstance(parent, nn.ModuleList) and len(parent) == self.experts > 1:
+                return self.per_token / self.experts
+        return 1.0
+
+    def of(self, name: str) -> Iterator[Matmul]:
+        """The products with a submodule's own weights, not its children's."""
+        module = self.loaded.module.get_submodule(name)
+        if isinstance(module, _ConvNd):
+            yield self._convolution(name, module)
+            return
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            return
+        for leaf, weight in module._parameters.items():
+            if weight is None:
+                continue
+            if weight.dim() == 2 and leaf.endswith("weight"):
+                yield self._product(name, module, leaf, weight)
+            elif weight.dim() == 3 and weight.shape[0] == self.experts > 1:
+                yield self._bank(name, leaf, weight)
+
+    def _product(
+        self, name: str, module: nn.Module, leaf: str, weight: torch.Tensor
+    ) -> Matmul:
+        outer, inner = weight.shape
+        if isinstance(module, nn.Linear):
+            outer, inner = module.out_features, module.in_features
+        elif type(module).__name__ == "Conv1D":  # GPT-2's, which keeps its weight transposed
+            inner, outer = weight.shape
+        share = self._share(name)
+        rows = self.loaded.rows(name) * share
+        if leaf == "in_proj_weight" and self.loaded.pools(name):
+            # The query is one token per sample, keys and values are all of them.
+            rows = (self.loaded.load.samples + 2 * self.loaded.load.total) / 3
+        is_head = module is self.loaded.head
+        if is_head and self.loaded.load.labels is not None:
+            rows = float(self.loaded.load.labels)
+        parent = name.rpartition(".")[0]
+        numel = inner * outer
+        return Matmul(
+            name, parent, inner, outer, rows, numel, numel * min(1.0, rows),
+            "gate" in name.rpartition(".")[2] and outer > inner, self._in_attention(name, module),
+            is_head, rows * inner,
+        )
+
+    def _bank(self, name: str, leaf: str, weight: torch.Tensor) -> Matmul:
+        """All experts of a layer in one tensor: (E, out, in) or, in some models, (E, in, out)."""
+        first, second = weight.shape[1:]
+        narrow = self.loaded.hidden if self.loaded.hidden in (first, second) else second
+        other = first if narrow == second else second
+        comes_back = any(part in leaf for part in ("down", "w2", "out"))
+        inner, outer = (other, narrow) if comes_back else (narrow, other)
+        rows = self.loaded.rows(name) * self.per_token
+        touched = min(float(self.experts), rows)
+        return Matmul(
+            f"{name}.{leaf}", name, inner, outer, rows, inner * outer,
+            inner * outer * touched, "gate" in leaf, False, False, rows * inner,
+        )
+
+    def _convolution(self, name: str, module: _ConvNd) -> Matmul:
+        rows = self.loaded.rows(name) * self.strides[id(module)]
+        numel = (
+            module.out_channels * module.in_channels // module.groups
+            * math.prod(module.kernel_size)
+        )
+        return Matmul(
+            name, name.rpartition(".")[0], module.in_channels, module.out_channels, rows, numel,
+            numel, False, False, False, rows * module.in_channels * math.prod(module.stride),
+        )
+
+    def _in_attention(self, name: str, module: nn.Module) -> bool:
+        parent = self.loaded.module.get_submodule(name.rpartition(".")[0])
+        return any("attention" in type(m).__name__.lower() for m in (parent, module))
+
+
+def kept_elements(matmuls: list[Matmul]) -> float:
+    """Elements kept in the compute dtype: every distinct input once (products of one parent
+    with the same input width share it), and around activation functions their inputs and, where
+    a gate multiplies it, their output."""
+    inputs: dict[tuple[str, int], float] = {}
+    kept = 0.0
+    for matmul in matmuls:
+        key = (matmul.parent, matmul.inner)
+        inputs[key] = max(inputs.get(key, 0.0), matmul.input_elements)
+        if matmul.in_attention or matmul.is_head or matmul.outer < matmul.inner:
+            continue
+        kept += matmul.rows * matmul.outer
+        if matmul.gated:
+            fused = "up" in matmul.name.rpartition(".")[2]  # gate_up_proj
+            kept += matmul.rows * matmul.outer / (2 if fused else 1)
+    return kept + sum(inputs.values())
+
+
+def _sizes(module: nn.Module, name: str) -> tuple[int, ...]:
+    """A convolution's or pooling's kernel or stride, one number per dimension."""
+    value = getattr(module, name)
+    if isinstance(value, tuple):
+        return value
+    return (value,) * int(type(module).__name__[-2])  # MaxPool2d

@@ -1,0 +1,182 @@
+"""The boxes of a timeline: where each stands in its rank's row, how it looks, which microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from raymm.draw.palette import COLLECTIVE, RGB, WAIT, Look, ink_on
+from raymm.scheduler.plan.stage import StageId
+from raymm.scheduler.program.program import COMPUTE, OPTIMIZER_OPS, Op
+from raymm.scheduler.program.timeline import Span, Timeline
+
+# In rows: a box, and how much lower each later stage of the same module on the rank stands.
+BOX_ROWS, STEP_ROWS, MAX_STEP_ROWS = 0.86, 0.20, 0.40
+NUMBER_SIZES = (7.5, 6.5, 5.5, 4.8)  # the largest that fits its box is taken
+DIGIT = 0.64 / 72  # inches of a digit per point of font size
+
+
+class TimeScale(NamedTuple):
+    """The time axis all panels share. ``end`` is in units, a unit is ``second`` seconds."""
+
+    unit: str
+    second: float
+    end: float
+    inches: float  # per unit
+
+    def text(self, seconds: float) -> str:
+        return f"{seconds / self.second:,.4g} {self.unit}"
+
+
+class BoxPlace(NamedTuple):
+    """Where a stage's boxes lie in their row: centre above the row's, and half height."""
+
+    rise: float
+    half: float
+
+
+# By rank, stage and quota.
+BoxPlaces = Mapping[tuple[int, StageId, float], BoxPlace]
+
+
+def places_by_order(on_rank: Mapping[int, Sequence[StageId]]) -> BoxPlaces:
+    """Where the boxes of what has a whole device (a quota of 1) stand. Stages of one module on one
+    rank stand one step lower each."""
+    places = {}
+    for rank, stages in on_rank.items():
+        for module in {stage.module for stage in stages}:
+            same = [stage for stage in stages if stage.module == module]
+            room = min(STEP_ROWS * (len(same) - 1), MAX_STEP_ROWS)
+            for index, stage in enumerate(same):
+                rise = room * (0.5 - index / (len(same) - 1)) if room else 0.0
+                places[rank, stage, 1.0] = BoxPlace(rise, (BOX_ROWS - room) / 2)
+    return places
+
+
+def places_on_quotas(timeline: Timeline) -> BoxPlaces:
+    """Where the boxes of what runs on a quota stand; in order of first appearance."""
+    shares: dict[int, dict[str, float]] = {}
+    for span in timeline.compute():
+        if span.quota < 1:
+            shares.setdefault(span.rank, {})[span.stage.module] = span.quota
+    places = {}
+    for span in timeline.compute():
+        if span.quota < 1:
+            above = 0.0
+            for module, quota in shares[span.rank].items():
+                if module == span.stage.module:
+                    break
+                above += quota
+            rise = BOX_ROWS * (0.5 - above - span.quota / 2)
+            place = BoxPlace(rise, BOX_ROWS * span.quota / 2)
+            places[span.rank, span.stage, span.quota] = place
+    return places
+
+
+def number_size(timelines: Sequence[tuple[str, Timeline]], scale: TimeScale) -> float:
+    """The largest font size of microbatch numbers at which most boxes have room."""
+    spans = [span for _, timeline in timelines for span in timeline.compute()]
+    for size in NUMBER_SIZES:
+        if sum(_fits(span, size, scale) for span in spans) >= 0.85 * len(spans):
+            return size
+    return NUMBER_SIZES[-1]
+
+
+def draw_boxes(
+    axes: Axes,
+    timeline: Timeline,
+    looks: Mapping[str, Mapping[Op, Look]],
+    places: BoxPlaces,
+    scale: TimeScale,
+    digits: float,
+) -> None:
+    """Draw a timeline's spans into its panel: compute as boxes, waits and optimizer ops as bars.
+
+    Args:
+        axes: the panel; x in units of ``scale``, y in rows.
+        timeline: moved to begin at 0.
+        looks: per module and operation.
+        places: of the boxes of everything that the timeline computes.
+        scale: the time axis.
+        digits: the largest font size of microbatch numbers, in points.
+    """
+    origin = min((span.start for span in timeline.spans), default=0.0)
+    outline: RGB | str
+    # Polygons, fills and edges per hatch, as a collection has one. Waits lie below everything,
+    # outlined boxes above their neighbours' white borders.
+    sheets: dict[str, tuple[list, list, list]] = {}
+    numbers: list[tuple[float, float, float, Span, Look]] = []
+    layers = {Op.RECV: 0, Op.FORWARD_NO_GRAD: 2}
+    for span in sorted(timeline.spans, key=lambda s: layers.get(Op(s.op), 1)):
+        start, stop = ((at - origin) / scale.second for at in (span.start, span.end))
+        middle, hatch = float(span.rank), ""
+        if span.op in COMPUTE:
+            place = places[span.rank, span.stage, span.quota]
+            look = looks[span.stage.module][Op(span.op)]
+            middle, half = span.rank - place.rise, place.half
+            fill, outline, hatch = look.fill, look.edge, look.hatch
+            numbers.append((start, stop, middle, span, look))
+        elif span.op == Op.RECV:
+            half, fill, outline = 0.06, WAIT, "none"
+        elif span.op in OPTIMIZER_OPS:
+            half, fill, outline = 0.30, COLLECTIVE, "white"
+        else:  # a SEND only starts a transfer
+            continue
+        low, high = middle - half, middle + half
+        polygons, fills, outlines = sheets.setdefault(hatch, ([], [], []))
+        polygons.append([(start, low), (stop, low), (stop, high), (start, high)])
+        fills.append(fill)
+        outlines.append(outline)
+    thin = min([0.6, *((stop - start) * scale.inches * 10 for start, stop, *_ in numbers)])
+    for hatch, (polygons, fills, outlines) in sheets.items():
+        axes.add_collection(
+            PolyCollection(polygons, facecolors=fills, edgecolors=outlines,
+                           linewidths=max(thin, 0.15), hatch=hatch or None)
+        )
+    _numbers(axes, numbers, scale, digits)
+
+
+def _numbers(
+    axes: Axes,
+    boxes: Sequence[tuple[float, float, float, Span, Look]],
+    scale: TimeScale,
+    largest: float,
+) -> None:
+    """Microbatch numbers, where they fit."""
+    plain, fills = [], []
+    row = _row_inches(axes)
+    for start, stop, middle, span, look in boxes:
+        # Where the common size has no room, a smaller one may.
+        size = next((n for n in NUMBER_SIZES if n <= largest and _fits(span, n, scale)), 0.0)
+        if not size:
+            continue
+        x = (start + stop) / 2
+        axes.add_artist(
+            Text(x, middle, str(span.microbatch), fontsize=size, color=ink_on(look.fill),
+                 ha="center", va="center_baseline", clip_on=True)
+        )
+        if look.hatch:  # a plain patch keeps the digits off the stripes
+            wide = (len(str(span.microbatch)) * DIGIT * size + 0.02) / 2 / scale.inches
+            high = size / 72 * 0.5 / row
+            plain.append([(x - wide, middle - high), (x + wide, middle - high),
+                          (x + wide, middle + high), (x - wide, middle + high)])
+            fills.append(look.fill)
+    if plain:
+        axes.add_collection(PolyCollection(plain, facecolors=fills, linewidths=0, gid="digits"))
+
+
+def _row_inches(axes: Axes) -> float:
+    figure = axes.figure
+    assert isinstance(figure, Figure)
+    rows = abs(axes.get_ylim()[1] - axes.get_ylim()[0])
+    return axes.get_position().height * figure.get_size_inches()[1] / rows
+
+
+def _fits(span: Span, size: float, scale: TimeScale) -> bool:
+    inches = (span.end - span.start) / scale.second * scale.inches
+    return inches >= len(str(span.microbatch)) * DIGIT * size + 0.02

@@ -1,0 +1,81 @@
+"""From a model and a plan to what every process of its ranks must know to build itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from raymm.actors.optimizer.optimizer import ParameterOwnership
+from raymm.actors.rank.rank_spec import ProcessGroups, RankSpec
+from raymm.layout.parameter_owners import parameter_ownership, reduction_groups
+from raymm.layout.stage_builders import StageBuilders, reloadable_modules, stage_builders
+from raymm.model.multimodal import MultimodalModule
+from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.plan.process_grid import Process, Processes
+
+
+@dataclass(frozen=True)
+class RankSpecs:
+    """The processes of a plan.
+
+    Attributes:
+        specs: one per process, by its number.
+        processes: of the plan.
+        builders: what their stages are built from.
+        ownership: per process, what it has of parameters that others have too.
+    """
+
+    specs: tuple[RankSpec, ...]
+    processes: Processes
+    builders: StageBuilders
+    ownership: tuple[ParameterOwnership, ...]
+
+
+def rank_specs(model: MultimodalModule, plan: Plan, **options: Any) -> RankSpecs:
+    """What the processes of a plan build themselves from. Needs neither Ray nor a process group.
+
+    Args:
+        model: the description.
+        plan: what runs where.
+        **options: fields of :class:`raymm.actors.rank.rank_spec.RankSpec` that no plan decides:
+            the optimizer, precision, device, threads.
+
+    Raises:
+        ProbeError: if a module cannot be cut, or its tokens or parameters shared out, as planned.
+        PlanError: if the model's sizes do not fit the plan's degrees.
+    """
+    builders = stage_builders(model, plan)
+    processes = Processes(plan)
+    ownership = parameter_ownership(processes, builders.owned, builders.shard_specs)
+    specs = tuple(
+        RankSpec(
+            rank=number,
+            world_size=len(processes.all),
+            builders={s.id: builders.build[s.id] for s in plan.rank_stages(process.rank)},
+            edges=plan.stage_edges,
+            p2p_groups=tuple(
+                (edge, processes.p2p_groups(edge)) for edge in processes.remote_edges
+            ),
+            groups=processes.groups,
+            process_groups=_process_groups(processes, process),
+            shard_specs=builders.shard_specs,
+            reduction_groups=reduction_groups(ownership),
+            parameter_ownership=ownership[number],
+            reloadable=reloadable_modules(model),
+            quotas=plan.quotas(process.rank),
+            **options,
+        )
+        for number, process in enumerate(processes.all)
+    )
+    return RankSpecs(specs, processes, builders, ownership)
+
+
+def _process_groups(processes: Processes, process: Process) -> ProcessGroups:
+    groups = (
+        tuple(processes.of_rank(process.rank)),
+        processes.data_group(process),
+        processes.sample_group(process),
+        processes.token_group(process),
+        processes.tensor_group(process),
+    )
+    return ProcessGroups(*(group if len(group) > 1 else () for group in groups))

@@ -1,0 +1,261 @@
+"""One module of a multimodal model: an encoder with its projector, or the language model.
+
+It says where ranks get the module's weights from, and which widths go in and out; nothing is
+loaded for that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from raymm.actors.modules.projector import KINDS, Projector, ProjectorConfig
+from raymm.actors.modules.seeds import derive_seed
+from raymm.actors.weights.model_classes import find_model_class
+from raymm.actors.weights.pretrained_source import PretrainedSource
+from raymm.actors.weights.source import ConfigSource, LiveSource, ModuleSource, set_mode
+from raymm.errors import InputError
+from raymm.model.module_kind import ModuleKind
+
+
+class WeightsWarning(UserWarning):
+    """Of a model folder: weights that are drawn anew, as was asked for, or are of no use."""
+
+
+class ModelError(InputError, ValueError):
+    """A model description that does not fit together. Names the field and its value."""
+
+
+class ModalityModule(nn.Module):
+    """One encoder with its projector, or the language model.
+
+    Args:
+        module: a live ``nn.Module``; a Hugging Face config (random weights, drawn from
+            ``seed``); the path of a local checkpoint folder (its weights are read by the
+            ranks that need them, never by the driver); or a
+            :class:`raymm.actors.weights.source.ModuleSource` such as ``FactorySource``.
+        projector: ``"linear"``, ``"mlp"``, a live ``nn.Module``, or None for no projector
+            (the encoder's output then must be as wide as the language model).
+        frozen: True or False sets ``requires_grad`` of the whole module; None leaves a live
+            module as it is and makes any other trainable. A module with nothing trainable
+            runs in eval mode.
+        projector_frozen: the same for the projector.
+        hidden_size: width of the encoder's output features, where the config does not say.
+        model_class: transformers class name, or its path within transformers, where config or
+            folder do not say which.
+        preprocess_callback: ``f(inputs) -> inputs`` before the encoder.
+        postprocess_module_callback: ``f(inputs, output) -> output`` after the encoder.
+        postprocess_projector_callback: ``f(inputs, output) -> output`` after the projector.
+        example_inputs: what a batch has for the encoder, before its preprocess callback, where
+            that cannot be guessed from its config: what it is tried with before it is cut.
+        seed: of random weights.
+        trust_remote_code: run Python files that a checkpoint folder brings, here and on every
+            rank; otherwise such a folder is refused where transformers does not know its classes.
+        missing_weights: ``"fresh"`` draws weights that a checkpoint folder lacks, or has in other
+            shapes, from ``seed``, as for the head of a new task; otherwise it is refused.
+
+    Raises:
+        ModelError, SourceError: naming the argument and what is accepted.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | PretrainedConfig | ModuleSource | str | os.PathLike[str],
+        projector: str | nn.Module | None = None,
+        *,
+        frozen: bool | None = None,
+        projector_frozen: bool | None = None,
+        hidden_size: int | None = None,
+        model_class: str | type[PreTrainedModel] | None = None,
+        preprocess_callback: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        postprocess_module_callback: Callable[[dict[str, Any], Any], Any] | None = None,
+        postprocess_projector_callback: Callable[[dict[str, Any], Any], Any] | None = None,
+        example_inputs: dict[str, torch.Tensor] | None = None,
+        seed: int = 0,
+        trust_remote_code: bool = False,
+        missing_weights: str | None = None,
+    ) -> None:
+        super().__init__()
+        if missing_weights is not None and not isinstance(module, str | os.PathLike):
+            raise ModelError(
+                f"missing_weights is {missing_weights!r}, but module is a {type(module).__name__}; "
+                "it is for the path of a checkpoint folder"
+            )
+        if isinstance(projector, str) and projector not in KINDS:
+            raise ModelError(
+                f"projector is {projector!r}; accepted: {', '.join(KINDS)}, an nn.Module, None"
+            )
+        self.module: nn.Module | None = None
+        self.projector: nn.Module | None = None
+        self._description = None if isinstance(module, nn.Module) else module
+        self._model_class = model_class
+        self._frozen = frozen
+        self._projector_frozen = projector_frozen
+        self._projector_kind = projector if isinstance(projector, str) else None
+        self._seed = seed
+        self._hidden_size = hidden_size
+        self._trust_remote_code = trust_remote_code
+        self._missing_weights = missing_weights
+        self.preprocess_callback = preprocess_callback
+        self.postprocess_module_callback = postprocess_module_callback
+        self.postprocess_projector_callback = postprocess_projector_callback
+        self.example_inputs = example_inputs
+        if isinstance(module, nn.Module):
+            self.module = module
+            if frozen is not None:
+                module.requires_grad_(not frozen)
+            set_mode(module)
+        if isinstance(projector, nn.Module):
+            self.projector = projector
+            if projector_frozen is not None:
+                projector.requires_grad_(not projector_frozen)
+
+    def source(self, kind: ModuleKind = ModuleKind.ENCODER) -> ModuleSource:
+        """Where ranks get this module from."""
+        description, frozen = self._description, self._frozen
+        if self.module is not None:
+            return LiveSource.of(self.module)
+        if isinstance(description, ModuleSource):
+            return description if frozen is None else _with_frozen(description, frozen)
+        if isinstance(description, PretrainedConfig):
+            model_class = self._class_for(description, kind)
+            return ConfigSource(model_class, description, seed=self._seed, frozen=frozen)
+        if isinstance(description, str | os.PathLike):
+            name = self._model_class
+            name = name.__name__ if isinstance(name, type) else name
+            return PretrainedSource(
+                os.fspath(description), name, kind is ModuleKind.LANGUAGE_MODEL, frozen,
+                self._trust_remote_code, self._missing_weights, self._seed,
+            )
+        raise ModelError(
+            f"module is a {type(description).__name__}; accepted: an nn.Module, a Hugging Face "
+            "config, the path of a checkpoint folder, a ModuleSource"
+        )
+
+    def _class_for(self, config: PretrainedConfig, kind: ModuleKind) -> type[PreTrainedModel]:
+        if isinstance(self._model_class, type):
+            return self._model_class
+        if isinstance(self._model_class, str):
+            return find_model_class(self._model_class, config)
+        causal = kind is ModuleKind.LANGUAGE_MODEL
+        auto = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
+        if type(config) not in auto._model_mapping:
+            raise ModelError(
+                f"{auto.__name__} knows no model for {type(config).__name__}; give model_class"
+            )
+        return cast(type[PreTrainedModel], auto._model_mapping[type(config)])
+
+    def output_size(self, source: ModuleSource) -> int:
+        """Width of the module's output features.
+
+        Args:
+            source: the module's, whose config is asked besides.
+
+        Raises:
+            ModelError: if neither ``hidden_size`` nor the module says, or they contradict.
+        """
+        hidden_size, config = self._hidden_size, source.config
+        stated = [
+            value
+            for container in (config, self.module)
+            for name in ("hidden_size", "d_model", "n_embd")
+            if isinstance(value := getattr(container, name, None), int)
+        ]
+        if hidden_size is None and not stated:
+            raise ModelError("the module does not say how wide its output is; give hidden_size")
+        if hidden_size is None:
+            return stated[0]
+        if stated and self.postprocess_module_callback is None:
+            # Some models add a layer of another width at the end, whose config names it too.
+            accepted = config.to_dict().values() if isinstance(config, PretrainedConfig) else stated
+            if hidden_size not in accepted:
+                raise ModelError(
+                    f"hidden_size is {hidden_size}, but the module gives features of width "
+                    f"{stated[0]} and no postprocess_module_callback changes them"
+                )
+        return hidden_size
+
+    def build_projector(self, name: str, in_features: int, out_features: int) -> None:
+        """Make the projector that was asked for by kind; check the one that is there already.
+
+        Args:
+            name: of the encoder; the projector's random weights follow from it and the seed.
+            in_features: width of the encoder's output.
+            out_features: width of the language model's input embeddings.
+
+        Raises:
+            ModelError: if widths do not match.
+        """
+        if self._projector_kind is not None and self.projector is None:
+            config = ProjectorConfig(self._projector_kind, in_features, out_features)
+            source = ConfigSource(
+                Projector, config, derive_seed(self._seed, name), self._projector_frozen
+            )
+            self.projector = source.build()
+        if self.projector is None:
+            if in_features != out_features:
+                raise ModelError(
+                    f"encoder {name!r} gives features of width {in_features}, the language model "
+                    f"takes {out_features}; give a projector: {', '.join(KINDS)}, or an nn.Module"
+                )
+            return
+        _check_projector(name, self.projector, in_features, out_features)
+
+    def freeze(self, module: bool = True, projector: bool = False) -> ModalityModule:
+        """Set what is frozen: the module, the projector."""
+        self._frozen = module
+        self._projector_frozen = projector
+        if self.module is not None:
+            set_mode(self.module.requires_grad_(not module))
+        if self.projector is not None:
+            set_mode(self.projector.requires_grad_(not projector))
+        return self
+
+    def materialize(self, kind: ModuleKind = ModuleKind.ENCODER) -> nn.Module:
+        """The whole module with weights, in this process."""
+        if self.module is None:
+            self.module = self.source(kind).build()
+        return self.module
+
+
+def _with_frozen(source: ModuleSource, frozen: bool) -> ModuleSource:
+    return dataclasses.replace(cast(Any, source), frozen=frozen)
+
+
+def check_weights(module: str, source: ModuleSource) -> None:
+    """Compare the weights on disk with what the module has, and warn of what is of no use or drawn.
+
+    Args:
+        module: what to call it in the warning.
+        source: of its weights.
+
+    Raises:
+        SourceError: weights on disk are not those of the module.
+    """
+    for note in source.check():
+        warnings.warn(f"{module}: {note}", WeightsWarning, stacklevel=3)
+
+
+def _check_projector(name: str, projector: nn.Module, in_features: int, out_features: int) -> None:
+    """That the first and last linear layer, if there are any, are as wide as what they join."""
+    linears = [m for m in projector.modules() if isinstance(m, nn.Linear)]
+    if not linears:
+        return
+    if linears[0].in_features != in_features:
+        raise ModelError(
+            f"projector of encoder {name!r} takes width {linears[0].in_features}, but the "
+            f"encoder gives {in_features}; set hidden_size if a callback changes the width"
+        )
+    if linears[-1].out_features != out_features:
+        raise ModelError(
+            f"projector of encoder {name!r} gives width {linears[-1].out_features}, but the "
+            f"language model takes {out_features}"
+        )

@@ -1,0 +1,59 @@
+"""An actor that measures something, for as long as it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+from raymm.actors.rank.rank_resources import RankResources
+from raymm.scheduler.costs.layer_costs import ProfileError
+
+# Seconds that all repeats of one measurement may take.
+MEASURE_TIMEOUT_S = 3600.0
+
+
+class ProfilingActor:
+    """An actor for the time of a ``with``; gives a function that calls it.
+
+    Args:
+        kind: its class.
+        resources: what it reserves in Ray.
+        arguments: of its constructor.
+        what: is measured, for errors.
+
+    Raises:
+        ProfileError: from a call that fails, or does not return in time; names what was measured.
+    """
+
+    def __init__(self, kind: type, resources: RankResources, arguments: tuple, what: str) -> None:
+        self._make = ray.remote(kind).options(
+            num_cpus=resources.cpus, num_gpus=resources.gpus,
+            resources=dict(resources.custom) or None, max_restarts=0,
+        )
+        self._arguments, self._what = arguments, what
+
+    def __enter__(self) -> Callable[..., Any]:
+        self._actor = self._make.remote(*self._arguments)
+        return self._ask
+
+    def _ask(self, method: str, *arguments: Any, timeout: float = MEASURE_TIMEOUT_S) -> Any:
+        try:
+            return ray.get(getattr(self._actor, method).remote(*arguments), timeout=timeout)
+        except GetTimeoutError:
+            raise ProfileError(
+                f"profiling {self._what!r}: no answer within {timeout:g} s"
+            ) from None
+        except RayTaskError as error:
+            cause = error.cause if error.cause is not None else error
+            raise ProfileError(
+                f"profiling {self._what!r} failed: {type(cause).__name__}: {cause}"
+            ) from error
+        except RayError as error:  # the actor died: out of memory, for one
+            raise ProfileError(f"profiling {self._what!r} failed: {error}") from error
+
+    def __exit__(self, *error: object) -> None:
+        ray.kill(cast(ActorHandle, self._actor), no_restart=True)

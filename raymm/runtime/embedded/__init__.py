@@ -1,0 +1,1 @@
+"""A Ray of this machine for one driver, of which nothing outlives it."""

@@ -1,0 +1,124 @@
+"""An embedded Ray: a cluster of this machine for one driver, of which nothing outlives it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private import node, ray_constants, services
+
+from raymm.actors.placement.placement import ClusterError
+from raymm.runtime.embedded import cluster_guardian
+from raymm.runtime.embedded.forked_workers import forked_workers, start_servers
+
+# Ray gives its servers some seconds to come up, which a busy machine may not have the first time.
+ATTEMPTS = 2
+_guardian: subprocess.Popen | None = None
+
+
+def start_embedded_ray(**options: Any) -> None:
+    """Start Ray on this machine and connect to it. Its servers listen on the loopback interface
+    only, are in sessions of their own (a signal to this process's group is not for them), and end
+    with this process however it ends.
+
+    Args:
+        options: of ``ray.init``.
+
+    Raises:
+        ClusterError: Ray does not come up; says what was waited for and where its logs are.
+    """
+    _start_guardian()
+    start_servers()
+    for attempts_left in reversed(range(ATTEMPTS)):
+        try:
+            with (
+                _unhindered(), _on_loopback(), _in_sessions_of_their_own(), forked_workers(),
+                nullcontext() if options.get("log_to_driver", True) else _without_log_monitor(),
+            ):
+                ray.init(address="local", include_dashboard=False, **options)
+            return
+        except Exception as error:
+            ray.shutdown()
+            cluster_guardian.end_session(os.getpid())
+            if not attempts_left:
+                raise ClusterError(_did_not_come_up(error)) from error
+
+
+def _start_guardian() -> None:
+    global _guardian
+    if _guardian is None or _guardian.poll() is not None:
+        _guardian = subprocess.Popen(
+            [sys.executable, "-I", "-S", cluster_guardian.__file__, str(os.getpid())],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            start_new_session=True, cwd="/",
+        )  # fmt: skip
+
+
+@contextmanager
+def _unhindered() -> Iterator[None]:
+    """Ray starts workers with niceness 15, so that any other process of the machine starves
+    them."""
+    name = ray_constants.RAY_WORKER_NICENESS
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Ray replaces 127.0.0.1 by an address that others can reach, except where it believes that
+    there are no others."""
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextmanager
+def _in_sessions_of_their_own() -> Iterator[None]:
+    before = services.ConsolePopen
+    services.ConsolePopen = partial(before, start_new_session=True)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = before
+
+
+@contextmanager
+def _without_log_monitor() -> Iterator[None]:
+    """It reads what all workers print, several times a second, for a driver that does not repeat
+    it."""
+    before = node.Node.start_log_monitor
+    node.Node.start_log_monitor = lambda self: None
+    try:
+        yield
+    finally:
+        node.Node.start_log_monitor = before
+
+
+def _did_not_come_up(error: Exception) -> str:
+    folder = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray"
+    sessions = sorted(folder.glob(f"session_*_{os.getpid()}"))
+    logs = sessions[-1] / "logs" if sessions else folder
+    return (
+        f"an embedded Ray did not come up on this machine: {type(error).__name__}: "
+        f"{' '.join(str(error).split())} Its logs are in {logs} (gcs_server.out, raylet.out). "
+        "Often the machine is short of memory, of places for processes or of room in that folder, "
+        "or so busy that starting takes too long: start again when it is not, set RAY_TMPDIR to "
+        "a folder with room, or set RAY_ADDRESS to a cluster that runs"
+    )

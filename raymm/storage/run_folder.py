@@ -1,0 +1,176 @@
+"""The folder that a run works in: its storage itself, or a folder of this machine that is mirrored
+there."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from raymm.actors.rank.rank_group import RankGroup
+from raymm.actors.storage.folder import PARTIAL, LocalFolder, StorageFolder
+from raymm.actors.storage.location import storage_folder
+from raymm.files.bucket_owner import BucketOwner
+from raymm.files.config_error import ConfigError
+from raymm.files.output import Output
+from raymm.files.run_files import RunFileError, writing
+from raymm.files.run_owner import OWNER, RunOwner
+
+# What is not mirrored: checkpoints are in the storage from the beginning.
+_CHECKPOINTS = "checkpoints/"
+# How long a run that ends by an error tries to save its logs; the error is what matters.
+LAST_TRY_S = 5.0
+
+
+class RunFolder:
+    """Where a run writes what is no checkpoint: logs, pictures, the plan.
+
+    A run in a bucket works in a folder of the driver's machine. It begins with what the bucket has,
+    and each file that has changed is put there as a whole: before a checkpoint is made valid, which
+    has its logs then, and when the run ends.
+
+    Args:
+        location: ``run.storage_path``.
+
+    Attributes:
+        storage: where checkpoints are.
+        path: the folder to work in.
+    """
+
+    def __init__(self, location: str) -> None:
+        self.storage: StorageFolder = storage_folder(location)
+        self.path: Path = self.storage.path or _working_folder(self.storage)
+        self._location = location
+        self._is_mirrored = self.storage.path is None
+        self._mirrored: dict[str, tuple[int, int]] = {}
+
+    def __str__(self) -> str:
+        return f"{self.storage} (here in {self.path})" if self._is_mirrored else str(self.path)
+
+    def check(self) -> None:
+        """Make it, and try to write there.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        name = str(self.path) if self._is_mirrored else self._location
+        with Output.folder("run.storage_path", name).writing():
+            pass
+        token = f".{os.getpid()}{PARTIAL}"
+        try:
+            self.storage.replace(token, b"")
+            self.storage.unlink(token)
+        except OSError as error:
+            raise ConfigError(
+                f"run.storage_path is {self._location!r}; expected a folder that can be written: "
+                f"{error}"
+            ) from None
+
+    @contextmanager
+    def owned(self, say: Callable[[str], None]) -> Iterator[Callable[[], None]]:
+        """Own it for the length of a block; gives what raises if that is lost.
+
+        Raises:
+            RunOwnedError: another run owns it, and lives.
+            ConfigError, RunFileError: it cannot be read or written.
+        """
+        with RunOwner(self.path, say) as owner:
+            if not self._is_mirrored:
+                yield owner.check
+                return
+            with BucketOwner(self.storage, say) as bucket_owner:
+                self._fetch()
+                try:
+                    yield bucket_owner.check
+                except BaseException:
+                    with suppress(RunFileError):
+                        self.mirror(LAST_TRY_S)
+                    raise
+                self.mirror()
+
+    def mirror(self, retry_for_s: float | None = None) -> None:
+        """Put what has changed since the last time into the storage, each file in one step.
+
+        Raises:
+            RunFileError: it cannot be written.
+        """
+        if not self._is_mirrored:
+            return
+        target = self.storage
+        if retry_for_s is not None:
+            target = storage_folder(self._location, retry_for_s)
+        for name in self._own_files():
+            path = self.path / name
+            with writing(target / name):
+                state = path.stat()
+                version = (state.st_mtime_ns, state.st_size)
+                if self._mirrored.get(name) != version:
+                    target.replace(name, path.read_bytes())
+                    self._mirrored[name] = version
+
+    def _own_files(self) -> list[str]:
+        return [name for name in LocalFolder(self.path).files() if _is_mirrored(name)]
+
+    def _fetch(self) -> None:
+        """Begin with what the storage has, and nothing else.
+
+        Raises:
+            ConfigError: it cannot be read, or written here.
+        """
+        try:
+            for name in self._own_files():
+                (self.path / name).unlink()
+            for name in filter(_is_mirrored, self.storage.files()):
+                path = self.path / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(self.storage.read(name))
+                state = path.stat()
+                self._mirrored[name] = (state.st_mtime_ns, state.st_size)
+        except OSError as error:
+            raise ConfigError(
+                f"run.storage_path is {self._location!r}; what is there cannot be read into "
+                f"{self.path}: {error}"
+            ) from None
+
+    def check_seen_by(self, group: RankGroup) -> None:
+        """Compare what the ranks find there with what this process has just written, and have them
+        write: on each node a path may lead somewhere else, or nowhere.
+
+        Raises:
+            ConfigError: a rank's node has another folder there, or cannot write to it.
+        """
+        token = secrets.token_hex(16)
+        name = f".seen-{token}{PARTIAL}"
+        try:
+            with writing(self.storage / name):
+                self.storage.replace(name, token.encode())
+            answers = group.call("sees", self.storage.location, name, token)
+        finally:
+            with suppress(OSError):
+                self.storage.unlink(name)
+        for place, problem in zip(group.places, answers, strict=True):
+            if problem is not None:
+                raise ConfigError(
+                    f"run.storage_path is {self._location!r}; expected a folder that all nodes "
+                    f"share, or a bucket that all may write to: {place.label} on {place.host} "
+                    f"{problem}. Accepted: a file system that is mounted at that path on every "
+                    "node (NFS, ...), or s3:// or gs:// with credentials on every node"
+                )
+
+
+def _is_mirrored(name: str) -> bool:
+    # A bucket's names are anybody's: one with ".." would lead out of the working folder.
+    parts = name.split("/")
+    outside = not parts[0] or ".." in parts
+    hidden = parts[-1].startswith(".")
+    return not (outside or hidden or name.startswith(_CHECKPOINTS) or name == OWNER)
+
+
+def _working_folder(storage: StorageFolder) -> Path:
+    """Below ``$RAYMM_CACHE``, or ``~/.cache/raymm``; the same one for the same storage."""
+    base = Path(os.environ.get("RAYMM_CACHE") or Path.home() / ".cache" / "raymm")
+    digest = hashlib.sha256(storage.location.encode()).hexdigest()[:12]
+    return base.absolute() / "runs" / f"{storage.name}-{digest}"

@@ -1,0 +1,163 @@
+"""An attempt of a run: the steps that processes take which have started, to their end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from raymm.callbacks.callback import Restart, RunInfo
+from raymm.callbacks.handler import CallbackHandler
+from raymm.config.sections import RunConfig
+from raymm.data import DataWorkerError
+from raymm.model.multimodal import MultimodalModule
+from raymm.monitor.metrics import METRICS, SAMPLES, MetricsLog, SampleLog
+from raymm.monitor.observed_run import ObservedRun
+from raymm.monitor.progress import RunProgress
+from raymm.monitor.throughput import Throughput
+from raymm.monitor.training_data import TrainingData
+from raymm.runtime.drain_notices import DrainObserver
+from raymm.runtime.parallel_module import ParallelModule
+from raymm.storage.checkpoint import Checkpoint, CheckpointStore, restore
+from raymm.training.execution import Execution
+from raymm.training.failure_policy import Cause
+from raymm.training.restarts import Attempted
+from raymm.training.result import Result
+from raymm.training.run_start import data_position
+from raymm.training.stop_request import StopReason, StopRequest
+from raymm.training.training_loop import Batches, TrainingLoop, last_step, steps_not_applied
+
+
+@dataclass
+class Attempt:
+    """What an attempt needs beside its processes.
+
+    Attributes:
+        folder: that it works in.
+        run, model, data: of the trainer.
+        training: how the training data are taken.
+        store: for checkpoints.
+        checkpoint: that it goes on from.
+        device: of the processes.
+        callbacks: watch the run.
+        attempted: what has become of the attempts before.
+        changed: what is other than in the run that the checkpoint was saved by.
+        console: where to print.
+        stop: asks it to end, or to leave.
+        saved: called after every checkpoint but the last.
+        loop: its steps; None until they begin.
+    """
+
+    folder: Path
+    run: RunConfig
+    model: MultimodalModule
+    data: Any
+    training: TrainingData
+    store: CheckpointStore
+    checkpoint: Checkpoint | None
+    device: str
+    callbacks: CallbackHandler
+    attempted: Attempted | None
+    changed: Sequence[str]
+    console: Console
+    stop: StopRequest
+    saved: Callable[[], None]
+    loop: TrainingLoop | None = None
+
+    def take_steps(self, parallel: ParallelModule, execution: Execution) -> Result:
+        """Take them, until all are taken or somebody asks to stop.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be loaded.
+            RunFailedError: a process or a node is lost.
+        """
+        folder = self.folder
+        if self.checkpoint is not None:
+            restore(parallel, self.checkpoint.folder)
+            self._say(f"going on from {self.checkpoint.folder}")
+        metrics = self._metrics(folder, parallel.steps_taken)
+        self._tell(RunInfo(
+            folder.name, folder, parallel.steps_taken, self.run.steps, self.store.run,
+            execution.modules,
+        ))
+        with RunProgress(self.run.steps, parallel.steps_taken, self.console) as progress:
+            observer = execution.observer(ObservedRun(
+                parallel, self.model, self.data, self.training, folder, progress.line
+            ))
+            batches = Batches(
+                self.data, self.training, parallel.sample_check(), parallel.group.places_beside
+            )
+            samples = None
+            if self.run.log_samples:
+                samples = SampleLog(folder / SAMPLES, parallel.steps_taken)
+            throughput = Throughput(
+                self.model, execution.processes, self.device, self.run.precision, progress.line
+            )
+            self.loop = TrainingLoop(
+                self.run, batches=batches, parallel=parallel, store=self.store, metrics=metrics,
+                samples=samples, observer=observer, throughput=throughput,
+                callbacks=self.callbacks, progress=progress, stop=self.stop, saved=self.saved,
+            )
+            with DrainObserver(parallel.group.nodes, self._ask_to_leave):
+                try:
+                    stopped = self.loop.run(data_position(self.checkpoint))
+                except DataWorkerError:
+                    parallel.group.look_at_nodes()
+                    raise
+        if stopped is not None:
+            self.callbacks.stopped(stopped)
+            self._say(stopped)
+            return self._result(metrics, folder, {}, stopped)
+        return self._result(metrics, folder, observer.write(metrics.rows))
+
+    def _metrics(self, folder: Path, steps_taken: int) -> MetricsLog:
+        metrics = MetricsLog(folder / METRICS, steps_taken)
+        corrupt = () if self.checkpoint is None else self.checkpoint.corrupt
+        if corrupt or self.changed:
+            metrics.add({
+                "step": steps_taken, "corrupt_checkpoints": list(corrupt),
+                "changed": list(self.changed),
+            })
+        if self.attempted is not None:
+            metrics.add({
+                "step": steps_taken, "restarts": self.attempted.count,
+                "restarted_after": f"{self.attempted.cause.value}: {self.attempted.text}",
+            })
+        return metrics
+
+    def _tell(self, run: RunInfo) -> None:
+        before = self.attempted
+        if not self.callbacks.started:
+            self.callbacks.start(run)
+        elif before is not None:
+            self.callbacks.restart(Restart(before.count, before.cause.value, before.text, run))
+
+    def _ask_to_leave(self, notice: str) -> None:
+        self._say(f"{notice}: the step under way is finished and saved")
+        self.stop.ask(StopReason(notice, cause=Cause.PREEMPTION))
+
+    def _say(self, line: str) -> None:
+        self.console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+    def _result(
+        self, metrics: MetricsLog, folder: Path, files: dict[str, Path],
+        stopped: str | None = None,
+    ) -> Result:
+        not_applied = steps_not_applied(metrics.rows)
+        for what, file in files.items():
+            self.console.print(f"{what:<14} {file}", highlight=False, soft_wrap=True)
+        if stopped is None and (skipped := sum(row.get("skipped", 0) for row in metrics.rows)):
+            self.console.print(f"skipped samples in all: {skipped}", highlight=False)
+        if stopped is None and not_applied:
+            self.console.print(
+                f"steps not applied in all: {not_applied} of {self.run.steps}", highlight=False
+            )
+        return Result(
+            metrics=last_step(metrics.rows), history=metrics.rows, checkpoint=self.store.current,
+            path=folder, files=files, changed=list(self.changed),
+            corrupt=() if self.checkpoint is None else self.checkpoint.corrupt,
+            steps_not_applied=not_applied, stopped=stopped,
+        )

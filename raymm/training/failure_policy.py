@@ -1,0 +1,99 @@
+"""What a run does when it has lost processes, or had to leave them: a decision, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Cause(Enum):
+    """Why an attempt ended before the run did.
+
+    The values are tags of metrics.
+    """
+
+    FAILURE = "failure"
+    """A process, or the node it was on, was lost."""
+    PREEMPTION = "preemption"
+    """A node was lost, or left in time, that Ray had been told would end."""
+    RESIZE = "resize"
+    """The cluster has room for other degrees."""
+    ERROR = "error"
+    """Code that ranks run raised."""
+    CLUSTER = "cluster"
+    """There is no cluster any more to start processes on."""
+
+
+class Action(Enum):
+    """What to do."""
+
+    GO_ON = "go on"
+    """Start processes anew, from the last checkpoint."""
+    END = "end"
+    """End; the same command, started again, goes on."""
+    END_FOR_GOOD = "end for good"
+    """End; the same command, started again, would end in the same way."""
+
+
+@dataclass(frozen=True)
+class Interruption:
+    """An attempt that ended before the run did.
+
+    Attributes:
+        cause: why.
+        step: that was under way; None before the first step of the attempt.
+        text: what happened, without what is another time and again (numbers of processes).
+    """
+
+    cause: Cause
+    step: int | None
+    text: str
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do, and why, in words that continue a sentence."""
+
+    action: Action
+    why: str
+
+
+@dataclass(frozen=True)
+class FailurePolicy:
+    """Decides by what has happened; nothing else.
+
+    Attributes:
+        max_failures: interruptions by failures after which a run goes on; None: any number.
+        max_preemptions: the same of preemptions.
+    """
+
+    max_failures: int | None
+    max_preemptions: int | None
+
+    def decide(self, interruptions: Sequence[Interruption]) -> Decision:
+        """
+        Args:
+            interruptions: of the run so far, oldest first; the last one is to be decided on.
+        """
+        *before, last = interruptions
+        if last.cause is Cause.ERROR:
+            return Decision(Action.END_FOR_GOOD, "what the run's code raises, it would raise again")
+        if last.cause is Cause.CLUSTER:
+            return Decision(Action.END, "there is no cluster to go on in")
+        if last.cause is Cause.RESIZE:
+            return Decision(Action.GO_ON, "the cluster has changed")
+        if last.cause is Cause.FAILURE and last in before:
+            where = "before the first step" if last.step is None else f"in step {last.step}"
+            return Decision(
+                Action.END_FOR_GOOD, f"the same has happened {where} before, and would again"
+            )
+        field, most = (
+            ("run.max_preemptions", self.max_preemptions) if last.cause is Cause.PREEMPTION
+            else ("run.max_failures", self.max_failures)
+        )
+        count = sum(interruption.cause is last.cause for interruption in interruptions)
+        if most is not None and count > most:
+            return Decision(Action.END, f"{last.cause.value} {count}, and {field} is {most}")
+        limit = "" if most is None else f" of at most {most}"
+        return Decision(Action.GO_ON, f"{last.cause.value} {count}{limit} ({field})")

@@ -1,0 +1,51 @@
+"""What a run came to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from raymm.draw.notebook import pictures_html
+
+
+@dataclass
+class Result:
+    """Outcome of :meth:`raymm.training.trainer.Trainer.fit`, like ``ray.train.Result``.
+
+    Attributes:
+        metrics: the last step's row.
+        history: all rows of ``metrics.jsonl``.
+        checkpoint: folder of the last checkpoint; in a bucket, its URL.
+        changed: what is other than in the run that the checkpoint was saved by.
+        corrupt: what is wrong with checkpoints that the run could not go on from, newest first.
+        path: the run's folder; of a run in a bucket, the one of this machine that it worked in.
+        files: what to look at, by what it is (loss curve, schedule, trace).
+        steps_not_applied: of all steps in ``history``, as their loss or gradients were not finite;
+            ``not_applied`` of their rows says where that began.
+        stopped: of a run that was asked to stop (:attr:`raymm.training.trainer.Trainer.stop`,
+            ``run.max_seconds``), or had to leave a node and found no other, after which step, and
+            what is saved; None if it has taken all its steps.
+    """
+
+    metrics: dict[str, Any]
+    history: list[dict[str, Any]]
+    checkpoint: Path | str | None
+    path: Path
+    files: dict[str, Path] = field(default_factory=dict)
+    changed: list[str] = field(default_factory=list)
+    corrupt: tuple[str, ...] = ()
+    steps_not_applied: int = 0
+    stopped: str | None = None
+
+    def _repr_html_(self) -> str:
+        last = self.metrics
+        lines = [f"{self.path}: {last.get('step', 0)} steps"]
+        if last.get("loss") is not None:
+            lines[0] += f", loss {last['loss']:.4f}, {last['tokens_per_s']:,.0f} tokens/s"
+        lines += [f"checkpoint {self.checkpoint}"] if self.checkpoint else []
+        lines += [self.stopped] if self.stopped else []
+        pictures = {
+            name: path for name, path in self.files.items() if name in ("loss curve", "schedule")
+        }
+        return pictures_html("\n".join(lines), pictures)

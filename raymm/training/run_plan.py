@@ -1,0 +1,78 @@
+"""The plan that an attempt of a run has: the one that was given, its checkpoint's, or a new one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from raymm.actors.placement.placement import ClusterError, PlacementOptions
+from raymm.actors.rank.rank_resources import RankResources, check_capacity
+from raymm.layout.plan_data import plan_from_dict
+from raymm.model.multimodal import MultimodalModule
+from raymm.planning.request import PlanRequest
+from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
+from raymm.scheduler.plan.plan import Plan
+from raymm.storage.checkpoint import Checkpoint
+from raymm.training.execution import Execution, execution_of
+
+
+@dataclass(frozen=True)
+class RunPlanner:
+    """Plans a run for the cluster it finds.
+
+    Attributes:
+        request: what is asked for.
+        model: the description.
+        data: the run's.
+        precision: the run's.
+        say: prints a line.
+    """
+
+    request: PlanRequest
+    model: MultimodalModule
+    data: Any
+    precision: str
+    say: Callable[[str], None]
+
+    def plan(
+        self, checkpoint: Checkpoint | None, device: str, resources: RankResources,
+        placement: PlacementOptions,
+    ) -> Plan | StageMapping:
+        """Plan; a run that goes on keeps the plan of its checkpoint while it can, so that its
+        numbers are those of a run without interruption.
+
+        Args:
+            checkpoint: that it goes on from.
+            device: of the ranks.
+            resources: of each rank.
+            placement: what is reserved beside them.
+        """
+        if checkpoint is not None:
+            execution = execution_of(plan_from_dict(checkpoint.manifest.plan))
+            reason = self._cannot_keep(execution, resources, placement)
+            if reason is None:
+                self.say("going on under the plan of the checkpoint")
+                return execution.plan
+            self.say(f"planning anew: {reason}")
+        worker_cpus = sum(bundle["CPU"] for bundle in placement.worker_bundles)
+        from raymm.planning.planned_run import plan_for_cluster  # solvers, which few runs need
+
+        planned = plan_for_cluster(
+            self.request, self.model, self.data, device=device, resources=resources,
+            worker_cpus=worker_cpus, dtype=self.precision,
+        )
+        for line in planned.lines:
+            self.say(line)
+        return planned.plan
+
+    def _cannot_keep(
+        self, execution: Execution, resources: RankResources, placement: PlacementOptions
+    ) -> str | None:
+        if (reason := execution.unkept(self.model, self.data)) is not None:
+            return reason
+        try:
+            check_capacity(execution.num_processes, resources, placement)
+        except ClusterError as error:
+            return str(error)
+        return None

@@ -1,0 +1,51 @@
+"""What a run starts with: a schedule for all its steps, token ids, a position in the data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raymm.actors.optimizer.optimizer import OptimizerConfig
+from raymm.config.sections import ConfigError
+from raymm.data import DataConfig
+from raymm.model.batch_rules import Vocabulary
+from raymm.model.module_kind import ModuleKind
+from raymm.model.multimodal import MultimodalModule
+from raymm.storage.checkpoint import Checkpoint, CheckpointError
+
+
+def check_schedule(optimizer: OptimizerConfig, steps: int) -> None:
+    """Look whether every step of a run has a learning rate.
+
+    Raises:
+        ConfigError: steps that would change nothing.
+    """
+    if (first := optimizer.first_without_rate(steps)) is not None:
+        raise ConfigError(
+            f"optimizer.total_steps is {optimizer.total_steps} and run.steps {steps}: from step "
+            f"{first} on the {optimizer.schedule} learning rate would be 0, and nothing would be "
+            f"learnt. Accepted: total_steps of at least {steps}, or none (then it is run.steps); "
+            "or min_lr_ratio above 0, at which the last steps are taken"
+        )
+
+
+def with_vocabulary(data: Any, model: MultimodalModule) -> Any:
+    """The data configuration, told which token ids the model has embeddings for."""
+    if not isinstance(data, DataConfig) or data.vocabulary is not None:
+        return data
+    vocabulary = Vocabulary.of(model.language_model.source(ModuleKind.LANGUAGE_MODEL).skeleton())
+    return data.model_copy(update={"vocabulary": vocabulary.ids})
+
+
+def data_position(checkpoint: Checkpoint | None) -> Any:
+    """Where the data go on after a checkpoint; None is the beginning.
+
+    Raises:
+        CheckpointError: it was not saved by a trainer.
+    """
+    if checkpoint is None:
+        return None
+    if "data" not in checkpoint.manifest.trainer:
+        raise CheckpointError(
+            f"{checkpoint.folder} does not say where its data go on: no trainer has saved it"
+        )
+    return checkpoint.manifest.trainer["data"]

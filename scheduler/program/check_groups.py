@@ -1,0 +1,49 @@
+"""Proves of a rank's concurrent groups that a device can run them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raymm.scheduler.plan.rank_quotas import ROUNDING
+from raymm.scheduler.plan.stage import StageId
+from raymm.scheduler.program.program import BACKWARDS, COMPUTE, Instruction, Op, ProgramError
+
+
+def check_groups(rank: int, instructions: Sequence[Instruction]) -> None:
+    """Groups are of compute instructions next to each other, on quotas that a device has; a
+    backward runs where the forward that kept its activations ran, because autograd runs it on
+    that one's stream. Whether one instruction of a group needs another's result cannot be seen
+    without the plan.
+
+    Raises:
+        ProgramError: naming rank and instruction.
+    """
+    if all(i.group < 0 and i.quota == 1.0 for i in instructions):
+        return
+    quotas: dict[int, dict[str, float]] = {}
+    kept: dict[tuple[StageId, int], Instruction] = {}
+    last = -1
+    for instruction in instructions:
+        if instruction.group >= 0:
+            in_group = quotas.setdefault(instruction.group, {})
+            if instruction.op not in COMPUTE:
+                raise ProgramError(
+                    f"rank {rank}: {instruction}; only compute instructions have groups"
+                )
+            if in_group and last != instruction.group:
+                raise ProgramError(
+                    f"rank {rank}: {instruction} stands apart from others of its group"
+                )
+            in_group[instruction.stage.module] = instruction.quota
+            if sum(in_group.values()) > 1 + ROUNDING:
+                raise ProgramError(
+                    f"rank {rank}: {instruction} brings the quotas of its group above 1"
+                )
+        last = instruction.group
+        place = instruction.stage, instruction.microbatch
+        if instruction.op in (Op.FORWARD, Op.RECOMPUTE):
+            kept[place] = instruction
+        elif instruction.op in BACKWARDS and place in kept:
+            before = kept[place]
+            if (before.group >= 0, before.quota) != (instruction.group >= 0, instruction.quota):
+                raise ProgramError(f"rank {rank}: {instruction} is not on the quota of {before}")

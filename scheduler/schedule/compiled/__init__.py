@@ -1,0 +1,1 @@
+"""Schedules of a step in compiled loops, on arrays."""

@@ -1,0 +1,270 @@
+"""How far a list schedule is: what a stage could do next, when, and whether there is room."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from raymm.scheduler.schedule.compiled.arrays import (
+    ACTIVATION,
+    BACKWARDS,
+    CONSUMER,
+    CONSUMER_EDGE,
+    CONSUMERS,
+    DEPTH,
+    FORWARDS,
+    HELD,
+    KEPT,
+    NEEDS,
+    PRODUCER,
+    PRODUCERS,
+    RANK,
+    RECOMPUTES,
+    RUN,
+)
+from raymm.scheduler.schedule.compiled.machine_code import part
+
+# How many microbatches a stage without backward is planned ahead of its consumer. It keeps
+# no activations, only outputs that wait to be received; two hide the jitter between ranks.
+# This orders the work of a rank; it does not hold back a rank that has nothing else to do.
+RUN_AHEAD = 2
+
+FORWARD, RECOMPUTE, BACKWARD, WEIGHT = range(4)
+
+
+# Columns of a stage's counts, and what of a stage and microbatch ends.
+STARTED, NEXT_FORWARD, NEXT_RECOMPUTE, NEXT_BACKWARD, FIRST_WEIGHT, LAST_WEIGHT = range(6)
+FORWARD_END, RECOMPUTED_END, BACKWARD_END = range(3)
+
+
+class Progress(NamedTuple):
+    """How far stages are. Each takes its microbatches in ascending order, forward, recompute,
+    backward and weight, so that messages of an edge keep their order.
+
+    Attributes:
+        counts: (S, 6) int64: forwards that have begun and a backward follows; the next of each
+            kind; the first microbatch whose B_d is done and B_w is not, and after the last.
+        weights: those microbatches, per stage.
+        ends: (3, S, M) seconds of a forward, recomputation and backward, inf while open.
+        consumed: (S, modules) forwards of consumers.
+        on_quota: (S, M) bool, whether activations were made on the quota.
+        held, rank_held: (S, M) and (R,) bytes.
+        log: (tasks, 4) stage, microbatch, operation, group.
+        length: (1,) of the log.
+        options, option_ready: what the rank that chooses could do: stage, kind, microbatch; when.
+        begun, begun_seconds: tasks that began together: stage, kind, microbatch; seconds of each
+            on a whole device.
+    """
+
+    counts: np.ndarray
+    weights: np.ndarray
+    ends: np.ndarray
+    consumed: np.ndarray
+    on_quota: np.ndarray
+    held: np.ndarray
+    rank_held: np.ndarray
+    log: np.ndarray
+    length: np.ndarray
+    options: np.ndarray
+    option_ready: np.ndarray
+    begun: np.ndarray
+    begun_seconds: np.ndarray
+
+
+@part
+def nothing_done(step):
+    """The beginning."""
+    stages, microbatches = step.uses.shape
+    tasks, ranks = len(step.microbatches), len(step.rank_starts) - 1
+    most = 0
+    for rank in range(ranks):
+        most = max(most, step.rank_starts[rank + 1] - step.rank_starts[rank])
+    return Progress(
+        np.zeros((stages, 6), np.int64), np.zeros(tasks, np.int64),
+        np.full((3, stages, microbatches), np.inf),
+        np.zeros(step.consumer_modules.shape, np.int64),
+        np.zeros((stages, microbatches), np.bool_), np.zeros((stages, microbatches)),
+        np.zeros(ranks), np.empty((3 * tasks, 4), np.int64), np.zeros(1, np.int64),
+        np.empty((4 * most, 3), np.int64), np.empty(4 * most), np.empty((most, 3), np.int64),
+        np.empty(most),
+    )
+
+
+@part
+def next_task(step, rules, progress, stage, kind):
+    """The microbatch of which a stage could do this next, or -1, and when it is ready.
+
+    Args:
+        step: :class:`.arrays.StepArrays`.
+        rules: :class:`.arrays.RuleArrays`.
+        progress: how far the stages are.
+        stage: that could do something.
+        kind: what: ``FORWARD``, ``RECOMPUTE``, ``BACKWARD`` or ``WEIGHT``.
+    """
+    first = step.stages[stage, BACKWARDS]
+    backwards = step.stages[stage + 1, BACKWARDS] - first
+    forwards = step.stages[stage + 1, FORWARDS] - step.stages[stage, FORWARDS]
+    early = rules.early and step.stages[stage, RECOMPUTES] > 0
+    microbatch, ready = -1, np.inf
+    if kind == FORWARD:
+        if progress.counts[stage, NEXT_FORWARD] < forwards:
+            at = step.stages[stage, FORWARDS] + progress.counts[stage, NEXT_FORWARD]
+            microbatch = step.microbatches[at]
+            ready = _forward_ready(step, progress, stage, microbatch)
+            if not _may_run_ahead(step, rules, progress, stage, microbatch):
+                microbatch = -1
+    elif kind == RECOMPUTE:
+        if early and progress.counts[stage, NEXT_RECOMPUTE] < backwards:
+            microbatch = step.microbatches[first + progress.counts[stage, NEXT_RECOMPUTE]]
+            ready = progress.ends[FORWARD_END, stage, microbatch]
+            if ready < np.inf and not _gradient_is_near(
+                step, progress, stage, microbatch, rules.hops
+            ):
+                microbatch = -1
+    elif kind == BACKWARD:
+        held_back = rules.flush and progress.counts[stage, NEXT_FORWARD] < forwards
+        if progress.counts[stage, NEXT_BACKWARD] < backwards and not held_back:
+            microbatch = step.microbatches[first + progress.counts[stage, NEXT_BACKWARD]]
+            ready = _backward_ready(step, progress, stage, microbatch, early)
+    elif progress.counts[stage, FIRST_WEIGHT] < progress.counts[stage, LAST_WEIGHT]:
+        microbatch = progress.weights[first + progress.counts[stage, FIRST_WEIGHT]]
+        # Infinite if it began just now, together with others.
+        return microbatch, progress.ends[BACKWARD_END, stage, microbatch]
+    return (microbatch, ready) if ready < np.inf else (-1, ready)
+
+
+@part
+def _forward_ready(step, progress, stage, microbatch):
+    """When all inputs of a forward are there; ``inf`` while that is open."""
+    ready = 0.0
+    for edge in range(step.stages[stage, PRODUCERS], step.stages[stage + 1, PRODUCERS]):
+        producer = step.edges[edge, PRODUCER]
+        if step.uses[producer, microbatch] & RUN:
+            end = progress.ends[FORWARD_END, producer, microbatch]
+            ready = max(ready, end + step.delays[edge, 0])
+    return ready
+
+
+@part
+def _backward_ready(step, progress, stage, microbatch, early):
+    """When all gradients of a backward are there, and what it needs of its own forward (if
+    ``early``: of its recomputation); ``inf`` while that is open."""
+    if early:
+        ready = progress.ends[RECOMPUTED_END, stage, microbatch]
+    else:
+        ready = progress.ends[FORWARD_END, stage, microbatch]
+    for at in range(step.stages[stage, CONSUMERS], step.stages[stage + 1, CONSUMERS]):
+        consumer = step.edges[at, CONSUMER]
+        if step.uses[consumer, microbatch] & RUN:
+            delay = step.delays[step.edges[at, CONSUMER_EDGE], 1]
+            ready = max(ready, progress.ends[BACKWARD_END, consumer, microbatch] + delay)
+    return ready
+
+
+@part
+def _gradient_is_near(step, progress, stage, microbatch, hops):
+    """Whether the gradient is under way at most so many stages from here."""
+    for _ in range(hops):
+        start, stop = step.stages[stage, CONSUMERS], step.stages[stage + 1, CONSUMERS]
+        if start == stop:
+            return True
+        for at in range(start, stop):
+            if step.uses[step.edges[at, CONSUMER], microbatch] & RUN:
+                stage = step.edges[at, CONSUMER]
+                break
+        if progress.ends[BACKWARD_END, stage, microbatch] < np.inf:
+            return True
+    last = step.stages[stage, CONSUMERS] == step.stages[stage + 1, CONSUMERS]
+    return last and progress.ends[FORWARD_END, stage, microbatch] < np.inf
+
+
+@part
+def _may_run_ahead(step, rules, progress, stage, microbatch):
+    if not step.uses[stage, microbatch] & NEEDS:
+        least = progress.counts[stage, NEXT_FORWARD]
+        for module in range(step.consumer_modules.shape[1]):
+            if step.consumer_modules[stage, module]:
+                least = min(least, progress.consumed[stage, module])
+            elif not step.consumer_modules[stage].any():
+                return True
+        return progress.counts[stage, NEXT_FORWARD] - least < RUN_AHEAD
+    if rules.flush:
+        return True
+    ahead = progress.counts[stage, STARTED] - progress.counts[stage, NEXT_BACKWARD]
+    return ahead < step.stages[stage, HELD] or (rules.beyond_depth and len(rules.limits) > 0)
+
+
+@part
+def has_room(step, rules, progress, stage, kind, microbatch):
+    """Whether a forward or recomputation leaves its rank room for what must come first.
+
+    A rank can always finish its microbatches oldest first (of one microbatch, stages
+    nearer to the loss first) if each still fits once all before it are finished. A task
+    may start if that stays so; without this a rank could fill up with what it can do
+    early and never get on.
+
+    Args:
+        step: :class:`.arrays.StepArrays`.
+        rules: :class:`.arrays.RuleArrays`.
+        progress: how far the stages are.
+        stage: that could do something.
+        kind: what: ``FORWARD``, ``RECOMPUTE``, ``BACKWARD`` or ``WEIGHT``.
+        microbatch: of which.
+    """
+    if len(rules.limits) == 0 or kind == BACKWARD or kind == WEIGHT:
+        return True
+    if kind == FORWARD and not step.uses[stage, microbatch] & NEEDS:
+        return True
+    rank = step.stages[stage, RANK]
+    # Sums of many sizes: a limit that is met exactly must not fail by rounding.
+    limit = rules.limits[rank] * (1 + 1e-12)
+    more = step.amounts[stage, KEPT] if kind == FORWARD else step.amounts[stage, ACTIVATION]
+    if progress.rank_held[rank] + more > limit:
+        return False
+    task = (microbatch, step.stages[stage, DEPTH], stage)
+    first_at, last_at = step.rank_starts[rank], step.rank_starts[rank + 1]
+    for at in range(first_at, last_at):
+        other = step.rank_stages[at]
+        # What the stage will next need memory for.
+        again = step.stages[other, RECOMPUTES] > 0
+        index = progress.counts[other, NEXT_RECOMPUTE if again else STARTED]
+        index += step.stages[other, BACKWARDS]
+        if index == step.stages[other + 1, BACKWARDS]:
+            continue
+        first = step.microbatches[index]
+        place = (first, step.stages[other, DEPTH], other)
+        if place > task or (place == task and kind == RECOMPUTE):
+            continue
+        after = 0.0
+        for late_at in range(first_at, last_at):
+            late = step.rank_stages[late_at]
+            after += _held_from(step, progress, late, first, place)
+            key = (first, step.stages[late, DEPTH], late)
+            # A forward that must still come before it.
+            if key >= place and key != task and step.uses[late, first] & NEEDS:
+                if progress.ends[FORWARD_END, late, first] == np.inf:
+                    after += step.amounts[late, KEPT]
+        if after + more + step.amounts[other, ACTIVATION] > limit:
+            return False
+    return True
+
+
+@part
+def _held_from(step, progress, stage, first, place):
+    """Bytes of a stage's microbatches from a place in the order of finishing on."""
+    start = step.stages[stage, BACKWARDS]
+    stop = start + progress.counts[stage, STARTED]
+    low, high = start, stop
+    while low < high:
+        middle = (low + high) // 2
+        if step.microbatches[middle] < first:
+            low = middle + 1
+        else:
+            high = middle
+    total = 0.0
+    for at in range(low, stop):
+        microbatch = step.microbatches[at]
+        if microbatch > first or (microbatch, step.stages[stage, DEPTH], stage) >= place:
+            total += progress.held[stage, microbatch]
+    return total

@@ -1,0 +1,288 @@
+"""The list scheduler's inner loop, compiled: it runs thousands of times in one search for a plan.
+
+:mod:`raymm.scheduler.schedule.list_schedule` says what the rules mean.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from raymm.scheduler.schedule.compiled.arrays import (
+    ACTIVATION,
+    B_INPUT,
+    B_WEIGHT,
+    BACKWARDS,
+    CONSUMER,
+    CONSUMER_EDGE,
+    CONSUMERS,
+    DEPTH,
+    F_CHECKPOINTED,
+    F_NO_GRAD,
+    FORWARDS,
+    KEPT,
+    MODULE,
+    NEEDS,
+    OWES,
+    PRODUCER,
+    PRODUCERS,
+    QUOTA_SHARE,
+    RANK,
+    RECOMPUTES,
+    RUN,
+    TRAINS,
+    B,
+    F,
+    R,
+)
+from raymm.scheduler.schedule.compiled.machine_code import entry, part
+from raymm.scheduler.schedule.compiled.progress import (
+    BACKWARD,
+    BACKWARD_END,
+    FIRST_WEIGHT,
+    FORWARD,
+    FORWARD_END,
+    LAST_WEIGHT,
+    NEXT_BACKWARD,
+    NEXT_FORWARD,
+    NEXT_RECOMPUTE,
+    RECOMPUTE,
+    RECOMPUTED_END,
+    STARTED,
+    WEIGHT,
+    has_room,
+    next_task,
+    nothing_done,
+)
+
+ANY, WHOLE, QUOTA = range(3)  # of a device: where a task may run
+
+
+@entry
+def run_schedule(step, rules):
+    """Schedule everything.
+
+    Returns:
+        (tasks, 4) int64, stage, microbatch, operation and group of every task in the order they
+        begin; when the last ends; and (S,) how many forwards and backwards of a stage never began.
+    """
+    ranks = len(step.rank_starts) - 1
+    progress = nothing_done(step)
+    free_at = np.zeros(ranks)
+    events = [(0.0, rank) for rank in range(ranks)]
+    makespan, groups = 0.0, 0
+    while len(events) > 0:
+        now, rank = heapq.heappop(events)
+        while len(events) > 0 and events[0] == (now, rank):
+            heapq.heappop(events)
+        if free_at[rank] > now:
+            continue
+        stage, kind = _choose(step, rules, progress, rank, now, 0)
+        if stage < 0:
+            continue  # woken again when something it may wait for becomes ready
+        end, groups = _begin(step, rules, progress, rank, stage, kind, now, groups, events)
+        free_at[rank] = end
+        makespan = max(makespan, end)
+        heapq.heappush(events, (end, rank))
+    left = np.empty(len(step.uses), np.int64)
+    for s in range(len(left)):
+        left[s] = step.stages[s + 1, FORWARDS] - step.stages[s, FORWARDS]
+        left[s] -= progress.counts[s, NEXT_FORWARD]
+        left[s] += step.stages[s + 1, BACKWARDS] - step.stages[s, BACKWARDS]
+        left[s] -= progress.counts[s, NEXT_BACKWARD]
+    return progress.log[: progress.length[0]], makespan, left
+
+
+@part
+def _choose(step, rules, progress, rank, now, concurrent):
+    """Stage and kind of the best task that a rank can start, beside the first ``concurrent`` that
+    have begun; stage -1 if there is none."""
+    options = 0
+    lacks_room = rules.priority.max()  # best priority of what only lacks room
+    for at in range(step.rank_starts[rank], step.rank_starts[rank + 1]):
+        stage = step.rank_stages[at]
+        for kind in range(4):
+            microbatch, ready = next_task(step, rules, progress, stage, kind)
+            if microbatch < 0:
+                continue
+            if concurrent > 0 and not _fits_group(
+                step, rules, progress, stage, kind, microbatch, concurrent
+            ):
+                continue
+            if has_room(step, rules, progress, stage, kind, microbatch):
+                progress.options[options, 0] = stage
+                progress.options[options, 1] = kind
+                progress.option_ready[options] = ready
+                progress.options[options, 2] = microbatch
+                options += 1
+            elif ready <= now:
+                lacks_room = min(lacks_room, rules.priority[kind])
+    best, chosen = (0, 0, 0), -1
+    for option in range(options):
+        if progress.option_ready[option] > now:
+            continue
+        kind, stage = progress.options[option, 1], progress.options[option, 0]
+        depth = step.stages[stage, DEPTH] if kind == FORWARD else -step.stages[stage, DEPTH]
+        key = (
+            _priority(rules, kind, lacks_room), progress.options[option, 2], depth
+        )
+        if chosen < 0 or key < best:
+            best, chosen = key, option
+    if chosen < 0:
+        return -1, -1
+    stage, kind = progress.options[chosen, 0], progress.options[chosen, 1]
+    if rules.patience > 0 and (kind == RECOMPUTE or kind == WEIGHT):
+        horizon = now + rules.patience * step.amounts[stage, B_WEIGHT if kind == WEIGHT else R]
+        for option in range(options):
+            ready = progress.option_ready[option]
+            priority = _priority(rules, progress.options[option, 1], lacks_room)
+            if now < ready < horizon and priority < best[0]:
+                return -1, -1
+    return stage, kind
+
+
+@part
+def _priority(rules, kind, lacks_room):
+    priority = rules.priority[kind]
+    return min(priority, lacks_room) if kind == WEIGHT else priority
+
+
+@part
+def _on_its_quota(step, rules, progress, stage, kind, microbatch):
+    """Where a task must run: on its module's quota, on the whole device, or on any. A backward
+    runs where what it needs was made."""
+    if step.amounts[stage, QUOTA_SHARE] == 0:
+        return WHOLE
+    made_first = step.stages[stage, RECOMPUTES] > 0 and not rules.early
+    if kind == FORWARD or kind == RECOMPUTE or (kind == BACKWARD and made_first):
+        return ANY
+    return QUOTA if progress.on_quota[stage, microbatch] else WHOLE
+
+
+@part
+def _fits_group(step, rules, progress, stage, kind, microbatch, concurrent):
+    if kind != progress.begun[0, 1]:
+        return False
+    for at in range(concurrent):
+        if step.stages[progress.begun[at, 0], MODULE] == step.stages[stage, MODULE]:
+            return False
+    return _on_its_quota(step, rules, progress, stage, kind, microbatch) != WHOLE
+
+
+@part
+def _begin(step, rules, progress, rank, stage, kind, now, groups, events):
+    """Begin a task, and what runs concurrently; returns when all of it ends, and how many groups
+    there are then."""
+    first = progress.length[0]
+    _begin_task(step, rules, progress, 0, stage, kind, now, events)
+    if step.amounts[stage, QUOTA_SHARE] == 0:  # as most have none
+        end = now + progress.begun_seconds[0]
+        _end(step, progress, 0, end, events)
+        return end, groups
+    count = 1
+    where = _on_its_quota(step, rules, progress, stage, kind, progress.begun[0, 2])
+    if where != WHOLE:
+        while True:
+            other, other_kind = _choose(step, rules, progress, rank, now, count)
+            if other < 0:
+                break
+            _begin_task(step, rules, progress, count, other, other_kind, now, events)
+            count += 1
+    on_quota = where == QUOTA or (where == ANY and count > 1)
+    end = now + progress.begun_seconds[0]
+    if on_quota:
+        end = 0.0
+        for at in range(count):
+            quota = step.amounts[progress.begun[at, 0], QUOTA_SHARE]
+            end = max(end, now + progress.begun_seconds[at] / (quota if quota > 0 else 1.0))
+        for entry in range(first, progress.length[0]):
+            progress.log[entry, 3] = groups
+        groups += 1
+    for at in range(count):
+        began = progress.begun[at]
+        if began[1] == FORWARD or began[1] == RECOMPUTE:
+            progress.on_quota[began[0], began[2]] = on_quota
+        _end(step, progress, at, end, events)
+    return end, groups
+
+
+@part
+def _begin_task(step, rules, progress, place, stage, kind, now, events):
+    first = step.stages[stage, BACKWARDS]
+    if kind == FORWARD:
+        at = step.stages[stage, FORWARDS] + progress.counts[stage, NEXT_FORWARD]
+        microbatch = step.microbatches[at]
+        progress.counts[stage, NEXT_FORWARD] += 1
+        operation = F_NO_GRAD
+        if step.uses[stage, microbatch] & NEEDS:
+            operation = F_CHECKPOINTED if step.stages[stage, RECOMPUTES] > 0 else F
+            progress.counts[stage, STARTED] += 1
+            _hold(step, progress, stage, microbatch, step.amounts[stage, KEPT])
+        for edge in range(step.stages[stage, PRODUCERS], step.stages[stage + 1, PRODUCERS]):
+            producer = step.edges[edge, PRODUCER]
+            if step.uses[producer, microbatch] & RUN:
+                progress.consumed[producer, step.stages[stage, MODULE]] += 1
+                heapq.heappush(events, (now, step.stages[producer, RANK]))
+    elif kind == RECOMPUTE:
+        microbatch = step.microbatches[first + progress.counts[stage, NEXT_RECOMPUTE]]
+        progress.counts[stage, NEXT_RECOMPUTE] += 1
+        _hold(step, progress, stage, microbatch, step.amounts[stage, ACTIVATION])
+        operation = R
+    elif kind == BACKWARD:
+        microbatch = step.microbatches[first + progress.counts[stage, NEXT_BACKWARD]]
+        progress.counts[stage, NEXT_BACKWARD] += 1
+        operation = B
+        if rules.split and step.stages[stage, TRAINS] > 0 and step.uses[stage, microbatch] & OWES:
+            operation = B_INPUT
+            progress.weights[first + progress.counts[stage, LAST_WEIGHT]] = microbatch
+            progress.counts[stage, LAST_WEIGHT] += 1
+        else:
+            _hold(step, progress, stage, microbatch, -progress.held[stage, microbatch])
+    else:
+        microbatch = progress.weights[first + progress.counts[stage, FIRST_WEIGHT]]
+        progress.counts[stage, FIRST_WEIGHT] += 1
+        _hold(step, progress, stage, microbatch, -progress.held[stage, microbatch])
+        operation = B_WEIGHT
+    seconds = 0.0
+    if kind == BACKWARD and step.stages[stage, RECOMPUTES] > 0 and not rules.early:
+        _note(progress, stage, microbatch, R)
+        progress.counts[stage, NEXT_RECOMPUTE] += 1
+        seconds = step.amounts[stage, R]
+    _note(progress, stage, microbatch, operation)
+    progress.begun[place, 0] = stage
+    progress.begun[place, 1] = kind
+    progress.begun[place, 2] = microbatch
+    progress.begun_seconds[place] = seconds + step.amounts[stage, operation]
+
+
+@part
+def _hold(step, progress, stage, microbatch, more):
+    progress.held[stage, microbatch] += more
+    progress.rank_held[step.stages[stage, RANK]] += more
+
+
+@part
+def _note(progress, stage, microbatch, operation):
+    entry = progress.log[progress.length[0]]
+    entry[0], entry[1], entry[2], entry[3] = stage, microbatch, operation, -1
+    progress.length[0] += 1
+
+
+@part
+def _end(step, progress, place, end, events):
+    """Say when a task ends, and wake the ranks that may wait for that."""
+    began = progress.begun[place]
+    stage, kind, microbatch = began[0], began[1], began[2]
+    if kind == FORWARD:
+        progress.ends[FORWARD_END, stage, microbatch] = end
+        for at in range(step.stages[stage, CONSUMERS], step.stages[stage + 1, CONSUMERS]):
+            delay = step.delays[step.edges[at, CONSUMER_EDGE], 0]
+            heapq.heappush(events, (end + delay, step.stages[step.edges[at, CONSUMER], RANK]))
+    elif kind == RECOMPUTE:
+        progress.ends[RECOMPUTED_END, stage, microbatch] = end
+    elif kind == BACKWARD:
+        progress.ends[BACKWARD_END, stage, microbatch] = end
+        for edge in range(step.stages[stage, PRODUCERS], step.stages[stage + 1, PRODUCERS]):
+            delay = step.delays[edge, 1]
+            heapq.heappush(events, (end + delay, step.stages[step.edges[edge, PRODUCER], RANK]))

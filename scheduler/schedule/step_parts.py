@@ -1,0 +1,215 @@
+"""A step of a plan in parts that have nothing to do with each other, as arrays: replicas of a whole
+pipeline are parts, and mostly alike, so that what is true of one is worked out once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.plan.stage import Edge, StageId
+from raymm.scheduler.program.program import Op
+from raymm.scheduler.schedule.compiled.arrays import NEEDS, OWES, RUN, StepArrays
+from raymm.scheduler.schedule.compiled.replay import TransferArrays
+from raymm.scheduler.schedule.network import Transfer
+from raymm.scheduler.schedule.stage_costs import StageCost
+from raymm.scheduler.schedule.step_graph import ActiveStages
+
+OPS = (
+    Op.FORWARD, Op.FORWARD_NO_GRAD, Op.FORWARD_CHECKPOINTED, Op.RECOMPUTE, Op.BACKWARD,
+    Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT,
+)
+
+# A stage whose costs are not known: a backward takes twice as long as a forward, and what a
+# forward keeps is much more than what it got.
+UNKNOWN_FORWARD, UNKNOWN_BACKWARD = 1.0, 2.0
+UNKNOWN_SIZES = StageCost(0.0, 0.0, 0.0, input_bytes=1, activation_bytes=16)
+
+# A task never takes no time at all, or a rank could begin tasks forever at one instant.
+SHORTEST = 1e-9
+
+
+@dataclass(frozen=True)
+class Part:
+    """Stages that depend on each other or share ranks, and the microbatches that use them.
+
+    Attributes:
+        stages: in the plan's order.
+        ranks, microbatches: by the numbers that the arrays have for them.
+        arrays: stages, ranks and microbatches by number.
+        edges: the plan's data edges, as the arrays have them.
+    """
+
+    stages: tuple[Stage, ...]
+    ranks: tuple[int, ...]
+    microbatches: tuple[int, ...]
+    arrays: StepArrays
+    edges: tuple[Edge, ...]
+
+    def op_array(self, costs: Mapping[tuple[StageId, Op], float]) -> np.ndarray:
+        """(S, 7) seconds by operation; what is missing takes no time."""
+        return np.array([[costs.get((s.id, op), 0.0) for op in OPS] for s in self.stages], float)
+
+    def transfer_arrays(self, transfers: Mapping[Edge, Transfer]) -> TransferArrays:
+        """What messages take; those that are missing no time."""
+        none = Transfer()
+        there = [transfers.get(edge, none) for edge in self.edges]
+        back = [transfers.get((dst, src), none) for src, dst in self.edges]
+        columns = [t.seconds for t in there], [t.latency for t in there]
+        columns += [t.seconds for t in back], [t.latency for t in back]
+        return TransferArrays(*(np.array(column, dtype=float) for column in columns))
+
+
+def parts_of(
+    plan: Plan,
+    active: Sequence[ActiveStages],
+    costs: Mapping[tuple[StageId, Op], float],
+    sizes: Mapping[StageId, StageCost],
+    delays: Mapping[Edge, float],
+) -> list[Part]:
+    """The parts of a step, the one of the plan's first stage first.
+
+    Args:
+        plan: whose stages run.
+        active: what each microbatch uses.
+        costs: seconds per (stage, compute op), as far as known.
+        sizes: bytes per stage, as far as known.
+        delays: seconds a message takes, per directed edge; 0 where missing.
+    """
+    kinds = list({id(a): a for a in active}.values())
+    numbers = {id(a): number for number, a in enumerate(kinds)}
+    kind_of = np.array([numbers[id(a)] for a in active], dtype=np.int64)
+    used: dict[StageId, list[int]] = {}
+    for number, kind in enumerate(kinds):
+        for stage in kind.stages:
+            used.setdefault(stage, []).append(number)
+    result = []
+    for stages in _connected(plan):
+        own = sorted({number for stage in stages for number in used.get(stage.id, ())})
+        microbatches = np.flatnonzero(np.isin(kind_of, own))
+        among = {number: index for index, number in enumerate(own)}
+        columns = [among[number] for number in kind_of[microbatches]]
+        result.append(_part(
+            plan, stages, [kinds[number] for number in own], columns, microbatches, costs, sizes,
+            delays,
+        ))
+    return result
+
+
+def _connected(plan: Plan) -> Iterator[list[Stage]]:
+    """Stages that edges or ranks join."""
+    parent: dict[object, object] = {}
+
+    def root(node: object) -> object:
+        while (above := parent.setdefault(node, node)) != node:
+            parent[node] = node = parent[above]
+        return node
+
+    for stage in plan.stages:
+        parent[root(stage.id)] = root(stage.rank)
+    for src, dst in plan.stage_edges:
+        parent[root(src)] = root(dst)
+    parts: dict[object, list[Stage]] = {}
+    for stage in plan.stages:
+        parts.setdefault(root(stage.id), []).append(stage)
+    yield from parts.values()
+
+
+def _part(
+    plan: Plan, stages: Sequence[Stage], kinds: Sequence[ActiveStages], columns: Sequence[int],
+    microbatches: np.ndarray, costs: Mapping[tuple[StageId, Op], float],
+    sizes: Mapping[StageId, StageCost], delays: Mapping[Edge, float],
+) -> Part:
+    """The part of these stages; ``columns`` says of which of the kinds each microbatch is."""
+    ids = [stage.id for stage in stages]
+    number = {name: index for index, name in enumerate(ids)}
+    ranks = sorted({stage.rank for stage in stages})
+    rank_number = {rank: index for index, rank in enumerate(ranks)}
+    modules = {node.name: index for index, node in enumerate(plan.graph.nodes)}
+    cost = [sizes.get(name, UNKNOWN_SIZES) for name in ids]
+
+    def members(attribute: str) -> np.ndarray:
+        names = [getattr(kind, attribute) for kind in kinds]
+        table = np.array([[name in of_kind for of_kind in names] for name in ids], dtype=bool)
+        return table.reshape(len(ids), len(names))[:, columns]
+
+    uses = (
+        members("stages") * RUN + members("needs_backward") * NEEDS
+        + members("needs_input_grad") * OWES
+    ).astype(np.uint8)
+    forwards, backwards = (uses & RUN) > 0, (uses & NEEDS) > 0
+    producers = [[number[p] for p in plan.stage_producers[name]] for name in ids]
+    consumers = [[number[c] for c in plan.stage_consumers[name]] for name in ids]
+    edges = [(p, c) for c, before in enumerate(producers) for p in before]
+    edge_number = {edge: index for index, edge in enumerate(edges)}
+    by_producer = [(p, c) for p, after in enumerate(consumers) for c in after]
+    names = [(ids[p], ids[c]) for p, c in edges]
+    consumer_modules = np.zeros((len(ids), len(modules)), dtype=bool)
+    for p, c in edges:
+        consumer_modules[p, modules[stages[c].module]] = True
+    on_rank = [[number[s.id] for s in plan.rank_stages(rank)] for rank in ranks]
+    columns_of_stages = [
+        [rank_number[s.rank] for s in stages], [modules[s.module] for s in stages],
+        [plan.depth[name] for name in ids], [plan.warm_up[name] for name in ids],
+        [s.recompute for s in stages], [plan.trainable(s) for s in stages],
+    ]
+    offsets = [
+        _starts(forwards.sum(axis=1)), forwards.sum() + _starts(backwards.sum(axis=1)),
+        _starts(map(len, producers)), _starts(map(len, consumers)),
+    ]
+    arrays = StepArrays(
+        np.array([*([*column, 0] for column in columns_of_stages), *offsets], dtype=np.int64)
+        .T.copy(),
+        np.array([
+            [
+                *_seconds(stage.id, costs),
+                size.input_bytes if stage.recompute else size.activation_bytes,
+                size.activation_bytes if stage.recompute else 0, stage.quota or 0,
+            ]
+            for stage, size in zip(stages, cost, strict=True)
+        ], dtype=float),
+        uses,
+        np.concatenate([forwards.nonzero()[1], backwards.nonzero()[1]]).astype(np.int64),
+        np.array([
+            [p, c, edge_number[edge]]
+            for (p, _), edge in zip(edges, by_producer, strict=True) for c in edge[1:]
+        ], dtype=np.int64).reshape(-1, 3),
+        np.array([
+            [delays.get((src, dst), 0.0), delays.get((dst, src), 0.0)] for src, dst in names
+        ], dtype=float).reshape(-1, 2),
+        consumer_modules,
+        _starts(map(len, on_rank)),
+        np.array([stage for some in on_rank for stage in some], dtype=np.int64),
+    )
+    return Part(
+        tuple(stages), tuple(ranks), tuple(microbatches.tolist()), arrays, tuple(names)
+    )
+
+
+def _starts(lengths: Iterable[int]) -> np.ndarray:
+    """Offsets of lists in one array."""
+    return np.array([0, *accumulate(lengths)], dtype=np.int64)
+
+
+def _seconds(stage: StageId, costs: Mapping[tuple[StageId, Op], float]) -> list[float]:
+    """Durations by operation, as far as they were measured. A forward that was measured under
+    ``no_grad`` only (or only with gradients) takes about as long the other way."""
+
+    def seconds(*ops: Op, default: float) -> float:
+        measured = (costs[stage, op] for op in ops if (stage, op) in costs)
+        return max(next(measured, default), SHORTEST)
+
+    f, n, c = Op.FORWARD, Op.FORWARD_NO_GRAD, Op.FORWARD_CHECKPOINTED
+    forward = seconds(f, c, n, default=UNKNOWN_FORWARD)
+    no_grad = seconds(n, c, f, default=UNKNOWN_FORWARD)
+    recompute = seconds(Op.RECOMPUTE, f, c, n, default=UNKNOWN_FORWARD)
+    parts = [(stage, op) for op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)]
+    measured = all(part in costs for part in parts)
+    whole = sum(costs[part] for part in parts) if measured else UNKNOWN_BACKWARD
+    backward = seconds(Op.BACKWARD, default=whole)
+    of_input = seconds(Op.BACKWARD_INPUT, default=backward / 2)
+    weight = seconds(Op.BACKWARD_WEIGHT, default=backward - of_input)
+    return [forward, no_grad, forward, recompute, backward, of_input, weight]

@@ -1,0 +1,192 @@
+"""Connections of a process: all made and used once before the first step, in one order."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from nccl_oracle import Operation, stuck
+
+from raymm.actors.faults.lost_processes import ChannelError
+from raymm.actors.faults.whereabouts import Whereabouts
+from raymm.actors.optimizer.gradient_reduction import ReductionGroup
+from raymm.actors.rank import meeting
+from raymm.actors.rank.connections import MESSAGE_CTAS, Connections, link_ctas
+from raymm.actors.rank.rank_spec import ProcessGroups, RankSpec
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.plan.process_grid import Processes, connected_pairs
+from raymm.scheduler.plan.stage import StageId
+
+TIMEOUT = timedelta(seconds=7)
+NOT_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
+
+
+def degrees_plan() -> Plan:
+    """Two chunks of a module on each of two ranks, other degrees than the encoder's, replicas."""
+    graph = ModuleGraph(
+        (ModuleNode("vision", (True,)), ModuleNode("llm", (True,) * 4)), (("vision", "llm"),)
+    )
+    vision = [Stage("vision", 0, (0, 1), r, r, tp=2) for r in range(2)]
+    llm = [Stage("llm", i, (i, i + 1), 2 + i % 2, cp=2, tp=2) for i in range(4)]
+    return Plan(graph, (*vision, *llm), 4)
+
+
+def specs(plan: Plan) -> list[RankSpec]:
+    processes = Processes(plan)
+    reductions = (
+        ReductionGroup((0, 2), (StageId("vision", 0),)),
+        ReductionGroup((4, 8), (StageId("llm", 0), StageId("llm", 3))),
+    )
+    listed = []
+    for number, process in enumerate(processes.all):
+        groups = (
+            tuple(processes.of_rank(process.rank)), processes.data_group(process),
+            processes.sample_group(process), processes.token_group(process),
+            processes.tensor_group(process),
+        )  # fmt: skip
+        listed.append(RankSpec(
+            number, len(processes.all), {}, plan.stage_edges,
+            tuple((edge, processes.p2p_groups(edge)) for edge in processes.remote_edges),
+            processes.groups,
+            ProcessGroups(*(group if len(group) > 1 else () for group in groups)),
+            reduction_groups=reductions,
+        ))
+    return listed
+
+
+class Group:
+    """A process's end of a group that was made as the ``number``-th."""
+
+    def __init__(self, number: int, ranks: list[int], me: int) -> None:
+        self.number, self.ranks, self.me = number, ranks, me
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+class Recorder:
+    """What a process asks of ``torch.distributed``, as if all others did their part."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.me = 0
+        self.made: dict[int, list] = defaultdict(list)
+        self.issued: dict[int, list[Operation]] = defaultdict(list)
+        for name in ("new_group", "all_reduce", "isend", "irecv", "get_rank", "get_world_size"):
+            monkeypatch.setattr(dist, name, getattr(self, name))
+
+    def new_group(self, ranks, **options):
+        made = self.made[self.me]
+        made.append((tuple(ranks), *sorted(options.items(), key=str)))
+        return Group(len(made), ranks, self.me) if self.me in ranks else NOT_MEMBER
+
+    def _issue(self, kind: str, name: object, group: Group) -> None:
+        self.issued[self.me].append(Operation(kind, (group.number, name), group.number))
+
+    def all_reduce(self, tensor: torch.Tensor, group: Group) -> None:
+        self._issue("sum", "first", group)
+        tensor.fill_(group.size())
+
+    def isend(self, tensor: torch.Tensor, peer: int, group: Group):
+        self._issue("message", (self.me, peer), group)
+        return Ended()
+
+    def irecv(self, tensor: torch.Tensor, peer: int, group: Group):
+        self._issue("message", (peer, self.me), group)
+        tensor.fill_(peer)
+        return Ended()
+
+    def get_rank(self, group: Group | None = None) -> int:
+        return self.me if group is None else sorted(group.ranks).index(self.me)
+
+    def get_world_size(self, group: Group) -> int:
+        return group.size()
+
+
+class Ended:
+    """An operation that is done."""
+
+    def wait(self) -> None:
+        """It is."""
+
+
+def test_all_processes_make_and_use_all_groups_in_one_order(monkeypatch) -> None:
+    recorder = Recorder(monkeypatch)
+    listed = specs(degrees_plan())
+    connections = []
+    for spec in listed:
+        recorder.me = spec.rank
+        connections.append(Connections(spec, torch.device("cpu"), TIMEOUT, Whereabouts()))
+    first, *others = recorder.made.values()
+    assert len(recorder.made) == len(listed) and all(made == first for made in others)
+    members = {number: set(ranks) for number, (ranks, *_) in enumerate(first, start=1)}
+    used = defaultdict(set)
+    for process, operations in recorder.issued.items():
+        for operation in operations:
+            used[operation.communicator].add(process)
+        # Each is used as soon as it is there, before the next is made.
+        numbers = [operation.communicator for operation in operations]
+        assert numbers == sorted(n for n, ranks in members.items() if process in ranks)
+    assert used == members
+    issued = [recorder.issued[process] for process in range(len(listed))]
+    assert not stuck(issued, lambda process, communicator: "all", host_blocks=True)
+    links = Counter(ranks for ranks, *_ in first if len(ranks) == 2)
+    pairs = connected_pairs(listed[0].p2p_groups)
+    assert all(links[pair] >= 1 for pair in pairs)
+    edges = {edge for edge, _ in listed[0].p2p_groups}
+    opened = {edge for c in connections for edge in (*c.senders, *c.receivers)}
+    assert opened == edges
+
+
+def test_edges_between_two_processes_share_a_link() -> None:
+    plan = degrees_plan()
+    processes = Processes(plan)
+    of_edges = [(edge, processes.p2p_groups(edge)) for edge in processes.remote_edges]
+    chunks = [edge for edge, _ in of_edges if edge[0].module == edge[1].module]
+    assert len(chunks) == 6  # llm.0 -> llm.1 -> llm.2 -> llm.3 on two ranks, and back
+    pairs = [pair for pair in connected_pairs(of_edges) if min(pair) >= 4]
+    assert len(pairs) == 8  # four processes of a rank with one each of the other, both ways
+
+
+def test_groups_of_nccl_connect_when_they_are_made(monkeypatch) -> None:
+    """And only with the processes that are in them."""
+    asked = []
+
+    class Options:
+        def __init__(self, is_high_priority_stream: bool) -> None:
+            self.config = type("Config", (), {})()
+
+    class Nccl:
+        pass
+
+    Nccl.Options = Options
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **options: asked.append(options))
+    device = torch.device("cuda", 0)
+    meeting._new_group((0, 1), TIMEOUT, device, ctas=5)
+    meeting._new_group((0, 1), TIMEOUT, device, "gloo")
+    message, host = asked
+    assert message["device_id"] == device and message["pg_options"].config.max_ctas == 5
+    assert host["device_id"] is None and host["pg_options"] is None
+
+
+def test_messages_under_way_leave_multiprocessors_to_others() -> None:
+    assert link_ctas([]) == link_ctas([(0, 1)]) == 8
+    for links in range(1, 60):
+        pairs = [(0, peer) for peer in range(1, links + 1)]
+        assert 1 <= link_ctas(pairs) <= max(1, MESSAGE_CTAS // links)
+
+
+def test_processes_that_do_not_come_are_named_with_the_timeout(monkeypatch) -> None:
+    def new_group(ranks, **options):
+        raise RuntimeError("Connect timeout")
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    said = r"processes 3, 5 did not connect within 7 s .timeout_s.: Connect timeout"
+    with pytest.raises(ChannelError, match=said):
+        meeting.new_group((3, 5), TIMEOUT, torch.device("cpu"))
+    with pytest.raises(ChannelError, match="processes 0, 1, 2, 3 and 5 more did not connect"):
+        meeting.new_group(range(9), TIMEOUT, torch.device("cpu"))

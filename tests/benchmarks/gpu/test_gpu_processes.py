@@ -1,0 +1,152 @@
+"""Sections that fail, break their process, end it or take too long: the others' parts are kept."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import host_waits, processes, report
+from benchmarks.gpu.__main__ import budgets, groups
+from benchmarks.gpu.device import Device
+from benchmarks.gpu.record import BrokenContextError, Record, read_parts
+from benchmarks.gpu.sections import SECTIONS, Section
+
+
+def broken():
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def wrong():
+    raise ValueError("3 is not 4")
+
+
+def dies():
+    os.write(1, b"last words\n")  # not to what pytest has put in place of stdout
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def hangs():
+    subprocess.Popen(["sleep", "1000"])  # is to end with its section
+    time.sleep(1000)
+
+
+PARTS = {
+    "fine": lambda: {"figure": 1}, "wrong": wrong, "broken": broken, "dies": dies, "hangs": hangs,
+}
+
+
+@dataclass(frozen=True)
+class Given(Section):
+    """A section of some of these parts, then a good one."""
+
+    parts: tuple[str, ...] = ()
+
+    def run(self, device, record, share):
+        for name in (*self.parts, "fine"):
+            record.part(name, PARTS[name])
+
+
+@pytest.fixture
+def run_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "GRACE_S", 0.2)
+    server = multiprocessing.get_context("fork")
+
+    def run(*parts, seconds=60.0):
+        section = Given("given", seconds, parts=parts)
+        looks = []
+        deadline = time.monotonic() + seconds
+        there = processes.run_together(
+            [section], server, "cpu", tmp_path, [deadline], lambda: looks.append(1)
+        )
+        assert there and looks
+        return report.gather([section], tmp_path)["given"]
+
+    return run
+
+
+def test_a_part_that_raises_is_an_error_with_its_text(run_parts):
+    found = run_parts("wrong")
+    assert (found["ok"], found["errors"]) == (1, 1)
+    assert found["parts"]["wrong"]["error"] == "ValueError: 3 is not 4"
+    assert "in wrong" in found["parts"]["wrong"]["traceback"]
+    assert found["parts"]["fine"]["figure"] == 1
+
+
+@pytest.mark.parametrize("part, text", [("broken", "illegal memory"), ("dies", "SIGSEGV")])
+def test_another_process_goes_on_after_a_broken_one(run_parts, part, text):
+    found = run_parts(part, "wrong")
+    assert text in found["parts"][part]["error"]
+    assert found["parts"]["fine"]["state"] == "ok" and found["errors"] == 2
+    if part == "dies":
+        assert "last words" in found["parts"][part]["log"]
+
+
+def test_what_takes_too_long_ends_with_all_that_it_started(run_parts):
+    found = run_parts("hangs", seconds=0.5)
+    assert "its time was over" in found["parts"]["hangs"]["error"] and "fine" not in found["parts"]
+    sleeping = subprocess.run(["pgrep", "-x", "-a", "sleep"], capture_output=True, text=True)
+    assert "sleep 1000" not in sleeping.stdout
+
+
+def test_parts_without_time_are_not_left_out_silently(tmp_path):
+    path = tmp_path / "record"
+    record = Record(path, 5.0)
+    record.part("long", lambda: {}, needs=10.0)
+    record.part("short", lambda: {}, needs=1.0)
+    Record(path, 0.0).part("late", lambda: {})
+    with pytest.raises(BrokenContextError):
+        record.part("broken", broken)
+    Record(path, 5.0, done=["again"]).part("again", wrong)
+    with path.open("a") as file:
+        file.write('{"part": "torn", "sta')
+    states = {name: row["state"] for name, row in read_parts(path).items()}
+    assert states == {"long": "not_run", "short": "ok", "late": "not_run", "broken": "error"}
+
+
+def test_results_are_whole_or_not_there_and_keep_other_sections(tmp_path):
+    path = tmp_path / "results" / report.file_name(
+        {"machine": {"parts": {"device": {"name": "NVIDIA H100 80GB HBM3"}}}}, "cuda"
+    )
+    assert path.name == "nvidia-h100-80gb-hbm3.json"
+    row = {"state": "ok", "seconds": 1.0, "ms": {"a": 2}, "list": [1]}
+    error = {"state": "error", "error": "ValueError: no"}
+    first = {"one": {"ok": 1, "errors": 1, "not_run": 0, "parts": {"p": row, "q": error}}}
+    report.write(path, first, time.time())
+    report.write(path, {"two": first["one"] | {"ok": 7}}, time.time())
+    assert [*path.parent.iterdir()] == [path]
+    kept = json.loads(path.read_text())["sections"]
+    assert kept["one"]["parts"] == first["one"]["parts"] and kept["two"]["ok"] == 7
+    text = report.tables(first)
+    assert "== one: 1 ok, 1 errors, 0 not run" in text and "! one / q: ValueError: no" in text
+    assert "ms.a" in text and "list" not in text
+
+
+def test_time_that_is_left_over_goes_on_to_later_sections():
+    rest = groups([Section("a", 10), Section("b", 20, beside=True), Section("c", 70)])
+    assert [[s.name for s in group] for group in rest] == [["a", "b"], ["c"]]
+    assert budgets(rest, 100.0) == [10, 30.0]
+    assert budgets(rest, 45.0) == [5.0, 10.0]
+    assert budgets(rest[1:], 69.0) == [pytest.approx(69.0)]
+    longest = sum(max(s.seconds for s in group) for group in groups(SECTIONS))
+    assert longest < 530 and {s.name for s in SECTIONS} == {
+        path.stem for path in Path(report.__file__).parent.glob("*.py")
+        if "\ndef run(device: Device, record: Record" in path.read_text()
+    }
+
+
+def test_waits_are_counted_by_their_line():
+    with host_waits.counted(Device("cpu")) as waits:
+        for _ in range(2):
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+    ((place, count),) = waits.items()
+    assert count == 2 and place.startswith("tests/benchmarks/gpu/test_gpu_processes.py:")

@@ -1,0 +1,28 @@
+"""Runs whose nodes are taken from under them: ``python -m tests.cluster.going_on`` in a process of
+its own, as Ray reads its settings once."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.cluster.rig import ROOT
+
+# Of the whole test: two to three minutes, many times that on a busy machine.
+TEST_TIMEOUT_S = 900
+
+
+@pytest.mark.ray
+@pytest.mark.system
+@pytest.mark.timeout(TEST_TIMEOUT_S)
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the API server's certificate")
+def test_nodes_are_drained_and_killed_and_replicas_come_and_go():
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.cluster.going_on"], cwd=ROOT, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, check=False, timeout=TEST_TIMEOUT_S - 30,
+    )
+    assert done.returncode == 0, done.stdout
+    for said in ("drained node: left after step", "0 steps lost", "killed node: after step",
+                 "1 -> 2 -> 1 replicas: after steps 4 and"):
+        assert said in done.stdout, done.stdout

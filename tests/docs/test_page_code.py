@@ -1,0 +1,90 @@
+"""The Python on pages runs as it stands, and does what the text around it says.
+
+The blocks of a page are one program, in the order of the page. The README's starts a Ray of its
+own; the others run in the session's cluster.
+"""
+
+import subprocess
+import sys
+from collections import defaultdict
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.docs.pages import blocks
+
+TINY = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_hidden_layers=2)
+PROGRAMS: dict[str, list[str]] = defaultdict(list)
+for block in blocks("python"):
+    if not block.skipped:
+        PROGRAMS[block.page].append(block.text)
+
+
+def model_folder(names):
+    """What docs/masks.md is given: a model's folder, and some tokens."""
+    LlamaForCausalLM(LlamaConfig(vocab_size=61, **TINY)).save_pretrained("tiny")
+    names.update(folder="tiny", input_ids=torch.arange(1000)[None] % 61)
+
+
+def masks_hide(names):
+    """A change of the first document changes its outputs and none of the second's."""
+    model, ids, mask = (names[name] for name in ("model", "input_ids", "mask"))
+    with torch.no_grad():
+        before = model(ids, raymm_mask=mask).logits
+        ids[0, 3] += 1
+        after = model(ids, raymm_mask=mask).logits
+    same = (before == after).all(dim=-1)[0]
+    assert same[600:].all() and not same[300:600].any()
+
+
+def loss_is_a_number(names):
+    model, pictures = names["model"], names["pictures"]
+    loss = model(input_ids=names["ids"], labels=names["labels"], vision=pictures)
+    assert torch.isfinite(loss)
+
+
+def plan_can_be_read(names):
+    import raymm
+
+    read = raymm.Plan.from_json(open("plan.json").read())
+    assert read == names["planned"].plan and read.num_ranks <= 8
+
+
+def model_has_taken_a_step(names):
+    assert names["parallel"].steps_taken == 1
+    names["parallel"].shutdown()
+
+
+BEFORE = {"docs/masks.md": model_folder}
+AFTER = {
+    "docs/masks.md": masks_hide, "docs/own-model.md": loss_is_a_number,
+    "docs/planning.md": plan_can_be_read, "docs/notebooks.md": model_has_taken_a_step,
+}  # fmt: skip
+
+
+@pytest.mark.ray
+@pytest.mark.system
+def test_the_readme_runs_with_a_ray_of_its_own(tmp_path):
+    (text,) = PROGRAMS["README.md"]
+    script = tmp_path / "example.py"
+    script.write_text(text)
+    done = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    losses = [float(line.split()[1]) for line in lines if line[:1].isdigit()]
+    assert len(losses) == 3 and losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("page", sorted(set(PROGRAMS) - {"README.md"}))
+def test_code_runs(page, ray_cluster, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "page"}
+    BEFORE.get(page, lambda _: None)(names)
+    for text in PROGRAMS[page]:
+        exec(compile(text, page, "exec"), names)
+    AFTER.get(page, lambda _: None)(names)
+    (made,) = {"docs/masks.md": ["mask.png"]}.get(page, ["."])
+    assert (tmp_path / made).exists()

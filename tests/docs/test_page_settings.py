@@ -1,0 +1,81 @@
+"""YAML on pages is a part of a configuration, and the reference says what every field is."""
+
+import copy
+
+import pytest
+
+from docs import reference
+from raymm.config.sections import TrainConfig, parse_config
+from raymm.files.config_error import ConfigError
+from raymm.files.config_file import parse_yaml
+from tests.docs.pages import blocks
+
+# What a part of a configuration on a page is completed by.
+WHOLE = {
+    "run": {"storage_path": "runs/x", "steps": 10},
+    "model": {
+        "language_model": {"path": "models/llm"},
+        "encoders": {name: {"path": f"models/{name}"} for name in ("vision", "audio")},
+    },
+    "data": {
+        "train": "train.jsonl", "tokenizer": "models/llm", "batch_size": 8, "microbatches": 4,
+        "modalities": {
+            name: {"column": name, "processor": f"models/{name}"} for name in ("vision", "audio")
+        },
+    },
+}
+BLOCKS = [block for block in blocks("yaml") if not block.skipped]
+
+
+def completed(part, whole):
+    """A part, with what is missing in it. An encoder or source that is given is not completed."""
+    if not isinstance(part, dict) or not isinstance(whole, dict):
+        return part
+    if {"path", "config", "factory"} & set(part):
+        return part
+    return {**whole, **{key: completed(part[key], whole.get(key)) for key in part}}
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_settings_are_accepted(block):
+    part = parse_yaml(block.text, str(block))
+    assert set(part) <= set(TrainConfig.model_fields)
+    parse_config(completed(part, copy.deepcopy(WHOLE)))
+
+
+def test_a_wrong_setting_is_noticed():
+    with pytest.raises(ConfigError, match="data.batching.alikes: unknown key"):
+        parse_config(completed({"data": {"batching": {"alikes": 1}}}, copy.deepcopy(WHOLE)))
+
+
+def test_the_data_page_has_four_sources():
+    configs = [
+        parse_config(completed(parse_yaml(block.text, ""), copy.deepcopy(WHOLE)))
+        for block in BLOCKS if block.page == "docs/own-data.md"
+    ]
+    sources = configs[0].data.sources("train")
+    assert [source.name for source in sources] == [None, "laion", None, None]
+    assert configs[0].data.limits.max_image_pixels == 50_000_000
+    assert configs[1].data.batching.rebalance.every == 50
+
+
+def test_the_reference_has_every_field():
+    page = reference.configuration_page()
+    found = reference.sections(TrainConfig)
+    assert len(found) > 10
+    for section, paths in found.items():
+        part = page.split(f"## {', '.join(paths)}\n")[1].split("\n## ")[0]
+        for name in section.model_fields:
+            row = next(line for line in part.splitlines() if line.startswith(f"| `{name}` |"))
+            assert all(cell.strip() for cell in row.replace("\\|", "").split("|")[1:3]), row
+            assert len(row.split("|")[-2].strip()) > 3, row
+
+
+def test_a_field_that_nothing_is_said_of_ends_the_build():
+    class Silent(reference.BaseModel):
+        """A section."""
+
+        name: int = 1
+
+    with pytest.raises(LookupError, match="Silent.name"):
+        reference.description(Silent, "name")

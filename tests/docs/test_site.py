@@ -1,0 +1,43 @@
+"""The site has every page, and a link to nothing fails its build."""
+
+import shutil
+
+import pytest
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+from mkdocs.exceptions import Abort
+
+from tests.docs.pages import PAGES, ROOT
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """The pages and what they link to, in another place."""
+    for name in ("README.md", "mkdocs.yml", "deploy", "benchmarks", "examples"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    return tmp_path
+
+
+def built(folder):
+    config = load_config(str(folder / "mkdocs.yml"), site_dir=str(folder / "site"), strict=True)
+    build(config)
+    return folder / "site"
+
+
+def test_pages_and_what_they_link_to_are_there(checkout):
+    site = built(checkout)
+    names = [str(page.relative_to(ROOT)).removeprefix("docs/") for page in PAGES]
+    for page in (*names, "configuration.md", "architecture.md"):
+        html = page.replace("README.md", "index.md").replace(".md", ".html")
+        assert "<h1" in (site / html).read_text(), page
+    assert 'href="checkpoints.html"' in (site / "index.html").read_text()
+    assert 'href="deploy/index.html"' in (site / "clusters.html").read_text()
+    assert (site / "examples" / "notebook.ipynb").is_file()  # a page links to it
+
+
+def test_a_link_to_nothing_fails(checkout):
+    with (checkout / "docs" / "masks.md").open("a") as page:
+        page.write("\n[x](no-such-page.md) [y](planning.md#no-such-heading)\n")
+    with pytest.raises(Abort, match="2 warnings in strict mode"):
+        built(checkout)

@@ -1,0 +1,24 @@
+"""What the page on troubleshooting quotes can be printed by the source."""
+
+import re
+
+from tests.docs.pages import ROOT
+from tests.docs.source_texts import source_texts
+
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+QUOTES = re.findall(r"^\| `(.+?)` \|", PAGE, re.M)
+
+
+def missing(quotes: list[str]) -> list[str]:
+    """Quotes that no text of the source has in it."""
+    texts = set(source_texts())
+    return [quote for quote in quotes if not any(quote in text for text in texts)]
+
+
+def test_every_error_is_one_of_the_source():
+    assert len(QUOTES) > 30
+    assert missing(QUOTES) == []
+
+
+def test_what_is_not_printed_is_noticed():
+    assert missing(["the plan has … ranks of … … apiece"]) != []

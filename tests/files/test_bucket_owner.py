@@ -1,0 +1,112 @@
+"""One run at a time in a bucket, where files can only be replaced. A folder, used so, stands for
+the bucket."""
+
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from raymm.actors.storage.folder import LocalFolder
+from raymm.files import bucket_owner, run_owner
+from raymm.files.bucket_owner import BucketOwner
+from raymm.files.config_error import ConfigError
+from raymm.files.run_owner import OWNER, Owner, OwnerLostError, RunOwnedError
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_owner, "HEARTBEAT_S", 0.05)
+    shorter = {"SETTLE_S": 0.4, "SEEN_S": 0.0, "LOOK_S": 0.02, "GONE_AFTER_S": 0.6}
+    for name, seconds in shorter.items():
+        monkeypatch.setattr(bucket_owner, name, seconds)
+    return LocalFolder(tmp_path)
+
+
+def elsewhere(owner):
+    """An owner, as if its process were on another machine."""
+    owner._me = replace(owner._me, host="far", boot="another")
+    return owner
+
+
+def test_one_owns_and_the_other_is_told_whom(folder):
+    with BucketOwner(folder) as owner:
+        owner.check()
+        with pytest.raises(RunOwnedError, match="belongs to a run that goes on: process"):
+            BucketOwner(folder).__enter__()
+        owner.check()
+    assert folder.names() == []
+
+
+def test_one_of_another_machine_lives_while_it_gives_signs_of_life(folder):
+    said = []
+    with elsewhere(BucketOwner(folder)) as owner:
+        with pytest.raises(RunOwnedError, match="on far"):
+            BucketOwner(folder, said.append).__enter__()
+        owner._left.set()  # no more of them
+        owner._beating.join()
+        with BucketOwner(folder, said.append) as heir:
+            heir.check()
+            with pytest.raises(OwnerLostError, match="belongs to process"):
+                owner.check()
+    assert "looking for a sign of life" in said[0] and "on far, " in said[-1]
+    assert said[-1].endswith("which is gone")
+
+
+def test_one_whose_process_has_ended_is_followed_at_once(folder, monkeypatch):
+    monkeypatch.setattr(bucket_owner, "GONE_AFTER_S", 1000.0)
+    code = (
+        "import sys, os, signal; from raymm.actors.storage.folder import LocalFolder\n"
+        "from raymm.files import bucket_owner; bucket_owner.SETTLE_S = 0.1\n"
+        "bucket_owner.BucketOwner(LocalFolder(sys.argv[1])).__enter__()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", code, folder.location], check=False, timeout=120)
+    assert folder.names() == [OWNER]
+    with BucketOwner(folder) as owner:
+        owner.check()
+
+
+def test_a_file_that_names_nobody_is_followed_when_nothing_happens(folder):
+    folder.replace(OWNER, b"[]")
+    with BucketOwner(folder) as owner:
+        owner.check()
+        folder.unlink(OWNER)
+        with pytest.raises(OwnerLostError, match="is gone"):
+            owner.check()
+
+
+def test_of_many_at_once_one_owns(folder):
+    """They begin within the time that one may take to write itself down."""
+    owned, refused, done = [], [], threading.Event()
+
+    def enter(delay):
+        time.sleep(delay)
+        try:
+            with BucketOwner(folder) as owner:
+                owned.append(owner)
+                done.wait(30)
+        except RunOwnedError:
+            refused.append(delay)
+
+    threads = [threading.Thread(target=enter, args=(i * 0.02,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 30
+    while len(refused) < 5 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert len(owned) == 1 and len(refused) == 5
+
+
+def test_a_bucket_that_cannot_be_written_is_refused():
+    with pytest.raises(ConfigError, match="'/proc'; expected a bucket that can be read and writt"):
+        BucketOwner(LocalFolder("/proc")).__enter__()
+
+
+def test_owners_are_told_apart():
+    assert Owner.from_bytes(b"{", 1) != Owner.from_bytes(b"{", 2)

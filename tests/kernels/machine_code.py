@@ -1,0 +1,137 @@
+"""What the large attention kernels are in machine code (SASS), for sm_90 and sm_100: the shapes of
+their tensor-core products, what they wait for, how they load, what they spill.
+
+Read by the disassembler that Triton's wheel brings; no GPU is needed. What came of it is kept in
+``machine_code.json``, as in :mod:`compiled_kernels`.
+
+    python tests/kernels/machine_code.py --record   # writes the file and prints a table
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from compiled_kernels import Launch, compile_for, compilers, digest, kernel_sources
+
+RECORD = Path(__file__).with_suffix(".json")
+ARCHITECTURES = (90, 100)
+KERNELS = ("attention_forward", "attention_backward_query", "attention_backward_key")
+HEAD_DIMS = (64, 128)
+# Products on tensor cores: of a warp group (sm_90), of a thread block (sm_100), of a warp (slow).
+_PRODUCTS = re.compile(r"\b(HGMMA\.\d+x\d+x\d+|UTC[A-Z]*MMA|HMMA\.\d+)")
+_LOADS = re.compile(r"\b(UTMALDG|LDGSTS\.E\.BYPASS\.128|LDGSTS)\b")
+_WAITS = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)")
+_LOCAL = re.compile(r"\b(?:STL|LDL)[.\s]")
+
+
+class Target(NamedTuple):
+    """A launch, compiled for an architecture."""
+
+    launch: Launch
+    architecture: int
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """What the disassembler says of one kernel.
+
+    Attributes:
+        registers, shared: per thread, and bytes per program.
+        spills: bytes, as ptxas says; ``local`` instructions that read or write them.
+        products: tensor-core instructions by name; those of sm_90 with m x n x k.
+        loads: instructions that copy tiles into shared memory: by TMA (``UTMALDG``), or by
+            threads, 16 bytes each (``LDGSTS.E.BYPASS.128``) or fewer.
+        waits: of sm_90 for products under way, by how many may still be: 0 waits for all.
+    """
+
+    registers: int
+    shared: int
+    spills: int
+    local: int
+    products: dict[str, int] = field(default_factory=dict)
+    loads: dict[str, int] = field(default_factory=dict)
+    waits: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def least_n(self) -> int:
+        """Columns of the narrowest warp-group product; 0 if there is none."""
+        shapes = [name.split("x") for name in self.products if name.startswith("HGMMA")]
+        return min((int(shape[1]) for shape in shapes), default=0)
+
+
+def targets() -> list[Target]:
+    """Those that are looked at: bf16, masks with kinds, which do all that others do."""
+    return [
+        Target(Launch(kernel, "bfloat16", head_dim, bits=True), architecture)
+        for architecture in ARCHITECTURES for head_dim in HEAD_DIMS for kernel in KERNELS
+    ]
+
+
+def read(target: Target) -> MachineCode:
+    """Compile and disassemble."""
+    import triton
+
+    compiled, registers, spills = compile_for(target.launch, ("cuda", target.architecture, 32))
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        run = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True)
+    code = run.stdout
+    return MachineCode(
+        registers, compiled.metadata.shared, spills, len(_LOCAL.findall(code)),
+        dict(Counter(_PRODUCTS.findall(code))), dict(Counter(_LOADS.findall(code))),
+        dict(Counter(_WAITS.findall(code))),
+    )  # fmt: skip
+
+
+def key(target: Target, sources: str) -> str:
+    """Of all that decides what comes of a target."""
+    return digest(target.launch, sources, ("cuda", target.architecture, 32))
+
+
+def found(wanted: list[Target]) -> dict[Target, MachineCode]:
+    """What was kept, and of kernels that have changed since, what they are now."""
+    rows = json.loads(RECORD.read_text()) if RECORD.is_file() else []
+    kept = {row["digest"]: MachineCode(**row["code"]) for row in rows}
+    sources = kernel_sources()
+    changed = [target for target in wanted if key(target, sources) not in kept]
+    codes = {t: kept[key(t, sources)] for t in wanted if t not in changed}
+    if changed:
+        with compilers(compiling=read) as read_all:
+            codes |= dict(zip(changed, read_all(changed), strict=True))
+    return {target: codes[target] for target in wanted}
+
+
+def main() -> None:
+    """Print a table; with ``--record``, keep it."""
+    codes = found(targets())
+    columns = ("kernel", "sm", "registers", "shared", "spilled", "products", "loads", "waits")
+    print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
+    for target, code in codes.items():
+        counts = (
+            ", ".join(f"{count} {name}" for name, count in each.items()) or "-"
+            for each in (code.products, code.loads, code.waits)
+        )
+        name = f"{target.launch.kernel.removeprefix('attention_')} {target.launch.head_dim}"
+        cells = (name, target.architecture, code.registers, code.shared, code.spills, *counts)
+        print(f"| {' | '.join(map(str, cells))} |")
+    if "--record" in sys.argv[1:]:
+        sources = kernel_sources()
+        rows = [{"digest": key(t, sources), "target": [str(t.launch), t.architecture],
+                 "code": asdict(code)} for t, code in codes.items()]  # fmt: skip
+        RECORD.write_text("[\n" + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n]\n")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

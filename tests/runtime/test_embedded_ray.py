@@ -1,0 +1,78 @@
+"""An embedded Ray that does not come up, or not at once."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from raymm.runtime.embedded.cluster_guardian import session_processes
+
+DRIVER = """
+import subprocess
+from raymm import ClusterError
+from raymm.runtime.cluster import connect
+from raymm.runtime.embedded.cluster_guardian import session_processes
+import os
+try:
+    connect()
+except ClusterError as error:
+    print("said:", error)
+print("left:", session_processes(os.getpid()))
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.system
+def test_what_does_not_come_up_is_a_sentence_and_leaves_nothing(tmp_path):
+    """Ray's server is given no time at all to open its port."""
+    environment = {
+        **os.environ, "RAY_gcs_server_port_wait_time_s": "0", "RAY_TMPDIR": str(tmp_path)
+    }
+    environment.pop("RAY_ADDRESS", None)
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER], env=environment, capture_output=True, text=True,
+        timeout=120, check=False,
+    )
+    said = done.stdout
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert "an embedded Ray did not come up on this machine" in said
+    assert f"Its logs are in {tmp_path}" in said and "RAY_ADDRESS" in said
+    assert "left: set()" in said
+
+
+AGAIN = """
+import ray
+from raymm.runtime.cluster import connect
+init, calls = ray.init, []
+def fails_once(**options):
+    calls.append(options)
+    if len(calls) == 1:
+        raise RuntimeError("too slow")
+    return init(**options)
+ray.init = fails_once
+print(connect(), len(calls), ray.cluster_resources()["CPU"] > 0)
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.system
+def test_what_was_too_slow_is_started_again():
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # of sockets: their paths are short
+        environment = {**os.environ, "RAY_TMPDIR": folder}
+        environment.pop("RAY_ADDRESS", None)
+        done = subprocess.run(
+            [sys.executable, "-c", AGAIN], env=environment, capture_output=True, text=True,
+            timeout=200,
+        )
+    assert done.stdout.splitlines()[-1:] == ["True 2 True"], done.stderr
+
+
+def test_no_process_reads_logs_that_nobody_wants(ray_cluster):
+    commands = [
+        Path(f"/proc/{process}/cmdline").read_text() for process in session_processes(os.getpid())
+    ]
+    assert any("gcs_server" in command for command in commands), "it is called otherwise"
+    assert not any("log_monitor" in command for command in commands)

@@ -1,0 +1,212 @@
+"""Workers of an embedded cluster are forked, by the one private constant of Ray that is replaced
+for it."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from ray._private import ray_constants
+
+from raymm.runtime.embedded import forked_workers
+
+FILE = Path(forked_workers.__file__).resolve()
+CHANGED = (
+    "Ray has changed where it takes the file from that its raylet starts workers with: "
+    "forked_workers() in raymm/runtime/embedded/forked_workers.py is to follow, or every rank "
+    "imports torch anew"
+)
+# Seconds that a process may take to end.
+PATIENCE_S = 30
+WORKER = """
+import os, sys
+numbers = sys.modules.get("numpy.random")  # imported before the fork
+drawn = numbers and numbers.random()
+print(os.getpid(), os.environ.get("COLOUR"), drawn, *sys.argv[1:], flush=True)
+os.execv("/bin/cat", ["cat", "/proc/self/stat"])
+"""
+OWNER = """
+import json, sys, time
+from raymm.runtime.embedded import forked_workers
+forked_workers.MODULES, forked_workers.RAY_MODULES = (), ("numpy.random",)
+forked_workers.start_servers(2, ray_modules=("numpy.random",))
+print(json.dumps([[server[0].pid, server[1]] for server in forked_workers._servers]), flush=True)
+time.sleep(600)
+"""
+FORKED = (
+    'start_servers(2, ray_modules=("numpy.random",))',
+    "_servers.extend(forked_workers._fork_server() for _ in range(2))",
+)
+
+
+@pytest.fixture(params=["started", "forked"])
+def owner(request):
+    """A process with two servers that import nothing; and what they are: process ids, addresses."""
+    code = OWNER if request.param == "started" else OWNER.replace(*FORKED)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        try:
+            yield process, json.loads(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+def worker(address: str, folder: Path, **variables: str) -> dict:
+    """What a worker prints that is asked for as the raylet does: its words, and its parent's
+    process id."""
+    script = folder / "worker.py"
+    script.write_text(WORKER)
+    command = [sys.executable, str(FILE), str(script), "--node=7", "--language=PYTHON"]
+    environment = {**os.environ, **variables, forked_workers._ADDRESSES: address}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, cwd=folder
+    )
+    assert done.returncode == 0, done.stderr
+    words, stat = done.stdout.splitlines()
+    return {"printed": words.split(), "parent": int(stat.rpartition(")")[2].split()[1])}
+
+
+def test_the_constant_is_where_it_was(ray_cluster):
+    name = getattr(ray_constants, "SETUP_WORKER_FILENAME", None)
+    assert name == "setup_worker.py", CHANGED
+    with forked_workers.forked_workers():
+        assert Path(ray_constants.SETUP_WORKER_FILENAME) == FILE
+    assert ray_constants.SETUP_WORKER_FILENAME == name
+
+
+def test_a_worker_is_the_child_of_a_server_that_has_imported_torch(ray_cluster):
+    @ray_cluster.remote(num_cpus=0)
+    def parent() -> list[str]:
+        command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+        return command.decode().split("\0")
+
+    assert [str(FILE), "--serve"] == ray_cluster.get(parent.remote())[1:3], CHANGED
+
+
+def ended(pid: int) -> bool:
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+EARLY = """
+import json, os, sys, time
+from raymm.runtime.embedded import forked_workers
+forked_workers.MODULES, forked_workers.RAY_MODULES = ("fractions",), ()
+held = open(sys.argv[1], "w")
+os.environ.pop("RAY_ADDRESS", None)
+forked_workers.start_servers_early()
+forked_workers.start_servers()
+held.write("once")
+((server, address, _),) = forked_workers._servers
+assert "fractions" in sys.modules and "OPENBLAS_NUM_THREADS" not in os.environ
+print(json.dumps([server.pid, address, server.poll()]), flush=True)
+os.kill(server.pid, 9)
+while server.poll() is None:
+    time.sleep(0.01)
+print(server.poll(), flush=True)
+forked_workers.start_servers(ray_modules=())  # the ended one is replaced
+((server, _, _),) = forked_workers._servers
+print(server.poll())
+"""
+
+
+def test_a_process_that_has_not_begun_is_the_server_itself(tmp_path):
+    variables = {n: v for n, v in os.environ.items() if n != "OPENBLAS_NUM_THREADS"}
+    done = subprocess.run(
+        [sys.executable, "-c", EARLY, str(tmp_path / "held")], env=variables, text=True,
+        capture_output=True, timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    first, code, after = done.stdout.splitlines()  # nothing is printed twice
+    pid, _, polled = json.loads(first)
+    assert polled is None and code == "-9" and after == "None"
+    assert (tmp_path / "held").read_text() == "once" and ended(pid)
+
+
+TRAIN = """
+import sys
+from raymm.runtime.embedded import forked_workers
+def early():
+    print([name for name in ("ray", "torch", "transformers") if name in sys.modules])
+    raise SystemExit
+forked_workers.start_servers_early = early
+from raymm.cli.main import main
+main(["train", "none.yaml"])
+"""
+
+
+def test_the_command_starts_servers_before_anything_else():
+    done = subprocess.run([sys.executable, "-c", TRAIN], capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_servers_end_with_their_owner_however_it_ends(owner, number):
+    process, servers = owner
+    assert len(servers) == 2 and len({address for _, address in servers}) == 2
+    process.send_signal(number)
+    process.wait()
+    assert all(ended(pid) for pid, _ in servers)
+
+
+def test_what_is_no_request_does_not_end_a_server(owner, tmp_path):
+    _, ((pid, address), _) = owner
+    for message in (b"", b"\0" * 8, (100).to_bytes(8, "little") + b"{}"):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(f"\0{address}")
+            connection.sendall(message)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(f"\0{address}")
+    assert worker(address, tmp_path)["parent"] == pid
+
+
+def test_a_worker_has_the_environment_and_outputs_it_was_started_with(owner, tmp_path):
+    _, ((pid, address), _) = owner
+    first = worker(address, tmp_path, COLOUR="red")
+    second = worker(address, tmp_path)
+    assert first["parent"] == second["parent"] == pid
+    assert first["printed"][1] == "red" and second["printed"][1] == "None"
+    assert first["printed"][3:] == ["--node=7"]
+    assert first["printed"][0] != second["printed"][0]  # processes of their own
+    assert "None" != first["printed"][2] != second["printed"][2]  # and random numbers
+
+
+def test_a_worker_with_other_settings_of_rays_is_started_by_itself(owner, tmp_path):
+    _, ((pid, address), _) = owner
+    assert worker(address, tmp_path, RAY_heartbeat="1")["parent"] == pid
+    # By Ray's own script, which takes the place of the process that asked.
+    other = worker(address, tmp_path, RAY_heartbeat="2")
+    assert other["parent"] == os.getpid() and other["printed"][2:] == ["None", "--node=7"]
+    assert worker(address, tmp_path, RAY_heartbeat="1", RAY_JOB_ID="3")["parent"] == pid
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may be somebody else")
+def test_other_users_get_no_worker(owner, tmp_path):
+    _, ((pid, address), _) = owner
+    code = (
+        "import os\nfrom raymm.runtime.embedded import forked_workers as m\nos.setuid(65534)\n"
+        f"print(m._forked({address!r}, {{'arguments': []}}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
+    assert worker(address, tmp_path)["parent"] == pid
+
+
+def test_without_servers_ray_starts_its_own_workers(monkeypatch):
+    monkeypatch.setattr(forked_workers, "_servers", [])
+    with forked_workers.forked_workers():
+        assert ray_constants.SETUP_WORKER_FILENAME == "setup_worker.py"
+    monkeypatch.setenv(forked_workers.OFF, "1")
+    forked_workers.start_servers()
+    assert forked_workers._servers == []

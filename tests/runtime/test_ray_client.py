@@ -1,0 +1,14 @@
+"""Which clusters raymm connects to."""
+
+import pytest
+import ray
+
+from raymm.actors.placement.placement import ClusterError
+from raymm.runtime.cluster import connect
+
+
+def test_a_ray_client_is_refused_in_a_sentence(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # the session's cluster may be
+    with pytest.raises(ClusterError, match="ray://head:10001.* RAY_ADDRESS=auto "):
+        connect()

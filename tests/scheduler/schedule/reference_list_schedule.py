@@ -1,0 +1,381 @@
+"""List scheduling of a step: every rank, when free, takes the best task it can start.
+
+One engine for all schedules; :class:`.schedule_rules.Rules` say what a backward consists of and how
+much may be held, and a :class:`~raymm.scheduler.plan.policy.Policy` which task is best. Times are
+those the simulator will find for the result.
+
+On a rank with quotas the best task may take others with it: of every other module with a quota
+the best that could start as well and is of the same kind (quotas are chosen so that modules take
+about as long as each other, forwards and backwards each among themselves). Alone, it has the whole
+device, but for backwards whose forward ran on a quota: autograd runs those on the same one.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.plan.stage import Edge, StageId
+from raymm.scheduler.program.program import Op
+from raymm.scheduler.schedule.schedule_rules import NoRoomError, Rules, Task
+from raymm.scheduler.schedule.stage_costs import StageCost
+from raymm.scheduler.schedule.step_graph import ActiveStages
+from tests.scheduler.schedule.reference_stage_progress import UNKNOWN_SIZES, StageProgress
+
+# How many microbatches a stage without backward is planned ahead of its consumer. It keeps
+# no activations, only outputs that wait to be received; two hide the jitter between ranks.
+# This orders the work of a rank; it does not hold back a rank that has nothing else to do.
+RUN_AHEAD = 2
+
+FORWARD, RECOMPUTE, BACKWARD, WEIGHT = range(4)
+
+
+class ReferenceSchedule(NamedTuple):
+    """Tasks per rank, in order, and when the last one ends (seconds)."""
+
+    tasks: tuple[tuple[Task, ...], ...]
+    makespan: float
+
+
+class _Begun(NamedTuple):
+    """A task under way, which takes so long on a whole device."""
+
+    state: StageProgress
+    kind: int
+    microbatch: int
+    seconds: float
+
+
+class ListScheduler:
+    """Schedules one step.
+
+    Args:
+        plan: the plan.
+        active: what each microbatch uses.
+        costs: seconds per (stage, compute op), as far as known.
+        sizes: bytes per stage; every stage's are taken to be alike where missing.
+        delays: seconds a message takes, per directed edge (gradients travel the data edge
+            reversed); 0 where missing.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        active: Sequence[ActiveStages],
+        costs: Mapping[tuple[StageId, Op], float],
+        sizes: Mapping[StageId, StageCost] | None = None,
+        delays: Mapping[Edge, float] | None = None,
+    ) -> None:
+        self.plan = plan
+        self.active = active
+        self.costs = costs
+        self.sizes = sizes or {}
+        self.delays = delays or {}
+
+    def run(self, rules: Rules) -> ReferenceSchedule:
+        """Schedule everything.
+
+        Raises:
+            NoRoomError: if a rank filled up to its byte limit and can never go on.
+        """
+        self._rules = rules
+        self._start()
+        num_ranks = self.plan.num_ranks
+        free_at = [0.0] * num_ranks
+        events = [(0.0, rank) for rank in range(num_ranks)]
+        makespan = 0.0
+        while events:
+            now, rank = heapq.heappop(events)
+            while events and events[0] == (now, rank):
+                heapq.heappop(events)
+            if free_at[rank] > now:
+                continue
+            choice = self._choose(rank, now)
+            if choice is None:
+                continue  # woken again when something it may wait for becomes ready
+            end = self._begin(rank, *choice, now)
+            free_at[rank] = end
+            makespan = max(makespan, end)
+            heapq.heappush(events, (end, rank))
+            for wake in self._wakes:
+                heapq.heappush(events, wake)
+        self._check_finished()
+        return ReferenceSchedule(tuple(map(tuple, self._order)), makespan)
+
+    def _start(self) -> None:
+        plan, rules = self.plan, self._rules
+        stages: dict[StageId, StageProgress] = {}
+        for stage in plan.stages:
+            size = self.sizes.get(stage.id, UNKNOWN_SIZES)
+            state = StageProgress(plan, stage, self.active, self.costs, size)
+            state.order = (state.depth, len(stages))  # of one microbatch, nearest to loss first
+            state.held = len(self.active) if rules.flush else plan.warm_up[stage.id]
+            stages[stage.id] = state
+        for state in stages.values():
+            state.connect(plan, stages, self.delays)
+        self._stages = stages
+        self._on_rank = [
+            [stages[s.id] for s in plan.rank_stages(rank)] for rank in range(plan.num_ranks)
+        ]
+        # Per rank, bytes by microbatch and group, which is the order things are finished in.
+        self._held: list[dict[tuple[int, int, int], float]] = [{} for _ in range(plan.num_ranks)]
+        self._order: list[list[Task]] = [[] for _ in range(plan.num_ranks)]
+        self._num_groups = 0
+
+    @property
+    def seconds(self) -> dict[tuple[StageId, Op], float]:
+        """What every op of the last run was taken to take."""
+        return {
+            key: seconds for state in self._stages.values()
+            for key, seconds in state.op_seconds().items()
+        }
+
+    def _check_finished(self) -> None:
+        for state in self._stages.values():
+            left = state.num_left
+            if left and self._rules.byte_limits is not None:
+                raise NoRoomError(
+                    f"activation limits {self._rules.byte_limits} leave {left} task(s) of stage "
+                    f"{state.id} without room; a rank needs room for one microbatch"
+                )
+            if left:  # cannot happen: every limit is at least one and the graph is acyclic
+                raise AssertionError(f"{left} task(s) of stage {state.id} are unscheduled")
+
+    # -- choosing ---------------------------------------------------------------------
+
+    def _choose(
+        self, rank: int, now: float, others: Sequence[_Begun] = ()
+    ) -> tuple[StageProgress, int] | None:
+        """The best task that a rank can start, concurrent with ``others`` if there are any."""
+        policy = self._rules.policy
+        candidates: list[tuple[StageProgress, int, float, int]] = []
+        lacks_room = max(policy.priority)  # best priority of what only lacks room
+        for state in self._on_rank[rank]:
+            for kind, ready, microbatch, has_room in self._candidates(state):
+                if others and not self._fits_group(state, kind, microbatch, others):
+                    continue
+                if has_room:
+                    candidates.append((state, kind, ready, microbatch))
+                elif ready <= now:
+                    lacks_room = min(lacks_room, policy.priority[kind])
+        best: tuple[int, int, int] | None = None
+        chosen: tuple[StageProgress, int] | None = None
+        soon: list[tuple[float, int]] = []  # (when, priority) of what is not ready yet
+        for state, kind, ready, microbatch in candidates:
+            priority = policy.priority[kind]
+            if kind == WEIGHT:
+                priority = min(priority, lacks_room)
+            if ready > now:
+                soon.append((ready, priority))
+                continue
+            depth = state.depth if kind == FORWARD else -state.depth
+            key = (priority, microbatch, depth)
+            if best is None or key < best:
+                best, chosen = key, (state, kind)
+        if best is None or chosen is None:
+            return None
+        if policy.patience and chosen[1] in (RECOMPUTE, WEIGHT):
+            state, kind = chosen
+            duration = state.weight_s if kind == WEIGHT else state.recompute_s
+            horizon = now + policy.patience * duration
+            if any(ready < horizon and priority < best[0] for ready, priority in soon):
+                return None
+        return chosen
+
+    def _on_its_quota(self, state: StageProgress, kind: int, microbatch: int) -> bool | None:
+        """Whether a task must run on its module's quota; None if it may as well have the whole
+        device. A backward runs where what it needs was made."""
+        if state.quota is None:
+            return False
+        made_first = state.recompute and not self._rules.early_recompute
+        if kind in (FORWARD, RECOMPUTE) or (kind == BACKWARD and made_first):
+            return None
+        return microbatch in state.on_quota
+
+    def _fits_group(
+        self, state: StageProgress, kind: int, microbatch: int, others: Sequence[_Begun]
+    ) -> bool:
+        return (
+            kind == others[0].kind
+            and all(state.module != other.state.module for other in others)
+            and self._on_its_quota(state, kind, microbatch) is not False
+        )
+
+    def _candidates(self, state: StageProgress) -> list[tuple[int, float, int, bool]]:
+        """(kind, when it is ready, microbatch, whether there is room for it) of each kind the
+        stage could do next."""
+        policy = self._rules.policy
+        candidates = []
+        if state.next_forward < len(state.forwards):
+            microbatch = state.forwards[state.next_forward]
+            ready = state.forward_ready(microbatch)
+            if ready < math.inf and self._may_run_ahead(state, microbatch):
+                room = microbatch not in state.needs or self._room(state, FORWARD, microbatch)
+                candidates.append((FORWARD, ready, microbatch, room))
+        early = self._rules.early_recompute and state.recompute
+        if early and state.next_recompute < len(state.backwards):
+            microbatch = state.backwards[state.next_recompute]
+            ready = state.forward_end.get(microbatch, math.inf)
+            if ready < math.inf and state.gradient_is_near(microbatch, policy.hops):
+                room = self._room(state, RECOMPUTE, microbatch)
+                candidates.append((RECOMPUTE, ready, microbatch, room))
+        held_back = self._rules.flush and state.next_forward < len(state.forwards)
+        if state.next_backward < len(state.backwards) and not held_back:
+            microbatch = state.backwards[state.next_backward]
+            ready = state.backward_ready(microbatch, early)
+            if ready < math.inf:
+                candidates.append((BACKWARD, ready, microbatch, True))
+        if state.weights:
+            microbatch = state.weights[0]
+            ready = state.backward_end.get(microbatch, math.inf)  # not yet, if it began just now
+            candidates.append((WEIGHT, ready, microbatch, True))
+        return candidates
+
+    def _may_run_ahead(self, state: StageProgress, microbatch: int) -> bool:
+        if microbatch not in state.needs:
+            return state.next_forward - min(state.consumed.values(), default=math.inf) < RUN_AHEAD
+        ahead = state.started - state.next_backward
+        return ahead < state.held or (
+            self._rules.policy.beyond_depth and self._rules.byte_limits is not None
+        )
+
+    def _room(self, state: StageProgress, kind: int, microbatch: int) -> bool:
+        """Whether a forward or recomputation leaves its rank room for what must come first.
+
+        A rank can always finish its microbatches oldest first (of one microbatch, stages
+        nearer to the loss first) if each still fits once all before it are finished. A task
+        may start if that stays so; without this a rank could fill up with what it can do
+        early and never get on.
+        """
+        if self._rules.byte_limits is None:
+            return True
+        # Sums of many sizes: a limit that is met exactly must not fail by rounding.
+        limit = self._rules.byte_limits[state.rank] * (1 + 1e-12)
+        held = self._held[state.rank]
+        more = state.kept if kind == FORWARD else state.activation
+        if sum(held.values()) + more > limit:
+            return False
+        task = (microbatch, *state.order)
+        for other in self._on_rank[state.rank]:
+            # What the stage will next need memory for.
+            index = other.next_recompute if other.recompute else other.started
+            if index == len(other.backwards):
+                continue
+            first = other.backwards[index]
+            place = (first, *other.order)
+            if place > task or (place == task and kind == RECOMPUTE):
+                continue
+            after = sum(size for key, size in held.items() if key >= place)
+            for late in self._on_rank[state.rank]:  # forwards that must still come before it
+                key = (first, *late.order)
+                if key >= place and key != task and first in late.needs:
+                    if first not in late.forward_end:
+                        after += late.kept
+            if after + more + other.activation > limit:
+                return False
+        return True
+
+    # -- doing ------------------------------------------------------------------------
+
+    def _begin(self, rank: int, state: StageProgress, kind: int, now: float) -> float:
+        """Begin a task, and what runs concurrently; returns when all of it ends."""
+        self._wakes: list[tuple[float, int]] = []
+        order = self._order[rank]
+        first = len(order)
+        begun = [self._begin_task(rank, state, kind, now)]
+        if state.quota is None:  # as most have none
+            end = now + begun[0].seconds
+            self._end(begun[0], end)
+            return end
+        on_quota = self._on_its_quota(state, kind, begun[0].microbatch)
+        if on_quota is not False:
+            while (other := self._choose(rank, now, begun)) is not None:
+                begun.append(self._begin_task(rank, *other, now))
+            on_quota = on_quota or len(begun) > 1
+        if on_quota:
+            end = now + max(task.seconds / (task.state.quota or 1.0) for task in begun)
+            for index in range(first, len(order)):
+                quota = self._stages[order[index].stage].quota
+                order[index] = order[index]._replace(group=self._num_groups, quota=quota)
+            self._num_groups += 1
+        else:
+            end = now + begun[0].seconds
+        for task in begun:
+            if task.kind in (FORWARD, RECOMPUTE):
+                quotas = task.state.on_quota
+                (quotas.add if on_quota else quotas.discard)(task.microbatch)
+            self._end(task, end)
+        return end
+
+    def _begin_task(self, rank: int, state: StageProgress, kind: int, now: float) -> _Begun:
+        if kind == FORWARD:
+            return self._begin_forward(rank, state, now)
+        if kind == RECOMPUTE:
+            microbatch, seconds = state.backwards[state.next_recompute], state.recompute_s
+            state.next_recompute += 1
+            self._held[rank][microbatch, *state.order] += state.activation
+            self._order[rank].append(Task(state.id, microbatch, Op.RECOMPUTE))
+        elif kind == BACKWARD:
+            return self._begin_backward(rank, state)
+        else:
+            microbatch, seconds = state.weights.popleft(), state.weight_s
+            del self._held[rank][microbatch, *state.order]
+            self._order[rank].append(Task(state.id, microbatch, Op.BACKWARD_WEIGHT))
+        return _Begun(state, kind, microbatch, seconds)
+
+    def _begin_forward(self, rank: int, state: StageProgress, now: float) -> _Begun:
+        microbatch = state.forwards[state.next_forward]
+        state.next_forward += 1
+        if microbatch in state.needs:
+            op = Op.FORWARD_CHECKPOINTED if state.recompute else Op.FORWARD
+            seconds = state.forward_s
+            state.started += 1
+            self._held[rank][microbatch, *state.order] = state.kept
+        else:
+            op, seconds = Op.FORWARD_NO_GRAD, state.no_grad_s
+        run = self.active[microbatch].stages
+        for producer in state.producers:
+            if producer.id in run:
+                producer.consumed[state.module] += 1
+                self._wakes.append((now, producer.rank))
+        self._order[rank].append(Task(state.id, microbatch, op))
+        return _Begun(state, FORWARD, microbatch, seconds)
+
+    def _begin_backward(self, rank: int, state: StageProgress) -> _Begun:
+        microbatch = state.backwards[state.next_backward]
+        order = self._order[rank]
+        seconds = 0.0
+        if state.recompute and not self._rules.early_recompute:
+            order.append(Task(state.id, microbatch, Op.RECOMPUTE))
+            seconds = state.recompute_s
+            state.next_recompute += 1
+        split = self._rules.split and state.trains and microbatch in state.owes
+        seconds += state.input_s if split else state.backward_s
+        state.next_backward += 1
+        order.append(
+            Task(state.id, microbatch, Op.BACKWARD_INPUT if split else Op.BACKWARD)
+        )
+        if split:
+            state.weights.append(microbatch)
+        else:
+            del self._held[rank][microbatch, *state.order]
+        return _Begun(state, BACKWARD, microbatch, seconds)
+
+    def _end(self, begun: _Begun, end: float) -> None:
+        """Say when a task ends, and wake the ranks that may wait for that."""
+        state, kind, microbatch, _ = begun
+        if kind == FORWARD:
+            state.forward_end[microbatch] = end
+            for consumer in state.consumers:
+                delay = self.delays.get((state.id, consumer.id), 0.0)
+                self._wakes.append((end + delay, consumer.rank))
+        elif kind == RECOMPUTE:
+            state.recomputed_end[microbatch] = end
+        elif kind == BACKWARD:
+            state.backward_end[microbatch] = end
+            for producer in state.producers:
+                delay = self.delays.get((state.id, producer.id), 0.0)
+                self._wakes.append((end + delay, producer.rank))

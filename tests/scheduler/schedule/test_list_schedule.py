@@ -1,0 +1,88 @@
+"""The compiled list scheduler against the one in Python that is easy to read: the same tasks in the
+same order, the same seconds to the bit; and its replay against the simulator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+from random_plans import contents, profiled_plans
+
+from raymm.scheduler.costs.devices import Link
+from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.plan.policy import policies
+from raymm.scheduler.schedule.list_schedule import ListScheduler
+from raymm.scheduler.schedule.memory import activation_peaks
+from raymm.scheduler.schedule.network import Network
+from raymm.scheduler.schedule.schedule_program import to_program
+from raymm.scheduler.schedule.schedule_rules import NoRoomError, Rules
+from raymm.scheduler.schedule.simulate import simulate
+from raymm.scheduler.schedule.stage_costs import op_seconds, stage_costs
+from raymm.scheduler.schedule.step_graph import active_stages
+from tests.scheduler.schedule.reference_list_schedule import ListScheduler as Reference
+
+NETWORK = Network(Link(0.125, 8.0), Link(0.5, 2.0), 3)
+
+
+@st.composite
+def rules(draw: st.DrawFn, ranks: int) -> Rules:
+    """1F1B, GPipe, or a policy within random limits."""
+    kind = draw(st.sampled_from(["1f1b", "gpipe", "zero_bubble"]))
+    if kind != "zero_bubble":
+        return Rules(flush=kind == "gpipe")
+    policy = draw(st.sampled_from([*policies(False), *policies(True)]))
+    limits = tuple(draw(st.integers(0, 300)) for _ in range(ranks))
+    return Rules(policy, split=True, early_recompute=True, byte_limits=limits)
+
+
+@st.composite
+def with_quotas(draw: st.DrawFn) -> Plan:
+    """Plans of which some ranks have quotas for their modules."""
+    plan = draw(profiled_plans())
+    shares = {}
+    for rank in range(plan.num_ranks):
+        modules = sorted({stage.module for stage in plan.rank_stages(rank)})
+        if len(modules) > 1 and draw(st.booleans()):
+            shares |= {(rank, module): 1 / len(modules) for module in modules}
+    stages = [replace(s, quota=shares.get((s.rank, s.module))) for s in plan.stages]
+    return replace(plan, stages=tuple(stages))
+
+
+def plain(tasks):
+    """Tasks with the numbers of groups in the order of the rank."""
+    ranks = []
+    for rank in tasks:
+        numbers: dict[int, int] = {-1: -1}
+        ranks.append([t._replace(group=numbers.setdefault(t.group, len(numbers))) for t in rank])
+    return ranks
+
+
+
+
+@given(st.data())
+def test_the_same_as_in_python(data) -> None:
+    plan = data.draw(with_quotas())
+    active = active_stages(plan, data.draw(contents(plan)))
+    delays = NETWORK.delays(plan) if data.draw(st.booleans()) else {}
+    chosen = data.draw(rules(plan.num_ranks))
+    step = plan, active, op_seconds(plan), stage_costs(plan), delays
+    scheduler = ListScheduler(*step)
+    try:
+        expected = Reference(*step).run(chosen)
+    except NoRoomError as error:
+        try:
+            scheduler.run(chosen)
+        except NoRoomError as own:
+            assert str(own).split(" leave ")[0] == str(error).split(" leave ")[0]
+            return
+        raise AssertionError("there was room") from None
+    schedule = scheduler.run(chosen)
+    assert schedule.makespan == expected.makespan
+    assert plain(schedule.tasks) == plain(expected.tasks)
+
+    program = to_program(plan, active, schedule)
+    transfers = NETWORK.transfers(plan)
+    timeline = simulate(program, op_seconds(plan), transfers=transfers)
+    assert scheduler.replayed(schedule, transfers, op_seconds(plan)) == timeline.makespan
+    assert scheduler.activation_peaks(schedule) == activation_peaks(program, stage_costs(plan))

@@ -1,0 +1,107 @@
+"""Where a run works: in its folder, or in one of this machine that is mirrored into a bucket."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from raymm.actors.rank.rank_group import RankPlace
+from raymm.actors.storage import bucket, seen
+from raymm.actors.storage.seen import problem_seeing
+from raymm.files import bucket_owner
+from raymm.files.config_error import ConfigError
+from raymm.files.run_files import RunFileError
+from raymm.storage.run_folder import RunFolder
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.setattr(bucket_owner, "SETTLE_S", 0.1)
+    monkeypatch.setenv("RAYMM_CACHE", str(tmp_path / "cache"))
+
+
+def test_a_folder_is_worked_in_itself(tmp_path):
+    folder = RunFolder(str(tmp_path / "run"))
+    folder.check()
+    with folder.owned(print) as check_owner:
+        check_owner()
+        (folder.path / "metrics.jsonl").write_text("1")
+        folder.mirror()
+    assert folder.path == tmp_path / "run" and not (tmp_path / "cache").exists()
+    assert [file.name for file in folder.path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_bucket_has_what_has_changed_and_the_next_start_begins_with_it(s3, tmp_path, monkeypatch):
+    folder = RunFolder(s3.url("mirrored"))
+    folder.check()
+    with folder.owned(print) as check_owner:
+        check_owner()
+        (folder.path / "metrics.jsonl").write_text("1")
+        (folder.path / "faults").mkdir()
+        (folder.path / "faults" / "rank0.txt").write_text("2")
+        (folder.path / ".half.raymm-partial").write_text("3")
+        folder.mirror()
+        assert folder.storage.read("metrics.jsonl") == b"1"
+        s3.requests.clear()
+        folder.mirror()
+        assert s3.requests == []  # nothing has changed
+        (folder.path / "metrics.jsonl").write_text("12")
+    assert folder.storage.files() == ["faults/rank0.txt", "metrics.jsonl"]
+
+    # What another machine has left here is not what the bucket has.
+    monkeypatch.setenv("RAYMM_CACHE", str(tmp_path / "elsewhere"))
+    again = RunFolder(s3.url("mirrored"))
+    again.check()
+    (again.path / "trace.json").write_text("old")
+    with pytest.raises(ZeroDivisionError), again.owned(print):
+        assert again.path != folder.path and not (again.path / "trace.json").exists()
+        assert (again.path / "metrics.jsonl").read_text() == "12"
+        assert (again.path / "faults" / "rank0.txt").read_text() == "2"
+        (again.path / "faults" / "rank1.txt").write_text("3")
+        raise ZeroDivisionError
+    assert again.storage.read("faults/rank1.txt") == b"3"
+
+
+def test_a_bucket_that_is_not_there_is_refused_and_one_that_goes_away_is_named(s3, monkeypatch):
+    missing = RunFolder(s3.url("x").replace("s3://runs", "s3://nobodys"))
+    with pytest.raises(ConfigError, match="storage_path is 's3://nobodys/x.*NO_SUCH_BUCKET"):
+        missing.check()
+    folder = RunFolder(s3.url("gone"))
+    folder.check()
+    (folder.path / "metrics.jsonl").write_text("1")
+    monkeypatch.setattr(bucket, "FIRST_WAIT_S", 0.01)
+    s3.before = lambda method, key: 503
+    with pytest.raises(RunFileError, match="cannot write s3://runs/gone/metrics.jsonl.*: .*503"):
+        folder.mirror(retry_for_s=0.1)
+
+
+def test_nodes_that_have_another_folder_at_that_path_are_named(tmp_path, monkeypatch):
+    """The second rank's node has something else mounted there."""
+    monkeypatch.setattr(seen, "SEEN_WITHIN_S", 0.0)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "other").mkdir()
+    mounted = [str(tmp_path / "run"), str(tmp_path / "run")]
+
+    def call(method, location, name, token):
+        assert method == "sees" and location == str(tmp_path / "run")
+        return [problem_seeing(path, name, token) for path in mounted]
+
+    places = (RankPlace("vision.0", "node-a", 1), RankPlace("llm.0", "node-b", 2))
+    group = SimpleNamespace(call=call, places=places)
+    folder = RunFolder(str(tmp_path / "run"))
+    folder.check_seen_by(group)
+    mounted[1] = str(tmp_path / "other")
+    with pytest.raises(ConfigError, match="llm.0 on node-b does not find what the driver wrote"):
+        folder.check_seen_by(group)
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_names_that_lead_out_of_the_folder_are_left_where_they_are(s3, tmp_path, monkeypatch):
+    folder = RunFolder(s3.url("names"))
+    folder.check()
+    # pyarrow's client joins ".." itself; others write such names.
+    names = ["../../../out.txt", "a/../../../../out.txt", "/out.txt", "in.txt"]
+    monkeypatch.setattr(type(folder.storage), "files", lambda self: names)
+    kind, read = type(folder.storage), type(folder.storage).read
+    monkeypatch.setattr(kind, "read", lambda self, n: b"1" if n in names else read(self, n))
+    with folder.owned(print):
+        assert list(tmp_path.rglob("*.txt")) == [folder.path / "in.txt"]

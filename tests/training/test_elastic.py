@@ -1,0 +1,71 @@
+"""Replicas that come and go with the nodes of a cluster: which there can be, and what room there
+is. Runs that have them are in ``tests/cluster/going_on.py``."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raymm.actors.placement.room import count_places
+from raymm.config.build import build_layouts
+from raymm.config.sections import load_config
+from raymm.monitor.metrics import read_metrics
+from raymm.scheduler.plan.plan import PlanError
+from raymm.training import elastic
+from raymm.training.trainer import Trainer
+
+
+@pytest.mark.parametrize(("layout", "says"), [
+    ({"dp": {"min": 2, "max": 1}}, "max_dp is 1"),
+    ({"dp": {"min": 1, "max": 2}, "ranks": [0]}, "how many ranks there are is not known"),
+])  # fmt: skip
+def test_ranges_that_cannot_be_are_refused(make_config, layout, says):
+    config = load_config(make_config({"parallel": {"language_model": layout}}))
+    with pytest.raises(PlanError, match=f"parallel.language_model: .*{says}"):
+        build_layouts(config)
+
+
+def test_sizes_are_those_that_divide_the_microbatches(make_config):
+    config = load_config(make_config({
+        "data.batch_size": 12, "data.microbatches": 6,
+        "parallel": {"language_model": {"dp": {"min": 1, "max": 5}, "pp": 2},
+                     "encoders": {"vision": {"dp": {"min": 2, "max": 3}}}},
+    }))
+    sizes = [
+        (one.encoder_specs["vision"].dp, one.language_model_spec.dp)
+        for one in build_layouts(config).sizes()
+    ]
+    assert sizes == [(2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (3, 3)]
+
+
+def test_room_that_others_have_taken_meanwhile_is_given_up(
+    make_config, raymm, ray_cluster, monkeypatch, tmp_path
+):
+    """The cluster seems to have room for three processes, and has it for two."""
+    monkeypatch.setattr(elastic, "ROOM_S", 2.0)
+    monkeypatch.setattr(elastic.ElasticPlans, "_room", lambda *_: 100)
+    monkeypatch.setattr(Trainer, "_look_for_room", lambda *_: None)
+    code, text = raymm("train", make_config({
+        "parallel": {"language_model": {"dp": {"min": 1, "max": 2}}}, "resources": {"cpus": 3},
+        "run.steps": 2,
+    }))
+    assert code == 0, text
+    assert "fewer replicas, as others were quicker: 3 x (3 CPU) and 1 x (0.1 CPU) could no" in text
+    stages = [row["stage_busy"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    assert [len(busy) for busy in stages] == [2, 2]
+
+
+@given(
+    st.lists(st.fixed_dictionaries({"CPU": st.integers(0, 6), "GPU": st.integers(0, 2)}),
+             max_size=4),
+    st.integers(0, 2),
+)
+def test_places_are_never_more_than_there_are(nodes, workers):
+    bundle, beside = {"CPU": 2.0, "GPU": 1.0}, [{"CPU": 1.0}] * workers
+    count = count_places(nodes, bundle, beside)
+    alone = sum(min(node["CPU"] // 2, node["GPU"]) for node in nodes)
+    spare = sum(node["CPU"] - 2 * min(node["CPU"] // 2, node["GPU"]) for node in nodes)
+    assert count <= alone
+    if spare >= workers:
+        assert count == alone
+    elif count:
+        assert sum(node["CPU"] for node in nodes) >= 2 * count + workers

@@ -1,0 +1,41 @@
+"""What a run does after an interruption, as a table."""
+
+import pytest
+
+from raymm.training.failure_policy import Action, Cause, FailurePolicy, Interruption
+
+GO_ON, END, FOR_GOOD = Action.GO_ON, Action.END, Action.END_FOR_GOOD
+
+
+def lost(step, text="rank 0 died"):
+    return Interruption(Cause.FAILURE, step, text)
+
+
+def left(step, text="node a ends"):
+    return Interruption(Cause.PREEMPTION, step, text)
+
+
+def other(cause, step=1):
+    return Interruption(cause, step, "something")
+
+
+@pytest.mark.parametrize(("budgets", "interruptions", "actions", "why"), [
+    ((1, 0), [lost(3), lost(5)], [GO_ON, END], "failure 2, and run.max_failures is 1"),
+    ((0, None), [lost(3)], [END], "failure 1, and run.max_failures is 0"),
+    ((None, 0), [lost(n) for n in range(9)], [GO_ON] * 9, "failure 9 (run.max_failures)"),
+    ((9, 9), [lost(3), lost(3)], [GO_ON, FOR_GOOD], "in step 3 before"),
+    ((9, 9), [lost(None), lost(None)], [GO_ON, FOR_GOOD], "before the first step before"),
+    ((9, 9), [lost(3), lost(4), lost(3)], [GO_ON, GO_ON, FOR_GOOD], "would again"),
+    ((9, 9), [lost(3), lost(3, "rank 1 died")], [GO_ON, GO_ON], "failure 2 of at most 9"),
+    ((9, 9), [left(3), left(3)], [GO_ON, GO_ON], "preemption 2 of at most 9"),
+    ((0, 1), [left(3), left(3)], [GO_ON, END], "preemption 2, and run.max_preemptions is 1"),
+    ((1, 1), [left(3), lost(3), left(4)], [GO_ON, GO_ON, END], "preemption 2"),
+    ((None, None), [other(Cause.ERROR)], [FOR_GOOD], "raise again"),
+    ((None, None), [lost(3), other(Cause.CLUSTER)], [GO_ON, END], "no cluster"),
+    ((0, 0), [other(Cause.RESIZE)] * 3, [GO_ON] * 3, "the cluster has changed"),
+])  # fmt: skip
+def test_decisions(budgets, interruptions, actions, why):
+    policy = FailurePolicy(*budgets)
+    decisions = [policy.decide(interruptions[: n + 1]) for n in range(len(interruptions))]
+    assert [one.action for one in decisions] == actions
+    assert why in decisions[-1].why

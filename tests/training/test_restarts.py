@@ -1,0 +1,122 @@
+"""A run goes on by itself after its processes were lost, and knows when not to."""
+
+import random
+import signal
+
+import pytest
+from killing_callbacks import kill_actor
+from scraping import scrape
+from tiny_run import STEPS, curve
+from watching_callbacks import CALLS
+
+from raymm.cli.main import EXIT_REPEATS, EXIT_RUN_FAILED, EXIT_USER_ERROR
+from raymm.monitor.metrics import read_metrics
+from raymm.storage.checkpoint import CheckpointStore, restore
+from raymm.training import attempt
+
+KILL = "killing_callbacks:KillRanks"
+KILL_WORKER = "killing_callbacks:KillDataWorker"
+ONE_RANK = {"encoders": {"vision": {"ranks": [0]}}, "language_model": {"ranks": [0]}}
+
+
+@pytest.fixture
+def calls():
+    CALLS.clear()
+    yield CALLS
+    CALLS.clear()
+
+
+@pytest.fixture
+def killed_while_it_restores(monkeypatch):
+    """Kills a rank in the first attempt that has a checkpoint to restore, while it does."""
+    ranks = [0]
+
+    def restore_and_lose(*arguments):
+        if ranks:
+            kill_actor(ranks.pop())
+        return restore(*arguments)
+
+    monkeypatch.setattr(attempt, "restore", restore_and_lose)
+
+
+@pytest.mark.usefixtures("killed_while_it_restores")
+def test_what_is_killed_is_started_anew_and_every_loss_is_as_without(
+    finished, make_config, raymm, tmp_path, calls
+):
+    """A rank before there is a checkpoint, a data worker, a rank while it restores, and a rank at
+    any step, whether its checkpoint is fresh or not."""
+    step, rank = random.randrange(7, STEPS - 2), random.randrange(2)
+    run = tmp_path / "killed"
+    code, text = raymm("train", make_config({
+        "run.storage_path": str(run), "run.max_failures": 4, "run.callbacks": [
+            {KILL: {"after": [1, step], "rank": rank}},
+            {KILL_WORKER: {"after": [3]}}, "watching_callbacks:Recorder",
+        ],
+    }))
+    assert code == 0, text
+    assert "failure 4 of at most 4 (run.max_failures), so the run goes on" in text
+    assert curve(run) == curve(finished.path), (step, rank)
+    told = [(kind, value) for kind, value in calls if kind in ("start", "restart", "end")]
+    # Whom a restart failed before it began is told of the next one.
+    assert [kind for kind, _ in told] == ["start", "restart", "restart", "restart", "end"]
+    restarts = [value for kind, value in told if kind == "restart"]
+    assert [restart.number for restart in restarts] == [1, 3, 4]
+    assert {restart.cause for restart in restarts} == {"failure"}
+    assert restarts[0].run.first_step == 0 and "died" in restarts[0].text
+    last = restarts[-1].run.first_step
+    assert last <= step and last % 2 == 0
+    assert told[-1][1].status == "finished"
+    rows = [row for row in read_metrics(run / "metrics.jsonl") if "restarts" in row]
+    assert (rows[-1]["restarts"], rows[-1]["step"]) == (4, last)
+    scrape({("raymm_restarts_total", (("run", "killed"), ("cause", "failure"))): 3})
+
+
+def test_signals_end_the_wait_for_room(make_config, raymm, tmp_path, ray_cluster):
+    """Others have taken the place of a rank that was killed."""
+    code, text = raymm("train", make_config({
+        "run.callbacks": [{KILL: {"after": [3], "take_cpus": True}}],
+        "run.wait_for_nodes_s": 600, "parallel": ONE_RANK, "resources": {"cpus": 1},
+    }))
+    assert code == 128 + signal.SIGINT, text
+    latest = CheckpointStore(tmp_path / "run").latest()
+    assert f"stopped by SIGINT before the run went on: the last checkpoint is {latest}" in text
+
+
+def test_fewer_places_than_the_fewest_replicas_need_are_refused(make_config, raymm, ray_cluster):
+    code, text = raymm("train", make_config({
+        "parallel": {"language_model": {"dp": {"min": 16, "max": 32}}}, "resources": {"cpus": 1},
+        "data.batch_size": 32, "data.microbatches": 32,
+    }))
+    assert code == EXIT_USER_ERROR and "the plan has 17 ranks of 1 CPU each" in text
+
+
+def test_beyond_its_budget_a_run_ends_with_all_that_happened(make_config, raymm, ray_cluster):
+    code, text = raymm("train", make_config({
+        "run.callbacks": [{KILL: {"after": [3, 6]}}], "run.max_failures": 1, "parallel": ONE_RANK,
+    }))
+    assert code == EXIT_RUN_FAILED
+    assert "rank 0 (stages vision.0, llm.0, process " in text
+    assert "Interrupted before: 1, in step " in text
+    assert "does not go on by itself: failure 2, and run.max_failures is 1" in text
+    assert "Start the same command again to go on from" in text and "Traceback" not in text
+
+
+def test_what_happens_again_in_the_same_step_ends_it(make_config, raymm, ray_cluster):
+    code, text = raymm("train", make_config({
+        "run.callbacks": [{KILL: {"after": [3, 3, 3]}}], "run.steps_in_flight": 1,
+        "parallel": ONE_RANK,
+    }))
+    assert code == EXIT_REPEATS
+    assert text.count("so the run goes on") == 1
+    assert "the same has happened in step 4 before, and would again" in text
+    assert "The same command would end like this again" in text
+
+
+def test_what_code_raises_ends_it_at_once(make_config, raymm, ray_cluster):
+    code, text = raymm("train", make_config({
+        "model.encoders.vision.preprocess": "killing_callbacks:raises_in_ranks",
+        "parallel": ONE_RANK,
+    }))
+    assert code == EXIT_REPEATS
+    assert "KeyError" in text and "no such column" in text
+    assert "goes on" not in text and "what the run's code raises, it would raise again" in text
