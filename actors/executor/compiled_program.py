@@ -73,7 +73,7 @@ def compile_program(
             incoming[i.edge] = incoming.get(i.edge, ()) + (i.microbatch,)
         elif i.op in COMPUTE:
             m = i.microbatch
-            before = [
+            sources = [
                 src
                 for src, dst in edges
                 if dst == i.stage and ((src, dst, m) in recvs or (src, m) in forwards)
@@ -81,7 +81,7 @@ def compile_program(
             producers = tuple(
                 (src, _received_name(src, i.stage),
                  (src, m) in backwards or (i.stage, src, m) in sends)
-                for src in before
+                for src in sources
             )
             after = [
                 dst

@@ -10,6 +10,7 @@ stage nearer to the loss, which holds fewer microbatches, may save more time tha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 
 import numpy as np
 
@@ -148,7 +149,7 @@ class ModuleMemory:
             layers = len(self._layers)
             self._bounds = np.full((len(lives), layers + 1, layers + 1), np.inf)
             alike: dict[tuple[float, int], np.ndarray] = {}
-            for lo, hi in zip(*np.triu_indices(layers + 1, 1), strict=True):
+            for lo, hi in combinations(range(layers + 1), 2):
                 frontier, state = self._frontier(lo, hi), self._state[lo, hi]
                 key = state, id(frontier)
                 if key not in alike:

@@ -334,8 +334,8 @@ def _import(modules: Sequence[str]) -> None:
     if "numba" in sys.modules:  # what it sets up for its first function, once for all
         from numba.core.registry import cpu_target
 
-        cpu_target.typing_context.refresh()
-        cpu_target.target_context.refresh()
+        for context in "typing_context", "target_context":  # their types are known to no checker
+            getattr(cpu_target, context).refresh()
     if _threads() != 1:
         sys.exit("a fork would lose the other threads")  # Ray starts workers its way then
     gc.collect()
