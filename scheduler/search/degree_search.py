@@ -94,6 +94,9 @@ class _Module:
 
     Attributes:
         work, longest: of all its layers, and of the layer with the most.
+        spared: what the last stage, if it does not recompute as the others do, has less of
+            ``work``, as a share of what it has, at most. ``longest`` is without that, as any layer
+            may be in it.
         way: forward and backward of one microbatch through all layers.
         reduction: seconds of the gradients' sum, if all layers were one stage.
         memory: what they need of it.
@@ -106,6 +109,7 @@ class _Module:
     degrees: ModuleDegrees
     work: float
     longest: float
+    spared: float
     way: float
     reduction: float
     memory: _Memory
@@ -118,13 +122,18 @@ class _Module:
         """Seconds of a step that one of its stages works, about; without what memory adds, at
         least."""
         if stages not in self.loads:
-            work = self.work + self.memory.added(stages, self.steps)
-            self.loads[stages] = self.steps * max(work / stages, self.longest)
+            self.loads[stages] = self._seconds(
+                self.work + self.memory.added(stages, self.steps), stages
+            )
         return self.loads[stages]
 
     def bound(self, stages: int) -> float:
         """Seconds of a step that one of its stages works at least."""
-        return self.steps * max(self.work / stages, self.longest)
+        return self._seconds(self.work, stages)
+
+    def _seconds(self, work: float, stages: int) -> float:
+        # No stage works longer than the busiest, and the last is spared ``spared`` of that at most.
+        return self.steps * max(work / (stages + self.spared), self.longest)
 
 
 def search_degrees(
@@ -249,8 +258,13 @@ def _module(space: StageSpace, name: str, degrees: ModuleDegrees) -> _Module | N
     )
     links = profile.links
     near = links and links.between(range(degrees.devices))
+    # The loss's stage has its activations still when it needs them.
+    loss = name == graph.sink and space.recompute and not space.recompute_loss
+    once = [w.total - w.recompute if loss else w.total for w in work]
+    shares = (w.recompute / least for w, least in zip(work, once, strict=True) if least)
+    spared = max(shares, default=0.0) if loss else 0.0
     return _Module(
-        degrees, sum(w.total for w in work), max(w.total for w in work),
+        degrees, sum(w.total for w in work), max(once), spared,
         sum(w.forward + w.recompute + w.backward_input for w in work),
         all_reduce_seconds(trained, sharers, near) if trained else 0.0,
         memory, least, node.num_layers, steps,

@@ -69,7 +69,7 @@ def test_never_slower_and_within_what_there_is(model, more, microbatches, limit)
             assert max(need.total for need in option.memory) <= limit
 
 
-def everything(graph, profile, ranks, microbatches, network=NETWORK):
+def everything(graph, profile, ranks, microbatches, network=NETWORK, recompute=False):
     """Seconds of the best plan of every assignment, each searched."""
     found = Candidates(network, ("1f1b",))
     best = {}
@@ -80,7 +80,9 @@ def everything(graph, profile, ranks, microbatches, network=NETWORK):
     for chosen in itertools.product(all_degrees, repeat=len(graph.nodes)):
         degrees = {node.name: one for node, one in zip(graph.nodes, chosen, strict=True)}
         try:
-            space = StageSpace(graph, profile, ranks, microbatches, degrees=degrees)
+            space = StageSpace(
+                graph, profile, ranks, microbatches, degrees=degrees, recompute=recompute
+            )
             best[chosen] = joint_search(space, found.seconds, alternatives=0).best.seconds
         except StageSearchError:
             continue
@@ -100,13 +102,17 @@ def test_as_good_as_trying_everything_on_one_module(microbatches, bandwidth):
 
 
 @settings(max_examples=15, deadline=None)
-@given(models(most_encoders=1, llm_layers=3), st.integers(0, 3), st.sampled_from([1, 2, 4]))
-def test_bounds_of_estimates_hold(model, more, microbatches):
+@given(
+    models(most_encoders=1, llm_layers=3), st.integers(0, 3), st.sampled_from([1, 2, 4]),
+    st.booleans(),
+)
+def test_bounds_of_estimates_hold(model, more, microbatches, recompute):
+    """Where stages recompute, too: all but the loss's."""
     graph, profile = model
     profile = replace(profile, links=NETWORK.links)
     ranks = len(graph.nodes) + more
-    best = everything(graph, profile, ranks, microbatches)
-    space = StageSpace(graph, profile, ranks, microbatches)
+    best = everything(graph, profile, ranks, microbatches, recompute=recompute)
+    space = StageSpace(graph, profile, ranks, microbatches, recompute=recompute)
     found = estimates(space, {node.name: ALL for node in graph.nodes}, 4, "none")
     by_degrees = {tuple(one.degrees[n.name] for n in graph.nodes): one for one in found}
     alone = (ModuleDegrees(),) * len(graph.nodes)
