@@ -83,7 +83,7 @@ class ListScheduler:
                 ))
                 self._check_finished(part, left, rules)
                 results[key, *own] = PartSchedule.of(
-                    part.arrays.stages[:-1, RANK], log, makespan
+                    part.arrays.stages[:-1, RANK], log, float(makespan)
                 )
             parts.append(results[key, *own])
         makespan = max((part.makespan for part in parts), default=0.0)
@@ -124,9 +124,9 @@ class ListScheduler:
             messages = part.transfer_arrays(transfers)
             key = (id(own), seconds.tobytes(), *(array.tobytes() for array in messages))
             if key not in results:
-                results[key] = replay(
+                results[key] = float(replay(
                     part.arrays, own.log, own.starts, schedule.early, seconds, messages
-                )
+                ))
             assert results[key] >= 0, "a schedule's ranks wait for each other"
             last = max(last, results[key])
         return last

@@ -1,15 +1,25 @@
-"""Loops in machine code where numba is installed; the same loops in Python where it is not."""
+"""Loops that run in Python first, and in machine code once that is worth compiling.
+
+Compiling takes half a minute on a new machine, and the small plans that most people begin with
+take Python a few milliseconds: nobody waits for a compiler that would not save any time. Without
+numba all stays in Python.
+"""
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+# Spent in Python by one function of one process before it is compiled, or read from numba's
+# cache: machine code would have taken a hundredth of it.
+PATIENCE_S = 1.0
+
 
 def _as_it_is(function: Function) -> Function:
-    """A hundred times slower."""
     return function
 
 
@@ -18,10 +28,31 @@ if TYPE_CHECKING:
 else:
     try:
         from numba import njit
+        from numba.extending import register_jitable
     except ImportError:  # also numba's own, of a numpy that it does not know
         entry = part = _as_it_is
     else:
-        # What Python calls; kept on disk with all that it calls.
-        entry = njit(cache=True)
-        # What only compiled code calls: no wrapper for Python, which takes long to compile.
-        part = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
+        # What compiled code calls; Python calls it as it is. Inlined by nobody but LLVM.
+        part = register_jitable
+
+        def entry(function: Function) -> Function:
+            """What Python calls; its machine code is kept on disk with all that it calls.
+
+            ``in_python`` and ``in_machine_code`` of it are the two ways.
+            """
+            machine_code = njit(cache=True)(function)
+            spent_s = 0.0
+
+            @functools.wraps(function)
+            def tiered(*args):
+                nonlocal spent_s
+                if spent_s >= PATIENCE_S:
+                    return machine_code(*args)
+                began = time.perf_counter()
+                try:
+                    return function(*args)
+                finally:
+                    spent_s += time.perf_counter() - began
+
+            tiered.in_python, tiered.in_machine_code = function, machine_code
+            return tiered

@@ -1,10 +1,14 @@
-"""The compiled list scheduler against the one in Python that is easy to read: the same tasks in the
-same order, the same seconds to the bit; and its replay against the simulator."""
+"""The list scheduler of plain arrays, in Python and in machine code, against the one that is easy
+to read: the same tasks in the same order, the same seconds to the bit; and its replay against the
+simulator."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from random_plans import contents, profiled_plans
@@ -12,6 +16,7 @@ from random_plans import contents, profiled_plans
 from raymm.scheduler.costs.devices import Link
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.policy import policies
+from raymm.scheduler.schedule.compiled import machine_code
 from raymm.scheduler.schedule.list_schedule import ListScheduler
 from raymm.scheduler.schedule.memory import activation_peaks
 from raymm.scheduler.schedule.network import Network
@@ -58,6 +63,12 @@ def plain(tasks):
     return ranks
 
 
+@pytest.fixture(scope="module", autouse=True, params=[math.inf, 0.0])
+def patience(request: pytest.FixtureRequest) -> Iterator[None]:
+    """All in Python, and all in machine code."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine_code, "PATIENCE_S", request.param)
+        yield
 
 
 @given(st.data())
@@ -86,3 +97,11 @@ def test_the_same_as_in_python(data) -> None:
     timeline = simulate(program, op_seconds(plan), transfers=transfers)
     assert scheduler.replayed(schedule, transfers, op_seconds(plan)) == timeline.makespan
     assert scheduler.activation_peaks(schedule) == activation_peaks(program, stage_costs(plan))
+
+
+def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_code, "PATIENCE_S", 1e-9)
+    doubled = machine_code.entry(lambda number: number * 2)
+    assert not doubled.in_machine_code.signatures
+    assert doubled(4) == 8 and not doubled.in_machine_code.signatures
+    assert doubled(5) == 10 and len(doubled.in_machine_code.signatures) == 1
