@@ -69,8 +69,8 @@ def iteration_time(
     costs: Mapping[tuple[StageId, Op], float] | None = None,
     delays: Mapping[Edge, float] | None = None,
 ) -> float:
-    """Seconds of a step with every modality in every microbatch: what :func:`simulate` says
-    of :func:`full_program`.
+    """Seconds of a step with every modality in every microbatch: what
+    :func:`~raymm.scheduler.schedule.simulate.simulate` says of :func:`full_program`.
 
     Args:
         plan: whose stages run.
@@ -90,8 +90,8 @@ class Forecast(NamedTuple):
 
 
 def forecast(plan: Plan, transfers: Mapping[Edge, Transfer]) -> Forecast:
-    """Of :func:`full_program`, what :func:`simulate` and :func:`.memory.activation_peaks` say, but
-    without making it.
+    """Of :func:`full_program`, what :func:`~raymm.scheduler.schedule.simulate.simulate` and
+    :func:`.memory.activation_peaks` say, but without making it.
 
     Args:
         plan: with a profile.

@@ -62,6 +62,7 @@ def test_it_plans_a_32b_model_from_its_configuration_alone(raymm, tmp_path, wide
         assert f"{out / name}" in text
 
 
+@pytest.mark.system
 def test_memory_decides(raymm, tmp_path, wide, monkeypatch):
     """A 32B model in bf16 does not fit on three GPUs of 20 GiB."""
     from tiny_run import REPOSITORY

@@ -17,7 +17,7 @@ RANK, MODULE, DEPTH, HELD, RECOMPUTES, TRAINS = range(6)
 FORWARDS, BACKWARDS, PRODUCERS, CONSUMERS = range(6, 10)
 # Columns of amounts, after seconds by operation.
 KEPT, ACTIVATION, QUOTA_SHARE = range(7, 10)
-# What a microbatch does in a stage: bits, as of :class:`.step_graph.ActiveStages`.
+# What a microbatch does in a stage: bits, as of :class:`~raymm.scheduler.schedule.step_graph.ActiveStages`.
 RUN, NEEDS, OWES = 1, 2, 4
 # Columns of edges: by consumer the producer; by producer the consumer, and which edge that is.
 PRODUCER, CONSUMER, CONSUMER_EDGE = range(3)
@@ -51,7 +51,8 @@ class StepArrays(NamedTuple):
 
 
 class RuleArrays(NamedTuple):
-    """:class:`.schedule_rules.Rules` as numbers; ``limits`` is (R,) bytes, empty without any."""
+    """A schedule's rules (:mod:`raymm.scheduler.schedule.schedule_rules`) as numbers; ``limits`` is
+    (R,) bytes, empty without any."""
 
     priority: np.ndarray
     patience: float

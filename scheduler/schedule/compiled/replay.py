@@ -174,7 +174,8 @@ def activation_peaks(step, log, starts, inputs, activations, remade):
 
     Args:
         step, log, starts: as of :func:`replay`.
-        inputs, activations, remade: (S,) int64 bytes of a :class:`.stage_costs.StageCost`.
+        inputs, activations, remade: (S,) int64 bytes of stages, as in
+            :mod:`raymm.scheduler.schedule.stage_costs`.
     """
     ranks = len(starts) - 1
     peaks = np.zeros(ranks, np.int64)
