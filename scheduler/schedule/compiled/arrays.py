@@ -17,7 +17,7 @@ RANK, MODULE, DEPTH, HELD, RECOMPUTES, TRAINS = range(6)
 FORWARDS, BACKWARDS, PRODUCERS, CONSUMERS = range(6, 10)
 # Columns of amounts, after seconds by operation.
 KEPT, ACTIVATION, QUOTA_SHARE = range(7, 10)
-# What a microbatch does in a stage: bits, as of :class:`~raymm.scheduler.schedule.step_graph.ActiveStages`.
+# What a microbatch does in a stage: bits (ActiveStages of step_graph.py).
 RUN, NEEDS, OWES = 1, 2, 4
 # Columns of edges: by consumer the producer; by producer the consumer, and which edge that is.
 PRODUCER, CONSUMER, CONSUMER_EDGE = range(3)
