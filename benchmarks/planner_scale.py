@@ -21,9 +21,8 @@ from raymm.costs.load import Load
 from raymm.scheduler.costs.devices import find_device
 from raymm.scheduler.costs.layer_costs import CostProfile, layer_work
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
-from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.schedule.network import Network
-from raymm.scheduler.schedule.stage_costs import stage_costs
+from raymm.scheduler.search.evaluation import busiest_rank
 from raymm.scheduler.search.find_plans import find_plans
 from raymm.scheduler.search.module_degrees import DegreeChoices
 from raymm.scheduler.search.options import PlanProblem
@@ -110,26 +109,10 @@ def plan(graph: ModuleGraph, profile: CostProfile, devices: int) -> dict[str, fl
         "search_cpu_s": round(searched, 1),
         "step_s": round(best.seconds, 4),
         "mfu": round(device.efficiency * ideal / best.seconds, 4),
-        "busiest_stage_share": round(_busiest(best.plan) / best.seconds, 4),
+        "busiest_stage_share": round(busiest_rank(best.plan)[1] / best.seconds, 4),
         "ideal_share": round(ideal / best.seconds, 4),
         "plan": best.label,
     }
-
-
-def _busiest(best: Plan) -> float:
-    """Seconds that the busiest rank works, with its collectives and what it computes again."""
-    costs = stage_costs(best)
-    return max(
-        sum(
-            len(range(stage.replica, best.num_microbatches, len(best.replicas(stage.module))))
-            * (
-                (2 if stage.recompute else 1) * costs[stage.id].forward
-                + costs[stage.id].backward_input + costs[stage.id].backward_weight
-            )
-            for stage in best.rank_stages(rank)
-        )
-        for rank in range(best.num_ranks)
-    )
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     # scheduler: decisions as data
     "scheduler/context_parallel": (),
     "scheduler/graph": (),
+    "scheduler/progress": (),
     "scheduler/costs": ("scheduler/graph",),
     "scheduler/multiplex": ("scheduler/graph",),
     "scheduler/multiplex/solver": ("scheduler/graph", "scheduler/multiplex"),
@@ -61,8 +62,8 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "scheduler/minibatch": ("scheduler/plan", "scheduler/program", "scheduler/schedule"),
     "scheduler/search": (
-        "scheduler/graph", "scheduler/costs", "scheduler/plan", "scheduler/program",
-        "scheduler/schedule",
+        "scheduler/graph", "scheduler/progress", "scheduler/costs", "scheduler/plan",
+        "scheduler/program", "scheduler/schedule",
     ),
     "scheduler/baselines": (
         "scheduler/context_parallel", "scheduler/graph", "scheduler/costs", "scheduler/multiplex",

@@ -146,6 +146,7 @@ def _planned(
     from raymm.planning.plan import Planned
     from raymm.planning.request import Workload
     from raymm.scheduler.costs.devices import find_device
+    from raymm.scheduler.progress.search_control import SearchControl
 
     request.check(model)
     workload = Workload.of_config(config.data, model.encoder_names, config.run.precision)
@@ -163,9 +164,14 @@ def _planned(
     text = f"planning {len(model.encoder_names) + 1} modules for {request.ranks} devices"
     if not console.is_terminal:
         console.print(f"{text} ...")
+    notes = () if note is None else (note,)
+    inputs = PlanInputs.of(model, request, workload, notes=notes)
     with console.status(text):
-        notes = () if note is None else (note,)
-        return Planned.of(PlanInputs.of(model, request, workload, notes=notes))
+        control = SearchControl(
+            request.time_limit, lambda line: console.print(line, highlight=False, soft_wrap=True)
+        )
+        with control.interruptible():
+            return Planned.of(inputs, control)
 
 
 def _known_ranks(request: PlanRequest, config: TrainConfig) -> tuple[PlanRequest, str | None]:

@@ -23,6 +23,7 @@ STYLES = (PIPELINED, MULTIPLEXED, AUTO)
 JOINT = "joint"
 STRATEGIES = (JOINT, *(baseline.name for baseline in PIPELINES))
 Gib = Annotated[float, Field(gt=0, le=MOST_COUNT)]
+Seconds = Annotated[float, Field(gt=0, le=MOST_COUNT)]
 
 
 def _field(default: Any, text: str, shown: str = "N") -> Any:
@@ -53,6 +54,10 @@ class PlanningOptions:
     )
     ranks_per_node: Count = _field(
         8, "devices that share a node, which decides which links are fast (default 8)"
+    )
+    time_limit: Seconds | None = _field(
+        None, "end a search for pipelines after S seconds, with the best plan so far (default: "
+        "none)", "S",
     )
     degrees: Text | list[Text] = _field(
         "auto",
@@ -132,3 +137,7 @@ class PlanOptions(PlanningOptions, PipelineOptions, MultiplexOptions):
         check_number("ranks_per_node", self.ranks_per_node)
         if self.ranks is not None:
             check_number("ranks", self.ranks)
+        if self.time_limit is not None and not 0 < self.time_limit <= MOST_COUNT:  # NaN fails too
+            raise PlanError(
+                f"time_limit is {self.time_limit}; accepted: seconds above 0, at most {MOST_COUNT}"
+            )

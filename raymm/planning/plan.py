@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,20 +17,25 @@ from raymm.planning.plan_view import draw_schedule, explanation, plan_html, plan
 from raymm.planning.request import PlanRequest, Workload
 from raymm.planning.search import search_pipelines, with_baselines
 from raymm.scheduler.baselines.pipelines import PIPELINES
+from raymm.scheduler.progress.search_control import SearchControl
 
 
 class Planned(PlanResult):
     """A plan, what else was tried, and pictures and tables of it. Notebooks show the table."""
 
     @classmethod
-    def of(cls, inputs: PlanInputs) -> Planned:
+    def of(cls, inputs: PlanInputs, control: SearchControl | None = None) -> Planned:
         """What a search finds.
+
+        Args:
+            inputs: what the plan follows from.
+            control: as of :func:`~raymm.planning.search.search_pipelines`.
 
         Raises:
             StageSearchError: if nothing fits.
             PlanError: if a degree is asked for that a module cannot have.
         """
-        result = search_pipelines(inputs)
+        result = search_pipelines(inputs, control)
         return cls(**{field.name: getattr(result, field.name) for field in fields(result)})
 
     def table(self) -> Table:
@@ -65,11 +70,12 @@ def plan(
     microbatch: Mapping[str, Any] | None = None,
     samples: int = 1,
     dtype: str = "bf16",
+    say: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Planned:
     """Plan a model: cut its modules, place the stages, choose a schedule.
 
-    Nothing is started and no weights are read::
+    Nothing is started and no weights are read. Ctrl-C ends a search with the best plan so far::
 
         planned = raymm.plan(model, ranks=24, device="H100", tokens={"llm": 4096})
         planned                                # in a notebook: the table
@@ -80,9 +86,10 @@ def plan(
         ranks: how many devices there are; a plan may use fewer.
         microbatches, microbatch, samples, dtype: the work of a step, as of
             :class:`raymm.planning.request.Workload`.
+        say: takes a line every few seconds of a long search, e.g. ``print``.
         **options: what is planned for and how: fields of :class:`raymm.PlanRequest` (``device``,
-            ``profile``, ``tokens``, ``memory_gib``, ``ranks_per_node``, ``degrees``, ``strategy``,
-            ``schedules``, ``layouts``, ``recompute``, ``radius``).
+            ``profile``, ``tokens``, ``memory_gib``, ``ranks_per_node``, ``time_limit``,
+            ``degrees``, ``strategy``, ``schedules``, ``layouts``, ``recompute``, ``radius``).
 
     Raises:
         TypeError: an option that is none; by name.
@@ -92,4 +99,7 @@ def plan(
     request = PlanRequest.of_options({"ranks": ranks, **options})
     request.degree_request.check(model.module_names)
     workload = Workload(microbatches, samples, microbatch=microbatch, dtype=dtype)
-    return Planned.of(PlanInputs.of(model, request, workload))
+    inputs = PlanInputs.of(model, request, workload)
+    control = SearchControl(request.time_limit, say)
+    with control.interruptible():
+        return Planned.of(inputs, control)

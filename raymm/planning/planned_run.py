@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from raymm.planning.styles import StyleComparison, compare_styles, plan_step_mul
 from raymm.scheduler.graph.strict_json import MultiplexError
 from raymm.scheduler.multiplex.mapping import Mapping as StageMapping
 from raymm.scheduler.plan.plan import Plan, PlanError
+from raymm.scheduler.progress.search_control import SearchControl
 
 # Ranks that raymm takes by itself where they are CPU processes.
 MAX_CPU_RANKS = 8
@@ -38,6 +39,7 @@ class PlannedRun:
 def plan_for_cluster(
     request: PlanRequest, model: MultimodalModule, data: DataConfig | Sequence[Any], *,
     device: str, resources: RankResources, worker_cpus: float, dtype: str,
+    say: Callable[[str], None] | None = None,
 ) -> PlannedRun:
     """Plan a run for the connected cluster.
 
@@ -49,6 +51,7 @@ def plan_for_cluster(
         resources: of each rank.
         worker_cpus: CPUs of the data workers.
         dtype: the run's precision.
+        say: takes a line every few seconds of a search for pipelines.
 
     Raises:
         StageSearchError, PlanError, MultiplexError: if nothing fits.
@@ -64,7 +67,8 @@ def plan_for_cluster(
         workload = replace(workload, microbatches=1)
     notes = () if note is None else (note,)
     if request.style == PIPELINED:
-        return _pipelined(Planned.of(PlanInputs.of(model, request, workload, notes=notes)))
+        inputs = PlanInputs.of(model, request, workload, notes=notes)
+        return _pipelined(Planned.of(inputs, SearchControl(request.time_limit, say)))
     inputs = PlanInputs.of(model, request, workload)
     if request.style == AUTO:
         compared = compare_styles(inputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from raymm.actors.probe.callbacks import Cuts, probe_chain
@@ -17,6 +18,7 @@ from raymm.planning.plan_result import PlanResult
 from raymm.scheduler.baselines.baseline import solutions
 from raymm.scheduler.baselines.pipelines import PIPELINES
 from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.progress.search_control import SearchControl
 from raymm.scheduler.search.evaluation import Option, Proposal
 from raymm.scheduler.search.find_plans import find_plans, has_rank_each
 from raymm.scheduler.search.module_degrees import degrees_of
@@ -26,16 +28,23 @@ from raymm.scheduler.search.uncut_modules import in_own_layers, with_uncut_modul
 Planned = TypeVar("Planned", bound=PlanResult)
 
 
-def search_pipelines(inputs: PlanInputs) -> PlanResult:
+def search_pipelines(inputs: PlanInputs, control: SearchControl | None = None) -> PlanResult:
     """Search for a plan. Modules that the probe cannot cut stay whole, and those whose tokens or
     parameters it cannot share out are not shared.
+
+    Args:
+        inputs: what the plan follows from.
+        control: is told how far the search is, and may end it; by default the request's time limit
+            does.
 
     Raises:
         StageSearchError: if nothing fits.
         PlanError: if a degree is asked for that a module cannot have.
     """
     model, costs, strategy = inputs.model, inputs.costs, inputs.request.strategy
-    solve = {baseline.name: baseline.solve for baseline in PIPELINES}.get(strategy, find_plans)
+    control = control or SearchControl(inputs.request.time_limit)
+    own = partial(find_plans, control=control)
+    solve = {baseline.name: baseline.solve for baseline in PIPELINES}.get(strategy, own)
     degrees, problem, notes = inputs.request.degree_request, inputs.problem(), list(costs.notes)
     searches_degrees = bool(degrees) and strategy == JOINT and has_rank_each(problem)
     if degrees and costs.device is None:
@@ -52,6 +61,7 @@ def search_pipelines(inputs: PlanInputs) -> PlanResult:
                 frozenset(unshared),
             )
             problem = replace(problem, degrees=choices)
+        control.begin()
         proposal = _solved(problem, whole, solve)
         cut = {name for option in proposal.options for name in cut_modules(option.plan)} - probed
         probed |= cut
@@ -61,6 +71,8 @@ def search_pipelines(inputs: PlanInputs) -> PlanResult:
             break
         whole |= refused
         unshared |= not_shared
+    if control.stopped is not None:
+        notes.append(f"the search was ended by {control.stopped}: this is the best plan so far")
     notes += [f"{name} stays in one piece: {reason}" for name, reason in whole.items()]
     notes += sorted({f"{name} without {kind}: {why}" for (name, kind, _), why in unshared.items()})
     return PlanResult(

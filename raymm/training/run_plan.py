@@ -60,7 +60,7 @@ class RunPlanner:
 
         planned = plan_for_cluster(
             self.request, self.model, self.data, device=device, resources=resources,
-            worker_cpus=worker_cpus, dtype=self.precision,
+            worker_cpus=worker_cpus, dtype=self.precision, say=self.say,
         )
         for line in planned.lines:
             self.say(line)

@@ -22,6 +22,7 @@ import numpy as np
 from raymm.scheduler.costs.layer_costs import CostProfile, layer_work
 from raymm.scheduler.costs.recomputation import savings
 from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.progress.search_control import SearchControl
 from raymm.scheduler.schedule.process_costs import all_reduce_seconds, exposed_seconds
 from raymm.scheduler.search.module_degrees import (
     ALONE,
@@ -149,6 +150,7 @@ def search_degrees(
     searches: int = SEARCHES,
     gap: float = ROUNDING,
     most_plans: float = math.inf,
+    control: SearchControl | None = None,
 ) -> list[SearchResult]:
     """Plans with degrees that are faster than what is known, the fastest last.
 
@@ -162,11 +164,13 @@ def search_degrees(
         within: gives a space its :attr:`StageSpace.memory`.
         incumbent: seconds of the best plan known.
         searches: how many assignments are searched.
-        gap, most_plans: as of ``joint_search``, for each.
+        gap, most_plans, control: as of ``joint_search``, for each.
     """
     results: list[SearchResult] = []
     tried: Counter[ModuleDegrees] = Counter()
     for estimate in estimates(space, choices, per_node, sharding):
+        if control is not None and control.should_stop():
+            break
         sink = estimate.degrees[space.graph.sink]
         if tried[sink] == PER_SINK:
             continue
@@ -180,7 +184,7 @@ def search_degrees(
             result = joint_search(
                 shared, iteration_time, lower_bound, fits, alternatives=0, gap=gap,
                 most_plans=most_plans,
-                incumbent=incumbent * (1 - WORTHWHILE),
+                incumbent=incumbent * (1 - WORTHWHILE), control=control,
             )
         except StageSearchError:  # none fits, or none is faster
             continue

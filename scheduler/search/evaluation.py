@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from raymm.scheduler.plan.plan import Plan, PlanError
 from raymm.scheduler.program.program import Program
 from raymm.scheduler.program.timeline import Timeline
+from raymm.scheduler.progress.search_control import SearchControl
 from raymm.scheduler.schedule.bounds import lower_bound, one_f_one_b_bound
 from raymm.scheduler.schedule.lower import Forecast, forecast, full_program, refine
 from raymm.scheduler.schedule.memory import RankMemory, check_needs, memory_of
 from raymm.scheduler.schedule.network import Network
 from raymm.scheduler.schedule.simulate import simulate
-from raymm.scheduler.schedule.stage_costs import op_seconds
+from raymm.scheduler.schedule.stage_costs import op_seconds, stage_costs
 from raymm.scheduler.search.module_degrees import rank_text
 from raymm.scheduler.search.stage_search import SearchResult
 from raymm.scheduler.search.stage_space import StageSearchError
@@ -138,33 +140,76 @@ def _too_full(plan: Plan, needs: Sequence[RankMemory]) -> str | None:
     return None
 
 
+def busiest_rank(plan: Plan) -> tuple[int, float]:
+    """The rank that works longest in a step, and how many seconds: computation, collectives within
+    a rank and recomputation, without messages and bubbles."""
+    costs = stage_costs(plan)
+
+    def seconds(rank: int) -> float:
+        total = 0.0
+        for stage in plan.rank_stages(rank):
+            cost, replicas = costs[stage.id], len(plan.replicas(stage.module))
+            once = (2 if stage.recompute else 1) * cost.forward
+            once += cost.backward_input + cost.backward_weight
+            total += once * len(range(stage.replica, plan.num_microbatches, replicas))
+        return total
+
+    by_rank = [seconds(rank) for rank in range(plan.num_ranks)]
+    busiest = max(range(plan.num_ranks), key=by_rank.__getitem__)
+    return busiest, by_rank[busiest]
+
+
+def limit_text(plan: Plan, seconds: float) -> str:
+    """What limits a plan, for a person.
+
+    Args:
+        plan: with a profile.
+        seconds: of its step.
+    """
+    rank, busy = busiest_rank(plan)
+    names = ", ".join(str(stage.id) for stage in plan.rank_stages(rank))
+    share = busy / seconds if seconds else 1.0
+    again = any(stage.recompute or stage.layer_options for stage in plan.rank_stages(rank))
+    text = f"{names} computes {share:.0%} of it" + (", for want of memory twice" if again else "")
+    return text if share > 0.5 else f"bubbles and messages are {1 - share:.0%} of it"
+
+
 class Candidates:
     """The plans that a planner comes up with, evaluated.
 
     Args:
         network: the links.
         schedules: those that :meth:`add_schedules` tries.
+        control: of the search.
 
     Attributes:
         options, refused: as of :class:`Proposal`, in the order they came.
     """
 
-    def __init__(self, network: Network, schedules: Sequence[str]) -> None:
+    def __init__(
+        self, network: Network, schedules: Sequence[str], control: SearchControl | None = None
+    ) -> None:
         self.network = network
+        self.control = control or SearchControl()
         self.schedules = schedules
         self.options: list[Option] = []
         self.refused: list[tuple[str, str]] = []
         self._combinations = self._simulated = 0
         self._last: tuple[Plan, Forecast] | None = None
+        self._fitting: Plan | None = None  # the last plan that was found to fit
 
     def seconds(self, plan: Plan) -> float:
         """Of a step, as options are judged; for searches."""
-        return self._forecast(plan).seconds
+        seconds = self._forecast(plan).seconds
+        if plan is self._fitting:
+            self.control.fits(seconds, partial(limit_text, plan, seconds))
+        return seconds
 
     def _forecast(self, plan: Plan) -> Forecast:
         """Of a plan; the last one's is kept, as searches ask for its memory and then its time."""
         if self._last is None or self._last[0] is not plan:
             self._last = plan, forecast(plan, self.network.transfers(plan))
+            self.control.tried()
         return self._last[1]
 
     def bound(self, plan: Plan) -> float:
@@ -174,10 +219,12 @@ class Candidates:
 
     def fits(self, plan: Plan) -> bool:
         """Whether a plan fits in memory, for searches."""
-        if plan.memory_limit is None:
-            return True
-        needs = memory_of(plan, self._forecast(plan).activation_peaks)
-        return _too_full(plan, needs) is None
+        if plan.memory_limit is not None:
+            needs = memory_of(plan, self._forecast(plan).activation_peaks)
+            if _too_full(plan, needs) is not None:
+                return False
+        self._fitting = plan
+        return True
 
     def count(self, result: SearchResult) -> None:
         """Take note of how much a search looked at."""
@@ -187,13 +234,19 @@ class Candidates:
     def add(self, layout: str, plan: Plan) -> None:
         """Judge a plan and keep it, among the options or the refused."""
         option, reason = evaluate(plan, self.network, layout)
+        self.control.tried()
         if reason is None:
+            self.control.fits(option.seconds, partial(limit_text, option.plan, option.seconds))
             self.options.append(option)
         else:
             self.refused.append((option.label, reason))
 
     def add_schedules(self, layout: str, plan: Plan) -> None:
-        """:meth:`add` a plan with every schedule that it can have."""
+        """:meth:`add` a plan with every schedule that it can have; if the search is to end, with
+        its own only."""
+        if plan.schedule in self.schedules and self.control.should_stop():
+            self.add(layout, plan)
+            return
         for schedule in self.schedules:
             # Both halves of a backward that is split would make activations again.
             if schedule != "zero_bubble" or not any(s.layer_options for s in plan.stages):

@@ -7,7 +7,9 @@ import itertools
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
+from raymm.scheduler.progress.search_control import SearchControl
 from raymm.scheduler.search.evaluation import Candidates, Option, Proposal, fastest_first
 from raymm.scheduler.search.options import LAYERS, PlanProblem
 from raymm.scheduler.search.planner import propose
@@ -24,27 +26,33 @@ def has_rank_each(problem: PlanProblem) -> bool:
     return problem.ranks >= len(problem.graph.nodes)
 
 
-def find_plans(problem: PlanProblem, planner: Planner | None = None) -> Proposal:
+def find_plans(
+    problem: PlanProblem, planner: Planner | None = None, control: SearchControl | None = None
+) -> Proposal:
     """Plan a model.
 
     Args:
         problem: what to plan.
         planner: whose search it is; by default raymm's own.
+        control: is told how far raymm's own search is, and asked whether to end it.
 
     Raises:
         StageSearchError: if nothing fits.
     """
-    find = planner or _own
+    control = control or SearchControl()
+    find = planner or partial(_own, control=control)
     try:
         proposal = find(problem)
     except StageSearchError:
-        if problem.recompute is not None or find is _own and has_rank_each(problem):
+        if problem.recompute is not None or planner is None and has_rank_each(problem):
             raise
         return find(replace(problem, recompute=True))
     # Of plans without degrees too, so that degrees never keep a better plan from being found.
     candidates = [proposal.best, *itertools.islice(filter(_is_pipelines, proposal.options), 1)]
     if problem.recompute is None and any(_is_tight(o, problem.memory_limit) for o in candidates):
         for again in (LAYERS, True):
+            if control.should_stop():
+                break
             with suppress(StageSearchError):
                 proposal = _merged(proposal, find(replace(problem, recompute=again)))
     return proposal
@@ -60,12 +68,15 @@ def space_of(problem: PlanProblem) -> StageSpace:
     )
 
 
-def _own(problem: PlanProblem) -> Proposal:
+def _own(problem: PlanProblem, control: SearchControl) -> Proposal:
     """raymm's planner, which takes turns on ranks where there are fewer than modules."""
     if has_rank_each(problem):
-        return propose(problem)
-    candidates = Candidates(problem.network, problem.schedules)
+        return propose(problem, control)
+    candidates = Candidates(problem.network, problem.schedules, control)
+    control.searching("plans whose modules share ranks")
     for label, plan in time_shared_plans(space_of(problem), problem.ranks):
+        if control.should_stop():
+            break
         candidates.add_schedules(label, plan)
     return candidates.proposal()
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 
 from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.progress.search_control import SearchControl
 from raymm.scheduler.search.degree_search import search_degrees
 from raymm.scheduler.search.evaluation import Candidates, Proposal, step_bound
 from raymm.scheduler.search.layouts import chunked, colocated, replicated
@@ -38,7 +39,7 @@ MANY_RANKS, GAP = 32, 0.005
 MOST_STAGES, LEAST_PLANS = 10_000, 8
 
 
-def propose(problem: PlanProblem) -> Proposal:
+def propose(problem: PlanProblem, control: SearchControl | None = None) -> Proposal:
     """Plan a model.
 
     Plans without degrees are judged even if degrees may be searched (unless 1 is not among the
@@ -47,6 +48,7 @@ def propose(problem: PlanProblem) -> Proposal:
 
     Args:
         problem: with a rank for each module.
+        control: is told how far the search is, and asked whether to end it.
 
     Raises:
         StageSearchError: if nothing fits.
@@ -55,7 +57,7 @@ def propose(problem: PlanProblem) -> Proposal:
     profile, network, degrees = problem.profile, problem.network, problem.degrees
     if degrees and profile.links is None:
         profile = replace(profile, links=network.links)
-    candidates = Candidates(network, problem.schedules)
+    candidates = Candidates(network, problem.schedules, control)
     left = (*problem.layouts, DEGREES) if degrees else tuple(problem.layouts)
     if degrees and not all(choices.may_be_alone for choices in degrees.values()):
         left = (DEGREES,)
@@ -66,7 +68,7 @@ def propose(problem: PlanProblem) -> Proposal:
         )
         within = partial(within_memory, adaptive=again == LAYERS)
         left = _Planner(space, within, candidates, left, problem.chunks, degrees).run()
-        if not left or problem.memory_limit is None:
+        if not left or problem.memory_limit is None or candidates.control.should_stop():
             break
     return candidates.proposal()
 
@@ -90,6 +92,9 @@ class _Planner:
         left = []
         for layout in self._ordered():
             before = len(self.candidates.options)
+            if self.candidates.control.should_stop():
+                break
+            self.candidates.control.searching(layout + self._memory_text)
             if layout == "modality_parallel":
                 self._try_modality_parallel()
             elif layout == DEGREES:
@@ -99,6 +104,13 @@ class _Planner:
             if len(self.candidates.options) == before:
                 left.append(layout)
         return tuple(left)
+
+    @property
+    def _memory_text(self) -> str:
+        """What is done for memory in this round."""
+        memory = self.space.memory
+        layers = ", layers recomputing" if memory is not None and memory.adaptive else ""
+        return ", recomputing" if self.space.recompute else layers
 
     def _ordered(self) -> Sequence[str]:
         """On many ranks degrees come first, as the others are then mostly ruled out by bounds."""
@@ -123,13 +135,11 @@ class _Planner:
             search = joint_search(
                 self.space, candidates.seconds, candidates.bound, candidates.fits,
                 alternatives=FINALISTS - 1, gap=GAP if self._many else ROUNDING,
-                incumbent=self._incumbent,
+                incumbent=self._incumbent, control=candidates.control,
             )
         except StageSearchError as error:  # other layouts may need less memory
-            memory = self.space.memory
-            layers = ", layers recomputing" if memory is not None and memory.adaptive else ""
-            again = ", recomputing" if self.space.recompute else layers
-            candidates.refused.append((f"modality_parallel{again}", str(error)))
+            if not candidates.control.should_stop():
+                candidates.refused.append((f"modality_parallel{self._memory_text}", str(error)))
             return
         candidates.count(search)
         for choice in (search.best, *search.alternatives):
@@ -140,6 +150,8 @@ class _Planner:
         if "zero_bubble" not in self.candidates.schedules:
             return
         for many in self.chunks:
+            if self.candidates.control.should_stop():
+                return
             try:
                 plan = chunked(self.space, counts, many)
             except StageSearchError:
@@ -159,6 +171,7 @@ class _Planner:
             min((option.seconds for option in candidates.options), default=math.inf),
             gap=GAP if self._many else ROUNDING,
             most_plans=max(LEAST_PLANS, MOST_STAGES // space.ranks) if self._many else math.inf,
+            control=candidates.control,
         )
         for result in results:
             candidates.count(result)

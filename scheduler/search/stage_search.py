@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.progress.search_control import SearchControl
 from raymm.scheduler.search.stage_space import ROUNDING, Counts, StageSearchError, StageSpace
 
 DEFAULT_ALTERNATIVES = 4
@@ -55,6 +56,7 @@ def joint_search(
     profile_bound: bool = True,
     incumbent: float = math.inf,
     most_plans: float = math.inf,
+    control: SearchControl | None = None,
 ) -> SearchResult:
     """The fastest plan over all stage counts within the budget, and the next fastest.
 
@@ -77,6 +79,7 @@ def joint_search(
         incumbent: seconds of a plan that is known; none that cannot be faster is looked for.
         most_plans: how many are made, to bound or to simulate them, before the search ends with
             what it has; it is exact if it needs no more.
+        control: is asked whether to end with what there is.
 
     Returns:
         The best plan and the alternatives with the same seconds (to within ``gap``) as
@@ -87,19 +90,13 @@ def joint_search(
             none does).
     """
     modules = space.graph.topological
-
-    queue: list[tuple[float, int, int, tuple[int, ...]]] = [
-        (
-            _least_of(space, counts) if profile_bound else 0.0, sum(counts.values()), COUNTED,
-            tuple(counts[m] for m in modules),
-        )
-        for counts in space.combinations()
-    ]
-    heapq.heapify(queue)
+    queue = _counted(space, profile_bound)
     combinations, plans = len(queue), 0
     evaluated: list[Choice] = []
     kept: list[float] = []  # the best times so far, negated: a heap with the worst of them first
     while queue:
+        if control is not None and control.should_stop():
+            break
         bound, size, level, chosen = heapq.heappop(queue)
         worst = -kept[0] if len(kept) > alternatives else math.inf
         if bound >= min(worst, incumbent) * (1 - gap):
@@ -125,6 +122,22 @@ def joint_search(
         if len(kept) > alternatives + 1:
             heapq.heappop(kept)
     return search_result(space, evaluated, combinations, alternatives)
+
+
+def _counted(
+    space: StageSpace, profile_bound: bool
+) -> list[tuple[float, int, int, tuple[int, ...]]]:
+    """A heap of all combinations: bound, ranks, how far it is bounded, stages by module."""
+    modules = space.graph.topological
+    queue = [
+        (
+            _least_of(space, counts) if profile_bound else 0.0, sum(counts.values()), COUNTED,
+            tuple(counts[m] for m in modules),
+        )
+        for counts in space.combinations()
+    ]
+    heapq.heapify(queue)
+    return queue
 
 
 def _least_of(space: StageSpace, counts: Counts) -> float:

@@ -33,7 +33,7 @@ ODD = [
 MORE = {
     "planning": {
         "ranks": 2, "tokens": {"llm": 8}, "degrees": ["tp"], "memory_gib": 1.0, "profile": "x",
-        "device": "H100", "ranks_per_node": 2,
+        "device": "H100", "ranks_per_node": 2, "time_limit": 60.0,
     },
     "run": {
         "eval_every": 2, "timeout_s": 10.0, "precision": "bf16", "keep_checkpoints": 2,

@@ -193,6 +193,8 @@ def test_measured_costs(raymm, make_config, tmp_path, wide):
         (["--ranks", "2", "--tokens", "audio=3"], ["tokens name 'audio'", "vision, llm"]),
         (["--ranks", "2", "--memory-gib", "0"], ["memory_gib is 0", "above 0"]),
         (["--ranks", "2", "--ranks-per-node", "0"], ["ranks_per_node is 0"]),
+        (["--ranks", "2", "--time-limit", "0"], ["time_limit is 0", "seconds above 0"]),
+        (["--ranks", "2", "--time-limit", "nan"], ["time_limit is nan", "seconds above 0"]),
         (["--ranks", "2", "--microbatches", "0"], ["--microbatches is 0"]),
         (["--ranks", "2", "--radius", "-1"], ["radius is -1"]),
         (["--ranks", "2", "--profile", "/no.json"], ["'/no.json'", "no such file"]),
@@ -206,6 +208,16 @@ def test_bad_options_are_refused(raymm, make_config, tmp_path, wide, arguments, 
     assert code == 2 and "Traceback" not in text, text
     assert [part for part in expected if part not in text] == [], text
     assert not (tmp_path / "plan").exists()
+
+
+def test_a_time_limit_ends_with_the_best_so_far(raymm, make_config, tmp_path, wide):
+    config = make_config({"parallel": None})
+    code, text = raymm(
+        "plan", config, "--ranks", "4", "--time-limit", "1e-9", "--out", str(tmp_path / "plan")
+    )
+    assert code == 0, text
+    assert "the search was ended by the time limit of 1e-09 s: this is the best plan so far" in text
+    assert saved_plan(tmp_path / "plan").num_ranks <= 4
 
 
 def test_measure_runs_the_best_and_keeps_the_fastest(
