@@ -28,15 +28,15 @@ def attention(
 
     Args:
         query: (B, Hq, Tq, D).
-        key, value: (B, Hk, Tk, D), of the same dtype; Hq is a multiple of Hk (GQA). Under
-            autocast all three are cast to its dtype, as PyTorch's own attention does. On a
-            CPU values may have a head dim of their own, which is then the output's.
+        key: (B, Hk, Tk, D), of the same dtype; Hq is a multiple of Hk (GQA). Under
+            autocast all three are cast to its dtype, as PyTorch's own attention does.
+        value: (B, Hk, Tk, Dv); its head dim is the output's.
         mask: one for all sequences, or one each.
         scale: default ``D ** -0.5``.
         softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2).
 
     Returns:
-        Output (B, Hq, Tq, D) in the dtype of the query, and LSE (B, Hq, Tq) fp32 (natural
+        Output (B, Hq, Tq, Dv) in the dtype of the query, and LSE (B, Hq, Tq) fp32 (natural
         log), which carries no gradient. A row that sees nothing has output 0, LSE -inf and no
         gradient.
 

@@ -21,6 +21,7 @@ class Case:
 
     Attributes:
         masks: one per sequence of the batch; equal objects stay one object.
+        value_dim: Dv; the head dim by default.
         blocks: (block_q, block_k) of every kernel instead of the table's; multiples of 16.
     """
 
@@ -28,6 +29,7 @@ class Case:
     heads: tuple[int, int] = (1, 1)
     head_dim: int = 32
     dtype: str = "float32"
+    value_dim: int | None = None
     scale: float | None = None
     softcap: float | None = None
     processors: int | None = None
@@ -39,15 +41,15 @@ def inputs(case: Case) -> list[torch.Tensor]:
     """Query, key, value and the output's gradient, normally distributed."""
     generator = torch.Generator().manual_seed(case.seed)
     n_queries, n_keys = case.masks[0].shape
+    queries, keys = (case.heads[0], n_queries), (case.heads[1], n_keys)
+    value_dim = case.head_dim if case.value_dim is None else case.value_dim
     shapes = [
-        (case.heads[0], n_queries),
-        *[(case.heads[1], n_keys)] * 2,
-        (case.heads[0], n_queries),
+        (*queries, case.head_dim), (*keys, case.head_dim), (*keys, value_dim),
+        (*queries, value_dim),
     ]
     dtype = getattr(torch, case.dtype)
     return [
-        torch.randn(len(case.masks), *shape, case.head_dim, generator=generator).to(dtype)
-        for shape in shapes
+        torch.randn(len(case.masks), *shape, generator=generator).to(dtype) for shape in shapes
     ]
 
 

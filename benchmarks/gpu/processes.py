@@ -157,7 +157,10 @@ class Share:
 
     def _note(self, reason: str) -> None:
         """Say of the part under way, or of the whole process, what became of it."""
-        tail = self.log.read_text(errors="replace")[-LOG_CHARACTERS:] if self.log.exists() else ""
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        # Which a crash ends with: thousands of characters that say nothing of it.
+        lines = [line for line in text.splitlines() if not line.startswith("Extension modules:")]
+        tail = "\n".join(lines)[-LOG_CHARACTERS:]
         begun = [name for name, row in read_parts(self.path).items() if row["state"] == "begun"]
         record = Record(self.path, 0.0)
         for name in begun or [f"process {self.number}.{self.starts}"]:

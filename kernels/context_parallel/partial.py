@@ -58,7 +58,8 @@ def partial_forward(
         softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
     """
     if not key.shape[2] or not query.shape[2]:
-        return torch.zeros_like(query), torch.full(query.shape[:3], -torch.inf).to(query.device)
+        nothing = torch.full(query.shape[:3], -torch.inf).to(query.device)
+        return query.new_zeros(*query.shape[:3], value.shape[3]), nothing
     if query.device.type == "cpu":
         from raymm.kernels.flash.cpu.attention import cpu_forward as run
     else:

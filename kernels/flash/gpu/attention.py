@@ -26,6 +26,7 @@ from raymm.kernels.flash.gpu.device_tables import (
     attention_plan,
 )
 from raymm.kernels.flash.gpu.forward import attention_forward, merge_forward
+from raymm.kernels.flash.gpu.head_dims import kernel_head_dim, narrowed, widened
 from raymm.kernels.flash.gpu.launch_configs import (
     MERGE_ROWS,
     SMALL_OPTIONS,
@@ -62,10 +63,11 @@ def triton_attention(
     """softmax(softcap(scale Q K^T) where visible) V, differentiable and deterministic.
 
     Args:
-        query: (B, Hq, Tq, D), bf16, fp16 or fp32; D a multiple of 8 from 32 to 256 (computed
-            as the next power of two).
-        key, value: (B, Hk, Tk, D); Hq is a multiple of Hk. Rows that are not dense in the
+        query: (B, Hq, Tq, D), bf16, fp16 or fp32; D at most 256 (computed as the next power
+            of two from 32; copied where it is less than 32 or no multiple of 8).
+        key: (B, Hk, Tk, D); Hq is a multiple of Hk. Rows that are not dense in the
             last dimension, or not aligned to 16 bytes, are copied.
+        value: (B, Hk, Tk, Dv); where Dv is not D, what is narrower is copied.
         masks: one (Tq, Tk) mask per sequence; the same object may stand several times.
             Plans are cached by these objects, so layers should share them.
         scale: positive; default ``D ** -0.5``.
@@ -76,7 +78,7 @@ def triton_attention(
         config: launch configurations; default by table (triton_configs).
 
     Returns:
-        Output (B, Hq, Tq, D) in the query's dtype, and LSE (B, Hq, Tq) fp32, natural
+        Output (B, Hq, Tq, Dv) in the query's dtype, and LSE (B, Hq, Tq) fp32, natural
         logarithm, without a gradient. Rows that see nothing have output 0, LSE -inf and give
         no gradient.
 
@@ -85,9 +87,12 @@ def triton_attention(
             a CUDA device (unless Triton interprets), scale or softcap that is not positive.
     """
     _check(query, key, value, masks)
-    plan = _plan(query, key, masks, softcap, processors, config)
     factors = scales(query.shape[-1], scale, softcap)
-    return _Attention.apply(query, key, value, plan, factors, softcap is not None)
+    own, columns = value.shape[-1], kernel_head_dim(query.shape[-1], value.shape[-1])
+    query, key, value = (widened(t, columns) for t in (query, key, value))
+    plan = _plan(query, key, masks, softcap, processors, config)
+    out, lse = _Attention.apply(query, key, value, plan, factors, softcap is not None)
+    return narrowed(out, own), lse
 
 
 def triton_forward(
@@ -103,18 +108,19 @@ def triton_forward(
     Args:
         query: (B, Hq, Tq, D).
         key: (B, Hk, Tk, D).
-        value: (B, Hk, Tk, D).
+        value: (B, Hk, Tk, Dv).
         masks: one per sequence of the batch.
         scale: of the scores.
         softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
     """
     _check(query, key, value, masks)
+    factors = scales(query.shape[-1], scale, softcap)
+    own, columns = value.shape[-1], kernel_head_dim(query.shape[-1], value.shape[-1])
+    query, key, value = (_aligned(widened(t, columns)) for t in (query, key, value))
     plan = _plan(query, key, masks, softcap)
     with _on(query.device):
-        return _forward(
-            _aligned(query), _aligned(key), _aligned(value), plan,
-            scales(query.shape[-1], scale, softcap), softcap is not None,
-        )  # fmt: skip
+        out, lse = _forward(query, key, value, plan, factors, softcap is not None)
+    return narrowed(out, own), lse
 
 
 def triton_backward(
@@ -132,23 +138,33 @@ def triton_backward(
     see, of which ``key`` may be a part: gradients are then that part's share.
 
     Args:
-        grad_out: gradient of the output, (B, Hq, Tq, D).
+        grad_out: gradient of the output, (B, Hq, Tq, Dv).
         query: (B, Hq, Tq, D).
         key: (B, Hk, Tk, D).
-        value: (B, Hk, Tk, D).
-        out: the output, (B, Hq, Tq, D).
+        value: (B, Hk, Tk, Dv).
+        out: the output, (B, Hq, Tq, Dv).
         lse: (B, Hq, Tq), at least fp32.
         masks: one per sequence of the batch.
         scale: of the scores.
         softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
     """
+    factors = scales(query.shape[-1], scale, softcap)
+    own, value_dim = query.shape[-1], value.shape[-1]
+    columns = kernel_head_dim(own, value_dim)
+    query, key, value, out, grad_out = (
+        _aligned(widened(t, columns)) for t in (query, key, value, out, grad_out)
+    )
     plan = _plan(query, key, masks, softcap)
     with _on(query.device):
-        return _backward(
-            _aligned(query), _aligned(key), _aligned(value), _aligned(out), lse.contiguous(),
-            _aligned(grad_out), plan, scales(query.shape[-1], scale, softcap),
+        gradients = _backward(
+            query, key, value, out, lse.contiguous(), grad_out, plan, factors,
             softcap is not None, True, True, torch.float32,
         )  # fmt: skip
+    dq, dk, dv = (
+        None if gradient is None else narrowed(gradient, dim)
+        for gradient, dim in zip(gradients, (own, own, value_dim), strict=True)
+    )
+    return dq, dk, dv
 
 
 def _plan(
@@ -328,9 +344,9 @@ def _merge_constants(head_dim: int, block: int) -> dict[str, int]:
 
 def _check(query, key, value, masks) -> None:
     """Raises ValueError for what the kernels cannot read."""
-    if query.dim() != 4 or key.dim() != 4 or value.shape != key.shape:
+    if {query.dim(), key.dim(), value.dim()} != {4} or value.shape[:3] != key.shape[:3]:
         raise ValueError(
-            "query must be (B, Hq, Tq, D) and key and value (B, Hk, Tk, D), got "
+            "query must be (B, Hq, Tq, D), key (B, Hk, Tk, D) and value (B, Hk, Tk, Dv), got "
             f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
         )
     batch, heads, n_queries, head_dim = query.shape

@@ -119,14 +119,10 @@ def attention_config(
         softcap: whether scores are capped.
 
     Raises:
-        ValueError: a head dim that is not a multiple of 8 from 32 to 256, or another dtype
-            than bf16, fp16 and fp32.
+        ValueError: a head dim of more than 256, or another dtype than bf16, fp16 and fp32.
     """
-    if not SMALLEST_HEAD_DIM <= head_dim <= LARGEST_HEAD_DIM or head_dim % HEAD_DIM_MULTIPLE:
-        raise ValueError(
-            f"head dim must be a multiple of {HEAD_DIM_MULTIPLE} from {SMALLEST_HEAD_DIM} to "
-            f"{LARGEST_HEAD_DIM}, got {head_dim}"
-        )
+    if head_dim > LARGEST_HEAD_DIM:
+        raise ValueError(f"head dim must be at most {LARGEST_HEAD_DIM}, got {head_dim}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be bfloat16, float16 or float32, got {dtype}")
     half = _HALF_SOFTCAP if softcap else _HALF
