@@ -40,13 +40,9 @@ from raymm.kernels.flash.gpu.launch_configs import (
     padded_head_dim,
     scales,
 )
-from raymm.kernels.flash.gpu.ops import STRIDE_UNIT
+from raymm.kernels.flash.gpu.operands import INTERPRETED, aligned, check_operands, strides
 from raymm.kernels.flash.operator import attention_operator
 from raymm.kernels.mask.mask import AttentionMask
-
-INTERPRETED = not isinstance(attention_forward, triton.JITFunction)
-"""Whether the kernels run on the CPU (TRITON_INTERPRET=1 was set when they were imported)."""
-_ALIGNMENT = 16  # bytes
 
 
 def triton_attention(
@@ -86,7 +82,7 @@ def triton_attention(
         ValueError: shapes that do not fit, other head dims or dtypes, tensors that are not on
             a CUDA device (unless Triton interprets), scale or softcap that is not positive.
     """
-    _check(query, key, value, masks)
+    check_operands(query, key, value, masks)
     factors = scales(query.shape[-1], scale, softcap)
     own, columns = value.shape[-1], kernel_head_dim(query.shape[-1], value.shape[-1])
     query, key, value = (widened(t, columns) for t in (query, key, value))
@@ -113,10 +109,10 @@ def triton_forward(
         scale: of the scores.
         softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
     """
-    _check(query, key, value, masks)
+    check_operands(query, key, value, masks)
     factors = scales(query.shape[-1], scale, softcap)
     own, columns = value.shape[-1], kernel_head_dim(query.shape[-1], value.shape[-1])
-    query, key, value = (_aligned(widened(t, columns)) for t in (query, key, value))
+    query, key, value = (aligned(widened(t, columns)) for t in (query, key, value))
     plan = _plan(query, key, masks, softcap)
     with _on(query.device):
         out, lse = _forward(query, key, value, plan, factors, softcap is not None)
@@ -152,7 +148,7 @@ def triton_backward(
     own, value_dim = query.shape[-1], value.shape[-1]
     columns = kernel_head_dim(own, value_dim)
     query, key, value, out, grad_out = (
-        _aligned(widened(t, columns)) for t in (query, key, value, out, grad_out)
+        aligned(widened(t, columns)) for t in (query, key, value, out, grad_out)
     )
     plan = _plan(query, key, masks, softcap)
     with _on(query.device):
@@ -187,7 +183,7 @@ def _plan(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, plan, factors, softcap):
-        query, key, value = (_aligned(t) for t in (query, key, value))
+        query, key, value = (aligned(t) for t in (query, key, value))
         with _on(query.device):
             out, lse = attention_operator(
                 lambda q, k, v: _forward(q, k, v, plan, factors, softcap), query, key, value
@@ -207,7 +203,7 @@ class _Attention(torch.autograd.Function):
         for_query, for_key, for_value = ctx.needs_input_grad[:3]
         with _on(grad_out.device):
             grads = _backward(
-                query, key, value, out, lse, _aligned(grad_out), ctx.plan, ctx.factors, ctx.softcap,
+                query, key, value, out, lse, aligned(grad_out), ctx.plan, ctx.factors, ctx.softcap,
                 for_query, for_key or for_value,
             )  # fmt: skip
         pairs = zip(grads, ctx.needs_input_grad[:3], strict=True)
@@ -231,11 +227,11 @@ def _forward(query, key, value, plan, factors, softcap):
         query, key, value, out, lse, part_out, part_lse,
         plan.bounds, plan.attend, plan.identity, tables.items, tables.runs, *factors[:2],
         len(tables.items), tables.head_span, plan.layout.group, n_heads, n_queries, key.shape[2],
-        *_strides(query), *_strides(key), *_strides(value), *_strides(out),
+        *strides(query), *strides(key), *strides(value), *strides(out),
     )  # fmt: skip
     if tables.slots:
         _kernel(merge_forward)[_merge_grid(tables, n_heads, kernel.block_q)](
-            part_out, part_lse, out, lse, tables.merges, n_heads, n_queries, *_strides(out),
+            part_out, part_lse, out, lse, tables.merges, n_heads, n_queries, *strides(out),
             **_merge_constants(head_dim, kernel.block_q),
         )  # fmt: skip
     return out, lse
@@ -260,12 +256,12 @@ def _backward(
     stats = lse.new_empty((batch, n_heads, 2, n_queries))
     _kernel(row_statistics)[(batch * n_heads * triton.cdiv(n_queries, STATISTICS_ROWS),)](
         out, grad_out, lse, stats, factor, n_heads, n_queries,
-        *_strides(out), *_strides(grad_out),
+        *strides(out), *strides(grad_out),
         D=head_dim, BLOCK_D=padded_head_dim(head_dim), ROWS=STATISTICS_ROWS, **SMALL_OPTIONS,
     )  # fmt: skip
     inputs = (query, key, value, grad_out, stats)
     group, n_keys = plan.layout.group, key.shape[2]
-    strides = [s for t in (query, key, value, grad_out) for s in _strides(t)]
+    all_strides = [s for t in (query, key, value, grad_out) for s in strides(t)]
     if grad_query is not None:
         kernel, tables = plan.config.backward_query, plan.backward_query
         parts = _parts(lse, tables, n_heads, kernel.block_q, head_dim)
@@ -274,7 +270,7 @@ def _backward(
             *inputs, grad_query, parts,
             plan.bounds, plan.attend, plan.identity, tables.items, tables.runs, *factors,
             len(tables.items), tables.head_span, group, n_heads, n_queries, n_keys,
-            *strides, *_strides(grad_query),
+            *all_strides, *strides(grad_query),
         )  # fmt: skip
         _merge(parts, grad_query, tables, kernel.block_q)
     if grad_key is not None and grad_value is not None and key.numel():
@@ -286,7 +282,7 @@ def _backward(
                 *inputs, grad_key, grad_value, *parts,
                 plan.bounds, plan.attend, plan.identity, tables.items, tables.runs, *factors,
                 len(tables.items), tables.head_span, group, key_heads, n_queries, n_keys,
-                *strides, *_strides(grad_key), *_strides(grad_value), **key_pass,
+                *all_strides, *strides(grad_key), *strides(grad_value), **key_pass,
             )  # fmt: skip
         _merge(parts[0], grad_key, tables, kernel.block_k)
         _merge(parts[1], grad_value, tables, kernel.block_k)
@@ -328,7 +324,7 @@ def _parts(like, tables: DeviceTables, n_heads: int, rows: int, head_dim: int) -
 def _merge(parts: torch.Tensor, out: torch.Tensor, tables: DeviceTables, block: int) -> None:
     if tables.slots:
         _kernel(merge_backward)[_merge_grid(tables, out.shape[1], block)](
-            parts, out, tables.merges, out.shape[1], out.shape[2], *_strides(out),
+            parts, out, tables.merges, out.shape[1], out.shape[2], *strides(out),
             **_merge_constants(out.shape[-1], block),
         )  # fmt: skip
 
@@ -342,36 +338,6 @@ def _merge_constants(head_dim: int, block: int) -> dict[str, int]:
     return {"D": head_dim, "BLOCK_D": padded, "M": block, "ROWS": MERGE_ROWS, **SMALL_OPTIONS}
 
 
-def _check(query, key, value, masks) -> None:
-    """Raises ValueError for what the kernels cannot read."""
-    if {query.dim(), key.dim(), value.dim()} != {4} or value.shape[:3] != key.shape[:3]:
-        raise ValueError(
-            "query must be (B, Hq, Tq, D), key (B, Hk, Tk, D) and value (B, Hk, Tk, Dv), got "
-            f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
-        )
-    batch, heads, n_queries, head_dim = query.shape
-    if key.shape[0] != batch or key.shape[3] != head_dim or not key.shape[1]:
-        raise ValueError(f"key {tuple(key.shape)} does not fit query {tuple(query.shape)}")
-    if heads % key.shape[1]:
-        raise ValueError(f"{heads} query heads are not a multiple of {key.shape[1]} key heads")
-    if (
-        len({t.dtype for t in (query, key, value)}) > 1
-        or len({t.device for t in (query, key, value)}) > 1
-    ):
-        raise ValueError("query, key and value must have one dtype and device")
-    if len(masks) != batch:
-        raise ValueError(f"got {len(masks)} masks for a batch of {batch}")
-    for index, mask in enumerate(masks):
-        if mask.shape != (n_queries, key.shape[2]):
-            raise ValueError(
-                f"mask {index} is {mask.shape}, the tensors have {(n_queries, key.shape[2])}"
-            )
-    if not query.is_cuda and not INTERPRETED:
-        raise ValueError(
-            f"tensors must be on a CUDA device, got {query.device} (on CPUs the kernels run "
-            "only interpreted, for tests: TRITON_INTERPRET=1 before anything imports triton)"
-        )
-
 
 def _layout(
     device: torch.device, query_heads: int, key_heads: int, row_bytes: int, processors: int | None
@@ -383,24 +349,6 @@ def _layout(
     return Layout(query_heads, key_heads, row_bytes, processors, properties.L2_cache_size)
 
 
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy that starts rows at whole vectors."""
-    strides = [s for s, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
-    fits = (
-        tensor.stride(-1) == 1
-        and tensor.data_ptr() % _ALIGNMENT == 0
-        and all(s % STRIDE_UNIT == 0 for s in strides[:-1])
-    )
-    return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Batch, head and token strides in units of STRIDE_UNIT; 0 along dimensions of size 1,
-    whose stride may be anything."""
-    return tuple(
-        stride // STRIDE_UNIT if size > 1 else 0
-        for stride, size in zip(tensor.stride()[:3], tensor.shape[:3], strict=True)
-    )
 
 
 def _on(device: torch.device):

@@ -1,0 +1,83 @@
+"""What the kernels can read of query, key and value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+
+from raymm.kernels.flash.gpu.forward import attention_forward
+from raymm.kernels.flash.gpu.ops import STRIDE_UNIT
+from raymm.kernels.mask.mask import AttentionMask
+
+INTERPRETED = not isinstance(attention_forward, triton.JITFunction)
+"""Whether the kernels run on the CPU (TRITON_INTERPRET=1 was set when they were imported)."""
+_ALIGNMENT = 16  # bytes
+
+
+def check_operands(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    masks: Sequence[AttentionMask],
+) -> None:
+    """Refuse what the kernels cannot read.
+
+    Args:
+        query: (B, Hq, Tq, D).
+        key: (B, Hk, Tk, D).
+        value: (B, Hk, Tk, Dv).
+        masks: one (Tq, Tk) mask per sequence.
+
+    Raises:
+        ValueError: shapes that do not fit one another, dtypes or devices that differ, tensors
+            that are not on a CUDA device (unless Triton interprets).
+    """
+    if {query.dim(), key.dim(), value.dim()} != {4} or value.shape[:3] != key.shape[:3]:
+        raise ValueError(
+            "query must be (B, Hq, Tq, D), key (B, Hk, Tk, D) and value (B, Hk, Tk, Dv), got "
+            f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+        )
+    batch, heads, n_queries, head_dim = query.shape
+    if key.shape[0] != batch or key.shape[3] != head_dim or not key.shape[1]:
+        raise ValueError(f"key {tuple(key.shape)} does not fit query {tuple(query.shape)}")
+    if heads % key.shape[1]:
+        raise ValueError(f"{heads} query heads are not a multiple of {key.shape[1]} key heads")
+    if (
+        len({t.dtype for t in (query, key, value)}) > 1
+        or len({t.device for t in (query, key, value)}) > 1
+    ):
+        raise ValueError("query, key and value must have one dtype and device")
+    if len(masks) != batch:
+        raise ValueError(f"got {len(masks)} masks for a batch of {batch}")
+    for index, mask in enumerate(masks):
+        if mask.shape != (n_queries, key.shape[2]):
+            raise ValueError(
+                f"mask {index} is {mask.shape}, the tensors have {(n_queries, key.shape[2])}"
+            )
+    if not query.is_cuda and not INTERPRETED:
+        raise ValueError(
+            f"tensors must be on a CUDA device, got {query.device} (on CPUs the kernels run "
+            "only interpreted, for tests: TRITON_INTERPRET=1 before anything imports triton)"
+        )
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy that starts rows at whole vectors."""
+    strides = [s for s, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+    fits = (
+        tensor.stride(-1) == 1
+        and tensor.data_ptr() % _ALIGNMENT == 0
+        and all(s % STRIDE_UNIT == 0 for s in strides[:-1])
+    )
+    return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Batch, head and token strides in units of STRIDE_UNIT; 0 along dimensions of size 1,
+    whose stride may be anything."""
+    return tuple(
+        stride // STRIDE_UNIT if size > 1 else 0
+        for stride, size in zip(tensor.stride()[:3], tensor.shape[:3], strict=True)
+    )
