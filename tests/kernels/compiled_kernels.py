@@ -35,13 +35,13 @@ TARGET = ("cuda", 90, 32)
 # Head dims of decoders and encoders in use; those between powers of two are padded to the next
 # and differ by a column test. fp16 compiles to the same code as bf16 but for types.
 HEAD_DIMS = {
-    "bfloat16": (32, 64, 80, 128, 192, 256),
+    "bfloat16": (32, 64, 80, 128, 192, 256, 512),
     "float16": (128,),
-    "float32": (32, 80, 128, 256),
+    "float32": (32, 80, 128, 256, 512),
 }
 # Where masks without identity bits are compiled too: the kernels with them do all that and more.
 WITHOUT_BITS = {"bfloat16": (128,), "float16": (), "float32": ()}
-EVERY_HEAD_DIM = (32, 40, 48, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256)
+EVERY_HEAD_DIM = (32, 40, 48, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _TENSORS = {
     "query", "key", "value", "out", "grad_out", "grad_query", "grad_key", "grad_value",
 }  # fmt: skip
@@ -242,7 +242,8 @@ def _arguments(launch: Launch) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     padded = configs.padded_head_dim(launch.head_dim)
     small = {"D": launch.head_dim, "BLOCK_D": padded}
     if launch.kernel == "row_statistics":
-        return function, {**small, "ROWS": configs.STATISTICS_ROWS}, dict(configs.SMALL_OPTIONS)
+        rows = configs.statistics_rows(launch.head_dim)
+        return function, {**small, "ROWS": rows}, dict(configs.SMALL_OPTIONS)
     if launch.kernel.startswith("merge"):
         own = config.forward if launch.kernel == "merge_forward" else config.backward_query
         constants = {**small, "M": own.block_q, "ROWS": configs.MERGE_ROWS}
@@ -269,21 +270,23 @@ def _type(name: str, launch: Launch, constants: dict[str, Any]) -> str:
 
 def main() -> None:
     """Print a table of every launch; with ``--every``, of every head dim worth a mention; with
-    ``--record``, keep it."""
+    ``--record``, of those that have changed since they were kept, and keep them."""
     every = EVERY_HEAD_DIM if "--every" in sys.argv[1:] else None
     wanted = [launch for dtype in HEAD_DIMS for launch in launches(dtype, every)]
+    kept = recorded(wanted) if "--record" in sys.argv[1:] else {}
+    changed = [launch for launch in wanted if launch not in kept]
     print("| kernel | registers | spilled bytes | shared bytes |\n| --- | --- | --- | --- |")
     reports: list[Report] = []
     with compilers(os.cpu_count() or 1) as compile_all:
-        for start in range(0, len(wanted), 16):
-            for report in compile_all(wanted[start : start + 16]):
+        for start in range(0, len(changed), 16):
+            for report in compile_all(changed[start : start + 16]):
                 reports.append(report)
                 print(
                     f"| {report.launch} | {report.registers} | {report.spills} | {report.shared} |",
                     flush=True,
                 )
     if "--record" in sys.argv[1:]:
-        record(reports)
+        record(sorted([*kept.values(), *reports], key=lambda report: wanted.index(report.launch)))
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ def saved_plan(folder):
     return Plan.from_json((folder / "plan.json").read_text())
 
 
+@pytest.mark.system
 def test_it_plans_a_32b_model_from_its_configuration_alone(raymm, tmp_path, wide, monkeypatch):
     """Fewer ranks than the example has, as the search grows with them."""
     from tiny_run import REPOSITORY
@@ -62,7 +63,6 @@ def test_it_plans_a_32b_model_from_its_configuration_alone(raymm, tmp_path, wide
         assert f"{out / name}" in text
 
 
-@pytest.mark.system
 def test_memory_decides(raymm, tmp_path, wide, monkeypatch):
     """A 32B model in bf16 does not fit on three GPUs of 20 GiB."""
     from tiny_run import REPOSITORY

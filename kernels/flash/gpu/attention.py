@@ -30,7 +30,6 @@ from raymm.kernels.flash.gpu.head_dims import kernel_head_dim, narrowed, widened
 from raymm.kernels.flash.gpu.launch_configs import (
     MERGE_ROWS,
     SMALL_OPTIONS,
-    STATISTICS_ROWS,
     AttentionConfig,
     KernelConfig,
     attention_config,
@@ -39,6 +38,7 @@ from raymm.kernels.flash.gpu.launch_configs import (
     options,
     padded_head_dim,
     scales,
+    statistics_rows,
 )
 from raymm.kernels.flash.gpu.operands import INTERPRETED, aligned, check_operands, strides
 from raymm.kernels.flash.operator import attention_operator
@@ -59,7 +59,7 @@ def triton_attention(
     """softmax(softcap(scale Q K^T) where visible) V, differentiable and deterministic.
 
     Args:
-        query: (B, Hq, Tq, D), bf16, fp16 or fp32; D at most 256 (computed as the next power
+        query: (B, Hq, Tq, D), bf16, fp16 or fp32; D at most 512 (computed as the next power
             of two from 32; copied where it is less than 32 or no multiple of 8).
         key: (B, Hk, Tk, D); Hq is a multiple of Hk. Rows that are not dense in the
             last dimension, or not aligned to 16 bytes, are copied.
@@ -254,10 +254,11 @@ def _backward(
     # The kernels without softcap take LSE off before scores are brought to base 2.
     factor = math.log2(math.e) / (1.0 if softcap else factors[1])
     stats = lse.new_empty((batch, n_heads, 2, n_queries))
-    _kernel(row_statistics)[(batch * n_heads * triton.cdiv(n_queries, STATISTICS_ROWS),)](
+    rows = statistics_rows(head_dim)
+    _kernel(row_statistics)[(batch * n_heads * triton.cdiv(n_queries, rows),)](
         out, grad_out, lse, stats, factor, n_heads, n_queries,
         *strides(out), *strides(grad_out),
-        D=head_dim, BLOCK_D=padded_head_dim(head_dim), ROWS=STATISTICS_ROWS, **SMALL_OPTIONS,
+        D=head_dim, BLOCK_D=padded_head_dim(head_dim), ROWS=rows, **SMALL_OPTIONS,
     )  # fmt: skip
     inputs = (query, key, value, grad_out, stats)
     group, n_keys = plan.layout.group, key.shape[2]

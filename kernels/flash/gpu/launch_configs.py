@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-SMALLEST_HEAD_DIM, LARGEST_HEAD_DIM = 32, 256
+SMALLEST_HEAD_DIM, LARGEST_HEAD_DIM = 32, 512
 HEAD_DIM_MULTIPLE = 8
 """Rows must start at whole 16-byte vectors."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -21,8 +21,6 @@ MERGE_ROWS = 16
 """Rows of a block that one program merges."""
 SMALL_OPTIONS = {"enable_fp_fusion": True}
 """Compiler options of the small kernels; else the defaults."""
-STATISTICS_ROWS = 64
-"""Rows per program of the kernel that makes the backward pass's row statistics."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +71,12 @@ _HALF = {
         KernelConfig(128, 32, 8, 2),
         KernelConfig(32, 128, 8, 2, two_passes=True),
     ),
+    # Gemma 4's layers that see everything.
+    512: AttentionConfig(
+        KernelConfig(32, 16, 8, 3),
+        KernelConfig(32, 32, 8, 2),
+        KernelConfig(32, 32, 8, 2, two_passes=True),
+    ),
 }
 # Softcap takes some registers more.
 _HALF_SOFTCAP = {
@@ -100,12 +104,19 @@ _SINGLE = {
         KernelConfig(16, 16, 8, 1, "ieee"),
         KernelConfig(16, 16, 8, 1, "ieee"),
     ),
+    512: AttentionConfig(*[KernelConfig(16, 16, 8, 1, "ieee", two_passes=True)] * 3),
 }
 
 
 def padded_head_dim(head_dim: int) -> int:
     """Columns that the kernels compute with: the next power of two."""
     return 1 << (head_dim - 1).bit_length()
+
+
+def statistics_rows(head_dim: int) -> int:
+    """Rows per program of the kernel that makes the backward pass's row statistics: as many as
+    registers hold."""
+    return min(64, (1 << 14) // padded_head_dim(head_dim))
 
 
 def attention_config(
@@ -119,7 +130,7 @@ def attention_config(
         softcap: whether scores are capped.
 
     Raises:
-        ValueError: a head dim of more than 256, or another dtype than bf16, fp16 and fp32.
+        ValueError: a head dim of more than 512, or another dtype than bf16, fp16 and fp32.
     """
     if head_dim > LARGEST_HEAD_DIM:
         raise ValueError(f"head dim must be at most {LARGEST_HEAD_DIM}, got {head_dim}")

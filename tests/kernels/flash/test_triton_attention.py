@@ -64,12 +64,12 @@ def test_grouped_queries(triton_worker, heads, processors):
     check(triton_worker, Case((mask,), heads, blocks=(64, 64), processors=processors))
 
 
-@pytest.mark.parametrize("head_dim", [32, 64, 72, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [32, 64, 72, 80, 96, 128, 192, 256, 512])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_head_dims_with_their_own_blocks(triton_worker, head_dim, dtype):
     # fp32 has small blocks for large head dims.
     mask = every_pattern(57 if dtype == "float32" else 144)["own_image"]()
-    for softcap in (None, 20.0) if head_dim in (128, 256) else (None,):
+    for softcap in (None, 20.0) if head_dim in (128, 256, 512) else (None,):
         check(triton_worker, Case((mask,), (1, 1), head_dim, dtype, softcap=softcap))
 
 
@@ -260,8 +260,8 @@ def test_refusals():
     from raymm.kernels.flash.gpu.attention import triton_attention
     from raymm.kernels.flash.gpu.launch_configs import attention_config, scales
 
-    with pytest.raises(ValueError, match="head dim must be at most 256, got 260"):
-        attention_config(260, torch.bfloat16)
+    with pytest.raises(ValueError, match="head dim must be at most 512, got 520"):
+        attention_config(520, torch.bfloat16)
     with pytest.raises(ValueError, match="float64"):
         attention_config(64, torch.float64)
     with pytest.raises(ValueError, match="scale must be positive, got -1"):
