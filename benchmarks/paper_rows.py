@@ -29,7 +29,8 @@ from raymm.scheduler.baselines.pipelines import unaware_work
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan
-from raymm.scheduler.search.stage_space import Counts, StageSpace, make_plan
+from raymm.scheduler.search.module_degrees import make_plan
+from raymm.scheduler.search.stage_space import Counts, StageSpace
 
 MAX_STAGES = 8
 ENCODER, LLM = "encoder", "llm"

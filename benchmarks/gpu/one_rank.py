@@ -26,7 +26,7 @@ from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.program.check_program import check_program
 from raymm.scheduler.program.program import OPTIMIZER_OPS, Op, Program
 from raymm.scheduler.schedule.lower import lower
-from raymm.scheduler.search.stage_space import make_plan
+from raymm.scheduler.search.module_degrees import make_plan
 
 LOCAL = "127.0.0.1"
 OPTIMIZER = OptimizerConfig(lr=1e-4)

@@ -17,8 +17,8 @@ from raymm.scheduler.plan.plan import SCHEDULES, Plan, PlanError, Stage
 from raymm.scheduler.plan.plan_error import check_number
 from raymm.scheduler.plan.rank_quotas import check_quota
 from raymm.scheduler.plan.stage import SHARDINGS
+from raymm.scheduler.search.module_degrees import make_plan
 from raymm.scheduler.search.partition import Ranges, even_layers
-from raymm.scheduler.search.stage_space import make_plan
 
 
 @dataclass(frozen=True)

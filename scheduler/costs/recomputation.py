@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -130,7 +131,8 @@ def least_seconds(layers: Sequence[Sequence[LayerOption]], limit: int) -> float:
     return relaxed.seconds(limit) if relaxed.least <= limit else float("inf")
 
 
-def saving_steps(options: Sequence[LayerOption]) -> tuple[LayerOption, list[tuple[float, int]]]:
+@lru_cache(maxsize=4096)  # layers are mostly alike
+def saving_steps(options: tuple[LayerOption, ...]) -> tuple[LayerOption, list[tuple[float, int]]]:
     """The option that keeps least, and what keeping more saves if a layer may be divided:
     (seconds per byte, bytes), best first."""
     hull = _hull([option for _, option in _undominated(options)])
@@ -147,7 +149,7 @@ def savings(layers: Sequence[Sequence[LayerOption]]) -> tuple[np.ndarray, np.nda
     Args:
         layers: the options of each.
     """
-    smallest = [saving_steps(options) for options in layers]
+    smallest = [saving_steps(tuple(options)) for options in layers]
     steps = sorted((step for _, own in smallest for step in own), key=lambda step: -step[0])
     sizes = [size for _, size in steps]
     saved = [rate * size for rate, size in steps]
@@ -203,7 +205,7 @@ def _relaxations(options: Sequence[Sequence[tuple[int, LayerOption]]]) -> list[_
     least, slowest = 0, 0.0
     relaxations = [_Relaxation(0, 0.0, ())]
     for choices in reversed(options):
-        smallest, own = saving_steps([option for _, option in choices])
+        smallest, own = saving_steps(tuple(option for _, option in choices))
         least += smallest.nbytes
         slowest += smallest.seconds
         steps += own

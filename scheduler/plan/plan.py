@@ -11,9 +11,9 @@ from math import gcd, prod
 from typing import Any
 
 from raymm.scheduler.costs.layer_costs import CostProfile, ProfileError
-from raymm.scheduler.costs.recomputation import OPTIONS
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.graph.strict_json import MultiplexError, json_value
+from raymm.scheduler.plan.layer_options import check_layer_options
 from raymm.scheduler.plan.plan_error import PlanError, check_number
 from raymm.scheduler.plan.plan_json import graph_of, integers, only, policy_of, stage_of, typed
 from raymm.scheduler.plan.policy import Policy
@@ -100,18 +100,23 @@ class Plan:
     def _check_processes(self) -> None:
         widths: dict[object, Stage] = {}
         degrees: dict[object, Stage] = {}
+        checked: set[Degrees] = set()
         for stage in self.stages:
             if stage.sharding not in SHARDINGS:
                 raise PlanError(
                     f"sharding of stage {stage.id} is {stage.sharding!r}; accepted: "
                     f"{', '.join(SHARDINGS)}"
                 )
-            for name, degree in stage.degrees._asdict().items():
-                check_number(f"{name} of stage {stage.id}", degree)
+            if stage.degrees not in checked:
+                for name, degree in stage.degrees._asdict().items():
+                    check_number(f"{name} of stage {stage.id}", degree)
+                checked.add(stage.degrees)
             self._check_sharding(stage)
             for firsts, what in ((widths, f"rank {stage.rank}"), (degrees, stage.module)):
                 key = stage.rank if firsts is widths else stage.module
                 other = firsts.setdefault(key, stage)
+                if stage.degrees == other.degrees:
+                    continue
                 for name, mine, theirs in zip(
                     Degrees._fields, stage.degrees, other.degrees, strict=True
                 ):
@@ -120,28 +125,6 @@ class Plan:
                             f"{name} of stage {stage.id} is {mine} and of {other.id} {theirs}; "
                             f"all stages of {what} must have the same"
                         )
-
-    def _check_layer_options(self, stage: Stage, blocks: int) -> None:
-        options = stage.layer_options
-        if not options:
-            return
-        if len(options) != max(blocks, 0) or not set(options) <= set(OPTIONS):
-            raise PlanError(
-                f"layer_options of stage {stage.id} are {list(options)}; there must be one for "
-                f"each of its {max(blocks, 0)} blocks, of {', '.join(OPTIONS)}"
-            )
-        if set(options) == {OPTIONS[0]}:
-            return
-        if stage.recompute:
-            raise PlanError(
-                f"stage {stage.id} has layer_options and recompute, which runs all of it again; "
-                "give one of them"
-            )
-        if self.schedule == "zero_bubble":
-            raise PlanError(
-                f"layer_options of stage {stage.id} with schedule 'zero_bubble', whose two "
-                "backward passes would each recompute; use '1f1b' or 'gpipe', or recompute"
-            )
 
     def _check_sharding(self, stage: Stage) -> None:
         first = self.replicas(stage.module)[0][0]
@@ -191,23 +174,26 @@ class Plan:
             if stage.index != index:
                 raise PlanError(f"stages of {node.name!r} must be numbered 0.. in order")
             if lo != expected or hi <= lo:
-                if lo == expected:
-                    what = "be empty"
-                else:
-                    what = "overlap" if lo < expected else "leave a gap"
+                gap = "overlap" if lo < expected else "leave a gap"
+                what = "be empty" if lo == expected else gap
                 raise PlanError(
                     f"stage {stage.id}: layers [{lo}, {hi}) would {what}; "
                     f"it must start at {expected} and hold at least one layer"
                 )
             expected = hi
-            self._check_layer_options(stage, min(hi, node.num_blocks) - lo)
+            check_layer_options(stage, min(hi, node.num_blocks) - lo, self.schedule)
         if expected != node.num_layers:
             raise PlanError(
                 f"stages of {node.name!r} cover layers [0, {expected}); "
                 f"the module has {node.num_layers}"
             )
 
-    @property
+    @cached_property
+    def derived(self) -> dict[object, Any]:
+        """What was worked out of the plan once, by what it is; empty at first."""
+        return {}
+
+    @cached_property
     def num_ranks(self) -> int:
         return 1 + max(stage.rank for stage in self.stages)
 
@@ -256,13 +242,16 @@ class Plan:
 
     @cached_property
     def _first_processes(self) -> tuple[int, ...]:
-        counts = [self.processes(rank) for rank in range(self.num_ranks)]
-        return tuple(accumulate(counts, initial=0))
+        return tuple(accumulate(map(self.processes, range(self.num_ranks)), initial=0))
 
     def sharers(self, stage: Stage) -> int:
-        """Processes that have the same parameters as one of a stage's: over replicas of its module,
-        and by tokens."""
+        """Processes with the same parameters as one of a stage's: over replicas, and by tokens."""
         return len(self.replicas(stage.module)) * stage.cp * stage.fsdp
+
+    def replica_processes(self, stage: Stage) -> list[int]:
+        """The processes of all replicas of a stage."""
+        stages = (replica[stage.index] for replica in self.replicas(stage.module))
+        return [process for stage in stages for process in self.rank_processes(stage.rank)]
 
     def rank_stages(self, rank: int) -> tuple[Stage, ...]:
         """Stages of a rank, producers before consumers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 SHARDINGS = ("none", "zero1", "fsdp")
@@ -88,7 +89,7 @@ class Stage:
     layer_options: tuple[str, ...] = ()
     quota: float | None = None
 
-    @property
+    @cached_property
     def degrees(self) -> Degrees:
         """How its rank is several processes."""
         return Degrees(self.cp, self.tp, self.fsdp)
@@ -98,7 +99,7 @@ class Stage:
         """How many processes the blocks' parameters are shared out over; 1 if each has them all."""
         return self.fsdp * self.cp if self.sharding == "fsdp" else 1
 
-    @property
+    @cached_property
     def id(self) -> StageId:
         """Which stage it is."""
         return StageId(self.module, self.index, self.replica)

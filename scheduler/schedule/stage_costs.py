@@ -6,6 +6,7 @@ waits for the others (:mod:`raymm.scheduler.schedule.process_costs`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from raymm.scheduler.costs.devices import Link
@@ -62,7 +63,7 @@ class StageCost:
         }
 
 
-def stage_costs(plan: Plan, profile: CostProfile | None = None) -> dict[StageId, StageCost]:
+def stage_costs(plan: Plan, profile: CostProfile | None = None) -> Mapping[StageId, StageCost]:
     """Per stage of a plan, with the frozen rules (see :mod:`raymm.scheduler.costs.layer_costs`).
 
     Args:
@@ -72,9 +73,16 @@ def stage_costs(plan: Plan, profile: CostProfile | None = None) -> dict[StageId,
     Raises:
         ValueError: if neither the plan nor the caller has a profile.
     """
-    profile = profile or plan.profile
-    if profile is None:
+    if profile is not None:
+        return _stage_costs(plan, profile)
+    if plan.profile is None:
         raise ValueError("the plan has no cost profile")
+    if StageCost not in plan.derived:
+        plan.derived[StageCost] = _stage_costs(plan, plan.profile)
+    return plan.derived[StageCost]
+
+
+def _stage_costs(plan: Plan, profile: CostProfile) -> dict[StageId, StageCost]:
     profile.check(plan.graph)
     before = trainable_before(plan.graph)
     costs, of_kind = {}, {}
@@ -117,7 +125,7 @@ def _stage_cost(
     trained_bytes = sum(c.parameter_bytes for c in trained)
     link = None
     if sharers > 1 and profile.links is not None:
-        link = profile.links.between(_sharers(plan, stage))
+        link = profile.links.between(plan.replica_processes(stage))
     if stage.shards > 1:
         held = [c.parameter_bytes for c in layers]
         state = -(-state // stage.shards) + max(held)
@@ -172,15 +180,6 @@ def _process_links(
     ]
     slowest = max(by_parameters, key=lambda link: link.seconds(1))
     return links.between(numbers), slowest
-
-
-def _sharers(plan: Plan, stage: Stage) -> list[int]:
-    """Processes of all copies of a stage."""
-    return [
-        process
-        for replica in plan.replicas(stage.module)
-        for process in plan.rank_processes(replica[stage.index].rank)
-    ]
 
 
 def op_seconds(plan: Plan, profile: CostProfile | None = None) -> dict[tuple[StageId, Op], float]:

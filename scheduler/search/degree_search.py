@@ -11,11 +11,14 @@ sink's degrees, so a better one may have looked worse than all of them.
 
 from __future__ import annotations
 
+import functools
+import heapq
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -39,8 +42,13 @@ SEARCHES = 24
 PER_SINK = 3
 # Sharing more is worth it if a step takes less by more than this.
 WORTHWHILE = 1e-3
-# Assignments that are estimated; of a model with more, encoders get fewer choices.
-MOST_ASSIGNMENTS = 20_000
+LEAST_PLANS = 8
+# Assignments that there may be; of a model with more, encoders get fewer choices. Of these so many
+# are estimated, those whose work and way are least.
+MOST_ASSIGNMENTS, MOST_ESTIMATED = 2_000_000, 4_000
+# Where plans are looked at by part, stages times microbatches of a part. An assignment with larger
+# parts has fewer replicas of all modules than others whose estimates are about the same.
+MOST_TASKS = 16_384
 
 
 @dataclass(frozen=True)
@@ -52,11 +60,13 @@ class Estimate:
         seconds: about how long a step takes: a microbatch's way there and back, the slowest
             stage's work on the others, and sums of gradients.
         bound: seconds that no plan with these degrees undercuts.
+        tasks: stages that microbatches of one of the plan's equal parts pass through, about.
     """
 
     degrees: SharedModules
     seconds: float
     bound: float
+    tasks: int
 
 
 @dataclass(frozen=True)
@@ -104,7 +114,6 @@ class _Module:
         least: the fewest stages that memory allows.
         most: as many as it has layers.
         steps: microbatches of a copy.
-        loads: what :meth:`load` has worked out already.
     """
 
     degrees: ModuleDegrees
@@ -117,20 +126,20 @@ class _Module:
     least: int
     most: int
     steps: int
-    loads: dict[int, float] = field(default_factory=dict)
 
-    def load(self, stages: int) -> float:
-        """Seconds of a step that one of its stages works, about; without what memory adds, at
-        least."""
-        if stages not in self.loads:
-            self.loads[stages] = self._seconds(
-                self.work + self.memory.added(stages, self.steps), stages
-            )
-        return self.loads[stages]
+    @cached_property
+    def loads(self) -> list[float]:
+        """By the number of stages (from :attr:`least` on), seconds of a step that each of them
+        works, about."""
+        return [math.inf] * self.least + [
+            self._seconds(self.work + self.memory.added(n, self.steps), n)
+            for n in range(self.least, self.most + 1)
+        ]
 
-    def bound(self, stages: int) -> float:
-        """Seconds of a step that one of its stages works at least."""
-        return self._seconds(self.work, stages)
+    @cached_property
+    def bounds(self) -> list[float]:
+        """:attr:`loads` without what memory adds: at least."""
+        return [math.inf, *(self._seconds(self.work, n) for n in range(1, self.most + 1))]
 
     def _seconds(self, work: float, stages: int) -> float:
         # No stage works longer than the busiest, and the last is spared ``spared`` of that at most.
@@ -149,7 +158,7 @@ def search_degrees(
     incumbent: float = math.inf,
     searches: int = SEARCHES,
     gap: float = ROUNDING,
-    most_plans: float = math.inf,
+    most_stages: float = math.inf,
     control: SearchControl | None = None,
 ) -> list[SearchResult]:
     """Plans with degrees that are faster than what is known, the fastest last.
@@ -164,11 +173,16 @@ def search_degrees(
         within: gives a space its :attr:`StageSpace.memory`.
         incumbent: seconds of the best plan known.
         searches: how many assignments are searched.
-        gap, most_plans, control: as of ``joint_search``, for each.
+        gap, control: as of ``joint_search``, for each.
+        most_stages: that are put into plans, or parts of plans, of an assignment, the most
+            promising plans first; but :data:`LEAST_PLANS` plans in any case.
     """
     results: list[SearchResult] = []
     tried: Counter[ModuleDegrees] = Counter()
-    for estimate in estimates(space, choices, per_node, sharding):
+    estimated = estimates(space, choices, per_node, sharding)
+    if space.by_part:
+        estimated = [e for e in estimated if e.tasks <= MOST_TASKS] or estimated
+    for estimate in estimated:
         if control is not None and control.should_stop():
             break
         sink = estimate.degrees[space.graph.sink]
@@ -183,7 +197,7 @@ def search_degrees(
         try:
             result = joint_search(
                 shared, iteration_time, lower_bound, fits, alternatives=0, gap=gap,
-                most_plans=most_plans,
+                most_plans=max(LEAST_PLANS, most_stages * shared.parts // space.ranks),
                 incumbent=incumbent * (1 - WORTHWHILE), control=control,
             )
         except StageSearchError:  # none fits, or none is faster
@@ -218,7 +232,7 @@ def estimates(
             if (module := _module(space, node.name, degrees)) is not None
         ]
     estimated = []
-    for chosen in itertools.product(*_limited(space, options)):
+    for chosen in _promising(space, _limited(space, options)):
         estimate = _estimate(space, chosen)
         if estimate is not None and any(module.degrees != ALONE for module in chosen):
             estimated.append(estimate)
@@ -241,6 +255,40 @@ def _limited(space: StageSpace, options: Mapping[str, list[_Module]]) -> list[li
             if name != sink:
                 kept[name] = [m for m in some if getattr(m.degrees, kind) == 1] or some[:1]
     return [kept[node.name] for node in space.graph.nodes]
+
+
+def _promising(
+    space: StageSpace, options: list[list[_Module]]
+) -> Iterator[tuple[_Module, ...]]:
+    """All assignments, or of too many the :data:`MOST_ESTIMATED` with the least sum of a
+    microbatch's way and the work of all devices."""
+    shape = [len(some) for some in options]
+    if math.prod(shape) <= MOST_ESTIMATED:
+        yield from itertools.product(*options)
+        return
+    names = [node.name for node in space.graph.nodes]
+
+    def table(value: Callable[[_Module], float]) -> dict[str, np.ndarray]:
+        """By module, along its own axis."""
+        return {
+            name: np.array([value(module) for module in some]).reshape(
+                [-1 if axis == at else 1 for axis in range(len(shape))]
+            )
+            for at, (name, some) in enumerate(zip(names, options, strict=True))
+        }
+
+    ways = table(lambda module: module.way)
+    longest: dict[str, np.ndarray] = {}
+    for name in space.graph.topological:
+        before = [longest[producer] for producer in space.graph.producers(name)]
+        longest[name] = ways[name] + functools.reduce(np.maximum, before, np.zeros(1))
+    devices = sum(table(lambda m: m.least * m.degrees.devices).values(), np.zeros(shape))
+    work = sum(table(lambda m: m.steps * m.work * m.degrees.devices).values(), np.zeros(shape))
+    about = longest[space.graph.sink] + work / space.ranks
+    about[devices > space.ranks] = np.inf
+    for flat in np.argsort(about, axis=None)[:MOST_ESTIMATED].tolist():
+        places = np.unravel_index(flat, shape)
+        yield tuple(some[place] for some, place in zip(options, places, strict=True))
 
 
 def _module(space: StageSpace, name: str, degrees: ModuleDegrees) -> _Module | None:
@@ -290,10 +338,10 @@ def _memory(space: StageSpace, profile: CostProfile, name: str, moments: int) ->
 
 
 def _estimate(space: StageSpace, chosen: tuple[_Module, ...]) -> Estimate | None:
-    counts = _split_over(space.ranks, chosen)
+    counts = _split_over(space.ranks, chosen, [module.loads for module in chosen])
     if counts is None:
         return None
-    loads = [module.load(n) for module, n in zip(chosen, counts, strict=True)]
+    loads = [module.loads[n] for module, n in zip(chosen, counts, strict=True)]
     waits = [
         module.way
         + (module.steps - 1) / module.steps * load
@@ -310,15 +358,16 @@ def _estimate(space: StageSpace, chosen: tuple[_Module, ...]) -> Estimate | None
     degrees = {n.name: m.degrees for n, m in zip(space.graph.nodes, chosen, strict=True)}
     if any(len(module.memory.sizes) > 1 for module in chosen):
         # What memory adds may be worth another split.
-        counts = _split_over(space.ranks, chosen, _Module.bound)
+        counts = _split_over(space.ranks, chosen, [module.bounds for module in chosen])
         assert counts is not None
-    bound = max(module.bound(n) for module, n in zip(chosen, counts, strict=True))
-    return Estimate(degrees, max(seconds, path), bound)
+    bound = max(module.bounds[n] for module, n in zip(chosen, counts, strict=True))
+    parts = math.gcd(*(d.dp for d in degrees.values()))
+    tasks = sum(counts) * space.num_microbatches // parts
+    return Estimate(degrees, max(seconds, path), bound, tasks)
 
 
 def _split_over(
-    devices: int, chosen: tuple[_Module, ...],
-    load_of: Callable[[_Module, int], float] = _Module.load,
+    devices: int, chosen: tuple[_Module, ...], loads: list[list[float]]
 ) -> list[int] | None:
     """Stages per module so that the largest load is least: every further stage goes to the
     module that has it. None if memory asks for more than there are devices."""
@@ -326,11 +375,13 @@ def _split_over(
     left = devices - sum(m.degrees.devices * n for m, n in zip(chosen, counts, strict=True))
     if left < 0:
         return None
+    largest = [(-load[n], at) for at, (load, n) in enumerate(zip(loads, counts, strict=True))]
+    heapq.heapify(largest)
     while True:
-        loads = [load_of(module, n) for module, n in zip(chosen, counts, strict=True)]
-        at = loads.index(max(loads))
-        module = chosen[at]
-        if module.degrees.devices > left or counts[at] == module.most:
+        at = largest[0][1]
+        width = chosen[at].degrees.devices
+        if width > left or counts[at] == chosen[at].most:
             return counts
         counts[at] += 1
-        left -= module.degrees.devices
+        left -= width
+        heapq.heapreplace(largest, (-loads[at][counts[at]], at))

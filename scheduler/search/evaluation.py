@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from raymm.scheduler.plan.equal_part import EqualPart
 from raymm.scheduler.plan.plan import Plan, PlanError
 from raymm.scheduler.program.program import Program
 from raymm.scheduler.program.timeline import Timeline
@@ -239,7 +240,8 @@ class Candidates:
             self.control.fits(option.seconds, partial(limit_text, option.plan, option.seconds))
             self.options.append(option)
         else:
-            self.refused.append((option.label, reason))
+            whole = option.plan.whole() if isinstance(option.plan, EqualPart) else option.plan
+            self.refused.append((replace(option, plan=whole).label, reason))
 
     def add_schedules(self, layout: str, plan: Plan) -> None:
         """:meth:`add` a plan with every schedule that it can have; if the search is to end, with
@@ -258,6 +260,12 @@ class Candidates:
         Raises:
             StageSearchError: if nothing fits.
         """
+        evaluated, self.options = self.options, []
+        for option in evaluated:
+            if isinstance(option.plan, EqualPart):
+                self.add(option.layout, option.plan.whole())
+            else:
+                self.options.append(option)
         if not self.options:
             reasons = "; ".join(f"{label}: {why}" for label, why in self.refused)
             raise StageSearchError(f"no plan fits: {reasons or 'there is none for this model'}")

@@ -1,16 +1,22 @@
-"""How many processes share a module, and plans whose modules are shared."""
+"""How many processes share a module, and plans of one stage per rank whose modules are shared."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
-from raymm.scheduler.costs.layer_costs import CostProfile
+import numpy as np
+
+from raymm.scheduler.costs.layer_costs import CostProfile, has_backward
 from raymm.scheduler.graph.module_graph import ModuleGraph
+from raymm.scheduler.plan.equal_part import EqualPart
 from raymm.scheduler.plan.plan import Plan, PlanError, Stage
 from raymm.scheduler.plan.stage import Degrees
 from raymm.scheduler.schedule.process_costs import process_layers
+from raymm.scheduler.search.partition import Ranges
 
 KINDS = ("tp", "cp", "dp")
 
@@ -130,12 +136,76 @@ def process_profile(
     return replace(profile, modules=modules)
 
 
-def with_degrees(plan: Plan, degrees: SharedModules) -> Plan:
+def recomputing(
+    graph: ModuleGraph, recompute: bool, recompute_loss: bool = False
+) -> dict[str, np.ndarray]:
+    """Which stages recompute; arguments as of :func:`make_plan`. Per module of n layers, a
+    boolean array of shape (n + 1, n + 1): entry (lo, hi) is of a stage with layers [lo, hi)."""
+    result = {}
+    for module, backward in has_backward(graph).items():
+        # Once a layer has a backward, all after it have.
+        first_has_backward = np.array([*backward, False])[:, None]
+        again = np.repeat(first_has_backward & recompute, len(backward) + 1, axis=1)
+        if module == graph.sink and not recompute_loss:
+            again[:, -1] = False
+        result[module] = again
+    return result
+
+
+def make_plan(
+    graph: ModuleGraph,
+    partitions: Mapping[str, Ranges],
+    num_microbatches: int,
+    schedule: str = "1f1b",
+    profile: CostProfile | None = None,
+    recompute: bool = False,
+    memory_limit: int | None = None,
+    recompute_loss: bool = False,
+) -> Plan:
+    """A plan with one rank per stage ("modality parallel"), encoders first.
+
+    Args:
+        graph: the modules.
+        partitions: layers of each stage, per module.
+        num_microbatches, schedule, profile, memory_limit: as of the plan.
+        recompute: recompute in every stage whose layers all have a backward. A stage that
+            has none in its first layers keeps what its other layers need: recomputing it
+            whole would run forwards again that nothing asks for.
+        recompute_loss: recompute in the loss's stage too. It has one microbatch under way at
+            a time, whose activations it needs at once, so nothing is gained by it.
+
+    Raises:
+        PlanError: if the partitions do not cover the modules.
+    """
+    recomputed = recomputing(graph, recompute, recompute_loss)
+    stages: list[Stage] = []
+    for module in graph.topological:
+        for index, (lo, hi) in enumerate(partitions.get(module, ())):
+            there = 0 <= lo < hi <= graph.node(module).num_layers  # if not, the plan says so
+            again = there and bool(recomputed[module][lo, hi])
+            stages.append(Stage(module, index, (lo, hi), rank=len(stages), recompute=again))
+    return Plan(
+        graph, tuple(stages), num_microbatches, schedule, profile, memory_limit=memory_limit
+    )
+
+
+def common_replicas(graph: ModuleGraph, degrees: SharedModules) -> int:
+    """The most equal parts that plans with these degrees consist of."""
+    return math.gcd(*(degrees.get(node.name, ALONE).dp for node in graph.nodes))
+
+
+def with_degrees(plan: Plan, degrees: SharedModules, parts: int = 1) -> Plan:
     """A plan of one stage per rank with its modules shared.
 
     Ranks are numbered so that groups are near each other: those of many processes first, which
     lets tensor parallel groups begin where nodes do; and stage by stage, copies of a stage
     next to each other, because gradients are many more bytes than the messages of a pipeline.
+
+    Args:
+        plan: of one replica of each module.
+        degrees: by module.
+        parts: that the whole plan consists of; of several the first, with the plan's microbatches,
+            as an :class:`EqualPart`.
     """
     if all(own == ALONE for own in degrees.values()):
         return plan
@@ -144,15 +214,18 @@ def with_degrees(plan: Plan, degrees: SharedModules) -> Plan:
     def of(stage: Stage) -> ModuleDegrees:
         return degrees.get(stage.module, ALONE)
 
-    copies = [
-        replace(stage, replica=copy, cp=of(stage).cp, tp=of(stage).tp, sharding=of(stage).sharding)
-        for stage in plan.stages
-        for copy in range(of(stage).dp)
-    ]
     near = sorted(
-        copies,
-        key=lambda s: (-of(s).cp * of(s).tp, order[s.module], s.index, s.replica),
+        plan.stages, key=lambda s: (-of(s).cp * of(s).tp, order[s.module], s.index)
     )
-    ranks = {stage.id: rank for rank, stage in enumerate(near)}
-    stages = tuple(replace(stage, rank=ranks[stage.id]) for stage in copies)
-    return replace(plan, stages=stages, shared_ranks=None)
+    copies = [of(stage).dp // parts for stage in near]
+    firsts = {s.id: first for s, first in zip(near, accumulate(copies, initial=0), strict=False)}
+    stages = tuple(
+        replace(
+            stage, rank=firsts[stage.id] + copy, replica=copy, cp=of(stage).cp, tp=of(stage).tp,
+            sharding=of(stage).sharding,
+        )
+        for stage in plan.stages
+        for copy in range(of(stage).dp // parts)
+    )
+    plan = replace(plan, stages=stages, shared_ranks=None)
+    return plan if parts == 1 else EqualPart.of(plan, parts)

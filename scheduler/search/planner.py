@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from raymm.scheduler.costs.layer_costs import layer_work
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.progress.search_control import SearchControl
 from raymm.scheduler.search.degree_search import search_degrees
@@ -34,9 +35,8 @@ FINALISTS = 3
 # On more ranks than these, plans that are faster by less than this share are not looked for, and
 # those that bounds rule out are not made.
 MANY_RANKS, GAP = 32, 0.005
-# Then so many stages are put into plans of an assignment of degrees at most, the most promising
-# plans first, but some plans in any case.
-MOST_STAGES, LEAST_PLANS = 10_000, 8
+# Then so many stages are put into plans, or their equal parts, of an assignment of degrees at most.
+MOST_STAGES = 10_000
 
 
 def propose(problem: PlanProblem, control: SearchControl | None = None) -> Proposal:
@@ -65,6 +65,7 @@ def propose(problem: PlanProblem, control: SearchControl | None = None) -> Propo
         space = StageSpace(
             problem.graph, profile, problem.ranks, problem.num_microbatches,
             recompute=again is True, memory_limit=problem.memory_limit,
+            by_part=problem.ranks > MANY_RANKS,
         )
         within = partial(within_memory, adaptive=again == LAYERS)
         left = _Planner(space, within, candidates, left, problem.chunks, degrees).run()
@@ -95,7 +96,9 @@ class _Planner:
             if self.candidates.control.should_stop():
                 break
             self.candidates.control.searching(layout + self._memory_text)
-            if layout == "modality_parallel":
+            if layout != DEGREES and self._is_hopeless(layout):
+                pass
+            elif layout == "modality_parallel":
                 self._try_modality_parallel()
             elif layout == DEGREES:
                 self._try_degrees()
@@ -128,6 +131,18 @@ class _Planner:
         layout has a plan."""
         options = self.candidates.options if self._many and self.degrees else []
         return min((option.seconds for option in options), default=math.inf)
+
+    def _is_hopeless(self, layout: str) -> bool:
+        """Whether no plan without degrees undercuts the incumbent, as its ranks are so few: no more
+        than there are layers."""
+        space = self.space
+        works = layer_work(space.graph, space.profile).values()
+        ranks = min(space.ranks, sum(map(len, works)))
+        work = sum(layer.total for layers in works for layer in layers)
+        if space.num_microbatches * work / ranks * (1 - ROUNDING) < self._incumbent:
+            return False
+        self.candidates.refused.append((layout, "it is slower than what is known"))
+        return True
 
     def _try_modality_parallel(self) -> None:
         candidates = self.candidates
@@ -170,7 +185,7 @@ class _Planner:
             candidates.seconds, candidates.bound, candidates.fits, self.within,
             min((option.seconds for option in candidates.options), default=math.inf),
             gap=GAP if self._many else ROUNDING,
-            most_plans=max(LEAST_PLANS, MOST_STAGES // space.ranks) if self._many else math.inf,
+            most_stages=MOST_STAGES if self._many else math.inf,
             control=candidates.control,
         )
         for result in results:

@@ -92,6 +92,7 @@ def joint_search(
     modules = space.graph.topological
     queue = _counted(space, profile_bound)
     combinations, plans = len(queue), 0
+    bounded: dict[tuple[int, ...], Plan] = {}  # on their way to be simulated
     evaluated: list[Choice] = []
     kept: list[float] = []  # the best times so far, negated: a heap with the worst of them first
     while queue:
@@ -107,13 +108,16 @@ def joint_search(
                 bound = max(bound, cut) if profile_bound else bound
                 heapq.heappush(queue, (bound, size, CUT, chosen))
             continue
-        plans += 1
-        if plans > most_plans and evaluated:
-            break
-        plan = space.plan(counts)
+        plan = bounded.pop(chosen, None)
+        if plan is None:
+            plans += 1
+            if plans > most_plans and evaluated:
+                break
+            plan = space.plan(counts)
         if level == CUT and lower_bound is not None:
             bound = max(bound, lower_bound(plan) * (1 - ROUNDING))
             heapq.heappush(queue, (bound, size, PLANNED, chosen))
+            bounded[chosen] = plan
             continue
         if fits is not None and not fits(plan):
             continue

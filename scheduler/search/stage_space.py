@@ -19,13 +19,17 @@ from raymm.scheduler.costs.layer_costs import (
     layer_work,
 )
 from raymm.scheduler.graph.module_graph import ModuleGraph
-from raymm.scheduler.plan.plan import Plan, Stage
+from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.plan.stage import Stage
 from raymm.scheduler.search.longest_ways import LongestWays
 from raymm.scheduler.search.module_degrees import (
     ALONE,
     ModuleDegrees,
     SharedModules,
+    common_replicas,
+    make_plan,
     process_profile,
+    recomputing,
     with_degrees,
 )
 from raymm.scheduler.search.partition import (
@@ -53,59 +57,6 @@ class StageSearchError(InputError, ValueError):
     """A budget under which no plan exists. The message says why."""
 
 
-def recomputing(
-    graph: ModuleGraph, recompute: bool, recompute_loss: bool = False
-) -> dict[str, np.ndarray]:
-    """Which stages recompute; arguments as of :func:`make_plan`. Per module of n layers, a
-    boolean array of shape (n + 1, n + 1): entry (lo, hi) is of a stage with layers [lo, hi)."""
-    result = {}
-    for module, backward in has_backward(graph).items():
-        # Once a layer has a backward, all after it have.
-        first_has_backward = np.array([*backward, False])[:, None]
-        again = np.repeat(first_has_backward & recompute, len(backward) + 1, axis=1)
-        if module == graph.sink and not recompute_loss:
-            again[:, -1] = False
-        result[module] = again
-    return result
-
-
-def make_plan(
-    graph: ModuleGraph,
-    partitions: Mapping[str, Ranges],
-    num_microbatches: int,
-    schedule: str = "1f1b",
-    profile: CostProfile | None = None,
-    recompute: bool = False,
-    memory_limit: int | None = None,
-    recompute_loss: bool = False,
-) -> Plan:
-    """A plan with one rank per stage ("modality parallel"), encoders first.
-
-    Args:
-        graph: the modules.
-        partitions: layers of each stage, per module.
-        num_microbatches, schedule, profile, memory_limit: as of the plan.
-        recompute: recompute in every stage whose layers all have a backward. A stage that
-            has none in its first layers keeps what its other layers need: recomputing it
-            whole would run forwards again that nothing asks for.
-        recompute_loss: recompute in the loss's stage too. It has one microbatch under way at
-            a time, whose activations it needs at once, so nothing is gained by it.
-
-    Raises:
-        PlanError: if the partitions do not cover the modules.
-    """
-    recomputed = recomputing(graph, recompute, recompute_loss)
-    stages: list[Stage] = []
-    for module in graph.topological:
-        for index, (lo, hi) in enumerate(partitions.get(module, ())):
-            there = 0 <= lo < hi <= graph.node(module).num_layers  # if not, the plan says so
-            again = there and bool(recomputed[module][lo, hi])
-            stages.append(Stage(module, index, (lo, hi), rank=len(stages), recompute=again))
-    return Plan(
-        graph, tuple(stages), num_microbatches, schedule, profile, memory_limit=memory_limit
-    )
-
-
 @dataclass(frozen=True)
 class StageSpace:
     """Everything the searches choose from.
@@ -123,6 +74,8 @@ class StageSpace:
         expected: what partitions balance instead of the profile's work, for comparison with
             planners that know less (:func:`~raymm.scheduler.baselines.pipelines.unaware_work`).
         degrees: how modules are shared; by default every stage is one process.
+        by_part: whether plans that consist of equal parts, as replicas of all modules make them,
+            are looked at as one of them (:class:`~raymm.scheduler.plan.equal_part.EqualPart`).
 
     Raises:
         StageSearchError: if there are fewer ranks than modules need for one stage each.
@@ -142,6 +95,7 @@ class StageSpace:
     memory: StageMemory | None = None
     expected: Mapping[str, tuple[LayerWork, ...]] | None = None
     degrees: SharedModules = field(default_factory=dict)
+    by_part: bool = False
     _partitions: dict[tuple[str, int, int], Ranges | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -330,10 +284,15 @@ class StageSpace:
     def made_of(self, partitions: Mapping[str, Ranges]) -> Plan:
         """The plan with these layers per stage, one rank each (and copy)."""
         plan = make_plan(
-            self.graph, partitions, self.num_microbatches, self.schedule, self.profile,
-            self.recompute, self.memory_limit, self.recompute_loss,
+            self.graph, partitions, self.num_microbatches // self.parts, self.schedule,
+            self.profile, self.recompute, self.memory_limit, self.recompute_loss,
         )
-        return with_degrees(plan, self.degrees)
+        return with_degrees(plan, self.degrees, self.parts)
+
+    @property
+    def parts(self) -> int:
+        """Equal parts of plans, of which one is looked at."""
+        return common_replicas(self.graph, self.degrees) if self.by_part else 1
 
     def stage_seconds(self, module: str) -> np.ndarray:
         """Seconds of 1F + 1B of layers [lo, hi) as one stage, as partitions balance them: an

@@ -15,7 +15,7 @@ from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, PlanError
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.search.evaluation import Option
-from raymm.scheduler.search.stage_space import make_plan
+from raymm.scheduler.search.module_degrees import make_plan
 
 EXAMPLE = "examples/planning/llm32b.yaml"
 

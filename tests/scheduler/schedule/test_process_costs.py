@@ -26,8 +26,7 @@ from raymm.scheduler.schedule.process_costs import (
 )
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import op_seconds, stage_costs
-from raymm.scheduler.search.module_degrees import ModuleDegrees, with_degrees
-from raymm.scheduler.search.stage_space import make_plan
+from raymm.scheduler.search.module_degrees import ModuleDegrees, make_plan, with_degrees
 
 NEAR, FAR = Link(1.0, 100.0), Link(10.0, 10.0)
 LINKS = Links(NEAR, FAR, 4)

@@ -24,9 +24,10 @@ from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.stage_costs import op_seconds, stage_costs
 from raymm.scheduler.search.evaluation import Proposal
 from raymm.scheduler.search.layouts import colocated, replicated
+from raymm.scheduler.search.module_degrees import make_plan
 from raymm.scheduler.search.options import LAYOUTS, PlanProblem
 from raymm.scheduler.search.planner import propose, within_memory
-from raymm.scheduler.search.stage_space import StageSearchError, StageSpace, make_plan
+from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
 from tests.scheduler.random_models import models, spaces
 from tests.scheduler.random_plans import contents
 

@@ -27,9 +27,10 @@ from raymm.scheduler.program.program import Op
 from raymm.scheduler.schedule.lower import lower
 from raymm.scheduler.schedule.simulate import simulate
 from raymm.scheduler.schedule.step_graph import full_step
+from raymm.scheduler.search.module_degrees import make_plan
 from raymm.scheduler.search.stage_memory import StageMemory
 from raymm.scheduler.search.stage_search import Choice, joint_search
-from raymm.scheduler.search.stage_space import StageSearchError, StageSpace, make_plan
+from raymm.scheduler.search.stage_space import StageSearchError, StageSpace
 
 
 def op_costs(plan: Plan) -> dict[tuple[str, Op], float]:
