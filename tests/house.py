@@ -33,18 +33,20 @@ TABLE: dict[str, tuple[str, ...]] = {
     "kernels/collectives": (),
     "kernels/flash": (),
     "kernels/mask": (),
+    "kernels/host_copies.py": (),
     "kernels/cross_entropy.py": ("kernels/collectives",),
     "kernels/flash/cpu": ("kernels/flash", "kernels/mask"),
-    "kernels/flash/gpu": ("kernels/flash", "kernels/mask"),
+    "kernels/flash/gpu": ("kernels/flash", "kernels/mask", "kernels/host_copies.py"),
     "kernels/attention.py": (
         "kernels/flash", "kernels/mask", "kernels/flash/cpu", "kernels/flash/gpu",
     ),
     "kernels/context_parallel": (
-        "kernels/collectives", "kernels/flash", "kernels/mask", "kernels/flash/cpu",
-        "kernels/flash/gpu",
+        "kernels/collectives", "kernels/flash", "kernels/mask", "kernels/host_copies.py",
+        "kernels/flash/cpu", "kernels/flash/gpu",
     ),
     "kernels/hf": (
-        "kernels/collectives", "kernels/mask", "kernels/attention.py", "kernels/context_parallel",
+        "kernels/collectives", "kernels/mask", "kernels/host_copies.py", "kernels/attention.py",
+        "kernels/context_parallel",
     ),
     # scheduler: decisions as data
     "scheduler/context_parallel": (),
@@ -70,7 +72,7 @@ TABLE: dict[str, tuple[str, ...]] = {
         "scheduler/multiplex/solver", "scheduler/plan", "scheduler/minibatch", "scheduler/search",
     ),
     # actors: what lives in Ray
-    "actors/memory": (),
+    "actors/memory": ("kernels",),
     "actors/storage": (),
     "actors/quota": (),
     "actors/faults": ("kernels", "actors/storage"),

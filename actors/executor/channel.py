@@ -6,10 +6,14 @@ microbatch has (its ``key``), and only the first message with a new key is prece
 description of it. Receives are posted ahead of need, when the step's program says; a sent
 tensor lives until its send has completed.
 
+Side tensors are what hosts read (lengths, labels, whose items are whose), so they go from host to
+host, and the receiving one need not wait for its device to read them. Nor does it wait for the
+tensors: on a GPU what it issues next comes after them in the device's order.
+
 Where an end is several processes, each sends or is sent its share of every tensor
-(:mod:`raymm.scheduler.plan.resharding`), and the receivers gather their shares. Gradients that the
-senders have each a part of are summed on the way, every process ending up with the sum's
-share that it sends.
+(:mod:`raymm.scheduler.plan.resharding`), and the receivers gather their shares; side tensors a
+receiver gets whole from one sender. Gradients that the senders have each a part of are summed on
+the way, every process ending up with the sum's share that it sends.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from raymm.actors.faults.lost_processes import ChannelError
 from raymm.actors.modules.message import Message
 from raymm.kernels.collectives.flat import gather_shares, scatter_sum
 from raymm.kernels.collectives.waiting import started, wait
+from raymm.kernels.host_copies import on_host
 from raymm.scheduler.plan.resharding import Resharding
 
 
@@ -47,12 +52,13 @@ class Layout(NamedTuple):
 
     @property
     def buffers(self) -> list[tuple[int, torch.dtype]]:
-        """Elements and dtype of what travels: every tensor, then all side entries as bytes."""
-        buffers = [(prod(shape), _dtype(dtype)) for shape, dtype in self.tensors]
-        if self.side:
-            side_bytes = sum(_nbytes(shape, _dtype(dtype)) for _, shape, dtype in self.side)
-            buffers.append((side_bytes, torch.uint8))
-        return buffers
+        """Elements and dtype of every tensor."""
+        return [(prod(shape), _dtype(dtype)) for shape, dtype in self.tensors]
+
+    @property
+    def side_bytes(self) -> int:
+        """Of all side entries, one after another."""
+        return sum(_nbytes(shape, _dtype(dtype)) for _, shape, dtype in self.side)
 
     def encode(self) -> bytes:
         return json.dumps([self.tensors, self.side]).encode()
@@ -78,7 +84,9 @@ def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def _pack(side: dict[str, torch.Tensor]) -> torch.Tensor:
-    return torch.cat([t.detach().contiguous().view(-1).view(torch.uint8) for t in side.values()])
+    """All side entries as bytes, on the host."""
+    entries = (on_host(entry.detach()) for entry in side.values())
+    return torch.cat([entry.contiguous().view(-1).view(torch.uint8) for entry in entries])
 
 
 def _unpack(layout: Layout, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -102,8 +110,8 @@ class Link:
         peer: the other process.
         tag: of the edge. With NCCL, which knows no tags, messages of all edges that share a group
             are received in the order in which they were sent.
-        host_group: of the same processes, for descriptions, which hosts read: ``group`` itself
-            if that moves the hosts' memory.
+        host_group: of the same processes, for descriptions and side tensors, which hosts read:
+            ``group`` itself if that moves the hosts' memory.
     """
 
     group: dist.ProcessGroup
@@ -117,11 +125,11 @@ class Link:
     def irecv(self, tensor: torch.Tensor) -> dist.Work:
         return started(dist.irecv(tensor, self.peer, group=self.group, tag=self.tag))
 
-    def isend_description(self, tensor: torch.Tensor) -> dist.Work:
+    def isend_to_host(self, tensor: torch.Tensor) -> dist.Work:
         group = self.host_group or self.group
         return started(dist.isend(tensor, self.peer, group=group, tag=self.tag))
 
-    def irecv_description(self, tensor: torch.Tensor) -> dist.Work:
+    def irecv_on_host(self, tensor: torch.Tensor) -> dist.Work:
         group = self.host_group or self.group
         return started(dist.irecv(tensor, self.peer, group=group, tag=self.tag))
 
@@ -173,7 +181,7 @@ class SendChannel:
             header = torch.frombuffer(bytearray(layout.encode()), dtype=torch.uint8)
             for receiver in self._metadata_receivers:
                 for part in (torch.tensor([header.numel()], device="cpu"), header):
-                    self._sent.append((self._links[receiver].isend_description(part), part))
+                    self._sent.append((self._links[receiver].isend_to_host(part), part))
         elif earlier != layout:
             raise ChannelError(
                 f"a message with the metadata {key!r} had the layout {earlier} and now has "
@@ -181,8 +189,11 @@ class SendChannel:
             )
         for tensor in message.tensors:
             self._send(tensor.detach().contiguous().view(-1))
-        if message.side:
-            self._send(_pack(message.side))
+        if layout.side_bytes:
+            packed = _pack(message.side)
+            for receiver in self._metadata_receivers:
+                self.sent_bytes += packed.nbytes
+                self._sent.append((self._links[receiver].isend_to_host(packed), packed))
 
     def _send(self, flat: torch.Tensor) -> None:
         length, offset = flat.numel(), 0
@@ -214,8 +225,8 @@ class SendChannel:
             ChannelError: if the peer is gone.
         """
         try:
-            for work, _ in self._sent_before:
-                wait(work, timeout)
+            for work, tensor in self._sent_before:
+                wait(work, None if tensor.device.type == "cuda" else timeout)
         except RuntimeError as error:
             raise ChannelError(f"a message to {_ranks(self._links)} was lost: {error}") from error
         self._sent_before, self._sent = self._sent, []
@@ -227,9 +238,18 @@ def _ranks(links: Mapping[int, Link]) -> str:
 
 
 class _Posted(NamedTuple):
+    """A message's buffers while they are being received.
+
+    Attributes:
+        shares: flat, of every tensor; ``works`` fill them.
+        side: bytes on the host; ``host_works`` fill them.
+    """
+
     layout: Layout
-    shares: tuple[torch.Tensor, ...]  # flat, of every tensor and then of the side buffer
+    shares: tuple[torch.Tensor, ...]
     works: tuple[dist.Work, ...]
+    side: torch.Tensor
+    host_works: tuple[dist.Work, ...]
 
 
 class RecvChannel:
@@ -312,7 +332,12 @@ class RecvChannel:
                 for part in self._resharding.parts(length)
                 if part.receiver == self._index
             ]
-        return _Posted(layout, tuple(shares), tuple(works))
+        side = torch.empty(layout.side_bytes, dtype=torch.uint8, device="cpu")
+        host_works = (self._metadata_link().irecv_on_host(side),) if layout.side_bytes else ()
+        return _Posted(layout, tuple(shares), tuple(works), side, host_works)
+
+    def _metadata_link(self) -> Link:
+        return self._links[self._resharding.metadata_sender(self._index)]
 
     def _share(self, length: int) -> int:
         """Elements of a share with what fills it up, so that all receivers' are alike."""
@@ -321,7 +346,8 @@ class RecvChannel:
         return self._resharding.units // self._resharding.receivers * self._resharding.unit(length)
 
     def recv(self) -> Message:
-        """The next expected message; waits for it.
+        """The next expected message, its side tensors on the host. Waits for it; on a GPU, what the
+        device is given next does.
 
         Raises:
             ChannelError: if it does not come in time or the peer is gone.
@@ -333,6 +359,9 @@ class RecvChannel:
                 self._post_due()
             posted = self._posted.popleft()
             for work in posted.works:
+                # Not with a timeout on a GPU: the host would wait. NCCL has one of its own.
+                wait(work, None if self._device.type == "cuda" else self._timeout)
+            for work in posted.host_works:
                 wait(work, self._timeout)
             flat = [
                 share if self._gathered is None else gather_shares(share, self._gathered)[:length]
@@ -342,15 +371,14 @@ class RecvChannel:
             raise self._lost(error) from error
         tensors = tuple(
             buffer.view(shape)
-            for buffer, (shape, _) in zip(flat, posted.layout.tensors, strict=False)
+            for buffer, (shape, _) in zip(flat, posted.layout.tensors, strict=True)
         )
-        side = _unpack(posted.layout, flat[-1]) if posted.layout.side else {}
-        return Message(tensors, side)
+        return Message(tensors, _unpack(posted.layout, posted.side))
 
     def _recv_layout(self) -> Layout:
-        link = self._links[self._resharding.metadata_sender(self._index)]
+        link = self._metadata_link()
         length = torch.zeros(1, dtype=torch.int64, device="cpu")
-        wait(link.irecv_description(length), self._timeout)
+        wait(link.irecv_on_host(length), self._timeout)
         header = torch.empty(int(length), dtype=torch.uint8, device="cpu")
-        wait(link.irecv_description(header), self._timeout)
+        wait(link.irecv_on_host(header), self._timeout)
         return Layout.decode(header.numpy().tobytes())

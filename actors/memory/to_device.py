@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 
+from raymm.kernels import host_copies
+
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """``value`` with every tensor in it, in dicts too, on a device; the rest as it is."""
+    """``value`` with every tensor in it, in dicts too, on a device, as
+    :func:`raymm.kernels.host_copies.to_device`; the rest as it is."""
     if isinstance(value, torch.Tensor):
-        return value.to(device)
+        return host_copies.to_device(value, device)
     if isinstance(value, dict):
         return {key: to_device(item, device) for key, item in value.items()}
     return value

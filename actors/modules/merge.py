@@ -8,6 +8,10 @@ encoder. What is returned must hold ``inputs_embeds`` and ``labels`` of the merg
 and may hold ``attention_mask`` and ``position_ids``. It may add positions, labelled -100,
 but never add or drop label tokens.
 
+On a GPU the host knows the integers among the inputs, and what policies here return: a policy that
+reads them with :func:`raymm.kernels.host_copies.on_host`, and moves what it makes of them there
+with :func:`raymm.kernels.host_copies.to_device`, does not wait for the device.
+
 If the model has a mask policy, ``inputs`` also holds ``encoder_kinds``, a number from 1 per
 encoder, and what is returned must hold ``token_layout``
 (:mod:`raymm.actors.modules.token_layout`).
@@ -26,8 +30,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from raymm.actors.modules.token_layout import (
     MaskPolicy,
@@ -36,6 +40,7 @@ from raymm.actors.modules.token_layout import (
     text_layout,
 )
 from raymm.errors import InputError
+from raymm.kernels.host_copies import on_host, to_device
 
 IGNORE_INDEX = -100
 
@@ -91,18 +96,18 @@ def merge_rows(
 
 
 def _label_count(labels: torch.Tensor) -> int:
-    return int((labels[:, 1:] != IGNORE_INDEX).sum())
+    return int((on_host(labels)[:, 1:] != IGNORE_INDEX).sum())
 
 
 def merged_layout(merged: Mapping[str, Any], mask: MaskPolicy | None) -> torch.Tensor:
     """Where the tokens are that a policy returns, for a model's mask (None: causal, for which only
-    padding matters).
+    padding matters); on the host.
 
     Raises:
         MergeError: it says no such thing.
     """
-    layout, labels = merged.get("token_layout"), merged["labels"]
-    seen, shape = merged.get("attention_mask"), labels.shape
+    layout, shape = merged.get("token_layout"), merged["labels"].shape
+    seen = merged.get("attention_mask")
     if mask is None:
         if seen is not None and seen.shape != shape:
             raise MergeError(
@@ -117,7 +122,7 @@ def merged_layout(merged: Mapping[str, Any], mask: MaskPolicy | None) -> torch.T
         )
     try:
         if mask is None:
-            return text_layout(torch.ones_like(labels) if seen is None else seen)
+            return text_layout(torch.ones(shape, device="cpu") if seen is None else on_host(seen))
         return checked_layout(layout, shape)
     except ValueError as error:
         raise MergeError(f"the merge policy returned a {error}") from None
@@ -146,45 +151,54 @@ class Prepend:
         kinds = inputs.get("encoder_kinds")
         if not encoder_outputs:
             return {**inputs, **_text_only(inputs)}
-        embeds, labels = inputs["inputs_embeds"], inputs["labels"]
-        mask = inputs["attention_mask"].bool()
-        rows_embeds, rows_labels, places = [], [], {name: [] for name in encoder_outputs}
-        for row in range(embeds.shape[0]):
-            parts = [
-                features[inputs["sample_index"][name] == row].flatten(0, 1)
-                for name, features in encoder_outputs.items()
-            ]
-            start = 0
-            for name, part in zip(encoder_outputs, parts, strict=True):
-                places[name].append((start, start + len(part)))
-                start += len(part)
-            modality = torch.cat(parts)
-            ignored = labels.new_full((modality.shape[0],), IGNORE_INDEX)
-            text = embeds[row][mask[row]]
-            rows_embeds.append(torch.cat([modality.to(text.dtype), text]))
-            rows_labels.append(torch.cat([ignored, labels[row][mask[row]]]))
-        lengths = torch.tensor([len(row) for row in rows_labels], device=labels.device)
-        merged = pad_sequence(rows_embeds, batch_first=True)
-        positions = torch.arange(merged.shape[1], device=labels.device)
+        embeds, labels = inputs["inputs_embeds"], on_host(inputs["labels"])
+        B, T, H = embeds.shape
+        # Of rows of tokens, one after another: the text's, every encoder's, and one of zeros.
+        pool = [embeds.flatten(0, 1)]
+        pool += [f.flatten(0, 1).to(embeds.dtype) for f in encoder_outputs.values()]
+        first = dict(zip(encoder_outputs, np.cumsum([len(part) for part in pool]), strict=False))
+        index = {name: on_host(inputs["sample_index"][name]).numpy() for name in encoder_outputs}
+        mask = on_host(inputs["attention_mask"]).bool().numpy()
+        taken, places = [], {name: [] for name in encoder_outputs}
+        for row in range(B):
+            parts, start = [], 0
+            for name, features in encoder_outputs.items():
+                items, count = np.flatnonzero(index[name] == row), features.shape[1]
+                rows = first[name] + items[:, None] * count + np.arange(count)
+                parts.append(rows.reshape(-1))
+                places[name].append((start, start + rows.size))
+                start += rows.size
+            taken.append(np.concatenate([*parts, row * T + np.flatnonzero(mask[row])]))
+        lengths = np.array([len(rows) for rows in taken])
+        positions = np.arange(lengths.max(initial=0))
+        seen = positions < lengths[:, None]
+        sources = np.full(seen.shape, sum(map(len, pool)))
+        sources[seen] = np.concatenate(taken)
+        pool.append(embeds.new_zeros(1, H))
+        chosen = to_device(torch.from_numpy(sources.reshape(-1)), embeds.device)
+        is_text = sources < B * T
+        merged_labels = np.full(seen.shape, IGNORE_INDEX)
+        merged_labels[is_text] = labels.reshape(-1).numpy()[sources[is_text]]
         result = {
-            "inputs_embeds": merged,
-            "labels": pad_sequence(rows_labels, batch_first=True, padding_value=IGNORE_INDEX),
-            "attention_mask": (positions < lengths[:, None]).long(),
+            "labels": torch.from_numpy(merged_labels),
+            "attention_mask": torch.from_numpy(seen.astype(np.int64)),
         }
         if kinds is not None:
             result["token_layout"] = layout = text_layout(result["attention_mask"])
             for name, features in encoder_outputs.items():
-                starts, stops = torch.tensor(places[name], device=labels.device).T[..., None]
-                own = (starts <= positions) & (positions < stops)
+                starts, stops = np.array(places[name]).T[..., None]
+                own = torch.from_numpy((starts <= positions) & (positions < stops))
                 place_items(layout, own, kinds[name], features.shape[1])
-        return result
+        on_device = {name: to_device(value, embeds.device) for name, value in result.items()}
+        merged = torch.cat(pool).index_select(0, chosen).view(*seen.shape, H)
+        return {"inputs_embeds": merged, **on_device}
 
 
 def _text_only(inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The layout of a microbatch without items, if it is wanted."""
+    """The layout of a microbatch without items, if it is wanted; on the host."""
     if "encoder_kinds" not in inputs:
         return {}
-    return {"token_layout": text_layout(inputs["attention_mask"])}
+    return {"token_layout": text_layout(on_host(inputs["attention_mask"]))}
 
 
 @dataclass(frozen=True)
@@ -201,21 +215,27 @@ class ReplaceTokens:
     def __call__(
         self, encoder_outputs: dict[str, torch.Tensor], inputs: dict[str, Any]
     ) -> dict[str, Any]:
-        embeds, labels = inputs["inputs_embeds"], inputs["labels"]
+        embeds, labels = inputs["inputs_embeds"], on_host(inputs["labels"])
         self._check_counts(inputs, {n: f.shape[1] for n, f in encoder_outputs.items()})
-        extra = _text_only(inputs)
+        extra, ids = _text_only(inputs), on_host(inputs["input_ids"])
+        rows = embeds.flatten(0, 1)
         for name, token_id in self.token_ids.items():
-            places = inputs["input_ids"] == token_id
+            places = ids == token_id
             labels = labels.masked_fill(places, IGNORE_INDEX)
             if name in encoder_outputs:
                 features = encoder_outputs[name]
-                order = torch.argsort(inputs["sample_index"][name], stable=True)
-                flat = features[order].flatten(0, 1).to(embeds.dtype)
-                embeds = embeds.masked_scatter(places[..., None].expand_as(embeds), flat)
+                order = torch.argsort(on_host(inputs["sample_index"][name]), stable=True)
+                flat = features[to_device(order, embeds.device)].flatten(0, 1).to(embeds.dtype)
+                at = to_device(places.flatten().nonzero()[:, 0], embeds.device)
+                rows = rows.index_copy(0, at, flat)
                 if extra:
                     kind = inputs["encoder_kinds"][name]
                     place_items(extra["token_layout"], places, kind, features.shape[1])
-        return {**inputs, "inputs_embeds": embeds, "labels": labels, **extra}
+        on_device = {
+            name: to_device(value, embeds.device)
+            for name, value in {"labels": labels, **extra}.items()
+        }
+        return {**inputs, "inputs_embeds": rows.view_as(embeds), **on_device}
 
     def check(self, inputs: Mapping[str, Any], tokens: Mapping[str, int]) -> int:
         """The merged length: that of the text.
@@ -244,10 +264,10 @@ class ReplaceTokens:
                 f"token_ids has {', '.join(self.token_ids)}"
             )
         for name, token_id in self.token_ids.items():
-            placeholders = (inputs["input_ids"] == token_id).sum(dim=1)
+            placeholders = (on_host(inputs["input_ids"]) == token_id).sum(dim=1)
             counts = torch.zeros_like(placeholders)
             if name in tokens:
-                index = inputs["sample_index"][name]
+                index = on_host(inputs["sample_index"][name])
                 counts.index_add_(0, index, torch.full_like(index, tokens[name]))
             if not torch.equal(placeholders, counts):
                 row = int((placeholders != counts).nonzero()[0])

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from raymm.actors.modules.token_layout import PADDING
+from raymm.kernels.host_copies import to_device
 
 _DOCUMENTS = torch.iinfo(torch.int16).max
 
@@ -25,7 +26,7 @@ def pack_rows(merged: Mapping[str, Any], layout: torch.Tensor) -> dict[str, torc
     Args:
         merged: ``inputs_embeds`` (B, T, H), ``targets`` (B, T), perhaps ``position_ids``
             (..., B, T) or (T,); what is None is left out.
-        layout: (3, B, T), the rows' token layout.
+        layout: (3, B, T), the rows' token layout; on the host, as targets may be.
 
     Returns:
         The same for one row: (1, P, H), (1, P), (..., 1, P), and ``token_layout`` (3, 1, P) with a
@@ -43,14 +44,21 @@ def pack_rows(merged: Mapping[str, Any], layout: torch.Tensor) -> dict[str, torc
         )
     real = layout[2] != PADDING
     B, T = real.shape
+    places = real.flatten().nonzero()[:, 0]
+
+    def packed(value: torch.Tensor, dim: int) -> torch.Tensor:
+        """Real tokens of (..., B, T, ...), of which B is at ``dim``, in one row of their own."""
+        taken = to_device(places, value.device)
+        return value.flatten(dim, dim + 1).index_select(dim, taken).unsqueeze(dim)
+
     ids = merged.get("position_ids")
     if ids is None:
-        ids = torch.arange(T, device=real.device)
+        ids = torch.arange(T, device=merged["inputs_embeds"].device)
     ids = ids.expand(*ids.shape[:-2], B, T)
     return {
-        "inputs_embeds": merged["inputs_embeds"][real][None],
-        "targets": merged["targets"][real][None],
-        "position_ids": ids[..., real].unsqueeze(-2),
+        "inputs_embeds": packed(merged["inputs_embeds"], 0),
+        "targets": packed(merged["targets"], 0),
+        "position_ids": packed(ids, ids.dim() - 2),
         "token_layout": _one_row(layout, real),
     }
 

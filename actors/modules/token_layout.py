@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from raymm.kernels.host_copies import on_host
 from raymm.kernels.mask import patterns as mask_patterns
 from raymm.kernels.mask.mask import AttentionMask, MaskError
 from raymm.kernels.mask.spans import Span, kinds_and_items
@@ -76,7 +77,7 @@ def text_layout(attention_mask: torch.Tensor) -> torch.Tensor:
 
 
 def checked_layout(layout: Any, shape: Sequence[int]) -> torch.Tensor:
-    """A layout from elsewhere, (3, B, T), as int16.
+    """A layout from elsewhere, (3, B, T), as int16 on the host.
 
     Args:
         shape: (B, T) of what it is for.
@@ -89,6 +90,7 @@ def checked_layout(layout: Any, shape: Sequence[int]) -> torch.Tensor:
         raise ValueError(f"token_layout that is a {type(layout).__name__}, not a tensor")
     if tuple(layout.shape) != expected:
         raise ValueError(f"token_layout of shape {tuple(layout.shape)}; expected {expected}")
+    layout = on_host(layout)
     short = layout.to(torch.int16)
     if not torch.equal(short.to(layout.dtype), layout):
         raise ValueError("token_layout with other than whole numbers of 16 bits")
@@ -117,7 +119,7 @@ def row_masks(layout: torch.Tensor, policy: MaskPolicy) -> tuple[AttentionMask, 
     Raises:
         MaskError: if the policy refuses the row, or returns what is no mask of it.
     """
-    rows = layout.cpu().numpy().transpose(1, 0, 2)
+    rows = on_host(layout).numpy().transpose(1, 0, 2)
     masks: dict[bytes, AttentionMask] = {}
     return tuple(_row_mask(row, policy, masks) for row in rows)
 

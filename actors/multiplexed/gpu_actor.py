@@ -292,8 +292,13 @@ class GpuActor(ObservedActor):
         accumulated gradients."""
         optimizer = self._built_device.optimizer
         optimizer.reduction.wait()
-        norm, places = optimizer.clip(), optimizer.not_finite
-        return IterationResult(grad_norm=norm, learning_rate=optimizer.step(), not_finite=places)
+        optimizer.clip()
+        optimizer.step()
+        update = optimizer.finish()
+        return IterationResult(
+            grad_norm=update.grad_norm, learning_rate=update.learning_rate,
+            not_finite=update.not_finite,
+        )
 
     def zero_grad(self) -> None:
         """Forget accumulated gradients."""

@@ -241,9 +241,12 @@ class Iteration:
         self._device.optimizer.reduction.wait()
 
     def _update(self, _: Update) -> None:
-        self.result.grad_norm = self._device.optimizer.clip()
-        self.result.not_finite = self._device.optimizer.not_finite
-        self.result.learning_rate = self._device.optimizer.step()
+        optimizer = self._device.optimizer
+        optimizer.clip()
+        optimizer.step()
+        update = optimizer.finish()
+        self.result.grad_norm, self.result.learning_rate = update.grad_norm, update.learning_rate
+        self.result.not_finite = update.not_finite
 
 
 def _leaves(tensors: Tensors, layout: Layout, backward: bool) -> Tensors:

@@ -12,7 +12,7 @@ parameters' gradients: they are views of it afterwards.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from raymm.kernels.collectives.waiting import wait
+from raymm.kernels.host_copies import to_device
 from raymm.scheduler.plan.stage import StageId
 
 # Gradients are summed, and updated parameters sent, this many bytes at a time.
@@ -80,12 +81,14 @@ class _Bucket:
         members: the parameters, of one dtype and one owner.
         ready: first holders whose gradient is final.
         flat: gradients, and per member how many processes have one, once under way.
+        present: per member, whether this process has one.
     """
 
     members: list[_Member]
     ready: set[int] = field(default_factory=set)
     flat: torch.Tensor | None = None
     work: dist.Work | None = None
+    present: list[bool] = field(default_factory=list)
 
     @property
     def owner(self) -> int | None:
@@ -97,9 +100,10 @@ class _Bucket:
 
     def start(self, group: dist.ProcessGroup | None) -> None:
         firsts = [_gathered(member) for member in self.members]
-        present = [float(p.grad is not None) for p in firsts]
+        self.present = [p.grad is not None for p in firsts]
         parts = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in firsts]
-        self.flat = torch.cat([*parts, parts[0].new_tensor(present)])
+        counts = torch.tensor(self.present, dtype=parts[0].dtype, device="cpu")
+        self.flat = torch.cat([*parts, to_device(counts, parts[0].device)])
         for parameter in firsts:
             parameter.grad = None
         if group is not None and self.owner is None:
@@ -107,21 +111,36 @@ class _Bucket:
         elif group is not None:
             self.work = dist.reduce(self.flat, self.owner, group=group, async_op=True)
 
-    def finish(self, process: int) -> None:
-        """Wait for the sum and hand it out. A holder without a gradient counts as zero; where
-        none has one, all stay without, so that AdamW leaves the parameter alone."""
+    def finish(self, process: int, alone: bool) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Wait for the sum and hand it out. A holder without a gradient counts as zero.
+
+        Args:
+            process: this one.
+            alone: whether it is the only holder. Then a parameter without a gradient stays without,
+                so that AdamW leaves it alone.
+
+        Yields:
+            Parameters whose gradient is zero because this process has none, and 1 if nobody has,
+            else 0: on the device, as only that knows.
+        """
         if self.work is not None:
             wait(self.work)
         if self.owner in (None, process):
             assert self.flat is not None  # see start
             firsts = [member.parameters[0] for member in self.members]
             *parts, counts = self.flat.split([*(p.numel() for p in firsts), len(firsts)])
-            for member, part, count in zip(self.members, parts, counts.tolist(), strict=True):
+            for number, (member, part) in enumerate(zip(self.members, parts, strict=True)):
+                present = self.present[number]
+                if alone and not present:
+                    continue
                 first, *others = member.parameters
-                if count:
-                    first.grad = part.view(first.shape)
-                    for other in others:
-                        other.grad = first.grad.clone()
+                first.grad = part.view(first.shape)
+                for other in others:
+                    other.grad = first.grad.clone()
+                if not present:
+                    absent = (counts[number] == 0).float()
+                    for parameter in member.parameters:
+                        yield parameter, absent
         self.flat = self.work = None
         self.ready.clear()
 
@@ -170,6 +189,10 @@ class GradientReduction:
         shared: shared parameters with a holder here, in an order common to all processes.
         groups: process group of every family of several processes.
         limit: bytes per bucket; only a parameter larger than that makes a larger one.
+
+    Attributes:
+        perhaps_absent: after :meth:`wait`, parameters that have a gradient of zero because this
+            process has none, and on the device 1 if nobody has one, else 0.
     """
 
     def __init__(
@@ -212,6 +235,7 @@ class GradientReduction:
         # Buckets whose sums have begun, in the order in which they are to set out.
         self._begun: deque[tuple[_ReductionGroupState, _Bucket]] = deque()
         self._sums = False  # in this step
+        self.perhaps_absent: list[tuple[nn.Parameter, torch.Tensor]] = []
         for reduction_group in self._reduction_groups:
             for bucket in reduction_group.buckets:
                 for member in bucket.members:
@@ -271,8 +295,9 @@ class GradientReduction:
 
     def wait(self) -> None:
         """Give every holder of a shared parameter the sum of all holders' gradients, or the
-        owner alone, if it has one. Collective."""
+        owner alone, if it has one. Collective. On a GPU, what the device is given next waits."""
         self._sums = False
+        self.perhaps_absent.clear()
         for reduction_group in self._reduction_groups:
             reduction_group.unfinished = set()
         self._start_final()
@@ -282,7 +307,8 @@ class GradientReduction:
                     bucket.start(reduction_group.group)
         for reduction_group in self._reduction_groups:
             for bucket in reduction_group.buckets:
-                bucket.finish(self._process)
+                alone = reduction_group.group is None
+                self.perhaps_absent += bucket.finish(self._process, alone)
 
     def send_updates(self) -> None:
         """Give every holder the values that the parameter's owner has. Collective."""

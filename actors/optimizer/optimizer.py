@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -113,7 +113,8 @@ class OptimizerConfig:
     def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """The torch optimizer for these parameters."""
         return torch.optim.AdamW(
-            parameters, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay
+            parameters, lr=self.lr, betas=self.betas, eps=self.eps,
+            weight_decay=self.weight_decay, fused=True,
         )
 
 
@@ -141,10 +142,28 @@ class ParameterOwnership:
     saves: frozenset[tuple[StageId, str]] = frozenset()
 
 
+@dataclass(frozen=True)
+class Update:
+    """What became of a step.
+
+    Attributes:
+        grad_norm: of all gradients before clipping; NaN if a loss is not finite. None if nobody
+            asked for it.
+        learning_rate: of the step; None if it was not applied.
+        not_finite: if it was not applied, what was not finite here.
+    """
+
+    grad_norm: float | None
+    learning_rate: float | None
+    not_finite: list[Place] | None = None
+
+
 class RankOptimizer:
     """Gradient reduction, clipping and AdamW for the parameters of one process.
 
-    Every process calls every method in the same order: they are collective.
+    Every process calls every method in the same order: they are collective. None waits for the
+    device but :meth:`finish`, which ends a step: whether it is applied, and to which parameters
+    that got no gradient here and perhaps elsewhere, the device itself decides.
 
     A step is not applied, on any process, if a loss of it or the norm of its gradients on any of
     them is not finite, or if the norm after clipping is above :data:`LARGEST_NORM`. Parameters,
@@ -165,8 +184,6 @@ class RankOptimizer:
             part that is here, if there is any. Plain tensors, which optimizers can take together.
         reduction: sums gradients over holders.
         observer: notes what is not finite.
-        not_finite: after :meth:`clip`, what was not finite here if the step must not be applied;
-            None if it may.
     """
 
     def __init__(
@@ -200,37 +217,40 @@ class RankOptimizer:
         ]
         self._steps = 0
         self.observer = FiniteObserver(device, modules)
-        self.not_finite: list[Place] | None = None
+        self._norm: torch.Tensor | None = None  # of the step's gradients, while it is under way
+        # 1 if the step must not be applied, else 0.
+        self._refused = torch.zeros((), device=device)
+        self._rate: float | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         if self.updated:
             self.optimizer = config.build(self.updated.values())
 
-    def clip(self) -> float:
-        """Scale gradients to ``max_grad_norm``; returns the global norm before.
+    def clip(self) -> None:
+        """Scale gradients to ``max_grad_norm``.
 
         As ``torch.nn.utils.clip_grad_norm_`` over all ranks' parameters at once. The norm is NaN
         if a loss is not finite. The sum over processes that makes the norm is also what tells all
         of them whether the step is applied.
         """
         self._take_local_parts()
-        norm = self._global_norm(None)
-        if not math.isfinite(norm):
-            # Squares of finite gradients may have overflowed. All processes come here, or none.
-            norm = self._global_norm(torch.float64)
-        scale = 1.0
+        self._norm = norm = self._global_norm(None)
+        scale = torch.ones_like(norm)
         if self.config.max_grad_norm is not None:
-            scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))
-        if not norm * scale <= LARGEST_NORM:  # NaN, too
-            gradients = ((key, parameter.grad) for key, parameter in self.updated.items())
-            self.not_finite = self.observer.places() + parameter_places(gradients)
-        elif scale < 1.0:
-            for parameter in self.updated.values():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(scale)
-        return norm
+            scale = (self.config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        applied = norm * scale <= LARGEST_NORM  # NaN is not
+        self._refused = (~applied).float()
+        self._scale(torch.where(applied, scale, 1.0))
 
-    def _global_norm(self, dtype: torch.dtype | None) -> float:
-        """Of all gradients, each counted once; computed in ``dtype``, None for their own."""
+    def _scale(self, factor: torch.Tensor) -> None:
+        factors = {torch.float64: factor}
+        for parameter in self.updated.values():
+            if (gradient := parameter.grad) is not None:
+                of_dtype = factors.setdefault(gradient.dtype, factor.to(gradient.dtype))
+                gradient.mul_(of_dtype)
+
+    def _global_norm(self, dtype: torch.dtype | None) -> torch.Tensor:
+        """Of all gradients, each counted once; computed in ``dtype``, None for their own. Scalar,
+        float64."""
         square = self.observer.losses().clone()
         # A copy of a gradient that is counted elsewhere adds nothing, unless it is not finite.
         for parameters, weight in ((self._in_grad_norm, 1.0), (self._others, 0.0)):
@@ -242,25 +262,74 @@ class RankOptimizer:
                 square = square + (torch.stack(norms).double().square() * weight).sum()
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(square)
-        return float(square.sqrt())
+        return square.sqrt()
 
-    def step(self) -> float | None:
-        """AdamW step, unless :attr:`not_finite` says otherwise; zeroes gradients. Returns the
-        learning rate used, None if the step was not applied."""
+    def step(self) -> None:
+        """AdamW step, unless the norm says otherwise."""
         self._take_local_parts()
-        rate = self.config.lr * self.config.factor(self._steps)
+        self._rate = self.config.lr * self.config.factor(self._steps)
         self._steps += 1
-        applied = self.not_finite is None
-        if applied:
-            if self.optimizer is not None:
-                for group in self.optimizer.param_groups:
-                    group["lr"] = rate
-                self.optimizer.step()
-            self.reduction.send_updates()
-        else:
+        self._apply(self._refused)
+
+    def _apply(self, refused: torch.Tensor | None) -> None:
+        """AdamW's step, and what others have of its parameters; of nothing where ``refused`` is 1.
+        """
+        if self.optimizer is not None:
+            absent = {
+                id(parameter): absent for parameter, absent in self.reduction.perhaps_absent
+            }
+            mine = list(self.updated.values())
+            self._adamw([p for p in mine if id(p) not in absent], refused)
+            for parameter in mine:
+                if id(parameter) in absent:
+                    flag = absent[id(parameter)]
+                    self._adamw([parameter], flag if refused is None else flag.maximum(refused))
+        self.reduction.send_updates()
+
+    def _adamw(self, parameters: list[nn.Parameter], refused: torch.Tensor | None) -> None:
+        optimizer: Any = self.optimizer
+        (group,) = optimizer.param_groups
+        every = group["params"]
+        optimizer.found_inf, group["lr"] = refused, self._rate
+        group["params"] = parameters
+        try:
+            optimizer.step()
+        finally:
+            group["params"] = every
+
+    @property
+    def stepped(self) -> bool:
+        """Whether a step waits for its end."""
+        return self._rate is not None
+
+    def finish(self) -> Update:
+        """The end of a step: waits for the device, tells what became of it, zeroes gradients."""
+        norm, rate, places = None, self._rate, None
+        if self._norm is not None:
+            norm = float(self._norm)
+            if not math.isfinite(norm) or bool(self._refused):
+                norm, places = self._look_again(norm)
+        if places is not None:
+            rate = None
             self.observer.restore_statistics()
         self.zero_grad()
-        return rate if applied else None
+        return Update(norm, rate, places)
+
+    def _look_again(self, norm: float) -> tuple[float, list[Place] | None]:
+        """Of a step that was refused: the norm, and what was not finite. Squares of finite
+        gradients may have overflowed: then it is applied after all. All processes come here, or
+        none."""
+        if not math.isfinite(norm):
+            norm = float(self._global_norm(torch.float64))
+        scale = 1.0
+        if self.config.max_grad_norm is not None:
+            scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))
+        if not norm * scale <= LARGEST_NORM:  # NaN, too
+            gradients = ((key, parameter.grad) for key, parameter in self.updated.items())
+            return norm, self.observer.places() + parameter_places(gradients)
+        self._scale(torch.full_like(self._refused, scale, dtype=torch.float64))
+        self._apply(None)
+        return norm, None
 
     def _take_local_parts(self) -> None:
         """Sharded parameters' values and gradients, as plain tensors in the same memory."""
@@ -273,7 +342,9 @@ class RankOptimizer:
     def zero_grad(self) -> None:
         """Forget accumulated gradients."""
         self.observer.clear()
-        self.not_finite = None
+        self._norm, self._rate = None, None
+        self._refused = torch.zeros_like(self._refused)
+        self.reduction.perhaps_absent.clear()
         for parameter in (*self.parameters.values(), *self.updated.values()):
             parameter.grad = None
 
@@ -301,6 +372,7 @@ class RankOptimizer:
         return {
             (stage, name, key): value
             for (stage, name), parameter in self.updated.items()
+            if self.optimizer.state[parameter].get("step", 0)  # else no step was applied to it
             for key, value in self.optimizer.state[parameter].items()
         }
 
@@ -313,8 +385,7 @@ class RankOptimizer:
             return
         states: dict[tuple[StageId, str], dict[str, torch.Tensor]] = {}
         for (stage, name, key), value in tensors.items():
-            # Moments live with their parameter; AdamW's count of steps stays on the CPU.
-            held = value.to(self.updated[stage, name].device) if value.dim() else value
+            held = value.to(self.updated[stage, name].device)
             states.setdefault((stage, name), {})[key] = held
         for place, state in states.items():
             self.optimizer.state[self.updated[place]] = state

@@ -163,11 +163,18 @@ class RankActor(ObservedActor):
         self._optimizer.reduction.wait()
 
     def _clip(self, result: StepResult) -> None:
-        result.grad_norm = self._optimizer.clip()
-        result.not_finite = self._optimizer.not_finite
+        self._optimizer.clip()
 
     def _step(self, result: StepResult) -> None:
-        result.learning_rate = self._optimizer.step()
+        self._optimizer.step()
+
+    def _finished(self, result: StepResult) -> StepResult:
+        """The result of a step, once the device is done with it."""
+        if self._optimizer.stepped:
+            update = self._optimizer.finish()
+            result.grad_norm, result.learning_rate = update.grad_norm, update.learning_rate
+            result.not_finite = update.not_finite
+        return result
 
     def load_program(
         self, key: str, instructions: Sequence[Instruction], issues: Sequence[Issue]
@@ -207,7 +214,7 @@ class RankActor(ObservedActor):
             row[microbatch] = {**(row[microbatch] or {}), **moved}
         program = self._programs[key]
         remember(self._programs, key, program)
-        result = self._executor.run(program, per_stage, meta)
+        result = self._finished(self._executor.run(program, per_stage, meta))
         result.peak_bytes = self._memory.bytes()
         return result
 
@@ -221,7 +228,7 @@ class RankActor(ObservedActor):
         for op in ops:
             self.whereabouts.enter(Op(op).value)
             actions[Op(op)](result)
-        return result
+        return self._finished(result)
 
     def zero_grad(self) -> None:
         """Forget accumulated gradients."""

@@ -19,6 +19,7 @@ from raymm.actors.modules.token_layout import PADDING
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.context_parallel.call import ContextGroup
 from raymm.kernels.context_parallel.layout import ContextLayout
+from raymm.kernels.host_copies import on_host, to_device
 from raymm.kernels.mask.mask import AttentionMask
 
 # Blocks that each process gets at least, where there are tokens enough, to balance with.
@@ -82,7 +83,7 @@ def take_tokens(
     Args:
         merged: ``inputs_embeds`` (B, T, H), ``targets`` (B, T), perhaps ``position_ids``
             (..., T).
-        positions: the process's tokens; those from T on are padding.
+        positions: the process's tokens, on the host; those from T on are padding.
         length: T.
 
     Raises:
@@ -96,14 +97,14 @@ def take_tokens(
             f"gets {sorted(accepted)} and nothing else"
         )
     embeds, targets = merged["inputs_embeds"], merged["targets"]
-    positions = positions.to(embeds.device)
     missing = int(positions.max()) + 1 - length if len(positions) else 0
     ids = merged.get("position_ids")
     if ids is None:
         ids = torch.arange(length, device=embeds.device).expand(embeds.shape[0], -1)
     missing = max(missing, 0)
+    own = to_device(positions, embeds.device)
     return {
-        "inputs_embeds": F.pad(embeds, (0, 0, 0, missing))[:, positions],
-        "targets": F.pad(targets, (0, missing), value=-100)[:, positions],
-        "position_ids": F.pad(ids, (0, missing))[..., positions],
+        "inputs_embeds": F.pad(embeds, (0, 0, 0, missing))[:, own],
+        "targets": F.pad(on_host(targets), (0, missing), value=-100)[:, positions],
+        "position_ids": F.pad(ids, (0, missing))[..., to_device(positions, ids.device)],
     }

@@ -34,6 +34,7 @@ from raymm.kernels.collectives.gather_items import gather_items
 from raymm.kernels.collectives.gather_tokens import contribute_once
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.collectives.tensor_group import TensorGroup
+from raymm.kernels.host_copies import on_host
 
 _ITEMS = "items/of_all"  # the side tensor with the number of items that processes share
 
@@ -230,11 +231,14 @@ class EncoderStage(StageModule):
                 inputs, count = self._own_items(inputs, self._samples)
             side = to_side(inputs, self.spec.travels, self.spec.name) if self._cut else {}
             if count is not None:
-                side[_ITEMS] = torch.tensor(count)
+                side[_ITEMS] = torch.tensor(count, device="cpu")
         else:
             (message,) = received.values()
             received_hidden, side = message.tensors[0], message.side
-            inputs = from_side({name: value for name, value in side.items() if name != _ITEMS})
+            inputs = from_side(
+                {name: value for name, value in side.items() if name != _ITEMS},
+                received_hidden.device,
+            )
         if self._forward is not None:
             try:
                 with self._sharing or nullcontext():
@@ -263,7 +267,7 @@ class EncoderStage(StageModule):
         if self._unfinished:
             return Message((hidden,), side)
         if self._samples is not None:
-            hidden = self._all_items(hidden, int(side[_ITEMS]), self._samples)
+            hidden = self._all_items(hidden, int(on_host(side[_ITEMS])), self._samples)
         return Message((hidden,), {})
 
     def _after_module(

@@ -41,6 +41,8 @@ from raymm.kernels.cross_entropy import (
     vocabulary_parallel_cross_entropy_sum,
 )
 from raymm.kernels.hf import self_attention as hf_attention
+from raymm.kernels.hf.known_masks import KnownMask, no_packed_rows
+from raymm.kernels.host_copies import on_host, to_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -105,7 +107,7 @@ class LanguageStage(StageModule):
         self.last = hi == spec.num_blocks
         whole = self.first and self.last
         self._forward = PartForward(spec.name, module, None if whole else spec.cut, lo, hi)
-        self._rows: torch.Tensor | None = None
+        self._labelled: _Labelled | None = None
         if self.last:
             head = self.module.get_output_embeddings()
             if head is None:
@@ -193,9 +195,9 @@ class LanguageStage(StageModule):
         return cls(spec, lo, hi, spec.source.build(part))
 
     def _keep_labelled_rows(self, head: nn.Module, args: tuple[torch.Tensor]) -> Any:
-        if self._rows is None or args[0].shape[:2] != self._rows.shape:
+        if self._labelled is None or args[0].shape[:2] != self._labelled.shape:
             return None  # ProphetNet's head has several predictions of each row
-        return (args[0][self._rows][None],)
+        return (self._labelled.of(args[0])[None],)
 
     def run(
         self,
@@ -231,25 +233,32 @@ class LanguageStage(StageModule):
         attention: dict[str, Any] = {}
         if self._mask is not None:
             attention, side, embeds = self._attention(side, embeds, self._mask)
-        targets = side["targets"]
+        start = embeds if hidden is None else hidden
+        assert start is not None  # what came, or the first stage's embeddings
+        targets, device = on_host(side["targets"]), start.device
         if hidden is not None:
             # As wide as the embeddings, which may be narrower than the hidden state (OPT-350m).
             width = cast(nn.Embedding, self.module.get_input_embeddings()).weight.shape[1]
             # Real zeros, not zero-stride ones: some models scale them in place (CTRL, GIT).
-            embeds = torch.zeros(*targets.shape, width, device=hidden.device)
-        kwargs = {name: value for name, value in side.items() if name not in _NOT_FOR_MODEL}
+            embeds = torch.zeros(*targets.shape, width, device=device)
+        kwargs = {
+            name: _for_model(name, value, device)
+            for name, value in side.items() if name not in _NOT_FOR_MODEL
+        }
+        labelled = _Labelled(targets, device) if self.last else None
         try:
-            self._rows = targets != IGNORE_INDEX
-            logits = self._forward(
-                hidden, context, inputs_embeds=embeds, **kwargs, **attention, use_cache=False
-            ).logits
+            self._labelled = labelled
+            with no_packed_rows(self._mask is not None or "position_ids" not in kwargs):
+                logits = self._forward(
+                    hidden, context, inputs_embeds=embeds, **kwargs, **attention, use_cache=False
+                ).logits
         except CutReached as cut:
             return Message((cut.hidden,), side)
         finally:
-            rows, self._rows = self._rows, None
-        assert rows is not None
-        labelled = logits[rows] if logits.shape[:2] == rows.shape else logits[0]
-        total = self._cross_entropy_sum(labelled, targets[rows])
+            self._labelled = None
+        assert labelled is not None  # a stage before the last is left at its cut
+        rows = labelled.of(logits) if logits.shape[:2] == labelled.shape else logits[0]
+        total = self._cross_entropy_sum(rows, labelled.targets)
         return Message((total / max(context.label_tokens, 1),), {})
 
     def _cross_entropy_sum(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -265,15 +274,12 @@ class LanguageStage(StageModule):
         the merged microbatch for this process."""
         layout, exchange = side["token_layout"], self._exchange
         if exchange is None:
-            attention: dict[str, Any] = {hf_attention.MASK_ARGUMENT: row_masks(layout, policy)}
-            if self.spec.packing:
-                attention["attention_mask"] = _all_seen(side)
-            return attention, side, embeds
+            return {hf_attention.MASK_ARGUMENT: row_masks(layout, policy)}, side, embeds
         length = layout.shape[2]
         if embeds is not None:
             layout = pad_layout(layout, exchange.size)
         else:
-            length = int(side["length"])
+            length = int(on_host(side["length"]))
         masks = row_masks(layout, policy)
         group = shard_tokens(masks, length, exchange)
         if embeds is not None:
@@ -281,22 +287,20 @@ class LanguageStage(StageModule):
             positions = group.queries.positions(exchange.rank)
             side = take_tokens({**rest, "inputs_embeds": embeds}, positions, length)
             embeds = side.pop("inputs_embeds")
-            side |= {"token_layout": layout, "length": torch.tensor(length)}
-        attend = attend_over(group)
-        attention = {
-            hf_attention.MASK_ARGUMENT: masks,
-            hf_attention.ATTEND_ARGUMENT: attend,
-            "attention_mask": _all_seen(side),
+            side |= {"token_layout": layout, "length": torch.tensor(length, device="cpu")}
+        arguments: dict[str, Any] = {
+            hf_attention.MASK_ARGUMENT: masks, hf_attention.ATTEND_ARGUMENT: attend_over(group)
         }
-        return attention, side, embeds
+        return arguments, side, embeds
 
     def _merge(
         self, inputs: dict[str, Any], received: dict[str, Message], context: MicrobatchContext
     ) -> dict[str, Any]:
         """What the merge policy returns, without what is None, and with targets: per token the
-        label that it is to predict."""
-        labels = inputs["labels"].clone()
+        label that it is to predict. What the host knows of it is there."""
+        labels = on_host(inputs["labels"]).clone()
         labels[:, 0] = IGNORE_INDEX
+        labels = to_device(labels, inputs["labels"].device)
         embeds = self.module.get_input_embeddings()(inputs["input_ids"])
         features = {name: message.tensors[0] for name, message in received.items()}
         to_merge = {**inputs, "inputs_embeds": embeds, "labels": labels}
@@ -313,16 +317,45 @@ class LanguageStage(StageModule):
         if self._mask is not None:
             merged["token_layout"] = merged_layout(merged, self.spec.mask)
             mask = None
-        elif mask is not None and mask.dim() == 2 and bool(mask.all()):
-            mask = None  # plain causal attention is faster
+        elif mask is not None and mask.dim() == 2:
+            # Plain causal attention is faster.
+            mask = None if bool(on_host(mask).all()) else on_host(mask)
         merged["attention_mask"] = mask
-        merged["targets"] = F.pad(merged["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
+        labels = on_host(merged["labels"])
+        merged["targets"] = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
         return {k: v for k, v in merged.items() if k not in _READ_BY_MERGE and v is not None}
 
 
-def _all_seen(side: dict[str, torch.Tensor]) -> torch.Tensor:
-    """A mask of ones: without it, position ids that jump are taken for packed sequences."""
-    return torch.ones_like(side["targets"])
+class _Labelled:
+    """The positions of a microbatch that have a label.
+
+    Args:
+        targets: (B, T) int64 on the host: per token the label that it is to predict.
+        device: where the stage is.
+
+    Attributes:
+        shape: (B, T).
+        targets: (N,) int64, the labels.
+    """
+
+    def __init__(self, targets: torch.Tensor, device: torch.device) -> None:
+        self.shape, flat = targets.shape, targets.flatten()
+        rows = (flat != IGNORE_INDEX).nonzero()[:, 0]
+        self.targets = to_device(flat[rows], device)
+        self._rows = to_device(rows, device)
+
+    def of(self, values: torch.Tensor) -> torch.Tensor:
+        """(B, T, ...) -> (N, ...), those of the positions."""
+        return values.flatten(0, 1).index_select(0, self._rows)
+
+
+def _for_model(name: str, value: Any, device: torch.device) -> Any:
+    """What the model is told of a microbatch, on its device."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if name == "attention_mask" and value.dim() == 2:
+        return KnownMask.of(value, device)
+    return to_device(value, device)
 
 
 def language_stage_parameters(spec: LanguageSpec, lo: int, hi: int) -> list[str]:

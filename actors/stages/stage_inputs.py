@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from raymm.errors import InternalError
+from raymm.kernels.host_copies import on_host, to_device
 
 _GHOST = "shape/"  # side tensors "shape/float32/name" hold the shape of a floating-point input
 _PLAIN = "plain/"  # side tensors that hold what is no tensor, as JSON
@@ -59,7 +60,7 @@ def to_side(
             side[_PLAIN + name] = _plain(name, value, module)
         elif value.is_floating_point() and name not in travels:
             dtype = str(value.dtype).removeprefix("torch.")
-            side[f"{_GHOST}{dtype}/{name}"] = torch.tensor(value.shape)
+            side[f"{_GHOST}{dtype}/{name}"] = torch.tensor(value.shape, device="cpu")
         else:
             side[name] = value.detach()
     return side
@@ -78,19 +79,24 @@ def _plain(name: str, value: Any, module: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
-def from_side(side: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def from_side(side: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, Any]:
     """Inputs that the module's forward runs with in a later stage: floats that did not travel are
-    zeros of no memory."""
+    zeros of no memory.
+
+    Args:
+        side: what came from the stage before.
+        device: of the stage.
+    """
     inputs: dict[str, Any] = {}
     for name, value in side.items():
         if name.startswith(_GHOST):
             dtype, _, name = name.removeprefix(_GHOST).partition("/")
-            zero = torch.zeros((), dtype=getattr(torch, dtype), device=value.device)
-            inputs[name] = zero.expand(value.tolist())
+            zero = torch.zeros((), dtype=getattr(torch, dtype), device=device)
+            inputs[name] = zero.expand(on_host(value).tolist())
         elif name.startswith(_PLAIN):
-            inputs[name.removeprefix(_PLAIN)] = json.loads(bytes(value.tolist()))
+            inputs[name.removeprefix(_PLAIN)] = json.loads(bytes(on_host(value).tolist()))
         else:
-            inputs[name] = value
+            inputs[name] = to_device(value, device)
     return inputs
 
 

@@ -18,6 +18,7 @@ from raymm.kernels.collectives.p2p import Exchange, Pending
 from raymm.kernels.context_parallel.call import ACCUMULATOR, ContextCall, Way
 from raymm.kernels.context_parallel.layout import indices, local_masks, needed_keys
 from raymm.kernels.context_parallel.partial import row_delta
+from raymm.kernels.host_copies import to_device
 
 _HEAD_CHUNKS = 4  # of keys and values: one computed, one on its way
 
@@ -37,14 +38,14 @@ class _Needs:
         ranks = range(group.exchange.size)
         self.others = [rank for rank in ranks if rank != me]
         self.give = {
-            rank: keys.local(me, needs(rank, me)).to(device) for rank in self.others
+            rank: to_device(keys.local(me, needs(rank, me)), device) for rank in self.others
         }
-        self.own = keys.local(me, needs(me, me)).to(device)
+        self.own = to_device(keys.local(me, needs(me, me)), device)
         taken = {rank: needs(me, rank) for rank in ranks}
         positions = [indices(taken[rank]) for rank in (me, *self.others)]
         self.counts = [len(part) for part in positions]
         # Keys come rank by rank; the mask wants them in order of position.
-        self.order = torch.cat(positions).argsort().to(device)
+        self.order = to_device(torch.cat(positions).argsort(), device)
         ranges = tuple(sorted(r for part_ranges in taken.values() for r in part_ranges))
         self.masks = local_masks(call.masks, group.queries.ranges[me], ranges)
 

@@ -58,7 +58,7 @@ def partial_forward(
         softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
     """
     if not key.shape[2] or not query.shape[2]:
-        nothing = torch.full(query.shape[:3], -torch.inf).to(query.device)
+        nothing = torch.full(query.shape[:3], -torch.inf, device=query.device)
         return query.new_zeros(*query.shape[:3], value.shape[3]), nothing
     if query.device.type == "cpu":
         from raymm.kernels.flash.cpu.attention import cpu_forward as run
@@ -93,7 +93,7 @@ def partial_backward(
         softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
     """
     if not key.shape[2] or not query.shape[2]:
-        return tuple(torch.zeros(t.shape).to(t.device) for t in (query, key, value))
+        return tuple(torch.zeros(t.shape, device=t.device) for t in (query, key, value))
     if query.device.type == "cpu":
         from raymm.kernels.flash.cpu.attention import cpu_backward as run
     else:

@@ -13,6 +13,7 @@ from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.context_parallel.call import ContextCall, Way, with_tokens
 from raymm.kernels.context_parallel.layout import ContextLayout
 from raymm.kernels.context_parallel.partial import row_delta
+from raymm.kernels.host_copies import to_device
 
 
 def _ulysses_forward(call: ContextCall, query, key, value):
@@ -48,7 +49,7 @@ def _to_heads(local: torch.Tensor, layout: ContextLayout, exchange: Exchange) ->
     pending = exchange.start([(rank, parts[rank]) for rank in others], shapes, local.device)
     whole = local.new_empty(with_tokens(parts[me].shape, layout.length))
     for rank, part in zip([me, *others], (parts[me], *pending.wait()), strict=True):
-        whole[:, :, layout.positions(rank).to(local.device)] = part
+        whole[:, :, to_device(layout.positions(rank), local.device)] = part
     return whole
 
 
@@ -57,7 +58,7 @@ def _to_tokens(whole: torch.Tensor, layout: ContextLayout, exchange: Exchange) -
     me = exchange.rank
     others = [rank for rank in range(exchange.size) if rank != me]
     parts = {
-        rank: whole[:, :, layout.positions(rank).to(whole.device)]
+        rank: whole[:, :, to_device(layout.positions(rank), whole.device)]
         for rank in range(exchange.size)
     }
     shape = (tuple(parts[me].shape), whole.dtype)

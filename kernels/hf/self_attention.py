@@ -33,6 +33,7 @@ from transformers.masking_utils import (
 )
 
 from raymm.kernels.attention import attention
+from raymm.kernels.host_copies import on_host
 from raymm.kernels.mask import patterns as mask_patterns
 from raymm.kernels.mask.convert import from_dense
 from raymm.kernels.mask.mask import AttentionMask, MaskError
@@ -145,7 +146,7 @@ def raymm_model_mask(
         kwargs: what else ``sdpa_mask`` takes.
     """
     window = _sliding_window(mask_function)
-    padded = attention_mask is not None and not bool(attention_mask.all())
+    padded = attention_mask is not None and not bool(on_host(attention_mask).all())
     if not padded and q_offset == kv_offset == 0:
         if mask_function is bidirectional_mask_function:
             return ModelMask(lambda: (_plain(q_length, kv_length, False, None),))

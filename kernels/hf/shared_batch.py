@@ -21,6 +21,7 @@ from raymm.kernels.context_parallel.attention import METHODS, context_attention
 from raymm.kernels.context_parallel.call import ContextGroup
 from raymm.kernels.context_parallel.layout import ContextLayout
 from raymm.kernels.hf.self_attention import ATTEND_ARGUMENT, MASK_ARGUMENT
+from raymm.kernels.host_copies import to_device
 from raymm.kernels.mask.mask import AttentionMask, MaskError, as_masks
 
 CROSS_ARGUMENT = "raymm_cross"
@@ -175,4 +176,4 @@ def _part(whole: torch.Tensor, layout: ContextLayout, rank: int, dim: int) -> to
         raise MaskError(
             f"a tensor of shape {tuple(whole.shape)} has not {layout.length} tokens along {dim}"
         )
-    return whole.index_select(dim, layout.positions(rank).to(whole.device))
+    return whole.index_select(dim, to_device(layout.positions(rank), whole.device))

@@ -19,6 +19,7 @@ from raymm.kernels.flash.gpu.work_items import (
     head_span,
     work_tables,
 )
+from raymm.kernels.host_copies import to_device
 from raymm.kernels.mask.columns import ATTEND, IDENTITY, KEY_START, START
 from raymm.kernels.mask.mask import AttentionMask
 from raymm.kernels.mask.tiles import key_runs, query_runs
@@ -122,7 +123,9 @@ class AttentionPlan:
         return self._on_device(np.stack(attends)), self._on_device(np.stack(keys))
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array.astype(np.int32))).to(self.device)
+        return to_device(
+            torch.from_numpy(np.ascontiguousarray(array.astype(np.int32))), self.device
+        )
 
     @cached_property
     def forward(self) -> DeviceTables:

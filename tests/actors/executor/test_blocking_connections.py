@@ -89,12 +89,12 @@ class BlockingLink:
         tensor.copy_(sent)
         return Done()
 
-    def isend_description(self, tensor: torch.Tensor) -> Done:
-        self._meet("description", "to", tensor.clone(), 1)  # hosts do not wait for each other
+    def isend_to_host(self, tensor: torch.Tensor) -> Done:
+        self._meet("host", "to", tensor.clone(), 1)  # hosts do not wait for each other
         return Done()
 
-    def irecv_description(self, tensor: torch.Tensor) -> Done:
-        _, sent = self._meet("description", "from", tensor, 2)
+    def irecv_on_host(self, tensor: torch.Tensor) -> Done:
+        _, sent = self._meet("host", "from", tensor, 2)
         tensor.copy_(sent)
         return Done()
 

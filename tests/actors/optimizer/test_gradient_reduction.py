@@ -81,7 +81,10 @@ def _overlap(rank: int) -> None:
             if not (process == 1 and step == 1):
                 for number in (10 + step, step):
                     due(data(process, number)).square().sum().backward()
-        assert mine.unused.grad is None
+        absent = {id(parameter): float(flag) for parameter, flag in reduction.perhaps_absent}
+        assert not mine.unused.grad.any() and absent[id(mine.unused)] == 1.0
+        # A process whose last backward of the step was another's has a gradient from the others.
+        assert all(absent.get(id(p), 0.0) == 0.0 for p in mine.parameters() if p is not mine.unused)
         for name, p in due.named_parameters():
             if name != "unused":
                 torch.testing.assert_close(mine.get_parameter(name).grad, p.grad)
@@ -153,8 +156,9 @@ def _training(rank: int) -> None:
                 one(data(numbers[stage], step)).square().sum().backward()
                 optimizer.reduction.finished(stage)
             optimizer.reduction.wait()
-            norm = optimizer.clip()
+            optimizer.clip()
             optimizer.step()
+            norm = optimizer.finish().grad_norm
             for number in numbers.values():
                 reference(data(number, step)).square().sum().backward()
             expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)

@@ -13,7 +13,12 @@ from raymm.actors.optimizer.gradient_reduction import (
     ParameterReference,
     SharedParameter,
 )
-from raymm.actors.optimizer.optimizer import OptimizerConfig, ParameterOwnership, RankOptimizer
+from raymm.actors.optimizer.optimizer import (
+    OptimizerConfig,
+    ParameterOwnership,
+    RankOptimizer,
+    Update,
+)
 from raymm.scheduler.plan.stage import StageId
 
 
@@ -35,6 +40,12 @@ def optimizer_of(*gradients: tuple[float | None, ...]) -> RankOptimizer:
     )
 
 
+def update(optimizer: RankOptimizer) -> Update:
+    optimizer.clip()
+    optimizer.step()
+    return optimizer.finish()
+
+
 def test_all_holders_get_the_sum_and_none_stays_none():
     optimizer = optimizer_of((1.0, 2.0), (None, 4.0, 1.0), (None, None))
     optimizer.reduction.wait()
@@ -46,8 +57,7 @@ def test_all_holders_get_the_sum_and_none_stays_none():
             assert gradient.tolist() == [3.0 if number == "0" else 5.0] * 2
     present = [g for g in found.values() if g is not None]
     assert len({g.data_ptr() for g in present}) == len(present)
-    assert optimizer.clip() == pytest.approx((2 * 9 + 2 * 25) ** 0.5)  # each counted once
-    optimizer.step()
+    assert update(optimizer).grad_norm == pytest.approx((2 * 9 + 2 * 25) ** 0.5)  # each once
     assert all(p.equal(torch.ones(2)) == (key[1] == "2") for key, p in optimizer.parameters.items())
 
 
@@ -102,9 +112,10 @@ def test_owners_that_take_turns_do_not_make_small_buckets():
 def test_the_rate_is_that_of_the_schedule_also_where_nothing_is_trained():
     config = OptimizerConfig(lr=1.0, warmup_steps=4)
     optimizer = RankOptimizer(0, {}, config, ParameterOwnership(), {}, torch.device("cpu"))
-    assert [optimizer.step() for _ in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    rates = [update(optimizer).learning_rate for _ in range(5)]
+    assert rates == [0.25, 0.5, 0.75, 1.0, 1.0]
     optimizer.load_state_tensors({}, 1)
-    assert optimizer.step() == 0.5
+    assert update(optimizer).learning_rate == 0.5
 
 
 def one_parameter(gradient, config: OptimizerConfig) -> RankOptimizer:
@@ -129,23 +140,24 @@ def test_what_is_finite_is_applied_and_nothing_else(clipped, gradient, applied):
     config = OptimizerConfig(lr=0.1, weight_decay=0.0, max_grad_norm=1.0 if clipped else None)
     optimizer = one_parameter(gradient, config)
     ((key, parameter),) = optimizer.parameters.items()
-    norm = optimizer.clip()
+    done = update(optimizer)
+    norm = done.grad_norm
     ok = applied == "always" or clipped and applied == "clipped"
-    assert (optimizer.not_finite is None) == ok
+    assert (done.not_finite is None) == ok
     if ok:
         assert norm == pytest.approx(math.hypot(*gradient), rel=1e-6)
-        assert optimizer.step() == 0.1 and not parameter.equal(torch.ones(2))
+        assert done.learning_rate == 0.1 and not parameter.equal(torch.ones(2))
         state = optimizer.state_tensors()
         assert all(bool(torch.isfinite(value).all()) for value in state.values())
         if clipped:
             expected = torch.tensor(gradient).double() / norm * 0.1  # beta 0.9
             assert state[*key, "exp_avg"].double().allclose(expected, rtol=1e-5)
     else:
-        assert optimizer.step() is None and parameter.equal(torch.ones(2))
+        assert done.learning_rate is None and parameter.equal(torch.ones(2))
         assert optimizer.state_tensors() == {} and parameter.grad is None
         parameter.grad = torch.ones(2)  # the next step is as any other
-        optimizer.clip()
-        assert optimizer.not_finite is None and optimizer.step() == 0.1
+        done = update(optimizer)
+        assert done.not_finite is None and done.learning_rate == 0.1
 
 
 def test_a_loss_counts_whatever_the_gradients_and_the_schedule_goes_on():
@@ -154,12 +166,11 @@ def test_a_loss_counts_whatever_the_gradients_and_the_schedule_goes_on():
     optimizer.observer.loss(torch.tensor(math.inf))
     optimizer.observer.begin()  # of a batch before the last one, too
     optimizer.observer.loss(torch.tensor(1.0))
-    assert math.isnan(optimizer.clip()) and optimizer.not_finite == []
-    assert optimizer.step() is None
+    done = update(optimizer)
+    assert math.isnan(done.grad_norm) and done.not_finite == [] and done.learning_rate is None
     optimizer.observer.begin()
     optimizer.observer.loss(torch.tensor(1.0))
-    optimizer.clip()
-    assert optimizer.step() == 0.5  # the second step's rate
+    assert update(optimizer).learning_rate == 0.5  # the second step's rate
 
 
 def test_a_gradient_that_is_not_counted_here_must_be_finite_too():
@@ -174,10 +185,12 @@ def test_a_gradient_that_is_not_counted_here_must_be_finite_too():
         {},
         torch.device("cpu"),
     )
-    assert optimizer.clip() == 2.0 and optimizer.not_finite is None
-    parameters[StageId("a", 0), "y"].grad.fill_(math.nan)
-    optimizer.clip()
-    assert [(one.kind, one.stage, one.names) for one in optimizer.not_finite] == [
+    done = update(optimizer)
+    assert done.grad_norm == 2.0 and done.not_finite is None
+    for name, value in (("x", 2.0), ("y", math.nan)):
+        parameters[StageId("a", 0), name].grad = torch.full((1,), value)
+    done = update(optimizer)
+    assert [(one.kind, one.stage, one.names) for one in done.not_finite] == [
         ("parameters", StageId("a", 0), ("y",))
     ]
 
@@ -196,8 +209,7 @@ def test_running_statistics_of_a_step_that_is_not_applied_are_forgotten():
         loss = norm(torch.tensor(rows)).square().sum()
         loss.backward()
         optimizer.observer.loss(loss)
-        optimizer.clip()
-        optimizer.step()
+        update(optimizer)
         seen.append({name: value.clone() for name, value in norm.named_buffers()})
     assert all(seen[0][name].equal(value) for name, value in seen[1].items())
     assert seen[2]["num_batches_tracked"] == 2 and seen[2]["running_mean"].isfinite().all()

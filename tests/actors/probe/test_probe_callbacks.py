@@ -178,6 +178,6 @@ def test_plain_values_of_a_preprocess_callback_travel():
 
 def test_the_dtype_of_an_input_survives_without_its_values():
     side = to_side({"x": torch.zeros(2, 3, dtype=torch.float16), "n": [1, "a"]}, (), "vision")
-    found = from_side(side)
+    found = from_side(side, torch.device("cpu"))
     assert found["x"].dtype == torch.float16 and found["x"].shape == (2, 3)
     assert found["n"] == [1, "a"]

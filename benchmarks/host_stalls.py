@@ -1,0 +1,103 @@
+"""How often the host waits for the device within a training step, on the pretended GPU.
+
+Whole steps (forwards, backwards, messages, clipping, AdamW) of a tiny vision-language model run
+through a rank's actor, on a CPU that says it is a GPU: what waits there is counted by CUDA's rules,
+by file and line, from the first instruction to the last one. Losses and norms are compared with
+those on the CPU.
+
+- `waits_per_step`: over all cases, the most of any rank's third step;
+- `cases`: each with its `waits_per_step`, `waits_by_place`, `max_relative_error` and its `bound`.
+
+    python -m benchmarks.host_stalls --json
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from typing import Any
+
+from rich.table import Table
+
+from benchmarks import _common
+
+# Ranks by case of benchmarks.pretended_gpu.steps, whose libraries are not to be imported here.
+RANKS = {
+    "fp32": 1, "bf16": 1, "frozen": 1, "plain": 1, "packed": 1, "two ranks": 2,
+    "two ranks, plain": 2,
+}  # fmt: skip
+BOUNDS = {"fp32": 1e-5, "packed": 1e-5, "two ranks, plain": 1e-5}
+BF16_BOUND = 1e-3
+SECONDS = 240
+
+
+def measure(case: str) -> dict[str, Any]:
+    """Run a case's ranks, each in a process of its own.
+
+    Raises:
+        RuntimeError: a rank failed.
+    """
+    port = _two_free_ports()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.pretended_gpu.case", case, str(rank), str(port)],
+            cwd=_common.REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(RANKS[case])
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=SECONDS) for process in ranks]
+    for process, (_, errors) in zip(ranks, outputs, strict=True):
+        if process.returncode:
+            raise RuntimeError(f"{case}:\n{errors}")
+    results = [json.loads(text.splitlines()[-1]) for text, _ in outputs]
+    most = max(results, key=lambda result: sum(result["waits"].values()))["waits"]
+    return {
+        "case": case,
+        "waits_per_step": sum(most.values()),
+        "waits_by_place": most,
+        "max_relative_error": max(result["max_relative_error"] for result in results),
+        "bound": BOUNDS.get(case, BF16_BOUND),
+    }
+
+
+def _two_free_ports() -> int:
+    """The first of two ports next to each other that nobody listens at."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first:
+            port = first.getsockname()[1]
+            try:
+                with socket.create_server(("127.0.0.1", port + 1)):
+                    return port
+            except OSError:
+                continue
+
+
+def main() -> int:
+    """Run all cases, print the table, then the result line."""
+    options = _common.parser((__doc__ or "").splitlines()[0])
+    options.add_argument("--cases", nargs="+", choices=RANKS, default=list(RANKS))
+    chosen = options.parse_args()
+    cases = [measure(case) for case in chosen.cases]
+    table = Table(title="waits of the host within a step")
+    for heading in ("case", "waits", "error", "where"):
+        table.add_column(heading)
+    for case in cases:
+        where = ", ".join(f"{count} {place}" for place, count in case["waits_by_place"].items())
+        table.add_row(
+            case["case"], str(case["waits_per_step"]), f"{case['max_relative_error']:.1e}", where
+        )
+    _common.console().print(table)
+    result = {
+        "benchmark": "host_stalls",
+        "waits_per_step": max(case["waits_per_step"] for case in cases),
+        "cases": cases,
+        "machine": _common.machine(),
+    }
+    _common.emit(result, chosen.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,23 @@
+"""One process of a case of :mod:`benchmarks.host_stalls`: torch is imported after the library of
+the pretended GPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from benchmarks.pretended_gpu.library import load
+
+
+def main() -> int:
+    """Run a case's rank: its name, the rank, and the port at which ranks meet on this machine."""
+    name, rank, port = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    load()
+    from benchmarks.pretended_gpu.steps import run
+
+    print(json.dumps(run(name, rank, port)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""What has no CPU form on the pretended GPU, with one: Triton's attention, and NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.pretended_gpu.device import PretendedTensor, values, waited
+from raymm.kernels.flash.cpu.attention import cpu_attention
+from raymm.kernels.flash.gpu import attention as gpu_attention
+
+
+class _Attention(torch.autograd.Function):
+    """The tables that the kernels would read, and what they would compute, on the CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, query, key, value, plan, masks, scale, softcap):
+        _ = plan and plan.forward
+        ctx.plan = plan
+        ctx.inputs = [values(t).detach().requires_grad_() for t in (query, key, value)]
+        with torch.enable_grad():
+            ctx.out, lse = cpu_attention(*ctx.inputs, masks, scale=scale, softcap=softcap)
+        lse = PretendedTensor(lse.detach())
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        return PretendedTensor(ctx.out.detach()), lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        _ = ctx.plan and (ctx.plan.backward_query, ctx.plan.backward_key)
+        grad = values(grads[0]).contiguous()
+        found = torch.autograd.grad(ctx.out, ctx.inputs, grad, retain_graph=True)
+        return (*map(PretendedTensor, found), None, None, None, None)
+
+
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masks: Any, *,
+    scale: float | None = None, softcap: float | None = None,
+) -> Any:  # fmt: skip
+    gpu_attention.check_operands(query, key, value, masks)
+    plan = gpu_attention._plan(query, key, masks, softcap)
+    return _Attention.apply(query, key, value, plan, masks, scale, softcap)
+
+
+class _Work:
+    """NCCL's: a wait without a timeout is the device's, one with a timeout the host's."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def wait(self, *timeout: Any) -> None:
+        """What NCCL would do; and really, as the CPU computes."""
+        if timeout:
+            waited("wait for a message")
+        self._work.wait()
+
+    def is_completed(self) -> bool:
+        """Without waiting."""
+        return self._work.is_completed()
+
+
+def _as_nccl(operation: Any) -> Any:
+    def run(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        work = operation(values(tensor), *args, **options)
+        return work if values(tensor) is tensor else _Work(work)
+
+    return run
+
+
+@contextmanager
+def cpu_kernels() -> Iterator[None]:
+    """Within, attention on the pretended GPU is computed by the CPU's operator, with the tables
+    that Triton's kernels would read, and process groups of NCCL are gloo's."""
+    init, new_group = dist.init_process_group, dist.new_group
+
+    def init_gloo(backend: str, **options: Any) -> None:
+        init("gloo", **options)
+
+    def new_gloo(ranks: Any, *, timeout: Any, **_: Any) -> Any:
+        return new_group(ranks, timeout=timeout)
+
+    nccl = SimpleNamespace(Options=lambda **_: SimpleNamespace(config=SimpleNamespace()))
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(gpu_attention, "triton_attention", _attention))
+        stack.enter_context(patch.object(dist, "init_process_group", init_gloo))
+        stack.enter_context(patch.object(dist, "new_group", new_gloo))
+        stack.enter_context(patch.object(dist, "ProcessGroupNCCL", nccl, create=True))
+        for name in ("isend", "irecv"):
+            stack.enter_context(patch.object(dist, name, _as_nccl(getattr(dist, name))))
+        yield

@@ -1,0 +1,167 @@
+"""Whole training steps of one rank of a plan, on the CPU and on the pretended GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu.one_rank import LOCAL, OPTIMIZER, TINY, VISION, microbatches
+from benchmarks.pretended_gpu.device import pretended_gpu
+from benchmarks.pretended_gpu.kernels import cpu_kernels
+from raymm.actors.executor.step_meta import StepMeta
+from raymm.actors.rank.rank_actor import RankActor
+from raymm.layout.rank_specs import rank_specs
+from raymm.model.batch_rules import text_inputs
+from raymm.model.modality_module import ModalityModule
+from raymm.model.module_kind import LANGUAGE_MODEL
+from raymm.model.multimodal import MultimodalModule, module_graph
+from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.program.check_program import check_program
+from raymm.scheduler.program.program import OPTIMIZER_OPS, Op
+from raymm.scheduler.schedule.lower import lower
+from raymm.scheduler.search.stage_space import make_plan
+
+STEPS = 3
+"""Of which the last is counted: layouts and gradients are known by then."""
+TIMEOUT = timedelta(seconds=120)
+# Relative differences of losses and norms: sums in another order, or rounded to bf16.
+FP32_BOUND, BF16_BOUND = 1e-5, 1e-3
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and how it runs.
+
+    Attributes:
+        autocast: name of a dtype.
+        frozen: all but the projector.
+        options: of the model.
+        cuts: layers of the language model's stages; the encoder is on the first one's rank.
+    """
+
+    autocast: str | None = None
+    frozen: bool = False
+    options: Mapping[str, Any] = field(default_factory=lambda: {"mask": "multimodal"})
+    cuts: tuple[tuple[int, int], ...] = ((0, 2),)
+
+    @property
+    def bound(self) -> float:
+        """Of relative differences."""
+        return BF16_BOUND if self.autocast else FP32_BOUND
+
+
+CASES = {
+    "fp32": Case(),
+    "bf16": Case("bfloat16"),
+    "frozen": Case("bfloat16", frozen=True),
+    "plain": Case("bfloat16", options={}),
+    "packed": Case(options={"packing": True}),
+    "two ranks": Case("bfloat16", cuts=((0, 1), (1, 2))),
+    "two ranks, plain": Case(options={}, cuts=((0, 1), (1, 2))),
+}
+
+
+def _model(case: Case) -> MultimodalModule:
+    from transformers import LlamaConfig, SiglipVisionConfig
+
+    vision = ModalityModule(
+        SiglipVisionConfig(**TINY.vision), "mlp", frozen=case.frozen, seed=1
+    )
+    llm = ModalityModule(LlamaConfig(**TINY.llm), frozen=case.frozen, seed=2)
+    return MultimodalModule({VISION: vision}, llm, **case.options)
+
+
+def _plan(model: MultimodalModule, case: Case) -> Plan:
+    graph = module_graph(model)
+    layers = {node.name: ((0, node.num_layers),) for node in graph.nodes}
+    plan = make_plan(graph, {**layers, LANGUAGE_MODEL: case.cuts}, TINY.microbatches)
+    stages = tuple(
+        replace(stage, rank=stage.index if stage.module == LANGUAGE_MODEL else 0)
+        for stage in plan.stages
+    )
+    return replace(plan, stages=stages, shared_ranks=None)
+
+
+class _Rank:
+    """One rank of a plan in this process, with everything that an actor does in a step."""
+
+    def __init__(
+        self, case: Case, rank: int, port: int, kind: str, waits: Mapping[str, int]
+    ) -> None:
+        model = _model(case)
+        plan = _plan(model, case)
+        specs = rank_specs(
+            model, plan, optimizer=OPTIMIZER, autocast=case.autocast, device=kind, threads=1
+        ).specs
+        if rank:
+            store = None
+        else:
+            store = dist.TCPStore(LOCAL, port, len(specs), True, TIMEOUT, wait_for_workers=False)
+        self._actor = RankActor(specs[rank])
+        self._actor._store = store
+        self._actor.connect(LOCAL, port)
+        self._actor.build()
+        program = lower(plan, [(VISION,)] * TINY.microbatches)
+        issues = check_program(program).issues
+        ops = tuple(op for op in OPTIMIZER_OPS if op != Op.REDUCE_GRADS)  # nothing is shared
+        self._actor.load_program("step", program.with_optimizer_ops(ops).ranks[rank], issues[rank])
+        self._inputs = self._of_rank(plan, rank)
+        self._labels = sum(
+            int((batch["labels"][:, 1:] != -100).sum()) for batch in microbatches(TINY)
+        )
+        self._number = 0
+        self._waits, self.counted = waits, {}
+        enter = self._actor.whereabouts.enter
+
+        def noting(task: Any) -> None:
+            enter(task)
+            if task == "the end of a step":
+                self.counted = dict(self._waits)
+
+        self._actor.whereabouts.enter = noting
+
+    def _of_rank(self, plan: Plan, rank: int) -> list[tuple[Any, int, dict[str, Any]]]:
+        inputs = []
+        for number, batch in enumerate(microbatches(TINY)):
+            for module, values in ((VISION, batch[VISION]), (LANGUAGE_MODEL, text_inputs(batch))):
+                reader = plan.replicas(module)[0][0]
+                if reader.rank == rank:
+                    inputs.append((reader.id, number, values))
+        return inputs
+
+    def step(self) -> tuple[float, float]:
+        """Its loss, 0 where another rank has it, and the norm of all gradients."""
+        meta = StepMeta(self._number, self._labels, (0,) * TINY.microbatches)
+        self._number += 1
+        layout = [(stage, microbatch) for stage, microbatch, _ in self._inputs]
+        result = self._actor.run_step("step", meta, layout, *(i for *_, i in self._inputs))
+        return sum(result.losses.values()), result.grad_norm or 0.0
+
+
+def run(name: str, rank: int, port: int) -> dict[str, Any]:
+    """Steps of a rank on both devices.
+
+    Args:
+        name: of the case.
+        rank: which.
+        port: where ranks meet on this machine; the next one is for the second meeting.
+    """
+    torch.set_num_threads(1)
+    case, numbers, counted = CASES[name], [], {}
+    with pretended_gpu() as waits, cpu_kernels():
+        for again, kind in enumerate(("cpu", "cuda")):
+            process = _Rank(case, rank, port + again, kind, waits)
+            steps = []
+            for _ in range(STEPS):
+                waits.clear()
+                steps.append(process.step())
+            counted = process.counted
+            numbers.append(torch.tensor(steps, dtype=torch.float64, device="cpu"))
+            dist.destroy_process_group()
+    difference = (numbers[1] - numbers[0]).abs() / numbers[0].abs().clamp(min=1e-6)
+    return {"waits": counted, "max_relative_error": float(difference.max())}
