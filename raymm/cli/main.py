@@ -1,4 +1,4 @@
-"""The command line: ``raymm train``, ``plan``, ``profile``, ``trace``, ``export``."""
+"""The command line: ``raymm train``, ``plan``, ``profile``, ``trace``, ``check``, ``export``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from raymm.cli.check import add_check_arguments, run_check
 from raymm.cli.plan import add_plan_arguments, run_plan
 from raymm.cli.profile import add_profile_arguments, run_profile
 from raymm.cli.trace import add_trace_arguments, run_trace
@@ -127,6 +128,9 @@ def _parser() -> argparse.ArgumentParser:
     trace = commands.add_parser("trace", help="summarise a run's last timeline")
     add_trace_arguments(trace)
     trace.set_defaults(run=run_trace)
+    check = commands.add_parser("check", help="whether checkpoints are whole; compare, prune them")
+    add_check_arguments(check)
+    check.set_defaults(run=run_check)
     return parser
 
 

@@ -11,7 +11,6 @@ a checkpoint can be read under another layout.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -39,15 +38,20 @@ from raymm.storage.manifest import (
     FileEntry,
     Manifest,
     read_manifest,
-    verify_checkpoint,
     write_manifest,
+)
+from raymm.storage.step_folders import (
+    CHECKPOINTS,
+    TORN,
+    drop,
+    folder_name,
+    is_torn,
+    step_folders,
+    verified_manifest,
 )
 
 # Parameters that an error names.
 NAMES_SHOWN = 5
-_FOLDER = re.compile(r"step-(\d{8,})")
-# In folders that are no checkpoint yet, or no more.
-_TORN = f".not-committed{PARTIAL}"
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ class CheckpointStore:
         check_owner: Callable[[], None] = lambda: None,
         before_commit: Callable[[], None] = lambda: None,
     ) -> None:
-        self._root = storage_folder(storage) / "checkpoints"
+        self._root = storage_folder(storage) / CHECKPOINTS
         self._keep = keep
         self.check_owner = check_owner
         self._before_commit = before_commit
@@ -122,12 +126,7 @@ class CheckpointStore:
             ) from None
 
     def _committed(self) -> list[StorageFolder]:
-        return [folder for folder in self._folders() if not _is_torn(folder)]
-
-    def _folders(self) -> list[StorageFolder]:
-        names = self._root.names()
-        steps = {name: int(match[1]) for name in names if (match := _FOLDER.fullmatch(name))}
-        return [self._root / name for name in sorted(steps, key=steps.__getitem__)]
+        return [folder for folder in step_folders(self._root) if not is_torn(folder)]
 
     def latest(self) -> Path | str | None:
         """The newest of :meth:`committed`: to look at, not to load (:meth:`newest`)."""
@@ -146,13 +145,7 @@ class CheckpointStore:
             committed = self._committed()
         for folder in reversed(committed):
             try:
-                manifest = read_manifest(folder.place)
-                if folder.name != _folder_name(manifest.step):
-                    raise CheckpointError(
-                        f"{folder} is of step {manifest.step}, as its {MANIFEST} says: it was "
-                        "renamed or copied"
-                    )
-                verify_checkpoint(folder.place, manifest)
+                manifest = verified_manifest(folder)
             except CheckpointError as error:
                 corrupt.append(str(error))
                 self._corrupt.add(folder)
@@ -175,10 +168,10 @@ class CheckpointStore:
         """
         removed = []
         with writing(self._root):
-            folders = self._folders()
+            folders = step_folders(self._root)
         for folder in folders:
             with writing(folder):
-                if _is_torn(folder):
+                if is_torn(folder):
                     folder.remove()
                     removed.append(f"{folder}, which was never committed")
                     continue
@@ -199,7 +192,7 @@ class CheckpointStore:
                 is written or dropped then.
         """
         step = parallel.steps_taken
-        folder = self._root / _folder_name(step)
+        folder = self._root / folder_name(step)
         with writing(folder):
             if folder.place == self.current and MANIFEST in folder.names():
                 return folder.place
@@ -209,10 +202,10 @@ class CheckpointStore:
             self._make_room(folder)
             with writing(folder):
                 folder.create()
-                folder.replace(_TORN, b"")
+                folder.replace(TORN, b"")
             self._write(parallel, folder, trainer)
             with writing(folder):
-                folder.unlink(_TORN)
+                folder.unlink(TORN)
         except (RunFileError, ShardError) as error:
             stays = self._what_stays(folder)
             raise RunFileError(
@@ -249,7 +242,7 @@ class CheckpointStore:
             names = self._root.names()
             if folder.name not in names:
                 return
-            if _is_torn(folder):
+            if is_torn(folder):
                 folder.remove()
                 return
             number, aside = 1, f"set-aside-{folder.name}"
@@ -289,27 +282,9 @@ class CheckpointStore:
         corrupt: they neither count nor go."""
         with writing(self._root):
             counted = [folder for folder in self._committed() if folder not in self._corrupt]
-        upto = counted.index(self._root / _folder_name(step)) + 1
+        upto = counted.index(self._root / folder_name(step)) + 1
         for old in counted[:upto][: -self._keep]:
-            with writing(old):  # a half-deleted checkpoint must not look valid, nor damaged
-                old.replace(_TORN, b"")
-                old.unlink(MANIFEST)
-            with suppress(OSError):  # what stays is removed at the next start
-                old.remove()
-
-
-def _is_torn(folder: StorageFolder) -> bool:
-    """Whether a folder is what a save that was never committed has left. One that has lost its
-    manifest otherwise is a damaged checkpoint."""
-    try:
-        names = folder.names()
-    except NotADirectoryError:
-        return False
-    return MANIFEST not in names and (_TORN in names or not names)
-
-
-def _folder_name(step: int) -> str:
-    return f"step-{step:08d}"
+            drop(old)
 
 
 def _shard_error(error: RankFailedError) -> ShardError | None:

@@ -1,0 +1,209 @@
+"""What the checkpoints of a run are worth, and what two of them differ in."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from raymm.actors.optimizer.checkpoint_shards import ShardError, stored_names
+from raymm.actors.optimizer.stored_tensors import StoredTensors
+from raymm.actors.storage.folder import StorageFolder
+from raymm.actors.storage.location import storage_folder
+from raymm.storage.manifest import MANIFEST, CheckpointError, Manifest
+from raymm.storage.run_folder import RunFolder
+from raymm.storage.step_folders import (
+    CHECKPOINTS,
+    drop,
+    is_folder_name,
+    is_torn,
+    step_folders,
+    verified_manifest,
+)
+
+
+@dataclass(frozen=True)
+class CheckpointReport:
+    """What there is of a checkpoint.
+
+    Attributes:
+        folder: its path or, in a bucket, its URL.
+        manifest: what it consists of; None of one that cannot be read.
+        problem: what is wrong with it; None if every byte is what was written.
+        torn: whether it is only what a save that was never finished has left. Nobody reads it, and
+            the run removes it when it goes on.
+    """
+
+    folder: Path | str
+    manifest: Manifest | None
+    problem: str | None = None
+    torn: bool = False
+
+    @property
+    def tensors(self) -> int:
+        """How many there are, however many shards they are in."""
+        return len(stored_names(self.manifest.index)) if self.manifest else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of all files that the manifest names."""
+        return sum(file.size for file in self.manifest.files.values()) if self.manifest else 0
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """A tensor that two checkpoints have, and that is not the same.
+
+    Attributes:
+        name: of the tensor, with its module's before it.
+        kinds: dtype and shape in both, where they differ; else None.
+        relative: norm of the difference over the norm of the first; infinite where that is zero,
+            not a number where one of the two is not finite.
+    """
+
+    name: str
+    kinds: tuple[str, str] | None
+    relative: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What two checkpoints have of each other.
+
+    Attributes:
+        equal: how many tensors are the same, bit for bit.
+        different: the others that both have, the most different first.
+        only_first, only_second: names that one of the two lacks.
+    """
+
+    equal: int
+    different: tuple[TensorDifference, ...]
+    only_first: tuple[str, ...]
+    only_second: tuple[str, ...]
+
+    @property
+    def same(self) -> bool:
+        """Whether they have the same tensors."""
+        return not (self.different or self.only_first or self.only_second)
+
+
+def inspect_checkpoints(location: str | os.PathLike[str]) -> Iterator[CheckpointReport]:
+    """Compare every byte of a checkpoint, or of all of a run's, with what was written. Nothing is
+    changed; a run may go on meanwhile.
+
+    Args:
+        location: a run's folder, or one checkpoint's; a path or a URL.
+
+    Yields:
+        Oldest first, each when it was read.
+
+    Raises:
+        CheckpointError: there is none, or the folder cannot be read.
+    """
+    folder = storage_folder(location)
+    for checkpoint in _checkpoints(folder):
+        if is_torn(checkpoint):
+            yield CheckpointReport(checkpoint.place, None, "a save that was never finished", torn=True)
+            continue
+        try:
+            yield CheckpointReport(checkpoint.place, verified_manifest(checkpoint))
+        except CheckpointError as error:
+            yield CheckpointReport(checkpoint.place, None, str(error))
+
+
+def _checkpoints(folder: StorageFolder) -> list[StorageFolder]:
+    try:
+        if is_folder_name(folder.name) or MANIFEST in folder.names():
+            return [folder]
+        folders = step_folders(folder / CHECKPOINTS)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {folder}: {error.strerror or error}") from None
+    if not folders:
+        raise CheckpointError(
+            f"{folder} has no checkpoint; expected a run's folder (run.storage_path), or that of a "
+            f"checkpoint in its {CHECKPOINTS}"
+        )
+    return folders
+
+
+def compare_checkpoints(
+    first: str | os.PathLike[str], second: str | os.PathLike[str],
+    looked_at: Callable[[int, int], None] = lambda done, of: None,
+) -> Comparison:
+    """Compare two checkpoints tensor by tensor, whatever layouts they were written under. One
+    tensor of each is in memory at a time.
+
+    Args:
+        first, second: folders of checkpoints; paths or URLs.
+        looked_at: told of how many tensors there are, of those that both have.
+
+    Raises:
+        CheckpointError: one of them is not whole.
+    """
+    manifests = [verified_manifest(storage_folder(folder)) for folder in (first, second)]
+    names = [stored_names(manifest.index) for manifest in manifests]
+    stored = [
+        StoredTensors(folder, manifest.index, manifest.shards)
+        for folder, manifest in zip((first, second), manifests, strict=True)
+    ]
+    both = sorted(names[0] & names[1])
+    different = []
+    for done, name in enumerate(both):
+        try:
+            own, others = (tensors.read({name: None})[name] for tensors in stored)
+        except ShardError as error:
+            raise CheckpointError(str(error)) from None
+        difference = _difference(name, own, others)
+        if difference is not None:
+            different.append(difference)
+        looked_at(done + 1, len(both))
+    different.sort(key=lambda d: (d.kinds is None, -d.relative if d.relative == d.relative else 0))
+    return Comparison(
+        len(both) - len(different), tuple(different), tuple(sorted(names[0] - names[1])),
+        tuple(sorted(names[1] - names[0])),
+    )
+
+
+def _difference(name: str, first: torch.Tensor, second: torch.Tensor) -> TensorDifference | None:
+    kinds = tuple(f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for t in (first, second))
+    if kinds[0] != kinds[1]:
+        return TensorDifference(name, (kinds[0], kinds[1]), math.inf)
+    bits = [t.contiguous().reshape(-1).view(torch.uint8) for t in (first, second)]
+    if torch.equal(*bits):
+        return None
+    norm = first.double().norm().item()
+    difference = (first.double() - second.double()).norm().item()
+    return TensorDifference(name, None, difference / norm if norm else math.inf)
+
+
+def prune_checkpoints(
+    location: str, keep: int, say: Callable[[str], None] = lambda line: None
+) -> list[Path | str]:
+    """Remove all but the newest whole checkpoints of a run that does not go on. What is corrupt or
+    torn stays.
+
+    Args:
+        location: the run's folder, or its URL.
+        keep: how many stay, at least 1.
+        say: told who owned the folder before, where that takes a while.
+
+    Returns:
+        What was removed, oldest first.
+
+    Raises:
+        CheckpointError: there is none.
+        RunOwnedError: a run goes on in the folder.
+        RunFileError: one cannot be removed.
+    """
+    _checkpoints(storage_folder(location))
+    with RunFolder(location).owned(say) as check_owner:
+        whole = [r.folder for r in inspect_checkpoints(location) if r.problem is None]
+        removed = whole[:-keep]
+        for folder in removed:
+            check_owner()
+            drop(storage_folder(folder))
+    return removed
