@@ -91,7 +91,8 @@ def _print_comparison(first: str, second: str) -> int:
         )
     console.print(
         f"{comparison.equal} tensors are the same; {len(comparison.different)} differ; "
-        f"{len(comparison.only_first)} are in the first only, {len(comparison.only_second)} in the second",
+        f"{len(comparison.only_first)} are in the first only, "
+        f"{len(comparison.only_second)} in the second",
         highlight=False,
     )
     for names, where in ((comparison.only_first, first), (comparison.only_second, second)):

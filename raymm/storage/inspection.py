@@ -107,7 +107,8 @@ def inspect_checkpoints(location: str | os.PathLike[str]) -> Iterator[Checkpoint
     folder = storage_folder(location)
     for checkpoint in _checkpoints(folder):
         if is_torn(checkpoint):
-            yield CheckpointReport(checkpoint.place, None, "a save that was never finished", torn=True)
+            problem = "a save that was never finished"
+            yield CheckpointReport(checkpoint.place, None, problem, torn=True)
             continue
         try:
             yield CheckpointReport(checkpoint.place, verified_manifest(checkpoint))
@@ -169,15 +170,19 @@ def compare_checkpoints(
 
 
 def _difference(name: str, first: torch.Tensor, second: torch.Tensor) -> TensorDifference | None:
-    kinds = tuple(f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for t in (first, second))
+    kinds = _kind(first), _kind(second)
     if kinds[0] != kinds[1]:
-        return TensorDifference(name, (kinds[0], kinds[1]), math.inf)
+        return TensorDifference(name, kinds, math.inf)
     bits = [t.contiguous().reshape(-1).view(torch.uint8) for t in (first, second)]
     if torch.equal(*bits):
         return None
     norm = first.double().norm().item()
     difference = (first.double() - second.double()).norm().item()
     return TensorDifference(name, None, difference / norm if norm else math.inf)
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 def prune_checkpoints(
