@@ -77,7 +77,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "actors/quota": (),
     "actors/faults": ("kernels", "actors/storage"),
     "actors/modules": ("kernels", "scheduler", "actors/quota"),
-    "actors/placement": (),
+    "actors/placement": ("scheduler/plan",),
     "actors/recompute": ("kernels", "scheduler", "actors/quota"),
     "actors/weights": ("actors/modules",),
     "actors/sharding": ("kernels", "scheduler", "actors/modules", "actors/weights"),

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from ray.exceptions import OutOfMemoryError, RayActorError
 
+from raymm.actors.faults.flight_recorder import records_text
 from raymm.actors.faults.inquiry import Inquiry
 from raymm.actors.faults.stacks import Look
 
@@ -43,7 +44,7 @@ def accusation(
     if len(others) > SHOWN_RANKS:
         lines.append(f"and {len(others) - SHOWN_RANKS} more")
     texts = {f"rank-{n}.txt": f"{doing[n]}\n{look.stacks}" for n, look in looks.items()}
-    return "\n".join(lines), texts
+    return "\n".join(lines) + records_text(names, looks), texts
 
 
 def _doing(rank: int, inquiry: Inquiry, looks: Mapping[int, Look]) -> str:

@@ -9,6 +9,7 @@ instruction for as long as a receive may take; a single longer instruction count
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,9 +115,9 @@ def _on_their_nodes(
         ).remote(address)
         for number, address in processes.items() if everywhere and address.node != own_node
     }
-    answers = {
-        number: call(address) for number, address in processes.items() if address.node == own_node
-    }
+    nearby = {n: address for n, address in processes.items() if address.node == own_node}
+    with ThreadPoolExecutor() as threads:
+        answers = dict(zip(nearby, threads.map(call, nearby.values()), strict=True))
     if refs:
         ray.wait(list(refs.values()), num_returns=len(refs), timeout=LOOK_TIMEOUT_S)
     for number, ref in refs.items():

@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from raymm.actors.faults.flight_recorder import records
+
 # What a process of raymm answers with its stacks.
 STACKS_SIGNAL = signal.SIGUSR2
 # Seconds for them to come. Nothing else hangs on it: a process that is stopped is not asked.
@@ -37,10 +39,12 @@ class Address(NamedTuple):
 
 
 class Look(NamedTuple):
-    """A process from outside: what the system says of it, and the stacks of its threads."""
+    """A process from outside: what the system says of it, the stacks of its threads, and files of
+    NCCL's flight recorder."""
 
     state: str
     stacks: str
+    records: tuple[str, ...] = ()
 
 
 class StackFile:
@@ -60,10 +64,11 @@ def look_at(address: Address) -> Look:
     try:
         letter = Path(f"/proc/{address.pid}/stat").read_text().rpartition(")")[2].split()[0]
         state = _STATES.get(letter, letter)
-        return Look(state, "" if letter in "TtZX" else _stacks(address))
+        stacks = "" if letter in "TtZX" else _stacks(address)
     except OSError as error:
         gone = not Path(f"/proc/{address.pid}").exists() and Path("/proc").is_dir()
-        return Look("dead" if gone else f"unknown ({error})", "")
+        state, stacks = "dead" if gone else f"unknown ({error})", ""
+    return Look(state, stacks, records(address.pid))
 
 
 def _stacks(address: Address) -> str:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from math import inf
 from typing import Any
 
@@ -42,7 +41,15 @@ from raymm.actors.quota import (
     StreamPool,
     check_no_shared_parameters,
 )
-from raymm.actors.rank.meeting import TCPStore, join, new_group, open_store, prepare_nccl, stay_on
+from raymm.actors.rank.meeting import (
+    TCPStore,
+    Timeouts,
+    join,
+    new_group,
+    open_store,
+    prepare_nccl,
+    stay_on,
+)
 from raymm.actors.rank.recent_programs import remember
 from raymm.scheduler.graph.node_graph import NodeGraph
 from raymm.scheduler.multiplex.instructions import Part, Slot, said
@@ -68,6 +75,7 @@ class GpuSpec:
         device: ``"cpu"`` or ``"cuda"``.
         threads: intra-op threads.
         timeout_s: seconds that any wait for modules or other GPUs may take.
+        nccl_timeout_s: seconds after which NCCL's watchdog ends a process; None: twice as many.
 
     Raises:
         ValueError: threads or a timeout that cannot be.
@@ -87,6 +95,7 @@ class GpuSpec:
     device: str = "cpu"
     threads: int = 1
     timeout_s: float = 300.0
+    nccl_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.threads, bool) or not isinstance(self.threads, int) or self.threads < 1:
@@ -105,7 +114,7 @@ class GpuActor(ObservedActor):
         self._spec = spec
         self._device = torch.device(spec.device)
         prepare_nccl(self._device)
-        self._timeout = timedelta(seconds=spec.timeout_s)
+        self._timeouts = Timeouts.of(spec.timeout_s, spec.nccl_timeout_s)
         self._programs: OrderedDict[str, GpuProgram] = OrderedDict()
         self._layout_keys: OrderedDict[str, None] = OrderedDict()
         self._built: Device | None = None
@@ -119,7 +128,7 @@ class GpuActor(ObservedActor):
 
     def rendezvous(self) -> tuple[str, int]:
         """An address the others can reach this one at, for the first meeting."""
-        address, self._store = open_store(self._spec.gpus, self._timeout)
+        address, self._store = open_store(self._spec.gpus, self._timeouts.wait)
         return address, self._store.port
 
     @task("meeting the other GPUs")
@@ -131,22 +140,22 @@ class GpuActor(ObservedActor):
         torch.set_num_threads(spec.threads)
         stay_on(address)
         store = self._store or TCPStore(
-            address, port, spec.gpus, is_master=False, timeout=self._timeout
+            address, port, spec.gpus, is_master=False, timeout=self._timeouts.wait
         )
-        self._device = join(self._device, store, spec.gpu, spec.gpus, self._timeout)
+        self._device = join(self._device, store, spec.gpu, spec.gpus, self._timeouts)
         self._messages: Messages | None = None
         if spec.gpus > 1:
             gpus = range(spec.gpus)
             self._messages = Messages(
-                new_group(gpus, self._timeout, self._device),
-                new_group(gpus, self._timeout, self._device, "gloo"),
+                new_group(gpus, self._timeouts, self._device),
+                new_group(gpus, self._timeouts, self._device, "gloo"),
             )
         self._connect_replicas()
 
     def _connect_replicas(self) -> None:
         """One group for every node, so that sums of different nodes need no common order."""
         self._replicas = {
-            name: new_group(gpus, self._timeout, self._device)
+            name: new_group(gpus, self._timeouts, self._device)
             for name, gpus in sorted(self._spec.replicas.items())
             if len(gpus) > 1 and self._spec.graph.by_name[name].trainable
         }

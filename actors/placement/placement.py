@@ -14,6 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import ray
@@ -27,6 +28,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raymm.actors.placement.node_types import has_autoscaler, pending_nodes, spell
 from raymm.errors import InputError
+from raymm.scheduler.plan.rank_nodes import RankNodes, rank_nodes
+from raymm.scheduler.plan.stage import Degrees
 
 # Seconds a placement group may take where all nodes are there and big enough.
 PLACEMENT_TIMEOUT_S = 120.0
@@ -53,6 +56,8 @@ class PlacementOptions:
 
     Attributes:
         worker_bundles: bundles of processes beside the ranks: data workers.
+        degrees: how each rank is several processes, which then have places on one node where that
+            can be; empty: processes have places in the order in which these came.
         wait_for_nodes_s: seconds; None: :data:`WAIT_FOR_NODES_S` with an autoscaler, and none
             without, where what is not there will not come.
         say: is told what is waited for.
@@ -60,6 +65,7 @@ class PlacementOptions:
     """
 
     worker_bundles: tuple[Bundle, ...] = ()
+    degrees: tuple[Degrees, ...] = ()
     wait_for_nodes_s: float | None = None
     say: Callable[[str], None] = print
     check: Callable[[], None] = lambda: None
@@ -124,14 +130,29 @@ class Placement:
                     f"{_counted(self._bundles)}; at most {patience:g} s (run.wait_for_nodes_s)"
                 )
 
-    def place(self, index: int) -> PlacementGroupSchedulingStrategy:
+    @cached_property
+    def _arranged(self) -> RankNodes:
+        """Where the plan's processes go; known once the places are there."""
+        table: Any = placement_group_table(self._group)
+        nodes = [table["bundles_to_node_id"][place] for place in range(self._first_beside)]
+        return rank_nodes(self._options.degrees or (Degrees(),) * len(nodes), nodes)
+
+    @property
+    def process_nodes(self) -> tuple[int, ...]:
+        """By process of the plan, the number of its node."""
+        return self._arranged.nodes
+
+    def place(self, process: int) -> PlacementGroupSchedulingStrategy:
         """Where a process of the plan goes."""
-        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+        return self._at(self._arranged.places[process])
 
     @property
     def worker_places(self) -> tuple[PlacementGroupSchedulingStrategy, ...]:
         """Where those beside them go."""
-        return tuple(self.place(n) for n in range(self._first_beside, len(self._bundles)))
+        return tuple(self._at(n) for n in range(self._first_beside, len(self._bundles)))
+
+    def _at(self, place: int) -> PlacementGroupSchedulingStrategy:
+        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place)
 
     def nodes(self) -> frozenset[str]:
         """Ray's ids of the nodes that have the places; known once they are there."""

@@ -4,7 +4,6 @@ first step."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from raymm.actors.executor.channel import Link, RecvChannel, SendChannel
 from raymm.actors.faults.whereabouts import Whereabouts
 from raymm.actors.optimizer.gradient_reduction import ReductionGroup
-from raymm.actors.rank.meeting import new_group, new_link
+from raymm.actors.rank.meeting import Timeouts, new_group, new_link
 from raymm.actors.rank.rank_spec import RankSpec
 from raymm.kernels.collectives.p2p import Exchange
 from raymm.kernels.collectives.tensor_group import TensorGroup
@@ -38,7 +37,7 @@ class Connections:
     Args:
         spec: the process's.
         device: of its tensors, with its number.
-        timeout: of every operation, and for the members of a group to come.
+        timeouts: of every operation, and for the members of a group to come.
         whereabouts: is told which group is being connected.
 
     Attributes:
@@ -52,9 +51,9 @@ class Connections:
     """
 
     def __init__(
-        self, spec: RankSpec, device: torch.device, timeout: timedelta, whereabouts: Whereabouts
+        self, spec: RankSpec, device: torch.device, timeouts: Timeouts, whereabouts: Whereabouts
     ) -> None:
-        self._spec, self._device, self._timeout = spec, device, timeout
+        self._spec, self._device, self._timeouts = spec, device, timeouts
         self._whereabouts = whereabouts
         self._groups = {members: self._new_group(members) for members in spec.groups}
         process_groups = spec.process_groups
@@ -81,7 +80,7 @@ class Connections:
 
     def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         self._connecting(ranks)
-        return new_group(ranks, self._timeout, self._device)
+        return new_group(ranks, self._timeouts, self._device)
 
     def _new_links(self) -> dict[tuple[int, int], tuple[dist.ProcessGroup, dist.ProcessGroup]]:
         """By sender and receiver, the group for messages and the one for descriptions."""
@@ -90,7 +89,7 @@ class Connections:
         links = {}
         for pair in pairs:
             self._connecting(pair)
-            links[pair] = new_link(*pair, self._timeout, self._device, ctas)
+            links[pair] = new_link(*pair, self._timeouts, self._device, ctas)
         return links
 
     def _open_p2p_group(self, edge: Edge, number: int, p2p_group: P2PGroup) -> None:
@@ -114,7 +113,7 @@ class Connections:
             )
         elif me in p2p_group.receivers:
             self.receivers[edge] = RecvChannel(
-                links, device, self._timeout, resharding, p2p_group.receivers.index(me),
+                links, device, self._timeouts.wait, resharding, p2p_group.receivers.index(me),
                 self._groups.get(p2p_group.receivers), in_order=device.type == "cuda",
             )
 

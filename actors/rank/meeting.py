@@ -8,16 +8,20 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 
+from raymm.actors.faults.flight_recorder import record_flight
 from raymm.actors.faults.lost_processes import ChannelError
 from raymm.kernels.collectives.waiting import started, wait
 
 # torch documents it, and does not re-export it as type checkers want.
 TCPStore = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+# NCCL's watchdog waits so many times as long as processes wait for each other.
+WATCHDOG_TIMES = 2.0
 
 
 def open_store(world_size: int, timeout: timedelta) -> tuple[str, TCPStore]:
@@ -40,18 +44,41 @@ def open_store(world_size: int, timeout: timedelta) -> tuple[str, TCPStore]:
     )
 
 
+class Timeouts(NamedTuple):
+    """How long processes wait for each other.
+
+    Attributes:
+        wait: for any operation, and for others to come; what is late is asked about, and named.
+        watchdog: until NCCL's own watchdog ends a process whose operation on a GPU does not end.
+            Longer, as it names nobody: it is there for processes that nobody can ask any more.
+    """
+
+    wait: timedelta
+    watchdog: timedelta
+
+    @classmethod
+    def of(cls, wait_s: float, watchdog_s: float | None) -> Timeouts:
+        """Of seconds; without a watchdog's, :data:`WATCHDOG_TIMES` as long."""
+        watchdog_s = WATCHDOG_TIMES * wait_s if watchdog_s is None else watchdog_s
+        return cls(timedelta(seconds=wait_s), timedelta(seconds=watchdog_s))
+
+
 def prepare_nccl(device: torch.device) -> None:
     """Settings that NCCL and CUDA read once, unless they are set; before anything is on a GPU."""
     if device.type != "cuda":
         return
+    # What is freed can be mapped anew: memory of many sizes does not break into pieces.
+    if "PYTORCH_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     # As many hardware queues as there can be: streams that share one wait for each other.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     # Messages of a group follow one another: that is what the program's order is for.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
+    record_flight()
 
 
 def join(
-    device: torch.device, store: TCPStore, rank: int, world_size: int, timeout: timedelta
+    device: torch.device, store: TCPStore, rank: int, world_size: int, timeouts: Timeouts
 ) -> torch.device:
     """Join the group of all processes, connected: over NCCL on GPUs, over gloo else. Returns the
     device with its number, which NCCL connects.
@@ -61,7 +88,7 @@ def join(
         store: where processes find one another.
         rank: this process's number.
         world_size: how many there are.
-        timeout: of every operation.
+        timeouts: of every operation.
 
     Raises:
         ChannelError: not all came within the timeout.
@@ -70,12 +97,12 @@ def join(
     if on_gpu:
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
-    with _meeting(range(world_size), timeout):
+    with _meeting(range(world_size), timeouts.wait):
         # Not bound to the device: groups of some of the processes would then be split from this
         # one, for which all of them have to come.
         dist.init_process_group(
             "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world_size,
-            timeout=timeout,
+            timeout=timeouts.watchdog if on_gpu else timeouts.wait,
         )
         everyone = dist.group.WORLD
         assert everyone is not None
@@ -84,7 +111,7 @@ def join(
 
 
 def new_group(
-    ranks: Sequence[int], timeout: timedelta, device: torch.device, backend: str | None = None
+    ranks: Sequence[int], timeouts: Timeouts, device: torch.device, backend: str | None = None
 ) -> dist.ProcessGroup:
     """A group of these processes, connected; every process must call it, all of them in one order.
     One that is not among them gets ``GroupMember.NON_GROUP_MEMBER``, with which it can do nothing.
@@ -94,37 +121,37 @@ def new_group(
 
     Args:
         ranks: processes, by their numbers in the default group.
-        timeout: of its operations, and for all to come.
+        timeouts: of its operations, and for all to come.
         device: of its tensors, with its number.
         backend: ``"nccl"`` or ``"gloo"``; that of the default group if None.
 
     Raises:
         ChannelError: not all came within the timeout.
     """
-    with _meeting(ranks, timeout):
-        group = _new_group(ranks, timeout, device, backend)
+    with _meeting(ranks, timeouts.wait):
+        group = _new_group(ranks, timeouts, device, backend)
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             _meet(group, torch.device("cpu") if backend == "gloo" else device)
     return group
 
 
 def new_link(
-    sender: int, receiver: int, timeout: timedelta, device: torch.device, ctas: int
+    sender: int, receiver: int, timeouts: Timeouts, device: torch.device, ctas: int
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """A group for messages from one process to another, over which one has gone, and a group of
     the same two for what hosts are to read. Else as :func:`new_group`.
 
     Args:
         sender, receiver: processes, by their numbers in the default group.
-        timeout: of its operations, and for both to come.
+        timeouts: of its operations, and for both to come.
         device: of its tensors, with its number.
         ctas: on a GPU, multiprocessors that a message may occupy at most.
     """
     ends = sender, receiver
-    with _meeting(ends, timeout):
-        group = host_group = _new_group(ends, timeout, device, ctas=ctas)
+    with _meeting(ends, timeouts.wait):
+        group = host_group = _new_group(ends, timeouts, device, ctas=ctas)
         if device.type == "cuda":
-            host_group = _new_group(ends, timeout, device, "gloo")
+            host_group = _new_group(ends, timeouts, device, "gloo")
         if dist.get_rank() in ends:
             tensor = torch.full((1,), dist.get_rank(), device=device)
             sends = dist.get_rank() == sender
@@ -136,10 +163,11 @@ def new_link(
 
 
 def _new_group(
-    ranks: Sequence[int], timeout: timedelta, device: torch.device, backend: str | None = None,
+    ranks: Sequence[int], timeouts: Timeouts, device: torch.device, backend: str | None = None,
     ctas: int | None = None,
 ) -> dist.ProcessGroup:  # fmt: skip
     on_gpu = device.type == "cuda" and backend != "gloo"
+    timeout = timeouts.watchdog if on_gpu else timeouts.wait
     options: Any = None
     if on_gpu and ctas is not None:
         # Streams of their own, which go before the device's other work.

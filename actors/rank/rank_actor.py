@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +30,14 @@ from raymm.actors.optimizer.checkpoint_shards import (
 from raymm.actors.optimizer.optimizer import RankOptimizer
 from raymm.actors.optimizer.stored_tensors import StoredTensors
 from raymm.actors.rank.connections import Connections
-from raymm.actors.rank.meeting import TCPStore, join, open_store, prepare_nccl, stay_on
+from raymm.actors.rank.meeting import (
+    TCPStore,
+    Timeouts,
+    join,
+    open_store,
+    prepare_nccl,
+    stay_on,
+)
 from raymm.actors.rank.rank_spec import RankSpec
 from raymm.actors.rank.recent_programs import remember
 from raymm.actors.sharding.fully_sharded import local_part
@@ -53,7 +59,7 @@ class RankActor(ObservedActor):
         self._spec = spec
         self._device = torch.device(spec.device)
         prepare_nccl(self._device)
-        self._timeout = timedelta(seconds=spec.timeout_s)
+        self._timeouts = Timeouts.of(spec.timeout_s, spec.nccl_timeout_s)
         self._stages: dict[StageId, EncoderStage | LanguageStage] = {}
         self._programs: OrderedDict[str, CompiledProgram] = OrderedDict()
         self._store: TCPStore | None = None  # where ranks meet; the first one's listens
@@ -66,7 +72,7 @@ class RankActor(ObservedActor):
 
     def rendezvous(self) -> tuple[str, int]:
         """An address other ranks can reach this one at, for the first meeting."""
-        address, self._store = open_store(self._spec.world_size, self._timeout)
+        address, self._store = open_store(self._spec.world_size, self._timeouts.wait)
         return address, self._store.port
 
     @task("meeting the other ranks")
@@ -77,10 +83,10 @@ class RankActor(ObservedActor):
         torch.set_num_threads(spec.threads)
         stay_on(address)
         store = self._store or TCPStore(
-            address, port, spec.world_size, is_master=False, timeout=self._timeout
+            address, port, spec.world_size, is_master=False, timeout=self._timeouts.wait
         )
-        self._device = join(self._device, store, spec.rank, spec.world_size, self._timeout)
-        self._connections = Connections(spec, self._device, self._timeout, self.whereabouts)
+        self._device = join(self._device, store, spec.rank, spec.world_size, self._timeouts)
+        self._connections = Connections(spec, self._device, self._timeouts, self.whereabouts)
 
     @task("building stages")
     def build(
@@ -130,7 +136,7 @@ class RankActor(ObservedActor):
             {Op.REDUCE_GRADS: self._reduce_grads, Op.CLIP_GRADS: self._clip, Op.STEP: self._step},
             autocast=autocast,
             device=self._device,
-            timeout=self._timeout,
+            timeout=self._timeouts.wait,
             random_shares={} if self._connections.data is None else {
                 name: stage.random_share for name, stage in self._stages.items()
             },

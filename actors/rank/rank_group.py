@@ -15,8 +15,9 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from raymm.actors.executor.step_meta import StepMeta, StepResult
 from raymm.actors.faults.cluster_observer import ClusterObserver
-from raymm.actors.faults.failure import accusation, first_line
+from raymm.actors.faults.failure import SHOWN_RANKS, accusation, first_line
 from raymm.actors.faults.fault_folder import keep
+from raymm.actors.faults.flight_recorder import records_text
 from raymm.actors.faults.inquiry import Inquiry, inquire, kill_from_outside, look_from_outside
 from raymm.actors.faults.lost_processes import ChannelError
 from raymm.actors.faults.observed_actor import remote_class
@@ -69,6 +70,7 @@ class RankGroup:
 
     Attributes:
         places: where the ranks run, in order.
+        placement: what they have reserved.
 
     Raises:
         ClusterError: if the cluster cannot hold the ranks, or not in time.
@@ -94,10 +96,10 @@ class RankGroup:
         # Calls of several threads reach all ranks in the same order: else ranks would work on
         # different steps, whose messages are alike.
         self._order = threading.Lock()
-        self._placement = Placement([resources.bundle()] * len(specs), placement)
+        self.placement = Placement([resources.bundle()] * len(specs), placement)
         self._actors: list[Any] = []
         try:
-            self._placement.wait()
+            self.placement.wait()
             self._actors = [self._create(spec, i, resources) for i, spec in enumerate(specs)]
             descriptions = self.pids()
             self.places = tuple(
@@ -115,30 +117,30 @@ class RankGroup:
             raise
 
     def _create(self, spec: ProcessSpec, index: int, resources: RankResources) -> Any:
-        # No runtime_env: a rank then takes one of Ray's prestarted workers. Its threads are set
-        # by the actor itself.
+        # Without runtime_env a rank takes one of Ray's prestarted workers; it sets its threads.
         remote = remote_class(self.actor_class).options(
             num_cpus=resources.cpus,
             num_gpus=resources.gpus,
             resources=dict(resources.custom) or None,
             max_restarts=0,
-            scheduling_strategy=self._placement.place(index),
+            runtime_env={"env_vars": dict(resources.env)} if resources.env else None,
+            scheduling_strategy=self.placement.place(index),
         )
         return remote.remote(spec)
 
     @property
     def places_beside(self) -> tuple[Any, ...]:
         """Where processes beside the ranks go, for Ray's ``scheduling_strategy``."""
-        return self._placement.worker_places
+        return self.placement.worker_places
 
     @property
     def nodes(self) -> frozenset[str]:
         """Ray's ids of the nodes with ranks, or with processes beside them."""
-        return self._placement.nodes()
+        return self.placement.nodes()
 
     def held(self) -> dict[str, dict[str, float]]:
         """What all of them reserve, by Ray's id of the node."""
-        return self._placement.held()
+        return self.placement.held()
 
     @property
     def num_ranks(self) -> int:
@@ -209,10 +211,7 @@ class RankGroup:
         remember(self._programs, key, None)
 
     def submit(
-        self,
-        key: str,
-        meta: StepMeta,
-        inputs: Sequence[Sequence[tuple[StageId, int, Any]]],
+        self, key: str, meta: StepMeta, inputs: Sequence[Sequence[tuple[StageId, int, Any]]]
     ) -> StepHandle[StepResult]:
         """Start a step on all ranks; returns at once. Steps run in submission order.
 
@@ -237,9 +236,7 @@ class RankGroup:
         return self.call("run_optimizer_ops", list(ops))
 
     def wait(
-        self,
-        refs: Sequence[ray.ObjectRef],
-        ranks: Sequence[int] | None = None,
+        self, refs: Sequence[ray.ObjectRef], ranks: Sequence[int] | None = None,
         timeout: float | None = None,
     ) -> list[Any]:
         """Results of one call per rank; notices a dead rank while others still wait for it.
@@ -333,8 +330,11 @@ class RankGroup:
             self.check_cluster(error)
         text = str(error)
         kind = RankRaisedError if error.actor_init_failed else RankFailedError
-        said = f"{self._name(rank)} died: {first_line(error)}"
-        self._fail(said, error, {f"rank-{rank}.txt": text}, kind)
+        looks = look_from_outside(dict(list(self._addresses.items())[:SHOWN_RANKS]))
+        names = list(map(self._name, range(len(self._labels))))
+        said = f"{names[rank]} died: {first_line(error)}{records_text(names, looks)}"
+        stacks = {f"rank-{n}.txt": look.stacks for n, look in looks.items() if look.stacks}
+        self._fail(said, error, {**stacks, f"rank-{rank}.txt": text}, kind)
 
     def _raised(self, rank: int, error: RayTaskError, pending: Mapping[Any, int]) -> None:
         if isinstance(error.cause, ChannelError):
@@ -366,10 +366,9 @@ class RankGroup:
 
     def _blame(self, inquiry: Inquiry, reason: str, error: BaseException | None = None) -> NoReturn:
         """End with the one that the others wait for, and with what each was doing."""
-        living = {n: a for n, a in self._addresses.items() if n not in inquiry.dead}
-        looks = look_from_outside(living)
+        looks = look_from_outside(self._addresses)
         kill_from_outside({n: self._addresses[n] for n in inquiry.silent if n in self._addresses})
-        names = [self._name(rank) for rank in range(len(self._labels))]
+        names = list(map(self._name, range(len(self._labels))))
         message, texts = accusation(names, inquiry, looks, reason, self._patience / 2)
         self._fail(message, error, texts)
 
@@ -397,4 +396,4 @@ class RankGroup:
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
         self._actors = []
-        self._placement.remove()
+        self.placement.remove()

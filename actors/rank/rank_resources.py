@@ -19,13 +19,18 @@ from raymm.actors.placement.placement import ONLY_RANKS, ClusterError, Placement
 class RankResources:
     """What one rank reserves in Ray: logical CPUs, GPUs, custom resources.
 
+    Attributes:
+        cpus, gpus, custom: what it reserves.
+        env: environment variables of its process, from its start on.
+
     Raises:
-        ClusterError: an amount that is none, or nothing at all.
+        ClusterError: an amount that is none, or nothing at all; a variable that cannot be.
     """
 
     cpus: float = 1.0
     gpus: float = 0.0
     custom: Mapping[str, float] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("CPU", "GPU"):
@@ -42,6 +47,25 @@ class RankResources:
             raise ClusterError(
                 f"resources are {amounts}: a rank would reserve nothing; give cpus, gpus or a "
                 "custom resource above 0 (a small share is fine)"
+            )
+
+        for name, value in self.env.items():
+            if not name or "=" in name or "\0" in f"{name}{value}" or not isinstance(value, str):
+                raise ClusterError(
+                    f"resources.env has {name!r}: {value!r}; accepted: names and texts, as the "
+                    "environment of a process has them"
+                )
+
+    def check_device(self, device: str) -> None:
+        """
+        Raises:
+            ClusterError: the ranks would not have one GPU each, which NCCL needs.
+        """
+        if device == "cuda" and self.gpus != 1:
+            raise ClusterError(
+                f"resources: gpus is {self.gpus:g} with device 'cuda'; accepted: 1. Every rank has "
+                "one GPU of its own: NCCL connects no two processes of one GPU, and a rank uses "
+                "no second one"
             )
 
     def bundle(self) -> dict[str, float]:

@@ -53,6 +53,7 @@ class RankSpec:
         quota_backend: makes the quotas' streams; by default
             :func:`raymm.actors.executor.colocation.default_backend`.
         timeout_s: seconds any wait on another rank may take.
+        nccl_timeout_s: seconds after which NCCL's watchdog ends a process; None: twice as many.
     """
 
     rank: int
@@ -73,3 +74,4 @@ class RankSpec:
     quotas: dict[str, float] = field(default_factory=dict)
     quota_backend: Callable[[], Backend] | None = None
     timeout_s: float = 300.0
+    nccl_timeout_s: float | None = None

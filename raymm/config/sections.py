@@ -200,14 +200,16 @@ class ResourcesSection(Section):
 
     Attributes:
         cpus: a fraction is fine.
-        gpus: by default one on ``cuda``, and none on ``cpu``.
+        gpus: by default one on ``cuda``, where no other number runs, and none on ``cpu``.
         custom: other resources of Ray, by name.
+        env: environment variables of the ranks' processes, e.g. ``{NCCL_DEBUG: INFO}``.
         threads: of torch, within one operation.
     """
 
     cpus: float = Field(default=1.0, ge=0, le=MOST_COUNT)
     gpus: float | None = Field(default=None, ge=0, le=MOST_COUNT)
     custom: dict[Text, Annotated[float, Field(ge=0, le=MOST_COUNT)]] = Field(default_factory=dict)
+    env: dict[Text, str] = Field(default_factory=dict)
     threads: int = Field(default=1, ge=1, le=MOST_THREADS)
 
     @field_validator("custom")
@@ -219,7 +221,7 @@ class ResourcesSection(Section):
 
     def for_device(self, device: str) -> RankResources:
         gpus = self.gpus if self.gpus is not None else float(device == "cuda")
-        return RankResources(self.cpus, gpus, self.custom)
+        return RankResources(self.cpus, gpus, self.custom, self.env)
 
 
 class OptimizerSection(Section):
@@ -263,11 +265,10 @@ class RunConfig(Section):
         steps: optimizer steps in all.
         checkpoint_every: steps between checkpoints; the last step always writes one.
         keep_checkpoints: how many to keep.
-        eval_every: steps between held-out evaluations; None for none. The first is before
-            the first step.
+        eval_every: steps between held-out evaluations, the first before all steps; None for none.
         eval_steps: held-out steps per evaluation; None for all of the held-out data.
-        eval_shuffled: also report the held-out loss with each modality's items given to the
-            wrong samples: the gap to the right ones is what the model gets out of them.
+        eval_shuffled: also report the held-out loss with items of each modality given to the wrong
+            samples: the gap to the right ones is what the model gets out of them.
         log_every: steps between printed lines.
         seed: of random weights and dropout.
         precision: ``"fp32"``, or ``"bf16"`` autocast with fp32 parameters.
@@ -277,19 +278,18 @@ class RunConfig(Section):
             process or a node was lost; null for any number. What would happen again (the same in
             the same step, or what code raises) ends it at once.
         max_preemptions: the same of nodes that were announced to end (spot instances, drains).
-        wait_for_nodes_s: seconds that nodes may take to come; by default 1800 where an autoscaler
-            brings them, and none elsewhere: what is not there is refused at once.
+        wait_for_nodes_s: that nodes may take to come; by default 1800 with an autoscaler, else 0.
         max_seconds: after so many, the wait for nodes included, the run ends as on a signal: the
             step under way is finished and saved.
         timeout_s: seconds a rank may wait for another, and one instruction (a stage's forward of a
             microbatch, say) may take.
+        nccl_timeout_s: seconds until NCCL's watchdog ends a rank; by default 2 * ``timeout_s``.
         steps_in_flight: steps submitted ahead, so that ranks never wait for the driver.
         max_skipped_steps: a step whose loss or gradients are not finite is not applied; after so
             many in a row the run ends with an error.
         log_samples: write ``samples.jsonl``: which samples every step had, by microbatch.
-        allow_changes: fields that may be others than those of the checkpoint that the run goes on
-            from, though that is refused by default (:mod:`raymm.storage.resuming`); as the
-            error has them.
+        allow_changes: fields, as the error has them, that may differ from those of the checkpoint
+            that the run goes on from (:mod:`raymm.storage.resuming`).
         callbacks: who watches the run: ``tensorboard``, ``wandb``, ``mlflow``, or ``module:Class``
             of a :class:`raymm.Callback`; ``{name: {argument: value}}`` gives arguments.
     """
@@ -310,6 +310,7 @@ class RunConfig(Section):
     wait_for_nodes_s: Seconds | None = None
     max_seconds: Seconds | None = None
     timeout_s: Seconds = 300.0
+    nccl_timeout_s: Seconds | None = None
     steps_in_flight: int = Field(default=2, ge=1, le=8)
     max_skipped_steps: Count = 10
     log_samples: bool = False

@@ -18,6 +18,7 @@ from raymm.planning.plan_result import PlanResult
 from raymm.scheduler.baselines.baseline import solutions
 from raymm.scheduler.baselines.pipelines import PIPELINES
 from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.plan.rank_nodes import straddling
 from raymm.scheduler.progress.search_control import SearchControl
 from raymm.scheduler.search.evaluation import Option, Proposal
 from raymm.scheduler.search.find_plans import find_plans, has_rank_each
@@ -73,10 +74,14 @@ def search_pipelines(inputs: PlanInputs, control: SearchControl | None = None) -
         unshared |= not_shared
     if control.stopped is not None:
         notes.append(f"the search was ended by {control.stopped}: this is the best plan so far")
+    best = proposal.best.plan
+    nodes = [process // costs.ranks_per_node for process in range(best.num_processes)]
+    if costs.device is not None and (astride := straddling(best, nodes)) is not None:
+        notes.append(astride)
     notes += [f"{name} stays in one piece: {reason}" for name, reason in whole.items()]
     notes += sorted({f"{name} without {kind}: {why}" for (name, kind, _), why in unshared.items()})
     return PlanResult(
-        proposal.best.plan, proposal, costs, replace(problem, degrees={}), tuple(whole),
+        best, proposal, costs, replace(problem, degrees={}), tuple(whole),
         notes=tuple(notes),
     )
 

@@ -29,11 +29,15 @@ class RuntimeOptions:
         threads: intra-op threads per process.
         seed: of what modules draw (dropout, layer drop).
         timeout_s: seconds a process may wait for another, and one instruction may take.
+        nccl_timeout_s: seconds after which NCCL's watchdog ends a process whose operation on a GPU
+            does not end; None: twice ``timeout_s``, after which the one that is waited for is
+            named. NCCL's flight recorder then writes what it did, and the error names the files.
         quota_backend: makes, in every process, the backend of the streams of modules with
             quotas; None: green contexts on CUDA, and a record of who ran when on a CPU.
 
     Raises:
         ValueError: another precision or device.
+        ClusterError: not one GPU for each process on CUDA.
     """
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -44,6 +48,7 @@ class RuntimeOptions:
     threads: int = 1
     seed: int = 0
     timeout_s: float = 300.0
+    nccl_timeout_s: float | None = None
     quota_backend: Callable[[], Backend] | None = None
 
     def __post_init__(self) -> None:
@@ -51,6 +56,7 @@ class RuntimeOptions:
             raise ValueError(f"precision is {self.precision!r}; accepted: {', '.join(PRECISIONS)}")
         if self.device not in DEVICES:
             raise ValueError(f"device is {self.device!r}; accepted: {', '.join(DEVICES)}")
+        self.reserved.check_device(self.device)
 
     @classmethod
     def of(cls, options: Mapping[str, Any], without: Collection[str] = ()) -> RuntimeOptions:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -34,6 +35,7 @@ from raymm.runtime.parallel_module import ParallelModule, StepOutput, parameter_
 from raymm.runtime.skipped_step import SkippedStep, skipped_step
 from raymm.scheduler.plan.plan import Plan, PlanError, Stage
 from raymm.scheduler.plan.process_grid import Process, Processes
+from raymm.scheduler.plan.rank_nodes import on_nodes, straddling
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.check_program import ProgramReport, check_program
 from raymm.scheduler.program.issue_order import shared_gradients
@@ -133,6 +135,7 @@ class MultimodalParallelModule(ParallelModule):
         ranks = rank_specs(
             model, plan, optimizer=run.optimizer, autocast=run.autocast, device=run.device,
             threads=run.threads, quota_backend=run.quota_backend, timeout_s=run.timeout_s,
+            nccl_timeout_s=run.nccl_timeout_s,
         )  # fmt: skip
         self._tried.retries.update(ranks.builders.retries)
         self._shard_specs = ranks.builders.shard_specs
@@ -143,9 +146,13 @@ class MultimodalParallelModule(ParallelModule):
             (group.stages, {processes.all[process].rank for process in group.processes})
             for group in reduction_groups(ranks.ownership)
         )
+        degrees = tuple(map(plan.degrees, range(plan.num_ranks)))
         self.group = RankGroup(
-            ranks.specs, process_labels(processes), run.reserved, run.placement
+            ranks.specs, process_labels(processes), run.reserved,
+            replace(run.placement, degrees=degrees),
         )
+        if (astride := straddling(plan, self.group.placement.process_nodes)) is not None:
+            run.placement.say(astride)
         self._check_weights()
 
     @property
@@ -231,14 +238,19 @@ class MultimodalParallelModule(ParallelModule):
         firsts = [replica[0] for replica in self.plan.replicas(module)]
         return next(stage for stage in firsts if self.plan.runs(stage, microbatch))
 
+    @property
+    def _placed(self) -> Plan:
+        """The plan, with the links between processes where they are."""
+        return on_nodes(self.plan, self.group.placement.process_nodes)
+
     def program(self, present: Sequence[Sequence[str]], update: bool = True) -> Program:
         """The checked program of a step whose microbatches have these modalities."""
-        program = lower(self.plan, present)
+        program = lower(self._placed, present)
         self._prove(program)
         return program.with_optimizer_ops(self._optimizer_ops() if update else ())
 
     def _prove(self, program: Program) -> ProgramReport:
-        seconds = None if self.plan.profile is None else op_seconds(self.plan)
+        seconds = None if self.plan.profile is None else op_seconds(self._placed)
         return check_program(program, self._shared_gradients, seconds)
 
     def update(self) -> float | None:
@@ -259,7 +271,7 @@ class MultimodalParallelModule(ParallelModule):
         pattern = (present, ops, forward_only)
         key = self._programs.get(pattern)
         if key is None:
-            program = lower(self.plan, present, forward_only=forward_only)
+            program = lower(self._placed, present, forward_only=forward_only)
             issues = self._prove(program).issues
             program = program.with_optimizer_ops(ops)
             ranks = [process.rank for process in self._processes.all]

@@ -298,6 +298,7 @@ class Trainer:
     ) -> Result:
         device = pick_device(self.run.device, self._resources)
         resources, placement = self._resources(device), self._placement()
+        resources.check_device(device)
         if self._elastic is not None:
             self.plan, placement = self._elastic.plan(resources, placement)
         if self.plan is None:
@@ -314,7 +315,8 @@ class Trainer:
         with execution.start(
             self.model, optimizer=self.optimizer, precision=self.run.precision,
             device=device, resources=resources, threads=self.threads, seed=self.run.seed,
-            timeout_s=self.run.timeout_s, placement=placement,
+            timeout_s=self.run.timeout_s, nccl_timeout_s=self.run.nccl_timeout_s,
+            placement=placement,
         ) as parallel:
             self._folder.check_seen_by(parallel.group)
             if self._elastic is not None:

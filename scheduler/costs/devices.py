@@ -52,19 +52,25 @@ class Links:
     Attributes:
         within_node, across_nodes: the links; every process has its own.
         per_node: processes that share a node.
+        nodes: the node of each process, where that is known.
     """
 
     within_node: Link
     across_nodes: Link
     per_node: int
+    nodes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if type(self.per_node) is not int or self.per_node < 1:
             raise DeviceError(f"per_node is {self.per_node!r}; it must be a whole number >= 1")
 
+    def node(self, process: int) -> int:
+        """The number of a process's node."""
+        return self.nodes[process] if self.nodes else process // self.per_node
+
     def between(self, processes: Iterable[int]) -> Link:
         """The slowest link that a group of processes needs."""
-        nodes = {process // self.per_node for process in processes}
+        nodes = {self.node(process) for process in processes}
         return self.within_node if len(nodes) < 2 else self.across_nodes
 
 

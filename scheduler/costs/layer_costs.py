@@ -217,8 +217,8 @@ def _links(data: Mapping[str, Any] | None) -> Links | None:
     if data is None:
         return None
     within, across = Link(**data["within_node"]), Link(**data["across_nodes"])
-    rest = {k: v for k, v in data.items() if k not in ("within_node", "across_nodes")}
-    return Links(within, across, **rest)
+    rest = {k: v for k, v in data.items() if k not in ("within_node", "across_nodes", "nodes")}
+    return Links(within, across, **rest, nodes=tuple(data.get("nodes", ())))
 
 
 @dataclass(frozen=True)

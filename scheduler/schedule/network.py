@@ -72,7 +72,7 @@ def _transfer(
     """One message of ``size`` bytes, all processes together."""
     theirs, ours = plan.rank_processes(sender.rank), plan.rank_processes(receiver.rank)
     link = links.within_node
-    if {p // links.per_node for p in theirs} != {p // links.per_node for p in ours}:
+    if set(map(links.node, theirs)) != set(map(links.node, ours)):
         link = links.across_nodes
     seconds = size / min(len(theirs), len(ours)) / link.bandwidth
     if sender.module == receiver.module:  # every share of the tokens goes its own way

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from raymm.actors.placement.placement import ClusterError
 from raymm.actors.rank.rank_resources import RankResources
 from raymm.runtime.multiplexed import MultiplexedParallelModule
 from raymm.runtime.multiplexed_dag import MultiplexedModule
@@ -19,6 +20,20 @@ def test_options_are_refused_by_name_before_anything_else(make):
         make(None, None, sed=1)
     with pytest.raises(ValueError, match="device is 'tpu'; accepted: cpu, cuda"):
         make(None, None, device="tpu")
+
+
+@pytest.mark.parametrize("make", CLASSES)
+@pytest.mark.parametrize("gpus", [0.5, 2.0, 0.0])
+def test_ranks_on_gpus_have_one_each(make, gpus):
+    with pytest.raises(ClusterError, match=f"gpus is {gpus:g} with device 'cuda'; accepted: 1"):
+        make(None, None, device="cuda", resources=RankResources(gpus=gpus))
+
+
+def test_the_environment_of_ranks_is_names_and_texts():
+    assert RankResources(env={"NCCL_DEBUG": "INFO"}).env == {"NCCL_DEBUG": "INFO"}
+    for env in ({"": "a"}, {"A=B": "c"}, {"A": "\0"}, {"A": 1}):
+        with pytest.raises(ClusterError, match="resources.env has"):
+            RankResources(env=env)  # type: ignore[arg-type]
 
 
 def test_a_graph_of_modules_has_no_precision():

@@ -286,6 +286,15 @@ def test_degrees_are_searched_shown_and_saved(raymm, make_config, tmp_path, wide
     assert re.search(r"chosen .* vision \d x2, llm \d \(tp 2\); \d ranks, \d devices", text), text
 
 
+def test_a_plan_that_must_straddle_nodes_says_so(raymm, make_config, tmp_path, wide):
+    arguments = ["plan", make_config({"parallel": None}), "--ranks", "4", "--device", "H100",
+                 "--degrees", "llm.cp=2", "--out", str(tmp_path / "plan")]
+    for per_node, straddles in ((1, True), (2, False)):
+        code, text = raymm(*arguments, "--ranks-per-node", str(per_node))
+        assert code == 0, text
+        assert ("note: groups straddle nodes, and talk over slower links: " in text) == straddles
+
+
 @pytest.mark.parametrize(
     ("degrees", "expected"),
     [

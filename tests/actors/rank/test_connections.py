@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter, defaultdict
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from nccl_oracle import Operation, stuck
 
+from raymm.actors.faults.flight_recorder import records
 from raymm.actors.faults.lost_processes import ChannelError
 from raymm.actors.faults.whereabouts import Whereabouts
 from raymm.actors.optimizer.gradient_reduction import ReductionGroup
 from raymm.actors.rank import meeting
 from raymm.actors.rank.connections import MESSAGE_CTAS, Connections, link_ctas
+from raymm.actors.rank.meeting import Timeouts
 from raymm.actors.rank.rank_spec import ProcessGroups, RankSpec
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.process_grid import Processes, connected_pairs
 from raymm.scheduler.plan.stage import StageId
 
-TIMEOUT = timedelta(seconds=7)
+TIMEOUT = Timeouts.of(7.0, 20.0)
 NOT_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
 
 
@@ -171,6 +175,32 @@ def test_groups_of_nccl_connect_when_they_are_made(monkeypatch) -> None:
     message, host = asked
     assert message["device_id"] == device and message["pg_options"].config.max_ctas == 5
     assert host["device_id"] is None and host["pg_options"] is None
+    # NCCL's watchdog, which names nobody, has more patience than those that wait for messages.
+    assert message["timeout"] == timedelta(seconds=20) == message["pg_options"]._timeout
+    assert host["timeout"] == timedelta(seconds=7)
+    assert Timeouts.of(300.0, None).watchdog == timedelta(seconds=600)
+
+
+def test_what_nccl_and_cuda_read_is_set_where_nobody_has(monkeypatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("TORCH_FR_", "TORCH_NCCL_", "PYTORCH_", "CUDA_DEVICE_MAX")):
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    meeting.prepare_nccl(torch.device("cpu"))
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
+    os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] = "7"
+    meeting.prepare_nccl(torch.device("cuda"))
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert "TORCH_FR_BUFFER_SIZE" not in os.environ
+    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    file = Path(os.environ["TORCH_FR_DUMP_TEMP_FILE"] + "3")
+    file.write_text("what torch writes")
+    assert str(file) in records(os.getpid())
+    file.unlink()
+    os.environ["PYTORCH_ALLOC_CONF"] = "max_split_size_mb:64"
+    del os.environ["PYTORCH_CUDA_ALLOC_CONF"]
+    meeting.prepare_nccl(torch.device("cuda"))
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
 
 
 def test_messages_under_way_leave_multiprocessors_to_others() -> None:

@@ -4,6 +4,7 @@ import ctypes
 import os
 import re
 import signal
+import tempfile
 import time
 from importlib import import_module
 from pathlib import Path
@@ -134,9 +135,10 @@ def test_more_ranks_than_the_cluster_has(ray_cluster):
 
 
 @pytest.mark.timeout(120)  # the step would take ten minutes: the failure must end it
-def test_a_killed_rank_ends_the_step_and_is_named(ray_cluster):
-    """SIGKILL in the middle of a step; nothing is left behind. Before that, on the same ranks:
-    dropout is there in training and not in evaluation."""
+def test_a_killed_rank_ends_the_step_and_is_named(ray_cluster, tmp_path):
+    """SIGKILL in the middle of a step; nothing is left behind but stacks of the others and the name
+    of what NCCL's flight recorder had written. Before that, on the same ranks: dropout is there in
+    training and not in evaluation."""
     actors, groups = alive_actors(ray_cluster), placement_groups(ray_cluster)
     spec = MultimodalParallelSpec({}, ParallelSpec(pp=2), 2)
     model = model_of(dropout=0.5)
@@ -152,9 +154,18 @@ def test_a_killed_rank_ends_the_step_and_is_named(ray_cluster):
     victim = parallel.group.pids()[2]["pid"]
     pending = parallel.submit(parallel.prepare([microbatch(1, sleep=600)]))
     time.sleep(1)  # vision.0 sleeps now, the others wait for it
+    record = Path(tempfile.gettempdir()) / f"raymm-nccl-{victim}-rank-2"
+    record.write_text("of a GPU")
     os.kill(victim, signal.SIGKILL)
-    with pytest.raises(RankFailedError, match=r"rank 2 \(stages llm\.1, process \d+ .*\) died"):
+    named = r"rank 2 \(stages llm\.1, process \d+ .*\) died"
+    with faults_kept_in(tmp_path), pytest.raises(RankFailedError, match=named) as caught:
         pending.result()
+    record.unlink()
+    _, recorded, kept = str(caught.value).split("\n")
+    assert recorded.startswith("NCCL's flight recorder") and recorded.endswith(f": {record}")
+    stacks = [Path(kept.rpartition("stacks: ")[2]) / f"rank-{rank}.txt" for rank in range(3)]
+    assert all("most recent call first" in file.read_text() for file in stacks[:2])
+    assert "died" in stacks[2].read_text()
     deadline = time.monotonic() + 30
     while not alive_actors(ray_cluster) <= actors and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -1,0 +1,35 @@
+"""Processes of a rank have one node where that can be, whichever places came first; what must
+straddle says so, and the environment of ranks is what was asked for."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Two nodes' servers and nine processes that import everything, whatever else the machine does.
+PATIENCE_S = 600
+
+
+@pytest.mark.ray
+@pytest.mark.system
+@pytest.mark.timeout(PATIENCE_S + 10)
+def test_ranks_of_several_processes_on_nodes_of_different_sizes():
+    script = Path(__file__).with_name("two_nodes.py")
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, *_, second = done.stdout.split("said: ")
+    # Ranks of 1, 2 and 2 processes on nodes of 2 and 3.
+    assert "nodes: [0, 0, 0, 3, 3] [0, 0, 0, 1, 1]" in first
+    # One of 4 and one of 1: the former has to straddle, its tensor groups need not.
+    assert second.startswith(
+        "groups straddle nodes, and talk over slower links: rank 1 (llm.0; cp 2) has processes on "
+        "2 nodes"
+    )
+    assert done.stdout.count("have the variable: [True, True, True, True, True]") == 2
+    # Costs by links, other nodes: the same numbers.
+    losses = [line for line in done.stdout.splitlines() if line.startswith("loss:")]
+    assert len(losses) == 2 and losses[0] == losses[1]

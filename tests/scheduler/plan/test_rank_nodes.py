@@ -1,0 +1,81 @@
+"""Processes of a rank are put on one node wherever that can be."""
+
+from __future__ import annotations
+
+import itertools
+from math import prod
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.plan.rank_nodes import rank_nodes, straddling
+from raymm.scheduler.plan.stage import Degrees, Stage
+
+
+def least_straddling(widths: tuple[int, ...], rooms: tuple[int, ...]) -> int:
+    """The fewest ranks that do not lie on one node, by trying all ways."""
+    best = len(widths)
+    for choice in itertools.product(range(-1, len(rooms)), repeat=len(widths)):
+        filled = [
+            sum(w for w, node in zip(widths, choice, strict=True) if node == number)
+            for number in range(len(rooms))
+        ]
+        if all(f <= room for f, room in zip(filled, rooms, strict=True)):
+            best = min(best, choice.count(-1))
+    return best
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_no_rank_straddles_that_need_not(data):
+    """Against all ways, where degrees are powers of two."""
+    power = st.sampled_from([1, 2, 4])
+    ranks = [
+        Degrees(data.draw(power), data.draw(power), data.draw(st.sampled_from([1, 2])))
+        for _ in range(data.draw(st.integers(1, 5)))
+    ]
+    processes = sum(map(prod, ranks))
+    nodes = data.draw(st.lists(
+        st.sampled_from("abc"), min_size=processes, max_size=processes + 3
+    ))
+    placed = rank_nodes(ranks, nodes)
+    assert len(set(placed.places)) == processes == len(placed.places)
+    assert set(placed.places) <= set(range(len(nodes)))
+    by_name = [nodes[place] for place in placed.places]
+    assert len(set(zip(by_name, placed.nodes, strict=True))) == len(set(by_name))
+    starts = list(itertools.accumulate(map(prod, ranks), initial=0))
+    astride = [
+        len(set(placed.nodes[first:last])) > 1 for first, last in itertools.pairwise(starts)
+    ]
+    rooms = tuple(nodes.count(node) for node in "abc")
+    if not least_straddling(tuple(map(prod, ranks)), rooms):
+        assert not any(astride)
+
+
+def test_tensor_groups_stay_together_where_a_rank_must_straddle():
+    # Eight processes on three nodes of 4, 3 and 2 places: tp 2 lies within nodes.
+    placed = rank_nodes([Degrees(cp=4, tp=2)], list("aaaabbbcc"))
+    assert placed.nodes[0] == placed.nodes[1] and placed.nodes[2] == placed.nodes[3]
+    assert placed.nodes[4] == placed.nodes[5] and placed.nodes[6] == placed.nodes[7]
+
+
+def test_places_that_came_mixed_are_sorted_by_node():
+    placed = rank_nodes([Degrees(tp=2)] * 3, list("abcabc"))
+    assert placed.nodes == (0, 0, 1, 1, 2, 2)
+    assert placed.places == (0, 3, 1, 4, 2, 5)
+
+
+def test_what_must_straddle_is_said():
+    stages = tuple(Stage("llm", i, (i, i + 1), i, tp=2, cp=2) for i in range(6))
+    plan = Plan(ModuleGraph((ModuleNode("llm", (True,) * 6),), ()), stages, 4)
+    assert straddling(plan, [p // 4 for p in range(24)]) is None
+    text = straddling(plan, [p // 2 for p in range(24)])
+    assert text is not None and text.startswith(
+        "groups straddle nodes, and talk over slower links: rank 0 (llm.0; cp 2) has processes on "
+        "2 nodes; rank 1"
+    )
+    assert text.endswith("; and 2 more")
+    text = straddling(plan, [0] * 3 + [1] * 21)
+    assert text is not None and "rank 0 (llm.0; tp 2, cp 2) has processes on 2 nodes" in text
