@@ -116,3 +116,11 @@ def undocumented(path: Path) -> list[str]:
 def test_what_is_public_has_a_docstring(package: str) -> None:
     missing = [line for path in sources(package) for line in undocumented(path)]
     assert not missing, "without a docstring:\n" + "\n".join(missing)
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    """pytest imports them by their names alone."""
+    places: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        places.setdefault(path.name, []).append(str(path.relative_to(ROOT)))
+    assert not [found for found in places.values() if len(found) > 1]

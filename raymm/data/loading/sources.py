@@ -40,6 +40,7 @@ def _options(config: DataConfig, source: SourceConfig) -> ReaderOptions:
         columns={name: column for name, column in columns.items() if column is not None},
         text_columns={r: name for r in TEXT_ROLES if (name := source.columns.get(r)) is not None},
         frames=frozenset(name for name, modality in config.modalities.items() if modality.frames),
+        media_folders=tuple(config.media_folders),
         skip=config.on_error == "skip",
         limits=config.limits,
     )

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from raymm.data.samples.errors import DataError, RowError, SampleError
+from raymm.data.samples.folders import MediaFolders, OutsideError
 from raymm.data.samples.limits import Limits
 from raymm.data.samples.rows import ID, TEXT_ROLES, count_items, items_of, text_of
 from raymm.data.samples.sample import Sample
@@ -26,6 +27,7 @@ class ReaderOptions:
         columns: modality -> its column.
         text_columns: ``"text"``, ``"messages"``, ``"id"`` -> column, where it has another name.
         frames: modalities whose items are lists of frames.
+        media_folders: where rows may name files, besides the source's own folder.
         skip: keep rows that cannot be used, and raise only when they are read.
         limits: of items.
     """
@@ -34,6 +36,7 @@ class ReaderOptions:
     columns: Mapping[str, str] = field(default_factory=dict)
     text_columns: Mapping[str, str] = field(default_factory=dict)
     frames: frozenset[str] = frozenset()
+    media_folders: tuple[str, ...] = ()
     skip: bool = False
     limits: Limits = Limits()
 
@@ -142,7 +145,9 @@ class Reader(ABC):
                 if items:
                     media[modality] = items
         except (RowError, OSError, ValueError) as error:
-            if isinstance(error, RowError) and not self.checked_when_opened:
+            # Links are looked at when they are read.
+            of_row = isinstance(error, OutsideError) or not self.checked_when_opened
+            if isinstance(error, RowError) and of_row:
                 raise self._sample_error(sample_id, place, error) from None
             raise DataError(f"{place} changed while the run was reading it: {error}") from error
         return Sample(
@@ -151,7 +156,17 @@ class Reader(ABC):
         )
 
     def _items(self, modality: str, value: object, column: str, place: str) -> tuple:
-        return items_of(value, column, self.folder, place, modality in self.options.frames)
+        folders = self._media_folders
+        items = items_of(value, column, folders, place, modality in self.options.frames)
+        for item in items:
+            for file in item if isinstance(item, tuple) else (item,):
+                if isinstance(file, str):
+                    folders.check(file, column)
+        return items
+
+    @property
+    def _media_folders(self) -> MediaFolders:
+        return MediaFolders(self.folder, self.options.media_folders)
 
     def _sample_error(self, sample_id: str, place: str, error: RowError) -> SampleError:
         return SampleError(sample_id, error.file, error.reason, error.column, place)
@@ -167,7 +182,9 @@ class Reader(ABC):
                 raise row
             text_of(row, self.options.text_columns)
             return {
-                modality: count_items(row.get(column), column, modality in self.options.frames)
+                modality: count_items(
+                    row.get(column), column, self._media_folders, modality in self.options.frames
+                )
                 for modality, column in self.columns.items()
             }
         except RowError as error:

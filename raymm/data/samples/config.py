@@ -204,6 +204,8 @@ class DataConfig(Section):
         on_error: what to do with a sample that cannot be used (malformed row, corrupt image or
             audio, an item above a limit, no label token within ``max_length``, placeholders
             that do not match the items): "raise", or "skip" and report it in ``Step.skipped``.
+        media_folders: where rows may name files, besides the folder of their source; ``[/]`` for
+            anywhere.
         max_image_pixels, max_audio_samples, max_item_bytes, max_row_group_bytes: what an item
             may have at most, checked before it is decoded or read: see
             :class:`raymm.data.samples.limits.Limits`.
@@ -228,6 +230,7 @@ class DataConfig(Section):
     num_workers: int = Field(default=1, ge=1, le=MOST_WORKERS)
     prefetch_steps: Count = 2
     on_error: Literal["raise", "skip"] = "raise"
+    media_folders: list[Text] = Field(default_factory=list)
     max_image_pixels: Size = Limits.max_image_pixels
     max_audio_samples: Size = Limits.max_audio_samples
     max_item_bytes: Size = Limits.max_item_bytes

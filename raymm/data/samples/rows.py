@@ -2,10 +2,10 @@
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from raymm.data.samples.errors import RowError
+from raymm.data.samples.folders import MediaFolders
 from raymm.data.samples.media import Media, MediaBytes, MediaRange
 
 TEXT, MESSAGES, ID = "text", "messages", "id"
@@ -92,7 +92,7 @@ def _check_part(part: object, where: str, column: str) -> None:
 
 
 def items_of(
-    value: object, column: str, folder: Path, place: str, frames: bool = False
+    value: object, column: str, folders: MediaFolders, place: str, frames: bool = False
 ) -> tuple[Media, ...]:
     """The items that a value of a media column stands for.
 
@@ -100,12 +100,13 @@ def items_of(
         value: a path, bytes, {"path": ..., "bytes": ...} as ``datasets`` stores media, a
             ``MediaRange``, a list of such, or None / "" / [] for none.
         column: its column, for errors.
-        folder: what relative paths are relative to.
+        folders: where the files may lie.
         place: the row's place, the name of items that have bytes and no path.
         frames: every item is made of frames: a list is one item, a list of lists several.
 
     Raises:
         RowError: anything else.
+        OutsideError: a path that leaves the folders.
     """
     if value is None or (isinstance(value, str | list | tuple) and not value):
         return ()
@@ -115,29 +116,31 @@ def items_of(
         if not all(groups):
             raise RowError(f"column {column!r} has an item without frames", column)
         return tuple(
-            tuple(_item(source, column, folder, f"{place}.{column}[{number}][{frame}]")
+            tuple(_item(source, column, folders, f"{place}.{column}[{number}][{frame}]")
                   for frame, source in enumerate(group))
             for number, group in enumerate(groups)
         )
     return tuple(
-        _item(source, column, folder, f"{place}.{column}[{number}]")
+        _item(source, column, folders, f"{place}.{column}[{number}]")
         for number, source in enumerate(values)
     )
 
 
-def count_items(value: object, column: str, frames: bool = False) -> int:
+def count_items(
+    value: object, column: str, folders: MediaFolders, frames: bool = False
+) -> int:
     """How many items :func:`items_of` would give; nothing is read.
 
     Args:
-        value, column, frames: as of :func:`items_of`.
+        value, column, folders, frames: as of :func:`items_of`.
     """
-    return len(items_of(value, column, Path(), "", frames))
+    return len(items_of(value, column, folders, "", frames))
 
 
-def _item(value: object, column: str, folder: Path, name: str) -> Media:
+def _item(value: object, column: str, folders: MediaFolders, name: str) -> Media:
     if isinstance(value, str) and value:
         _check_path(value, column)
-        return str(folder / value)
+        return folders.path(value, column)
     if isinstance(value, bytes):
         return MediaBytes(name, value)
     if isinstance(value, MediaRange):
@@ -148,7 +151,7 @@ def _item(value: object, column: str, folder: Path, name: str) -> Media:
             return MediaBytes(f"{name} {path!r}" if path else name, data)
         if data is None and isinstance(path, str) and path:
             _check_path(path, column)
-            return str(folder / path)
+            return folders.path(path, column)
         if data is None:
             raise RowError(f"column {column!r} has an item with neither 'bytes' nor 'path'", column)
     raise RowError(

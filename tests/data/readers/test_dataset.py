@@ -4,6 +4,7 @@ import pickle
 import pytest
 
 from raymm.data import DataError, JsonDataset
+from raymm.data.readers import ReaderOptions
 
 ROWS = [
     {"id": 7, "text": "né à Orléans", "images": "sub/a.png"},
@@ -24,7 +25,8 @@ def write(path, rows=ROWS, bom=""):
 @pytest.mark.parametrize("bom", ["", "\ufeff"])
 @pytest.mark.parametrize("name", ["d.jsonl", "d.json"])
 def test_rows_are_found_by_offset(tmp_path, name, bom):
-    dataset = JsonDataset(write(tmp_path / name, bom=bom), {"vision": "images"})
+    options = ReaderOptions(media_folders=("/abs",))
+    dataset = JsonDataset(write(tmp_path / name, bom=bom), {"vision": "images"}, options)
     dataset = pickle.loads(pickle.dumps(dataset))
     assert len(dataset) == 3
     assert dataset.counts["vision"].tolist() == [1, 2, 0]

@@ -8,6 +8,7 @@ from sample_files import build_tokenizer
 
 from raymm.data import DataError, JsonDataset, Sample, SampleError
 from raymm.data.samples.errors import RowError
+from raymm.data.samples.folders import MediaFolders
 from raymm.data.samples.rows import items_of, text_of
 from raymm.data.samples.text import TextEncoder, check_vocabulary
 
@@ -36,7 +37,7 @@ def test_messages_of_other_formats(row, parts):
 ])
 def test_images_that_are_no_files(item, value, parts):
     with pytest.raises(RowError) as caught:
-        items_of(item(value), "images", Path("/data"), "row 1")
+        items_of(item(value), "images", MediaFolders(Path("/data")), "row 1")
     text = str(caught.value)
     assert "'images'" in text and not [part for part in parts if part not in text], text
     assert len(text) < 400
