@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from math import prod
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raymm.scheduler.costs.devices import Link, Links
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan
-from raymm.scheduler.plan.rank_nodes import rank_nodes, straddling
+from raymm.scheduler.plan.rank_nodes import on_nodes, rank_nodes, straddling
 from raymm.scheduler.plan.stage import Degrees, Stage
+from raymm.scheduler.schedule.stage_costs import stage_costs
 
 
 def least_straddling(widths: tuple[int, ...], rooms: tuple[int, ...]) -> int:
@@ -65,6 +69,23 @@ def test_places_that_came_mixed_are_sorted_by_node():
     placed = rank_nodes([Degrees(tp=2)] * 3, list("abcabc"))
     assert placed.nodes == (0, 0, 1, 1, 2, 2)
     assert placed.places == (0, 3, 1, 4, 2, 5)
+
+
+def test_costs_are_those_of_the_nodes_that_processes_have():
+    """Two ranks of two processes, one of which came to straddle nodes."""
+    layer = LayerCost(1.0, 1.0, 1.0, 100, 100, 100)
+    near, far = Link(0.0, 1e3), Link(1.0, 1e2)
+    profile = CostProfile({"llm": (layer,) * 2}, links=Links(near, far, 4))
+    stages = tuple(Stage("llm", i, (i, i + 1), i, tp=2) for i in range(2))
+    plan = Plan(ModuleGraph((ModuleNode("llm", (True,) * 2),), ()), stages, 4, profile=profile)
+    assert on_nodes(plan, [0, 0, 0, 0]).to_dict() != plan.to_dict()
+    assert stage_costs(on_nodes(plan, [0, 0, 0, 0])) == stage_costs(plan)
+    placed = on_nodes(plan, [0, 1, 1, 1])
+    assert Plan.from_json(placed.to_json()) == placed
+    first, second = stage_costs(placed).values()
+    assert first.forward > second.forward == next(iter(stage_costs(plan).values())).forward
+    bare = replace(plan, profile=None)
+    assert on_nodes(bare, [0, 1, 1, 1]) is bare
 
 
 def test_what_must_straddle_is_said():
