@@ -25,6 +25,7 @@ from raymm.actors.faults.whereabouts import Whereabouts
 from raymm.actors.modules.draws import Draws, module_draws
 from raymm.actors.modules.message import Message, MicrobatchContext, StageModule
 from raymm.actors.modules.module_state import evaluating, inputs_unchanged, statistics_kept
+from raymm.actors.modules.precision import ComputeCopies
 from raymm.actors.optimizer.finite import FiniteObserver
 from raymm.actors.optimizer.gradient_reduction import GradientReduction
 from raymm.actors.quota import Work
@@ -123,6 +124,7 @@ class Executor:
         self._receivers = receivers
         self._collectives = collectives
         self._autocast = autocast
+        self._copies = ComputeCopies(stages.values(), autocast)
         self._device = device or torch.device("cpu")
         self._timeout = timeout
         self._random_shares = dict(random_shares or {})
@@ -162,8 +164,11 @@ class Executor:
             inputs: per stage that reads data, its inputs per microbatch.
             meta: the step's metadata.
         """
-        with contextlib.nullcontext() if meta.training else evaluating(self._stages.values()):
-            return self._run(program, inputs, meta)
+        with self._copies.shown():
+            if meta.training:
+                return self._run(program, inputs, meta)
+            with evaluating(self._stages.values()):
+                return self._run(program, inputs, meta)
 
     def _run(
         self,
@@ -276,6 +281,7 @@ class Executor:
         elif task.op in COMPUTE:
             self._backward(task, step)
         else:
+            self._copies.hide()
             self._collectives[task.op](result)
 
     def _forward(self, task: Task, step: _Step) -> None:

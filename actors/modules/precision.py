@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
-# Modules whose weights autocast casts at every use.
-_CAST_BY_AUTOCAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+CAST_BY_AUTOCAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+"""Modules whose weights autocast casts at every use."""
 
 
 def cast_frozen(module: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -24,7 +27,7 @@ def cast_frozen(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """
     cast: dict[int, nn.Parameter] = {}
     for child in module.modules():
-        if not isinstance(child, _CAST_BY_AUTOCAST):
+        if not isinstance(child, CAST_BY_AUTOCAST):
             continue
         for name, parameter in child._parameters.items():
             if parameter is None or parameter.requires_grad:
@@ -34,3 +37,53 @@ def cast_frozen(module: nn.Module, dtype: torch.dtype) -> nn.Module:
                     cast[id(parameter)] = nn.Parameter(parameter.to(dtype), requires_grad=False)
                 child._parameters[name] = cast[id(parameter)]
     return module
+
+
+class ComputeCopies:
+    """Trainable matrix-product weights in autocast's dtype, cast once for all microbatches of a
+    step.
+
+    Autocast by itself casts a weight anew in every microbatch, and each microbatch keeps its copy
+    until its backward: with eight under way, eight copies of all weights. Numbers are exactly
+    autocast's: the same values rounded once, of which every microbatch's gradient comes in
+    autocast's dtype and is added up in fp32. What autocast leaves in fp32 is left alone, and so are
+    parameters themselves: modules are shown the copies in their place while a step runs.
+
+    Sharded parameters (FSDP2) have a policy of their own
+    (:func:`raymm.actors.sharding.fully_sharded.shard_parameters`).
+
+    Args:
+        stages: whose weights; built and on their device.
+        dtype: autocast's; None for no autocast, and no copies.
+    """
+
+    def __init__(self, stages: Iterable[nn.Module], dtype: torch.dtype | None) -> None:
+        self._dtype = dtype
+        self._places = [] if dtype is None else [
+            (child, name, parameter)
+            for stage in stages for child in stage.modules()
+            if isinstance(child, CAST_BY_AUTOCAST)
+            for name, parameter in child._parameters.items()
+            if parameter is not None and parameter.requires_grad
+            and type(parameter) is nn.Parameter and parameter.dtype == torch.float32
+        ]
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Within, modules compute with copies of what their parameters are now."""
+        copies: dict[int, torch.Tensor] = {}
+        with torch.enable_grad():
+            for child, name, parameter in self._places:
+                if id(parameter) not in copies:
+                    copies[id(parameter)] = parameter.to(self._dtype)
+                child.__dict__[name] = copies[id(parameter)]
+        del copies
+        try:
+            yield
+        finally:
+            self.hide()
+
+    def hide(self) -> None:
+        """Let go of the copies, before parameters change."""
+        for child, name, _ in self._places:
+            child.__dict__.pop(name, None)

@@ -113,7 +113,10 @@ class RankActor(ObservedActor):
                 cast_frozen(stage, autocast)
             if shard_spec.shards > 1:  # first: the device never holds the whole stage
                 assert self._connections.data is not None
-                stage.shard_parameters(shard_spec.plans, self._connections.data.group, self._device)
+                stage.shard_parameters(
+                    shard_spec.plans, self._connections.data.group, self._device,
+                    None if self._spec.exact_autocast else autocast,
+                )
             self._stages[name] = stage.to(self._device)
         if self._colocation is not None:
             of_module: dict[str, list[torch.nn.Module]] = {}

@@ -45,6 +45,8 @@ class RankSpec:
         parameter_ownership: what it is to do with parameters that others have too.
         optimizer: the optimizer's configuration.
         autocast: name of the torch dtype for automatic mixed precision, or None.
+        exact_autocast: leave fully sharded parameters to autocast, instead of gathering them in
+            its dtype.
         reloadable: modules whose frozen weights can be had again from where they came from;
             under autocast they are kept in its dtype only.
         device: ``"cpu"`` or ``"cuda"``.
@@ -68,6 +70,7 @@ class RankSpec:
     parameter_ownership: ParameterOwnership = field(default_factory=ParameterOwnership)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     autocast: str | None = None
+    exact_autocast: bool = False
     reloadable: frozenset[str] = frozenset()
     device: str = "cpu"
     threads: int = 1

@@ -26,11 +26,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
 from raymm.actors.modules.blocks import block_list, input_embeddings, method_of
+from raymm.actors.modules.precision import CAST_BY_AUTOCAST
 from raymm.actors.sharding.tensor_plan import ParameterShard
+
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 @dataclass(frozen=True)
@@ -112,6 +119,7 @@ def shard_parameters(
     plan: FullyShardedPlan,
     group: dist.ProcessGroup,
     device: torch.device,
+    compute_dtype: torch.dtype | None = None,
 ) -> None:
     """Give away all but this process's part of a stage's parameters.
 
@@ -123,6 +131,9 @@ def shard_parameters(
         plan: of the whole module; the stage may be a part of it.
         group: the processes that share the parameters.
         device: where the shards are to be.
+        compute_dtype: of units that compute matrix products (not an embedding): gathered in it, so
+            that no forward keeps another copy for its backward, while shards and sums of gradients
+            are fp32. None: units are gathered as they are, and autocast casts what it would.
     """
     mesh = DeviceMesh.from_group(group, device.type)
     own = {} if module is None else dict(module.named_parameters())
@@ -133,10 +144,16 @@ def shard_parameters(
     ]
     # The stage is the root, so that each unit gathers the next one's parameters ahead. The module
     # cannot be: its forward may end in the middle.
+    if compute_dtype is not None:
+        for unit in units:
+            _norms_in_fp32(unit)
     for child in (*units, stage):
         hooks = cast(OrderedDict[int, Callable], child._forward_pre_hooks)
         before = set(hooks)
-        sharded = fully_shard(child, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
+        sharded = fully_shard(
+            child, mesh=mesh, reshard_after_forward=True, ignored_params=whole,
+            mp_policy=_policy(child, compute_dtype if child is not stage else None),
+        )
         # Sums, not means; gloo knows no reduction with a factor.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
@@ -144,6 +161,33 @@ def shard_parameters(
         for hook in set(hooks) - before:
             hooks.move_to_end(hook)
     register_fsdp_forward_method(stage, "run")
+
+
+def _policy(unit: nn.Module, compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    """Not of inputs: the residual stream stays what autocast makes it."""
+    if compute_dtype is None or not any(isinstance(m, CAST_BY_AUTOCAST) for m in unit.modules()):
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    return MixedPrecisionPolicy(
+        param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+
+
+def _norms_in_fp32(unit: nn.Module) -> None:
+    """Autocast on CUDA computes torch's norms in fp32; on a CPU they refuse weights of another
+    dtype than their input's."""
+    def show(norm: nn.Module, _: object) -> None:
+        for name, parameter in norm._parameters.items():
+            if parameter is not None:
+                norm.__dict__[name] = parameter.float()
+
+    def hide(norm: nn.Module, *_: object) -> None:
+        for name in norm._parameters:
+            norm.__dict__.pop(name, None)
+
+    for child in unit.modules():
+        if isinstance(child, _NORMS):
+            child.register_forward_pre_hook(show)
+            child.register_forward_hook(hide, always_call=True)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

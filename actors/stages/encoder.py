@@ -195,7 +195,7 @@ class EncoderStage(StageModule):
 
     def shard_parameters(
         self, plans: Mapping[str, FullyShardedPlan], group: dist.ProcessGroup,
-        device: torch.device,
+        device: torch.device, compute_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         """Hold a part of the blocks' parameters, together with the processes of a group.
 
@@ -203,8 +203,9 @@ class EncoderStage(StageModule):
             plans: of the whole module under ``"module"``. A projector stays whole.
             group: the processes that share the parameters.
             device: where the shards are to be.
+            compute_dtype: that matrix products are gathered in; None: as they are.
         """
-        shard_parameters(self, self.module, plans["module"], group, device)
+        shard_parameters(self, self.module, plans["module"], group, device, compute_dtype)
 
     def run(
         self,

@@ -149,7 +149,7 @@ class LanguageStage(StageModule):
 
     def shard_parameters(
         self, plans: Mapping[str, FullyShardedPlan], group: dist.ProcessGroup,
-        device: torch.device,
+        device: torch.device, compute_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         """Hold a part of the parameters at a time, together with the processes of a group.
 
@@ -157,8 +157,9 @@ class LanguageStage(StageModule):
             plans: of the whole module, ``spec.source``, under ``"module"``.
             group: the processes that share the parameters.
             device: where the shards are to be.
+            compute_dtype: that matrix products are gathered in; None: as they are.
         """
-        shard_parameters(self, self.module, plans["module"], group, device)
+        shard_parameters(self, self.module, plans["module"], group, device, compute_dtype)
 
     def shard_tensors(self, plans: Mapping[str, TensorPlan], group: TensorGroup) -> None:
         """Hold a part of the parameters, together with the processes of a group.

@@ -272,6 +272,9 @@ class RunConfig(Section):
         log_every: steps between printed lines.
         seed: of random weights and dropout.
         precision: ``"fp32"``, or ``"bf16"`` autocast with fp32 parameters.
+        exact_autocast: with bf16 and sharding ``fsdp``, gather parameters in fp32 and leave them to
+            autocast, as all others are: norms of blocks are not rounded to bf16, at a copy of the
+            weights per microbatch under way and twice the traffic.
         device: ``"cpu"``, ``"cuda"``, or ``"auto"``: CUDA if ranks reserve GPUs (``resources``),
             or, where not given, if the cluster has some or its autoscaler can bring them.
         max_failures: times that the run goes on by itself, from its last checkpoint, after a
@@ -304,6 +307,7 @@ class RunConfig(Section):
     log_every: Count = 10
     seed: Seed = 0
     precision: Literal["fp32", "bf16"] = "fp32"
+    exact_autocast: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_failures: NonNegative | None = 3
     max_preemptions: NonNegative | None = None

@@ -23,6 +23,9 @@ class RuntimeOptions:
     Attributes:
         optimizer: AdamW, its schedule, and clipping.
         precision: ``"fp32"``, or ``"bf16"`` for autocast with fp32 parameters.
+        exact_autocast: with bf16 and sharding ``fsdp``, gather fp32 parameters and leave them to
+            autocast, as all others are, instead of gathering blocks in bf16 (norms, too). It
+            costs a copy of a stage's weights per microbatch under way, and twice the traffic.
         device: ``"cpu"`` or ``"cuda"`` (one GPU per process).
         resources: what each process reserves in Ray; None: one CPU, and a GPU on CUDA.
         placement: what is reserved with the processes, and how long nodes may take to come.
@@ -42,6 +45,7 @@ class RuntimeOptions:
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: str = "fp32"
+    exact_autocast: bool = False
     device: str = "cpu"
     resources: RankResources | None = None
     placement: PlacementOptions = ONLY_RANKS

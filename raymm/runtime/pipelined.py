@@ -133,8 +133,9 @@ class MultimodalParallelModule(ParallelModule):
         self.plan = plan
         self._programs: OrderedDict[tuple, str] = OrderedDict()
         ranks = rank_specs(
-            model, plan, optimizer=run.optimizer, autocast=run.autocast, device=run.device,
-            threads=run.threads, quota_backend=run.quota_backend, timeout_s=run.timeout_s,
+            model, plan, optimizer=run.optimizer, autocast=run.autocast,
+            exact_autocast=run.exact_autocast, device=run.device, threads=run.threads,
+            quota_backend=run.quota_backend, timeout_s=run.timeout_s,
             nccl_timeout_s=run.nccl_timeout_s,
         )  # fmt: skip
         self._tried.retries.update(ranks.builders.retries)

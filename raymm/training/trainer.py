@@ -314,8 +314,9 @@ class Trainer:
         self._say_what_runs(execution, device)
         with execution.start(
             self.model, optimizer=self.optimizer, precision=self.run.precision,
-            device=device, resources=resources, threads=self.threads, seed=self.run.seed,
-            timeout_s=self.run.timeout_s, nccl_timeout_s=self.run.nccl_timeout_s,
+            exact_autocast=self.run.exact_autocast, device=device, resources=resources,
+            threads=self.threads, seed=self.run.seed, timeout_s=self.run.timeout_s,
+            nccl_timeout_s=self.run.nccl_timeout_s,
             placement=placement,
         ) as parallel:
             self._folder.check_seen_by(parallel.group)

@@ -70,6 +70,25 @@ def test_shares_of_tokens_of_shares_of_samples(ray_cluster):
     check_everything(model, spec)
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_bf16_is_as_near_to_fp32_either_way(ray_cluster, exact):
+    """Blocks that are gathered in bf16, or cast by autocast; gradients add up in fp32."""
+    model, steps = model_of(), uneven()
+    spec = MultimodalParallelSpec({"vision": fsdp(dp=2)}, fsdp(dp=2), 3)
+    found = []
+    for options in ({"precision": "bf16", "exact_autocast": exact}, {}):
+        with spec.apply(model, optimizer=OPTIMIZER, **options) as parallel:
+            loss = parallel.execute(steps).loss
+            found.append((loss, parallel.gradients()))
+    (loss, gradients), (due, exactly) = found
+    assert loss == pytest.approx(due, rel=5e-3)
+    largest = max(gradient.norm() for gradient in exactly.values() if gradient is not None)
+    for name, gradient in exactly.items():
+        if gradient is not None:
+            assert gradients[name].dtype == torch.float32
+            assert (gradients[name] - gradient).norm() <= 5e-2 * gradient.norm() + 1e-3 * largest, name
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_pipelines(ray_cluster, recompute):
     """Tied embeddings at both ends; the projector on its own; several microbatches under way."""
