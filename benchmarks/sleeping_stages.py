@@ -188,7 +188,8 @@ class SleepingPipeline:
             for rank, name in enumerate(map(rank_stage, range(self.ranks)))
         ])
         renamed = chain.program(program)
-        key = self._group.load_program(renamed, check_program(renamed).issues)
+        proof = check_program(renamed)
+        key = self._group.load_program(renamed, proof.issues, proof.bound)
         # What decides a message's layout is its width.
         meta = StepMeta(step=0, label_tokens=1, keys=(width,) * plan.num_microbatches)
         empty: list[list] = [[] for _ in range(self.ranks)]

@@ -18,86 +18,21 @@ the way, every process ending up with the sum's share that it sends.
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from math import prod
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from raymm.actors.executor.message_layout import Layout, Layouts, pack, unpack
 from raymm.actors.faults.lost_processes import ChannelError
 from raymm.actors.modules.message import Message
 from raymm.kernels.collectives.flat import gather_shares, scatter_sum
 from raymm.kernels.collectives.waiting import started, wait
-from raymm.kernels.host_copies import on_host
 from raymm.scheduler.plan.resharding import Resharding
-
-
-class Layout(NamedTuple):
-    """Shapes and dtypes of a message: ``tensors`` and named ``side`` entries."""
-
-    tensors: tuple[tuple[tuple[int, ...], str], ...]
-    side: tuple[tuple[str, tuple[int, ...], str], ...]
-
-    @classmethod
-    def of(cls, message: Message) -> Layout:
-        return cls(
-            tuple((tuple(t.shape), str(t.dtype)) for t in message.tensors),
-            tuple((name, tuple(t.shape), str(t.dtype)) for name, t in message.side.items()),
-        )
-
-    @property
-    def buffers(self) -> list[tuple[int, torch.dtype]]:
-        """Elements and dtype of every tensor."""
-        return [(prod(shape), _dtype(dtype)) for shape, dtype in self.tensors]
-
-    @property
-    def side_bytes(self) -> int:
-        """Of all side entries, one after another."""
-        return sum(_nbytes(shape, _dtype(dtype)) for _, shape, dtype in self.side)
-
-    def encode(self) -> bytes:
-        return json.dumps([self.tensors, self.side]).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> Layout:
-        tensors, side = json.loads(data)
-        return cls(
-            tuple((tuple(shape), dtype) for shape, dtype in tensors),
-            tuple((name, tuple(shape), dtype) for name, shape, dtype in side),
-        )
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ChannelError(f"a message names the dtype {name!r}")
-    return dtype
-
-
-def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return dtype.itemsize * prod(shape)
-
-
-def _pack(side: dict[str, torch.Tensor]) -> torch.Tensor:
-    """All side entries as bytes, on the host."""
-    entries = (on_host(entry.detach()) for entry in side.values())
-    return torch.cat([entry.contiguous().view(-1).view(torch.uint8) for entry in entries])
-
-
-def _unpack(layout: Layout, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-    side, offset = {}, 0
-    for name, shape, dtype_name in layout.side:
-        dtype = _dtype(dtype_name)
-        size = _nbytes(shape, dtype)
-        # clone: a view at an odd byte offset is not aligned for its dtype.
-        side[name] = buffer[offset : offset + size].clone().view(dtype).view(shape)
-        offset += size
-    return side
 
 
 @dataclass(frozen=True)
@@ -162,26 +97,36 @@ class SendChannel:
         self._metadata_receivers = [
             r for r in self._links if resharding.metadata_sender(r) == index
         ]
-        self._layouts: dict[object, Layout] = {}
-        self._sent: list[tuple[dist.Work, torch.Tensor]] = []
-        self._sent_before: list[tuple[dist.Work, torch.Tensor]] = []
+        self._layouts = Layouts()
+        # Messages whose tensors are kept, oldest first, of which the first so many were sent
+        # before the step that ended last.
+        self._under_way: deque[list[tuple[dist.Work, torch.Tensor]]] = deque()
+        self._before = 0
+        self.bound: int | None = None
+        """Messages that may be under way; None for any number. Whoever sends another waits for the
+        oldest: on a GPU, what the device is given next does."""
         self.sent_bytes = 0
         """Payload sent so far, without descriptions."""
 
     def send(self, key: object, message: Message) -> None:
-        """Start sending; returns at once, unless parts are summed.
+        """Start sending; returns at once, unless parts are summed or too many messages are under
+        way.
 
         Raises:
-            ChannelError: if a message with this key looked different before.
+            ChannelError: if a message with this key looked different before, or the peer is gone.
         """
+        if self.bound is not None:
+            while len(self._under_way) >= self.bound:
+                self._let_go(None)
+        self._under_way.append([])
         layout = Layout.of(message)
         earlier = self._layouts.get(key)
         if earlier is None:
-            self._layouts[key] = layout
+            self._layouts.add(key, layout)
             header = torch.frombuffer(bytearray(layout.encode()), dtype=torch.uint8)
             for receiver in self._metadata_receivers:
                 for part in (torch.tensor([header.numel()], device="cpu"), header):
-                    self._sent.append((self._links[receiver].isend_to_host(part), part))
+                    self._keep(self._links[receiver].isend_to_host(part), part)
         elif earlier != layout:
             raise ChannelError(
                 f"a message with the metadata {key!r} had the layout {earlier} and now has "
@@ -190,10 +135,10 @@ class SendChannel:
         for tensor in message.tensors:
             self._send(tensor.detach().contiguous().view(-1))
         if layout.side_bytes:
-            packed = _pack(message.side)
+            packed = pack(message.side)
             for receiver in self._metadata_receivers:
                 self.sent_bytes += packed.nbytes
-                self._sent.append((self._links[receiver].isend_to_host(packed), packed))
+                self._keep(self._links[receiver].isend_to_host(packed), packed)
 
     def _send(self, flat: torch.Tensor) -> None:
         length, offset = flat.numel(), 0
@@ -208,28 +153,40 @@ class SendChannel:
                 self._isend(part.receiver, payload)
 
     def _isend(self, receiver: int, tensor: torch.Tensor) -> None:
-        self._sent.append((self._links[receiver].isend(tensor), tensor))
+        self._keep(self._links[receiver].isend(tensor), tensor)
+
+    def _keep(self, work: dist.Work, tensor: torch.Tensor) -> None:
+        self._under_way[-1].append((work, tensor))
 
     @property
     def held(self) -> int:
-        """How many sent tensors are kept alive."""
-        return len(self._sent) + len(self._sent_before)
+        """How many sent messages are kept alive."""
+        return len(self._under_way)
+
+    def _let_go(self, timeout: timedelta | None) -> None:
+        """Of the oldest message, once it was received."""
+        try:
+            for work, tensor in self._under_way[0]:
+                wait(work, None if tensor.device.type == "cuda" else timeout)
+        except RuntimeError as error:
+            raise ChannelError(f"a message to {_ranks(self._links)} was lost: {error}") from error
+        self._under_way.popleft()
+        self._before = max(0, self._before - 1)
 
     def end_step(self, timeout: timedelta) -> None:
-        """Let go of what was sent before the step that ends now.
+        """Let go of what was sent before the step that ends now; on a GPU, of all.
 
         A gloo send counts as completed only once it was waited for, and its tensor must live
-        until then. Waiting one step later costs nothing: the peer has long received it.
+        until then. Waiting one step later costs nothing: the peer has long received it. On a GPU
+        it is the device that waits, and what is let go of is used again after that.
 
         Raises:
             ChannelError: if the peer is gone.
         """
-        try:
-            for work, tensor in self._sent_before:
-                wait(work, None if tensor.device.type == "cuda" else timeout)
-        except RuntimeError as error:
-            raise ChannelError(f"a message to {_ranks(self._links)} was lost: {error}") from error
-        self._sent_before, self._sent = self._sent, []
+        on_gpu = self._device.type == "cuda"
+        while self._under_way if on_gpu else self._before:
+            self._let_go(timeout)
+        self._before = len(self._under_way)
 
 
 def _ranks(links: Mapping[int, Link]) -> str:
@@ -283,7 +240,7 @@ class RecvChannel:
         self._index = index
         self._gathered = gathered
         self._in_order = in_order
-        self._layouts: dict[object, Layout] = {}
+        self._layouts = Layouts()
         self._expected: deque[object] = deque()
         self._due = 0  # of those expected, how many are to be posted as soon as they can be
         self._posted: deque[_Posted] = deque()
@@ -308,7 +265,9 @@ class RecvChannel:
         self._post_due()
 
     def _post_due(self) -> None:
-        while self._due and (layout := self._layouts.get(self._expected[0])) is not None:
+        while self._due and self._expected[0] in self._layouts:
+            layout = self._layouts.get(self._expected[0])
+            assert layout is not None
             self._expected.popleft()
             self._due -= 1
             self._posted.append(self._irecv(layout))
@@ -316,7 +275,7 @@ class RecvChannel:
     def _learn_layout(self) -> None:
         key = self._expected[0]
         if key not in self._layouts:
-            self._layouts[key] = self._recv_layout()
+            self._layouts.add(key, self._recv_layout())
 
     def _lost(self, error: RuntimeError) -> ChannelError:
         return ChannelError(f"no message from {_ranks(self._links)}: {error}")
@@ -373,7 +332,7 @@ class RecvChannel:
             buffer.view(shape)
             for buffer, (shape, _) in zip(flat, posted.layout.tensors, strict=True)
         )
-        return Message(tensors, _unpack(posted.layout, posted.side))
+        return Message(tensors, unpack(posted.layout, posted.side))
 
     def _recv_layout(self) -> Layout:
         link = self._metadata_link()

@@ -37,17 +37,20 @@ class Task(NamedTuple):
 
 class CompiledProgram(NamedTuple):
     """A rank's instructions, resolved, in groups (most are of one task, which has the device to
-    itself); per group what begins before it; per incoming edge the microbatches it carries; and,
-    if gradients are reduced at its end, the stages that have any."""
+    itself); per group what begins before it; per incoming edge the microbatches it carries; if
+    gradients are reduced at its end, the stages that have any; and how many messages of an edge
+    may be under way."""
 
     groups: tuple[tuple[Task, ...], ...]
     issues: tuple[tuple[Issue, ...], ...]
     incoming: dict[Edge, tuple[int, ...]]
     reduced: frozenset[StageId] | None
+    bound: int | None = None
 
 
 def compile_program(
-    instructions: Sequence[Instruction], edges: Sequence[Edge], issues: Sequence[Issue] = ()
+    instructions: Sequence[Instruction], edges: Sequence[Edge], issues: Sequence[Issue] = (),
+    bound: int | None = None,
 ) -> CompiledProgram:
     """Resolve a rank's program.
 
@@ -56,6 +59,7 @@ def compile_program(
         edges: all data edges of the plan, as (producer, consumer) stage names.
         issues: what begins where, as
             :func:`~raymm.scheduler.program.check_program.check_program` says.
+        bound: messages of an edge that may be under way, as it says, too.
     """
     instructions = [Instruction(Op(i[0]), *i[1:]) for i in instructions]
     sends = {(i.stage, i.peer, i.microbatch) for i in instructions if i.op is Op.SEND}
@@ -107,7 +111,7 @@ def compile_program(
         begins.append(tuple(before))
         index = after
     return CompiledProgram(
-        tuple(groups), tuple(begins), incoming, frozenset(last) if reduces else None
+        tuple(groups), tuple(begins), incoming, frozenset(last) if reduces else None, bound
     )
 
 

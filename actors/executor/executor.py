@@ -140,7 +140,8 @@ class Executor:
         }
 
     def compile(
-        self, instructions: Sequence[Instruction], issues: Sequence[Issue] = ()
+        self, instructions: Sequence[Instruction], issues: Sequence[Issue] = (),
+        bound: int | None = None,
     ) -> CompiledProgram:
         """Resolve a program once; it can then run any number of steps.
 
@@ -148,8 +149,9 @@ class Executor:
             instructions: of the rank.
             issues: what begins where; a receive without one begins where it is waited for, a sum
                 of gradients with all others.
+            bound: messages of an edge that may be under way; None for any number.
         """
-        return compile_program(instructions, self._edges, issues)
+        return compile_program(instructions, self._edges, issues, bound)
 
     def run(
         self,
@@ -182,6 +184,8 @@ class Executor:
             self._observer.begin()
         if program.reduced is not None and self._reduction is not None:
             self._reduction.expect(program.reduced)
+        for sender in self._senders.values():
+            sender.bound = program.bound
         for edge, microbatches in program.incoming.items():
             self._receivers[edge].expect([meta.keys[m] for m in microbatches])
         clock = step_clock(self._device)

@@ -186,7 +186,8 @@ class RankActor(ObservedActor):
         return result
 
     def load_program(
-        self, key: str, instructions: Sequence[Instruction], issues: Sequence[Issue]
+        self, key: str, instructions: Sequence[Instruction], issues: Sequence[Issue],
+        bound: int | None = None,
     ) -> None:
         """Keep a program for :meth:`run_step`.
 
@@ -194,8 +195,9 @@ class RankActor(ObservedActor):
             key: of the program.
             instructions: of this rank.
             issues: what it is to begin where.
+            bound: messages of an edge that may be under way; None for any number.
         """
-        remember(self._programs, key, self._executor.compile(instructions, issues))
+        remember(self._programs, key, self._executor.compile(instructions, issues, bound))
 
     @task("a step")
     def run_step(

@@ -188,12 +188,14 @@ class RankGroup:
             [actor.build.remote(dict(b)) for actor, b in zip(self._actors, builders, strict=True)]
         )
 
-    def load_program(self, program: Program, issues: Sequence[Sequence[Issue]]) -> str:
+    def load_program(
+        self, program: Program, issues: Sequence[Sequence[Issue]], bound: int | None = None
+    ) -> str:
         """Hand every rank its instructions, once per distinct program; returns the key.
 
         Args:
-            program: one that has been proved.
-            issues: what every rank is to begin where, by the proof.
+            program, issues, bound: what has been proved, where every rank is to begin what, and
+                how many messages of an edge may be under way, by the proof.
 
         Does not wait: a rank runs its calls in order. Driver and ranks forget the least
         recently used program at the same point of that order.
@@ -202,7 +204,8 @@ class RankGroup:
         key = hashlib.sha256(repr(program.ranks).encode()).hexdigest()[:16]
         if key not in self._programs:
             for actor, *lists in zip(self._actors, program.ranks, issues, strict=True):
-                actor.load_program.remote(key, *([tuple(i) for i in items] for items in lists))
+                plain = ([tuple(i) for i in items] for items in lists)
+                actor.load_program.remote(key, *plain, bound)
         remember(self._programs, key, None)
         return key
 

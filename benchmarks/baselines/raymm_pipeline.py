@@ -80,7 +80,8 @@ class RaymmContender(Contender):
         else:
             self.group.rebuild(builders)
         program = lower(plan, [()] * config.microbatches)
-        self.key = self.group.load_program(program, check_program(program).issues)
+        proof = check_program(program)
+        self.key = self.group.load_program(program, proof.issues, proof.bound)
         self.inputs: list[list] = [[] for _ in builders]
         keys = (config.message_bytes,) * config.microbatches
         self.meta = StepMeta(step=0, label_tokens=1, keys=keys)

@@ -107,9 +107,11 @@ class _Rank:
         self._actor.connect(LOCAL, port)
         self._actor.build()
         program = lower(plan, [(VISION,)] * TINY.microbatches)
-        issues = check_program(program).issues
+        proof = check_program(program)
         ops = tuple(op for op in OPTIMIZER_OPS if op != Op.REDUCE_GRADS)  # nothing is shared
-        self._actor.load_program("step", program.with_optimizer_ops(ops).ranks[rank], issues[rank])
+        self._actor.load_program(
+            "step", program.with_optimizer_ops(ops).ranks[rank], proof.issues[rank], proof.bound
+        )
         self._inputs = self._of_rank(plan, rank)
         self._labels = sum(
             int((batch["labels"][:, 1:] != -100).sum()) for batch in microbatches(TINY)

@@ -271,10 +271,7 @@ class RunConfig(Section):
             samples: the gap to the right ones is what the model gets out of them.
         log_every: steps between printed lines.
         seed: of random weights and dropout.
-        precision: ``"fp32"``, or ``"bf16"`` autocast with fp32 parameters.
-        exact_autocast: with bf16 and sharding ``fsdp``, gather parameters in fp32 and leave them to
-            autocast, as all others are: norms of blocks are not rounded to bf16, at a copy of the
-            weights per microbatch under way and twice the traffic.
+        precision, exact_autocast: as of :class:`raymm.runtime.options.RuntimeOptions`.
         device: ``"cpu"``, ``"cuda"``, or ``"auto"``: CUDA if ranks reserve GPUs (``resources``),
             or, where not given, if the cluster has some or its autoscaler can bring them.
         max_failures: times that the run goes on by itself, from its last checkpoint, after a

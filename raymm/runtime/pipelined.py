@@ -273,12 +273,12 @@ class MultimodalParallelModule(ParallelModule):
         key = self._programs.get(pattern)
         if key is None:
             program = lower(self._placed, present, forward_only=forward_only)
-            issues = self._prove(program).issues
+            proof = self._prove(program)
             program = program.with_optimizer_ops(ops)
             ranks = [process.rank for process in self._processes.all]
             key = self.group.load_program(
                 Program(tuple(program.ranks[rank] for rank in ranks)),
-                [issues[rank] for rank in ranks],
+                [proof.issues[rank] for rank in ranks], proof.bound,
             )
         else:
             self.group.touch_program(key)

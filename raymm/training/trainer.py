@@ -316,8 +316,7 @@ class Trainer:
             self.model, optimizer=self.optimizer, precision=self.run.precision,
             exact_autocast=self.run.exact_autocast, device=device, resources=resources,
             threads=self.threads, seed=self.run.seed, timeout_s=self.run.timeout_s,
-            nccl_timeout_s=self.run.nccl_timeout_s,
-            placement=placement,
+            nccl_timeout_s=self.run.nccl_timeout_s, placement=placement,
         ) as parallel:
             self._folder.check_seen_by(parallel.group)
             if self._elastic is not None:

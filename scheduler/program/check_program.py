@@ -4,6 +4,7 @@ are to begin what they have with one another."""
 from __future__ import annotations
 
 import heapq
+import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,12 @@ from raymm.scheduler.program.program import (
     Program,
     ProgramError,
 )
+from raymm.scheduler.program.stage_state import (
+    BACKWARD_DONE,
+    FORWARD_DONE,
+    StageState,
+    compute,
+)
 
 
 @dataclass(frozen=True)
@@ -30,28 +37,19 @@ class ProgramReport:
         live_activations: per stage, the largest number of microbatches whose activations live
             at once.
         issues: per rank, what it is to begin before which instruction, in order.
+        bound: messages of one edge that may be under way, sent and not yet received: whoever sends
+            another waits until the first of them is. None: any number.
     """
 
     live_activations: dict[StageId, int]
     issues: tuple[tuple[Issue, ...], ...]
+    bound: int | None = None
 
 
-# What can be done with a stage and a microbatch, each once, as bits.
-_FORWARD = 1
-_KEPT = 2  # a forward, or a recomputation, that kept what the backward needs
-_CHECKPOINTED = 4  # a forward that kept its inputs
-_RECOMPUTED = 8
-_BACKWARD = 16  # of the inputs: their gradient can be sent
-_SPLIT = 32  # such that that of the parameters is still to come
-_WEIGHT = 64
+MESSAGE_BOUND = 4
+"""Messages of one edge under way, where a program ends with so few: what keeps a frozen encoder
+from running ahead of the rest by all of a step's microbatches."""
 
-_FORWARDS = {
-    Op.FORWARD: _FORWARD | _KEPT,
-    Op.FORWARD_CHECKPOINTED: _FORWARD | _CHECKPOINTED,
-    Op.FORWARD_NO_GRAD: _FORWARD,
-}
-_LATER = {Op.RECOMPUTE: _RECOMPUTED, Op.BACKWARD: _BACKWARD, Op.BACKWARD_INPUT: _BACKWARD,
-          Op.BACKWARD_WEIGHT: _WEIGHT}  # fmt: skip
 
 # Seconds of what nobody knows the costs of, relative to one another.
 _USUAL = {Op.FORWARD: 1.0, Op.FORWARD_CHECKPOINTED: 1.0, Op.FORWARD_NO_GRAD: 1.0,
@@ -75,7 +73,9 @@ def check_program(
     of every group, what :func:`check_groups` says. Whether a program lacks both ends of a message
     that the model needs cannot be seen without the plan.
 
-    **It ends with gloo**, where a send never blocks: the play is such a run.
+    **It ends with gloo**, where a send blocks while :attr:`ProgramReport.bound` messages of its
+    edge have been sent and not received: the play is such a run. A program that would not end so
+    is played again without a bound (several chunks per rank and many microbatches).
 
     **It ends with NCCL**, where a message waits for both ends, a sum for all of its members, and
     any operation may hold up whatever its process issues later: if receives and sums begin where
@@ -99,26 +99,19 @@ def check_program(
     """
     for rank, instructions in enumerate(program.ranks):
         check_groups(rank, instructions)
-    play = _Play(program, shared, seconds or {})
+    bound: int | None = MESSAGE_BOUND
+    play = _Play(program, shared, seconds or {}, bound)
     play.run()
+    if play.is_stuck:
+        bound = None
+        play = _Play(program, shared, seconds or {}, bound)
+        play.run()
     play.check_ended()
     return ProgramReport(
         {stage: state.peak for stage, state in play.stages.items() if state.peak >= 0},
         tuple(map(tuple, play.issues)),
+        bound,
     )
-
-
-class _StageState:
-    """What has been done of a stage: the rank it is on, by microbatch the bits above, the number
-    of microbatches whose activations live (-1: it has run nothing), and seconds by operation."""
-
-    __slots__ = ("done", "live", "peak", "rank", "seconds")
-
-    def __init__(self, rank: int, seconds: dict[Op, float]) -> None:
-        self.rank = rank
-        self.done: dict[int, int] = {}
-        self.live, self.peak = 0, -1
-        self.seconds = seconds
 
 
 @dataclass
@@ -138,14 +131,16 @@ class _Shared:
 
 
 class _Edge:
-    """Messages of an edge under way, who waits for the next one, and who receives them."""
+    """Messages of an edge under way, who waits for the next one, who receives them, and the rank
+    that waits to send another (-1: none does)."""
 
-    __slots__ = ("receiver", "sent", "waiting")
+    __slots__ = ("blocked", "receiver", "sent", "waiting")
 
     def __init__(self, receiver: int) -> None:
         self.receiver = receiver
         self.sent: deque[Instruction] = deque()
         self.waiting = False
+        self.blocked = -1
 
 
 class _Play:
@@ -158,9 +153,10 @@ class _Play:
 
     def __init__(
         self, program: Program, shared: Sequence[SharedGradients],
-        seconds: Mapping[tuple[StageId, Op], float],
+        seconds: Mapping[tuple[StageId, Op], float], bound: int | None,
     ) -> None:
         self._program = program
+        self._bound = sys.maxsize if bound is None else bound
         self._position = [0] * len(program.ranks)
         self._times = [0.0] * len(program.ranks)
         self._events = [(0.0, rank) for rank in range(len(program.ranks))]
@@ -168,7 +164,7 @@ class _Play:
         self._seconds: dict[StageId, dict[Op, float]] = {}
         for (stage, op), value in seconds.items():
             self._seconds.setdefault(stage, dict(_USUAL))[op] = value
-        self.stages: dict[StageId, _StageState] = {}
+        self.stages: dict[StageId, StageState] = {}
         self.issues: list[list[Issue]] = [[] for _ in program.ranks]
         # By rank and instruction, the shared gradients that are complete there once it has run.
         self._completes: list[dict[int, list[_Shared]]] = [{} for _ in program.ranks]
@@ -217,15 +213,16 @@ class _Play:
             instruction = instructions[number]
             op = instruction.op
             if op is Op.RECV:
-                if not self._receive(rank, instruction):
+                if not self._receive(rank, instruction, now):
                     break
             elif op is Op.SEND:
-                self._send(rank, instruction, now)
+                if not self._send(rank, instruction, now):
+                    break
             elif op in OPTIMIZER_OPS:
                 break
             else:
                 state = self._state(rank, instruction)
-                _compute(rank, instruction, state)
+                compute(rank, instruction, state)
                 now += state.seconds[op] / instruction.quota
                 self._position[rank] = number + 1
                 if number in self._completes[rank]:
@@ -236,24 +233,28 @@ class _Play:
             number += 1
             self._position[rank] = number
 
-    def _state(self, rank: int, instruction: Instruction) -> _StageState:
+    def _state(self, rank: int, instruction: Instruction) -> StageState:
         stage = instruction.stage
         state = self.stages.get(stage)
         if state is None:
-            state = self.stages[stage] = _StageState(rank, self._seconds.get(stage, _USUAL))
+            state = self.stages[stage] = StageState(rank, self._seconds.get(stage, _USUAL))
         elif state.rank != rank:
             raise ProgramError(
                 f"rank {rank}: {instruction}, but stage {stage} is on rank {state.rank}"
             )
         return state
 
-    def _send(self, rank: int, instruction: Instruction, now: float) -> None:
+    def _send(self, rank: int, instruction: Instruction, now: float) -> bool:
+        """Send an edge's next message; False if there are too many under way."""
         done = self._state(rank, instruction).done.get(instruction.microbatch, 0)
         direction = instruction.direction
-        if not done & (_FORWARD if direction is Direction.FORWARD else _BACKWARD):
+        if not done & (FORWARD_DONE if direction is Direction.FORWARD else BACKWARD_DONE):
             raise ProgramError(f"rank {rank}: {instruction} before its {direction}")
         edge = instruction.stage, instruction.peer
         messages = self._messages(edge)
+        if len(messages.sent) == self._bound:
+            messages.blocked = rank
+            return False
         messages.sent.append(instruction)
         receiver = messages.receiver
         if receiver >= 0:
@@ -261,6 +262,7 @@ class _Play:
         if messages.waiting:
             messages.waiting = False
             heapq.heappush(self._events, (now, receiver))
+        return True
 
     def _messages(self, edge: Edge) -> _Edge:
         messages = self._edges.get(edge)
@@ -268,7 +270,7 @@ class _Play:
             messages = self._edges[edge] = _Edge(self._homes.get(edge, -1))
         return messages
 
-    def _receive(self, rank: int, instruction: Instruction) -> bool:
+    def _receive(self, rank: int, instruction: Instruction, now: float) -> bool:
         """Take the edge's next message; False if it is not there yet."""
         state = self._state(rank, instruction)
         messages = self._messages((instruction.peer, instruction.stage))
@@ -276,6 +278,9 @@ class _Play:
             messages.waiting = True
             return False
         sent = messages.sent.popleft()
+        if messages.blocked >= 0:
+            heapq.heappush(self._events, (now, messages.blocked))
+            messages.blocked = -1
         direction = instruction.direction
         if sent.microbatch != instruction.microbatch:
             raise ProgramError(
@@ -286,9 +291,9 @@ class _Play:
                 f"rank {rank}: {instruction} is {direction}, {sent} is {sent.direction}"
             )
         done = state.done.get(instruction.microbatch, 0)
-        if done & (_FORWARD if direction is Direction.FORWARD else _BACKWARD):
+        if done & (FORWARD_DONE if direction is Direction.FORWARD else BACKWARD_DONE):
             raise ProgramError(f"rank {rank}: {instruction} after its {direction}")
-        if direction is Direction.BACKWARD and not done & _FORWARD:
+        if direction is Direction.BACKWARD and not done & FORWARD_DONE:
             raise ProgramError(f"rank {rank}: {instruction} before its forward")
         return True
 
@@ -327,6 +332,11 @@ class _Play:
                 position[rank] += 1
                 heapq.heappush(self._events, (now, rank))
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a rank waits to send."""
+        return any(messages.blocked >= 0 for messages in self._edges.values())
+
     def check_ended(self) -> None:
         """
         Raises:
@@ -347,37 +357,3 @@ class _Play:
                 raise ProgramError(
                     f"stage {stage}: {state.live} forward(s) never get their backward"
                 )
-
-
-def _compute(rank: int, instruction: Instruction, state: _StageState) -> None:
-    op, microbatch = instruction.op, instruction.microbatch
-    done = state.done.get(microbatch, 0)
-    forward = _FORWARDS.get(op)
-    if forward is not None:
-        if done & _FORWARD:
-            raise ProgramError(f"rank {rank}: {instruction} runs twice")
-        state.done[microbatch] = forward
-        if forward != _FORWARD:
-            state.live += 1
-        state.peak = max(state.peak, state.live)
-        return
-    later = _LATER[op]
-    if done & later:
-        raise ProgramError(f"rank {rank}: {instruction} runs twice")
-    if not done & _FORWARD:
-        raise ProgramError(f"rank {rank}: {instruction} before its forward")
-    if op is Op.RECOMPUTE:
-        if not done & _CHECKPOINTED:
-            raise ProgramError(f"rank {rank}: {instruction}, but its forward kept no inputs")
-        state.done[microbatch] = done | _RECOMPUTED | _KEPT
-        return
-    if not done & _KEPT:
-        missing = "was not recomputed" if done & _CHECKPOINTED else "kept nothing"
-        raise ProgramError(f"rank {rank}: {instruction}, but its forward {missing}")
-    if op is Op.BACKWARD_WEIGHT and not done & _SPLIT:
-        raise ProgramError(f"rank {rank}: {instruction} before its backward_input")
-    if op is Op.BACKWARD_INPUT:
-        later |= _SPLIT  # lives on until its backward_weight
-    else:
-        state.live -= 1
-    state.done[microbatch] = done | later

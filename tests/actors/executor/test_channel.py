@@ -9,6 +9,7 @@ from fork_server import run_processes
 from same_messages import check_equal
 
 from raymm.actors.executor.channel import Link, RecvChannel, SendChannel
+from raymm.actors.executor.message_layout import MOST_LAYOUTS
 from raymm.actors.faults.lost_processes import ChannelError, reporting_lost_processes
 from raymm.actors.modules.message import Message
 from raymm.actors.quota import ModuleError
@@ -90,7 +91,31 @@ def _peer_leaves(rank: int, store: str) -> None:
             channel.recv()
 
 
-@pytest.mark.parametrize("work", [_exchange, _peer_leaves])
+def _bounded(rank: int, store: str) -> None:
+    """A sender that is far ahead keeps no more than the bound, and forgets layouts as its peer."""
+    _join(rank, store)
+    count, bound = MOST_LAYOUTS + 40, 4
+    shapes = [1 + n % (MOST_LAYOUTS + 20) for n in range(count)]
+    shapes += shapes[:3] + shapes[-3:]  # forgotten, and not
+    if rank == 0:
+        channel = SendChannel({0: Link(dist.group.WORLD, 1)}, CPU)
+        channel.bound = bound
+        for size in shapes:
+            channel.send(size, Message((torch.full((size,), float(size)),), {}))
+            assert channel.held <= bound
+        assert len(channel._layouts) == MOST_LAYOUTS
+    else:
+        channel = RecvChannel({0: Link(dist.group.WORLD, 0)}, CPU, TIMEOUT)
+        channel.expect(shapes)
+        for size in shapes:
+            (received,) = channel.recv().tensors
+            assert received.shape == (size,) and bool((received == size).all())
+        assert len(channel._layouts) == MOST_LAYOUTS
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("work", [_exchange, _peer_leaves, _bounded])
 def test_two_processes(work, tmp_path):
     """A failed assertion in either process fails the test."""
     run_processes(work, (str(tmp_path / "store"),), 2)

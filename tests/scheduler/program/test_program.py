@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_plans import alignment, chain, steps
 
+from raymm.scheduler.graph.direction import Direction
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.check_program import check_program
@@ -252,3 +253,36 @@ def test_any_program_with_one_fault(data: st.DataObject) -> None:
     twice = program.ranks[rank][at]
     with pytest.raises(ProgramError, match="runs twice"):
         check_program(edited(program, rank, at, twice, twice))
+
+
+def one_way(microbatches: int, back: bool = False) -> Program:
+    """A frozen stage that runs ahead of the next one; with ``back``, one after that which is on the
+    first one's rank and comes last there."""
+    a, b, c = StageId("a", 0), StageId("b", 0), StageId("c", 0)
+    ahead = Direction.FORWARD
+    first, second = [], []
+    for m in range(microbatches):
+        first += [Instruction(N, a, m), Instruction(S, a, m, b, direction=ahead)]
+        second += [Instruction(R, b, m, a, direction=ahead), Instruction(N, b, m)]
+        if back:
+            second.append(Instruction(S, b, m, c, direction=ahead))
+    if back:
+        for m in range(microbatches):
+            first += [Instruction(R, c, m, b, direction=ahead), Instruction(N, c, m)]
+    return Program((tuple(first), tuple(second)))
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "back", "bound"),
+    # With both ways full, the first rank has sent what the second one took, and as many more.
+    [(64, False, 4), (1, False, 4), (4, True, 4), (8, True, 4), (64, True, None)],
+)
+def test_messages_under_way_are_bounded_where_the_program_ends_so(microbatches, back, bound):
+    assert check_program(one_way(microbatches, back)).bound == bound
+
+
+def test_what_is_stuck_without_a_bound_says_so() -> None:
+    program = one_way(64, True)
+    broken = Program((program.ranks[0], program.ranks[1][3:]))
+    with pytest.raises(ProgramError):
+        check_program(broken)

@@ -1,0 +1,112 @@
+"""What a message looks like: shapes and dtypes, by which both ends know what travels."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from raymm.actors.faults.lost_processes import ChannelError
+from raymm.actors.modules.message import Message
+from raymm.kernels.host_copies import on_host
+
+MOST_LAYOUTS = 1024
+"""Layouts that each end of an edge remembers."""
+
+
+class Layout(NamedTuple):
+    """Shapes and dtypes of a message: ``tensors`` and named ``side`` entries."""
+
+    tensors: tuple[tuple[tuple[int, ...], str], ...]
+    side: tuple[tuple[str, tuple[int, ...], str], ...]
+
+    @classmethod
+    def of(cls, message: Message) -> Layout:
+        return cls(
+            tuple((tuple(t.shape), str(t.dtype)) for t in message.tensors),
+            tuple((name, tuple(t.shape), str(t.dtype)) for name, t in message.side.items()),
+        )
+
+    @property
+    def buffers(self) -> list[tuple[int, torch.dtype]]:
+        """Elements and dtype of every tensor."""
+        return [(prod(shape), _dtype(dtype)) for shape, dtype in self.tensors]
+
+    @property
+    def side_bytes(self) -> int:
+        """Of all side entries, one after another."""
+        return sum(_nbytes(shape, _dtype(dtype)) for _, shape, dtype in self.side)
+
+    def encode(self) -> bytes:
+        return json.dumps([self.tensors, self.side]).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Layout:
+        tensors, side = json.loads(data)
+        return cls(
+            tuple((tuple(shape), dtype) for shape, dtype in tensors),
+            tuple((name, tuple(shape), dtype) for name, shape, dtype in side),
+        )
+
+
+class Layouts:
+    """Layouts by key, at most :data:`MOST_LAYOUTS`: the one that was not used for longest goes.
+    Both ends of an edge ask in the order of its messages, so both forget the same."""
+
+    def __init__(self) -> None:
+        self._of: OrderedDict[object, Layout] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._of
+
+    def get(self, key: object) -> Layout | None:
+        """Of a message that is sent or received next; None if it has to be described."""
+        if key in self._of:
+            self._of.move_to_end(key)
+        return self._of.get(key)
+
+    def add(self, key: object, layout: Layout) -> None:
+        """What was described; one that was used last goes last."""
+        self._of[key] = layout
+        if len(self._of) > MOST_LAYOUTS:
+            self._of.popitem(last=False)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ChannelError(f"a message names the dtype {name!r}")
+    return dtype
+
+
+def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return dtype.itemsize * prod(shape)
+
+
+def pack(side: dict[str, torch.Tensor]) -> torch.Tensor:
+    """All side entries as bytes, on the host."""
+    entries = (on_host(entry.detach()) for entry in side.values())
+    return torch.cat([entry.contiguous().view(-1).view(torch.uint8) for entry in entries])
+
+
+def unpack(layout: Layout, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The inverse of :func:`pack`.
+
+    Args:
+        layout: of the message.
+        buffer: all side entries as bytes.
+    """
+    side, offset = {}, 0
+    for name, shape, dtype_name in layout.side:
+        dtype = _dtype(dtype_name)
+        size = _nbytes(shape, dtype)
+        # clone: a view at an odd byte offset is not aligned for its dtype.
+        side[name] = buffer[offset : offset + size].clone().view(dtype).view(shape)
+        offset += size
+    return side
