@@ -30,6 +30,7 @@ from benchmarks.baselines.contender import Contender
 from benchmarks.baselines.isend_irecv import LoopContender
 from benchmarks.baselines.raymm_pipeline import RaymmContender
 from benchmarks.baselines.torch_pipelining import PipeliningContender
+from benchmarks.baselines.varied_pipeline import NewShapesContender, VariedContender
 
 CONTENDERS: dict[str, type[Contender]] = {
     contender.name: contender
@@ -41,6 +42,8 @@ CONTENDERS: dict[str, type[Contender]] = {
         PlainCompiledGraphContender,
         ActorCallsContender,
         LoopContender,
+        VariedContender,
+        NewShapesContender,
     )
 }
 RATIOS = {
@@ -51,6 +54,9 @@ RATIOS = {
     "raymm_over_actor_calls": ActorCallsContender.name,
     "raymm_over_floor": LoopContender.name,
 }
+VARIED = {
+    "varied_over_fixed": VariedContender.name, "new_over_fixed": NewShapesContender.name,
+}  # fmt: skip
 MESSAGE_BYTES = (64 * 2**10, 4 * 2**20)
 MICROBATCHES = (8, 24)
 COMPUTE_MS = (0.0, 1.0)
@@ -176,6 +182,19 @@ def worst_ratios(rows: list[dict]) -> dict[str, float]:
     return result
 
 
+def varied_ratios(rows: list[dict]) -> dict[str, float]:
+    """The largest ratio of medians over the grid of messages of many shapes to those of one."""
+    result = {}
+    for key, varied in VARIED.items():
+        ratios = [
+            row["median_ms"][varied] / row["median_ms"][RaymmContender.name]
+            for row in rows if {RaymmContender.name, varied} <= row["median_ms"].keys()
+        ]
+        if ratios:
+            result[key] = round(max(ratios), 3)
+    return result
+
+
 def table(rows: list[dict]) -> Table:
     """Medians, one line per grid point, one column per contender."""
     names = list(rows[0]["median_ms"])
@@ -220,6 +239,7 @@ def main() -> int:
     result = {
         "benchmark": "pipeline_overhead",
         **worst_ratios(rows),
+        **varied_ratios(rows),
         "grid": rows,
         "rounds": options.rounds,
         "load_average_1min_after": round(os.getloadavg()[0], 2),

@@ -194,8 +194,7 @@ class RankGroup:
         """Hand every rank its instructions, once per distinct program; returns the key.
 
         Args:
-            program, issues, bound: what has been proved, where every rank is to begin what, and
-                how many messages of an edge may be under way, by the proof.
+            program, issues, bound: what has been proved, and what the proof says.
 
         Does not wait: a rank runs its calls in order. Driver and ranks forget the least
         recently used program at the same point of that order.
@@ -204,8 +203,7 @@ class RankGroup:
         key = hashlib.sha256(repr(program.ranks).encode()).hexdigest()[:16]
         if key not in self._programs:
             for actor, *lists in zip(self._actors, program.ranks, issues, strict=True):
-                plain = ([tuple(i) for i in items] for items in lists)
-                actor.load_program.remote(key, *plain, bound)
+                actor.load_program.remote(key, *(list(map(tuple, part)) for part in lists), bound)
         remember(self._programs, key, None)
         return key
 

@@ -60,11 +60,12 @@ class RaymmContender(Contender):
     def __init__(self) -> None:
         self.group: RankGroup | None = None
         self.results: list = []
+        self.stage: Any = RaymmStage
 
     def setup(self, config: ChainConfig) -> None:
         plan = chain_plan(config)
         builders = [
-            {stage.id: partial(RaymmStage, config, stage.index)} for stage in plan.stages
+            {stage.id: partial(self.stage, config, stage.index)} for stage in plan.stages
         ]
         places = {stage.id: stage.rank for stage in plan.stages}
         p2p_groups = p2p_groups_between_ranks(plan.stage_edges, places)

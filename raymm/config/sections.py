@@ -281,8 +281,7 @@ class RunConfig(Section):
         wait_for_nodes_s: that nodes may take to come; by default 1800 with an autoscaler, else 0.
         max_seconds: after so many, the wait for nodes included, the run ends as on a signal: the
             step under way is finished and saved.
-        timeout_s: seconds a rank may wait for another, and one instruction (a stage's forward of a
-            microbatch, say) may take.
+        timeout_s: seconds a rank may wait for another, and one instruction (a forward) may take.
         nccl_timeout_s: seconds until NCCL's watchdog ends a rank; by default 2 * ``timeout_s``.
         steps_in_flight: steps submitted ahead, so that ranks never wait for the driver.
         max_skipped_steps: a step whose loss or gradients are not finite is not applied; after so
