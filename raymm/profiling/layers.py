@@ -177,7 +177,8 @@ def _measurements(
             LayerCost(
                 t.forward, t.backward_input, t.backward_weight, t.activation_bytes,
                 _FP32_BYTES * count.parameters, t.output_bytes, _FP32_BYTES * count.replicated,
-                round(times_of.tokens * count.key_value_elements * element_bytes), t.options,
+                round(times_of.tokens * count.key_value_elements * element_bytes),
+                t.working_bytes, t.forward_bytes, t.data_bytes, t.options,
             )
             for t, count in zip(times_of.layers, counts, strict=True)
         )

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from raymm.errors import InputError
+from raymm.scheduler.costs.device_memory import compute_copy_share
 from raymm.scheduler.costs.devices import DeviceError, Link, Links
 from raymm.scheduler.costs.recomputation import KEEP, OPTIONS, LayerOption
 from raymm.scheduler.graph.module_graph import ModuleGraph
@@ -52,8 +53,14 @@ class LayerCost:
             (norms, convolutions, positions).
         key_value_bytes: keys and values of its attention in the compute dtype; 0 if not known
             (a profile of before it was counted), or if it has none.
+        working_bytes: the most that it has for a time in a forward or a backward beyond what it and
+            the layers before it keep, and its output; gradients that are under way, mostly.
+        forward_bytes: the most that a forward which keeps nothing has at a time, with its input.
+        data_bytes: what it reads of a microbatch's data, which is on the device for the whole step.
         options: what else it may do with its activations, if known: seconds that this adds to a
             forward and backward, and bytes that it keeps instead of ``activation_bytes``.
+
+    The last three sizes are 0 where they are not known.
     """
 
     forward: float
@@ -64,6 +71,9 @@ class LayerCost:
     output_bytes: int = 0
     replicated_bytes: int = 0
     key_value_bytes: int = 0
+    working_bytes: int = 0
+    forward_bytes: int = 0
+    data_bytes: int = 0
     options: tuple[LayerOption, ...] = ()
 
     def __post_init__(self) -> None:
@@ -137,14 +147,15 @@ class CostProfile:
 
     def state_share(self, trainable: bool, moments_shared_by: int = 1) -> float:
         """Bytes that a layer's state takes per one of its ``parameter_bytes``: a trained
-        weight in fp32 with its gradient and AdamW moments, a frozen one in the compute
-        dtype.
+        weight in fp32 with its gradient and AdamW moments, and its copy in the compute dtype where
+        there is one, a frozen one in the compute dtype.
 
         Args:
             moments_shared_by: processes among which the moments are split (ZeRO-1).
         """
         if trainable:
-            return TRAINED_COPIES - MOMENTS * (1 - 1 / moments_shared_by)
+            copy = compute_copy_share(self.dtype, trainable)
+            return TRAINED_COPIES - MOMENTS * (1 - 1 / moments_shared_by) + copy
         return 0.5 if self.dtype == "bf16" else 1
 
     def state_bytes(self, cost: LayerCost, trainable: bool, moments_shared_by: int = 1) -> int:

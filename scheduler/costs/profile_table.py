@@ -19,9 +19,13 @@ from raymm.scheduler.costs.recomputation import LayerOption
 TABLE_FORMAT = 1
 _INTEGER_FIELDS = (
     "activation_bytes", "parameter_bytes", "output_bytes", "replicated_bytes", "key_value_bytes",
+    "working_bytes", "forward_bytes", "data_bytes",
 )
 # Tables of before they were counted lack them.
-_OPTIONAL_FIELDS = ("replicated_bytes", "key_value_bytes", "options")
+_OPTIONAL_FIELDS = (
+    "replicated_bytes", "key_value_bytes", "working_bytes", "forward_bytes", "data_bytes",
+    "options",
+)
 
 
 @dataclass(frozen=True)

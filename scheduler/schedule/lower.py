@@ -11,7 +11,7 @@ from raymm.scheduler.plan.policy import Policy, policies
 from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.program.program import Op, Program
 from raymm.scheduler.schedule.list_schedule import ListScheduler
-from raymm.scheduler.schedule.memory import activation_peaks
+from raymm.scheduler.schedule.memory import activation_peaks, beside_activations
 from raymm.scheduler.schedule.network import Transfer
 from raymm.scheduler.schedule.schedule_program import to_program
 from raymm.scheduler.schedule.schedule_rules import NoRoomError, Rules, Schedule
@@ -197,11 +197,14 @@ def one_f_one_b_limits(
 def _limits(
     plan: Plan, peaks: Sequence[int], sizes: Mapping[StageId, StageCost]
 ) -> tuple[int, ...]:
-    state = [
-        sum(sizes[s.id].state_bytes for s in plan.rank_stages(rank) if s.id in sizes)
+    costs = [
+        [sizes[s.id] for s in plan.rank_stages(rank) if s.id in sizes]
         for rank in range(plan.num_ranks)
     ]
-    device = max(p + s for p, s in zip(peaks, state, strict=True))
+    beside = [beside_activations(own) for own in costs]
+    device = max(p + b for p, b in zip(peaks, beside, strict=True))
+    # What a backward has for a time is no microbatch's that could be held back.
     return tuple(
-        max(peak, min(max(peaks), device - own)) for peak, own in zip(peaks, state, strict=True)
+        max(peak, min(max(peaks), device - own)) - max((c.remade_bytes for c in rank), default=0)
+        for peak, own, rank in zip(peaks, beside, costs, strict=True)
     )

@@ -6,6 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from raymm.scheduler.costs.device_memory import (
+    communicator_groups,
+    idle_share,
+    system_bytes,
+)
 from raymm.scheduler.plan.plan import Plan, PlanError
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import COMPUTE, Op, Program
@@ -21,8 +26,8 @@ def peak_bytes(tasks: Iterable[Task], sizes: Mapping[StageId, StageCost]) -> int
 
     A forward keeps its activations until its backward (B_w where it is split), a checkpointed
     one its inputs, and from its recomputation on its activations too. Layers that make some of
-    theirs again hold those while their backward runs, one layer at a time; in a group all begin
-    before any ends. Not counted: outputs under way to another rank.
+    theirs again hold those while their backward runs, one layer at a time, and what they work
+    with; in a group all begin before any ends. Not counted: messages under way.
 
     Args:
         tasks: of the rank, in order.
@@ -40,13 +45,12 @@ def peak_bytes(tasks: Iterable[Task], sizes: Mapping[StageId, StageCost]) -> int
             more = size.activation_bytes
         elif op is Op.FORWARD_CHECKPOINTED:
             more = size.input_bytes
-        elif op is Op.BACKWARD_INPUT:
-            continue
-        else:  # the microbatch is done with, or never kept anything
-            if key in held:
+        else:
+            if key in held:  # else nothing was ever kept
                 remade += size.remade_bytes
                 peak = max(peak, total + remade)
-            freed += held.pop(key, 0)
+            if op is not Op.BACKWARD_INPUT:  # the microbatch is done with
+                freed += held.pop(key, 0)
             continue
         held[key] = held.get(key, 0) + more
         total += more
@@ -71,15 +75,25 @@ def activation_peaks(program: Program, sizes: Mapping[StageId, StageCost]) -> tu
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes that each process of a rank needs: ``state`` is weights, gradients and optimizer
-    moments, ``activations`` the most that live at once."""
+    """Bytes that each process of a rank needs.
+
+    Attributes:
+        state: weights, gradients and optimizer moments.
+        activations: the most that live at once, with what computing takes for a time.
+        messages: that are under way, and the step's data.
+        update: what the end of a step takes for itself, when activations are gone.
+        system: communicators, workspaces, and what the allocator cannot use.
+    """
 
     state: int
     activations: int
+    messages: int = 0
+    update: int = 0
+    system: int = 0
 
     @property
     def total(self) -> int:
-        return self.state + self.activations
+        return self.state + max(self.activations + self.messages, self.update) + self.system
 
 
 def rank_memory(plan: Plan, program: Program) -> tuple[RankMemory, ...]:
@@ -87,13 +101,45 @@ def rank_memory(plan: Plan, program: Program) -> tuple[RankMemory, ...]:
     return memory_of(plan, activation_peaks(program, stage_costs(plan)))
 
 
+def beside_activations(costs: Sequence[StageCost]) -> int:
+    """Bytes that a rank's stages need while activations are there, beside those that wait for their
+    backward.
+
+    Args:
+        costs: of all stages of the rank.
+    """
+    forward = max((cost.forward_bytes for cost in costs), default=0)
+    return forward + sum(cost.state_bytes + cost.message_bytes for cost in costs)
+
+
 def memory_of(plan: Plan, peaks: Sequence[int]) -> tuple[RankMemory, ...]:
     """Per rank, what a plan with a profile needs, if it holds so many bytes of activations."""
     sizes = stage_costs(plan)
-    return tuple(
-        RankMemory(sum(sizes[s.id].state_bytes for s in plan.rank_stages(rank)), peak)
-        for rank, peak in enumerate(peaks)
-    )
+    device = "" if plan.profile is None else plan.profile.device
+    needs = []
+    for rank, peak in enumerate(peaks):
+        own = [sizes[stage.id] for stage in plan.rank_stages(rank)]
+        activations = peak + max((cost.forward_bytes for cost in own), default=0)
+        messages = sum(cost.message_bytes for cost in own)
+        # One stage after another.
+        update = max((cost.update_bytes for cost in own), default=0)
+        system = system_bytes(device, *_communicators(plan, rank))
+        system += idle_share(device) * max(activations + messages, update)
+        needs.append(RankMemory(
+            sum(cost.state_bytes for cost in own), activations, messages, update, int(system)
+        ))
+    return tuple(needs)
+
+
+def _communicators(plan: Plan, rank: int) -> tuple[int, int]:
+    """A link each way with every rank that a rank has messages with, and groups."""
+    stages = plan.rank_stages(rank)
+    others = {
+        plan.by_id[other].rank for stage in stages
+        for other in (*plan.stage_producers[stage.id], *plan.stage_consumers[stage.id])
+    } - {rank}
+    sharers = max(plan.sharers(stage) for stage in stages)
+    return 2 * len(others), communicator_groups(plan.degrees(rank), sharers)
 
 
 def check_memory(plan: Plan, program: Program) -> None:
@@ -113,10 +159,20 @@ def check_needs(plan: Plan, needs: Sequence[RankMemory]) -> None:
             names = ", ".join(str(stage.id) for stage in plan.rank_stages(rank))
             several = f", each of its {n} processes," if (n := plan.processes(rank)) > 1 else ""
             raise PlanError(
-                f"rank {rank} ({names}){several} needs {_size(need.total)}: {_size(need.state)} of "
-                f"weights and optimizer state, {_size(need.activations)} of activations; "
+                f"rank {rank} ({names}){several} needs {_size(need.total)}: {_text(need)}; "
                 f"memory_limit is {_size(plan.memory_limit)}"
             )
+
+
+def _text(need: RankMemory) -> str:
+    """What it is for, of what counts at the time of the most."""
+    parts = {"weights and optimizer state": need.state}
+    if need.activations + need.messages >= need.update:
+        parts |= {"activations": need.activations, "messages and data": need.messages}
+    else:
+        parts["the end of a step"] = need.update
+    parts["communicators, workspaces and fragments"] = need.system
+    return ", ".join(f"{_size(size)} of {what}" for what, size in parts.items() if size)
 
 
 def _size(count: float) -> str:

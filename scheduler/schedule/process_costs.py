@@ -109,6 +109,9 @@ def _process_layer(
         output_bytes=cost.output_bytes,
         replicated_bytes=cost.replicated_bytes,
         key_value_bytes=round(keys / cp),
+        working_bytes=held(cost.working_bytes),
+        forward_bytes=held(cost.forward_bytes),
+        data_bytes=cost.data_bytes,
         options=tuple(
             LayerOption(
                 option.name,

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
+from raymm.scheduler.costs.device_memory import message_bytes, update_bytes
 from raymm.scheduler.costs.devices import Link
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, trainable_before
 from raymm.scheduler.costs.recomputation import KEEP, LayerOption, remade_bytes
@@ -34,11 +37,17 @@ class StageCost:
         backward_weight: seconds of B_w, of the trainable layers, and a microbatch's share of what
             the step's sum of gradients takes after the last backward.
         input_bytes: what it receives, which is what a checkpointed forward keeps.
-        activation_bytes: what autograd keeps of the layers that have a backward.
+        activation_bytes: what autograd keeps of the layers that have a backward, and its output,
+            at which the backward begins.
         output_bytes: what its rank hands on, all processes together.
         state_bytes: weights, and gradients and AdamW moments of the trainable ones.
-        remade_bytes: the most that a backward makes again, or fetches, at one time: of the layer
-            that keeps least of its activations.
+        remade_bytes: the most that it has at one time beyond what it keeps: what a backward makes
+            again, or fetches, of a layer that keeps less of its activations, and what the layer
+            needs to work.
+        forward_bytes: what a forward needs of a stage that has no backward.
+        message_bytes: of its messages to and from other ranks that are under way, and of the step's
+            data that it reads.
+        update_bytes: what sums of its gradients or the optimizer take for themselves.
     """
 
     forward: float
@@ -49,6 +58,9 @@ class StageCost:
     output_bytes: int = 0
     state_bytes: int = 0
     remade_bytes: int = 0
+    forward_bytes: int = 0
+    message_bytes: int = 0
+    update_bytes: int = 0
 
     def seconds(self) -> dict[Op, float]:
         """Per compute op; what a stage does not need is simply not in its program."""
@@ -89,7 +101,10 @@ def _stage_costs(plan: Plan, profile: CostProfile) -> dict[StageId, StageCost]:
     for stage in plan.stages:
         links = _process_links(plan, stage, profile)
         # Replicas cost the same where their processes are as near to each other.
-        kind = stage.module, stage.index, stage.layers, stage.recompute, stage.layer_options, links
+        kind = (
+            stage.module, stage.index, stage.layers, stage.recompute, stage.layer_options, links,
+            _remote(plan, stage),
+        )
         if kind not in of_kind:
             of_kind[kind] = _stage_cost(plan, stage, profile, before[stage.module], links)
         costs[stage.id] = of_kind[kind]
@@ -138,16 +153,65 @@ def _stage_cost(
         reduction = all_reduce_seconds(trained_bytes, sharers, link)
         steps = max(1, plan.num_microbatches // len(plan.replicas(stage.module)))
         backward_weight += exposed_seconds(reduction, backward_input + backward_weight) / steps
+    remote_producers, remote_consumers = _remote(plan, stage)
+    handed = layers[-1].output_bytes // (stage.cp * stage.fsdp) if _hands_on(plan, stage) else 0
+    saved = handed if kept else 0
+    steps = plan.num_microbatches // len(plan.replicas(stage.module)) or 1
     return StageCost(
         forward=forward,
         backward_input=backward_input,
         backward_weight=backward_weight,
         input_bytes=received,
-        activation_bytes=sum(option.nbytes for _, option in kept),
+        activation_bytes=sum(option.nbytes for _, option in kept) + saved,
         output_bytes=layers[-1].output_bytes,
         state_bytes=state,
-        remade_bytes=max((remade_bytes(o, c.activation_bytes) for c, o in kept), default=0),
+        remade_bytes=_working_excess(kept),
+        forward_bytes=0 if kept else received + max(c.forward_bytes for c in layers),
+        message_bytes=steps * sum(c.data_bytes for c in layers) + int(message_bytes(
+            received * remote_producers,
+            handed * remote_consumers if stage.recompute or not kept else 0,
+            received * remote_producers if earlier[0] else 0,
+            handed * remote_consumers if kept else 0,
+        )),
+        update_bytes=_update_bytes(plan, stage, profile, [c.parameter_bytes for c in trained]),
     )
+
+
+def _hands_on(plan: Plan, stage: Stage) -> bool:
+    last = stage.index == len(plan.module_stages(stage.module)) - 1
+    return not last or bool(plan.graph.consumers(stage.module))
+
+
+def _remote(plan: Plan, stage: Stage) -> tuple[bool, bool]:
+    """Whether a stage gets its input from another rank, and hands its output to one."""
+    def elsewhere(others: tuple[StageId, ...]) -> bool:
+        return any(plan.by_id[other].rank != stage.rank for other in others)
+
+    return elsewhere(plan.stage_producers[stage.id]), elsewhere(plan.stage_consumers[stage.id])
+
+
+def _update_bytes(plan: Plan, stage: Stage, profile: CostProfile, trained: list[int]) -> int:
+    if not trained:
+        return 0
+    return int(update_bytes(
+        np.array(sum(trained) / stage.shards), np.array(max(trained) / stage.shards),
+        plan.sharers(stage), stage.sharding, profile.device,
+    ))
+
+
+def _working_excess(kept: list[tuple[LayerCost, LayerOption]]) -> int:
+    """Bytes that a stage has for a time beyond what it keeps of a microbatch, at most. While a
+    layer works, nothing is left of those after it.
+
+    Args:
+        kept: the layers, and what they do with their activations.
+    """
+    after = most = 0
+    for cost, option in reversed(kept):
+        remade = remade_bytes(option, cost.activation_bytes)
+        most = max(most, remade + max(0, cost.working_bytes - after))
+        after += option.nbytes
+    return most
 
 
 def _kept(

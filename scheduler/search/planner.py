@@ -14,7 +14,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from raymm.scheduler.costs.layer_costs import layer_work
+import numpy as np
+
+from raymm.scheduler.costs.device_memory import (
+    communicator_groups,
+    idle_share,
+    message_bytes,
+    system_bytes,
+    update_bytes,
+)
+from raymm.scheduler.costs.layer_costs import layer_work, trainable_before
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.progress.search_control import SearchControl
 from raymm.scheduler.search.degree_search import search_degrees
@@ -22,7 +31,13 @@ from raymm.scheduler.search.evaluation import Candidates, Proposal, step_bound
 from raymm.scheduler.search.layouts import chunked, colocated, replicated
 from raymm.scheduler.search.module_degrees import DegreeChoices
 from raymm.scheduler.search.options import LAYERS, RECOMPUTE, PlanProblem
-from raymm.scheduler.search.stage_memory import ModuleMemory, StageMemory
+from raymm.scheduler.search.partition import cost_matrix
+from raymm.scheduler.search.stage_memory import (
+    ModuleMemory,
+    StageBytes,
+    StageMemory,
+    range_maximum,
+)
 from raymm.scheduler.search.stage_search import joint_search
 from raymm.scheduler.search.stage_space import ROUNDING, StageSearchError, StageSpace
 
@@ -234,20 +249,68 @@ def within_memory(space: StageSpace, adaptive: bool = False) -> StageSpace:
     """
     if space.memory_limit is None:
         return space
-    graph, modules = space.graph, {}
-    for node in graph.nodes:
-        name, degrees = node.name, space.shared(node.name)
-        costs = space.process_profile.modules[name]
-        moments = degrees.dp * degrees.cp if degrees.sharding == "zero1" else 1
-        first = sum(space.profile.modules[p][-1].output_bytes for p in graph.producers(name))
-        modules[name] = ModuleMemory(
-            costs, space.backward[name],
-            [
-                space.profile.state_bytes(c, trainable, moments)
-                for c, trainable in zip(costs, node.trainable, strict=True)
-            ],
-            [first, *(c.output_bytes // degrees.cp for c in costs)],
-            space.recomputing[name], space.memory_limit, adaptive,
+    modules = {
+        node.name: ModuleMemory(
+            space.process_profile.modules[node.name], space.backward[node.name],
+            stage_bytes(space, node.name), space.recomputing[node.name], adaptive,
         )
+        for node in space.graph.nodes
+    }
     microbatches = {name: space.replica_microbatches(name) for name in modules}
     return replace(space, memory=StageMemory(modules, microbatches, adaptive))
+
+
+def stage_bytes(space: StageSpace, name: str) -> StageBytes:
+    """What the stages of a module need, as :func:`.stage_costs.stage_costs` counts it of a plan's
+    with a stage per rank.
+
+    Args:
+        space: with a memory limit.
+        name: the module's.
+    """
+    graph, node, degrees = space.graph, space.graph.node(name), space.shared(name)
+    profile, layers = space.profile, space.process_profile.modules[name]
+    sharers = degrees.dp * degrees.cp
+    moments = sharers if degrees.sharding == "zero1" else 1
+    flags = list(zip(layers, node.trainable, strict=True))
+    trained = [c.parameter_bytes if t else 0 for c, t in flags]
+    first = sum(profile.modules[p][-1].output_bytes for p in graph.producers(name))
+    outputs = [c.output_bytes // degrees.cp for c in layers]
+    received = np.array([first, *outputs], dtype=float)[:, None]
+    if not graph.consumers(name):
+        outputs[-1] = 0
+    handed = np.array([0.0, *outputs])[None, :]
+    # A stage has a backward if its last layer has, and hands a gradient back if anything before its
+    # first layer is trained.
+    backward = np.array([False, *space.backward[name]])[None, :]
+    before = np.array([*trainable_before(graph)[name], False])[:, None]
+    kept = np.cumsum([0, *(
+        c.activation_bytes if b else 0
+        for c, b in zip(layers, space.backward[name], strict=True)
+    )])
+    # While a layer works, nothing is left of those after it.
+    reach = range_maximum([
+        c.working_bytes + float(kept[i + 1]) if space.backward[name][i] else 0.0
+        for i, c in enumerate(layers)
+    ])
+    forward = range_maximum([c.forward_bytes for c in layers]) + received
+    data = cost_matrix([c.data_bytes for c in layers]) * space.replica_microbatches(name)
+    messages = message_bytes(
+        received, handed * (space.recomputing[name] | ~backward), received * before,
+        handed * backward,
+    )
+    links = 2 * max(2, len(graph.producers(name)) + len(graph.consumers(name)))
+    groups = communicator_groups(degrees.of_rank, sharers)
+    state = cost_matrix([profile.state_bytes(c, t, moments) for c, t in flags])
+    left = space.memory_limit - state - system_bytes(profile.device, links, groups)
+    return StageBytes(
+        room=left / (1 + idle_share(profile.device)),
+        update=update_bytes(
+            cost_matrix(trained), range_maximum(trained), sharers, degrees.sharding,
+            profile.device,
+        ),
+        beside=messages + data + np.where(backward, 0.0, forward),
+        received=np.broadcast_to(received, state.shape),
+        saved=np.broadcast_to(handed * backward, state.shape),
+        working=np.maximum(0.0, reach - kept[None, :]),
+    )

@@ -10,6 +10,7 @@ stage nearer to the loss, which holds fewer microbatches, may save more time tha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
@@ -30,27 +31,56 @@ from raymm.scheduler.search.partition import Ranges, cost_matrix
 _ROUNDING = 1e-12
 
 
+@dataclass(frozen=True)
+class StageBytes:
+    """What a module's stages need: layers [lo, hi) for all lo < hi, in arrays over (lo, hi).
+
+    Attributes:
+        room: what a device has for all that follows: its memory without weights, their state,
+            communicators and workspaces, and a share that lies idle.
+        update: what the end of a step takes for itself.
+        beside: messages under way, and data; of a stage without backward, what its forward needs.
+        received: what a stage receives per microbatch.
+        saved: what it keeps per microbatch beside its layers' activations, its output.
+        working: what it has for a time beyond what it keeps, if it keeps all.
+    """
+
+    room: np.ndarray
+    update: np.ndarray
+    beside: np.ndarray
+    received: np.ndarray
+    saved: np.ndarray
+    working: np.ndarray
+
+
+def range_maximum(values: Sequence[float]) -> np.ndarray:
+    """(n + 1, n + 1): at (lo, hi) the largest of ``values[lo:hi]``, which are at least 0; 0 where
+    there is none."""
+    many = len(values)
+    result = np.zeros((many + 1, many + 1))
+    for lo in range(many):
+        result[lo, lo + 1 :] = np.maximum.accumulate(np.array(values[lo:], dtype=float))
+    return result
+
+
 class ModuleMemory:
     """A module's possible stages: layers [lo, hi) for all lo < hi, in arrays over (lo, hi).
 
     Args:
         layers: as one process has them.
         backward: per layer, whether a step runs a backward of it.
-        state: bytes of weights and optimizer state per layer.
-        received: bytes that the module receives, and each of its layers hands on.
+        sizes: what stages need beside what layers keep.
         recomputing: which stages recompute as a whole.
-        limit: bytes per device.
         adaptive: whether layers may keep less where a stage would not fit.
     """
 
     def __init__(
-        self, layers: Sequence[LayerCost], backward: Sequence[bool], state: Sequence[float],
-        received: Sequence[int], recomputing: np.ndarray, limit: int, adaptive: bool,
+        self, layers: Sequence[LayerCost], backward: Sequence[bool], sizes: StageBytes,
+        recomputing: np.ndarray, adaptive: bool,
     ) -> None:
-        self._layers, self._backward = layers, backward
-        self._received = np.array(received, dtype=float)[:, None]
-        self._recomputing, self._limit, self._adaptive = recomputing, limit, adaptive
-        self._state = cost_matrix(state)
+        self._layers, self._backward, self._sizes = layers, backward, sizes
+        self._recomputing, self._adaptive = recomputing, adaptive
+        self._room = np.where(sizes.update <= sizes.room, sizes.room - sizes.beside, -np.inf)
         self._kept = cost_matrix(
             [c.activation_bytes if b else 0 for c, b in zip(layers, backward, strict=True)]
         )
@@ -62,7 +92,7 @@ class ModuleMemory:
         self._kinds = tuple(
             kinds.setdefault(layer, len(kinds)) for layer in zip(layers, backward, strict=True)
         )
-        self._choices: dict[tuple[int, float, tuple[int, ...]], Recomputation | None] = {}
+        self._choices: dict[tuple[int, float, float, tuple[int, ...]], Recomputation | None] = {}
         self._frontiers: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
 
     def added(self, live: int) -> np.ndarray:
@@ -70,9 +100,10 @@ class ModuleMemory:
         longer, ``inf`` for those that fit in no way. Where layers have to keep less it is a lower
         bound, until :meth:`refine` has been asked for the stage."""
         if live not in self._added:
-            again = self._recomputing
-            needed = np.where(again, live * self._received + self._kept, live * self._kept)
-            self._whole[live] = self._state + needed <= self._limit
+            again, sizes = self._recomputing, self._sizes
+            kept = self._kept + sizes.saved
+            needed = np.where(again, live * sizes.received + kept, live * kept) + sizes.working
+            self._whole[live] = needed <= self._room
             added = np.where(self._whole[live], 0.0, np.inf)
             if self._adaptive:
                 open_to_less = np.isinf(added) & ~again
@@ -110,7 +141,7 @@ class ModuleMemory:
 
     def _alike(self, live: int, lo: int, hi: int) -> Recomputation | None:
         """:meth:`_choose`, once for stages of equal layers."""
-        key = live, self._state[lo, hi], self._kinds[lo:hi]
+        key = live, self._room[lo, hi], self._sizes.saved[lo, hi], self._kinds[lo:hi]
         if key not in self._choices:
             self._choices[key] = self._choose(live, lo, hi)
         return self._choices[key]
@@ -118,19 +149,25 @@ class ModuleMemory:
     def _choose(self, live: int, lo: int, hi: int) -> Recomputation | None:
         own = list(zip(self._layers[lo:hi], self._backward[lo:hi], strict=True))
         layers = [cost.choices if b else _NOTHING for cost, b in own]
-        # Of all that are needed at once: the layer whose activations are made again. How much
-        # that is depends on the choice, so the least room for it that is enough is looked for.
+        # Of all that are needed at once: the layer whose activations are made again, with what it
+        # works with. How much that is depends on the choice, so the least room for it that is
+        # enough is looked for.
         rooms = sorted({
-            remade_bytes(option, cost.activation_bytes)
+            remade_bytes(option, cost.activation_bytes) + cost.working_bytes
             for cost, b in own if b for option in cost.choices
         })
         tries = []
         for room in rooms:
-            budget = int((self._limit - self._state[lo, hi] - room) // live)
+            budget = self._budget(live, lo, hi, room)
             allowed = [
-                [option for option in choices if remade_bytes(option, choices[0].nbytes) <= room]
-                for choices in layers
+                [
+                    option for option in choices
+                    if not b or remade_bytes(option, choices[0].nbytes) + c.working_bytes <= room
+                ]
+                for choices, (c, b) in zip(layers, own, strict=True)
             ]
+            if not all(allowed):
+                continue
             tries.append((least_seconds(allowed, budget), budget, allowed))
         best: Recomputation | None = None
         for bound, budget, allowed in sorted(tries, key=lambda option: option[:2]):
@@ -141,6 +178,10 @@ class ModuleMemory:
                 best = chosen
         return best
 
+    def _budget(self, live: int, lo: int, hi: int, room: int) -> int:
+        """Bytes that a microbatch's activations may take, if there is to be room for others."""
+        return int((self._room[lo, hi] - room) // live - self._sizes.saved[lo, hi])
+
     def _relaxed(self, live: int) -> np.ndarray:
         """Lower bounds where a stage would not fit: layers may be divided, and what is made again
         needs no room."""
@@ -148,12 +189,13 @@ class ModuleMemory:
             lives = np.arange(1, max(2 * live, 16) + 1)
             layers = len(self._layers)
             self._bounds = np.full((len(lives), layers + 1, layers + 1), np.inf)
-            alike: dict[tuple[float, int], np.ndarray] = {}
+            alike: dict[tuple[float, float, int], np.ndarray] = {}
             for lo, hi in combinations(range(layers + 1), 2):
-                frontier, state = self._frontier(lo, hi), self._state[lo, hi]
-                key = state, id(frontier)
+                frontier, room = self._frontier(lo, hi), self._room[lo, hi]
+                saved = self._sizes.saved[lo, hi]
+                key = room, saved, id(frontier)
                 if key not in alike:
-                    budgets = (self._limit - state) / lives
+                    budgets = room / lives - saved
                     alike[key] = np.where(
                         budgets >= frontier[0][0], np.interp(budgets, *frontier), np.inf
                     )

@@ -54,6 +54,8 @@ def with_uncut_modules(
                 parameters, own[-1].output_bytes,
                 min(parameters, sum(c.replicated_bytes for c in own)),
                 sum(c.key_value_bytes for c in own),
+                max(c.working_bytes for c in own), max(c.forward_bytes for c in own),
+                sum(c.data_bytes for c in own),
                 _common_options(own, [bool(w.backward) for w in done]),
             ),
             *profile.modules[node.name][blocks:],

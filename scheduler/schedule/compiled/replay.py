@@ -191,9 +191,10 @@ def activation_peaks(step, log, starts, inputs, activations, remade):
                 held[stage, microbatch] = max(held[stage, microbatch], 0) + more
                 total += more
                 peaks[rank] = max(peaks[rank], total)
-            elif operation != B_INPUT and held[stage, microbatch] >= 0:
+            elif held[stage, microbatch] >= 0:
                 again += remade[stage]
                 peaks[rank] = max(peaks[rank], total + again)
-                freed += held[stage, microbatch]
-                held[stage, microbatch] = -1
+                if operation != B_INPUT:
+                    freed += held[stage, microbatch]
+                    held[stage, microbatch] = -1
     return peaks

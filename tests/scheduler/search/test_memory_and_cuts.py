@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, trainable_before
 from raymm.scheduler.costs.recomputation import OPTIONS, LayerOption
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan
@@ -56,6 +56,21 @@ def tight_spaces(draw: st.DrawFn) -> StageSpace:
     )
 
 
+def beside(space: StageSpace, module: str, lo: int, hi: int, live: int) -> int:
+    """Bytes of a stage's messages, and of its outputs, which wait with their microbatch for the
+    backward: one of each message that comes, four of each that goes, is under way."""
+    costs, backward = space.profile.modules[module], space.backward[module][hi - 1]
+    received = costs[lo - 1].output_bytes if lo else sum(
+        space.profile.modules[name][-1].output_bytes for name in space.graph.producers(module)
+    )
+    sink = module == "llm" and hi == len(costs)
+    handed = 0 if sink else costs[hi - 1].output_bytes
+    returned = received if trainable_before(space.graph)[module][lo] else 0
+    if not backward:  # a forward has what it received, and then hands on
+        return 2 * received + 4 * handed
+    return received + handed + 4 * returned + live * handed
+
+
 def least_added(space: StageSpace, module: str, lo: int, hi: int, live: int) -> float:
     """Trying every choice of a stage's layers."""
     node, costs = space.graph.node(module), space.profile.modules[module]
@@ -63,7 +78,7 @@ def least_added(space: StageSpace, module: str, lo: int, hi: int, live: int) -> 
     own = [costs[i] for i in range(lo, hi) if space.backward[module][i]]
     best = math.inf
     for chosen in itertools.product(*(cost.choices for cost in own)):
-        held = live * sum(one.nbytes for one in chosen)
+        held = live * sum(one.nbytes for one in chosen) + beside(space, module, lo, hi, live)
         remade = max(
             (
                 (c.activation_bytes - one.nbytes) * (2 if one.name == "offload" else 1)
@@ -126,7 +141,7 @@ def test_a_plan_says_what_layers_do_and_fits(space: StageSpace, data: st.DataObj
 
 def chain(many: int, options: tuple[LayerOption, ...]) -> tuple[ModuleGraph, CostProfile]:
     graph = ModuleGraph((ModuleNode("llm", (True,) * many),), ())
-    cost = LayerCost(1.0, 1.0, 1.0, 100, 10, 10, options=options)
+    cost = LayerCost(1.0, 1.0, 1.0, 100, 10, 0, options=options)
     return graph, CostProfile({"llm": (cost,) * many})
 
 

@@ -1,0 +1,128 @@
+"""How many bytes of tensors are alive, and were at most: of storages that operators make."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class LiveBytes(TorchDispatchMode):
+    """Watches operators, and counts what they make until it is gone.
+
+    On a CPU it takes the place of what a GPU's allocator knows by itself: no more and no less than
+    the tensors that are alive, without what allocators keep for later. What a kernel takes for
+    itself is not seen.
+
+    Attributes:
+        now, most: bytes alive, and the most of them since :meth:`restart`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._sizes: dict[int, int] = {}
+        self._references: dict[int, weakref.ref] = {}
+        self._resize = torch.UntypedStorage.resize_
+
+    def restart(self) -> None:
+        """The most counts from here."""
+        self.most = self.now
+
+    def note_all(self) -> None:
+        """Count every tensor on the CPU that Python knows of."""
+        for found in gc.get_objects():
+            if issubclass(type(found), torch.Tensor):
+                self._note(found)
+                if found.is_leaf and found.grad is not None:  # which Python may not have seen yet
+                    self._note(found.grad)
+        self.restart()
+
+    def __enter__(self) -> LiveBytes:
+        """Watch, also storages that change their size (FSDP's do)."""
+        resize = self._resize
+
+        def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            result = resize(storage, size)
+            if storage._cdata in self._sizes:
+                self._count(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Run an operator and take note of new storages."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it runs its parts' operators
+        result = func(*args, **(kwargs or {}))
+        for value in tree_iter(result):
+            if isinstance(value, torch.Tensor):
+                self._note(value)
+        return result
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
+        if not plain or isinstance(tensor, DTensor):
+            return
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._sizes:
+            self._count(storage)
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        self.now += size - self._sizes.get(key, 0)
+        self.most = max(self.most, self.now)
+        self._sizes[key] = size
+        if key not in self._references:
+            self._references[key] = weakref.ref(storage, lambda _: self._gone(key))
+
+    def _gone(self, key: int) -> None:
+        del self._references[key]
+        self.now -= self._sizes.pop(key)
+
+
+class DeviceBytes:
+    """The same of a GPU, by its allocator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @property
+    def now(self) -> int:
+        """Bytes alive."""
+        return torch.cuda.memory_allocated(self._device)
+
+    @property
+    def most(self) -> int:
+        """The most of them since :meth:`restart`."""
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def restart(self) -> None:
+        """The most counts from here."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+
+@contextlib.contextmanager
+def live_bytes(device: torch.device) -> Iterator[LiveBytes | DeviceBytes]:
+    """Counts the bytes that are alive on a device."""
+    if device.type == "cuda":
+        yield DeviceBytes(device)
+        return
+    live = LiveBytes()
+    live.note_all()
+    with live:
+        yield live

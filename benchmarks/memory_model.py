@@ -1,0 +1,217 @@
+"""Bytes that real ranks hold at most, beside what the plan said.
+
+A small vision-language model is profiled, a plan with that profile is made for every case
+(pipelines, copies, FSDP, tensor parallelism, recomputation, bf16), and a few steps of it run on Ray
+actors. In every actor each storage that an operator makes is counted while it is alive
+(:class:`raymm.actors.memory.live_bytes.LiveBytes`): parameters, gradients, optimizer state,
+activations, messages, what kernels are handed and what they return. A rank's peak in its steps
+after the first two is compared with :func:`raymm.scheduler.schedule.memory.rank_memory`.
+
+    python -m benchmarks.memory_model --json
+
+The key ``max_relative_error`` is the largest of all ranks of all cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import torch
+from rich.table import Table
+from transformers import LlamaConfig, SiglipVisionConfig
+
+from benchmarks import _common
+from raymm.actors.executor.step_meta import StepMeta, StepResult
+from raymm.actors.memory.live_bytes import LiveBytes
+from raymm.actors.rank.rank_actor import RankActor
+from raymm.actors.rank.rank_group import RankGroup
+from raymm.model.modality_module import ModalityModule
+from raymm.model.multimodal import MultimodalModule
+from raymm.profiling.layers import profile_model
+from raymm.runtime.pipelined import MultimodalParallelModule
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
+from raymm.scheduler.costs.layer_costs import CostProfile
+from raymm.scheduler.costs.recomputation import ALL, MATMULS
+from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.plan.stage import StageId
+from raymm.scheduler.schedule.lower import full_program
+from raymm.scheduler.schedule.memory import RankMemory, rank_memory
+
+VISION: dict[str, Any] = {
+    "hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "image_size": 128, "patch_size": 8, "vision_use_head": False,
+}
+LLAMA: dict[str, Any] = {
+    "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "vocab_size": 2048, "tie_word_embeddings": False,
+}
+ROWS, TOKENS, MICROBATCHES = 2, 384, 8
+STEPS, WARM_UP_STEPS = 4, 2
+
+
+class CountedRank(RankActor):
+    """A rank that counts bytes of tensors where others say what memory is resident."""
+
+    def run_step(
+        self, key: str, meta: StepMeta, layout: Sequence[tuple[StageId, int]] = (),
+        *inputs: dict[str, Any],
+    ) -> StepResult:
+        """As of a rank."""
+        live = LiveBytes()
+        live.note_all()
+        with live:
+            result = super().run_step(key, meta, layout, *inputs)
+        result.peak_bytes = live.most
+        return result
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout.
+
+    Attributes:
+        vision, llm: degrees of the two modules.
+        precision, recompute: of all.
+    """
+
+    llm: ParallelSpec = ParallelSpec()
+    vision: ParallelSpec = ParallelSpec()
+    precision: str = "fp32"
+    recompute: bool = False
+
+    def plan(self, model: MultimodalModule, profile: CostProfile) -> Plan:
+        """The plan, with the profile of its precision."""
+        spec = MultimodalParallelSpec(
+            {"vision": self.vision}, self.llm, MICROBATCHES, recompute=self.recompute
+        )
+        return replace(spec.plan(model), profile=profile)
+
+
+CASES = {
+    "one stage each": Case(),
+    "pp": Case(ParallelSpec(pp=3), ParallelSpec(pp=2)),
+    "dp": Case(ParallelSpec(dp=2)),
+    "dp, ZeRO-1": Case(ParallelSpec(pp=2, dp=2, sharding="zero1")),
+    "fsdp": Case(ParallelSpec(dp=2, sharding="fsdp")),
+    "fsdp, pp": Case(ParallelSpec(pp=2, dp=2, sharding="fsdp")),
+    "tp": Case(ParallelSpec(tp=2)),
+    "tp, pp": Case(ParallelSpec(pp=2, tp=2)),
+    "recompute stages": Case(ParallelSpec(pp=3), recompute=True),
+    "recompute layers": Case(ParallelSpec(pp=3, recompute_layers=ALL)),
+    "keep matmuls": Case(ParallelSpec(pp=3, recompute_layers=MATMULS)),
+    "bf16": Case(precision="bf16"),
+    "bf16, pp": Case(ParallelSpec(pp=3), precision="bf16"),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One rank of one case.
+
+    Attributes:
+        need: what the plan says.
+        measured: bytes at most, of the rank's process that held most.
+    """
+
+    case: str
+    rank: str
+    need: RankMemory
+    measured: int
+
+    @property
+    def error(self) -> float:
+        """Of what the plan says, relative to what was measured."""
+        return self.need.total / self.measured - 1
+
+
+def main() -> None:
+    parser = _common.parser(__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rows: list[Row] = []
+    with _common.local_ray(10):
+        model, batch = build_model(), microbatches(MICROBATCHES)
+        profiles: dict[str, CostProfile] = {}
+        for name in args.cases:
+            case = CASES[name]
+            if case.precision not in profiles:
+                table = profile_model(model, batch[0], repeats=1, precision=case.precision)
+                profiles[case.precision] = table.at()
+            rows += measure(name, case, model, batch, profiles[case.precision])
+    console = _common.console()
+    console.print(table_of(rows))
+    worst = max(abs(row.error) for row in rows)
+    _common.emit(
+        {
+            "machine": _common.machine(), "max_relative_error": round(worst, 4),
+            "rows": [row_dict(row) for row in rows],
+        },
+        args.json,
+    )
+
+
+def measure(
+    name: str, case: Case, model: MultimodalModule, batch: list[dict], profile: CostProfile
+) -> list[Row]:
+    """A row per rank."""
+    plan = case.plan(model, profile)
+    needs = rank_memory(plan, full_program(plan))
+    peaks: list[tuple[int, ...]] = []
+    RankGroup.actor_class = CountedRank
+    with MultimodalParallelModule(model, plan, precision=case.precision) as parallel:
+        for _ in range(STEPS):
+            peaks.append(parallel.train_step(batch).peak_bytes)
+    return [
+        Row(
+            name, ", ".join(str(stage.id) for stage in plan.rank_stages(rank)), need,
+            max(step[rank] for step in peaks[WARM_UP_STEPS:]),
+        )
+        for rank, need in enumerate(needs)
+    ]
+
+
+def build_model() -> MultimodalModule:
+    """SigLIP, an MLP and Llama, with random weights, all trained."""
+    vision = ModalityModule(SiglipVisionConfig(**VISION), "mlp", seed=1)
+    return MultimodalModule({"vision": vision}, ModalityModule(LlamaConfig(**LLAMA), seed=2))
+
+
+def microbatches(count: int) -> list[dict]:
+    """Microbatches of :data:`ROWS` rows, an image each."""
+    generator = torch.Generator().manual_seed(0)
+    size = VISION["image_size"]
+    result = []
+    for _ in range(count):
+        ids = torch.randint(LLAMA["vocab_size"], (ROWS, TOKENS), generator=generator)
+        pixels = torch.randn((ROWS, 3, size, size), generator=generator)
+        result.append({
+            "input_ids": ids, "labels": ids.clone(), "vision": {"pixel_values": pixels},
+        })
+    return result
+
+
+def table_of(rows: Sequence[Row]) -> Table:
+    """A line per rank."""
+    parts = [field.name for field in fields(RankMemory)]
+    table = Table("case", "rank", *parts, "planned MB", "measured MB", "error")
+    for row in rows:
+        table.add_row(
+            row.case, row.rank, *(f"{getattr(row.need, part) / 1e6:.1f}" for part in parts),
+            f"{row.need.total / 1e6:.1f}", f"{row.measured / 1e6:.1f}", f"{row.error:+.1%}",
+        )
+    return table
+
+
+def row_dict(row: Row) -> dict[str, Any]:
+    """Ready for JSON; bytes."""
+    return {
+        "case": row.case, "rank": row.rank, "planned": row.need.total, "measured": row.measured,
+        "error": round(row.error, 4), "parts": asdict(row.need),
+    }
+
+
+if __name__ == "__main__":
+    main()
