@@ -38,11 +38,11 @@ class LiveBytes(TorchDispatchMode):
 
     def note_all(self) -> None:
         """Count every tensor on the CPU that Python knows of."""
-        for found in gc.get_objects():
-            if issubclass(type(found), torch.Tensor):
-                self._note(found)
-                if found.is_leaf and found.grad is not None:  # which Python may not have seen yet
-                    self._note(found.grad)
+        for tensor in gc.get_objects():
+            if issubclass(type(tensor), torch.Tensor):
+                self._note(tensor)
+                if tensor.is_leaf and tensor.grad is not None:  # which Python may not have seen yet
+                    self._note(tensor.grad)
         self.restart()
 
     def __enter__(self) -> LiveBytes:

@@ -8,20 +8,19 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
 
-from raymm.actors.memory.live_bytes import DeviceBytes, LiveBytes, live_bytes
+from raymm.actors.memory.live_bytes import live_bytes
 from raymm.actors.memory.live_storages import LiveStorages
 from raymm.actors.memory.to_device import to_device
 from raymm.actors.modules.blocks import block_list, find_blocks, hidden_name, hidden_state
 from raymm.actors.modules.merge import Prepend
 from raymm.actors.modules.message import Message, MicrobatchContext
 from raymm.actors.modules.precision import cast_frozen
+from raymm.actors.rank.layer_peaks import layer_peaks
 from raymm.actors.recompute.recomputed_layers import layers_recomputed
 from raymm.actors.stages.encoder import EncoderStage
 from raymm.actors.stages.language import LanguageStage
@@ -206,51 +205,15 @@ class ModuleProfiler:
     ) -> list[tuple[int, int, int]]:
         """Working, forward and data bytes of every layer. Gradients of parameters must be there, as
         they are in all microbatches of a step but the first; ``held`` is what layers keep."""
-        with live_bytes(self._device) as live:
-            before = live.now
-            marks = _Marks(live, len(self._layers))
-            output = self._marked(inputs, received, marks)
-            marks.end_forward()
-            gradient = None if output.dim() == 0 else torch.randn_like(output)
-            live.restart()
-            output.backward(gradient)
-            marks.end_backward()
-            del output, gradient
-            alone = _Marks(live, len(self._layers))
-            start = live.now
-            with torch.no_grad():
-                self._marked(inputs, received, alone)
-            alone.end_forward()
-        kept = list(accumulate(held))
-        working = [
-            max(0, most - end, back - before - sum_kept)
-            for most, end, back, sum_kept in zip(
-                marks.forward, marks.after, marks.backward, kept, strict=True
-            )
-        ]
-        # The last one's output is there, too, until its backward is over.
-        working[-1] = max(0, working[-1] - marks.output)
-        data = sum(v.nbytes for v in inputs.values() if isinstance(v, torch.Tensor))
-        return [
-            (most, forward - start, data if index == 0 else 0)
-            for index, (most, forward) in enumerate(zip(working, alone.forward, strict=True))
-        ]
-
-    def _marked(
-        self, inputs: dict[str, Any], received: dict[str, Message], marks: _Marks
-    ) -> torch.Tensor:
-        handles = [
-            layer.register_forward_pre_hook(partial(marks.enter, index), with_kwargs=True)
-            for index, layer in enumerate(self._layers) if index
-        ]
-        try:
+        def run() -> torch.Tensor:
             with self._casting():
                 message = self._stage.run(dict(inputs), received, MicrobatchContext(1))
-        finally:
-            for handle in handles:
-                handle.remove()
-        marks.output = message.tensors[0].nbytes
-        return message.tensors[0]
+            return message.tensors[0]
+
+        with live_bytes(self._device) as live:
+            working, forward = layer_peaks(run, self._layers, live, held)
+        data = sum(v.nbytes for v in inputs.values() if isinstance(v, torch.Tensor))
+        return list(zip(working, forward, [data, *[0] * (len(forward) - 1)], strict=True))
 
     def _run(
         self, inputs: dict[str, Any], received: dict[str, Message], trainable: bool,
@@ -298,45 +261,6 @@ def _layer_modules(stage: EncoderStage | LanguageStage) -> tuple[list[nn.Module]
 
 def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
     return [statistics.median(column) for column in zip(*rows, strict=True)]
-
-
-class _Marks:
-    """How many bytes were alive at most in every layer's forward and backward.
-
-    Attributes:
-        forward, backward: per layer, the most.
-        after: what its forward left behind, its output too.
-        output: bytes of the last one's.
-    """
-
-    def __init__(self, live: LiveBytes | DeviceBytes, layers: int) -> None:
-        self._live = live
-        self.forward, self.after, self.backward = [0] * layers, [0] * layers, [0] * layers
-        self.output = 0
-        live.restart()
-
-    def enter(self, index: int, layer: nn.Module, args: tuple, kwargs: dict) -> None:
-        """A layer's forward begins, and that of the one before it is over."""
-        self._over(index)
-        hidden = hidden_state(layer, args, kwargs)
-        if hidden.requires_grad:
-            hidden.register_hook(lambda gradient: self._left(index))
-
-    def _over(self, index: int) -> None:
-        self.forward[index - 1], self.after[index - 1] = self._live.most, self._live.now
-        self._live.restart()
-
-    def _left(self, index: int) -> None:
-        self.backward[index] = self._live.most
-        self._live.restart()
-
-    def end_forward(self) -> None:
-        """The last layer's forward is over."""
-        self._over(len(self.forward))
-
-    def end_backward(self) -> None:
-        """The first layer's backward is over."""
-        self._left(0)
 
 
 class _Trace:

@@ -97,24 +97,21 @@ def system_bytes(device: str, links: int, groups: int) -> float:
 
 
 def update_bytes(
-    trained: np.ndarray, largest: np.ndarray, sharers: int, sharding: str, device: str
+    trained: np.ndarray, largest: np.ndarray, sharers: int, sharding: str
 ) -> np.ndarray:
-    """Bytes that the end of a step takes for itself: what AdamW needs while it updates, a sum's
-    buffer beside the gradients it takes over, and, of what processes share out among themselves
-    (ZeRO-1), new values on their way from their owners, when other owners' gradients are gone.
+    """Bytes that the end of a step takes for itself: a sum's buffer beside the gradients it takes
+    over, and, of what processes share out among themselves (ZeRO-1), new values on their way from
+    their owners, when other owners' gradients are gone. AdamW is one kernel and takes nothing.
 
     Args:
         trained: bytes of the trained parameters here, of every stage that is asked for.
         largest: of the layer that has most of them.
         sharers: processes that hold them too, this one included.
         sharding: as of a :class:`~raymm.scheduler.plan.stage.Stage`.
-        device: a profile's. On a GPU torch updates all at once (``_foreach``), with a square root
-            of every second moment; on a CPU one after another, which takes next to nothing.
     """
-    owned = trained / sharers if sharding == "zero1" else trained
-    taken = owned if on_gpu(device) else np.zeros_like(owned)
+    taken = np.zeros_like(trained)
     if sharers > 1 and sharding != "fsdp":
         taken = np.maximum(taken, np.minimum(trained, np.maximum(BUCKET_BYTES, largest)))
     if sharding == "zero1":
-        taken = np.maximum(taken, owned)
+        taken = np.maximum(taken, trained / sharers)
     return taken

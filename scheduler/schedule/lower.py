@@ -201,10 +201,10 @@ def _limits(
         [sizes[s.id] for s in plan.rank_stages(rank) if s.id in sizes]
         for rank in range(plan.num_ranks)
     ]
-    beside = [beside_activations(own) for own in costs]
-    device = max(p + b for p, b in zip(peaks, beside, strict=True))
+    others = [beside_activations(own) for own in costs]
+    device = max(p + b for p, b in zip(peaks, others, strict=True))
     # What a backward has for a time is no microbatch's that could be held back.
     return tuple(
         max(peak, min(max(peaks), device - own)) - max((c.remade_bytes for c in rank), default=0)
-        for peak, own, rank in zip(peaks, beside, costs, strict=True)
+        for peak, own, rank in zip(peaks, others, costs, strict=True)
     )

@@ -173,7 +173,7 @@ def _stage_cost(
             received * remote_producers if earlier[0] else 0,
             handed * remote_consumers if kept else 0,
         )),
-        update_bytes=_update_bytes(plan, stage, profile, [c.parameter_bytes for c in trained]),
+        update_bytes=_update_bytes(plan, stage, [c.parameter_bytes for c in trained]),
     )
 
 
@@ -190,12 +190,12 @@ def _remote(plan: Plan, stage: Stage) -> tuple[bool, bool]:
     return elsewhere(plan.stage_producers[stage.id]), elsewhere(plan.stage_consumers[stage.id])
 
 
-def _update_bytes(plan: Plan, stage: Stage, profile: CostProfile, trained: list[int]) -> int:
+def _update_bytes(plan: Plan, stage: Stage, trained: list[int]) -> int:
     if not trained:
         return 0
     return int(update_bytes(
         np.array(sum(trained) / stage.shards), np.array(max(trained) / stage.shards),
-        plan.sharers(stage), stage.sharding, profile.device,
+        plan.sharers(stage), stage.sharding,
     ))
 
 

@@ -261,8 +261,8 @@ def within_memory(space: StageSpace, adaptive: bool = False) -> StageSpace:
 
 
 def stage_bytes(space: StageSpace, name: str) -> StageBytes:
-    """What the stages of a module need, as :func:`.stage_costs.stage_costs` counts it of a plan's
-    with a stage per rank.
+    """What the stages of a module need, each on a rank of its own, as
+    :func:`raymm.scheduler.schedule.stage_costs.stage_costs` counts it.
 
     Args:
         space: with a memory limit.
@@ -306,10 +306,9 @@ def stage_bytes(space: StageSpace, name: str) -> StageBytes:
     return StageBytes(
         room=left / (1 + idle_share(profile.device)),
         update=update_bytes(
-            cost_matrix(trained), range_maximum(trained), sharers, degrees.sharding,
-            profile.device,
+            cost_matrix(trained), range_maximum(trained), sharers, degrees.sharding
         ),
-        beside=messages + data + np.where(backward, 0.0, forward),
+        messages=messages + data + np.where(backward, 0.0, forward),
         received=np.broadcast_to(received, state.shape),
         saved=np.broadcast_to(handed * backward, state.shape),
         working=np.maximum(0.0, reach - kept[None, :]),

@@ -39,7 +39,7 @@ class StageBytes:
         room: what a device has for all that follows: its memory without weights, their state,
             communicators and workspaces, and a share that lies idle.
         update: what the end of a step takes for itself.
-        beside: messages under way, and data; of a stage without backward, what its forward needs.
+        messages: those under way, and data; of a stage without backward, what its forward needs.
         received: what a stage receives per microbatch.
         saved: what it keeps per microbatch beside its layers' activations, its output.
         working: what it has for a time beyond what it keeps, if it keeps all.
@@ -47,7 +47,7 @@ class StageBytes:
 
     room: np.ndarray
     update: np.ndarray
-    beside: np.ndarray
+    messages: np.ndarray
     received: np.ndarray
     saved: np.ndarray
     working: np.ndarray
@@ -80,7 +80,7 @@ class ModuleMemory:
     ) -> None:
         self._layers, self._backward, self._sizes = layers, backward, sizes
         self._recomputing, self._adaptive = recomputing, adaptive
-        self._room = np.where(sizes.update <= sizes.room, sizes.room - sizes.beside, -np.inf)
+        self._room = np.where(sizes.update <= sizes.room, sizes.room - sizes.messages, -np.inf)
         self._kept = cost_matrix(
             [c.activation_bytes if b else 0 for c, b in zip(layers, backward, strict=True)]
         )

@@ -84,7 +84,7 @@ def layer_costs(draw: st.DrawFn) -> LayerCost:
     """Whole seconds and bytes, zeros included, so that sums are exact."""
     return LayerCost(
         draw(SMALL), draw(SMALL), draw(SMALL), draw(SMALL), 4 * draw(st.integers(0, 3)),
-        draw(SMALL),
+        draw(SMALL), working_bytes=draw(SMALL), forward_bytes=draw(SMALL), data_bytes=draw(SMALL),
     )
 
 
