@@ -9,17 +9,13 @@ after the first two is compared with :func:`raymm.scheduler.schedule.memory.rank
 
     python -m benchmarks.memory_model --json
 
-The key ``max_relative_error`` is the largest of all ranks of all cases. Plans count
-:data:`~raymm.scheduler.costs.device_memory.SENT_MESSAGES` per edge under way; channels that keep
-what they sent for longer hold more. ``max_relative_error_released`` is of further steps in which
-the benchmark has them let go of all but so many.
+The key ``max_relative_error`` is the largest of all ranks of all cases.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,18 +23,15 @@ from rich.table import Table
 from transformers import LlamaConfig, SiglipVisionConfig
 
 from benchmarks import _common
-from raymm.actors.executor.channel import SendChannel
 from raymm.actors.executor.step_meta import StepMeta, StepResult
 from raymm.actors.memory.live_bytes import LiveBytes
 from raymm.actors.rank.rank_actor import RankActor
 from raymm.actors.rank.rank_group import RankGroup
-from raymm.kernels.collectives.waiting import wait
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.profiling.layers import profile_model
 from raymm.runtime.pipelined import MultimodalParallelModule
 from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
-from raymm.scheduler.costs.device_memory import SENT_MESSAGES
 from raymm.scheduler.costs.layer_costs import CostProfile
 from raymm.scheduler.costs.recomputation import ALL, MATMULS
 from raymm.scheduler.plan.plan import Plan
@@ -56,7 +49,6 @@ LLAMA: dict[str, Any] = {
 }
 ROWS, TOKENS, MICROBATCHES = 2, 384, 8
 STEPS, WARM_UP_STEPS = 4, 2
-TIMEOUT = timedelta(seconds=60)
 
 
 class CountedRank(RankActor):
@@ -67,29 +59,12 @@ class CountedRank(RankActor):
         *inputs: dict[str, Any],
     ) -> StepResult:
         """As of a rank."""
-        if meta.step >= STEPS:
-            for sender in self._connections.senders.values():
-                released(sender)
         live = LiveBytes()
         live.note_all()
         with live:
             result = super().run_step(key, meta, layout, *inputs)
         result.peak_bytes = live.most
         return result
-
-
-def released(sender: SendChannel) -> None:
-    """Have a channel let go of what it sent when so many more have been sent, and of all that went
-    before this step."""
-    for _ in range(2):
-        sender.end_step(TIMEOUT)
-
-    def isend(receiver: int, tensor: torch.Tensor) -> None:
-        SendChannel._isend(sender, receiver, tensor)
-        while len(sender._sent) > SENT_MESSAGES:
-            wait(sender._sent.pop(0)[0], TIMEOUT)
-
-    sender._isend = isend
 
 
 @dataclass(frozen=True)
@@ -138,24 +113,17 @@ class Row:
     Attributes:
         need: what the plan says.
         measured: bytes at most, of the rank's process that held most.
-        released: the same where channels let go of what has arrived.
     """
 
     case: str
     rank: str
     need: RankMemory
     measured: int
-    released: int
 
     @property
     def error(self) -> float:
         """Of what the plan says, relative to what was measured."""
         return self.need.total / self.measured - 1
-
-    @property
-    def released_error(self) -> float:
-        """The same where channels let go."""
-        return self.need.total / self.released - 1
 
 
 def main() -> None:
@@ -176,11 +144,9 @@ def main() -> None:
     console = _common.console()
     console.print(table_of(rows))
     worst = max(abs(row.error) for row in rows)
-    let_go = max(abs(row.released_error) for row in rows)
     _common.emit(
         {
             "machine": _common.machine(), "max_relative_error": round(worst, 4),
-            "max_relative_error_released": round(let_go, 4),
             "rows": [row_dict(row) for row in rows],
         },
         args.json,
@@ -196,13 +162,12 @@ def measure(
     peaks: list[tuple[int, ...]] = []
     RankGroup.actor_class = CountedRank
     with MultimodalParallelModule(model, plan, precision=case.precision) as parallel:
-        for _ in range(STEPS + WARM_UP_STEPS):
+        for _ in range(STEPS):
             peaks.append(parallel.train_step(batch).peak_bytes)
     return [
         Row(
             name, ", ".join(str(stage.id) for stage in plan.rank_stages(rank)), need,
-            max(step[rank] for step in peaks[WARM_UP_STEPS:STEPS]),
-            max(step[rank] for step in peaks[STEPS:]),
+            max(step[rank] for step in peaks[WARM_UP_STEPS:]),
         )
         for rank, need in enumerate(needs)
     ]
@@ -231,13 +196,11 @@ def microbatches(count: int) -> list[dict]:
 def table_of(rows: Sequence[Row]) -> Table:
     """A line per rank."""
     parts = [field.name for field in fields(RankMemory)]
-    table = Table("case", "rank", *parts, "planned MB", "measured", "error", "released",
-                  "error")
+    table = Table("case", "rank", *parts, "planned MB", "measured", "error")
     for row in rows:
         table.add_row(
             row.case, row.rank, *(f"{getattr(row.need, part) / 1e6:.1f}" for part in parts),
             f"{row.need.total / 1e6:.1f}", f"{row.measured / 1e6:.1f}", f"{row.error:+.1%}",
-            f"{row.released / 1e6:.1f}", f"{row.released_error:+.1%}",
         )
     return table
 
@@ -246,8 +209,7 @@ def row_dict(row: Row) -> dict[str, Any]:
     """Ready for JSON; bytes."""
     return {
         "case": row.case, "rank": row.rank, "planned": row.need.total, "measured": row.measured,
-        "error": round(row.error, 4), "released": row.released,
-        "released_error": round(row.released_error, 4), "parts": asdict(row.need),
+        "error": round(row.error, 4), "parts": asdict(row.need),
     }
 
 

@@ -154,7 +154,7 @@ class CostProfile:
             moments_shared_by: processes among which the moments are split (ZeRO-1).
         """
         if trainable:
-            copy = compute_copy_share(self.dtype, trainable)
+            copy = compute_copy_share(self.dtype)
             return TRAINED_COPIES - MOMENTS * (1 - 1 / moments_shared_by) + copy
         return 0.5 if self.dtype == "bf16" else 1
 
