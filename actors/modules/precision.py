@@ -69,17 +69,17 @@ class ComputeCopies:
         ]
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Within, modules compute with copies of what their parameters are now."""
+    def shown(self) -> Iterator[list[torch.Tensor]]:
+        """Within, modules compute with copies of what their parameters are now; gives these."""
         copies: dict[int, torch.Tensor] = {}
         with torch.enable_grad():
             for child, name, parameter in self._places:
                 if id(parameter) not in copies:
                     copies[id(parameter)] = parameter.to(self._dtype)
                 child.__dict__[name] = copies[id(parameter)]
-        del copies
+        del copies  # from here on modules alone have them
         try:
-            yield
+            yield [child.__dict__[name] for child, name, _ in self._places]
         finally:
             self.hide()
 

@@ -330,10 +330,8 @@ class GpuActor(ObservedActor):
     @task("reading gradients")
     def gradients(self) -> dict[tuple[str, str], torch.Tensor | None]:
         """Gradients by (node, name); None where a trainable parameter has none."""
-        return {
-            (stage.module, name): None if p.grad is None else p.grad.cpu()
-            for (stage, name), p in self._built_device.optimizer.parameters.items()
-        }
+        gradients = self._built_device.optimizer.gradients()
+        return {(stage.module, name): gradient for (stage, name), gradient in gradients.items()}
 
     @task("reading parameters")
     def parameters(self, trainable_only: bool = False) -> dict[tuple[str, str], torch.Tensor]:

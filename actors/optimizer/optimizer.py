@@ -271,22 +271,18 @@ class RankOptimizer:
         self._steps += 1
         self._apply(self._refused)
 
-    def _apply(self, refused: torch.Tensor | None) -> None:
-        """AdamW's step, and what others have of its parameters; of nothing where ``refused`` is 1.
-        """
+    def _apply(self, refused: torch.Tensor) -> None:
+        """AdamW's step, and its values for others; of nothing where ``refused`` is 1."""
         if self.optimizer is not None:
-            absent = {
-                id(parameter): absent for parameter, absent in self.reduction.perhaps_absent
-            }
-            mine = list(self.updated.values())
-            self._adamw([p for p in mine if id(p) not in absent], refused)
-            for parameter in mine:
-                if id(parameter) in absent:
-                    flag = absent[id(parameter)]
-                    self._adamw([parameter], flag if refused is None else flag.maximum(refused))
+            absent = {id(parameter): flag for parameter, flag in self.reduction.perhaps_absent}
+            flags = {key: absent.get(id(self.parameters[key])) for key in self.updated}
+            self._adamw([p for key, p in self.updated.items() if flags[key] is None], refused)
+            for key, flag in flags.items():
+                if flag is not None:
+                    self._adamw([self.updated[key]], flag.maximum(refused))
         self.reduction.send_updates()
 
-    def _adamw(self, parameters: list[nn.Parameter], refused: torch.Tensor | None) -> None:
+    def _adamw(self, parameters: list[nn.Parameter], refused: torch.Tensor) -> None:
         optimizer: Any = self.optimizer
         (group,) = optimizer.param_groups
         every = group["params"]
@@ -328,7 +324,7 @@ class RankOptimizer:
             gradients = ((key, parameter.grad) for key, parameter in self.updated.items())
             return norm, self.observer.places() + parameter_places(gradients)
         self._scale(torch.full_like(self._refused, scale, dtype=torch.float64))
-        self._apply(None)
+        self._apply(torch.zeros_like(self._refused))
         return norm, None
 
     def _take_local_parts(self) -> None:
@@ -347,6 +343,14 @@ class RankOptimizer:
         self.reduction.perhaps_absent.clear()
         for parameter in (*self.parameters.values(), *self.updated.values()):
             parameter.grad = None
+
+    def gradients(self) -> dict[tuple[StageId, str], torch.Tensor | None]:
+        """What is here of each parameter's, on the host; None where nobody has one."""
+        absent = {id(p) for p, flag in self.reduction.perhaps_absent if bool(flag)}
+        return {
+            key: None if p.grad is None or id(p) in absent else local_part(p.grad).cpu()
+            for key, p in self.parameters.items()
+        }
 
     def not_finite_tensors(self, modules: Mapping[StageId, nn.Module]) -> list[str]:
         """Names, as in checkpoints, of parameters and optimizer state with values that are not
@@ -385,8 +389,7 @@ class RankOptimizer:
             return
         states: dict[tuple[StageId, str], dict[str, torch.Tensor]] = {}
         for (stage, name, key), value in tensors.items():
-            held = value.to(self.updated[stage, name].device)
-            states.setdefault((stage, name), {})[key] = held
+            states.setdefault((stage, name), {})[key] = value.to(self.updated[stage, name].device)
         for place, state in states.items():
             self.optimizer.state[self.updated[place]] = state
 

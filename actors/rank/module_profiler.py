@@ -19,7 +19,7 @@ from raymm.actors.memory.to_device import to_device
 from raymm.actors.modules.blocks import block_list, find_blocks, hidden_name, hidden_state
 from raymm.actors.modules.merge import Prepend
 from raymm.actors.modules.message import Message, MicrobatchContext
-from raymm.actors.modules.precision import cast_frozen
+from raymm.actors.modules.precision import ComputeCopies, cast_frozen
 from raymm.actors.rank.layer_peaks import layer_peaks
 from raymm.actors.recompute.recomputed_layers import layers_recomputed
 from raymm.actors.stages.encoder import EncoderStage
@@ -210,7 +210,8 @@ class ModuleProfiler:
                 message = self._stage.run(dict(inputs), received, MicrobatchContext(1))
             return message.tensors[0]
 
-        with live_bytes(self._device) as live:
+        copies = ComputeCopies([self._stage], self._autocast)
+        with copies.shown(), live_bytes(self._device) as live:
             working, forward = layer_peaks(run, self._layers, live, held)
         data = sum(v.nbytes for v in inputs.values() if isinstance(v, torch.Tensor))
         return list(zip(working, forward, [data, *[0] * (len(forward) - 1)], strict=True))
@@ -222,11 +223,20 @@ class ModuleProfiler:
         for parameter in self._stage.parameters():
             if parameter.is_floating_point():
                 parameter.requires_grad_(trainable)
-        storages = None
-        if count:
-            values = [*inputs.values(), *(m.tensors[0] for m in received.values())]
-            tensors = [value for value in values if isinstance(value, torch.Tensor)]
-            storages = LiveStorages([*self._stage.parameters(), *self._stage.buffers(), *tensors])
+        # As in a run, where a step's microbatches share copies that were made before them.
+        with ComputeCopies([self._stage], self._autocast).shown() as copies:
+            storages = None
+            if count:
+                values = [*inputs.values(), *(m.tensors[0] for m in received.values())]
+                tensors = [value for value in values if isinstance(value, torch.Tensor)]
+                state = [*self._stage.parameters(), *self._stage.buffers(), *copies]
+                storages = LiveStorages([*state, *tensors])
+            return self._traced(inputs, received, trainable, storages)
+
+    def _traced(
+        self, inputs: dict[str, Any], received: dict[str, Message], trainable: bool,
+        storages: LiveStorages | None,
+    ) -> _Trace:
         trace = _Trace(self._device, len(self._layers), storages)
         with trace.watching(self._layers, self._has_blocks, leaf=not trainable):
             with storages or contextlib.nullcontext(), self._casting():

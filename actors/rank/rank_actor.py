@@ -248,10 +248,7 @@ class RankActor(ObservedActor):
     @task("reading gradients")
     def gradients(self) -> dict[tuple[StageId, str], torch.Tensor | None]:
         """Gradients by (stage, name); None where a trainable parameter has none."""
-        return {
-            key: None if p.grad is None else local_part(p.grad).cpu()
-            for key, p in self._optimizer.parameters.items()
-        }
+        return self._optimizer.gradients()
 
     @task("reading parameters")
     def parameters(self, trainable_only: bool = False) -> dict[tuple[StageId, str], torch.Tensor]:

@@ -139,8 +139,9 @@ def test_plain_text_leaves_the_merge_out_for_that_request_only():
     assert profiler.measure(request, repeats=1).tokens == 13
 
 
-def test_activations_grow_with_the_length_and_weights_in_bf16_are_none():
-    profiler = ModuleProfiler(partial(language_stage, True), "cpu", "bfloat16", True, 1)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_activations_grow_with_the_length_and_weights_in_bf16_are_none(frozen):
+    profiler = ModuleProfiler(partial(language_stage, frozen), "cpu", "bfloat16", True, 1)
     short, long = (
         profiler.measure(ProfileRequest(text(1, n), {}, plain_text=True), 1).layers[1]
         for n in (64, 128)
