@@ -178,7 +178,7 @@ def _stage_cost(
 
 
 def _hands_on(plan: Plan, stage: Stage) -> bool:
-    last = stage.index == len(plan.module_stages(stage.module)) - 1
+    last = stage.index == len(plan.replicas(stage.module)[0]) - 1
     return not last or bool(plan.graph.consumers(stage.module))
 
 
