@@ -22,7 +22,7 @@ import torch
 from rich.table import Table
 from transformers import LlamaConfig, SiglipVisionConfig
 
-from benchmarks import _common
+from benchmarks import _common, _image_text
 from raymm.actors.executor.step_meta import StepMeta, StepResult
 from raymm.actors.memory.live_bytes import LiveBytes
 from raymm.actors.rank.rank_actor import RankActor
@@ -179,18 +179,9 @@ def build_model() -> MultimodalModule:
     return MultimodalModule({"vision": vision}, ModalityModule(LlamaConfig(**LLAMA), seed=2))
 
 
-def microbatches(count: int) -> list[dict]:
+def microbatches(count: int) -> list[dict[str, Any]]:
     """Microbatches of :data:`ROWS` rows, an image each."""
-    generator = torch.Generator().manual_seed(0)
-    size = VISION["image_size"]
-    result = []
-    for _ in range(count):
-        ids = torch.randint(LLAMA["vocab_size"], (ROWS, TOKENS), generator=generator)
-        pixels = torch.randn((ROWS, 3, size, size), generator=generator)
-        result.append({
-            "input_ids": ids, "labels": ids.clone(), "vision": {"pixel_values": pixels},
-        })
-    return result
+    return _image_text.microbatches(count, ROWS, TOKENS, LLAMA["vocab_size"], VISION["image_size"])
 
 
 def table_of(rows: Sequence[Row]) -> Table:

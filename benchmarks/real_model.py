@@ -6,9 +6,9 @@ import statistics
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from transformers import LlamaConfig, SiglipVisionConfig
 
+from benchmarks import _image_text
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule
 from raymm.profiling.layers import profile_model
@@ -64,14 +64,8 @@ def build_model(llm_frozen: bool) -> MultimodalModule:
 
 def microbatches(count: int) -> list[dict[str, Any]]:
     """Microbatches of :data:`ROWS` rows, an image each."""
-    generator = torch.Generator().manual_seed(0)
     size = VISION["image_size"]
-    found = []
-    for _ in range(count):
-        ids = torch.randint(LLAMA["vocab_size"], (ROWS, TEXT_TOKENS), generator=generator)
-        pixels = torch.randn((ROWS, 3, size, size), generator=generator)
-        found.append({"input_ids": ids, "labels": ids.clone(), "vision": {"pixel_values": pixels}})
-    return found
+    return _image_text.microbatches(count, ROWS, TEXT_TOKENS, LLAMA["vocab_size"], size)
 
 
 def message_floats() -> int:

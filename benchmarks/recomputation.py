@@ -25,11 +25,10 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import torch
 from rich.table import Table
 from transformers import LlamaConfig, SiglipVisionConfig
 
-from benchmarks import _common
+from benchmarks import _common, _image_text
 from benchmarks.valm_configs import valm_profile
 from raymm.model.modality_module import ModalityModule
 from raymm.model.multimodal import MultimodalModule, module_graph
@@ -172,13 +171,7 @@ def build_model() -> MultimodalModule:
 
 def microbatches(count: int) -> list[dict]:
     """Microbatches of :data:`ROWS` rows, an image each."""
-    generator = torch.Generator().manual_seed(0)
-    found = []
-    for _ in range(count):
-        ids = torch.randint(LLAMA["vocab_size"], (ROWS, TOKENS), generator=generator)
-        pixels = torch.randn((ROWS, 3, 64, 64), generator=generator)
-        found.append({"input_ids": ids, "labels": ids.clone(), "vision": {"pixel_values": pixels}})
-    return found
+    return _image_text.microbatches(count, ROWS, TOKENS, LLAMA["vocab_size"], VISION["image_size"])
 
 
 def plans(graph: ModuleGraph, profile: CostProfile, share: float) -> dict[str, Plan]:

@@ -12,12 +12,11 @@ from typing import TypeVar
 import numpy as np
 
 from raymm.scheduler.costs.devices import DEVICES
+from raymm.scheduler.graph.direction import MESSAGE_BOUND
 
 _MIB = 2**20
 Size = TypeVar("Size", float, np.ndarray)  # of one stage, or of many
 
-SENT_MESSAGES = 4
-"""Messages of an edge that have been sent and are not there yet, at most."""
 POSTED_RECEIVES = 1
 """Messages of an edge whose buffers are there before what they hold (``issue_order``: a receive is
 posted just when its sender sends)."""
@@ -61,7 +60,7 @@ def message_bytes(received: Size, output: Size, kept: Size, awaited: Size) -> Si
         kept: of the gradients that it hands back.
         awaited: of the gradients that it gets.
     """
-    return POSTED_RECEIVES * (received + awaited) + SENT_MESSAGES * (output + kept)
+    return POSTED_RECEIVES * (received + awaited) + MESSAGE_BOUND * (output + kept)
 
 
 def communicator_groups(degrees: Sequence[int], sharers: int) -> int:

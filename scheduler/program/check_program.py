@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from raymm.scheduler.graph.direction import Direction
+from raymm.scheduler.graph.direction import MESSAGE_BOUND, Direction
 from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.program.check_groups import check_groups
 from raymm.scheduler.program.issue_order import Issue, SharedGradients
@@ -45,10 +45,6 @@ class ProgramReport:
     issues: tuple[tuple[Issue, ...], ...]
     bound: int | None = None
 
-
-MESSAGE_BOUND = 4
-"""Messages of one edge under way, where a program ends with so few: what keeps a frozen encoder
-from running ahead of the rest by all of a step's microbatches."""
 
 
 # Seconds of what nobody knows the costs of, relative to one another.
