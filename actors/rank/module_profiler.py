@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import platform
 import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,19 +15,18 @@ from torch import nn
 from raymm.actors.memory.live_bytes import live_bytes
 from raymm.actors.memory.live_storages import LiveStorages
 from raymm.actors.memory.to_device import to_device
-from raymm.actors.modules.blocks import block_list, find_blocks, hidden_name, hidden_state
+from raymm.actors.modules.blocks import block_list, find_blocks
 from raymm.actors.modules.merge import Prepend
 from raymm.actors.modules.message import Message, MicrobatchContext
 from raymm.actors.modules.precision import ComputeCopies, cast_frozen
 from raymm.actors.rank.layer_peaks import layer_peaks
+from raymm.actors.rank.layer_trace import LayerTrace
 from raymm.actors.recompute.recomputed_layers import layers_recomputed
 from raymm.actors.stages.encoder import EncoderStage
 from raymm.actors.stages.language import LanguageStage
 from raymm.scheduler.costs.recomputation import OFFLOAD, REMADE, LayerOption
 
 WARM_UP_RUNS = 2
-# Whose a module's output is.
-_HANDED_ON = -1
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class LayerTimes:
         working_bytes, forward_bytes, data_bytes: as of a
             :class:`~raymm.scheduler.costs.layer_costs.LayerCost`.
         options: what else it may do with its activations, if it is a block: seconds added to its
-            forward and backward, and bytes that it holds then.
+            forward and backward, bytes that it holds then, and bytes that it has for a time.
     """
 
     forward: float
@@ -150,8 +148,8 @@ class ModuleProfiler:
             name: Message((torch.randn(shape, device=self._device),), {})
             for name, shape in request.received.items()
         }
-        frozen: list[_Trace] = []
-        trained: list[_Trace] = []
+        frozen: list[LayerTrace] = []
+        trained: list[LayerTrace] = []
         for _ in range(WARM_UP_RUNS + repeats):
             frozen.append(self._run(inputs, received, trainable=False))
             trained.append(self._run(inputs, received, trainable=True))
@@ -176,7 +174,7 @@ class ModuleProfiler:
 
     def _options(
         self, inputs: dict[str, Any], received: dict[str, Message], repeats: int,
-        kept: Sequence[_Trace],
+        kept: Sequence[LayerTrace],
     ) -> list[tuple[LayerOption, ...]]:
         """Of every layer; ``kept`` are runs in which all activations are kept."""
         blocks = [layer for layer in self._layers if layer is not self._projector]
@@ -191,20 +189,31 @@ class ModuleProfiler:
             with layers_recomputed(blocks, [name] * len(blocks)):
                 runs = [self._run(inputs, received, trainable=True) for _ in range(repeats + 1)]
                 counted = self._run(inputs, received, trainable=True, count=True)
+                working, _ = self._layer_peaks(inputs, received, counted.held)
             after = _medians([item.both_times() for item in runs[1:]])
             added = [after[index] - before[index] for index in range(len(blocks))]
             # Small differences of noisy times: blocks of one kind have one in common.
             for index, kind in enumerate(kinds):
                 alike = [item for item, other in zip(added, kinds, strict=True) if other == kind]
                 seconds = max(0.0, statistics.median(alike))
-                options[index] += (LayerOption(name, seconds, counted.held[index]),)
+                options[index] += (
+                    LayerOption(name, seconds, counted.held[index], working[index]),
+                )
         return options
 
     def _peaks(
         self, inputs: dict[str, Any], received: dict[str, Message], held: Sequence[int]
     ) -> list[tuple[int, int, int]]:
-        """Working, forward and data bytes of every layer. Gradients of parameters must be there, as
-        they are in all microbatches of a step but the first; ``held`` is what layers keep."""
+        """Working, forward and data bytes of every layer; ``held`` is what layers keep."""
+        working, forward = self._layer_peaks(inputs, received, held)
+        data = sum(v.nbytes for v in inputs.values() if isinstance(v, torch.Tensor))
+        return list(zip(working, forward, [data, *[0] * (len(forward) - 1)], strict=True))
+
+    def _layer_peaks(
+        self, inputs: dict[str, Any], received: dict[str, Message], held: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        """Working and forward bytes of every layer. Gradients of parameters must be there, as they
+        are in all microbatches of a step but the first."""
         def run() -> torch.Tensor:
             with self._casting():
                 message = self._stage.run(dict(inputs), received, MicrobatchContext(1))
@@ -212,14 +221,12 @@ class ModuleProfiler:
 
         copies = ComputeCopies([self._stage], self._autocast)
         with copies.shown(), live_bytes(self._device) as live:
-            working, forward = layer_peaks(run, self._layers, live, held)
-        data = sum(v.nbytes for v in inputs.values() if isinstance(v, torch.Tensor))
-        return list(zip(working, forward, [data, *[0] * (len(forward) - 1)], strict=True))
+            return layer_peaks(run, self._layers, live, held)
 
     def _run(
         self, inputs: dict[str, Any], received: dict[str, Message], trainable: bool,
         count: bool = False,
-    ) -> _Trace:
+    ) -> LayerTrace:
         for parameter in self._stage.parameters():
             if parameter.is_floating_point():
                 parameter.requires_grad_(trainable)
@@ -236,8 +243,8 @@ class ModuleProfiler:
     def _traced(
         self, inputs: dict[str, Any], received: dict[str, Message], trainable: bool,
         storages: LiveStorages | None,
-    ) -> _Trace:
-        trace = _Trace(self._device, len(self._layers), storages)
+    ) -> LayerTrace:
+        trace = LayerTrace(self._device, len(self._layers), storages)
         with trace.watching(self._layers, self._has_blocks, leaf=not trainable):
             with storages or contextlib.nullcontext(), self._casting():
                 trace.start_forward()
@@ -271,124 +278,3 @@ def _layer_modules(stage: EncoderStage | LanguageStage) -> tuple[list[nn.Module]
 
 def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
     return [statistics.median(column) for column in zip(*rows, strict=True)]
-
-
-class _Trace:
-    """Time marks and bytes held of one forward and backward."""
-
-    def __init__(
-        self, device: torch.device, layers: int, storages: LiveStorages | None = None
-    ) -> None:
-        self._cuda = device.type == "cuda"
-        self._forward: dict[int, Any] = {}
-        self._backward: dict[int, Any] = {}
-        self._count = layers
-        self._storages = storages
-        self.held = [0] * layers
-        self.output_bytes = [0] * layers
-        self.output_shape: tuple[int, ...] = ()
-        self.entering: tuple[int, ...] = ()
-
-    @contextlib.contextmanager
-    def watching(
-        self, layers: Sequence[nn.Module], has_blocks: bool, leaf: bool
-    ) -> Iterator[None]:
-        """Mark where layers begin; ``leaf``: the first one's input starts the graph."""
-        handles = []
-        for index, module in enumerate(layers):
-            def enter(layer: nn.Module, args: tuple, kwargs: dict, index: int = index) -> Any:
-                return self._enter(layer, index, args, kwargs, has_blocks, leaf)
-
-            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _enter(
-        self, layer: nn.Module, index: int, args: tuple, kwargs: dict, has_blocks: bool, leaf: bool
-    ) -> Any:
-        if index:
-            hidden = hidden_state(layer, args, kwargs)
-            self._forward[index] = self._now()
-            if self._storages is not None:
-                self._storages.owner = index
-                self._storages.give(hidden, index)
-            self.output_bytes[index - 1] = hidden.numel() * hidden.element_size()
-            if hidden.requires_grad:
-                hidden.register_hook(lambda gradient: self._leave(index))
-            return None
-        names = [None] if has_blocks and args else list(kwargs)
-        if has_blocks and not args:
-            names = [hidden_name(layer)]
-        changed = {}
-        for name in names:
-            value = args[0] if name is None else kwargs[name]
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                self.entering = self.entering or tuple(value.shape)
-                # Also with everything trained, so that B_d is in both and the difference is B_w.
-                start = leaf or not value.requires_grad
-                if self._storages is not None:
-                    self._storages.give(value, 0)
-                changed[name] = value.detach().requires_grad_() if start else value
-        if None in changed:
-            return (changed.pop(None), *args[1:]), kwargs
-        return args, {**kwargs, **changed}
-
-    def _leave(self, index: int) -> None:
-        """The gradient of a layer's input is complete: its backward is over."""
-        self._backward[index] = self._now()
-
-    def start_forward(self) -> None:
-        self._synchronize()
-        self._forward[0] = self._now()
-
-    def end_forward(self, output: torch.Tensor) -> None:
-        self._forward[self._count] = self._now()
-        self.output_bytes[-1] = output.numel() * output.element_size()
-        self.output_shape = tuple(output.shape)
-        if self._storages is not None:
-            self._storages.give(output, _HANDED_ON)
-            for layer, size in self._storages.alive():
-                if layer != _HANDED_ON:
-                    self.held[layer] += size
-
-    def start_backward(self) -> None:
-        self._synchronize()
-        self._backward[self._count] = self._now()
-
-    def end_backward(self) -> None:
-        self._backward[0] = self._now()
-        self._synchronize()
-
-    def forward_times(self) -> list[float]:
-        """Seconds per layer: from where it begins to where the next one does."""
-        marks = [self._forward[i] for i in range(self._count + 1)]
-        return [self._seconds(a, b) for a, b in zip(marks, marks[1:], strict=False)]
-
-    def both_times(self) -> list[float]:
-        """Seconds per layer, forward and backward."""
-        both = zip(self.forward_times(), self.backward_times(), strict=True)
-        return [forward + backward for forward, backward in both]
-
-    def backward_times(self) -> list[float]:
-        """Seconds per layer: from the gradient of its output to that of its input."""
-        marks = [self._backward[0]]  # a layer that no gradient reaches takes no time
-        for index in range(1, self._count + 1):
-            marks.append(self._backward.get(index, marks[-1]))
-        return [self._seconds(b, a) for a, b in zip(marks, marks[1:], strict=False)]
-
-    def _synchronize(self) -> None:
-        if self._cuda:
-            torch.cuda.synchronize()
-
-    def _now(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _seconds(self, start: Any, end: Any) -> float:
-        return start.elapsed_time(end) / 1e3 if self._cuda else end - start

@@ -12,7 +12,7 @@ from typing import Any
 from raymm.errors import InputError
 from raymm.scheduler.costs.device_memory import compute_copy_share
 from raymm.scheduler.costs.devices import DeviceError, Link, Links
-from raymm.scheduler.costs.recomputation import KEEP, OPTIONS, LayerOption
+from raymm.scheduler.costs.recomputation import KEEP, OPTIONS, LayerOption, remade_bytes
 from raymm.scheduler.graph.module_graph import ModuleGraph
 from raymm.scheduler.graph.strict_json import MultiplexError, json_value
 
@@ -58,7 +58,8 @@ class LayerCost:
         forward_bytes: the most that a forward which keeps nothing has at a time, with its input.
         data_bytes: what it reads of a microbatch's data, which is on the device for the whole step.
         options: what else it may do with its activations, if known: seconds that this adds to a
-            forward and backward, and bytes that it keeps instead of ``activation_bytes``.
+            forward and backward, and bytes that it keeps instead of ``activation_bytes``, and has
+            for a time instead of ``working_bytes``.
 
     The last three sizes are 0 where they are not known.
     """
@@ -78,12 +79,13 @@ class LayerCost:
 
     def __post_init__(self) -> None:
         numbers = {name: getattr(self, name) for name in NUMBERS}
-        for name, seconds, nbytes in self.options:
+        for name, seconds, nbytes, working in self.options:
             if name not in OPTIONS or name == KEEP:
                 raise ProfileError(
                     f"options have {name!r}; accepted: {', '.join(OPTIONS[1:])}"
                 )
             numbers |= {f"seconds of {name!r}": seconds, f"bytes of {name!r}": nbytes}
+            numbers[f"working bytes of {name!r}"] = working or 0
         for name, value in numbers.items():
             if not 0 <= value < math.inf:  # NaN fails too
                 raise ProfileError(f"{name} is {value}; it must be at least 0 and finite")
@@ -96,7 +98,16 @@ class LayerCost:
     @property
     def choices(self) -> tuple[LayerOption, ...]:
         """All it may do with its activations; to keep them is the first."""
-        return (LayerOption(KEEP, 0.0, self.activation_bytes), *self.options)
+        keep = LayerOption(KEEP, 0.0, self.activation_bytes, self.working_bytes)
+        return (keep, *self.options)
+
+    def working(self, option: LayerOption) -> int:
+        """Bytes that the layer has for a time with an option, beyond what it keeps then. If that
+        was not measured: all that it would keep otherwise, and all that it then works with, though
+        a layer need not have both at the same time."""
+        if option.working_bytes is not None:
+            return option.working_bytes
+        return remade_bytes(option, self.activation_bytes) + self.working_bytes
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LayerCost:

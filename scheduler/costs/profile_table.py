@@ -197,7 +197,7 @@ def _nothing(cost: LayerCost) -> LayerCost:
     return LayerCost(
         0.0, 0.0, 0.0, parameter_bytes=cost.parameter_bytes,
         replicated_bytes=cost.replicated_bytes,
-        options=tuple(LayerOption(name, 0.0, 0) for name, _, _ in cost.options),
+        options=tuple(LayerOption(o.name, 0.0, 0, o.working_bytes and 0) for o in cost.options),
     )
 
 
@@ -215,6 +215,8 @@ def _between(a: LayerCost, b: LayerCost, share: float) -> LayerCost:
         LayerOption(
             option.name, between(option.seconds, ends[option.name].seconds),
             round(between(option.nbytes, ends[option.name].nbytes)),
+            None if option.working_bytes is None or (end := ends[option.name].working_bytes) is None
+            else round(between(option.working_bytes, end)),
         )
         for option in a.options if option.name in ends
     )
@@ -245,11 +247,14 @@ def _layer(data: Any, where: str) -> LayerCost:
         if not isinstance(value, kinds) or isinstance(value, bool):
             raise ProfileError(f"{where}.{name} is {value!r}; it must be a number")
     for number, option in enumerate(_list(data.get("options", []), f"{where}.options")):
-        if [type(value) for value in _list(option, f"{where}.options[{number}]")] not in (
-            [str, float, int], [str, int, int],
+        types = [type(value) for value in _list(option, f"{where}.options[{number}]")]
+        # Tables of before it was measured lack what an option works with.
+        if types[:3] not in ([str, float, int], [str, int, int]) or types[3:] not in (
+            [], [int], [type(None)],
         ):
             raise ProfileError(
-                f"{where}.options[{number}] is {option!r}; it must be [name, seconds, bytes]"
+                f"{where}.options[{number}] is {option!r}; it must be [name, seconds, bytes, "
+                "working bytes]"
             )
     try:
         return LayerCost.from_dict(data)

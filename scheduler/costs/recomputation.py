@@ -38,11 +38,14 @@ class LayerOption(NamedTuple):
         name: what the actors know it by, e.g. ``"keep"``, ``"matmuls"``, ``"all"``.
         seconds: added to each microbatch's backward.
         nbytes: activations held per microbatch under way.
+        working_bytes: the most that the layer has for a time beyond what it and the layers before
+            it keep, then: also what it makes again, or fetches; None if that was not measured.
     """
 
     name: str
     seconds: float
     nbytes: int
+    working_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,21 @@ def remade_bytes(option: LayerOption, kept: int) -> int:
     """Bytes beyond what a layer holds that its backward needs, of ``kept`` if all were kept. What
     is offloaded is fetched while the backward of the layer after it runs."""
     return (2 if option.name == OFFLOAD else 1) * (kept - option.nbytes)
+
+
+def working_excess(layers: Sequence[tuple[int, int]]) -> int:
+    """Bytes that a stage has for a time beyond what it keeps of a microbatch, at most. While a
+    layer works, nothing is left of those after it.
+
+    Args:
+        layers: per layer what it keeps, and what it has for a time beyond what it and those before
+            it keep.
+    """
+    after = most = 0
+    for kept, working in reversed(layers):
+        most = max(most, working - after)
+        after += kept
+    return most
 
 
 def least_seconds(layers: Sequence[Sequence[LayerOption]], limit: int) -> float:

@@ -117,6 +117,7 @@ def _process_layer(
                 option.name,
                 option.seconds / (shares * tp) + (gathered if option.name in REMADE else 0.0),
                 held(option.nbytes),
+                None if option.working_bytes is None else held(option.working_bytes),
             )
             for option in cost.options
         ),

@@ -14,7 +14,7 @@ import numpy as np
 from raymm.scheduler.costs.device_memory import message_bytes, update_bytes
 from raymm.scheduler.costs.devices import Link
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, trainable_before
-from raymm.scheduler.costs.recomputation import KEEP, LayerOption, remade_bytes
+from raymm.scheduler.costs.recomputation import KEEP, LayerOption, working_excess
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.program import Op
@@ -165,7 +165,7 @@ def _stage_cost(
         activation_bytes=sum(option.nbytes for _, option in kept) + saved,
         output_bytes=layers[-1].output_bytes,
         state_bytes=state,
-        remade_bytes=_working_excess(kept),
+        remade_bytes=working_excess([(o.nbytes, c.working(o)) for c, o in kept]),
         forward_bytes=0 if kept else received + max(c.forward_bytes for c in layers),
         message_bytes=steps * sum(c.data_bytes for c in layers) + int(message_bytes(
             received * remote_producers,
@@ -197,21 +197,6 @@ def _update_bytes(plan: Plan, stage: Stage, trained: list[int]) -> int:
         np.array(sum(trained) / stage.shards), np.array(max(trained) / stage.shards),
         plan.sharers(stage), stage.sharding,
     ))
-
-
-def _working_excess(kept: list[tuple[LayerCost, LayerOption]]) -> int:
-    """Bytes that a stage has for a time beyond what it keeps of a microbatch, at most. While a
-    layer works, nothing is left of those after it.
-
-    Args:
-        kept: the layers, and what they do with their activations.
-    """
-    after = most = 0
-    for cost, option in reversed(kept):
-        remade = remade_bytes(option, cost.activation_bytes)
-        most = max(most, remade + max(0, cost.working_bytes - after))
-        after += option.nbytes
-    return most
 
 
 def _kept(

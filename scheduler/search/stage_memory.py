@@ -22,7 +22,6 @@ from raymm.scheduler.costs.recomputation import (
     Recomputation,
     choose_options,
     least_seconds,
-    remade_bytes,
     savings,
 )
 from raymm.scheduler.search.partition import Ranges, cost_matrix
@@ -149,20 +148,17 @@ class ModuleMemory:
     def _choose(self, live: int, lo: int, hi: int) -> Recomputation | None:
         own = list(zip(self._layers[lo:hi], self._backward[lo:hi], strict=True))
         layers = [cost.choices if b else _NOTHING for cost, b in own]
-        # Of all that are needed at once: the layer whose activations are made again, with what it
-        # works with. How much that is depends on the choice, so the least room for it that is
-        # enough is looked for.
-        rooms = sorted({
-            remade_bytes(option, cost.activation_bytes) + cost.working_bytes
-            for cost, b in own if b for option in cost.choices
-        })
+        # Beyond what layers keep: what one of them has for a time, as if those after it still kept
+        # theirs. How much that is depends on the choice, so the least room for it that is enough is
+        # looked for.
+        rooms = sorted({cost.working(o) for cost, b in own if b for o in cost.choices})
         tries = []
         for room in rooms:
             budget = self._budget(live, lo, hi, room)
             allowed = [
                 [
                     option for option in choices
-                    if not b or remade_bytes(option, choices[0].nbytes) + c.working_bytes <= room
+                    if not b or c.working(option) <= room
                 ]
                 for choices, (c, b) in zip(layers, own, strict=True)
             ]

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, layer_work
-from raymm.scheduler.costs.recomputation import LayerOption
+from raymm.scheduler.costs.recomputation import LayerOption, working_excess
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan
 
@@ -54,7 +54,11 @@ def with_uncut_modules(
                 parameters, own[-1].output_bytes,
                 min(parameters, sum(c.replicated_bytes for c in own)),
                 sum(c.key_value_bytes for c in own),
-                max(c.working_bytes for c in own), max(c.forward_bytes for c in own),
+                working_excess([
+                    (c.activation_bytes, c.working_bytes)
+                    for c, w in zip(own, done, strict=True) if w.backward
+                ]),
+                max(c.forward_bytes for c in own),
                 sum(c.data_bytes for c in own),
                 _common_options(own, [bool(w.backward) for w in done]),
             ),
@@ -67,14 +71,15 @@ def _common_options(
     layers: Sequence[LayerCost], backward: Sequence[bool]
 ) -> tuple[LayerOption, ...]:
     """What all blocks together may do with their activations: all the same."""
-    running = [c.options for c, b in zip(layers, backward, strict=True) if b]
-    names = [option.name for option in running[0]] if running else []
+    running = [c for c, b in zip(layers, backward, strict=True) if b]
+    names = [option.name for option in running[0].options] if running else []
     common = []
     for name in names:
-        same = [option for options in running for option in options if option.name == name]
+        same = [(c, option) for c in running for option in c.options if option.name == name]
         if len(same) == len(running):
-            seconds, nbytes = sum(o.seconds for o in same), sum(o.nbytes for o in same)
-            common.append(LayerOption(name, seconds, nbytes))
+            working = working_excess([(o.nbytes, c.working(o)) for c, o in same])
+            seconds, nbytes = sum(o.seconds for _, o in same), sum(o.nbytes for _, o in same)
+            common.append(LayerOption(name, seconds, nbytes, working))
     return tuple(common)
 
 

@@ -210,6 +210,10 @@ def test_what_blocks_may_do_with_their_activations_is_measured():
         assert list(held) == ["matmuls", "attention", "all"]
         assert held["all"] < held["attention"] < held["matmuls"] < layer.activation_bytes
         assert all(option.seconds >= 0 for option in layer.options)
+        # What is made again is there while its gradients are.
+        working = {option.name: option.working_bytes for option in layer.options}
+        assert working["all"] + held["all"] > layer.activation_bytes
+        assert working["all"] > working["matmuls"] > 0
     # The first layer has the patch embedding with it.
     assert trained[1].options[2].nbytes == hidden
     # Blocks of one kind are alike.

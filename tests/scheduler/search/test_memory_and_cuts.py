@@ -30,7 +30,10 @@ GRAPH_MODULES = ("vision", "llm")
 def layers(draw: st.DrawFn, trainable: bool = True) -> LayerCost:
     kept = draw(st.integers(0, 12))
     options = tuple(
-        LayerOption(name, float(draw(st.integers(0, 6))), draw(st.integers(0, kept)))
+        LayerOption(
+            name, float(draw(st.integers(0, 6))), draw(st.integers(0, kept)),
+            draw(st.none() | st.integers(0, 24)),
+        )
         for name in draw(st.lists(st.sampled_from(OPTIONS[1:]), max_size=2, unique=True))
     )
     return LayerCost(
@@ -82,6 +85,7 @@ def least_added(space: StageSpace, module: str, lo: int, hi: int, live: int) -> 
         remade = max(
             (
                 (c.activation_bytes - one.nbytes) * (2 if one.name == "offload" else 1)
+                if one.working_bytes is None else one.working_bytes
                 for c, one in zip(own, chosen, strict=True)
             ),
             default=0,

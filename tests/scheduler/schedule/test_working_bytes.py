@@ -1,0 +1,77 @@
+"""What a stage has for a time, against every moment of its backward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
+from raymm.scheduler.costs.recomputation import ALL, KEEP, MATMULS, LayerOption
+from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan.stage import Degrees
+from raymm.scheduler.schedule.process_costs import process_layers
+from raymm.scheduler.schedule.stage_costs import stage_costs
+from raymm.scheduler.search.module_degrees import make_plan
+
+SIZES = st.integers(0, 100)
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> tuple[LayerCost, str]:
+    """A layer, and what it does with its activations."""
+    kept = draw(SIZES)
+    options = tuple(
+        LayerOption(name, 1.0, draw(st.integers(0, kept)), draw(SIZES)) for name in (MATMULS, ALL)
+    )
+    cost = LayerCost(1.0, 1.0, 1.0, kept, working_bytes=draw(SIZES), options=options)
+    return cost, draw(st.sampled_from((KEEP, MATMULS, ALL)))
+
+
+@given(st.lists(layers(), min_size=1, max_size=6))
+def test_the_most_of_all_moments(chosen: list[tuple[LayerCost, str]]) -> None:
+    """A backward comes to layer after layer, from the last one: then what those before it keep is
+    there, and what it has for a time by its own option."""
+    costs, names = zip(*chosen, strict=True)
+    graph = ModuleGraph((ModuleNode("llm", (True,) * len(costs)),), ())
+    plan = make_plan(
+        graph, {"llm": ((0, len(costs)),)}, 1, profile=CostProfile({"llm": costs}),
+    )
+    (stage,) = plan.stages
+    stage = replace(stage, layer_options=() if set(names) == {KEEP} else names)
+    (of_stage,) = stage_costs(replace(plan, stages=(stage,))).values()
+    picked = [
+        next(o for o in cost.choices if o.name == name)
+        for cost, name in zip(costs, names, strict=True)
+    ]
+    moments = [
+        sum(o.nbytes for o in picked[: at + 1]) + picked[at].working_bytes
+        for at in range(len(picked))
+    ]
+    assert of_stage.activation_bytes == sum(o.nbytes for o in picked)
+    assert of_stage.activation_bytes + of_stage.remade_bytes == max(
+        *moments, of_stage.activation_bytes
+    )
+
+
+def test_logits_are_gone_when_a_block_is_made_again() -> None:
+    """The last layer keeps 5 of its input and 60 of its head, whose gradient takes 60 more; its
+    block takes 40 when it is made again, by when the head is done: never 60 and 40."""
+    cost = LayerCost(
+        1.0, 1.0, 1.0, 5 + 30 + 60, working_bytes=60, options=(LayerOption(ALL, 1.0, 65, 60),)
+    )
+    graph = ModuleGraph((ModuleNode("llm", (True,)),), ())
+    plan = make_plan(graph, {"llm": ((0, 1),)}, 1, profile=CostProfile({"llm": (cost,)}))
+    stage = replace(plan.stages[0], layer_options=(ALL,))
+    (of_stage,) = stage_costs(replace(plan, stages=(stage,))).values()
+    assert of_stage.remade_bytes == 60
+
+
+def test_processes_share_what_an_option_works_with() -> None:
+    options = (LayerOption(ALL, 1.0, 10, 80), LayerOption(MATMULS, 1.0, 20))
+    cost = LayerCost(1.0, 1.0, 1.0, 100, working_bytes=40, options=options)
+    node = ModuleNode("llm", (True,))
+    (shared,) = process_layers(CostProfile({"llm": (cost,)}), node, Degrees(cp=4))
+    assert [o.working_bytes for o in shared.options] == [20, None]
+    assert shared.working_bytes == 10
