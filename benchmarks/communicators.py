@@ -1,16 +1,25 @@
-"""Communicators that every process of a large run has, and what the proof of their order takes.
+"""Communicators that every process of a large run has, what it does to make them, and what the
+driver does before.
 
 A vision and an audio encoder of one stage each and a language model of seven, tensor parallelism 4,
-tied embeddings, ZeRO-1: 36 processes, times data parallelism. Nothing runs; what is counted is what
-a process's plan says.
+tied embeddings, ZeRO-1: 36 processes, times data parallelism; 1,024 with a model of six. Nothing
+runs; what is counted is what a process's plan says.
 
 - `per_process_<n>`: the most that any of n processes is a member of: links for messages, groups
   within a rank, groups that sum gradients, and the one of all processes;
-- `links_<n>`: of these, links for messages: one per ordered pair of processes with messages;
-- `edge_links_<n>`: what there would be with one per directed edge of stages;
+- `calls_<n>`: groups that a process makes, beside that one; if every process were to take part in
+  the making of every group, `groups_<n>`;
+- `chain_<n>`: groups of which each waits for the one before, in the order in which they are made;
+  `edge_chain_<n>`: in the order of the plan's edges;
+- `store_operations_<n>`: what a process sets and reads in the store for these groups, the most;
+- `links_<n>`: of all communicators, links for messages: one per ordered pair of processes with
+  messages; `edge_links_<n>`: what there would be with one per directed edge of stages;
 - `edge_per_process_<n>`: `per_process` with `edge_links`;
-- `groups_<n>`: groups of all processes together, each of which is made by its members only;
 - `message_ctas_<n>`: multiprocessors that a message may occupy on a GPU;
+- `connection_bytes_<n>`: of what a process is told of its connections, the most, pickled;
+  `connection_cpu_s_<n>`: the driver's CPU time to work them all out;
+- `program_cpu_s_<n>`: the driver's CPU time to lower a step, with 8 microbatches per replica;
+  `proof_cpu_s_<n>`: to prove that it ends, and in which order;
 - the same with two chunks of every rank's layers (`interleaved_...`), where two ranks have several
   edges with one another;
 - `proof_over_lowering_<schedule>`: CPU time of `check_program`, with the order it makes, over that
@@ -22,6 +31,7 @@ a process's plan says.
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -30,42 +40,46 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks import _common
-from raymm.actors.rank.connections import link_ctas
+from raymm.actors.optimizer.gradient_reduction import ReductionGroup
+from raymm.actors.rank.connection_plan import connection_plans, link_ctas
 from raymm.actors.sharding.parameter_shards import ShardSpec
 from raymm.actors.sharding.tensor_plan import ParameterShard, TensorPlan
 from raymm.layout.parameter_owners import parameter_ownership, reduction_groups
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
+from raymm.scheduler.plan.meeting_order import longest_chain
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.process_grid import Processes, connected_pairs
 from raymm.scheduler.program.check_program import check_program
 from raymm.scheduler.schedule.lower import full_program
 
-REPLICAS = (1, 4, 16)
-TP, LLM_RANKS = 4, 7
+# Replicas, and ranks of the language model.
+SIZES = ((1, 7), (4, 7), (16, 7), (32, 6))
+TP = 4
+MICROBATCHES = 8  # of a replica
 CHAIN, TURNS = 24, 9
 ENCODERS = ("vision", "audio")
 
 
-def plan(replicas: int, chunks: int = 1) -> Plan:
+def plan(replicas: int, llm_ranks: int = 7, chunks: int = 1) -> Plan:
     """Encoders and a language model, each with as many replicas, on ranks of 4 processes."""
-    layers = LLM_RANKS * chunks
+    layers = llm_ranks * chunks
     graph = ModuleGraph(
         (*(ModuleNode(name, (True,)) for name in ENCODERS), ModuleNode("llm", (True,) * layers)),
         tuple((name, "llm") for name in ENCODERS),
     )
     places = [(name, 0, rank) for rank, name in enumerate(ENCODERS)]
-    places += [("llm", i, len(ENCODERS) + i % LLM_RANKS) for i in range(layers)]
-    ranks = len(ENCODERS) + LLM_RANKS
+    places += [("llm", i, len(ENCODERS) + i % llm_ranks) for i in range(layers)]
+    ranks = len(ENCODERS) + llm_ranks
     stages = tuple(
         Stage(name, i, (i, i + 1), copy * ranks + rank, copy, tp=TP, sharding="zero1")
         for copy in range(replicas) for name, i, rank in places
     )
-    return Plan(graph, stages, 8 * replicas)
+    return Plan(graph, stages, MICROBATCHES * replicas)
 
 
-def sums(processes: Processes) -> list[tuple[int, ...]]:
-    """Processes of every group that sums gradients: what tensor parallelism shards, what it does
-    not, and the embedding of the first and the last stage."""
+def sums(processes: Processes) -> tuple[ReductionGroup, ...]:
+    """Every group that sums gradients: what tensor parallelism shards, what it does not, and the
+    embedding of the first and the last stage."""
     shard = tuple(ParameterShard(0, ((i, i + 1),)) for i in range(TP))
     stages = processes.plan.stages
     shards = {f"{stage.index}.weight": shard for stage in stages} | {"embedding": shard}
@@ -78,10 +92,7 @@ def sums(processes: Processes) -> list[tuple[int, ...]]:
         owned[stage.id] = sizes
     spec = ShardSpec({"module": TensorPlan(TP, shards=shards)})
     specs = dict.fromkeys((*ENCODERS, "llm"), spec)
-    return [
-        group.processes
-        for group in reduction_groups(parameter_ownership(processes, owned, specs))
-    ]
+    return reduction_groups(parameter_ownership(processes, owned, specs))
 
 
 def most(groups: Iterable[Iterable[int]]) -> int:
@@ -89,23 +100,53 @@ def most(groups: Iterable[Iterable[int]]) -> int:
     return max(Counter(process for group in groups for process in group).values())
 
 
-def count(replicas: int, chunks: int) -> dict[str, int]:
-    processes = Processes(plan(replicas, chunks))
+def count(replicas: int, llm_ranks: int = 7, chunks: int = 1) -> dict[str, int | float]:
+    """What there is of a layout, by name."""
+    planned = plan(replicas, llm_ranks, chunks)
+    begin = time.process_time()
+    processes = Processes(planned)
     p2p_groups = [(edge, processes.p2p_groups(edge)) for edge in processes.remote_edges]
+    reductions = sums(processes)
+    plans = connection_plans(len(processes.all), p2p_groups, processes.groups, reductions)
+    connection_s = time.process_time() - begin
     pairs = connected_pairs(p2p_groups)
     edges = [
         (p2p_group.senders[sender], p2p_group.receivers[receiver])
         for _, of_edge in p2p_groups for p2p_group in of_edge
         for sender, receiver in p2p_group.resharding.links()
     ]
-    others = [*processes.groups, *sums(processes), tuple(range(len(processes.all)))]
+    others = [*processes.groups, *(reduction.processes for reduction in reductions)]
+    everyone = tuple(range(len(processes.all)))
+    made = sorted({meeting for each in plans for meeting in each.meetings}, key=lambda m: m.number)
     return {
-        "per_process": most([*pairs, *others]),
-        "edge_per_process": most([*edges, *others]),
+        "per_process": most([*pairs, *others, everyone]),
+        "edge_per_process": most([*edges, *others, everyone]),
+        "calls": max(len(each.meetings) for each in plans),
+        "chain": longest_chain([meeting.members for meeting in made]),
+        "edge_chain": longest_chain([*processes.groups, *pairs, *others[len(processes.groups):]]),
+        # gloo: sets its own address, reads each member's.
+        "store_operations": max(
+            sum(1 + len(meeting.members) for meeting in each.meetings) for each in plans
+        ),
         "links": most(pairs),
         "edge_links": most(edges),
-        "groups": len(pairs) + len(others),
+        "groups": len(made) + 1,
         "message_ctas": link_ctas(pairs),
+        "connection_bytes": max(len(pickle.dumps(each)) for each in plans),
+        "connection_cpu_s": round(connection_s, 3),
+    }
+
+
+def driver(replicas: int, llm_ranks: int) -> dict[str, float]:
+    """CPU seconds of a step's program and of its proof."""
+    planned = plan(replicas, llm_ranks)
+    begin = time.process_time()
+    program = full_program(planned)
+    lowered = time.process_time()
+    check_program(program)
+    return {
+        "program_cpu_s": round(lowered - begin, 2),
+        "proof_cpu_s": round(time.process_time() - lowered, 2),
     }
 
 
@@ -131,17 +172,23 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 def main() -> None:
     args = _common.parser(__doc__.splitlines()[0]).parse_args()
     result: dict[str, Any] = {"machine": _common.machine()}
-    table = Table("processes", "layout", "communicators", "one per edge", "links", "groups")
-    for replicas in REPLICAS:
+    table = Table(
+        "processes", "layout", "communicators", "one per edge", "links", "groups", "chain"
+    )
+    for replicas, llm_ranks in SIZES:
+        processes = replicas * (len(ENCODERS) + llm_ranks) * TP
         for chunks, name in ((1, ""), (2, "interleaved_")):
-            counted = count(replicas, chunks)
-            processes = replicas * (len(ENCODERS) + LLM_RANKS) * TP
+            counted = count(replicas, llm_ranks, chunks)
             result |= {f"{name}{key}_{processes}": value for key, value in counted.items()}
             table.add_row(
                 str(processes), name.strip("_") or "1F1B",
                 *(str(counted[key]) for key in ("per_process", "edge_per_process")),
                 f"{counted['links']} ({counted['edge_links']})", str(counted["groups"]),
+                f"{counted['chain']} ({counted['edge_chain']})",
             )
+        spent = driver(replicas, llm_ranks)
+        result |= {f"{key}_{processes}": value for key, value in spent.items()}
+        _common.console().print(processes, counted, spent)
     for schedule in ("1f1b", "gpipe"):
         ratio, seconds = proof_over_lowering(schedule)
         result[f"proof_over_lowering_{schedule}"] = round(ratio, 3)

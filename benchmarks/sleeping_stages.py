@@ -18,6 +18,7 @@ from benchmarks._rank_p2p_groups import p2p_groups_between_ranks
 from benchmarks.emulated_backend import pause
 from raymm.actors.executor.step_meta import StepMeta, measured_timeline
 from raymm.actors.modules.message import Message, MicrobatchContext
+from raymm.actors.rank.connection_plan import connection_plans
 from raymm.actors.rank.rank_group import RankGroup
 from raymm.actors.rank.rank_resources import RankResources
 from raymm.actors.rank.rank_spec import RankSpec
@@ -153,9 +154,11 @@ class SleepingPipeline:
             RankSpec(
                 rank=rank, world_size=ranks,
                 builders={rank_stage(rank): partial(SleepingStage, nothing, 1, False)},
-                edges=edges, p2p_groups=p2p_groups_between_ranks(edges, places),
+                edges=edges, connections=connections,
             )
-            for rank in range(ranks)
+            for rank, connections in enumerate(
+                connection_plans(ranks, p2p_groups_between_ranks(edges, places))
+            )
         ]
         labels = [rank_stage(rank) for rank in range(ranks)]
         self._group = RankGroup(specs, labels, RankResources(1.0))

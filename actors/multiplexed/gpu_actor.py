@@ -42,10 +42,9 @@ from raymm.actors.quota import (
     check_no_shared_parameters,
 )
 from raymm.actors.rank.meeting import (
+    MeetingPlace,
     TCPStore,
     Timeouts,
-    join,
-    new_group,
     open_store,
     prepare_nccl,
     stay_on,
@@ -120,6 +119,9 @@ class GpuActor(ObservedActor):
         self._built: Device | None = None
         self._store: TCPStore | None = None  # where GPUs meet; the first one's listens
 
+    # What :meth:`connect` makes.
+    _place: MeetingPlace
+
     @property
     def _built_device(self) -> Device:
         """What :meth:`build` has made."""
@@ -142,23 +144,31 @@ class GpuActor(ObservedActor):
         store = self._store or TCPStore(
             address, port, spec.gpus, is_master=False, timeout=self._timeouts.wait
         )
-        self._device = join(self._device, store, spec.gpu, spec.gpus, self._timeouts)
+        self._place = MeetingPlace(self._device, store, spec.gpu, spec.gpus, self._timeouts)
+        self._device = self._place.device
         self._messages: Messages | None = None
+        self._groups = 0
         if spec.gpus > 1:
             gpus = range(spec.gpus)
             self._messages = Messages(
-                new_group(gpus, self._timeouts, self._device),
-                new_group(gpus, self._timeouts, self._device, "gloo"),
+                self._place.new_group(1, gpus), self._place.new_group(2, gpus, "gloo")
             )
+            self._groups = 2
         self._connect_replicas()
 
     def _connect_replicas(self) -> None:
         """One group for every node, so that sums of different nodes need no common order."""
-        self._replicas = {
-            name: new_group(gpus, self._timeouts, self._device)
+        shared = [
+            (name, gpus)
             for name, gpus in sorted(self._spec.replicas.items())
             if len(gpus) > 1 and self._spec.graph.by_name[name].trainable
+        ]
+        self._replicas = {
+            name: self._place.new_group(number, gpus)
+            for number, (name, gpus) in enumerate(shared, start=self._groups + 1)
+            if self._spec.gpu in gpus
         }
+        self._groups += len(shared)  # of all processes, until the model is replaced
 
     @task("becoming another model's process")
     def replace(self, spec: GpuSpec) -> None:
@@ -168,8 +178,7 @@ class GpuActor(ObservedActor):
         pool, self._built = self._built_device.pool, None
         pool.close()
         for group in self._replicas.values():
-            if group is not dist.GroupMember.NON_GROUP_MEMBER:
-                dist.destroy_process_group(group)
+            dist.destroy_process_group(group)
         self._spec = spec
         self._programs.clear()
         self._layout_keys.clear()

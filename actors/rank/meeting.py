@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from raymm.actors.faults.flight_recorder import record_flight
 from raymm.actors.faults.lost_processes import ChannelError
@@ -77,108 +78,115 @@ def prepare_nccl(device: torch.device) -> None:
     record_flight()
 
 
-def join(
-    device: torch.device, store: TCPStore, rank: int, world_size: int, timeouts: Timeouts
-) -> torch.device:
-    """Join the group of all processes, connected: over NCCL on GPUs, over gloo else. Returns the
-    device with its number, which NCCL connects.
+class MeetingPlace:
+    """Where a process meets others: in the group of all, which it joins here, and in groups that it
+    makes with some. Groups are connected: over NCCL on GPUs, over gloo else.
+
+    Only its members make a group, and nothing waits for others (``torch.distributed.new_group`` is
+    for all processes to call, for every group: thousands of calls in a large run). They know it
+    by a number that all processes agree on: torch's own count is of the calls of a process, and so
+    is the name that ``use_local_synchronization`` makes, which then differs among members that
+    have made different numbers of groups.
 
     Args:
         device: of this process's tensors.
         store: where processes find one another.
         rank: this process's number.
         world_size: how many there are.
-        timeouts: of every operation.
+        timeouts: of every operation, and for others to come.
+
+    Attributes:
+        device: with its number, which NCCL connects.
+        timeouts: as given.
 
     Raises:
         ChannelError: not all came within the timeout.
     """
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        device = torch.device("cuda", device.index or 0)
-        torch.cuda.set_device(device)
-    with _meeting(range(world_size), timeouts.wait):
-        # Not bound to the device: groups of some of the processes would then be split from this
-        # one, for which all of them have to come.
-        dist.init_process_group(
-            "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world_size,
-            timeout=timeouts.watchdog if on_gpu else timeouts.wait,
-        )
-        everyone = dist.group.WORLD
-        assert everyone is not None
-        _meet(everyone, device)
-    return device
 
+    def __init__(
+        self, device: torch.device, store: TCPStore, rank: int, world_size: int,
+        timeouts: Timeouts,
+    ) -> None:  # fmt: skip
+        on_gpu = device.type == "cuda"
+        if on_gpu:
+            device = torch.device("cuda", device.index or 0)
+            torch.cuda.set_device(device)
+        self.device, self.timeouts = device, timeouts
+        with _meeting(range(world_size), timeouts.wait):
+            # Not bound to the device: groups of some of the processes would then be split from
+            # this one, for which all of them have to come.
+            dist.init_process_group(
+                "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world_size,
+                timeout=timeouts.watchdog if on_gpu else timeouts.wait,
+            )
+            everyone = dist.group.WORLD
+            assert everyone is not None
+            _meet(everyone, device)
 
-def new_group(
-    ranks: Sequence[int], timeouts: Timeouts, device: torch.device, backend: str | None = None
-) -> dist.ProcessGroup:
-    """A group of these processes, connected; every process must call it, all of them in one order.
-    One that is not among them gets ``GroupMember.NON_GROUP_MEMBER``, with which it can do nothing.
+    def new_group(
+        self, number: int, ranks: Sequence[int], backend: str | None = None
+    ) -> dist.ProcessGroup:
+        """A group of these processes, connected; to be called by all of them and no others. What
+        a process is a member of, it must make in the order of the numbers.
 
-    Its communicator is made here, and its first operation is one that all of its members take
-    part in: what is left for a step to connect, a process would have to wait for in it.
+        Its communicator is made here, and its first operation is one that all of its members take
+        part in: what is left for a step to connect, a process would have to wait for in it.
 
-    Args:
-        ranks: processes, by their numbers in the default group.
-        timeouts: of its operations, and for all to come.
-        device: of its tensors, with its number.
-        backend: ``"nccl"`` or ``"gloo"``; that of the default group if None.
+        Args:
+            number: of the group among all groups of all processes, from 1.
+            ranks: processes, by their numbers in the default group.
+            backend: ``"nccl"`` or ``"gloo"``; that of the default group if None.
 
-    Raises:
-        ChannelError: not all came within the timeout.
-    """
-    with _meeting(ranks, timeouts.wait):
-        group = _new_group(ranks, timeouts, device, backend)
-        if group is not dist.GroupMember.NON_GROUP_MEMBER:
-            _meet(group, torch.device("cpu") if backend == "gloo" else device)
-    return group
+        Raises:
+            ChannelError: not all came within the timeout.
+        """
+        with _meeting(ranks, self.timeouts.wait):
+            group = self._new_group(2 * number, ranks, backend)
+            _meet(group, torch.device("cpu") if backend == "gloo" else self.device)
+        return group
 
+    def new_link(
+        self, number: int, sender: int, receiver: int, ctas: int
+    ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """A group for messages from one process to another, over which one has gone, and a group
+        of the same two for what hosts are to read. Else as :meth:`new_group`.
 
-def new_link(
-    sender: int, receiver: int, timeouts: Timeouts, device: torch.device, ctas: int
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """A group for messages from one process to another, over which one has gone, and a group of
-    the same two for what hosts are to read. Else as :func:`new_group`.
-
-    Args:
-        sender, receiver: processes, by their numbers in the default group.
-        timeouts: of its operations, and for both to come.
-        device: of its tensors, with its number.
-        ctas: on a GPU, multiprocessors that a message may occupy at most.
-    """
-    ends = sender, receiver
-    with _meeting(ends, timeouts.wait):
-        group = host_group = _new_group(ends, timeouts, device, ctas=ctas)
-        if device.type == "cuda":
-            host_group = _new_group(ends, timeouts, device, "gloo")
-        if dist.get_rank() in ends:
-            tensor = torch.full((1,), dist.get_rank(), device=device)
+        Args:
+            number: of the link among all groups of all processes, from 1.
+            sender, receiver: processes, by their numbers in the default group.
+            ctas: on a GPU, multiprocessors that a message may occupy at most.
+        """
+        ends = sender, receiver
+        with _meeting(ends, self.timeouts.wait):
+            group = host_group = self._new_group(2 * number, ends, ctas=ctas)
+            if self.device.type == "cuda":
+                host_group = self._new_group(2 * number + 1, ends, "gloo")
+            tensor = torch.full((1,), dist.get_rank(), device=self.device)
             sends = dist.get_rank() == sender
             operation, peer = (dist.isend, receiver) if sends else (dist.irecv, sender)
             wait(started(operation(tensor, peer, group=group)))
             if int(tensor) != sender:  # read: waits until it is there
                 raise ChannelError(f"process {sender} wrote to {receiver} as {int(tensor)}")
-    return group, host_group
+        return group, host_group
 
-
-def _new_group(
-    ranks: Sequence[int], timeouts: Timeouts, device: torch.device, backend: str | None = None,
-    ctas: int | None = None,
-) -> dist.ProcessGroup:  # fmt: skip
-    on_gpu = device.type == "cuda" and backend != "gloo"
-    timeout = timeouts.watchdog if on_gpu else timeouts.wait
-    options: Any = None
-    if on_gpu and ctas is not None:
-        # Streams of their own, which go before the device's other work.
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options.config.max_ctas = ctas
-        options._timeout = timeout
-    group = dist.new_group(
-        list(ranks), timeout=timeout, backend=backend, pg_options=options,
-        device_id=device if on_gpu else None,  # NCCL connects at once, not at the first operation
-    )
-    return cast(dist.ProcessGroup, group)
+    def _new_group(
+        self, name: int, ranks: Sequence[int], backend: str | None = None, ctas: int | None = None
+    ) -> dist.ProcessGroup:
+        on_gpu = self.device.type == "cuda" and backend != "gloo"
+        timeout = self.timeouts.watchdog if on_gpu else self.timeouts.wait
+        options: Any = None
+        if on_gpu and ctas is not None:
+            # Streams of their own, which go before the device's other work.
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            options.config.max_ctas = ctas
+            options._timeout = timeout
+        # What torch calls the next group, the same for all of its members.
+        distributed_c10d._world.group_count = name
+        group = dist.new_group(
+            list(ranks), timeout=timeout, backend=backend, pg_options=options,
+            device_id=self.device if on_gpu else None,  # connects at once, not at the first use
+        )
+        return cast(dist.ProcessGroup, group)
 
 
 def _meet(group: dist.ProcessGroup, device: torch.device) -> None:

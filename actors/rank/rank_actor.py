@@ -31,9 +31,9 @@ from raymm.actors.optimizer.optimizer import RankOptimizer
 from raymm.actors.optimizer.stored_tensors import StoredTensors
 from raymm.actors.rank.connections import Connections
 from raymm.actors.rank.meeting import (
+    MeetingPlace,
     TCPStore,
     Timeouts,
-    join,
     open_store,
     prepare_nccl,
     stay_on,
@@ -85,8 +85,9 @@ class RankActor(ObservedActor):
         store = self._store or TCPStore(
             address, port, spec.world_size, is_master=False, timeout=self._timeouts.wait
         )
-        self._device = join(self._device, store, spec.rank, spec.world_size, self._timeouts)
-        self._connections = Connections(spec, self._device, self._timeouts, self.whereabouts)
+        place = MeetingPlace(self._device, store, spec.rank, spec.world_size, self._timeouts)
+        self._device = place.device
+        self._connections = Connections(spec, place, self.whereabouts)
 
     @task("building stages")
     def build(

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from raymm.actors.optimizer.gradient_reduction import ReductionGroup
 from raymm.actors.optimizer.optimizer import OptimizerConfig, ParameterOwnership
 from raymm.actors.quota import Backend
+from raymm.actors.rank.connection_plan import ConnectionPlan
 from raymm.actors.sharding.parameter_shards import ShardSpec
-from raymm.scheduler.plan.process_grid import P2PGroup
 from raymm.scheduler.plan.stage import Edge, StageId
 
 if TYPE_CHECKING:
@@ -36,12 +35,10 @@ class RankSpec:
     Attributes:
         rank, world_size: its number, and how many processes there are.
         builders: per stage name, a picklable function that builds the stage module.
-        edges: all data edges of the plan (stage names).
-        p2p_groups: of every directed edge of messages between ranks, which processes have them.
-        groups: every group of several processes of a rank, the same on all processes.
+        edges: data edges from and to its stages (stage names).
+        connections: what it connects with other processes.
         process_groups: the processes of its own rank, by what they share.
         shard_specs: per module, which shard of each parameter a process holds.
-        reduction_groups: all groups of processes that hold parameters together.
         parameter_ownership: what it is to do with parameters that others have too.
         optimizer: the optimizer's configuration.
         autocast: name of the torch dtype for automatic mixed precision, or None.
@@ -62,11 +59,9 @@ class RankSpec:
     world_size: int
     builders: dict[StageId, Callable[[], EncoderStage | LanguageStage]]
     edges: tuple[Edge, ...]
-    p2p_groups: tuple[tuple[Edge, tuple[P2PGroup, ...]], ...]
-    groups: tuple[tuple[int, ...], ...] = ()
+    connections: ConnectionPlan = field(default_factory=ConnectionPlan)
     process_groups: ProcessGroups = field(default_factory=ProcessGroups)
     shard_specs: dict[str, ShardSpec] = field(default_factory=dict)
-    reduction_groups: tuple[ReductionGroup, ...] = ()
     parameter_ownership: ParameterOwnership = field(default_factory=ParameterOwnership)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     autocast: str | None = None

@@ -11,6 +11,7 @@ from benchmarks.baselines.chain import ChainConfig, ChainLoss, ChainResult, Chai
 from benchmarks.baselines.contender import Contender
 from raymm.actors.executor.step_meta import StepMeta
 from raymm.actors.modules.message import Message, MicrobatchContext
+from raymm.actors.rank.connection_plan import connection_plans
 from raymm.actors.rank.rank_group import RankGroup
 from raymm.actors.rank.rank_resources import RankResources
 from raymm.actors.rank.rank_spec import RankSpec
@@ -68,12 +69,14 @@ class RaymmContender(Contender):
             {stage.id: partial(self.stage, config, stage.index)} for stage in plan.stages
         ]
         places = {stage.id: stage.rank for stage in plan.stages}
-        p2p_groups = p2p_groups_between_ranks(plan.stage_edges, places)
+        connections = connection_plans(
+            plan.num_ranks, p2p_groups_between_ranks(plan.stage_edges, places)
+        )
         if self.group is None:
             specs = [
                 RankSpec(
                     rank=rank, world_size=plan.num_ranks, builders=builders[rank],
-                    edges=plan.stage_edges, p2p_groups=p2p_groups,
+                    edges=plan.stage_edges, connections=connections[rank],
                 )
                 for rank in range(plan.num_ranks)
             ]

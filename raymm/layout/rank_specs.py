@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from raymm.actors.optimizer.optimizer import ParameterOwnership
+from raymm.actors.rank.connection_plan import connection_plans
 from raymm.actors.rank.rank_spec import ProcessGroups, RankSpec
 from raymm.layout.parameter_owners import parameter_ownership, reduction_groups
 from raymm.layout.stage_builders import StageBuilders, reloadable_modules, stage_builders
 from raymm.model.multimodal import MultimodalModule
 from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.process_grid import Process, Processes
+from raymm.scheduler.plan.stage import Edge
 
 
 @dataclass(frozen=True)
@@ -47,19 +49,23 @@ def rank_specs(model: MultimodalModule, plan: Plan, **options: Any) -> RankSpecs
     builders = stage_builders(model, plan)
     processes = Processes(plan)
     ownership = parameter_ownership(processes, builders.owned, builders.shard_specs)
+    connections = connection_plans(
+        len(processes.all), [(edge, processes.p2p_groups(edge)) for edge in processes.remote_edges],
+        processes.groups, reduction_groups(ownership),
+    )  # fmt: skip
+    edges: list[dict[Edge, None]] = [{} for _ in range(plan.num_ranks)]
+    for edge in plan.stage_edges:
+        for stage in edge:
+            edges[plan.by_id[stage].rank][edge] = None
     specs = tuple(
         RankSpec(
             rank=number,
             world_size=len(processes.all),
             builders={s.id: builders.build[s.id] for s in plan.rank_stages(process.rank)},
-            edges=plan.stage_edges,
-            p2p_groups=tuple(
-                (edge, processes.p2p_groups(edge)) for edge in processes.remote_edges
-            ),
-            groups=processes.groups,
+            edges=tuple(edges[process.rank]),
+            connections=connections[number],
             process_groups=_process_groups(processes, process),
             shard_specs=builders.shard_specs,
-            reduction_groups=reduction_groups(ownership),
             parameter_ownership=ownership[number],
             reloadable=reloadable_modules(model),
             quotas=plan.quotas(process.rank),

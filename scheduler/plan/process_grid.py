@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import NamedTuple
 
 from raymm.scheduler.graph.direction import Direction
@@ -111,10 +111,14 @@ class Processes:
         return self._alike(process, fsdp=process.fsdp, cp=process.cp)
 
     def _alike(self, process: Process, **places: int) -> tuple[int, ...]:
+        degrees = self.plan.degrees(process.rank)
+        fsdp, cp, tp = (
+            (places[name],) if name in places else range(getattr(degrees, name))
+            for name in ("fsdp", "cp", "tp")
+        )
+        first = self._first[process.rank]
         return tuple(
-            number
-            for number in self.of_rank(process.rank)
-            if all(getattr(self.all[number], name) == place for name, place in places.items())
+            first + (f * degrees.cp + c) * degrees.tp + t for f, c, t in product(fsdp, cp, tp)
         )
 
     @cached_property
@@ -122,15 +126,16 @@ class Processes:
         """Every group of several processes within a rank: all of them, and by what they share."""
         several: dict[tuple[int, ...], None] = {}
         for process in self.all:
-            for group in (
-                tuple(self.of_rank(process.rank)),
-                self.data_group(process),
-                self.sample_group(process),
-                self.token_group(process),
-                self.tensor_group(process),
-            ):
-                if len(group) > 1:
-                    several[group] = None
+            _, fsdp, cp, tp = process
+            # Each when its first process comes.
+            groups = (
+                (tuple(self.of_rank(process.rank)) if fsdp == cp == tp == 0 else ()),
+                (self.data_group(process) if fsdp == cp == 0 else ()),
+                (self.sample_group(process) if fsdp == 0 else ()),
+                (self.token_group(process) if cp == 0 else ()),
+                (self.tensor_group(process) if tp == 0 else ()),
+            )
+            several.update((group, None) for group in groups if len(group) > 1)
         return tuple(several)
 
     @cached_property
@@ -144,12 +149,16 @@ class Processes:
             for edge in ((src, dst), (dst, src))
         )
 
+    @cached_property
+    def _forward_edges(self) -> frozenset[Edge]:
+        return frozenset(self.plan.stage_edges)
+
     def p2p_groups(self, edge: Edge) -> tuple[P2PGroup, ...]:
         """Who has messages with whom on a directed edge. Within a module, processes keep their
         share of the samples and tokens; what a module hands to another is whole."""
         sender, receiver = (self.plan.by_id[stage] for stage in edge)
         senders, receivers = (tuple(self.of_rank(stage.rank)) for stage in (sender, receiver))
-        forward = edge in self.plan.stage_edges
+        forward = edge in self._forward_edges
         direction = Direction.FORWARD if forward else Direction.BACKWARD
         if sender.module != receiver.module:
             return (P2PGroup(senders, receivers, direction),)

@@ -1,4 +1,4 @@
-"""Connections of a process: all made and used once before the first step, in one order."""
+"""Connections of a process: made by those that have them, and used once before the first step."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from nccl_oracle import Operation, stuck
+from torch.distributed import distributed_c10d
 
+from benchmarks import communicators
 from raymm.actors.faults.flight_recorder import records
 from raymm.actors.faults.lost_processes import ChannelError
 from raymm.actors.faults.whereabouts import Whereabouts
 from raymm.actors.optimizer.gradient_reduction import ReductionGroup
 from raymm.actors.rank import meeting
-from raymm.actors.rank.connections import MESSAGE_CTAS, Connections, link_ctas
-from raymm.actors.rank.meeting import Timeouts
+from raymm.actors.rank.connection_plan import MESSAGE_CTAS, connection_plans, link_ctas
+from raymm.actors.rank.connections import Connections
+from raymm.actors.rank.meeting import MeetingPlace, Timeouts
 from raymm.actors.rank.rank_spec import ProcessGroups, RankSpec
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
-from raymm.scheduler.plan.process_grid import Processes, connected_pairs
-from raymm.scheduler.plan.stage import StageId
+from raymm.scheduler.plan.process_grid import P2PGroup, Processes, connected_pairs
+from raymm.scheduler.plan.stage import Edge, StageId
 
 TIMEOUT = Timeouts.of(7.0, 20.0)
-NOT_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
 
 
 def degrees_plan() -> Plan:
@@ -39,11 +41,18 @@ def degrees_plan() -> Plan:
     return Plan(graph, (*vision, *llm), 4)
 
 
+def all_p2p_groups(processes: Processes) -> list[tuple[Edge, tuple[P2PGroup, ...]]]:
+    return [(edge, processes.p2p_groups(edge)) for edge in processes.remote_edges]
+
+
 def specs(plan: Plan) -> list[RankSpec]:
     processes = Processes(plan)
     reductions = (
         ReductionGroup((0, 2), (StageId("vision", 0),)),
         ReductionGroup((4, 8), (StageId("llm", 0), StageId("llm", 3))),
+    )
+    connections = connection_plans(
+        len(processes.all), all_p2p_groups(processes), processes.groups, reductions
     )
     listed = []
     for number, process in enumerate(processes.all):
@@ -53,17 +62,14 @@ def specs(plan: Plan) -> list[RankSpec]:
             processes.tensor_group(process),
         )  # fmt: skip
         listed.append(RankSpec(
-            number, len(processes.all), {}, plan.stage_edges,
-            tuple((edge, processes.p2p_groups(edge)) for edge in processes.remote_edges),
-            processes.groups,
+            number, len(processes.all), {}, plan.stage_edges, connections[number],
             ProcessGroups(*(group if len(group) > 1 else () for group in groups)),
-            reduction_groups=reductions,
         ))
     return listed
 
 
 class Group:
-    """A process's end of a group that was made as the ``number``-th."""
+    """A process's end of a group that goes by a number."""
 
     def __init__(self, number: int, ranks: list[int], me: int) -> None:
         self.number, self.ranks, self.me = number, ranks, me
@@ -83,9 +89,9 @@ class Recorder:
             monkeypatch.setattr(dist, name, getattr(self, name))
 
     def new_group(self, ranks, **options):
-        made = self.made[self.me]
-        made.append((tuple(ranks), *sorted(options.items(), key=str)))
-        return Group(len(made), ranks, self.me) if self.me in ranks else NOT_MEMBER
+        number = distributed_c10d._world.group_count
+        self.made[self.me].append((number, tuple(ranks), *sorted(options.items(), key=str)))
+        return Group(number, ranks, self.me)
 
     def _issue(self, kind: str, name: object, group: Group) -> None:
         self.issued[self.me].append(Operation(kind, (group.number, name), group.number))
@@ -117,32 +123,61 @@ class Ended:
         """It is."""
 
 
-def test_all_processes_make_and_use_all_groups_in_one_order(monkeypatch) -> None:
-    recorder = Recorder(monkeypatch)
+def place(device: str, monkeypatch) -> MeetingPlace:
+    """One whose process has joined the others."""
+    monkeypatch.setattr(MeetingPlace, "__init__", lambda self: None)
+    made = MeetingPlace()
+    made.device, made.timeouts = torch.device(device), TIMEOUT
+    return made
+
+
+def test_processes_make_their_own_groups_in_one_order_and_use_each_at_once(monkeypatch) -> None:
+    monkeypatch.setattr(distributed_c10d._world, "group_count", 0)
+    recorder, here = Recorder(monkeypatch), place("cpu", monkeypatch)
     listed = specs(degrees_plan())
     connections = []
     for spec in listed:
         recorder.me = spec.rank
-        connections.append(Connections(spec, torch.device("cpu"), TIMEOUT, Whereabouts()))
-    first, *others = recorder.made.values()
-    assert len(recorder.made) == len(listed) and all(made == first for made in others)
-    members = {number: set(ranks) for number, (ranks, *_) in enumerate(first, start=1)}
-    used = defaultdict(set)
-    for process, operations in recorder.issued.items():
-        for operation in operations:
-            used[operation.communicator].add(process)
+        connections.append(Connections(spec, here, Whereabouts()))
+    assert len(recorder.made) == len(listed)
+    makers = defaultdict(list)
+    for process, made in recorder.made.items():
+        numbers = [number for number, *_ in made]
+        assert numbers == sorted(set(numbers))
         # Each is used as soon as it is there, before the next is made.
-        numbers = [operation.communicator for operation in operations]
-        assert numbers == sorted(n for n, ranks in members.items() if process in ranks)
-    assert used == members
+        assert numbers == [operation.communicator for operation in recorder.issued[process]]
+        for number, *what in made:
+            makers[number, *what].append(process)
+    # Only its members make a group, all of them by the same number and with the same options.
+    assert len({number for number, *_ in makers}) == len(makers)
+    assert all(sorted(ranks) == processes for (_, ranks, *_), processes in makers.items())
     issued = [recorder.issued[process] for process in range(len(listed))]
     assert not stuck(issued, lambda process, communicator: "all", host_blocks=True)
-    links = Counter(ranks for ranks, *_ in first if len(ranks) == 2)
-    pairs = connected_pairs(listed[0].p2p_groups)
+    links = Counter(ranks for _, ranks, *_ in makers if len(ranks) == 2)
+    p2p_groups = all_p2p_groups(Processes(degrees_plan()))
+    pairs = connected_pairs(p2p_groups)
     assert all(links[pair] >= 1 for pair in pairs)
-    edges = {edge for edge, _ in listed[0].p2p_groups}
     opened = {edge for c in connections for edge in (*c.senders, *c.receivers)}
-    assert opened == edges
+    assert opened == {edge for edge, _ in p2p_groups}
+
+
+def test_a_process_is_told_of_its_own_connections_only() -> None:
+    for spec in specs(degrees_plan()):
+        assert all(spec.rank in meeting.members for meeting in spec.connections.meetings)
+        assert all(
+            spec.rank in (*ends.senders, *ends.receivers)
+            for _, _, ends in spec.connections.p2p_groups
+        )
+
+
+@pytest.mark.parametrize("replicas", [1, 4, 16])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_calls_of_a_process_do_not_grow_with_the_run(replicas: int, chunks: int) -> None:
+    """However many replicas there are, which add one group that sums to each process."""
+    counted = communicators.count(replicas, chunks=chunks)
+    assert counted["calls"] <= {1: 8, 2: 11}[chunks] + (replicas > 1)
+    assert counted["chain"] == counted["calls"]  # nothing waits longer than for its own
+    assert counted["groups"] > 9 * replicas * communicators.TP
 
 
 def test_edges_between_two_processes_share_a_link() -> None:
@@ -158,6 +193,7 @@ def test_edges_between_two_processes_share_a_link() -> None:
 def test_groups_of_nccl_connect_when_they_are_made(monkeypatch) -> None:
     """And only with the processes that are in them."""
     asked = []
+    monkeypatch.setattr(distributed_c10d._world, "group_count", 0)
 
     class Options:
         def __init__(self, is_high_priority_stream: bool) -> None:
@@ -169,11 +205,11 @@ def test_groups_of_nccl_connect_when_they_are_made(monkeypatch) -> None:
     Nccl.Options = Options
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
     monkeypatch.setattr(dist, "new_group", lambda ranks, **options: asked.append(options))
-    device = torch.device("cuda", 0)
-    meeting._new_group((0, 1), TIMEOUT, device, ctas=5)
-    meeting._new_group((0, 1), TIMEOUT, device, "gloo")
+    here = place("cuda:0", monkeypatch)
+    here._new_group(2, (0, 1), ctas=5)
+    here._new_group(3, (0, 1), "gloo")
     message, host = asked
-    assert message["device_id"] == device and message["pg_options"].config.max_ctas == 5
+    assert message["device_id"] == here.device and message["pg_options"].config.max_ctas == 5
     assert host["device_id"] is None and host["pg_options"] is None
     # NCCL's watchdog, which names nobody, has more patience than those that wait for messages.
     assert message["timeout"] == timedelta(seconds=20) == message["pg_options"]._timeout
@@ -215,8 +251,10 @@ def test_processes_that_do_not_come_are_named_with_the_timeout(monkeypatch) -> N
         raise RuntimeError("Connect timeout")
 
     monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(distributed_c10d._world, "group_count", 0)
+    here = place("cpu", monkeypatch)
     said = r"processes 3, 5 did not connect within 7 s .timeout_s.: Connect timeout"
     with pytest.raises(ChannelError, match=said):
-        meeting.new_group((3, 5), TIMEOUT, torch.device("cpu"))
+        here.new_group(1, (3, 5))
     with pytest.raises(ChannelError, match="processes 0, 1, 2, 3 and 5 more did not connect"):
-        meeting.new_group(range(9), TIMEOUT, torch.device("cpu"))
+        here.new_group(2, range(9))

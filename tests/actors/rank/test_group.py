@@ -287,7 +287,7 @@ class Unreadable:
 def test_a_rank_that_cannot_start_says_why_and_keeps_its_traceback(ray_cluster, tmp_path, builder):
     """It cannot build a stage; it cannot even read what it is to be."""
     spec = RankSpec(
-        rank=0, world_size=1, builders={StageId("llm", 0): builder}, edges=(), p2p_groups=()
+        rank=0, world_size=1, builders={StageId("llm", 0): builder}, edges=()
     )
     with faults_kept_in(tmp_path), pytest.raises(RankFailedError) as caught:
         RankGroup([spec], ["llm.0"], RankResources())
@@ -308,7 +308,7 @@ def with_threads_of_openmp() -> nn.Module:
 @pytest.mark.parametrize("threads", [1, 3])
 def test_the_thread_that_works_has_the_threads_that_were_asked_for(ray_cluster, threads):
     builders = {StageId("llm", 0): with_threads_of_openmp}
-    spec = RankSpec(0, 1, builders, edges=(), p2p_groups=(), threads=threads)
+    spec = RankSpec(0, 1, builders, edges=(), threads=threads)
     group = RankGroup([spec], ["llm.0"], RankResources())
     group.shutdown()
     assert group.num_parameters == [{StageId("llm", 0): threads}]
@@ -322,7 +322,7 @@ class FromSysPath:
 
 
 def test_a_module_that_ranks_do_not_have_is_named_with_the_cure(ray_cluster, tmp_path):
-    spec = RankSpec(0, 1, {StageId("llm", 0): FromSysPath()}, edges=(), p2p_groups=())
+    spec = RankSpec(0, 1, {StageId("llm", 0): FromSysPath()}, edges=())
     with faults_kept_in(tmp_path), pytest.raises(RankFailedError) as caught:
         RankGroup([spec], ["llm.0"], RankResources())
     assert "No module named 'only_on_the_drivers_path'" in str(caught.value)
