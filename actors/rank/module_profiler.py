@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import platform
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -22,8 +22,11 @@ from raymm.actors.modules.precision import ComputeCopies, cast_frozen
 from raymm.actors.rank.layer_peaks import layer_peaks
 from raymm.actors.rank.layer_trace import LayerTrace
 from raymm.actors.recompute.recomputed_layers import layers_recomputed
+from raymm.actors.sharding.parameter_shards import ShardPlan
 from raymm.actors.stages.encoder import EncoderStage
 from raymm.actors.stages.language import LanguageStage
+from raymm.kernels.collectives.tensor_group import LoneMember
+from raymm.scheduler.costs.layer_costs import LayerBytes
 from raymm.scheduler.costs.recomputation import OFFLOAD, REMADE, LayerOption
 
 WARM_UP_RUNS = 2
@@ -53,7 +56,7 @@ class LayerTimes:
         forward, backward_input, backward_weight: F, B_d, B_w.
         activation_bytes: memory made in it, and its input, that is held for the backward.
         output_bytes: the hidden state it hands on.
-        working_bytes, forward_bytes, data_bytes: as of a
+        working_bytes, forward_bytes, data_bytes, halved: as of a
             :class:`~raymm.scheduler.costs.layer_costs.LayerCost`.
         options: what else it may do with its activations, if it is a block: seconds added to its
             forward and backward, bytes that it holds then, and bytes that it has for a time.
@@ -68,6 +71,7 @@ class LayerTimes:
     working_bytes: int = 0
     forward_bytes: int = 0
     data_bytes: int = 0
+    halved: LayerBytes | None = None
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,8 @@ class ModuleProfiler:
         self._stage: EncoderStage | LanguageStage = stage.to(self._device)
         self._merge = getattr(stage.spec, "merge", None)
         self._layers, self._has_blocks = _layer_modules(stage)
-        self._projector = getattr(stage, "projector", None)
+        projector = getattr(stage, "projector", None)
+        self._blocks = [layer for layer in self._layers if layer is not projector]
 
     def describe(self) -> dict[str, str]:
         """What it measures on: device name, and versions that matter."""
@@ -138,16 +143,7 @@ class ModuleProfiler:
         B_d is the backward with every parameter frozen and the first block's input requiring a
         gradient; B_w is what the backward takes longer when every parameter is trainable.
         """
-        stage = self._stage
-        if isinstance(stage, LanguageStage):
-            stage.spec = replace(
-                stage.spec, merge=Prepend() if request.plain_text else self._merge
-            )
-        inputs = to_device(request.inputs, self._device)
-        received = {
-            name: Message((torch.randn(shape, device=self._device),), {})
-            for name, shape in request.received.items()
-        }
+        inputs, received = self._tensors_of(request)
         frozen: list[LayerTrace] = []
         trained: list[LayerTrace] = []
         for _ in range(WARM_UP_RUNS + repeats):
@@ -156,40 +152,80 @@ class ModuleProfiler:
         kept = self._run(inputs, received, trainable=True, count=True)
         frozen, trained = frozen[WARM_UP_RUNS:], trained[WARM_UP_RUNS:]
         options = self._options(inputs, received, repeats, trained)
-        peaks = self._peaks(inputs, received, kept.held)
-        for parameter in stage.parameters():
+        working, working_forward = self._layer_peaks(inputs, received, kept.held)
+        data = sum(v.nbytes for v in inputs.values() if isinstance(v, torch.Tensor))
+        for parameter in self._stage.parameters():
             parameter.grad = None
         own = trained if self._trainable else frozen
         forward = _medians([run.forward_times() for run in own])
         inner = _medians([run.backward_times() for run in frozen])
         both = _medians([run.backward_times() for run in trained])
         layers = tuple(
-            LayerTimes(f, d, max(0.0, b - d), bytes_kept, out, more, *most)
-            for f, d, b, bytes_kept, out, more, most in zip(
-                forward, inner, both, kept.held, kept.output_bytes, options, peaks, strict=True
+            LayerTimes(f, d, max(0.0, b - d), *sizes)
+            for f, d, b, *sizes in zip(
+                forward, inner, both, kept.held, kept.output_bytes, options, working,
+                working_forward, [data, *[0] * (len(working) - 1)], strict=True,
             )
         )
         shape = kept.entering if len(kept.entering) == 3 else kept.output_shape
         return ModuleTimes(layers, shape[0], shape[0] * shape[1], kept.output_shape)
+
+    def halve(self, plans: Mapping[str, ShardPlan]) -> None:
+        """Keep what one of two processes with tensor parallelism has of the module.
+
+        Args:
+            plans: which half of its parameters, and of its projector's.
+        """
+        self._stage.shard_tensors(cast(Any, plans), LoneMember(2))
+
+    def layer_bytes(self, request: ProfileRequest) -> tuple[LayerBytes, ...]:
+        """What every layer has.
+
+        Args:
+            request: as of :meth:`measure`.
+        """
+        inputs, received = self._tensors_of(request)
+        held, working, forward = self._bytes(inputs, received)
+        options: list[tuple[LayerOption, ...]] = [()] * len(held)
+        for name in self._option_names():
+            with layers_recomputed(self._blocks, [name] * len(self._blocks)):
+                less, beyond, _ = self._bytes(inputs, received)
+            for index in range(len(self._blocks)):
+                options[index] += (LayerOption(name, 0.0, less[index], beyond[index]),)
+        for parameter in self._stage.parameters():
+            parameter.grad = None
+        return tuple(map(LayerBytes, held, working, forward, options))
+
+    def _tensors_of(self, request: ProfileRequest) -> tuple[dict[str, Any], dict[str, Message]]:
+        stage = self._stage
+        if isinstance(stage, LanguageStage):
+            stage.spec = replace(
+                stage.spec, merge=Prepend() if request.plain_text else self._merge
+            )
+        return to_device(request.inputs, self._device), {
+            name: Message((torch.randn(shape, device=self._device),), {})
+            for name, shape in request.received.items()
+        }
+
+    def _option_names(self) -> tuple[str, ...]:
+        # A frozen encoder has no backward. On a CPU the host's memory is the device's.
+        if not self._has_blocks or not (self._trainable or isinstance(self._stage, LanguageStage)):
+            return ()
+        return (*REMADE, OFFLOAD) if self._device.type == "cuda" else REMADE
 
     def _options(
         self, inputs: dict[str, Any], received: dict[str, Message], repeats: int,
         kept: Sequence[LayerTrace],
     ) -> list[tuple[LayerOption, ...]]:
         """Of every layer; ``kept`` are runs in which all activations are kept."""
-        blocks = [layer for layer in self._layers if layer is not self._projector]
+        blocks = self._blocks
         options: list[tuple[LayerOption, ...]] = [()] * len(self._layers)
-        # A frozen encoder has no backward. On a CPU the host's memory is the device's.
-        if not self._has_blocks or not (self._trainable or isinstance(self._stage, LanguageStage)):
-            return options
-        names = (*REMADE, OFFLOAD) if self._device.type == "cuda" else REMADE
         kinds = [(type(item), sum(p.numel() for p in item.parameters())) for item in blocks]
         before = _medians([item.both_times() for item in kept])
-        for name in names:
+        for name in self._option_names():
             with layers_recomputed(blocks, [name] * len(blocks)):
                 runs = [self._run(inputs, received, trainable=True) for _ in range(repeats + 1)]
-                counted = self._run(inputs, received, trainable=True, count=True)
-                working, _ = self._layer_peaks(inputs, received, counted.held)
+                held, working, _ = self._bytes(inputs, received)
             after = _medians([item.both_times() for item in runs[1:]])
             added = [after[index] - before[index] for index in range(len(blocks))]
             # Small differences of noisy times: blocks of one kind have one in common.
@@ -197,17 +233,16 @@ class ModuleProfiler:
                 alike = [item for item, other in zip(added, kinds, strict=True) if other == kind]
                 seconds = max(0.0, statistics.median(alike))
                 options[index] += (
-                    LayerOption(name, seconds, counted.held[index], working[index]),
+                    LayerOption(name, seconds, held[index], working[index]),
                 )
         return options
 
-    def _peaks(
-        self, inputs: dict[str, Any], received: dict[str, Message], held: Sequence[int]
-    ) -> list[tuple[int, int, int]]:
-        """Working, forward and data bytes of every layer; ``held`` is what layers keep."""
-        working, forward = self._layer_peaks(inputs, received, held)
-        data = sum(v.nbytes for v in inputs.values() if isinstance(v, torch.Tensor))
-        return list(zip(working, forward, [data, *[0] * (len(forward) - 1)], strict=True))
+    def _bytes(
+        self, inputs: dict[str, Any], received: dict[str, Message]
+    ) -> tuple[list[int], list[int], list[int]]:
+        """What every layer keeps, and its working and forward bytes."""
+        kept = self._run(inputs, received, trainable=True, count=True)
+        return kept.held, *self._layer_peaks(inputs, received, kept.held)
 
     def _layer_peaks(
         self, inputs: dict[str, Any], received: dict[str, Message], held: Sequence[int]

@@ -66,9 +66,31 @@ class TensorGroup:
         part = part.contiguous()
         parts = [torch.empty_like(part) for _ in sizes]
         if part.numel():
-            dist.all_gather(parts, part, group=self.group)
+            self._all_gather(parts, part)
         whole = torch.cat([each[:size] for each, size in zip(parts, sizes, strict=True)])
         return whole.movedim(0, dim).contiguous()
+
+    def _all_gather(self, parts: list[torch.Tensor], part: torch.Tensor) -> None:
+        dist.all_gather(parts, part, group=self.group)
+
+
+class LoneMember(TensorGroup):
+    """The first member of a group whose others are not there. What comes from them is as large as
+    it would be, and has no meaning: it is for measuring memory.
+
+    Args:
+        size: how many members the group would have.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size = 0, size
+
+    def _all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        return tensor
+
+    def _all_gather(self, parts: list[torch.Tensor], part: torch.Tensor) -> None:
+        for each in parts:
+            each.copy_(part)
 
 
 class _Meeting:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
 import torch
 
 from raymm.actors.modules.blocks import input_embeddings
+from raymm.actors.probe.cut import ProbeError
 from raymm.actors.rank.module_profiler import ModuleProfiler, ModuleTimes, ProfileRequest
 from raymm.actors.rank.rank_group import START_TIMEOUT_S
 from raymm.actors.rank.rank_resources import RankResources, check_capacity
+from raymm.actors.sharding.parameter_shards import ShardPlan
 from raymm.actors.weights.source import ModuleSource
 from raymm.costs.layer_count import LayerCount, count_layers
 from raymm.costs.load import Load
@@ -21,9 +24,10 @@ from raymm.model.batch_rules import complete_microbatch
 from raymm.model.module_kind import ModuleKind, module_kind
 from raymm.model.multimodal import MultimodalModule, text_inputs
 from raymm.profiling.profiling_actor import ProfilingActor
-from raymm.runtime.specs import MultimodalParallelSpec
+from raymm.runtime.specs import MultimodalParallelSpec, ParallelSpec
 from raymm.scheduler.costs.layer_costs import LayerCost, ProfileError
 from raymm.scheduler.costs.profile_table import Measurement, ProfileTable
+from raymm.scheduler.plan.plan import PlanError
 from raymm.scheduler.plan.stage import StageId
 
 _IGNORE = -100
@@ -78,8 +82,9 @@ def profile_model(
         arguments = (
             builders[StageId(name, 0)], device, autocast, name in reloadable, threads,
         )
-        requests = _requests(name, model, microbatch, shapes, lengths)
-        about, times = _measure(name, arguments, requests, repeats, resources)
+        requests = list(_requests(name, model, microbatch, shapes, lengths))
+        halves = _halves(model, name)
+        about, times = _measure(name, arguments, requests, repeats, resources, halves)
         shapes[name] = times[0].output_shape
         default[name] = times[0].tokens
         modules[name] = _measurements(_counts(model, name), times, _ELEMENT_BYTES[precision])
@@ -146,14 +151,35 @@ def _requests(
         )
 
 
+def _halves(model: MultimodalModule, name: str) -> Mapping[str, ShardPlan] | None:
+    """How two processes share a module's parameters; None if they cannot."""
+    shared = ParallelSpec(tp=2)
+    if module_kind(name) is ModuleKind.ENCODER:
+        spec = MultimodalParallelSpec({name: shared}, num_microbatches=1)
+    else:
+        spec = MultimodalParallelSpec(language_model_spec=shared, num_microbatches=1)
+    try:
+        return stage_builders(model, spec.plan(model)).shard_specs[name].plans
+    except (PlanError, ProbeError):
+        return None
+
+
 def _measure(
-    name: str, arguments: tuple, requests: Iterator[ProfileRequest], repeats: int,
-    resources: RankResources,
+    name: str, arguments: tuple, requests: Sequence[ProfileRequest], repeats: int,
+    resources: RankResources, halves: Mapping[str, ShardPlan] | None,
 ) -> tuple[dict[str, str], list[ModuleTimes]]:
     with ProfilingActor(ModuleProfiler, resources, arguments, name) as ask:
         about = ask("describe", timeout=START_TIMEOUT_S)
-        times = [ask("measure", request, repeats) for request in requests]
-    return about, times
+        times: list[ModuleTimes] = [ask("measure", request, repeats) for request in requests]
+        if halves is None:
+            return about, times
+        ask("halve", halves)
+        with_halves = []
+        for of_whole, request in zip(times, requests, strict=True):
+            pairs = zip(of_whole.layers, ask("layer_bytes", request), strict=True)
+            layers = tuple(replace(layer, halved=half) for layer, half in pairs)
+            with_halves.append(replace(of_whole, layers=layers))
+    return about, with_halves
 
 
 def _counts(model: MultimodalModule, name: str) -> list[LayerCount]:
@@ -178,7 +204,7 @@ def _measurements(
                 t.forward, t.backward_input, t.backward_weight, t.activation_bytes,
                 _FP32_BYTES * count.parameters, t.output_bytes, _FP32_BYTES * count.replicated,
                 round(times_of.tokens * count.key_value_elements * element_bytes),
-                t.working_bytes, t.forward_bytes, t.data_bytes, t.options,
+                t.working_bytes, t.forward_bytes, t.data_bytes, t.options, t.halved,
             )
             for t, count in zip(times_of.layers, counts, strict=True)
         )

@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from raymm.errors import InputError
 from raymm.scheduler.costs.device_memory import compute_copy_share
@@ -38,6 +38,32 @@ def profile_data(text: str) -> Any:
         raise ProfileError(str(error)) from None
 
 
+class LayerBytes(NamedTuple):
+    """What a process has of a layer; fields as of a :class:`LayerCost`, options without time."""
+
+    activation_bytes: int
+    working_bytes: int
+    forward_bytes: int
+    options: tuple[LayerOption, ...] = ()
+
+    @classmethod
+    def from_list(cls, data: Any) -> LayerBytes:
+        """Inverse of what JSON makes of it.
+
+        Raises:
+            TypeError: on a value of the wrong kind.
+        """
+        if len(data) != 4:
+            raise TypeError(f"halved is {data!r}; it must be three sizes in bytes, and options")
+        kept, working, forward, more = data
+        options = tuple(LayerOption(*option) for option in more)
+        numbers = [kept, working, forward]
+        numbers += [size for option in options for size in option[2:] if size is not None]
+        if any(type(size) is not int or size < 0 for size in numbers):
+            raise TypeError(f"halved is {data!r}; it must be three sizes in bytes, and options")
+        return cls(kept, working, forward, options)
+
+
 @dataclass(frozen=True)
 class LayerCost:
     """One layer on one microbatch, as if everything in it were trainable.
@@ -60,6 +86,8 @@ class LayerCost:
         options: what else it may do with its activations, if known: seconds that this adds to a
             forward and backward, and bytes that it keeps instead of ``activation_bytes``, and has
             for a time instead of ``working_bytes``.
+        halved: what each of two processes has of it that share its parameters; None if that is not
+            known.
 
     The last three sizes are 0 where they are not known.
     """
@@ -76,6 +104,7 @@ class LayerCost:
     forward_bytes: int = 0
     data_bytes: int = 0
     options: tuple[LayerOption, ...] = ()
+    halved: LayerBytes | None = None
 
     def __post_init__(self) -> None:
         numbers = {name: getattr(self, name) for name in NUMBERS}
@@ -101,14 +130,6 @@ class LayerCost:
         keep = LayerOption(KEEP, 0.0, self.activation_bytes, self.working_bytes)
         return (keep, *self.options)
 
-    def working(self, option: LayerOption) -> int:
-        """Bytes that the layer has for a time with an option, beyond what it keeps then. If that
-        was not measured: all that it would keep otherwise, and all that it then works with, though
-        a layer need not have both at the same time."""
-        if option.working_bytes is not None:
-            return option.working_bytes
-        return remade_bytes(option, self.activation_bytes) + self.working_bytes
-
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LayerCost:
         """Inverse of ``asdict``, also from JSON.
@@ -117,10 +138,26 @@ class LayerCost:
             TypeError: on an unknown key, or a value of the wrong kind.
         """
         options = tuple(LayerOption(*option) for option in data.get("options", ()))
-        return cls(**{**data, "options": options})
+        halved = data.get("halved")
+        halved = None if halved is None else LayerBytes.from_list(halved)
+        return cls(**{**data, "options": options, "halved": halved})
 
 
-NUMBERS = tuple(entry.name for entry in fields(LayerCost) if entry.name != "options")
+def working_bytes(layer: LayerCost | LayerBytes, option: LayerOption) -> int:
+    """Bytes that a layer has for a time with an option, beyond what it keeps then. If that was not
+    measured: all that it would keep otherwise, and all that it then works with, though a layer need
+    not have both at the same time.
+
+    Args:
+        layer: whose option it is.
+        option: one of its options, or to keep all.
+    """
+    if option.working_bytes is not None:
+        return option.working_bytes
+    return remade_bytes(option, layer.activation_bytes) + layer.working_bytes
+
+
+NUMBERS = tuple(e.name for e in fields(LayerCost) if e.name not in ("options", "halved"))
 """Fields of a :class:`LayerCost` that are numbers."""
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from raymm.scheduler.costs.layer_costs import (
     NUMBERS,
     CostProfile,
+    LayerBytes,
     LayerCost,
     ProfileError,
     profile_data,
@@ -24,7 +25,7 @@ _INTEGER_FIELDS = (
 # Tables of before they were counted lack them.
 _OPTIONAL_FIELDS = (
     "replicated_bytes", "key_value_bytes", "working_bytes", "forward_bytes", "data_bytes",
-    "options",
+    "options", "halved",
 )
 
 
@@ -197,8 +198,13 @@ def _nothing(cost: LayerCost) -> LayerCost:
     return LayerCost(
         0.0, 0.0, 0.0, parameter_bytes=cost.parameter_bytes,
         replicated_bytes=cost.replicated_bytes,
-        options=tuple(LayerOption(o.name, 0.0, 0, o.working_bytes and 0) for o in cost.options),
+        options=_no_options(cost.options),
+        halved=cost.halved and LayerBytes(0, 0, 0, _no_options(cost.halved.options)),
     )
+
+
+def _no_options(options: Sequence[LayerOption]) -> tuple[LayerOption, ...]:
+    return tuple(LayerOption(o.name, 0.0, 0, o.working_bytes and 0) for o in options)
 
 
 def _between(a: LayerCost, b: LayerCost, share: float) -> LayerCost:
@@ -206,21 +212,32 @@ def _between(a: LayerCost, b: LayerCost, share: float) -> LayerCost:
     def between(start: float, end: float) -> float:
         return max(0.0, start + (end - start) * share)
 
+    def options_between(
+        starts: Sequence[LayerOption], ends: Sequence[LayerOption]
+    ) -> tuple[LayerOption, ...]:
+        pairs = [(start, end) for start in starts for end in ends if start.name == end.name]
+        return tuple(
+            LayerOption(
+                start.name, between(start.seconds, end.seconds),
+                round(between(start.nbytes, end.nbytes)),
+                None if start.working_bytes is None or end.working_bytes is None
+                else round(between(start.working_bytes, end.working_bytes)),
+            )
+            for start, end in pairs
+        )
+
     values: dict[str, Any] = {}
     for name in NUMBERS:
         value = between(getattr(a, name), getattr(b, name))
         values[name] = round(value) if name in _INTEGER_FIELDS else value
-    ends = {option.name: option for option in b.options}
-    values["options"] = tuple(
-        LayerOption(
-            option.name, between(option.seconds, ends[option.name].seconds),
-            round(between(option.nbytes, ends[option.name].nbytes)),
-            None if option.working_bytes is None or (end := ends[option.name].working_bytes) is None
-            else round(between(option.working_bytes, end)),
+    if a.halved and b.halved:
+        values["halved"] = LayerBytes(
+            round(between(a.halved.activation_bytes, b.halved.activation_bytes)),
+            round(between(a.halved.working_bytes, b.halved.working_bytes)),
+            round(between(a.halved.forward_bytes, b.halved.forward_bytes)),
+            options_between(a.halved.options, b.halved.options),
         )
-        for option in a.options if option.name in ends
-    )
-    return LayerCost(**values)
+    return LayerCost(**values, options=options_between(a.options, b.options))
 
 
 def _measurement(data: Any, where: str) -> Measurement:
@@ -246,7 +263,15 @@ def _layer(data: Any, where: str) -> LayerCost:
         kinds = int if name in _INTEGER_FIELDS else int | float
         if not isinstance(value, kinds) or isinstance(value, bool):
             raise ProfileError(f"{where}.{name} is {value!r}; it must be a number")
-    for number, option in enumerate(_list(data.get("options", []), f"{where}.options")):
+    _check_options(data.get("options", []), where)
+    try:
+        return LayerCost.from_dict(data)
+    except (TypeError, ProfileError) as error:
+        raise ProfileError(f"{where}: {error}") from None
+
+
+def _check_options(data: Any, where: str) -> None:
+    for number, option in enumerate(_list(data, f"{where}.options")):
         types = [type(value) for value in _list(option, f"{where}.options[{number}]")]
         # Tables of before it was measured lack what an option works with.
         if types[:3] not in ([str, float, int], [str, int, int]) or types[3:] not in (
@@ -256,10 +281,6 @@ def _layer(data: Any, where: str) -> LayerCost:
                 f"{where}.options[{number}] is {option!r}; it must be [name, seconds, bytes, "
                 "working bytes]"
             )
-    try:
-        return LayerCost.from_dict(data)
-    except ProfileError as error:
-        raise ProfileError(f"{where}: {error}") from None
 
 
 def _keys(

@@ -14,8 +14,10 @@ Assumed:
 upper
   bound of what the cheapest method sends), and sums their gradients in fp32. What a profile does
   not know of keys and values is as much as queries have.
-- Activations are divided by ``cp``. By ``tp`` only what lies within a block is; the residual stream
-  and what norms make of it, :data:`WHOLE_COPIES` times the hidden state, is on every process.
+- Activations are divided by ``cp``. By ``tp`` only what lies within a block is. What is not follows
+  from what was measured of a process that has half of the parameters (``halved`` of a layer's
+  cost); where that was not measured it is the residual stream and what norms make of it,
+  :data:`WHOLE_COPIES` times the hidden state.
 - A layer that makes activations again sums and gathers again what its forward did.
 - Parameters, and their gradients, are divided by ``tp``, but for a layer's ``replicated_bytes``;
   by ``cp`` not. With ``"zero1"``, AdamW's moments are divided by ``dp * cp`` as well.
@@ -95,31 +97,34 @@ def _process_layer(
     shared = cost.parameter_bytes - cost.replicated_bytes
     gathered = sums + gather_seconds(keys, cp, token_link)
 
-    def held(size: int) -> int:
-        first = min(whole, size)
+    def held(size: int, half: int | None) -> int:
+        first = min(whole, size) if half is None else max(0, 2 * half - size)
         return round((first + (size - first) / tp) / shares)
 
+    halved = cost.halved
+    halves = {option.name: option for option in halved.options} if halved else {}
     return LayerCost(
         forward=cost.forward / (shares * tp) + gathered,
         backward_input=cost.backward_input / (shares * tp)
         + sums + gather_seconds(gradients, cp, token_link),
         backward_weight=cost.backward_weight / (shares * tp),
-        activation_bytes=held(cost.activation_bytes),
+        activation_bytes=held(cost.activation_bytes, halved and halved.activation_bytes),
         parameter_bytes=cost.replicated_bytes + -(-shared // tp),
         output_bytes=cost.output_bytes,
         replicated_bytes=cost.replicated_bytes,
         key_value_bytes=round(keys / cp),
-        working_bytes=held(cost.working_bytes),
-        forward_bytes=held(cost.forward_bytes),
+        working_bytes=held(cost.working_bytes, halved and halved.working_bytes),
+        forward_bytes=held(cost.forward_bytes, halved and halved.forward_bytes),
         data_bytes=cost.data_bytes,
         options=tuple(
             LayerOption(
                 option.name,
                 option.seconds / (shares * tp) + (gathered if option.name in REMADE else 0.0),
-                held(option.nbytes),
-                None if option.working_bytes is None else held(option.working_bytes),
+                held(option.nbytes, half and half.nbytes),
+                None if option.working_bytes is None
+                else held(option.working_bytes, half and half.working_bytes),
             )
-            for option in cost.options
+            for option in cost.options for half in [halves.get(option.name)]
         ),
     )
 

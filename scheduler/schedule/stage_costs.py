@@ -13,7 +13,12 @@ import numpy as np
 
 from raymm.scheduler.costs.device_memory import message_bytes, update_bytes
 from raymm.scheduler.costs.devices import Link
-from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, trainable_before
+from raymm.scheduler.costs.layer_costs import (
+    CostProfile,
+    LayerCost,
+    trainable_before,
+    working_bytes,
+)
 from raymm.scheduler.costs.recomputation import KEEP, LayerOption, working_excess
 from raymm.scheduler.plan.plan import Plan, Stage
 from raymm.scheduler.plan.stage import StageId
@@ -165,7 +170,7 @@ def _stage_cost(
         activation_bytes=sum(option.nbytes for _, option in kept) + saved,
         output_bytes=layers[-1].output_bytes,
         state_bytes=state,
-        remade_bytes=working_excess([(o.nbytes, c.working(o)) for c, o in kept]),
+        remade_bytes=working_excess([(o.nbytes, working_bytes(c, o)) for c, o in kept]),
         forward_bytes=0 if kept else received + max(c.forward_bytes for c in layers),
         message_bytes=steps * sum(c.data_bytes for c in layers) + int(message_bytes(
             received * remote_producers,

@@ -15,7 +15,7 @@ from itertools import combinations
 
 import numpy as np
 
-from raymm.scheduler.costs.layer_costs import LayerCost
+from raymm.scheduler.costs.layer_costs import LayerCost, working_bytes
 from raymm.scheduler.costs.recomputation import (
     KEEP,
     LayerOption,
@@ -151,14 +151,14 @@ class ModuleMemory:
         # Beyond what layers keep: what one of them has for a time, as if those after it still kept
         # theirs. How much that is depends on the choice, so the least room for it that is enough is
         # looked for.
-        rooms = sorted({cost.working(o) for cost, b in own if b for o in cost.choices})
+        rooms = sorted({working_bytes(cost, o) for cost, b in own if b for o in cost.choices})
         tries = []
         for room in rooms:
             budget = self._budget(live, lo, hi, room)
             allowed = [
                 [
                     option for option in choices
-                    if not b or c.working(option) <= room
+                    if not b or working_bytes(c, option) <= room
                 ]
                 for choices, (c, b) in zip(layers, own, strict=True)
             ]

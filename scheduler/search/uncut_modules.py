@@ -6,7 +6,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost, layer_work
+from raymm.scheduler.costs.layer_costs import (
+    CostProfile,
+    LayerBytes,
+    LayerCost,
+    layer_work,
+    working_bytes,
+)
 from raymm.scheduler.costs.recomputation import LayerOption, working_excess
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan
@@ -47,40 +53,40 @@ def with_uncut_modules(
             profile.state_bytes(c, flag) for c, flag in zip(own, node.trainable, strict=False)
         )
         parameters = round(state / profile.state_share(trainable))
+        running = [bool(w.backward) for w in done]
+        together, halves = _together(own, running), [c.halved for c in own if c.halved]
         costs[node.name] = (
             LayerCost(
                 sum(c.forward for c in own), backward_input, backward_weight,
-                sum(c.activation_bytes for c, w in zip(own, done, strict=True) if w.backward),
-                parameters, own[-1].output_bytes,
+                together.activation_bytes, parameters, own[-1].output_bytes,
                 min(parameters, sum(c.replicated_bytes for c in own)),
                 sum(c.key_value_bytes for c in own),
-                working_excess([
-                    (c.activation_bytes, c.working_bytes)
-                    for c, w in zip(own, done, strict=True) if w.backward
-                ]),
-                max(c.forward_bytes for c in own),
-                sum(c.data_bytes for c in own),
-                _common_options(own, [bool(w.backward) for w in done]),
+                together.working_bytes, together.forward_bytes, sum(c.data_bytes for c in own),
+                together.options, _together(halves, running) if len(halves) == blocks else None,
             ),
             *profile.modules[node.name][blocks:],
         )
     return ModuleGraph(tuple(nodes), graph.edges), replace(profile, modules=costs)
 
 
-def _common_options(
-    layers: Sequence[LayerCost], backward: Sequence[bool]
-) -> tuple[LayerOption, ...]:
-    """What all blocks together may do with their activations: all the same."""
+def _together(
+    layers: Sequence[LayerCost] | Sequence[LayerBytes], backward: Sequence[bool]
+) -> LayerBytes:
+    """What layers have together, and with which options if all of them take the same."""
     running = [c for c, b in zip(layers, backward, strict=True) if b]
     names = [option.name for option in running[0].options] if running else []
     common = []
     for name in names:
         same = [(c, option) for c in running for option in c.options if option.name == name]
         if len(same) == len(running):
-            working = working_excess([(o.nbytes, c.working(o)) for c, o in same])
+            working = working_excess([(o.nbytes, working_bytes(c, o)) for c, o in same])
             seconds, nbytes = sum(o.seconds for _, o in same), sum(o.nbytes for _, o in same)
             common.append(LayerOption(name, seconds, nbytes, working))
-    return tuple(common)
+    return LayerBytes(
+        sum(c.activation_bytes for c in running),
+        working_excess([(c.activation_bytes, c.working_bytes) for c in running]),
+        max(c.forward_bytes for c in layers), tuple(common),
+    )
 
 
 def in_own_layers(plan: Plan, graph: ModuleGraph, profile: CostProfile) -> Plan:

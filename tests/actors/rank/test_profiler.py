@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, Sigl
 
 from raymm.actors.modules.merge import Prepend
 from raymm.actors.rank.module_profiler import ModuleProfiler, ProfileRequest
+from raymm.actors.sharding.tensor_plan import tensor_plan
 from raymm.actors.stages.encoder import EncoderSpec, EncoderStage
 from raymm.actors.stages.language import LanguageSpec, LanguageStage
 from raymm.actors.weights.source import ConfigSource, LiveSource
@@ -211,10 +212,45 @@ def test_what_blocks_may_do_with_their_activations_is_measured():
         assert held["all"] < held["attention"] < held["matmuls"] < layer.activation_bytes
         assert all(option.seconds >= 0 for option in layer.options)
         # What is made again is there while its gradients are.
-        working = {option.name: option.working_bytes for option in layer.options}
+        working = {option.name: option.working_bytes or 0 for option in layer.options}
         assert working["all"] + held["all"] > layer.activation_bytes
         assert working["all"] > working["matmuls"] > 0
     # The first layer has the patch embedding with it.
     assert trained[1].options[2].nbytes == hidden
     # Blocks of one kind are alike.
     assert trained[1].options[0].seconds == trained[0].options[0].seconds
+
+
+def test_half_of_a_module_is_measured():
+    """Both norms of a block are whole on every process: what enters and leaves them, and what they
+    normalise it to. Products within are shared."""
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=4, vocab_size=64, tie_word_embeddings=False,
+    )
+    source = ConfigSource(LlamaForCausalLM, config)
+    profiler = ModuleProfiler(
+        lambda: LanguageStage.build(LanguageSpec("llm", source, 3, Prepend()), 0, 3),
+        "cpu", None, False, 1,
+    )
+    rows, tokens = 2, 24
+    ids = torch.randint(64, (rows, tokens))
+    request = ProfileRequest(
+        {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}, {}
+    )
+    whole = profiler.measure(request, repeats=1).layers
+    profiler.halve({"module": tensor_plan(source, 2, "llm")})
+    halved = profiler.layer_bytes(request)
+    assert len(halved) == 3
+    hidden = rows * tokens * 32 * 4
+    for layer, half in zip(whole, halved, strict=True):
+        sizes = (layer.activation_bytes, half.activation_bytes), *(
+            (a.nbytes, b.nbytes) for a, b in zip(layer.options, half.options, strict=True)
+        )
+        assert all(0 <= 2 * half - size for size, half in sizes)
+        assert [option.name for option in half.options] == ["matmuls", "attention", "all"]
+        assert half.working_bytes < layer.working_bytes
+    # A block's input, what comes after attention, and for each its norm and the norm's weighed.
+    shared = 2 * halved[1].activation_bytes - whole[1].activation_bytes
+    assert 6 * hidden <= shared < 7 * hidden
+    assert 2 * halved[1].options[2].nbytes - whole[1].options[2].nbytes == hidden

@@ -5,12 +5,22 @@ import json
 
 import pytest
 
-from raymm.scheduler.costs.layer_costs import LayerCost, ProfileError
+from raymm.scheduler.costs.layer_costs import LayerBytes, LayerCost, ProfileError
 from raymm.scheduler.costs.profile_table import Measurement, ProfileTable
+from raymm.scheduler.costs.recomputation import LayerOption
 
 
 def cost(scale: float, parameters: int = 100) -> LayerCost:
-    return LayerCost(scale, 2 * scale, 3 * scale, int(8 * scale), parameters, int(4 * scale))
+    """On a line through zero, but for the parameters."""
+    options = (
+        LayerOption("all", scale, int(2 * scale), int(6 * scale)),
+        LayerOption("matmuls", scale, int(4 * scale)),
+    )
+    halved = tuple(o._replace(seconds=0.0, nbytes=o.nbytes // 2) for o in options)
+    return LayerCost(
+        scale, 2 * scale, 3 * scale, int(8 * scale), parameters, int(4 * scale), options=options,
+        halved=LayerBytes(int(6 * scale), int(4 * scale), int(2 * scale), halved),
+    )
 
 
 def table() -> ProfileTable:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
+from raymm.scheduler.costs.layer_costs import CostProfile, LayerBytes, LayerCost
 from raymm.scheduler.costs.recomputation import ALL, KEEP, MATMULS, LayerOption
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.stage import Degrees
@@ -75,3 +75,30 @@ def test_processes_share_what_an_option_works_with() -> None:
     (shared,) = process_layers(CostProfile({"llm": (cost,)}), node, Degrees(cp=4))
     assert [o.working_bytes for o in shared.options] == [20, None]
     assert shared.working_bytes == 10
+
+
+@given(SIZES, SIZES, st.sampled_from([1, 2, 4, 8]))
+def test_what_tensor_parallelism_does_not_share_follows_from_two_processes(
+    whole: int, shared: int, tp: int
+) -> None:
+    """Of every size a part is on all processes, and a part is shared."""
+    def sizes(of: int) -> tuple[int, ...]:
+        return tuple(whole * n + shared * 8 // of for n in (1, 2, 3))
+
+    kept, working, forward = sizes(1)
+    half_kept, half_working, half_forward = sizes(2)
+    halved = LayerBytes(
+        half_kept, half_working, half_forward, (LayerOption(ALL, 0.0, half_kept, half_working),)
+    )
+    cost = LayerCost(
+        1.0, 1.0, 1.0, kept, output_bytes=7, working_bytes=working, forward_bytes=forward,
+        options=(LayerOption(ALL, 1.0, kept, working),), halved=halved,
+    )
+    (of_process,) = process_layers(
+        CostProfile({"llm": (cost,)}), ModuleNode("llm", (True,)), Degrees(tp=tp)
+    )
+    assert sizes(tp) == (
+        of_process.activation_bytes, of_process.working_bytes, of_process.forward_bytes
+    )
+    ((_, _, *of_option),) = of_process.options
+    assert tuple(of_option) == sizes(tp)[:2]
