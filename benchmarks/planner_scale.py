@@ -18,6 +18,7 @@ from raymm.actors.modules.projector import Projector, ProjectorConfig
 from raymm.actors.weights.source import ConfigSource
 from raymm.costs.analytic import analytic_layers, projector_layers
 from raymm.costs.load import Load
+from raymm.scheduler.costs.device_memory import usable_bytes
 from raymm.scheduler.costs.devices import find_device
 from raymm.scheduler.costs.layer_costs import CostProfile, layer_work
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
@@ -27,14 +28,14 @@ from raymm.scheduler.search.find_plans import find_plans
 from raymm.scheduler.search.module_degrees import DegreeChoices
 from raymm.scheduler.search.options import PlanProblem
 
-DEVICE, DTYPE, PER_NODE, MEMORY_SHARE = "H100", "bf16", 8, 0.9
+DEVICE, DTYPE, PER_NODE = "H100", "bf16", 8
 TOKENS, LABELS, IMAGES, IMAGE_TOKENS = 8192, 4096, 4, 1025
 # Microbatches of a step, one sample each: 16 million tokens at most.
 MOST_MICROBATCHES = 2048
 
 
 def main() -> None:
-    options = _common.parser(__doc__.splitlines()[0])
+    options = _common.parser(str(__doc__).splitlines()[0])
     options.add_argument("--devices", default="64,256", help="numbers with commas between them")
     args = options.parse_args()
     console = _common.console()
@@ -96,7 +97,7 @@ def plan(graph: ModuleGraph, profile: CostProfile, devices: int) -> dict[str, fl
     }
     problem = PlanProblem(
         graph=graph, profile=profile, ranks=devices, num_microbatches=microbatches,
-        memory_limit=int(MEMORY_SHARE * device.memory_bytes),
+        memory_limit=usable_bytes(device),
         network=Network(device.within_node, device.across_nodes, PER_NODE), degrees=choices,
     )
     start = time.process_time()

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import nn
+
+# Of an autograd node that runs before all others that could, but for those that accumulate.
+_FIRST = 2**63 - 1
 
 CAST_BY_AUTOCAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Modules whose weights autocast casts at every use."""
@@ -75,7 +79,7 @@ class ComputeCopies:
         with torch.enable_grad():
             for child, name, parameter in self._places:
                 if id(parameter) not in copies:
-                    copies[id(parameter)] = parameter.to(self._dtype)
+                    copies[id(parameter)] = _early_gradient(parameter.to(self._dtype))
                 child.__dict__[name] = copies[id(parameter)]
         del copies  # from here on modules alone have them
         try:
@@ -87,3 +91,13 @@ class ComputeCopies:
         """Let go of the copies, before parameters change."""
         for child, name, _ in self._places:
             child.__dict__.pop(name, None)
+
+
+def _early_gradient(copy: torch.Tensor) -> torch.Tensor:
+    """A copy whose gradient is added to its parameter's as soon as it is complete. Autograd runs
+    what was made last first, and copies are made before all else: their gradients, of all layers in
+    the compute dtype, would be there until a backward ends, and no sum over replicas would begin
+    before."""
+    node = cast(Any, copy.grad_fn)
+    node._set_sequence_nr(_FIRST)
+    return copy

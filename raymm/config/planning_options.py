@@ -50,7 +50,7 @@ class PlanningOptions:
         },
     )
     memory_gib: Gib | None = _field(
-        None, "GiB a rank may use (default: 0.9 of the device's memory; on CPUs no limit)", "X"
+        None, "GiB a rank may use (default: all but the driver's context; on CPUs no limit)", "X"
     )
     ranks_per_node: Count = _field(
         8, "devices that share a node, which decides which links are fast (default 8)"

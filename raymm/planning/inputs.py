@@ -17,6 +17,7 @@ from raymm.costs.workload import (
 from raymm.model.module_kind import LANGUAGE_MODEL
 from raymm.model.multimodal import MultimodalModule, module_graph
 from raymm.planning.request import PlanRequest, Workload
+from raymm.scheduler.costs.device_memory import usable_bytes
 from raymm.scheduler.costs.devices import DeviceSpec, find_device
 from raymm.scheduler.costs.layer_costs import CostProfile, ProfileError
 from raymm.scheduler.costs.profile_table import ProfileTable
@@ -27,9 +28,6 @@ from raymm.scheduler.schedule.memory import GIB
 from raymm.scheduler.schedule.network import Network
 from raymm.scheduler.search.module_degrees import DegreeChoices
 from raymm.scheduler.search.options import PlanProblem
-
-# Share of a device's memory that a plan may use; the rest is for CUDA, NCCL and fragmentation.
-MEMORY_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -61,14 +59,15 @@ class Costs:
         return Network(self.device.within_node, self.device.across_nodes, self.ranks_per_node)
 
     def memory_limit(self, gib: float | None) -> int | None:
-        """Bytes a rank may use: as said, else most of a known device's memory; none on CPUs."""
+        """Bytes a rank may use: as said, else a known device's memory without the driver's
+        context; none on CPUs."""
         if gib is not None:
             if not gib > 0:
                 raise PlanError(f"memory_gib is {gib}; it must be above 0")
             return int(gib * GIB)
         if self.device is None or self.device.name == CPU:
             return None
-        return int(MEMORY_SHARE * self.device.memory_bytes)
+        return usable_bytes(self.device)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from raymm.costs.scaling_estimates import (
     estimated_surface,
     measured_factor,
 )
-from raymm.planning.inputs import MEMORY_SHARE
 from raymm.planning.request import PlanRequest
+from raymm.scheduler.costs.device_memory import usable_bytes
 from raymm.scheduler.costs.devices import DeviceSpec, Links, find_device
 from raymm.scheduler.costs.layer_costs import CostProfile
 from raymm.scheduler.graph.strict_json import (
@@ -42,6 +42,9 @@ from raymm.scheduler.multiplex.surface import (
 from raymm.scheduler.schedule.memory import GIB
 
 MOST_GIB = 2**30  # bytes then fit into a word
+COUNTED_SHARE = 0.9
+"""Of what a GPU has for plans, for what mappings count: weights, their state and activations. The
+rest is for communicators, workspaces and fragments, which pipelines count one by one."""
 INTERFERENCES = {"bandwidth": BANDWIDTH_SHARES, "blind": Interference()}
 
 
@@ -278,7 +281,7 @@ def _limit(device: DeviceSpec | None, gib: float | None) -> int | None:
         return max(1, int(number(gib, "memory_gib", 0.0, MOST_GIB, above=True) * GIB))
     if device is None or device.name not in MULTIPROCESSORS:
         return None
-    return int(MEMORY_SHARE * device.memory_bytes)
+    return int(COUNTED_SHARE * usable_bytes(device))
 
 
 def _check_fits(surfaces: Sequence[ScalingSurface], gpus: int, limit: int | None) -> None:

@@ -2,6 +2,10 @@
 
 Every figure that is no model's own is a constant here, with its source. What only a GPU has
 (communicators of NCCL, workspaces of cuBLAS, the allocator's fragments) is nothing on a CPU.
+
+The account is kept once. A GPU's limit is its memory less the driver's context
+(:func:`usable_bytes`), and everything else that takes memory is in what a plan needs: a plan is
+refused for what it needs, never for a margin that nobody can name.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from raymm.scheduler.costs.devices import DEVICES
+from raymm.scheduler.costs.devices import DEVICES, DeviceSpec
 from raymm.scheduler.graph.direction import MESSAGE_BOUND
 
 _MIB = 2**20
@@ -24,6 +28,10 @@ posted just when its sender sends)."""
 BUCKET_BYTES = 64 * _MIB
 """Gradients are summed this many bytes at a time, in a buffer that takes over the gradients' place;
 while they are copied there both exist."""
+
+CONTEXT_BYTES = 1024 * _MIB
+"""Of the driver, for a process: its context, and code of the kernels that it has loaded. A round
+figure, above the 0.5 to 0.9 GiB that ``nvidia-smi`` shows beside torch's reserved memory."""
 
 LINK_BYTES = 48 * _MIB
 """Of NCCL, for a pair of processes with messages: a channel per multiprocessor that a message may
@@ -43,6 +51,11 @@ segments, which ranks have by default, blocks are rounded up to 2 MiB and no mor
 def on_gpu(device: str) -> bool:
     """Whether a profile's device is a GPU that :data:`.devices.DEVICES` has."""
     return device in DEVICES and DEVICES[device].to_host is not None
+
+
+def usable_bytes(device: DeviceSpec) -> int:
+    """Bytes of a device that a plan may use for all that it counts."""
+    return device.memory_bytes - (CONTEXT_BYTES if on_gpu(device.name) else 0)
 
 
 def compute_copy_share(dtype: str) -> float:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import NamedTuple
 
+from raymm.scheduler.graph.direction import MESSAGE_BOUND
 from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.program.program import (
     COMPUTE,
@@ -18,6 +21,8 @@ from raymm.scheduler.program.program import (
 from raymm.scheduler.program.timeline import Span, Timeline
 from raymm.scheduler.schedule.network import Transfer
 
+_MESSAGES = frozenset({Op.SEND, Op.RECV})
+
 
 def simulate(
     program: Program,
@@ -27,6 +32,10 @@ def simulate(
     microbatch_costs: Mapping[tuple[StageId, Op, int], float] | None = None,
 ) -> Timeline:
     """Run a program on paper.
+
+    A rank that has sent :data:`~raymm.scheduler.graph.direction.MESSAGE_BOUND` messages on an edge
+    that are not received waits before it sends another, as it does in a run; where a program does
+    not end so, no rank does (:func:`~raymm.scheduler.program.check_program.check_program`).
 
     Args:
         program: what each rank does.
@@ -40,20 +49,35 @@ def simulate(
         microbatch_costs: seconds per (stage, compute op, microbatch), before ``costs``.
 
     Returns:
-        Compute spans and the waits of receives. Collective instructions take no time.
+        Compute spans and the waits of messages. Collective instructions take no time.
 
     Raises:
         ProgramError: if the program deadlocks.
     """
+    arguments = costs, Transfer(0.0, latency), transfers or {}, microbatch_costs or {}
+    timeline, waiting = _simulate(program, *arguments, MESSAGE_BOUND)
+    if waiting is not None:
+        timeline, waiting = _simulate(program, *arguments, sys.maxsize)
+    if waiting is not None:
+        raise ProgramError(waiting)
+    return timeline
+
+
+def _simulate(
+    program: Program, costs: Mapping[tuple[StageId, Op], float], usual: Transfer,
+    transfers: Mapping[Edge, Transfer],
+    microbatch_costs: Mapping[tuple[StageId, Op, int], float], bound: int,
+) -> tuple[Timeline, str | None]:
+    """The timeline, and who waits for ever."""
     clock = [0.0] * len(program.ranks)
     position = [0] * len(program.ranks)
     spans: list[Span] = []
     # Any order that respects the queues gives the same times: a rank's clock depends only
-    # on its own past and on arrival times, which are fixed when the sender gets there.
+    # on its own past and on when messages are sent and received, which is fixed by their ends.
     runnable = deque(range(len(program.ranks)))
     waiting: dict[Edge, int] = {}
-    seconds = _Seconds(costs, microbatch_costs or {})
-    messages = _Messages(transfers or {}, Transfer(0.0, latency))
+    seconds = _Seconds(costs, microbatch_costs)
+    messages = _Messages(transfers, usual, bound)
     while runnable:
         rank = runnable.popleft()
         instructions = program.ranks[rank]
@@ -61,15 +85,9 @@ def simulate(
             instruction = instructions[position[rank]]
             start = clock[rank]
             if instruction.op is Op.RECV:
-                arrival = messages.receive(instruction.edge)
-                if arrival is None:
-                    waiting[instruction.edge] = rank
-                    break
-                clock[rank] = max(start, arrival)
+                clock[rank] = messages.receive(instruction.edge, start)
             elif instruction.op is Op.SEND:
-                messages.send(instruction.edge, start)
-                if instruction.edge in waiting:
-                    runnable.append(waiting.pop(instruction.edge))
+                clock[rank] = messages.send(instruction.edge, start)
             elif instruction.group >= 0:
                 after = group_end(instructions, position[rank])
                 group = _group_spans(rank, instructions[position[rank] : after], start, seconds)
@@ -79,7 +97,14 @@ def simulate(
                 continue
             elif instruction.op in COMPUTE:
                 clock[rank] += seconds.of(instruction)
-            if instruction.op in COMPUTE or (instruction.op is Op.RECV and clock[rank] > start):
+            if instruction.op in _MESSAGES:
+                if clock[rank] == inf:
+                    clock[rank] = start
+                    waiting[instruction.edge] = rank
+                    break
+                if instruction.edge in waiting:  # the other end
+                    runnable.append(waiting.pop(instruction.edge))
+            if instruction.op in COMPUTE or (instruction.op in _MESSAGES and clock[rank] > start):
                 spans.append(
                     Span(
                         rank, instruction.op, instruction.stage, instruction.microbatch,
@@ -89,8 +114,8 @@ def simulate(
             position[rank] += 1
     for rank, instructions in enumerate(program.ranks):
         if position[rank] < len(instructions):
-            raise ProgramError(f"deadlock: rank {rank} waits in {instructions[position[rank]]}")
-    return Timeline(tuple(spans), len(program.ranks))
+            return Timeline((), 0), f"deadlock: rank {rank} waits in {instructions[position[rank]]}"
+    return Timeline(tuple(spans), len(program.ranks)), None
 
 
 class _Seconds(NamedTuple):
@@ -108,22 +133,40 @@ class _Seconds(NamedTuple):
 class _Messages:
     """Messages under way: those of an edge leave one after another and arrive in that order."""
 
-    def __init__(self, transfers: Mapping[Edge, Transfer], default: Transfer) -> None:
+    def __init__(
+        self, transfers: Mapping[Edge, Transfer], default: Transfer, bound: int
+    ) -> None:
         self._transfers = transfers
         self._default = default
+        self._bound = bound
         self._arrivals: dict[Edge, deque[float]] = defaultdict(deque)
+        self._received: dict[Edge, deque[float]] = defaultdict(deque)
+        self._sent: dict[Edge, int] = defaultdict(int)
         self._link_free: dict[Edge, float] = defaultdict(float)
 
-    def send(self, edge: Edge, now: float) -> None:
+    def send(self, edge: Edge, now: float) -> float:
+        """When a sender that comes to it now goes on; infinity if nobody knows yet."""
+        if self._sent[edge] >= self._bound:
+            received = self._received[edge]
+            if not received:
+                return inf
+            now = max(now, received.popleft())
+        self._sent[edge] += 1
         transfer = self._transfers.get(edge, self._default)
         sent = max(now, self._link_free[edge]) + transfer.seconds
         self._link_free[edge] = sent
         self._arrivals[edge].append(sent + transfer.latency)
+        return now
 
-    def receive(self, edge: Edge) -> float | None:
-        """When the edge's next message arrives; None if it is not sent yet."""
+    def receive(self, edge: Edge, now: float) -> float:
+        """When a receiver that comes to it now has the edge's next message; infinity if it is not
+        sent yet."""
         queue = self._arrivals[edge]
-        return queue.popleft() if queue else None
+        if not queue:
+            return inf
+        now = max(now, queue.popleft())
+        self._received[edge].append(now)
+        return now
 
 
 def _group_spans(

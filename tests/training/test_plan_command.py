@@ -10,6 +10,7 @@ from PIL import Image
 from raymm.cli.option_arguments import parse_counts
 from raymm.profiling.measure_plans import distinct_options
 from raymm.scheduler.baselines.pipelines import PIPELINES
+from raymm.scheduler.costs.device_memory import CONTEXT_BYTES
 from raymm.scheduler.costs.layer_costs import CostProfile, LayerCost
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, PlanError
@@ -52,7 +53,7 @@ def test_it_plans_a_32b_model_from_its_configuration_alone(raymm, tmp_path, wide
     plan = saved_plan(out)
     assert plan.num_ranks <= 5 and plan.num_microbatches == 24
     assert plan.graph.node("llm").num_layers == 64
-    assert plan.memory_limit == int(0.9 * 80e9)
+    assert plan.memory_limit == 80 * 10**9 - CONTEXT_BYTES
     assert plan.profile.device == "H100" and plan.profile.tokens["llm"] == 4572
     assert len(table_rows(text)) == len(plan.stages)
     assert "tokens/s" in text and "chosen" in text and "slower" in text

@@ -130,3 +130,22 @@ def test_parameters_are_what_they_were():
         assert all(p.dtype == torch.float32 for p in one.parameters())
         assert set(one.state_dict()) == state
     assert one.lm_head.weight.dtype == torch.float32
+
+
+def test_gradients_are_added_when_their_layer_is_done():
+    """Not when the backward ends: until then gradients of all layers would be there twice."""
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    done = []
+    for number, layer in enumerate(layers):
+        layer.weight.register_post_accumulate_grad_hook(lambda _, n=number: done.append(("w", n)))
+    with ComputeCopies([layers], torch.bfloat16).shown():
+        for _ in range(2):  # microbatches
+            done.clear()
+            hidden = torch.randn(2, 8, requires_grad=True)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                for number, layer in enumerate(layers):
+                    hidden.register_hook(lambda _, n=number: done.append(("x", n)))
+                    hidden = layer(hidden)
+            hidden.sum().backward()
+            for number in range(1, 4):
+                assert done.index(("w", number)) < done.index(("x", number - 1))
