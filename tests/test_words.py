@@ -32,7 +32,6 @@ REPLACED_PAIRS = {
 VAGUE = frozenset({"one", "found", "given", "here", "known", "wanted", "told", "made", "beside"})
 # (file or folder, word): why it is the right one there.
 ALLOWED = {
-    ("actors/rank/meeting.py", "family"): "the family of an address is a word of sockets",
     ("raymm/data/samples/text.py", "turn"): "a conversation has turns",
 }
 

@@ -23,8 +23,8 @@ def remote_class(actor_class: type[ObservedActor]) -> Any:
     import ray
 
     observe = ray.method(concurrency_group=OBSERVE)
-    for method in (ObservedActor.describe, ObservedActor.where):
-        observe(method)
+    for name in actor_class.answers:
+        observe(getattr(actor_class, name))
     return cast(Any, ray.remote)(concurrency_groups={OBSERVE: 1})(actor_class)
 
 
@@ -36,7 +36,10 @@ class ObservedActor:
 
     Attributes:
         whereabouts: what it is doing.
+        answers: methods that answer while it does it.
     """
+
+    answers: tuple[str, ...] = ("describe", "where")
 
     def __init__(self, device: str, describe: Callable[[Any], str] = str) -> None:
         self.whereabouts = Whereabouts(describe)

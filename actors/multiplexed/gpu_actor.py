@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raymm.actors.faults.observed_actor import ObservedActor
 from raymm.actors.faults.whereabouts import task
 from raymm.actors.memory.peak_memory import PeakMemory
 from raymm.actors.memory.to_device import to_device
@@ -41,14 +40,8 @@ from raymm.actors.quota import (
     StreamPool,
     check_no_shared_parameters,
 )
-from raymm.actors.rank.meeting import (
-    MeetingPlace,
-    TCPStore,
-    Timeouts,
-    open_store,
-    prepare_nccl,
-    stay_on,
-)
+from raymm.actors.rank.meeting import MeetingActor, MeetingPlace, Timeouts, prepare_nccl
+from raymm.actors.rank.meeting_store import EVERYONE
 from raymm.actors.rank.recent_programs import remember
 from raymm.scheduler.graph.node_graph import NodeGraph
 from raymm.scheduler.multiplex.instructions import Part, Slot, said
@@ -104,20 +97,24 @@ class GpuSpec:
         ):
             raise ValueError(f"timeout_s is {self.timeout_s!r}; accepted: a positive number")
 
+    @property
+    def peers(self) -> set[int]:
+        """All others: whose copies it shares may change."""
+        return set(range(self.gpus)) - {self.gpu}
 
-class GpuActor(ObservedActor):
+
+class GpuActor(MeetingActor):
     """One GPU. Wrapped by ``ray.remote`` in :mod:`raymm.actors.multiplexed.group`."""
 
     def __init__(self, spec: GpuSpec) -> None:
-        super().__init__(spec.device, said)
+        timeouts = Timeouts.of(spec.timeout_s, spec.nccl_timeout_s)
+        super().__init__(spec.gpu, spec.device, timeouts, said)
         self._spec = spec
         self._device = torch.device(spec.device)
         prepare_nccl(self._device)
-        self._timeouts = Timeouts.of(spec.timeout_s, spec.nccl_timeout_s)
         self._programs: OrderedDict[str, GpuProgram] = OrderedDict()
         self._layout_keys: OrderedDict[str, None] = OrderedDict()
         self._built: Device | None = None
-        self._store: TCPStore | None = None  # where GPUs meet; the first one's listens
 
     # What :meth:`connect` makes.
     _place: MeetingPlace
@@ -128,52 +125,58 @@ class GpuActor(ObservedActor):
         assert self._built is not None
         return self._built
 
-    def rendezvous(self) -> tuple[str, int]:
-        """An address the others can reach this one at, for the first meeting."""
-        address, self._store = open_store(self._spec.gpus, self._timeouts.wait)
-        return address, self._store.port
-
     @task("meeting the other GPUs")
-    def connect(self, address: str, port: int) -> None:
+    def connect(self, actors: Mapping[int, Any]) -> None:
         """Join the process groups: of all, for messages, and of every set of copies; and connect
-        them, so that what cannot connect fails here, within the timeout."""
-        spec = self._spec
+        them, so that what cannot connect fails here, within the timeout.
+
+        Args:
+            actors: of the other processes, by number.
+        """
+        spec, everyone = self._spec, range(self._spec.gpus)
         # Here, as OpenMP has a number per thread, and ``__init__`` ran in another one.
         torch.set_num_threads(spec.threads)
-        stay_on(address)
-        store = self._store or TCPStore(
-            address, port, spec.gpus, is_master=False, timeout=self._timeouts.wait
-        )
-        self._place = MeetingPlace(self._device, store, spec.gpu, spec.gpus, self._timeouts)
-        self._device = self._place.device
-        self._messages: Messages | None = None
-        self._groups = 0
-        if spec.gpus > 1:
-            gpus = range(spec.gpus)
-            self._messages = Messages(
-                self._place.new_group(1, gpus), self._place.new_group(2, gpus, "gloo")
+        self._num_process_groups = 2  # that have been made in the run
+        with self._meeting({EVERYONE: everyone, 1: everyone, 2: everyone}, actors):
+            self._place = MeetingPlace(
+                self._device, self._store, spec.gpu, spec.gpus, self._timeouts
             )
-            self._groups = 2
-        self._connect_replicas()
+            self._device = self._place.device
+            self._messages: Messages | None = None
+            if spec.gpus > 1:
+                self._messages = Messages(
+                    self._place.new_group(1, everyone), self._place.new_group(2, everyone, "gloo")
+                )
+        self._connect_replicas(actors)
 
-    def _connect_replicas(self) -> None:
+    def _connect_replicas(self, actors: Mapping[int, Any]) -> None:
         """One group for every node, so that sums of different nodes need no common order."""
         shared = [
             (name, gpus)
             for name, gpus in sorted(self._spec.replicas.items())
             if len(gpus) > 1 and self._spec.graph.by_name[name].trainable
         ]
-        self._replicas = {
-            name: self._place.new_group(number, gpus)
-            for number, (name, gpus) in enumerate(shared, start=self._groups + 1)
-            if self._spec.gpu in gpus
+        numbered = {
+            number: named
+            for number, named in enumerate(shared, start=self._num_process_groups + 1)
+            if self._spec.gpu in named[1]
         }
-        self._groups += len(shared)  # of all processes, until the model is replaced
+        self._num_process_groups += len(shared)
+        with self._meeting({number: gpus for number, (_, gpus) in numbered.items()}, actors):
+            self._replicas = {
+                name: self._place.new_group(number, gpus)
+                for number, (name, gpus) in numbered.items()
+            }
 
     @task("becoming another model's process")
-    def replace(self, spec: GpuSpec) -> None:
+    def replace(self, spec: GpuSpec, actors: Mapping[int, Any]) -> None:
         """Become another model's process; the old one's modules and streams are gone. The
-        processes stay the same ones, and stay connected."""
+        processes stay the same ones, and stay connected.
+
+        Args:
+            spec: the other model's.
+            actors: of the other processes, by number.
+        """
         self._built_device.concurrent_modules.close()
         pool, self._built = self._built_device.pool, None
         pool.close()
@@ -182,7 +185,7 @@ class GpuActor(ObservedActor):
         self._spec = spec
         self._programs.clear()
         self._layout_keys.clear()
-        self._connect_replicas()
+        self._connect_replicas(actors)
 
     @task("building modules")
     def build(self) -> dict[str, int]:

@@ -104,7 +104,10 @@ class GpuGroup(RankGroup):
             specs: as many as there are processes, of the same device and timeout.
         """
         self.check_running()
-        refs = [a.replace.remote(spec) for a, spec in zip(self._actors, specs, strict=True)]
+        refs = [
+            actor.replace.remote(spec, {n: self._actors[n] for n in spec.peers})
+            for actor, spec in zip(self._actors, specs, strict=True)
+        ]
         self.generation += 1
         self._labels = _labels(specs)
         self._loaded.clear()

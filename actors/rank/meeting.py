@@ -1,11 +1,11 @@
-"""Where processes meet before they talk to one another."""
+"""Where processes meet before they talk to one another, and the actors that do."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
@@ -16,33 +16,12 @@ from torch.distributed import distributed_c10d
 
 from raymm.actors.faults.flight_recorder import record_flight
 from raymm.actors.faults.lost_processes import ChannelError
+from raymm.actors.faults.observed_actor import ObservedActor
+from raymm.actors.rank.meeting_store import MeetingStore, News
 from raymm.kernels.collectives.waiting import started, wait
-
-# torch documents it, and does not re-export it as type checkers want.
-TCPStore = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 # NCCL's watchdog waits so many times as long as processes wait for each other.
 WATCHDOG_TIMES = 2.0
-
-
-def open_store(world_size: int, timeout: timedelta) -> tuple[str, TCPStore]:
-    """The store in which processes find one another, and this node's address, at which alone it
-    listens; from here on, as another process could take a port that was only found free.
-
-    Args:
-        world_size: how many will meet.
-        timeout: that any of them may wait for another.
-    """
-    import ray
-
-    address = ray.util.get_node_ip_address()
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, 0), family=family, backlog=max(world_size, 128))
-    port = listener.getsockname()[1]
-    return address, TCPStore(
-        address, port, world_size, is_master=True, timeout=timeout, wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
 
 
 class Timeouts(NamedTuple):
@@ -104,14 +83,14 @@ class MeetingPlace:
     """
 
     def __init__(
-        self, device: torch.device, store: TCPStore, rank: int, world_size: int,
+        self, device: torch.device, store: MeetingStore, rank: int, world_size: int,
         timeouts: Timeouts,
     ) -> None:  # fmt: skip
         on_gpu = device.type == "cuda"
         if on_gpu:
             device = torch.device("cuda", device.index or 0)
             torch.cuda.set_device(device)
-        self.device, self.timeouts = device, timeouts
+        self.device, self.timeouts, self._store = device, timeouts, store
         with _meeting(range(world_size), timeouts.wait):
             # Not bound to the device: groups of some of the processes would then be split from
             # this one, for which all of them have to come.
@@ -140,7 +119,7 @@ class MeetingPlace:
         Raises:
             ChannelError: not all came within the timeout.
         """
-        with _meeting(ranks, self.timeouts.wait):
+        with _meeting(ranks, self.timeouts.wait), self._store.making(number):
             group = self._new_group(2 * number, ranks, backend)
             _meet(group, torch.device("cpu") if backend == "gloo" else self.device)
         return group
@@ -157,7 +136,7 @@ class MeetingPlace:
             ctas: on a GPU, multiprocessors that a message may occupy at most.
         """
         ends = sender, receiver
-        with _meeting(ends, self.timeouts.wait):
+        with _meeting(ends, self.timeouts.wait), self._store.making(number):
             group = host_group = self._new_group(2 * number, ends, ctas=ctas)
             if self.device.type == "cuda":
                 host_group = self._new_group(2 * number + 1, ends, "gloo")
@@ -221,3 +200,44 @@ def stay_on(address: str) -> None:
         names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
         for name in names[:1]:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+class MeetingActor(ObservedActor):
+    """Base of such actors.
+
+    Args:
+        number: the process's.
+        device: its kind.
+        timeouts: of waits for others.
+        describe: an instruction of its programs in words.
+    """
+
+    answers = (*ObservedActor.answers, "receive_news")
+
+    def __init__(
+        self, number: int, device: str, timeouts: Timeouts, describe: Callable[[Any], str] = str
+    ) -> None:
+        super().__init__(device, describe)
+        self._timeouts = timeouts
+        self._store = MeetingStore(number, timeouts.wait)
+
+    def receive_news(self, news: Sequence[News]) -> None:
+        """Take keys that others have set, while this one waits for them."""
+        self._store.receive_news(news)
+
+    @contextmanager
+    def _meeting(
+        self, members: Mapping[int, Sequence[int]], actors: Mapping[int, Any]
+    ) -> Iterator[None]:
+        """Within, groups can be made.
+
+        Args:
+            members: of the groups, by number.
+            actors: of processes that are to be told keys.
+        """
+        if actors:
+            import ray
+
+            stay_on(ray.util.get_node_ip_address())
+        with self._store.opened(members, actors):
+            yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,6 @@ from raymm.actors.executor.colocation import Colocation, default_backend
 from raymm.actors.executor.compiled_program import CompiledProgram
 from raymm.actors.executor.executor import Executor
 from raymm.actors.executor.step_meta import StepMeta, StepResult
-from raymm.actors.faults.observed_actor import ObservedActor
 from raymm.actors.faults.whereabouts import task
 from raymm.actors.memory.peak_memory import PeakMemory
 from raymm.actors.memory.to_device import to_device
@@ -30,14 +29,7 @@ from raymm.actors.optimizer.checkpoint_shards import (
 from raymm.actors.optimizer.optimizer import RankOptimizer
 from raymm.actors.optimizer.stored_tensors import StoredTensors
 from raymm.actors.rank.connections import Connections
-from raymm.actors.rank.meeting import (
-    MeetingPlace,
-    TCPStore,
-    Timeouts,
-    open_store,
-    prepare_nccl,
-    stay_on,
-)
+from raymm.actors.rank.meeting import MeetingActor, MeetingPlace, Timeouts, prepare_nccl
 from raymm.actors.rank.rank_spec import RankSpec
 from raymm.actors.rank.recent_programs import remember
 from raymm.actors.sharding.fully_sharded import local_part
@@ -51,18 +43,18 @@ if TYPE_CHECKING:
     from raymm.actors.stages.encoder import EncoderStage
     from raymm.actors.stages.language import LanguageStage
 
-class RankActor(ObservedActor):
+
+class RankActor(MeetingActor):
     """One rank. Wrapped by ``ray.remote`` in :mod:`raymm.actors.rank.rank_group`."""
 
     def __init__(self, spec: RankSpec) -> None:
-        super().__init__(spec.device)
+        timeouts = Timeouts.of(spec.timeout_s, spec.nccl_timeout_s)
+        super().__init__(spec.rank, spec.device, timeouts)
         self._spec = spec
         self._device = torch.device(spec.device)
         prepare_nccl(self._device)
-        self._timeouts = Timeouts.of(spec.timeout_s, spec.nccl_timeout_s)
         self._stages: dict[StageId, EncoderStage | LanguageStage] = {}
         self._programs: OrderedDict[str, CompiledProgram] = OrderedDict()
-        self._store: TCPStore | None = None  # where ranks meet; the first one's listens
         self._colocation: Colocation | None = None
 
     # What :meth:`connect` and :meth:`build` make.
@@ -70,24 +62,22 @@ class RankActor(ObservedActor):
     _executor: Executor
     _optimizer: RankOptimizer
 
-    def rendezvous(self) -> tuple[str, int]:
-        """An address other ranks can reach this one at, for the first meeting."""
-        address, self._store = open_store(self._spec.world_size, self._timeouts.wait)
-        return address, self._store.port
-
     @task("meeting the other ranks")
-    def connect(self, address: str, port: int) -> None:
-        """Join the group of all processes, and make every other connection."""
+    def connect(self, actors: Mapping[int, Any]) -> None:
+        """Join the group of all processes, and make every other connection.
+
+        Args:
+            actors: of the spec's peers, by number.
+        """
         spec = self._spec
         # Here, as OpenMP has a number per thread, and ``__init__`` ran in another one.
         torch.set_num_threads(spec.threads)
-        stay_on(address)
-        store = self._store or TCPStore(
-            address, port, spec.world_size, is_master=False, timeout=self._timeouts.wait
-        )
-        place = MeetingPlace(self._device, store, spec.rank, spec.world_size, self._timeouts)
-        self._device = place.device
-        self._connections = Connections(spec, place, self.whereabouts)
+        with self._meeting(spec.members, actors):
+            place = MeetingPlace(
+                self._device, self._store, spec.rank, spec.world_size, self._timeouts
+            )
+            self._device = place.device
+            self._connections = Connections(spec, place, self.whereabouts)
 
     @task("building stages")
     def build(

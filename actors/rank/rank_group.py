@@ -59,8 +59,7 @@ class StepHandle(Generic[Result]):
 class RankGroup:
     """All ranks of a plan, one Ray actor each.
 
-    Actors are created with ``max_restarts=0``: a killed process then surfaces within tens
-    of milliseconds.
+    Actors have ``max_restarts=0``: a killed process surfaces within tens of milliseconds.
 
     Args:
         specs: one per rank, in order.
@@ -109,8 +108,9 @@ class RankGroup:
             self._places = [f", process {p.pid} on {p.host}" for p in self.places]
             self._addresses = {rank: p["address"] for rank, p in enumerate(descriptions)}
             self._observer = ClusterObserver(self.nodes)
-            address, port = self.wait([self._actors[0].rendezvous.remote()], ranks=[0])[0]
-            self.call("connect", address, port)
+            refs = [actor.connect.remote({n: self._actors[n] for n in spec.peers})
+                    for actor, spec in zip(self._actors, specs, strict=True)]
+            self.wait(refs, timeout=START_TIMEOUT_S)
             self.num_parameters = self.call("build")
         except BaseException:
             self.shutdown()

@@ -17,6 +17,8 @@ class ProcessSpec(Protocol):
 
     @property
     def timeout_s(self) -> float: ...
+    @property
+    def peers(self) -> set[int]: ...
 
 
 class RankPlace(NamedTuple):

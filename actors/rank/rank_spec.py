@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from raymm.actors.optimizer.optimizer import OptimizerConfig, ParameterOwnership
 from raymm.actors.quota import Backend
 from raymm.actors.rank.connection_plan import ConnectionPlan
+from raymm.actors.rank.meeting_store import EVERYONE, peers
 from raymm.actors.sharding.parameter_shards import ShardSpec
 from raymm.scheduler.plan.stage import Edge, StageId
 
@@ -73,3 +74,14 @@ class RankSpec:
     quota_backend: Callable[[], Backend] | None = None
     timeout_s: float = 300.0
     nccl_timeout_s: float | None = None
+
+    @property
+    def members(self) -> dict[int, Sequence[int]]:
+        """Of all groups that it makes, by number; of the group of all processes, too."""
+        own = {meeting.number: meeting.members for meeting in self.connections.meetings}
+        return {EVERYONE: range(self.world_size), **own}
+
+    @property
+    def peers(self) -> set[int]:
+        """Processes whose actors it must know to make them."""
+        return peers(self.rank, self.members.values())

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from benchmarks.gpu.device import Device
 from raymm.actors.executor.step_meta import StepMeta, StepResult
 from raymm.actors.optimizer.optimizer import OptimizerConfig
+from raymm.actors.rank.meeting import stay_on
 from raymm.actors.rank.rank_actor import RankActor
 from raymm.costs.analytic import analytic_profile
 from raymm.costs.load import Load
@@ -140,9 +141,9 @@ class OneRank:
             threads=torch.get_num_threads(),
         )  # fmt: skip
         self.plan = plan
-        self._store = dist.TCPStore(LOCAL, 0, 1, is_master=True, wait_for_workers=False)
         self.actor = RankActor(ranks.specs[0])
-        self.actor.connect(LOCAL, self._store.port)
+        stay_on(LOCAL)
+        self.actor.connect({})  # it is alone
         self.parameters = self.actor.build()
         self.program = _program(plan, len(batches))
         self.actor.load_program("step", self.program.ranks[0], ())

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.one_rank import LOCAL, OPTIMIZER, TINY, VISION, microbatches
+from benchmarks._tcp_meeting import TcpMeeting
+from benchmarks.gpu.one_rank import OPTIMIZER, TINY, VISION, microbatches
 from benchmarks.pretended_gpu.device import pretended_gpu
 from benchmarks.pretended_gpu.kernels import cpu_kernels
 from raymm.actors.executor.step_meta import StepMeta
@@ -28,7 +28,6 @@ from raymm.scheduler.search.stage_space import make_plan
 
 STEPS = 3
 """Of which the last is counted: layouts and gradients are known by then."""
-TIMEOUT = timedelta(seconds=120)
 # Relative differences of losses and norms: sums in another order, or rounded to bf16.
 FP32_BOUND, BF16_BOUND = 1e-5, 1e-3
 
@@ -98,13 +97,9 @@ class _Rank:
         specs = rank_specs(
             model, plan, optimizer=OPTIMIZER, autocast=case.autocast, device=kind, threads=1
         ).specs
-        if rank:
-            store = None
-        else:
-            store = dist.TCPStore(LOCAL, port, len(specs), True, TIMEOUT, wait_for_workers=False)
         self._actor = RankActor(specs[rank])
-        self._actor._store = store
-        self._actor.connect(LOCAL, port)
+        self._actor._store = TcpMeeting(rank, len(specs), port)
+        self._actor.connect({})
         self._actor.build()
         program = lower(plan, [(VISION,)] * TINY.microbatches)
         proof = check_program(program)

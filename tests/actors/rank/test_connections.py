@@ -22,6 +22,7 @@ from raymm.actors.rank import meeting
 from raymm.actors.rank.connection_plan import MESSAGE_CTAS, connection_plans, link_ctas
 from raymm.actors.rank.connections import Connections
 from raymm.actors.rank.meeting import MeetingPlace, Timeouts
+from raymm.actors.rank.meeting_store import MeetingStore
 from raymm.actors.rank.rank_spec import ProcessGroups, RankSpec
 from raymm.scheduler.graph.module_graph import ModuleGraph, ModuleNode
 from raymm.scheduler.plan.plan import Plan, Stage
@@ -128,6 +129,7 @@ def place(device: str, monkeypatch) -> MeetingPlace:
     monkeypatch.setattr(MeetingPlace, "__init__", lambda self: None)
     made = MeetingPlace()
     made.device, made.timeouts = torch.device(device), TIMEOUT
+    made._store = MeetingStore(0, TIMEOUT.wait)
     return made
 
 

@@ -1,0 +1,52 @@
+"""Where processes meet that are no actors: a store that listens on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from raymm.actors.rank.meeting import stay_on
+from raymm.actors.rank.meeting_store import MeetingStore
+
+LOCAL = "127.0.0.1"
+TIMEOUT = timedelta(seconds=120)
+
+
+class TcpMeeting(MeetingStore):
+    """One process's end.
+
+    Args:
+        me: the process's number; the first one's store listens.
+        processes: how many will meet.
+        port: where.
+    """
+
+    def __init__(self, me: int, processes: int, port: int) -> None:
+        super().__init__(me, TIMEOUT)
+        stay_on(LOCAL)
+        self._shared = dist.TCPStore(
+            LOCAL, port, processes, me == 0, TIMEOUT, wait_for_workers=False
+        )
+
+    @contextmanager
+    def opened(
+        self, members: Mapping[int, Sequence[int]], actors: Mapping[int, Any]
+    ) -> Iterator[None]:
+        """Everybody sees every key."""
+        yield
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Set a key."""
+        self._shared.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """A key's value, once it is there."""
+        return self._shared.get(key)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Until all keys are there."""
+        self._shared.wait(keys, timeout or TIMEOUT)

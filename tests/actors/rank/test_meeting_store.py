@@ -1,0 +1,193 @@
+"""Where processes meet: every key comes to all who wait for it, and to nobody who is not asked."""
+
+from __future__ import annotations
+
+import ast
+import queue
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed import distributed_c10d
+
+from raymm.actors.rank.meeting_store import EVERYONE, MeetingStore, News, peers
+from raymm.actors.rank.rank_group import RankGroup
+from raymm.actors.rank.rank_resources import RankResources
+from raymm.actors.rank.rank_spec import RankSpec
+from raymm.scheduler.plan.meeting_order import meeting_order
+
+PROCESSES = 6
+PATIENCE = timedelta(seconds=20)
+
+
+class Actor:
+    """As a handle of an actor: a call returns at once, and is carried out by a thread of its own,
+    after those before."""
+
+    def __init__(self, number: int) -> None:
+        self.store = MeetingStore(number, PATIENCE)
+        self.receive_news, self.calls = self, 0
+        self._queue: queue.Queue[Sequence[News] | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._work)
+        self._thread.start()
+
+    def remote(self, news: Sequence[News]) -> None:
+        self.calls += 1
+        self._queue.put(news)
+
+    def _work(self) -> None:
+        while (news := self._queue.get()) is not None:
+            self.store.receive_news(news)
+
+    def end(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+
+def meet(me: int, actors: Sequence[Actor], groups: dict[int, tuple[int, ...]]) -> None:
+    """As gloo does it: every member sets its address and reads all of them."""
+    own = {number: members for number, members in groups.items() if me in members}
+    known = {n: actors[n] for n in peers(me, own.values())}
+    store = actors[me].store
+    with store.opened(own, known):
+        for number in sorted(own):
+            with store.making(number):
+                for text in ("asks", b"answers"):  # several rounds of one group
+                    prefixed = dist.PrefixStore(f"{number}/{len(text)}", store)
+                    prefixed.set(str(me), text)
+                    for member in own[number]:
+                        prefixed.wait([str(member)], PATIENCE)
+                        expected = text if isinstance(text, bytes) else text.encode()
+                        assert prefixed.get(str(member)) == expected
+
+
+members = st.sets(st.integers(0, PROCESSES - 1), min_size=2).map(tuple)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(members, max_size=8))
+def test_all_members_of_all_groups_meet(sets) -> None:
+    everyone = tuple(range(PROCESSES))
+    groups = {EVERYONE: everyone}
+    groups |= {n: sets[i] for n, i in enumerate(meeting_order(sets), start=1)}
+    actors = [Actor(number) for number in everyone]
+    errors: list[BaseException] = []
+
+    def run(me: int) -> None:
+        try:
+            meet(me, actors, groups)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(me,)) for me in everyone]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for actor in actors:
+        actor.end()
+    assert not errors, errors
+    for me, actor in enumerate(actors):
+        own = [number for number, of_group in groups.items() if me in of_group]
+        assert actor.store.num_keys() == sum(2 * len(groups[number]) for number in own)
+        # Calls that came: none of a group of others, at most two keys of every member of its own.
+        assert actor.calls <= sum(2 * (len(groups[number]) - 1) for number in own)
+
+
+def test_a_process_knows_the_first_members_of_its_groups_and_no_others() -> None:
+    assert peers(0, [range(1000)]) == set(range(1, 1000))
+    assert peers(7, [range(1000), (7, 9), (3, 7, 8)]) == {0, 9, 3}
+    counts = Counter(len(peers(me, [range(1000), (me, me + 1)])) for me in range(1, 900))
+    assert counts == {2: 899}
+
+
+def test_who_does_not_come_is_named_in_time() -> None:
+    store = MeetingStore(1, timedelta(seconds=60))
+    with pytest.raises(dist.DistStoreError, match="nobody has set 0/3"):
+        store.wait(["0/3"], timedelta(seconds=0.01))
+    store.receive_news([News(4, 3, "0/3", b"there")])  # before this process makes any group
+    assert store.get("0/3") == b"there" and store.check(["0/3"]) and not store.check(["0/4"])
+
+
+def listening_ports(pid: int) -> set[tuple[str, int]]:
+    """Where a process listens, on any interface, as a local client would reach it."""
+    sockets = set()
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            sockets.add(str(file.readlink()))
+        except OSError:
+            continue
+    found = set()
+    for table, host in (("tcp", "127.0.0.1"), ("tcp6", "::1")):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                found.add((host, int(fields[1].rpartition(":")[2], 16)))
+    return found
+
+
+# Knows where somebody listens, and nothing else. Prints where it was let in.
+STRANGER = """
+import ast, os, sys, threading
+from datetime import timedelta
+import torch.distributed as dist
+
+def join(host, port):
+    try:
+        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=3))
+        store.set("from a stranger", "a value")
+        if store.get("from a stranger") == b"a value":
+            found.append((host, port))
+    except Exception:
+        pass
+
+found = []
+tries = [threading.Thread(target=join, args=a, daemon=True) for a in ast.literal_eval(sys.argv[1])]
+for one in tries:
+    one.start()
+for one in tries:
+    one.join(5)  # who listens for something else does not answer
+print(found, flush=True)
+os._exit(0)
+"""
+
+
+def joined(ports: set[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Those of addresses at which a stranger can write to a store."""
+    done = subprocess.run(
+        [sys.executable, "-c", STRANGER, repr(sorted(ports))], capture_output=True, text=True,
+        timeout=120, check=True,
+    )  # fmt: skip
+    return ast.literal_eval(done.stdout)
+
+
+def test_a_stranger_who_scans_ports_finds_no_store(ray_cluster) -> None:
+    specs = [RankSpec(rank, 2, {}, edges=()) for rank in range(2)]
+    group = RankGroup(specs, ["nothing"] * 2, RankResources(1.0))
+    # What the stranger finds where there is one.
+    planted = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    try:
+        ports = {port for one in group.pids() for port in listening_ports(one["pid"])}
+        assert ports  # gloo's, and those of Ray's workers
+        assert joined({*ports, ("127.0.0.1", planted.port)}) == [("127.0.0.1", planted.port)]
+    finally:
+        group.shutdown()
+
+
+def test_torch_asks_for_no_more_than_the_store_has() -> None:
+    """Processes of gloo and NCCL set, read and wait; a process that is alone asks itself."""
+    store = MeetingStore(0, timedelta(seconds=10))
+    before = distributed_c10d._world.group_count
+    with store.opened({EVERYONE: (0,)}, {}):
+        group = dist.ProcessGroupGloo(
+            dist.PrefixStore("alone", store), 0, 1, timedelta(seconds=10)
+        )
+    assert group.size() == 1 and store.num_keys() and distributed_c10d._world.group_count == before
