@@ -16,7 +16,7 @@ from raymm.scheduler.graph.strict_json import MultiplexError, json_value
 from raymm.scheduler.plan.layer_options import check_layer_options
 from raymm.scheduler.plan.plan_error import PlanError, check_number
 from raymm.scheduler.plan.plan_json import graph_of, integers, only, policy_of, stage_of, typed
-from raymm.scheduler.plan.policy import Policy
+from raymm.scheduler.plan.policy import Policy, check_policy
 from raymm.scheduler.plan.rank_quotas import check_quotas, rank_quotas
 from raymm.scheduler.plan.stage import SHARDINGS, Degrees, Edge, Stage, StageId
 
@@ -71,6 +71,8 @@ class Plan:
                 self.profile.check(self.graph)
             except ProfileError as error:
                 raise PlanError(f"profile: {error}") from None
+        counts = {node.name: len(self.module_stages(node.name)) for node in self.graph.nodes}
+        check_policy(self.policy, counts)
         self._check_shared_ranks()
         self._check_processes()
         check_quotas(self.stages)

@@ -61,7 +61,8 @@ def policy_of(data: Mapping[str, Any]) -> Policy:
     """A policy of the zero-bubble schedule."""
     only(data, "policy", tuple(field.name for field in fields(Policy)))
     try:
-        return Policy(**{**data, "priority": tuple(data["priority"])})
+        ahead = tuple(tuple(module) for module in data.get("ahead", ()))
+        return Policy(**{**data, "priority": tuple(data["priority"]), "ahead": ahead})
     except ValueError as error:
         raise PlanError(f"policy: {error}") from None
 

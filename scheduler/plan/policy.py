@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from raymm.scheduler.plan.plan_error import PlanError
 
 # Gradients are never farther away than this.
 ANY_DISTANCE = 1_000_000
@@ -23,12 +26,15 @@ class Policy:
             fill its memory for a gradient that comes late.
         beyond_depth: whether forwards may run further ahead than the stage's depth, as far
             as memory goes.
+        ahead: by module, in the graph's order, how many microbatches each of its stages holds at
+            most, instead of its depth; empty for the depth.
     """
 
     priority: tuple[int, int, int, int]
     patience: float = 0.0
     hops: int = ANY_DISTANCE
     beyond_depth: bool = False
+    ahead: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.priority) != 4 or any(type(rank) is not int for rank in self.priority):
@@ -42,6 +48,27 @@ class Policy:
             raise ValueError(f"hops is {self.hops!r}; it must be a whole number, at least 1")
         if type(self.beyond_depth) is not bool:
             raise ValueError(f"beyond_depth is {self.beyond_depth!r}; it must be true or false")
+        if any(type(held) is not int or held < 1 for module in self.ahead for held in module):
+            raise ValueError(
+                f"ahead is {self.ahead!r}; it must be whole numbers, at least 1, by module and "
+                "stage"
+            )
+
+
+def check_policy(policy: Policy | None, stages: Mapping[str, int]) -> None:
+    """
+    Args:
+        policy: of a plan, if it has one.
+        stages: of each of the plan's modules, in the graph's order.
+
+    Raises:
+        PlanError: if the policy is of other stages.
+    """
+    if policy is None or not policy.ahead:
+        return
+    if [len(module) for module in policy.ahead] != list(stages.values()):
+        stages_text = ", ".join(f"{count} of {module}" for module, count in stages.items())
+        raise PlanError(f"policy.ahead is {policy.ahead}; it must have numbers for {stages_text}")
 
 
 # What 1F1B does when it is free: a forward, as other ranks wait for it, while it may run
@@ -54,7 +81,16 @@ ONE_F_ONE_B = Policy((0, 1, 1, 2))
 _ONE_STAGE_PER_RANK = (
     Policy((0, 1, 1, 3)), Policy((0, 1, 1, 3), 0.5), Policy((0, 1, 1, 3), 1.0),
     Policy((0, 1, 1, 3), 0.5, beyond_depth=True), Policy((1, 1, 0, 3), beyond_depth=True),
-    Policy((1, 2, 0, 3)), Policy((0, 0, 0, 1)),
+    Policy((1, 2, 0, 3)), Policy((0, 0, 0, 1)), Policy((0, 0, 0, 1), 1.0, beyond_depth=True),
+    Policy((0, 1, 1, 1), beyond_depth=True),
+)
+# A recomputation ahead of its gradient takes the room of forwards; which matters more depends on
+# how far the gradient is. From 260 that were tried on random graphs (benchmarks/_tight_plans.py).
+_RECOMPUTING = (
+    Policy((0, 2, 1, 3), 0.5, 8), Policy((1, 2, 0, 3), beyond_depth=True),
+    Policy((0, 2, 1, 3), 0.5, 2), Policy((0, 0, 1, 3), 0.5, 4), Policy((1, 1, 0, 3), 0.5, 1, True),
+    Policy((0, 1, 0, 3), 0.5, 1), Policy((0, 2, 1, 3), 0.0, 8), Policy((0, 1, 1, 3), 0.5, 8, True),
+    Policy((1, 1, 0, 3), 0.5, 2, True), Policy((0, 1, 2, 3), 0.0, 2),
 )
 _SEVERAL_STAGES_PER_RANK = (
     Policy((1, 2, 0, 3), 0.5, 4), Policy((1, 1, 0, 3), 0.5, 4), Policy((1, 2, 0, 3), 0.0, 2),
@@ -68,6 +104,13 @@ _SEVERAL_STAGES_PER_RANK = (
 )
 
 
-def policies(several_stages_per_rank: bool) -> tuple[Policy, ...]:
-    """Policies worth trying for the zero-bubble schedule."""
-    return _SEVERAL_STAGES_PER_RANK if several_stages_per_rank else _ONE_STAGE_PER_RANK
+def policies(several_stages_per_rank: bool, recompute: bool = False) -> tuple[Policy, ...]:
+    """Policies worth trying for the zero-bubble schedule.
+
+    Args:
+        several_stages_per_rank: whether any rank has several.
+        recompute: whether any stage makes its activations again.
+    """
+    if several_stages_per_rank:
+        return _SEVERAL_STAGES_PER_RANK
+    return _ONE_STAGE_PER_RANK + _RECOMPUTING if recompute else _ONE_STAGE_PER_RANK

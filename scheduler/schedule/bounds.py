@@ -65,10 +65,13 @@ class _Bound:
         everywhere = frozenset(plan.by_id)
         self.head = self._heads(everywhere)
         self.tail = self._tails(everywhere)
+        self.way_back, self.gradient = self._gradients()
+        self.rest = self._rests()
 
     def seconds(self) -> float:
         ranks = range(self.plan.num_ranks)
-        return max([self._path(), *(self._rank(rank) for rank in ranks)])
+        return max([self._path(), *(self._rank(rank) for rank in ranks),
+            *map(self._last_forward, self.plan.stages)])
 
     def round_trips(self) -> float:
         """The longest row of round trips to the loss and back: a stage's microbatches that wait for
@@ -174,8 +177,7 @@ class _Bound:
             active = next((a for a in self.active if stage.id in a.stages), None)
             if active is None:
                 continue
-            replicas = len(self.plan.replicas(stage.module))
-            count = len(range(stage.replica, self.plan.num_microbatches, replicas))
+            count = self._count(stage)
             work += count * self._once(stage, active)
             if stage.id in active.needs_input_grad:
                 tails.append(self.tail[stage.id])
@@ -184,7 +186,111 @@ class _Bound:
             else:  # nobody waits for it
                 tails.append(0.0)
         head = min((self.head[s.id] for s in stages), default=0.0)
-        return head + max(work, work - waiting + min(tails))
+        busy = max(work, work - waiting + min(tails))
+        if len(stages) != 1 or stages[0].id not in self.way_back:
+            return head + busy
+        (stage,) = stages
+        room = self._room(stage)
+        return max(head + self._idle(stage, room) + busy, self._row_of_trips(stage, room))
+
+    def _room(self, stage: Stage) -> int:
+        """Microbatches that a rank with this stage alone can hold at a time."""
+        count, cost = self._count(stage), self.costs[stage.id]
+        kept = cost.input_bytes if stage.recompute else cost.activation_bytes
+        if stage.rank not in self.limits or not kept:
+            return count
+        return int(min(count, max(1, self.limits[stage.rank] * (1 + 1e-9) / kept)))
+
+    def _idle(self, stage: Stage, room: int) -> float:
+        """Seconds that a rank with one stage has nothing to do at least until its first gradient is
+        there: it can run the forwards, and start again the recomputations, that it has room for."""
+        cost = self.costs[stage.id]
+        early = room * cost.forward
+        if stage.recompute:
+            again = float(room)
+            if stage.rank in self.limits and cost.activation_bytes >= max(1, cost.input_bytes):
+                free = self.limits[stage.rank] * (1 + 1e-9) - room * cost.input_bytes
+                again = min(again, max(free, cost.activation_bytes) / cost.activation_bytes)
+            early += again * cost.forward
+        return max(0.0, self.gradient[stage.id] - self.head[stage.id] - early)
+
+    def _last_forward(self, stage: Stage) -> float:
+        """When all is done at the earliest, as the stage's last forward must go to the loss and
+        back, and what there is no room for then has been done before."""
+        if not (count := self._count(stage)):
+            return 0.0
+        cost, before = self.costs[stage.id], 0.0
+        if stage.id in self.way_back and len(self.plan.rank_stages(stage.rank)) == 1:
+            room = self._room(stage)
+            again = cost.forward if stage.recompute else 0.0
+            before = (count - room) * (again + cost.backward_input + cost.backward_weight)
+            before += self._idle(stage, room) if count > room else 0.0
+        return self.head[stage.id] + before + count * cost.forward + self.rest[stage.id]
+
+    def _rests(self) -> dict[StageId, float]:
+        """By stage, seconds from the end of a forward until all of its microbatch is done."""
+        rest: dict[StageId, float] = {}
+        for stage in reversed(self.plan.topological_stages):
+            if not self._count(stage):
+                continue
+            ways: dict[str, float] = {}
+            for consumer in self.plan.stage_consumers[stage.id]:
+                if consumer not in rest:  # a replica that there is no microbatch for
+                    continue
+                module = self.plan.by_id[consumer].module
+                way = self._delay(stage.id, consumer)
+                way += self.costs[consumer].forward + rest[consumer]
+                ways[module] = min(ways.get(module, way), way)
+            rest[stage.id] = max(ways.values(), default=0.0)
+            if stage.id in self.needs:
+                cost = self.costs[stage.id]
+                again = cost.forward if stage.recompute else 0.0
+                tail = self.tail[stage.id] if stage.id in self.owes else 0.0
+                back = max(again, self.way_back[stage.id]) + cost.backward_input
+                back += max(cost.backward_weight, tail)
+                rest[stage.id] = max(rest[stage.id], back)
+        return rest
+
+    def _row_of_trips(self, stage: Stage, room: int) -> float:
+        """When a rank with one stage is done at the earliest: of each ``room`` microbatches the
+        first must have been to the loss and back before there is room for the next."""
+        cost = self.costs[stage.id]
+        back = max(self.way_back[stage.id], cost.forward if stage.recompute else 0.0)
+        trip = cost.forward + back + cost.backward_input
+        before, rest = divmod(self._count(stage) - 1, room)
+        tail = self.tail[stage.id] if stage.id in self.owes else 0.0
+        row = rest * cost.forward + before * (trip + cost.backward_weight) + trip
+        return self.head[stage.id] + row + max(cost.backward_weight, tail)
+
+    def _count(self, stage: Stage) -> int:
+        """Microbatches that pass through a stage."""
+        replicas = len(self.plan.replicas(stage.module))
+        return len(range(stage.replica, self.plan.num_microbatches, replicas))
+
+    def _gradients(self) -> tuple[dict[StageId, float], dict[StageId, float]]:
+        """By stage that has a backward: seconds from the end of a forward until the same
+        microbatch's gradient is there, and when the first gradient is, at least."""
+        beyond: dict[StageId, float] = {}
+        first: dict[StageId, float] = {}
+        for stage in reversed(self.plan.topological_stages):
+            if stage.id not in self.needs or not self._count(stage):
+                continue
+            ways: dict[str, float] = {}
+            firsts: dict[str, float] = {}
+            for consumer in self.plan.stage_consumers[stage.id]:
+                if consumer not in beyond:  # a replica that there is no microbatch for
+                    continue
+                cost, module = self.costs[consumer], self.plan.by_id[consumer].module
+                again = cost.forward if self.plan.by_id[consumer].recompute else 0.0
+                back = cost.backward_input + self._delay(consumer, stage.id)
+                way = self._delay(stage.id, consumer) + cost.forward
+                way += max(again, beyond[consumer]) + back
+                there = max(self.head[consumer] + cost.forward + again, first[consumer]) + back
+                ways[module] = min(ways.get(module, way), way)
+                firsts[module] = min(firsts.get(module, there), there)
+            beyond[stage.id] = max(ways.values(), default=0.0)
+            first[stage.id] = max(firsts.values(), default=0.0)
+        return beyond, first
 
     def _can_wait(self, stage: Stage, cost: StageCost, count: int) -> int:
         """How many of a stage's B_w can come after its last B_d."""

@@ -21,6 +21,7 @@ from functools import cached_property
 import numpy as np
 
 from raymm.scheduler.plan.plan import Plan
+from raymm.scheduler.plan.policy import Policy
 from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.program.program import Op
 from raymm.scheduler.schedule.compiled.arrays import RANK, RuleArrays
@@ -75,19 +76,35 @@ class ListScheduler:
         parts = []
         for part, key in zip(self.parts, self._keys, strict=True):
             own = [] if limits is None else [limits[rank] for rank in part.ranks]
-            if (key, *own) not in results:
+            ahead = self._ahead(part, policy)
+            if (key, *own, ahead.tobytes()) not in results:
                 log, makespan, left = run_schedule(part.arrays, RuleArrays(
                     np.array(policy.priority, dtype=np.int64), float(policy.patience), policy.hops,
                     policy.beyond_depth, rules.flush, rules.split, rules.early_recompute,
-                    np.array(own, dtype=float),
+                    np.array(own, dtype=float), ahead,
                 ))
                 self._check_finished(part, left, rules)
-                results[key, *own] = PartSchedule.of(
+                results[key, *own, ahead.tobytes()] = PartSchedule.of(
                     part.arrays.stages[:-1, RANK], log, float(makespan)
                 )
-            parts.append(results[key, *own])
+            parts.append(results[key, *own, ahead.tobytes()])
         makespan = max((part.makespan for part in parts), default=0.0)
         return Schedule(tuple(self.parts), tuple(parts), makespan, rules.early_recompute)
+
+    @cached_property
+    def num_tasks(self) -> int:
+        """Forwards and backwards that one run schedules: those of parts that are not alike."""
+        kinds = dict(zip(self._keys, self.parts, strict=True))
+        return sum(len(part.arrays.microbatches) for part in kinds.values())
+
+    def _ahead(self, part: Part, policy: Policy) -> np.ndarray:
+        """(S,) of a part, what a policy says of each of its stages."""
+        if not policy.ahead:
+            return np.zeros(len(part.stages), dtype=np.int64)
+        by_module = {
+            node.name: own for node, own in zip(self.plan.graph.nodes, policy.ahead, strict=True)
+        }
+        return np.array([by_module[s.module][s.index] for s in part.stages], dtype=np.int64)
 
     @cached_property
     def _keys(self) -> list[int]:

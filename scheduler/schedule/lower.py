@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from raymm.scheduler.plan.plan import Plan
 from raymm.scheduler.plan.policy import Policy, policies
 from raymm.scheduler.plan.stage import Edge, StageId
 from raymm.scheduler.program.program import Op, Program
+from raymm.scheduler.schedule.bounds import lower_bound
 from raymm.scheduler.schedule.list_schedule import ListScheduler
 from raymm.scheduler.schedule.memory import activation_peaks, beside_activations
 from raymm.scheduler.schedule.network import Transfer
@@ -17,6 +19,14 @@ from raymm.scheduler.schedule.schedule_program import to_program
 from raymm.scheduler.schedule.schedule_rules import NoRoomError, Rules, Schedule
 from raymm.scheduler.schedule.stage_costs import StageCost, op_seconds, stage_costs
 from raymm.scheduler.schedule.step_graph import active_stages, full_step
+
+# Of local search for a policy: rounds, and tasks that they schedule, which bounds the seconds.
+TUNING_ROUNDS = 200
+TUNED_TASKS = 200_000
+# How many of the best policies it starts from.
+TUNED_POLICIES = 2
+# As near to the bound as is worth looking for.
+CLOSE = 1.002
 
 
 def lower(
@@ -119,7 +129,7 @@ def _schedule(scheduler: ListScheduler, forward_only: bool) -> Schedule:
     if plan.schedule == "gpipe":
         return scheduler.run(Rules(flush=True))
     if plan.schedule == "zero_bubble" and not forward_only:
-        return _zero_bubble(scheduler)[0]
+        return _zero_bubble(scheduler).schedule
     return scheduler.run(Rules())
 
 
@@ -128,52 +138,112 @@ def _replayed(scheduler: ListScheduler, schedule: Schedule) -> Schedule:
     return replace(schedule, makespan=scheduler.replayed(schedule))
 
 
-def _zero_bubble(scheduler: ListScheduler) -> tuple[Schedule, Policy | None]:
-    """The best of several list schedules within 1F1B's activation memory, and its policy
-    (None for 1F1B itself).
+class _PolicySchedule(NamedTuple):
+    """A schedule with its program's time, and the policy that made it (None for 1F1B itself)."""
+
+    schedule: Schedule
+    policy: Policy | None
+
+
+def _makespan(result: _PolicySchedule) -> float:
+    return result.schedule.makespan
+
+
+def _zero_bubble(scheduler: ListScheduler, rounds: int = 0) -> _PolicySchedule:
+    """The best of several list schedules within 1F1B's activation memory.
 
     B_w is a task of its own (Zero Bubble, Qi et al. 2024: it fills the drain), a
     recomputation may start before its gradient arrives (a frozen model has no B_w; this is
     where it gains), and 1F1B itself is among the candidates, so the result is never slower.
+
+    Args:
+        scheduler: of the step.
+        rounds: of local search from the best policy on; none if the plan has a policy.
     """
     plan = scheduler.plan
     baseline = _replayed(scheduler, scheduler.run(Rules()))
-    best, chosen = None, None
-    stuck: NoRoomError | None = None
     limits = plan.activation_limits or _limits(
         plan, scheduler.activation_peaks(baseline), scheduler.sizes
     )
     shared = any(len(plan.rank_stages(rank)) > 1 for rank in range(plan.num_ranks))
-    for policy in policies(shared) if plan.policy is None else (plan.policy,):
+    again = any(stage.recompute for stage in plan.stages)
+    tried = policies(shared, again) if plan.policy is None else (plan.policy,)
+    schedules, stuck = [], None
+    for policy in tried:
         try:
-            tried = scheduler.run(
-                Rules(policy, split=True, early_recompute=True, byte_limits=tuple(limits))
-            )
+            schedules.append(_with_policy(scheduler, policy, limits))
         except NoRoomError as error:  # where stages of one rank wait for each other
             stuck = error
-            continue
-        if best is None or tried.makespan < best.makespan:
-            best, chosen = tried, policy
-    if best is not None:
-        best = _replayed(scheduler, best)
-    if plan.activation_limits is None and (best is None or baseline.makespan <= best.makespan):
-        return baseline, None
+    schedules.sort(key=_makespan)
+    best = schedules[0] if schedules else None
+    if rounds and plan.policy is None:
+        for start in schedules[:TUNED_POLICIES]:
+            tuned = _tuned(scheduler, start, limits, rounds // TUNED_POLICIES)
+            best = min(best or tuned, tuned, key=_makespan)
+    if plan.activation_limits is None and (
+        best is None or baseline.makespan <= best.schedule.makespan
+    ):
+        return _PolicySchedule(baseline, None)
     if best is None:
         assert stuck is not None  # every policy was
         raise stuck
-    return best, chosen
+    return best
+
+
+def _with_policy(
+    scheduler: ListScheduler, policy: Policy, limits: Sequence[float]
+) -> _PolicySchedule:
+    rules = Rules(policy, split=True, early_recompute=True, byte_limits=tuple(limits))
+    return _PolicySchedule(_replayed(scheduler, scheduler.run(rules)), policy)
+
+
+def _tuned(
+    scheduler: ListScheduler, best: _PolicySchedule, limits: Sequence[float], rounds: int
+) -> _PolicySchedule:
+    """Local search for how many microbatches stages hold: of some stages of a module that follow
+    one another one or two more, or less, as long as that is no slower. What it draws follows from
+    the plan alone, so that any search for the plan finds the same."""
+    plan = scheduler.plan
+    chosen = best.policy
+    assert chosen is not None
+    bound = lower_bound(plan, scheduler.delays, dict(enumerate(limits)))
+    most, draws = plan.num_microbatches, random.Random(0)
+    ahead = [
+        [most if chosen.beyond_depth else min(most, plan.warm_up[s.id]) for s in stages]
+        for stages in (plan.module_stages(node.name) for node in plan.graph.nodes)
+    ]
+    for _ in range(rounds):
+        if best.schedule.makespan <= bound * CLOSE:
+            break
+        held = [list(module) for module in ahead]
+        module = draws.choice(held)
+        first = draws.randrange(len(module))
+        after = draws.randint(first, len(module) - 1) if draws.random() < 0.5 else first
+        more = draws.choice((-2, -1, 1, 2))
+        for index in range(first, after + 1):
+            module[index] = min(most, max(1, module[index] + more))
+        policy = replace(chosen, ahead=tuple(map(tuple, held)))
+        try:
+            other = _with_policy(scheduler, policy, limits)
+        except NoRoomError:
+            continue
+        if other.schedule.makespan <= best.schedule.makespan:
+            best, ahead = other, held
+    return best
 
 
 def refine(
     plan: Plan, delays: Mapping[Edge, float] | None = None
 ) -> tuple[Plan, float]:
     """A plan whose lowerings are quick, and its :func:`iteration_time`: a zero-bubble plan
-    without policy gets the best one."""
+    without policy gets the best that a local search finds; a lowering without it only tries
+    some."""
     active = active_stages(plan, full_step(plan))
     scheduler = ListScheduler(plan, active, *_known_costs(plan, None), delays)
     if plan.schedule != "zero_bubble" or plan.policy is not None:
         return plan, scheduler.replayed(_schedule(scheduler, False))
-    schedule, policy = _zero_bubble(scheduler)
+    rounds = min(TUNING_ROUNDS, TUNED_TASKS // max(1, scheduler.num_tasks))
+    schedule, policy = _zero_bubble(scheduler, rounds if plan.profile else 0)
     return plan if policy is None else replace(plan, policy=policy), schedule.makespan
 
 

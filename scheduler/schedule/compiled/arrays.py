@@ -52,7 +52,8 @@ class StepArrays(NamedTuple):
 
 class RuleArrays(NamedTuple):
     """A schedule's rules (:mod:`raymm.scheduler.schedule.schedule_rules`) as numbers; ``limits`` is
-    (R,) bytes, empty without any."""
+    (R,) bytes, empty without any; ``ahead`` (S,) how many microbatches a stage may hold, 0 for as
+    many as the other rules say."""
 
     priority: np.ndarray
     patience: float
@@ -62,3 +63,4 @@ class RuleArrays(NamedTuple):
     split: bool
     early: bool
     limits: np.ndarray
+    ahead: np.ndarray

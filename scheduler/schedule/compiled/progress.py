@@ -27,7 +27,7 @@ from raymm.scheduler.schedule.compiled.machine_code import part
 
 # How many microbatches a stage without backward is planned ahead of its consumer. It keeps
 # no activations, only outputs that wait to be received; two hide the jitter between ranks.
-# This orders the work of a rank; it does not hold back a rank that has nothing else to do.
+# This orders the work of a rank that has something else to do.
 RUN_AHEAD = 2
 
 FORWARD, RECOMPUTE, BACKWARD, WEIGHT = range(4)
@@ -182,6 +182,9 @@ def _gradient_is_near(step, progress, stage, microbatch, hops):
 @part
 def _may_run_ahead(step, rules, progress, stage, microbatch):
     if not step.uses[stage, microbatch] & NEEDS:
+        rank = step.stages[stage, RANK]
+        if step.rank_starts[rank + 1] - step.rank_starts[rank] == 1:
+            return True
         least = progress.counts[stage, NEXT_FORWARD]
         for module in range(step.consumer_modules.shape[1]):
             if step.consumer_modules[stage, module]:
@@ -192,6 +195,8 @@ def _may_run_ahead(step, rules, progress, stage, microbatch):
     if rules.flush:
         return True
     ahead = progress.counts[stage, STARTED] - progress.counts[stage, NEXT_BACKWARD]
+    if rules.ahead[stage] > 0:
+        return ahead < rules.ahead[stage]
     return ahead < step.stages[stage, HELD] or (rules.beyond_depth and len(rules.limits) > 0)
 
 

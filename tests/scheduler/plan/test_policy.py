@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks._tight_plans import tight_plans
 from raymm.scheduler.plan.plan import Plan, PlanError
 from raymm.scheduler.plan.policy import ANY_DISTANCE, ONE_F_ONE_B, Policy, policies
 from raymm.scheduler.program.check_program import check_program
 from raymm.scheduler.program.program import COMPUTE, FORWARDS
-from raymm.scheduler.schedule.lower import full_program, iteration_time, lower, refine
+from raymm.scheduler.schedule.lower import iteration_time, lower, refine
 from tests.scheduler.random_plans import contents, profiled_plans
 from tests.scheduler.schedule.test_bounds import chain
 
@@ -38,6 +39,7 @@ a_policy = st.builds(
         ({"hops": 0}, "hops is 0; it must be a whole number, at least 1"),
         ({"hops": 1.0}, "hops is 1.0"),
         ({"beyond_depth": 1}, "beyond_depth is 1; it must be true or false"),
+        ({"ahead": ((1, 0),)}, r"ahead is \(\(1, 0\),\); it must be whole numbers, at least 1"),
     ],
 )
 def test_impossible_ones_are_refused(options: dict, message: str) -> None:
@@ -51,6 +53,8 @@ def test_each_is_tried_once() -> None:
     # How far away a gradient may be matters only where a rank has several stages.
     assert {policy.hops for policy in one} == {ANY_DISTANCE}
     assert len({policy.hops for policy in several}) > 1
+    again = list(policies(False, recompute=True))
+    assert len(set(again)) == len(again) and set(one) < set(again)
     for tried in (one, several):
         assert {policy.beyond_depth for policy in tried} == {False, True}
         assert ONE_F_ONE_B not in tried  # 1F1B is always a candidate
@@ -79,10 +83,19 @@ def test_any_policy_runs_everything_once(data: st.DataObject) -> None:
 def test_a_settled_plan_says_its_policy(plan: Plan) -> None:
     plan = replace(plan, schedule="zero_bubble")
     settled, seconds = refine(plan)
-    assert iteration_time(plan) == seconds == iteration_time(settled)
-    assert full_program(settled) == full_program(plan)
+    assert iteration_time(plan) >= seconds == iteration_time(settled)
     assert Plan.from_json(settled.to_json()) == settled
     assert refine(settled) == (settled, seconds)
+
+
+def test_how_far_stages_run_ahead_is_searched_for() -> None:
+    """Without it no policy that is tried comes within 9% of what no schedule undercuts."""
+    plan = list(tight_plans(45))[44]
+    settled, seconds = refine(plan)
+    assert settled.policy is not None and settled.policy.ahead
+    assert seconds < 0.98 * iteration_time(plan)
+    assert refine(plan) == (settled, seconds)
+    assert Plan.from_json(settled.to_json()) == settled
 
 
 def test_a_policy_that_is_none_is_named() -> None:
@@ -91,6 +104,8 @@ def test_a_policy_that_is_none_is_named() -> None:
         ({"patience": 2}, "policy: patience is 2"),
         ({"priority": [0, 1]}, r"policy: priority is \(0, 1\)"),
         ({"speed": 1}, r"policy: unknown keys \['speed'\]"),
+        ({"ahead": [[0, 1]]}, "policy: ahead is"),
+        ({"ahead": [[2]]}, r"policy.ahead is \(\(2,\),\); it must have numbers for 2 of llm"),
     ):
         with pytest.raises(PlanError, match=message):
             Plan.from_dict({**data, "policy": {**data["policy"], **change}})

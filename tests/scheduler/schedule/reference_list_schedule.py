@@ -236,8 +236,13 @@ class ListScheduler:
 
     def _may_run_ahead(self, state: StageProgress, microbatch: int) -> bool:
         if microbatch not in state.needs:
+            if self._on_rank[state.rank] == [state]:  # nothing else waits for the rank
+                return True
             return state.next_forward - min(state.consumed.values(), default=math.inf) < RUN_AHEAD
         ahead = state.started - state.next_backward
+        if own := self._rules.policy.ahead:
+            modules = [node.name for node in self.plan.graph.nodes]
+            return ahead < own[modules.index(state.module)][state.index]
         return ahead < state.held or (
             self._rules.policy.beyond_depth and self._rules.byte_limits is not None
         )

@@ -39,7 +39,7 @@ class StageProgress:
         "kept", "activation", "forwards", "backwards", "needs", "owes", "trains",
         "started", "next_forward", "next_recompute", "next_backward", "weights",
         "forward_end", "backward_end", "recomputed_end", "consumed", "edge_delay",
-        "grad_delay", "module", "quota", "on_quota",
+        "grad_delay", "module", "index", "quota", "on_quota",
     )
 
     def __init__(
@@ -52,6 +52,7 @@ class StageProgress:
     ) -> None:
         self.active, self.id = active, stage.id
         self.rank, self.module, self.quota = stage.rank, stage.module, stage.quota
+        self.index = stage.index
         self.depth = plan.depth[stage.id]
         self.recompute = stage.recompute
         self.kept = cost.input_bytes if stage.recompute else cost.activation_bytes

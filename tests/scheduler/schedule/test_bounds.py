@@ -153,9 +153,12 @@ def test_spelled_out() -> None:
     assert lower_bound(chain(3, 5)) == 2 + 15
     # One microbatch: 3 F, then B_d, B_d and the first stage's B_w.
     assert lower_bound(chain(3, 1)) == 3 + 2 + 1
-    # With room for a single microbatch no more than one B_w can wait.
+    # With room for a single microbatch each has been to the loss and back before the next begins.
     limits = {rank: 50.0 for rank in range(3)}
-    assert lower_bound(chain(3, 5, activation_bytes=50), None, limits) == 2 + 14 + 1 + 1
+    assert lower_bound(chain(3, 5, activation_bytes=50), None, limits) == 5 * (3 + 2 + 1)
+    # With room for two on the last rank no more than two of its B_w can wait.
+    limits = {0: 250.0, 1: 250.0, 2: 100.0}
+    assert lower_bound(chain(3, 5, activation_bytes=50), None, limits) == 2 + 13 + 1 + 1
     edges = [(StageId("llm", 0), StageId("llm", 1)), (StageId("llm", 1), StageId("llm", 2))]
     assert lower_bound(chain(3, 5), dict.fromkeys(edges, 10)) == 22 + 15
 

@@ -31,13 +31,19 @@ NETWORK = Network(Link(0.125, 8.0), Link(0.5, 2.0), 3)
 
 
 @st.composite
-def rules(draw: st.DrawFn, ranks: int) -> Rules:
+def rules(draw: st.DrawFn, plan: Plan) -> Rules:
     """1F1B, GPipe, or a policy within random limits."""
     kind = draw(st.sampled_from(["1f1b", "gpipe", "zero_bubble"]))
     if kind != "zero_bubble":
         return Rules(flush=kind == "gpipe")
-    policy = draw(st.sampled_from([*policies(False), *policies(True)]))
-    limits = tuple(draw(st.integers(0, 300)) for _ in range(ranks))
+    tried = [*policies(False), *policies(True), *policies(False, recompute=True)]
+    policy = draw(st.sampled_from(tried))
+    if draw(st.booleans()):
+        policy = replace(policy, ahead=tuple(
+            tuple(draw(st.integers(1, 8)) for _ in plan.module_stages(node.name))
+            for node in plan.graph.nodes
+        ))
+    limits = tuple(draw(st.integers(0, 300)) for _ in range(plan.num_ranks))
     return Rules(policy, split=True, early_recompute=True, byte_limits=limits)
 
 
@@ -76,7 +82,7 @@ def test_the_same_as_in_python(data) -> None:
     plan = data.draw(with_quotas())
     active = active_stages(plan, data.draw(contents(plan)))
     delays = NETWORK.delays(plan) if data.draw(st.booleans()) else {}
-    chosen = data.draw(rules(plan.num_ranks))
+    chosen = data.draw(rules(plan))
     step = plan, active, op_seconds(plan), stage_costs(plan), delays
     scheduler = ListScheduler(*step)
     try:
