@@ -8,7 +8,8 @@ instruction for as long as a receive may take; a single longer instruction count
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +24,9 @@ from raymm.actors.faults.whereabouts import Report
 # Seconds that a process has to say where it is. Its main thread need not be free for that; one
 # that holds the interpreter's lock, or is stopped, says nothing.
 ANSWER_TIMEOUT_S = 5.0
-# Seconds that another node has to look at its processes from outside; it may have to start one.
-LOOK_TIMEOUT_S = 30.0
+# Seconds in which processes are looked at from outside, all nodes at once and on each all of its
+# processes: an error waits for that, so what a node does not say by then is missing.
+LOOK_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -80,14 +82,17 @@ def inquire(actors: Mapping[int, Any], timeout: float = ANSWER_TIMEOUT_S) -> Inq
     return Inquiry(reports, dead, silent)
 
 
-def look_from_outside(processes: Mapping[int, Address]) -> dict[int, Look]:
+def look_from_outside(
+    processes: Mapping[int, Address], end: Collection[int] = ()
+) -> dict[int, Look]:
     """States and stacks of processes, each looked at on its own node; those of nodes that do not
-    answer are missing.
+    answer within :data:`LOOK_TIMEOUT_S` are missing.
 
     Args:
         processes: by number.
+        end: those to kill afterwards: one that is stopped does not obey Ray.
     """
-    return _on_their_nodes(look_at, processes)
+    return _on_their_nodes(processes, end, everywhere=True, look=True)
 
 
 def kill_from_outside(processes: Mapping[int, Address], everywhere: bool = True) -> None:
@@ -97,32 +102,50 @@ def kill_from_outside(processes: Mapping[int, Address], everywhere: bool = True)
         processes: by number.
         everywhere: not on this node only.
     """
-    _on_their_nodes(_end, processes, everywhere)
+    _on_their_nodes(processes, processes, everywhere, look=False)
 
 
-def _end(address: Address) -> None:
-    end_process(address.pid)
+def visit(processes: Mapping[int, Address], end: Collection[int], look: bool) -> dict[int, Look]:
+    """Look at processes of this node, all at once, and then kill some.
+
+    Args:
+        processes: by number.
+        end: those to kill.
+        look: whether to look at all of them before.
+    """
+    looks: dict[int, Look] = {}
+    if look:
+        with ThreadPoolExecutor(max(1, len(processes))) as threads:
+            looks = dict(zip(processes, threads.map(look_at, processes.values()), strict=True))
+    for number in end:
+        end_process(processes[number].pid)
+    return looks
 
 
 def _on_their_nodes(
-    call: Any, processes: Mapping[int, Address], everywhere: bool = True
-) -> dict[int, Any]:
+    processes: Mapping[int, Address], end: Collection[int], everywhere: bool, look: bool
+) -> dict[int, Look]:
+    deadline = time.monotonic() + LOOK_TIMEOUT_S
     own_node = ray.get_runtime_context().get_node_id()
-    remote = ray.remote(num_cpus=0, max_retries=0)(call)
-    refs = {
-        number: remote.options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(address.node, soft=False)
-        ).remote(address)
-        for number, address in processes.items() if everywhere and address.node != own_node
-    }
-    nearby = {n: address for n, address in processes.items() if address.node == own_node}
-    with ThreadPoolExecutor() as threads:
-        answers = dict(zip(nearby, threads.map(call, nearby.values()), strict=True))
+    of_node: dict[str, dict[int, Address]] = {own_node: {}}
+    for number, address in processes.items():
+        if everywhere or address.node == own_node:
+            of_node.setdefault(address.node, {})[number] = address
+    nearby = of_node.pop(own_node)
+    remote = ray.remote(num_cpus=0, max_retries=0)(visit)
+    refs = [
+        remote.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
+        ).remote(there, [number for number in end if number in there], look)
+        for node, there in of_node.items()
+    ]
+    answers = visit(nearby, [number for number in end if number in nearby], look)
     if refs:
-        ray.wait(list(refs.values()), num_returns=len(refs), timeout=LOOK_TIMEOUT_S)
-    for number, ref in refs.items():
+        left = max(0.0, deadline - time.monotonic())
+        ray.wait(refs, num_returns=len(refs), timeout=left)
+    for ref in refs:
         try:
-            answers[number] = ray.get(ref, timeout=0)
+            answers |= ray.get(ref, timeout=0)
         except (GetTimeoutError, RayError):
             continue
     return answers

@@ -367,8 +367,8 @@ class RankGroup:
 
     def _blame(self, inquiry: Inquiry, reason: str, error: BaseException | None = None) -> NoReturn:
         """End with the one that the others wait for, and with what each was doing."""
-        looks = look_from_outside(self._addresses)
-        kill_from_outside({n: self._addresses[n] for n in inquiry.silent if n in self._addresses})
+        silent = [number for number in inquiry.silent if number in self._addresses]
+        looks = look_from_outside(self._addresses, end=silent)
         names = list(map(self._name, range(len(self._labels))))
         message, texts = accusation(names, inquiry, looks, reason, self._patience / 2)
         self._fail(message, error, texts)
