@@ -42,6 +42,8 @@ class Backend(Protocol):
     """Makes streams on partitions of one GPU, and ends them."""
 
     gpu: Multiprocessors
+    queues: str
+    """Whether partitions have work queues of their own, in words; empty if there are none."""
 
     def create(self, partition: Partition, colocated: Sequence[Partition] = ()) -> QuotaStream:
         """A new stream on a partition.

@@ -8,8 +8,8 @@ turns threads take:
   (:func:`check_no_shared_parameters`);
 - a thread's settings are its caller's (:mod:`.thread_settings`);
 - works that draw random numbers take turns (:mod:`.generators`);
-- on a GPU, backward operators run on the stream of their forward, and ``backward()`` is called
-  in the module's own thread with that stream current: both have the same partition.
+- on a GPU, backward operators run on the stream of their forward, and are issued by the module's
+  own thread with that stream current (:mod:`.thread_settings`): both have the same partition.
 """
 
 from __future__ import annotations

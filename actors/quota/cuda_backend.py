@@ -1,7 +1,7 @@
 """SM-quota streams on a CUDA device: torch streams that live in green contexts.
 
-What is limited is multiprocessors. Memory, its bandwidth, the L2 cache and the hardware's work
-queues are shared; work on disjoint multiprocessors *may* overlap. With
+What is limited is multiprocessors. Memory, its bandwidth and the L2 cache are shared, and before
+CUDA 13.1 the hardware's work queues; work on disjoint multiprocessors *may* overlap. With
 ``CUDA_DEVICE_MAX_CONNECTIONS=1`` or ``CUDA_LAUNCH_BLOCKING=1`` it does not, which is refused.
 """
 
@@ -89,7 +89,7 @@ class CudaBackend:
             torch.cuda.get_device_capability(self.device)[0],
             coscheduled,
         )
-        self.gpu = self._contexts.gpu
+        self.gpu, self.queues = self._contexts.gpu, self._contexts.queues
         self._streams: dict[tuple[str, int, int, bool], torch.cuda.Stream] = {}
 
     def create(self, partition: Partition, colocated: Sequence[Partition] = ()) -> CudaQuotaStream:

@@ -5,6 +5,10 @@ is made of a run of groups: resources of one descriptor may be several outputs o
 (cuDevResourceGenerateDesc). That gives partitions of any number of groups, disjoint within every
 set, on every driver that has green contexts (12.4). ``cuda.core`` splits into unequal parts from
 13.1 on only.
+
+Kernels on disjoint multiprocessors may still wait for one another where their streams share a
+hardware queue. From CUDA 13.1 on, contexts ask for queues that do not overlap with those of others
+(CU_WORKQUEUE_SCOPE_GREEN_CTX_BALANCED); "when possible", the driver API says.
 """
 
 from __future__ import annotations
@@ -23,6 +27,10 @@ IGNORE_COSCHEDULING = 1
 SMALLEST_GROUP = {6: 1, 7: 2, 8: 4}
 SMALLEST_GROUP_SINCE_9 = 8
 SMALLEST_INDEPENDENT_GROUP = 2
+WORKQUEUES_SINCE = 13010  # CUDA 13.1: contexts can ask for work queues of their own
+# Concurrent streams of a context: a module's stream. The driver keeps contexts' queues apart while
+# all together are no more than CUDA_DEVICE_MAX_CONNECTIONS.
+STREAMS_PER_CONTEXT = 1
 
 
 class DriverError(InternalError, RuntimeError):
@@ -41,6 +49,10 @@ class GreenContexts:
         capability: the device's major compute capability.
         coscheduled: keep multiprocessors together that thread block clusters need together.
             Otherwise groups are of 2, shares finer, and large clusters may not launch.
+
+    Attributes:
+        gpu: its multiprocessors.
+        queues: whether contexts have work queues of their own, and if not, why.
 
     Raises:
         InputError: the driver is too old, or the GPU cannot be split.
@@ -66,6 +78,7 @@ class GreenContexts:
                 f"the {whole.sm.smCount} multiprocessors of GPU {ordinal} cannot be split"
             )
         self.gpu = Multiprocessors(whole.sm.smCount, self._groups[0].sm.smCount, len(self._groups))
+        self._workqueues, self.queues = self._own_workqueues(version)
         self._contexts: dict[tuple[int, int], Any] = {}
         self._streams: list[Any] = []
 
@@ -79,6 +92,23 @@ class GreenContexts:
             "cuDevSmResourceSplitByCount", count, whole, flags, granularity
         )
         return list(groups[:num_groups])
+
+    def _own_workqueues(self, version: int) -> tuple[list[Any], str]:
+        """A resource that asks for work queues of a context's own, or none, and what to say."""
+        scopes = getattr(self._driver, "CUdevWorkqueueConfigScope", None)
+        if version < WORKQUEUES_SINCE or scopes is None:
+            what = f"driver is version {version}" if scopes else "installed cuda-python is too old"
+            return [], f"work queues are shared: the {what}; own ones since {WORKQUEUES_SINCE}"
+        kind = self._driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_WORKQUEUE_CONFIG
+        try:
+            queues = self._call("cuDeviceGetDevResource", self._device, kind)
+        except DriverError as error:
+            return [], f"work queues are shared: {error}"
+        most = queues.wqConfig.wqConcurrencyLimit
+        queues.wqConfig.sharingScope = scopes.CU_WORKQUEUE_SCOPE_GREEN_CTX_BALANCED
+        queues.wqConfig.wqConcurrencyLimit = STREAMS_PER_CONTEXT
+        said = f"work queues are each context's own, up to {most} (CUDA_DEVICE_MAX_CONNECTIONS)"
+        return [queues], said
 
     def stream(self, partition: Partition) -> int:
         """A new stream limited to a partition's multiprocessors, as an address. Partitions of
@@ -99,7 +129,7 @@ class GreenContexts:
         if key not in self._contexts:
             first, count = key
             parts = self._groups[first : first + count]
-            description = self._describe(parts, partition)
+            description = self._describe([*parts, *self._workqueues], partition)
             flags = self._driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
             context = self._call("cuGreenCtxCreate", description, self._device, int(flags))
             self._contexts[key] = context
@@ -108,7 +138,18 @@ class GreenContexts:
                 raise DriverError(
                     f"cuGreenCtxCreate made a context of {sms} multiprocessors for {partition}"
                 )
+            self._check_workqueues(context)
         return self._contexts[key]
+
+    def _check_workqueues(self, context: Any) -> None:
+        for asked in self._workqueues:
+            kind = self._driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_WORKQUEUE_CONFIG
+            granted = self._call("cuGreenCtxGetDevResource", context, kind)
+            if granted.wqConfig.sharingScope != asked.wqConfig.sharingScope:
+                raise DriverError(
+                    "cuGreenCtxCreate made a context that shares work queues (scope "
+                    f"{granted.wqConfig.sharingScope}); asked: {asked.wqConfig.sharingScope}"
+                )
 
     def _describe(self, parts: list[Any], partition: Partition) -> Any:
         """What a context is made from. Groups of one must be of one locality domain, of GPUs
@@ -116,7 +157,8 @@ class GreenContexts:
         try:
             return self._call("cuDevResourceGenerateDesc", parts, len(parts))
         except DriverError as error:
-            domains = sorted({getattr(part.sm, "localityDomainId", 0) for part in parts})
+            groups = parts[: len(parts) - len(self._workqueues)]
+            domains = sorted({getattr(part.sm, "localityDomainId", 0) for part in groups})
             if len(domains) == 1:
                 raise
             raise DriverError(

@@ -113,10 +113,9 @@ class StreamPool:
         return chosen
 
     def report(self) -> str:
-        """What was asked and granted, a line per module of every set."""
-        return "\n".join(
-            f"{name}: {part}" for name, layout in self.partitions.items() for part in layout
-        )
+        """What was asked and granted, a line per module of every set; and one of work queues."""
+        lines = [f"{name}: {part}" for name, layout in self.partitions.items() for part in layout]
+        return "\n".join([*lines, *filter(None, [self._backend.queues])])
 
     def close(self) -> None:
         """End all streams; see :meth:`Backend.close`. Closing twice does nothing."""

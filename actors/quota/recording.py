@@ -113,6 +113,7 @@ class RecordingBackend:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.gpu = gpu or Multiprocessors()
+        self.queues = ""
         self.account = Account(clock)
 
     def create(self, partition: Partition, colocated: Sequence[Partition] = ()) -> AccountedStream:

@@ -1,8 +1,11 @@
 """Settings of torch that each thread has its own of, carried into another thread.
 
 Thread-local in torch 2.13 (found by changing each and looking from another thread): gradient
-and inference mode, autocast, default device, multithreaded backward. Also thread-local, and
-*not* carried: saved-tensor hooks, function and dispatch modes; enter them in the work itself.
+and inference mode, autocast, default device. Also thread-local, and *not* carried: saved-tensor
+hooks, function and dispatch modes; enter them in the work itself. Multithreaded backward is always
+off: autograd has one thread per device for the backwards of all modules, which would be issued by
+turns, and one that waits on the host would hold up the others. Without it a backward is issued by
+the thread that calls it, with its stream current, node by node on the stream of the forward.
 All else (default dtype, deterministic algorithms, SDPA backends, matmul precision, anomaly
 detection, number of threads) is the process's.
 """
@@ -24,14 +27,13 @@ class ThreadSettings:
     another.
 
     Attributes:
-        grad, inference, multithreaded_backward: whether they are on.
+        grad, inference: whether they are on.
         autocast: (enabled, dtype) by device type.
         default_device: where tensors are made by default, or None if that was not set.
     """
 
     grad: bool
     inference: bool
-    multithreaded_backward: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     default_device: torch.device | None
 
@@ -44,7 +46,6 @@ class ThreadSettings:
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
-            multithreaded_backward=torch._C._is_multithreading_enabled(),
             autocast=tuple(
                 (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
                 for kind in AUTOCAST_DEVICES
@@ -64,9 +65,7 @@ class ThreadSettings:
                 stack.enter_context(self.default_device)
             if self.inference:
                 stack.enter_context(torch.inference_mode())
-            stack.enter_context(
-                torch.autograd.set_multithreading_enabled(self.multithreaded_backward)
-            )
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             for kind, enabled, dtype in self.autocast:
                 if enabled:
                     stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))

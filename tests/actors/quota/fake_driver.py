@@ -18,6 +18,7 @@ class CUresult(IntEnum):
     CUDA_ERROR_INVALID_HANDLE = 400
     CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION = 914
     CUDA_ERROR_STREAM_DETACHED = 917
+    CUDA_ERROR_NOT_SUPPORTED = 801
 
 
 class Resource:
@@ -28,16 +29,41 @@ class Resource:
         self.sm = SimpleNamespace(smCount=len(self.sms), **fields)
 
 
+class Queues:
+    """How contexts use hardware queues: so many streams, on all or on queues of their own."""
+
+    def __init__(self, limit: int, scope: int) -> None:
+        self.wqConfig = SimpleNamespace(wqConcurrencyLimit=limit, sharingScope=scope)
+
+    @property
+    def asked(self) -> tuple[int, int]:
+        return self.wqConfig.wqConcurrencyLimit, self.wqConfig.sharingScope
+
+
 class Description(NamedTuple):
     """What a context is made from; no resource itself."""
 
     sms: frozenset[int]
+    queues: tuple[int, int] | None
+
+
+class Context(NamedTuple):
+    """Resources of a green context, and which hardware queues its streams may use."""
+
+    resource: Resource
+    queues: Queues
+    numbers: frozenset[int]
+
+    @property
+    def sms(self) -> frozenset[int]:
+        return self.resource.sms
 
 
 class FakeDriver:
     """Attributes:
         calls: names of the functions that were called, in order.
-        contexts: resources of the green contexts that exist.
+        contexts: the green contexts that exist.
+        connections: hardware queues, ``CUDA_DEVICE_MAX_CONNECTIONS``.
         streams: contexts of the streams that exist.
         primary_active: whether the primary context is; a green context made or destroyed while it
             is not sets it up or tears it down (:attr:`primary_setups`), which takes long.
@@ -45,14 +71,22 @@ class FakeDriver:
     """
 
     CUresult = CUresult
-    CUdevResourceType = SimpleNamespace(CU_DEV_RESOURCE_TYPE_SM=1)
+    CUdevResourceType = SimpleNamespace(
+        CU_DEV_RESOURCE_TYPE_SM=1, CU_DEV_RESOURCE_TYPE_WORKQUEUE_CONFIG=1000
+    )
+    CUdevWorkqueueConfigScope = SimpleNamespace(
+        CU_WORKQUEUE_SCOPE_DEVICE_CTX=0, CU_WORKQUEUE_SCOPE_GREEN_CTX_BALANCED=1
+    )
     CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
     CUgreenCtxCreate_flags = SimpleNamespace(CU_GREEN_CTX_DEFAULT_STREAM=1)
 
-    def __init__(self, total=132, version=13000, most=None, **fields) -> None:
+    def __init__(
+        self, total=132, version=13000, most=None, connections=32, balances=True, **fields
+    ) -> None:
         self.total, self.version, self.most, self.fields = total, version, most, fields
+        self.connections, self.balances = connections, balances
         self.calls: list[str] = []
-        self.contexts: dict[int, Resource] = {}
+        self.contexts: dict[int, Context] = {}
         self.streams: dict[int, int] = {}
         self.splits = 0
         self.next = 100
@@ -92,8 +126,12 @@ class FakeDriver:
         return self._done("cuDeviceGet", f"device {ordinal}")
 
     def cuDeviceGetDevResource(self, device, kind):
-        if device != "device 0" or kind != 1:
+        if device != "device 0":
             return self._refused("cuDeviceGetDevResource", CUresult.CUDA_ERROR_INVALID_DEVICE)
+        if kind == 1000 and self.version >= 13010:
+            return self._done("cuDeviceGetDevResource", Queues(self.connections, 0))
+        if kind != 1:
+            return self._refused("cuDeviceGetDevResource", CUresult.CUDA_ERROR_NOT_SUPPORTED)
         whole = Resource(range(self.total), None, **self.fields)
         return self._done("cuDeviceGetDevResource", whole)
 
@@ -116,9 +154,14 @@ class FakeDriver:
         name = "cuDevResourceGenerateDesc"
         if not count or count != len(resources) or None in resources:
             return self._refused(name, CUresult.CUDA_ERROR_INVALID_VALUE)
-        if len({one.split for one in resources}) > 1 or len(set(resources)) < count:
+        queues = [one for one in resources if isinstance(one, Queues)]
+        parts = [one for one in resources if not isinstance(one, Queues)]
+        alike = len({one.split for one in parts}) == 1 and len(set(parts)) == len(parts)
+        known = len(queues) <= (self.version >= 13010)
+        if not alike or not known or any(one.wqConfig.wqConcurrencyLimit < 1 for one in queues):
             return self._refused(name, CUresult.CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION)
-        return self._done(name, Description(frozenset().union(*(one.sms for one in resources))))
+        sms = frozenset().union(*(one.sms for one in parts))
+        return self._done(name, Description(sms, queues[0].asked if queues else None))
 
     def cuGreenCtxCreate(self, description, device, flags):
         name = "cuGreenCtxCreate"
@@ -129,13 +172,25 @@ class FakeDriver:
         handle = self._handle()
         result = self._done(name, handle)
         self._setup_primary()
-        self.contexts[handle] = Resource(description.sms, None)
+        limit, scope = description.queues or (self.connections, 0)
+        taken = frozenset().union(
+            *(c.numbers for c in self.contexts.values() if c.queues.wqConfig.sharingScope)
+        )
+        free = sorted(set(range(self.connections)) - taken)
+        # "When possible": where there are not enough, or the driver does not, they overlap.
+        own = self.balances and scope and len(free) >= limit
+        numbers = frozenset(free[:limit] if own else range(self.connections))
+        granted = Queues(limit, scope if self.balances else 0)
+        self.contexts[handle] = Context(Resource(description.sms, None), granted, numbers)
         return result
 
     def cuGreenCtxGetDevResource(self, context, kind):
         if context not in self.contexts:
             return self._refused("cuGreenCtxGetDevResource", CUresult.CUDA_ERROR_INVALID_CONTEXT)
-        return self._done("cuGreenCtxGetDevResource", self.contexts[context])
+        made = self.contexts[context]
+        return self._done(
+            "cuGreenCtxGetDevResource", made.resource if kind == 1 else made.queues
+        )
 
     def cuGreenCtxStreamCreate(self, context, flags, priority):
         name = "cuGreenCtxStreamCreate"
@@ -165,3 +220,6 @@ class FakeDriver:
 
     def sms_of(self, stream):
         return self.contexts[self.streams[stream]].sms
+
+    def queues_of(self, stream):
+        return self.contexts[self.streams[stream]].numbers

@@ -68,7 +68,6 @@ def probe():
         "dtype": (x @ x).dtype,
         "records": (x @ x).requires_grad,
         "device": torch.empty(1).device.type,
-        "multithreaded": torch._C._is_multithreading_enabled(),
         "float": torch.empty(1).dtype,
     }
 
@@ -81,10 +80,9 @@ def probe():
         torch.inference_mode,
         lambda: torch.autocast("cpu", torch.bfloat16),
         lambda: torch.autocast("cpu", torch.float16, cache_enabled=False),
-        lambda: torch.autograd.set_multithreading_enabled(False),
         lambda: torch.device("meta"),
     ],
-    ids=["grad", "no_grad", "inference", "bf16", "f16", "one_thread", "meta"],
+    ids=["grad", "no_grad", "inference", "bf16", "f16", "meta"],
 )
 def test_threads_have_the_settings_of_their_caller(streams, side, settings):
     default = probe()

@@ -5,6 +5,9 @@ is used once it is destroyed. The stand-ins refuse what CUDA refuses."""
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from raymm.actors.quota.cuda_backend import CudaStream
 from raymm.actors.quota.green_context import DriverError, GreenContexts
 from raymm.actors.quota.partition import partition
 
+ROOT = Path(__file__).resolve().parents[3]
 HOPPER = dict(minSmPartitionSize=8, smCoscheduledAlignment=8)
 SETS = {
     "encoders": {"vision": 0.6, "audio": 0.4}, "llm": {"llm": 1.0},
@@ -130,6 +134,94 @@ def test_the_stand_ins_refuse_what_cuda_refuses(cuda):
     assert driver.cuStreamDestroy(second) == (CUresult.CUDA_SUCCESS,)
     assert driver.cuStreamDestroy(second) == (CUresult.CUDA_ERROR_INVALID_HANDLE,)
     assert driver.cuGreenCtxDestroy(1) == (CUresult.CUDA_ERROR_INVALID_CONTEXT,)
+
+
+def queues_of_streams(driver: FakeDriver, quotas: dict[str, float]) -> list[frozenset[int]]:
+    contexts = GreenContexts(driver, 0, 9)
+    return [driver.queues_of(contexts.stream(p)) for p in partition(quotas, contexts.gpu)]
+
+
+def test_modules_share_no_hardware_queues_where_the_driver_can() -> None:
+    first, second, third = queues_of_streams(
+        FakeDriver(version=13010, **HOPPER), {"a": 0.5, "b": 0.25, "c": 0.25}
+    )
+    assert not first & second and not second & third and not first & third
+    contexts = GreenContexts(FakeDriver(version=13010, **HOPPER), 0, 9)
+    assert contexts.queues.startswith("work queues are each context's own, up to 32")
+
+
+@pytest.mark.parametrize("missing", ["driver", "bindings", "device"])
+def test_where_queues_are_shared_it_is_said_why(missing, monkeypatch) -> None:
+    driver = FakeDriver(version=13000 if missing == "driver" else 13010, **HOPPER)
+    said = "work queues are shared: the driver is version 13000; own ones since 13010"
+    if missing == "bindings":
+        driver.CUdevWorkqueueConfigScope = None
+        said = "work queues are shared: the installed cuda-python is too old"
+    if missing == "device":
+        driver.CUdevResourceType = type(driver.CUdevResourceType)(
+            CU_DEV_RESOURCE_TYPE_SM=1, CU_DEV_RESOURCE_TYPE_WORKQUEUE_CONFIG=77
+        )
+        said = "work queues are shared: cuDeviceGetDevResource failed: CUDA_ERROR_NOT_SUPPORTED"
+    contexts = GreenContexts(driver, 0, 9)
+    assert contexts.queues.startswith(said)
+    first, second = (contexts.stream(p) for p in partition({"a": 0.5, "b": 0.5}, contexts.gpu))
+    assert driver.queues_of(first) & driver.queues_of(second)
+
+
+def test_queues_that_are_not_granted_are_no_secret() -> None:
+    with pytest.raises(DriverError, match="made a context that shares work queues"):
+        queues_of_streams(FakeDriver(version=13010, balances=False, **HOPPER), {"a": 0.5})
+
+
+def test_the_pool_says_which_queues_there_are(cuda) -> None:
+    cuda.driver.version = 13010
+    with StreamPool(CudaBackend(), SETS) as pool:
+        assert pool.report().splitlines()[-1].startswith("work queues are each context's own")
+
+
+# Two modules, of which both backwards are under way at once: each waits for the other in it, which
+# a thread that runs one after the other would never get beyond.
+CONCURRENT_BACKWARDS = """
+from benchmarks.pretended_gpu.library import load
+load()
+import threading
+import torch
+from benchmarks.pretended_gpu.device import pretended_gpu
+from raymm.actors.quota import ConcurrentModules, RecordingBackend, StreamPool, Work
+
+class Noting(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x * 2
+
+    @staticmethod
+    def backward(context, gradient):
+        met.wait()
+        threads.append(threading.current_thread().name)
+        return gradient * 2
+
+def backward(x):
+    y = Noting.apply(x)
+    y.backward(y.detach())
+    return x.grad.held.tolist()
+
+threads, met = [], threading.Barrier(2, timeout=20)
+with pretended_gpu(), ConcurrentModules() as modules:
+    with StreamPool(RecordingBackend(), {"s": {"a": 0.5, "b": 0.5}}) as pool:
+        x = {m: torch.ones(3, device="cuda").requires_grad_() for m in "ab"}
+        works = {m: Work(backward, (x[m],), draws=False) for m in "ab"}
+        made = modules.run(pool.select("s"), works)
+        print([out.value for out in made.values()], len(set(threads)))
+"""
+
+
+def test_backwards_of_two_modules_are_issued_by_two_threads() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", CONCURRENT_BACKWARDS], cwd=ROOT, capture_output=True, text=True,
+        timeout=200,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == f"{[[4.0] * 3] * 2} 2".split()
 
 
 @pytest.mark.parametrize("name, arguments, error", [
