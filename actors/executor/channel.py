@@ -19,9 +19,10 @@ the way, every process ending up with the sum's share that it sends.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -31,15 +32,14 @@ from raymm.actors.executor.message_layout import Layout, Layouts, pack, unpack
 from raymm.actors.faults.lost_processes import ChannelError
 from raymm.actors.modules.message import Message
 from raymm.kernels.collectives.flat import gather_shares, scatter_sum
-from raymm.kernels.collectives.waiting import started, wait
+from raymm.kernels.collectives.waiting import receive_from, send_to, wait
 from raymm.scheduler.plan.resharding import Resharding
 
 
-@dataclass(frozen=True)
 class Link:
     """The connection to one process of the other end.
 
-    Attributes:
+    Args:
         group: of the two processes; all edges that have messages from the one to the other
             share it.
         peer: the other process.
@@ -47,26 +47,41 @@ class Link:
             are received in the order in which they were sent.
         host_group: of the same processes, for descriptions and side tensors, which hosts read:
             ``group`` itself if that moves the hosts' memory.
+
+    Attributes:
+        isend, irecv: start sending a contiguous tensor, or receiving into one.
+        isend_to_host, irecv_on_host: of hosts' memory.
     """
 
-    group: dist.ProcessGroup
-    peer: int
-    tag: int = 0
-    host_group: dist.ProcessGroup | None = None
+    def __init__(
+        self, group: dist.ProcessGroup, peer: int, tag: int = 0,
+        host_group: dist.ProcessGroup | None = None,
+    ) -> None:  # fmt: skip
+        self.peer = peer
+        self.isend, self.irecv = _operations(group, peer, tag)
+        self.isend_to_host, self.irecv_on_host = _operations(host_group or group, peer, tag)
 
-    def isend(self, tensor: torch.Tensor) -> dist.Work:
-        return started(dist.isend(tensor, self.peer, group=self.group, tag=self.tag))
 
-    def irecv(self, tensor: torch.Tensor) -> dist.Work:
-        return started(dist.irecv(tensor, self.peer, group=self.group, tag=self.tag))
+Operation = Callable[[torch.Tensor], dist.Work]
 
-    def isend_to_host(self, tensor: torch.Tensor) -> dist.Work:
-        group = self.host_group or self.group
-        return started(dist.isend(tensor, self.peer, group=group, tag=self.tag))
 
-    def irecv_on_host(self, tensor: torch.Tensor) -> dist.Work:
-        group = self.host_group or self.group
-        return started(dist.irecv(tensor, self.peer, group=group, tag=self.tag))
+def _operations(group: dist.ProcessGroup, peer: int, tag: int) -> tuple[Operation, Operation]:
+    number = dist.get_group_rank(group, peer)
+    return partial(send_to, group, number, tag), partial(receive_from, group, number, tag)
+
+
+class _Outgoing(NamedTuple):
+    """How a process sends messages of one layout.
+
+    Attributes:
+        parts: per tensor what it sends to whom, ``[start, stop)`` of the tensor's elements, or of
+            its share of the sum; None for all of it to the only other process.
+        nbytes: of all that it sends.
+    """
+
+    layout: Layout
+    parts: tuple[tuple[tuple[Link, int, int], ...] | None, ...]
+    nbytes: int
 
 
 class SendChannel:
@@ -97,7 +112,9 @@ class SendChannel:
         self._metadata_receivers = [
             r for r in self._links if resharding.metadata_sender(r) == index
         ]
-        self._layouts = Layouts()
+        alone = resharding == Resharding(1, 1) and summed is None
+        self._only = next(iter(self._links.values())) if alone else None
+        self._known: Layouts[_Outgoing] = Layouts()
         # Messages whose tensors are kept, oldest first, of which the first so many were sent
         # before the step that ended last.
         self._under_way: deque[list[tuple[dist.Work, torch.Tensor]]] = deque()
@@ -112,51 +129,78 @@ class SendChannel:
         """Start sending; returns at once, unless parts are summed or too many messages are under
         way.
 
+        Args:
+            key: decides the layout.
+            message: without gradients; its tensors live on until the receiver has them.
+
         Raises:
             ChannelError: if a message with this key looked different before, or the peer is gone.
         """
         if self.bound is not None:
             while len(self._under_way) >= self.bound:
                 self._let_go(None)
-        self._under_way.append([])
-        layout = Layout.of(message)
-        earlier = self._layouts.get(key)
-        if earlier is None:
-            self._layouts.add(key, layout)
-            header = torch.frombuffer(bytearray(layout.encode()), dtype=torch.uint8)
-            for receiver in self._metadata_receivers:
-                for part in (torch.tensor([header.numel()], device="cpu"), header):
-                    self._keep(self._links[receiver].isend_to_host(part), part)
-        elif earlier != layout:
+        sent: list[tuple[dist.Work, torch.Tensor]] = []
+        self._under_way.append(sent)
+        layout, known = Layout.of(message), self._known.get(key)
+        if known is None:
+            known = self._outgoing(layout)
+            self._known.add(key, known)
+            self._describe(layout, sent)
+        elif known.layout != layout:
             raise ChannelError(
-                f"a message with the metadata {key!r} had the layout {earlier} and now has "
+                f"a message with the metadata {key!r} had the layout {known.layout} and now has "
                 f"{layout}; what a stage returns must depend on the shapes of its inputs only"
             )
-        for tensor in message.tensors:
-            self._send(tensor.detach().contiguous().view(-1))
-        if layout.side_bytes:
+        self.sent_bytes += known.nbytes
+        for tensor, parts in zip(message.tensors, known.parts, strict=True):
+            tensor = tensor.contiguous()
+            if parts is None:
+                assert self._only is not None
+                sent.append((self._only.isend(tensor), tensor))
+            else:
+                self._send_parts(tensor.view(-1), parts, sent)
+        if message.side:
             packed = pack(message.side)
             for receiver in self._metadata_receivers:
-                self.sent_bytes += packed.nbytes
-                self._keep(self._links[receiver].isend_to_host(packed), packed)
+                sent.append((self._links[receiver].isend_to_host(packed), packed))
 
-    def _send(self, flat: torch.Tensor) -> None:
-        length, offset = flat.numel(), 0
-        if self._summed is not None and length:
-            share = self._resharding.units * self._resharding.unit(length) // self._summed.size()
-            offset = share * self._summed.rank()
-            flat = scatter_sum(flat, share, self._summed)
-        for part in self._resharding.parts(length):
-            if part.sender == self._index:
-                payload = flat[part.start - offset : part.stop - offset]
-                self.sent_bytes += payload.nbytes
-                self._isend(part.receiver, payload)
+    def _outgoing(self, layout: Layout) -> _Outgoing:
+        parts = [self._parts_of(prod(shape)) for shape, _ in layout.tensors]
+        nbytes = len(self._metadata_receivers) * layout.side_bytes
+        for part, (shape, dtype) in zip(parts, layout.tensors, strict=True):
+            sent = prod(shape) if part is None else sum(stop - start for _, start, stop in part)
+            nbytes += sent * dtype.itemsize
+        return _Outgoing(layout, tuple(parts), nbytes)
 
-    def _isend(self, receiver: int, tensor: torch.Tensor) -> None:
-        self._keep(self._links[receiver].isend(tensor), tensor)
+    def _parts_of(self, length: int) -> tuple[tuple[Link, int, int], ...] | None:
+        if self._only is not None and length:
+            return None
+        offset = self._share(length) * self._summed.rank() if self._summed is not None else 0
+        return tuple(
+            (self._links[part.receiver], part.start - offset, part.stop - offset)
+            for part in self._resharding.parts(length) if part.sender == self._index
+        )
 
-    def _keep(self, work: dist.Work, tensor: torch.Tensor) -> None:
-        self._under_way[-1].append((work, tensor))
+    def _share(self, length: int) -> int:
+        """Elements of a sum that each of those who have parts of it gets."""
+        assert self._summed is not None
+        return self._resharding.units * self._resharding.unit(length) // self._summed.size()
+
+    def _describe(self, layout: Layout, sent: list[tuple[dist.Work, torch.Tensor]]) -> None:
+        header = torch.frombuffer(bytearray(layout.encode()), dtype=torch.uint8)
+        for receiver in self._metadata_receivers:
+            for part in (torch.tensor([header.numel()], device="cpu"), header):
+                sent.append((self._links[receiver].isend_to_host(part), part))
+
+    def _send_parts(
+        self, flat: torch.Tensor, parts: Sequence[tuple[Link, int, int]],
+        sent: list[tuple[dist.Work, torch.Tensor]],
+    ) -> None:  # fmt: skip
+        if self._summed is not None and flat.numel():
+            flat = scatter_sum(flat, self._share(flat.numel()), self._summed)
+        for link, start, stop in parts:
+            payload = flat[start:stop]
+            sent.append((link.isend(payload), payload))
 
     @property
     def held(self) -> int:
@@ -194,19 +238,42 @@ def _ranks(links: Mapping[int, Link]) -> str:
     return f"rank {peers[0]}" if len(peers) == 1 else f"one of ranks {peers}"
 
 
+class _Buffer(NamedTuple):
+    """What a process receives of a tensor.
+
+    Attributes:
+        shape: of the tensor.
+        size: of the buffer; a share of the tensor, where others have the rest.
+        parts: which elements come from whom; None for all of them from the only other process.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    parts: tuple[tuple[Link, int, int], ...] | None
+
+
+class _Incoming(NamedTuple):
+    """How a process receives messages of one layout."""
+
+    layout: Layout
+    buffers: tuple[_Buffer, ...]
+    side_bytes: int
+
+
 class _Posted(NamedTuple):
     """A message's buffers while they are being received.
 
     Attributes:
-        shares: flat, of every tensor; ``works`` fill them.
-        side: bytes on the host; ``host_works`` fill them.
+        shares: of every tensor; ``works`` fill them.
+        side: bytes on the host, if there are any; ``host_work`` fills them.
     """
 
-    layout: Layout
+    known: _Incoming
     shares: tuple[torch.Tensor, ...]
     works: tuple[dist.Work, ...]
-    side: torch.Tensor
-    host_works: tuple[dist.Work, ...]
+    side: torch.Tensor | None = None
+    host_work: dist.Work | None = None
 
 
 class RecvChannel:
@@ -240,7 +307,11 @@ class RecvChannel:
         self._index = index
         self._gathered = gathered
         self._in_order = in_order
-        self._layouts = Layouts()
+        self._only = next(iter(self._links.values())) if resharding == Resharding(1, 1) else None
+        self._metadata_link = self._links.get(resharding.metadata_sender(index))
+        # On a GPU it is the device that waits, for as long as NCCL has a timeout.
+        self._tensor_timeout = None if device.type == "cuda" else timeout
+        self._known: Layouts[_Incoming] = Layouts()
         self._expected: deque[object] = deque()
         self._due = 0  # of those expected, how many are to be posted as soon as they can be
         self._posted: deque[_Posted] = deque()
@@ -265,44 +336,58 @@ class RecvChannel:
         self._post_due()
 
     def _post_due(self) -> None:
-        while self._due and self._expected[0] in self._layouts:
-            layout = self._layouts.get(self._expected[0])
-            assert layout is not None
+        while self._due:
+            known = self._known.get(self._expected[0])
+            if known is None:
+                return
             self._expected.popleft()
             self._due -= 1
-            self._posted.append(self._irecv(layout))
+            self._posted.append(self._irecv(known))
 
     def _learn_layout(self) -> None:
         key = self._expected[0]
-        if key not in self._layouts:
-            self._layouts.add(key, self._recv_layout())
+        if key not in self._known:
+            self._known.add(key, self._incoming(self._recv_layout()))
 
     def _lost(self, error: RuntimeError) -> ChannelError:
         return ChannelError(f"no message from {_ranks(self._links)}: {error}")
 
-    def _irecv(self, layout: Layout) -> _Posted:
+    def _incoming(self, layout: Layout) -> _Incoming:
+        buffers = tuple(_Buffer(*tensor, *self._shares_of(*tensor)) for tensor in layout.tensors)
+        return _Incoming(layout, buffers, layout.side_bytes)
+
+    def _shares_of(
+        self, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> tuple[tuple[int, ...], tuple[tuple[Link, int, int], ...] | None]:
+        length = prod(shape)
+        if self._only is not None:
+            return tuple(shape), None if length else ()
+        start, _ = self._resharding.received(self._index, length)
+        share = length
+        if self._gathered is not None:  # filled up, so that all receivers' are alike
+            units = self._resharding.units // self._resharding.receivers
+            share = units * self._resharding.unit(length)
+        return (share,), tuple(
+            (self._links[part.sender], part.start - start, part.stop - start)
+            for part in self._resharding.parts(length) if part.receiver == self._index
+        )
+
+    def _irecv(self, known: _Incoming) -> _Posted:
         shares, works = [], []
-        for length, dtype in layout.buffers:
-            start, _ = self._resharding.received(self._index, length)
-            share = torch.empty(self._share(length), dtype=dtype, device=self._device)
+        for _, dtype, size, parts in known.buffers:
+            share = torch.empty(size, dtype=dtype, device=self._device)
             shares.append(share)
-            works += [
-                self._links[part.sender].irecv(share[part.start - start : part.stop - start])
-                for part in self._resharding.parts(length)
-                if part.receiver == self._index
-            ]
-        side = torch.empty(layout.side_bytes, dtype=torch.uint8, device="cpu")
-        host_works = (self._metadata_link().irecv_on_host(side),) if layout.side_bytes else ()
-        return _Posted(layout, tuple(shares), tuple(works), side, host_works)
-
-    def _metadata_link(self) -> Link:
-        return self._links[self._resharding.metadata_sender(self._index)]
-
-    def _share(self, length: int) -> int:
-        """Elements of a share with what fills it up, so that all receivers' are alike."""
-        if self._gathered is None:
-            return length
-        return self._resharding.units // self._resharding.receivers * self._resharding.unit(length)
+            if parts is None:
+                assert self._only is not None
+                works.append(self._only.irecv(share))
+            else:
+                works += [link.irecv(share[start:stop]) for link, start, stop in parts]
+        if not known.side_bytes:
+            return _Posted(known, tuple(shares), tuple(works))
+        assert self._metadata_link is not None
+        side = torch.empty(known.side_bytes, dtype=torch.uint8, device="cpu")
+        host_work = self._metadata_link.irecv_on_host(side)
+        return _Posted(known, tuple(shares), tuple(works), side, host_work)
 
     def recv(self) -> Message:
         """The next expected message, its side tensors on the host. Waits for it; on a GPU, what the
@@ -316,26 +401,26 @@ class RecvChannel:
                 self._due = max(self._due, 1)
                 self._learn_layout()
                 self._post_due()
-            posted = self._posted.popleft()
-            for work in posted.works:
-                # Not with a timeout on a GPU: the host would wait. NCCL has one of its own.
-                wait(work, None if self._device.type == "cuda" else self._timeout)
-            for work in posted.host_works:
-                wait(work, self._timeout)
-            flat = [
-                share if self._gathered is None else gather_shares(share, self._gathered)[:length]
-                for share, (length, _) in zip(posted.shares, posted.layout.buffers, strict=True)
-            ]
+            known, shares, works, side, host_work = self._posted.popleft()
+            for work in works:
+                wait(work, self._tensor_timeout)
+            if host_work is not None:
+                wait(host_work, self._timeout)
+            if self._only is None:
+                shares = tuple(map(self._whole, shares, known.buffers))
         except RuntimeError as error:
             raise self._lost(error) from error
-        tensors = tuple(
-            buffer.view(shape)
-            for buffer, (shape, _) in zip(flat, posted.layout.tensors, strict=True)
-        )
-        return Message(tensors, unpack(posted.layout, posted.side))
+        return Message(shares, {} if side is None else unpack(known.layout, side))
+
+    def _whole(self, share: torch.Tensor, buffer: _Buffer) -> torch.Tensor:
+        """A tensor, of this process's share of it."""
+        if self._gathered is not None:
+            share = gather_shares(share, self._gathered)[: prod(buffer.shape)]
+        return share.view(buffer.shape)
 
     def _recv_layout(self) -> Layout:
-        link = self._metadata_link()
+        link = self._metadata_link
+        assert link is not None
         length = torch.zeros(1, dtype=torch.int64, device="cpu")
         wait(link.irecv_on_host(length), self._timeout)
         header = torch.empty(int(length), dtype=torch.uint8, device="cpu")

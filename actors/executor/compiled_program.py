@@ -6,23 +6,59 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from raymm.scheduler.plan.stage import Edge, StageId
+from raymm.scheduler.plan.stage import NO_STAGE, Edge, StageId
 from raymm.scheduler.program.issue_order import Issue
 from raymm.scheduler.program.program import BACKWARDS, COMPUTE, FORWARDS, Instruction, Op, group_end
 
 _SENDS_GRADIENTS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT})
 
 
+class Producer(NamedTuple):
+    """A stage that a task's stage gets something of.
+
+    Attributes:
+        stage: which.
+        name: by which the task's stage knows it.
+        needs_gradient: whether it gets one back.
+        output, gradient: where its output lies, and where the gradient of it goes.
+    """
+
+    stage: StageId
+    name: str
+    needs_gradient: bool
+    output: int
+    gradient: int
+
+
+class Consumer(NamedTuple):
+    """A stage that gets what a task's stage produces: where its copy lies, and the gradient."""
+
+    stage: StageId
+    output: int
+    gradient: int
+
+
 class Task(NamedTuple):
-    """An instruction, and whom it has to do with."""
+    """An instruction, and whom it has to do with.
+
+    Attributes:
+        op, stage, microbatch, peer, group, quota: as of
+            :class:`~raymm.scheduler.program.program.Instruction`.
+        message: where what is sent or received lies.
+        activations: where lies what a forward keeps for its backward.
+        producers, consumers: of a computing task.
+        last: the stage's parameters get no more gradients in this step.
+    """
 
     op: Op
-    stage: StageId
-    microbatch: int
-    peer: StageId
-    producers: tuple[tuple[StageId, str, bool], ...] = ()  # (stage, name in received, needs grad)
-    consumers: tuple[StageId, ...] = ()  # who gets what this produces
-    last: bool = False  # the stage's parameters get no more gradients in this step
+    stage: StageId = NO_STAGE
+    microbatch: int = -1
+    peer: StageId = NO_STAGE
+    message: int = -1
+    activations: int = -1
+    producers: tuple[Producer, ...] = ()
+    consumers: tuple[Consumer, ...] = ()
+    last: bool = False
     group: int = -1
     quota: float = 1.0
 
@@ -34,18 +70,32 @@ class Task(NamedTuple):
             words.append(f"{'to' if self.op is Op.SEND else 'from'} {self.peer}")
         return " ".join(word for word in words if word)
 
+    @property
+    def messages(self) -> list[int]:
+        """Where what it hands on and gets lies, on all its edges."""
+        ends = (*self.producers, *self.consumers)
+        return [place for end in ends for place in (end.output, end.gradient)]
+
 
 class CompiledProgram(NamedTuple):
-    """A rank's instructions, resolved, in groups (most are of one task, which has the device to
-    itself); per group what begins before it; per incoming edge the microbatches it carries; if
-    gradients are reduced at its end, the stages that have any; and how many messages of an edge
-    may be under way."""
+    """A rank's instructions, resolved.
+
+    Attributes:
+        groups: tasks; most groups are of one task, which has the device to itself.
+        issues: per group, what begins before it.
+        incoming: per incoming edge, the microbatches it carries.
+        reduced: if gradients are reduced at its end, the stages that have any.
+        bound: how many messages of an edge may be under way.
+        messages, activations: how many places there are for either.
+    """
 
     groups: tuple[tuple[Task, ...], ...]
     issues: tuple[tuple[Issue, ...], ...]
     incoming: dict[Edge, tuple[int, ...]]
     reduced: frozenset[StageId] | None
     bound: int | None = None
+    messages: int = 0
+    activations: int = 0
 
 
 def compile_program(
@@ -62,44 +112,12 @@ def compile_program(
         bound: messages of an edge that may be under way, as it says, too.
     """
     instructions = [Instruction(Op(i[0]), *i[1:]) for i in instructions]
-    sends = {(i.stage, i.peer, i.microbatch) for i in instructions if i.op is Op.SEND}
-    recvs = {(i.peer, i.stage, i.microbatch) for i in instructions if i.op is Op.RECV}
-    forwards = {(i.stage, i.microbatch) for i in instructions if i.op in FORWARDS}
-    backwards = {(i.stage, i.microbatch) for i in instructions if i.op in _SENDS_GRADIENTS}
-    reduces = any(i.op is Op.REDUCE_GRADS for i in instructions)
-    last = {i.stage: n for n, i in enumerate(instructions) if reduces and i.op in BACKWARDS}
-    tasks = []
+    resolver = _Resolver(instructions, edges)
+    tasks = [resolver.task(number, i) for number, i in enumerate(instructions)]
     incoming: dict[Edge, tuple[int, ...]] = {}
-    for number, i in enumerate(instructions):
-        producers: tuple[tuple[StageId, str, bool], ...] = ()
-        consumers: tuple[StageId, ...] = ()
+    for i in instructions:
         if i.op is Op.RECV:
             incoming[i.edge] = incoming.get(i.edge, ()) + (i.microbatch,)
-        elif i.op in COMPUTE:
-            m = i.microbatch
-            sources = [
-                src
-                for src, dst in edges
-                if dst == i.stage and ((src, dst, m) in recvs or (src, m) in forwards)
-            ]
-            producers = tuple(
-                (src, _received_name(src, i.stage),
-                 (src, m) in backwards or (i.stage, src, m) in sends)
-                for src in sources
-            )
-            after = [
-                dst
-                for src, dst in edges
-                if src == i.stage and ((src, dst, m) in sends or (dst, m) in forwards)
-            ]
-            consumers = tuple(after)
-        is_last = last.get(i.stage) == number
-        tasks.append(
-            Task(
-                i.op, i.stage, i.microbatch, i.peer, producers, consumers, is_last, i.group,
-                i.quota,
-            )
-        )
     groups, begins, index = [], [], 0
     ahead = deque(Issue(*issue) for issue in issues)
     while index < len(tasks):
@@ -111,8 +129,60 @@ def compile_program(
         begins.append(tuple(before))
         index = after
     return CompiledProgram(
-        tuple(groups), tuple(begins), incoming, frozenset(last) if reduces else None, bound
+        tuple(groups), tuple(begins), incoming,
+        frozenset(resolver.last) if resolver.reduces else None, bound,
+        len(resolver.messages), len(resolver.activations),
     )
+
+
+class _Resolver:
+    """Makes tasks of a rank's instructions."""
+
+    def __init__(self, instructions: Sequence[Instruction], edges: Sequence[Edge]) -> None:
+        self.edges = edges
+        self.sends = {(i.stage, i.peer, i.microbatch) for i in instructions if i.op is Op.SEND}
+        self.recvs = {(i.peer, i.stage, i.microbatch) for i in instructions if i.op is Op.RECV}
+        self.forwards = {(i.stage, i.microbatch) for i in instructions if i.op in FORWARDS}
+        self.backwards = {
+            (i.stage, i.microbatch) for i in instructions if i.op in _SENDS_GRADIENTS
+        }
+        self.reduces = any(i.op is Op.REDUCE_GRADS for i in instructions)
+        self.last = {
+            i.stage: n for n, i in enumerate(instructions) if self.reduces and i.op in BACKWARDS
+        }
+        self.messages: dict[tuple[StageId, StageId, int], int] = {}
+        self.activations: dict[tuple[StageId, int], int] = {}
+
+    def task(self, number: int, i: Instruction) -> Task:
+        m = i.microbatch
+        task = Task(
+            i.op, i.stage, m, i.peer, last=self.last.get(i.stage) == number, group=i.group,
+            quota=i.quota,
+        )
+        if i.op in (Op.SEND, Op.RECV):
+            return task._replace(message=self._message(*i.edge, m))
+        if i.op not in COMPUTE:
+            return task
+        place = self.activations.setdefault((i.stage, m), len(self.activations))
+        producers = tuple(
+            Producer(
+                src, _received_name(src, i.stage),
+                (src, m) in self.backwards or (i.stage, src, m) in self.sends,
+                self._message(src, i.stage, m), self._message(i.stage, src, m),
+            )
+            for src, dst in self.edges
+            if dst == i.stage and ((src, dst, m) in self.recvs or (src, m) in self.forwards)
+        )
+        consumers = tuple(
+            Consumer(dst, self._message(i.stage, dst, m), self._message(dst, i.stage, m))
+            for src, dst in self.edges
+            if src == i.stage and ((src, dst, m) in self.sends or (dst, m) in self.forwards)
+        )
+        return task._replace(activations=place, producers=producers, consumers=consumers)
+
+    def _message(self, source: StageId, target: StageId, microbatch: int) -> int:
+        """Where a message lies, from when it is there until it is used or sent."""
+        return self.messages.setdefault((source, target, microbatch), len(self.messages))
 
 
 def between_modules(producer: StageId, consumer: StageId) -> bool:

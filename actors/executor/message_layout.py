@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from math import prod
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -20,44 +20,48 @@ MOST_LAYOUTS = 1024
 class Layout(NamedTuple):
     """Shapes and dtypes of a message: ``tensors`` and named ``side`` entries."""
 
-    tensors: tuple[tuple[tuple[int, ...], str], ...]
-    side: tuple[tuple[str, tuple[int, ...], str], ...]
+    tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    side: tuple[tuple[str, tuple[int, ...], torch.dtype], ...] = ()
 
     @classmethod
     def of(cls, message: Message) -> Layout:
-        return cls(
-            tuple((tuple(t.shape), str(t.dtype)) for t in message.tensors),
-            tuple((name, tuple(t.shape), str(t.dtype)) for name, t in message.side.items()),
-        )
-
-    @property
-    def buffers(self) -> list[tuple[int, torch.dtype]]:
-        """Elements and dtype of every tensor."""
-        return [(prod(shape), _dtype(dtype)) for shape, dtype in self.tensors]
+        tensors = tuple([(t.shape, t.dtype) for t in message.tensors])
+        if not message.side:
+            return cls(tensors)
+        return cls(tensors, tuple([(n, t.shape, t.dtype) for n, t in message.side.items()]))
 
     @property
     def side_bytes(self) -> int:
         """Of all side entries, one after another."""
-        return sum(_nbytes(shape, _dtype(dtype)) for _, shape, dtype in self.side)
+        return sum(_nbytes(shape, dtype) for _, shape, dtype in self.side)
 
     def encode(self) -> bytes:
-        return json.dumps([self.tensors, self.side]).encode()
+        tensors = [(shape, str(dtype)) for shape, dtype in self.tensors]
+        side = [(name, shape, str(dtype)) for name, shape, dtype in self.side]
+        return json.dumps([tensors, side]).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Layout:
+        """
+        Raises:
+            ChannelError: it names something that is no dtype.
+        """
         tensors, side = json.loads(data)
         return cls(
-            tuple((tuple(shape), dtype) for shape, dtype in tensors),
-            tuple((name, tuple(shape), dtype) for name, shape, dtype in side),
+            tuple((tuple(shape), _dtype(dtype)) for shape, dtype in tensors),
+            tuple((name, tuple(shape), _dtype(dtype)) for name, shape, dtype in side),
         )
 
 
-class Layouts:
-    """Layouts by key, at most :data:`MOST_LAYOUTS`: the one that was not used for longest goes.
-    Both ends of an edge ask in the order of its messages, so both forget the same."""
+Known = TypeVar("Known")
+
+
+class Layouts(Generic[Known]):
+    """What is known of layouts by key, at most :data:`MOST_LAYOUTS`: the one that was not used for
+    longest goes. Both ends of an edge ask in the order of its messages, so both forget the same."""
 
     def __init__(self) -> None:
-        self._of: OrderedDict[object, Layout] = OrderedDict()
+        self._of: OrderedDict[object, Known] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._of)
@@ -65,15 +69,16 @@ class Layouts:
     def __contains__(self, key: object) -> bool:
         return key in self._of
 
-    def get(self, key: object) -> Layout | None:
+    def get(self, key: object) -> Known | None:
         """Of a message that is sent or received next; None if it has to be described."""
-        if key in self._of:
+        known = self._of.get(key)
+        if known is not None:
             self._of.move_to_end(key)
-        return self._of.get(key)
+        return known
 
-    def add(self, key: object, layout: Layout) -> None:
+    def add(self, key: object, known: Known) -> None:
         """What was described; one that was used last goes last."""
-        self._of[key] = layout
+        self._of[key] = known
         if len(self._of) > MOST_LAYOUTS:
             self._of.popitem(last=False)
 
@@ -103,8 +108,7 @@ def unpack(layout: Layout, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         buffer: all side entries as bytes.
     """
     side, offset = {}, 0
-    for name, shape, dtype_name in layout.side:
-        dtype = _dtype(dtype_name)
+    for name, shape, dtype in layout.side:
         size = _nbytes(shape, dtype)
         # clone: a view at an odd byte offset is not aligned for its dtype.
         side[name] = buffer[offset : offset + size].clone().view(dtype).view(shape)

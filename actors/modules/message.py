@@ -7,7 +7,6 @@ a user's callback may do what it likes there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +28,7 @@ class Message(NamedTuple):
     side: dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class MicrobatchContext:
+class MicrobatchContext(NamedTuple):
     """What a stage may know of the step besides its inputs.
 
     Attributes:
@@ -43,7 +41,7 @@ class MicrobatchContext:
 
     label_tokens: int
     microbatch: int = 0
-    sample_ids: tuple[str, ...] = field(default=())
+    sample_ids: tuple[str, ...] = ()
     draws: Draws | None = None
 
     def enter(self, place: str) -> None:

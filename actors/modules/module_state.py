@@ -66,19 +66,18 @@ def statistics_kept(stage: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def inputs_unchanged(
-    stage: StageId, received: dict[StageId, Message], inputs: dict[str, Any] | None
+    stage: StageId, messages: Collection[Message], inputs: dict[str, Any] | None
 ) -> Iterator[None]:
     """Refuse a stage that changes in place what its recomputation starts from.
 
     Args:
         stage: its name, for the error.
-        received: messages by producer.
+        messages: that came in.
         inputs: what the stage reads of the microbatch; None if it reads nothing.
 
     Raises:
         RuntimeError: if it does.
     """
-    messages = received.values()
     tensors = [t for message in messages for t in (*message.tensors, *message.side.values())]
     tensors += [t for t in (inputs or {}).values() if isinstance(t, torch.Tensor)]
     versions = [t._version for t in tensors]

@@ -51,10 +51,16 @@ class Place(NamedTuple):
 
 
 class _Note(NamedTuple):
-    """A tensor's sum per row, which is not finite where one of the row's values is not."""
+    """A tensor's sum per row, which is not finite where one of the row's values is not; the rest as
+    given to :meth:`FiniteObserver.saw`. A place is made of it only if somebody asks."""
 
-    place: Place
-    rows: tuple[int, int]
+    kind: Literal["output", "gradient"]
+    stage: StageId
+    batch: int
+    microbatch: int
+    of: StageId
+    rows: tuple[int, int] | None
+    count: int
     sums: torch.Tensor
 
 
@@ -121,24 +127,26 @@ class FiniteObserver:
                 have all.
             count: rows of the whole microbatch, where ``rows`` are given.
         """
+        batch = self._batches - 1
         for tensor in tensors:
-            if not tensor.is_floating_point():
-                continue
-            size = tensor.shape[0] if tensor.dim() else 0
-            place = Place(
-                kind, stage, self._batches - 1, microbatch, of or stage,
-                count=size if rows is None else count,
-            )
-            self._notes.append(_Note(place, rows or (0, size), _row_sums(tensor.detach())))
+            if tensor.is_floating_point():
+                sums = _row_sums(tensor)
+                note = _Note(kind, stage, batch, microbatch, of or stage, rows, count, sums)
+                self._notes.append(note)
 
     def places(self) -> list[Place]:
         """What was not finite since the last update. Waits for the device."""
         places = []
-        for place, (first, last), sums in self._notes:
+        for kind, stage, batch, microbatch, of, given, count, sums in self._notes:
             bad = (~torch.isfinite(sums)).cpu()
             if bad.any():
+                size = len(sums) if sums.dim() else 0
+                first, last = given or (0, size)
                 rows = (bad.nonzero()[:, 0] + first).tolist() if bad.dim() else range(first, last)
-                places.append(place._replace(rows=tuple(rows)))
+                count = size if given is None else count
+                places.append(
+                    Place(kind, stage, batch, microbatch, of, tuple(rows), count)
+                )
         return places
 
     def restore_statistics(self) -> None:
@@ -157,10 +165,15 @@ class FiniteObserver:
 
 def _row_sums(tensor: torch.Tensor) -> torch.Tensor:
     # In fp32 at least: a sum of finite values overflows only where they are about to.
-    dtype = torch.promote_types(tensor.dtype, torch.float32)
-    if tensor.dim() < 2:
-        return tensor.to(dtype, copy=True)
-    return tensor.sum(dim=tuple(range(1, tensor.dim())), dtype=dtype)
+    dtype = torch.float32 if tensor.itemsize < 4 else tensor.dtype
+    dims = tensor.dim()
+    if dims < 2:
+        return tensor.detach().to(dtype, copy=True)
+    with torch.no_grad():
+        return tensor.sum(_ROW_DIMS[dims] if dims < 5 else tuple(range(1, dims)), dtype=dtype)
+
+
+_ROW_DIMS = [(), (), (1,), (1, 2), (1, 2, 3)]
 
 
 def parameter_places(

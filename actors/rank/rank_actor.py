@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from raymm.actors.executor.colocation import Colocation, default_backend
-from raymm.actors.executor.compiled_program import CompiledProgram
-from raymm.actors.executor.executor import Executor
+from raymm.actors.executor.executor import Executor, Prepared
 from raymm.actors.executor.step_meta import StepMeta, StepResult
 from raymm.actors.faults.whereabouts import task
 from raymm.actors.memory.peak_memory import PeakMemory
@@ -54,7 +53,7 @@ class RankActor(MeetingActor):
         self._device = torch.device(spec.device)
         prepare_nccl(self._device)
         self._stages: dict[StageId, EncoderStage | LanguageStage] = {}
-        self._programs: OrderedDict[str, CompiledProgram] = OrderedDict()
+        self._programs: OrderedDict[str, Prepared] = OrderedDict()
         self._colocation: Colocation | None = None
 
     # What :meth:`connect` and :meth:`build` make.

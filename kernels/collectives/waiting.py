@@ -7,6 +7,7 @@ from datetime import timedelta
 from types import CodeType
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 
 from raymm.errors import InternalError
@@ -44,15 +45,39 @@ def wait(work: Waitable, timeout: timedelta | None = None) -> None:
         raise CommunicationError(str(error)) from error
 
 
+def send_to(group: dist.ProcessGroup, peer: int, tag: int, tensor: torch.Tensor) -> dist.Work:
+    """Start sending, as :func:`torch.distributed.isend` does, whose checks of its arguments take
+    longer than a small message.
+
+    Args:
+        group: of this process and the other.
+        peer: the other's number *in the group*.
+        tag: of the message; NCCL knows none.
+        tensor: contiguous; must live until the operation is done.
+    """
+    return group.send([_real(tensor)], peer, tag)
+
+
+def receive_from(
+    group: dist.ProcessGroup, peer: int, tag: int, tensor: torch.Tensor
+) -> dist.Work:
+    """Start receiving into a tensor; the other end of :func:`send_to`."""
+    return group.recv([_real(tensor)], peer, tag)
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 _DISTRIBUTED = dist.__path__[0]
 # Tensors of several processes compute in there, too.
 _TENSORS = f"{_DISTRIBUTED}/tensor/"
 
 
 def is_communication(code: CodeType) -> bool:
-    """Whether a function exists to talk to other processes: :func:`wait`, and those of
+    """Whether a function exists to talk to other processes: those here, and those of
     ``torch.distributed``."""
     file = code.co_filename
-    return code is wait.__code__ or (
+    return file == __file__ or (
         file.startswith(f"{_DISTRIBUTED}/") and not file.startswith(_TENSORS)
     )

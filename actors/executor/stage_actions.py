@@ -1,0 +1,267 @@
+"""What a stage does at each of its tasks, decided when a program is compiled: a task that draws no
+random numbers, sums nothing and needs no casts passes nothing that would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from raymm.actors.executor.compiled_program import Task, between_modules
+from raymm.actors.executor.split_backward import backward_input
+from raymm.actors.executor.step_state import Leaves, Received, StepState
+from raymm.actors.modules.draws import module_draws
+from raymm.actors.modules.message import Message, MicrobatchContext, StageModule
+from raymm.actors.modules.module_state import inputs_unchanged, statistics_kept
+from raymm.actors.optimizer.finite import FiniteObserver
+from raymm.scheduler.plan.stage import StageId
+from raymm.scheduler.program.program import Op
+
+Action = Callable[[StepState], None]
+"""A task, carried out."""
+Forward = Callable[[StepState, Received], tuple[Leaves, Message]]
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What all stages of a rank share.
+
+    Attributes:
+        local: the rank's stages.
+        observer: is shown what stages hand on and back, and the losses.
+        precision: makes the context of a forward in mixed precision; None for none.
+        sum_gradient: makes a gradient that each of several processes has a part of the whole one,
+            in place if it likes; for gradients that stages of other modules on the same rank are
+            handed.
+    """
+
+    local: frozenset[StageId]
+    observer: FiniteObserver
+    precision: Callable[[], AbstractContextManager[Any]] | None = None
+    sum_gradient: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+
+class StageActions:
+    """Makes the actions of one stage's tasks.
+
+    Args:
+        name: of the stage.
+        stage: the stage.
+        is_sink: nothing ever reads its output, which is the loss.
+        around: what it shares with others.
+        random_share: differs between processes that share a microbatch and draw each their own
+            random numbers.
+
+    Attributes:
+        draws: whether it draws random numbers; None: its first forward will tell.
+    """
+
+    def __init__(
+        self, name: StageId, stage: StageModule, is_sink: bool, around: Surroundings,
+        random_share: int = 0,
+    ) -> None:  # fmt: skip
+        self._name, self._stage, self._is_sink = name, stage, is_sink
+        self._around, self._random_share = around, random_share
+        self.draws: bool | None = stage.training and (getattr(stage, "may_draw", True) or None)
+
+    def action(self, task: Task) -> Action:
+        """What a computing task of the stage does."""
+        match task.op:
+            case Op.FORWARD:
+                return self._forward(task)
+            case Op.FORWARD_NO_GRAD:
+                return self._forward_no_grad(task)
+            case Op.FORWARD_CHECKPOINTED:
+                return self._forward_checkpointed(task)
+            case Op.RECOMPUTE:
+                return self._recompute(task)
+            case Op.BACKWARD_WEIGHT:
+                return partial(_run_deferred, task.activations)
+            case _:
+                return self._backward(task)
+
+    def _forward(self, task: Task) -> Action:
+        run, hand_on = self._run(task, with_grad=True), self._hand_on(task)
+        sources, place = [producer.output for producer in task.producers], task.activations
+
+        def forward(step: StepState) -> None:
+            step.saved[place] = saved = run(step, [step.take(source) for source in sources])
+            hand_on(step, saved[1])
+
+        return forward
+
+    def _forward_no_grad(self, task: Task) -> Action:
+        run, hand_on = self._run(task, with_grad=False), self._hand_on(task)
+        sources = [producer.output for producer in task.producers]
+
+        def forward(step: StepState) -> None:
+            hand_on(step, run(step, [step.take(source) for source in sources])[1])
+
+        return forward
+
+    def _forward_checkpointed(self, task: Task) -> Action:
+        run, hand_on = self._run(task, with_grad=False), self._hand_on(task)
+        sources, place = [producer.output for producer in task.producers], task.activations
+
+        def forward(step: StepState) -> None:
+            step.received[place] = received = [step.take(source) for source in sources]
+            inputs = step.stage_inputs(task.stage, task.microbatch)
+            with inputs_unchanged(task.stage, received, inputs):
+                _, output = run(step, received)
+            hand_on(step, output)
+
+        return forward
+
+    def _recompute(self, task: Task) -> Action:
+        run, place = self._run(task, with_grad=True), task.activations
+
+        def recompute(step: StepState) -> None:
+            received, step.received[place] = step.received[place], None
+            assert received is not None
+            with statistics_kept(self._stage):
+                step.saved[place] = run(step, received)
+
+        return recompute
+
+    def _run(self, task: Task, with_grad: bool) -> Forward:
+        """A stage's forward: the leaves that its backward computes gradients of, and its output.
+        """
+        stage, microbatch, run = task.stage, task.microbatch, self._stage.run
+        names = [(p.name, with_grad and p.needs_gradient) for p in task.producers]
+        around = self._around.precision
+
+        def forward(step: StepState, received: Received) -> tuple[Leaves, Message]:
+            leaves: Leaves = []
+            named: dict[str, Message] = {}
+            for (name, needs_gradient), message in zip(names, received, strict=True):
+                if needs_gradient:
+                    # A detached alias: local messages must not join two stages' graphs.
+                    own = tuple([t.detach().requires_grad_() for t in message.tensors])
+                    leaves.append(own)
+                    message = Message(own, message.side)
+                named[name] = message
+            meta, rows = step.meta, step.inputs.get(stage)
+            inputs = rows[microbatch] if rows else None
+            ids = meta.sample_ids[microbatch] if meta.sample_ids else ()
+            context = MicrobatchContext(meta.label_tokens, microbatch, ids)
+            if self.draws is False and around is None and with_grad:
+                return leaves, run(inputs, named, context)
+            with ExitStack() as contexts:
+                if not with_grad:
+                    contexts.enter_context(torch.no_grad())
+                if around is not None:
+                    contexts.enter_context(around())
+                return leaves, self._drawing(step, inputs, named, context)
+
+        return forward
+
+    def _drawing(
+        self, step: StepState, inputs: dict[str, Any] | None, named: dict[str, Message],
+        context: MicrobatchContext,
+    ) -> Message:  # fmt: skip
+        """What a stage draws follows from the step, its module and the microbatch. One that draws
+        nothing leaves the generators alone: others may be using them."""
+        drawn, meta = self.draws, step.meta
+        if drawn is False:
+            return self._stage.run(inputs, named, context)
+        draws = module_draws(
+            meta.seed, meta.step, self._name.module, context.microbatch, self._random_share,
+            observed=drawn is None, batch=meta.batch,
+        )
+        draws.enter("stage")
+        output = self._stage.run(inputs, named, context._replace(draws=draws))
+        if drawn is None:
+            draws.end()
+            self.draws = draws.drawn
+        return output
+
+    def _hand_on(self, task: Task) -> Callable[[StepState, Message], None]:
+        stage, microbatch, is_sink = task.stage, task.microbatch, self._is_sink
+        observer, targets = self._around.observer, [c.output for c in task.consumers]
+
+        def hand_on(step: StepState, output: Message) -> None:
+            tensors = tuple([t.detach() for t in output.tensors])
+            if step.meta.training:
+                observer.saw("output", stage, microbatch, tensors)
+                if is_sink:
+                    observer.loss(tensors[0])
+            if is_sink:
+                step.losses[microbatch] = tensors[0]
+            handed = Message(tensors, output.side)
+            for target in targets:
+                step.messages[target] = handed
+
+        return hand_on
+
+    def _backward(self, task: Task) -> Action:
+        sources, place = [consumer.gradient for consumer in task.consumers], task.activations
+        hand_back, in_two = self._hand_back(task), task.op is Op.BACKWARD_INPUT
+
+        def backward(step: StepState) -> None:
+            (leaves, output), step.saved[place] = step.saved[place], None
+            tensors: tuple[torch.Tensor, ...] = output.tensors
+            gradients: tuple[torch.Tensor | None, ...] = (None,) * len(tensors)
+            if sources:
+                gradients = step.take(sources[0]).tensors
+                for source in sources[1:]:
+                    further = step.take(source).tensors
+                    gradients = tuple(map(torch.add, gradients, further, strict=True))
+            flat = [leaf for own in leaves for leaf in own]
+            if in_two:
+                received, step.deferred[place] = backward_input(tensors, gradients, flat)
+            else:
+                _accumulate(tensors, gradients)
+                received = [leaf.grad for leaf in flat]
+            hand_back(step, [
+                torch.zeros_like(leaf) if gradient is None else gradient
+                for leaf, gradient in zip(flat, received, strict=True)
+            ], leaves)
+
+        return backward
+
+    def _hand_back(self, task: Task) -> Callable[[StepState, list[torch.Tensor], Leaves], None]:
+        observer, whole = self._around.observer, self._around.sum_gradient
+        producers = [
+            (p.stage, p.gradient,
+             whole if p.stage in self._around.local and between_modules(p.stage, task.stage)
+             else None)
+            for p in task.producers if p.needs_gradient
+        ]  # fmt: skip
+
+        def hand_back(step: StepState, gradients: list[torch.Tensor], leaves: Leaves) -> None:
+            start = 0
+            for (producer, target, sum_up), own in zip(producers, leaves, strict=True):
+                handed = tuple(gradients[start : start + len(own)])
+                start += len(own)
+                if sum_up is not None:
+                    # Copies: a gradient may be what pass two of a split backward starts from.
+                    handed = tuple(
+                        sum_up(gradient.clone(memory_format=torch.contiguous_format))
+                        for gradient in handed
+                    )
+                observer.saw("gradient", task.stage, task.microbatch, handed, of=producer)
+                step.messages[target] = Message(handed, {})
+
+        return hand_back
+
+
+def _accumulate(
+    tensors: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor | None, ...]
+) -> None:
+    """Gradients of leaves and parameters, of the outputs that have any."""
+    if all([t.requires_grad for t in tensors]):
+        torch.autograd.backward(tensors, gradients)
+        return
+    pairs = [(t, g) for t, g in zip(tensors, gradients, strict=True) if t.requires_grad]
+    if pairs:
+        torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+
+
+def _run_deferred(place: int, step: StepState) -> None:
+    deferred, step.deferred[place] = step.deferred[place], None
+    assert deferred is not None
+    deferred.run()

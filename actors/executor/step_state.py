@@ -1,0 +1,63 @@
+"""What a step under way has in memory between its instructions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from raymm.actors.executor.split_backward import DeferredWeights
+from raymm.actors.executor.step_meta import StepMeta, StepResult
+from raymm.actors.modules.message import Message
+from raymm.scheduler.plan.stage import StageId
+
+Received = list[Message]
+"""What a stage gets of a microbatch, a message per producer."""
+Leaves = list[tuple[torch.Tensor, ...]]
+"""Tensors that a stage received and computes gradients of, per producer that gets one."""
+
+
+class StepState:
+    """A step under way. Places of messages and activations are numbered by the compiled program.
+
+    Args:
+        messages, activations: how many places there are.
+        inputs, meta: as given to :meth:`raymm.actors.executor.executor.Executor.run`.
+
+    Attributes:
+        messages: from when they are there until they are used or sent.
+        saved: leaves and output of forwards that wait for their backward.
+        received: what came in of forwards that wait to be recomputed.
+        deferred: parameter gradients that wait for their BACKWARD_WEIGHT.
+        losses: by microbatch.
+        result: of the step, as far as it is known.
+    """
+
+    __slots__ = (
+        "deferred", "inputs", "losses", "messages", "meta", "received", "result", "saved",
+    )  # fmt: skip
+
+    def __init__(
+        self, messages: int, activations: int,
+        inputs: Mapping[StageId, Sequence[dict[str, Any] | None]], meta: StepMeta,
+    ) -> None:  # fmt: skip
+        self.inputs, self.meta = inputs, meta
+        self.messages: list[Any] = [None] * messages
+        self.saved: list[Any] = [None] * activations
+        self.received: list[Received | None] = [None] * activations
+        self.deferred: list[DeferredWeights | None] = [None] * activations
+        self.losses: dict[int, torch.Tensor] = {}
+        self.result = StepResult()
+
+    def take(self, place: int) -> Message:
+        """A message, which nothing keeps any longer but who takes it."""
+        message = self.messages[place]
+        assert message is not None  # as check_program has proved
+        self.messages[place] = None
+        return message
+
+    def stage_inputs(self, stage: StageId, microbatch: int) -> dict[str, Any] | None:
+        """What a stage reads of a microbatch."""
+        rows = self.inputs.get(stage)
+        return rows[microbatch] if rows else None
