@@ -3,8 +3,9 @@
 A message is its tensors plus one byte buffer with all side tensors. Nothing but data
 travels once a layout is known: both ends know from the step's metadata which layout a
 microbatch has (its ``key``), and only the first message with a new key is preceded by a
-description of it. Receives are posted ahead of need, when the step's program says; a sent
-tensor lives until its send has completed.
+description of it. Receives are posted ahead of need: on a GPU when the step's program says, on a
+CPU some messages ahead, so that what is sent finds its place and travels at once. A sent tensor
+lives until its send has completed.
 
 Side tensors are what hosts read (lengths, labels, whose items are whose), so they go from host to
 host, and the receiving one need not wait for its device to read them. Nor does it wait for the
@@ -34,6 +35,9 @@ from raymm.actors.modules.message import Message
 from raymm.kernels.collectives.flat import gather_shares, scatter_sum
 from raymm.kernels.collectives.waiting import receive_from, send_to, wait
 from raymm.scheduler.plan.resharding import Resharding
+
+POSTED_AHEAD = 4
+"""Messages of an edge whose receives are posted where nothing depends on the order."""
 
 
 class Link:
@@ -306,43 +310,46 @@ class RecvChannel:
         self._resharding = resharding
         self._index = index
         self._gathered = gathered
-        self._in_order = in_order
+        self.in_order = in_order
         self._only = next(iter(self._links.values())) if resharding == Resharding(1, 1) else None
         self._metadata_link = self._links.get(resharding.metadata_sender(index))
         # On a GPU it is the device that waits, for as long as NCCL has a timeout.
         self._tensor_timeout = None if device.type == "cuda" else timeout
         self._known: Layouts[_Incoming] = Layouts()
         self._expected: deque[object] = deque()
-        self._due = 0  # of those expected, how many are to be posted as soon as they can be
         self._posted: deque[_Posted] = deque()
 
     def expect(self, keys: Sequence[object]) -> None:
-        """Announce the keys of the step's messages, in order."""
+        """Announce the keys of the step's messages, in order. Where nothing depends on the order,
+        receives are posted from here on, :data:`POSTED_AHEAD` at a time."""
         self._expected.extend(keys)
+        if not self.in_order:
+            self._post_ahead()
 
     def post(self) -> None:
-        """Post the receive of the next message: now, or as soon as its layout is known if nothing
-        depends on the order.
+        """Post the receive of the next message now.
 
         Raises:
             ChannelError: if its description does not come in time or the peer is gone.
         """
-        self._due += 1
-        if self._in_order:
-            try:
-                self._learn_layout()
-            except RuntimeError as error:
-                raise self._lost(error) from error
-        self._post_due()
+        try:
+            self._learn_layout()
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        self._post_next()
 
-    def _post_due(self) -> None:
-        while self._due:
-            known = self._known.get(self._expected[0])
-            if known is None:
-                return
-            self._expected.popleft()
-            self._due -= 1
-            self._posted.append(self._irecv(known))
+    def _post_next(self) -> bool:
+        """Whether the layout of the next message is known, so that it can be received."""
+        known = self._known.get(self._expected[0])
+        if known is None:
+            return False
+        self._expected.popleft()
+        self._posted.append(self._irecv(known))
+        return True
+
+    def _post_ahead(self) -> None:
+        while len(self._posted) < POSTED_AHEAD and self._expected and self._post_next():
+            pass
 
     def _learn_layout(self) -> None:
         key = self._expected[0]
@@ -398,9 +405,10 @@ class RecvChannel:
         """
         try:
             if not self._posted:
-                self._due = max(self._due, 1)
                 self._learn_layout()
-                self._post_due()
+                self._post_next()
+            if not self.in_order:
+                self._post_ahead()
             known, shares, works, side, host_work = self._posted.popleft()
             for work in works:
                 wait(work, self._tensor_timeout)

@@ -29,11 +29,11 @@ from raymm.scheduler.program.program import COMPUTE, Instruction, Op
 
 
 class _Timed(NamedTuple):
-    """A task that has run, between two marks of the step's clock."""
+    """Tasks that have run, each between two marks of the step's clock."""
 
-    task: Task
-    start: Any
-    end: Any
+    tasks: list[Task]
+    starts: list[Any]
+    ends: list[Any]
 
 
 class _Part(NamedTuple):
@@ -141,7 +141,8 @@ class Executor:
         return Prepared(program, tuple(parts))
 
     def _part(self, group: Sequence[Task], issues: Sequence[Issue]) -> _Part:
-        first, begins = group[0], tuple(self._begin(issue) for issue in issues)
+        first = group[0]
+        begins = tuple(begin for issue in issues if (begin := self._begin(issue)) is not None)
         if first.group < 0:
             return _Part(first, begins, self._action(first), {})
         of_module: dict[str, list[tuple[Task, Action]]] = {}
@@ -150,10 +151,13 @@ class Executor:
             of_module.setdefault(task.stage.module, []).append((task, action))
         return _Part(first, begins, None, of_module)
 
-    def _begin(self, issue: Issue) -> Callable[[], None]:
-        if not issue.stages:
-            return self._receivers[issue.edge].post
-        return partial(_begin_sum, self._reduction, issue.stages)
+    def _begin(self, issue: Issue) -> Callable[[], None] | None:
+        if issue.stages:
+            if self._reduction is None:
+                return None
+            return partial(self._reduction.begin, issue.stages)
+        receiver = self._receivers[issue.edge]
+        return receiver.post if receiver.in_order else None
 
     def _action(self, task: Task) -> Action:
         if task.op is Op.RECV:
@@ -209,33 +213,39 @@ class Executor:
             self._receivers[edge].expect([meta.keys[m] for m in microbatches])
         enter, clock = self._whereabouts.enter, step_clock(self._device)
         mark = clock.mark
-        now, timed = mark(), []
+        timed = _Timed([], [], [])
+        now = mark()
         for task, begins, action, group in parts:
             enter(task)
             for begin in begins:
                 begin()
             if action is not None:
                 action(step)
-                before, now = now, mark()
-                timed.append(_Timed(task, before, now))
+                timed.tasks.append(task)
+                timed.starts.append(now)
+                now = mark()
+                timed.ends.append(now)
             else:
-                timed += self._run_concurrently(group, step, clock)
+                self._run_concurrently(group, step, clock, timed)
                 now = mark()
         enter("the end of a step")
         for sender in self._senders.values():
             sender.end_step(self._timeout)
         result = step.result
         result.losses = {m: float(loss) for m, loss in step.losses.items()}
-        *seconds, _ = clock.seconds([*(m for t in timed for m in (t.start, t.end)), now])
+        seconds, count = clock.seconds([*timed.starts, *timed.ends, now]), len(timed.tasks)
         result.spans = [
             (task.op.value, task.stage, task.microbatch, start, end, task.peer, task.quota)
-            for (task, *_), start, end in zip(timed, seconds[::2], seconds[1::2], strict=True)
+            for task, start, end in zip(
+                timed.tasks, seconds[:count], seconds[count : 2 * count], strict=True
+            )
         ]
         return result
 
     def _run_concurrently(
-        self, group: Mapping[str, Sequence[tuple[Task, Action]]], step: StepState, clock: StepClock
-    ) -> list[_Timed]:
+        self, group: Mapping[str, Sequence[tuple[Task, Action]]], step: StepState,
+        clock: StepClock, timed: _Timed,
+    ) -> None:  # fmt: skip
         """A group: every module's tasks in its thread, on its quota. What this thread issues
         afterwards (messages, sums of gradients, the optimizer's step) comes after all of it.
 
@@ -244,11 +254,12 @@ class Executor:
         works = {module: self._work(tasks, step, clock) for module, tasks in group.items()}
         assert self._colocation is not None  # which makes groups
         outputs = self._colocation.run(works)
-        timed = [task for output in outputs.values() for task in output.get()[0]]
+        for output in outputs.values():
+            for all_of, own in zip(timed, output.get()[0], strict=True):
+                all_of.extend(own)
         for task in (task for tasks in group.values() for task, _ in tasks):
             if task.last and self._reduction is not None:
                 self._reduction.finished(task.stage)
-        return timed
 
     def _work(
         self, tasks: Sequence[tuple[Task, Action]], step: StepState, clock: StepClock
@@ -257,12 +268,13 @@ class Executor:
             there = (step.messages[place] for place in task.messages)
             return [message for message in there if message is not None]
 
-        def run(*_: Any) -> tuple[list[_Timed], list[Message]]:
-            timed = []
+        def run(*_: Any) -> tuple[_Timed, list[Message]]:
+            timed = _Timed([], [], [])
             for task, action in tasks:
-                start = clock.mark()
+                timed.tasks.append(task)
+                timed.starts.append(clock.mark())
                 action(step)
-                timed.append(_Timed(task, start, clock.mark()))
+                timed.ends.append(clock.mark())
             return timed, [message for task, _ in tasks for message in messages(task)]
 
         # Named, so that they are kept for the module's stream: what other streams have made.
@@ -283,11 +295,6 @@ def _send(
     place: int, microbatch: int, send: Callable[[object, Message], None], step: StepState
 ) -> None:
     send(step.meta.keys[microbatch], step.take(place))
-
-
-def _begin_sum(reduction: GradientReduction | None, stages: tuple[StageId, ...]) -> None:
-    if reduction is not None:
-        reduction.begin(stages)
 
 
 def _last_backward(

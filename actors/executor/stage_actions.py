@@ -206,10 +206,7 @@ class StageActions:
             tensors: tuple[torch.Tensor, ...] = output.tensors
             gradients: tuple[torch.Tensor | None, ...] = (None,) * len(tensors)
             if sources:
-                gradients = step.take(sources[0]).tensors
-                for source in sources[1:]:
-                    further = step.take(source).tensors
-                    gradients = tuple(map(torch.add, gradients, further, strict=True))
+                gradients = _sum([step.take(source).tensors for source in sources])
             flat = [leaf for own in leaves for leaf in own]
             if in_two:
                 received, step.deferred[place] = backward_input(tensors, gradients, flat)
@@ -247,6 +244,14 @@ class StageActions:
                 step.messages[target] = Message(handed, {})
 
         return hand_back
+
+
+def _sum(gradients: list[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+    """Tensor by tensor, over what consumers hand back."""
+    total, *further = gradients
+    for others in further:
+        total = tuple(t + other for t, other in zip(total, others, strict=True))
+    return total
 
 
 def _accumulate(

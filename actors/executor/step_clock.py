@@ -23,12 +23,11 @@ class StepClock(Protocol):
 class HostClock:
     """Work is done when the call returns: on a CPU."""
 
+    mark = staticmethod(time.perf_counter)
+    """This moment."""
+
     def __init__(self) -> None:
         self._wall = time.time() - time.perf_counter()
-
-    def mark(self) -> float:
-        """This moment."""
-        return time.perf_counter()
 
     def seconds(self, marks: Sequence[float]) -> list[float]:
         """See :class:`StepClock`."""

@@ -169,8 +169,8 @@ def _row_sums(tensor: torch.Tensor) -> torch.Tensor:
     dims = tensor.dim()
     if dims < 2:
         return tensor.detach().to(dtype, copy=True)
-    with torch.no_grad():
-        return tensor.sum(_ROW_DIMS[dims] if dims < 5 else tuple(range(1, dims)), dtype=dtype)
+    rest = _ROW_DIMS[dims] if dims < len(_ROW_DIMS) else tuple(range(1, dims))
+    return tensor.detach().sum(rest, dtype=dtype)
 
 
 _ROW_DIMS = [(), (), (1,), (1, 2), (1, 2, 3)]

@@ -268,3 +268,37 @@ def test_a_gradient_summed_over_processes_is_not_the_one_that_pass_two_starts_fr
         )
     assert torch.equal(own[Op.BACKWARD], own[Op.BACKWARD_INPUT])
     assert torch.equal(handed[Op.BACKWARD], handed[Op.BACKWARD_INPUT])
+
+
+class Branch(nn.Module):
+    """A stage without random numbers: the sum of what it gets, times a matrix."""
+
+    def __init__(self, sink: bool = False) -> None:
+        super().__init__()
+        self.weight, self.sink = nn.Parameter(torch.randn(6, 6)), sink
+        self.eval()
+
+    def run(self, inputs, received, context):
+        values = [message.tensors[0] for message in received.values()]
+        hidden = (sum(values) if inputs is None else inputs["x"]) @ self.weight
+        return Message((hidden.square().sum() if self.sink else hidden,), {})
+
+
+def test_gradients_of_several_consumers_are_summed():
+    a, b, c, d = names = [StageId(name, 0) for name in "abcd"]
+    torch.manual_seed(0)
+    parts = {name: Branch(sink=name == d) for name in names}
+    edges = ((a, b), (a, c), (b, d), (c, d))
+    order = [(Op.FORWARD, s) for s in names] + [(Op.BACKWARD, s) for s in reversed(names)]
+    executor = Executor(parts, edges, {}, {}, {})
+    x = torch.randn(5, 6)
+    program = executor.compile([Instruction(op, stage, 0) for op, stage in order])
+    result = executor.run(program, {a: [{"x": x}]}, StepMeta(0, 1, (0,)))
+    alone = copy.deepcopy(parts)
+    first = x @ alone[a].weight
+    last = (first @ alone[b].weight + first @ alone[c].weight) @ alone[d].weight
+    loss = last.square().sum()
+    loss.backward()
+    assert result.losses[0] == pytest.approx(float(loss))
+    for name in names:
+        torch.testing.assert_close(parts[name].weight.grad, alone[name].weight.grad)

@@ -86,7 +86,8 @@ class Recorder:
         self.me = 0
         self.made: dict[int, list] = defaultdict(list)
         self.issued: dict[int, list[Operation]] = defaultdict(list)
-        for name in ("new_group", "all_reduce", "isend", "irecv", "get_rank", "get_world_size"):
+        asked = "new_group", "all_reduce", "isend", "irecv", "get_rank", "get_world_size"
+        for name in (*asked, "get_group_rank"):
             monkeypatch.setattr(dist, name, getattr(self, name))
 
     def new_group(self, ranks, **options):
@@ -112,6 +113,9 @@ class Recorder:
 
     def get_rank(self, group: Group | None = None) -> int:
         return self.me if group is None else sorted(group.ranks).index(self.me)
+
+    def get_group_rank(self, group: Group, rank: int) -> int:
+        return group.ranks.index(rank)
 
     def get_world_size(self, group: Group) -> int:
         return group.size()

@@ -1,0 +1,44 @@
+"""How many calls of raymm's own Python functions an instruction takes: a step must not get heavier
+unseen, nor by what its plan does not use."""
+
+import sys
+
+import pytest
+import torch
+
+from benchmarks.instruction_calls import MICROBATCHES, calls, middle_rank
+from raymm.actors.executor.step_meta import StepMeta
+
+# The first two are with the message's other end posted or let go; what an instruction takes with
+# the one that is entered next.
+MOST = {"recv": 6, "forward": 9, "send": 8, "backward": 12}
+MOST_PER_STEP = 60
+
+
+def test_an_instruction_takes_few_calls():
+    counted = calls()
+    assert set(counted) == {*MOST, "the end of a step"}
+    for op, most in MOST.items():
+        assert 1 <= counted[op]["python"] <= most, (op, counted[op])
+    assert counted["the end of a step"]["python"] <= MOST_PER_STEP
+
+
+@pytest.mark.parametrize("named", ["Draws", "ExitStack", "autocast", "Place"])
+def test_what_a_plan_does_not_use_is_not_called(named):
+    """A stage that draws nothing, in full precision, whose values are finite."""
+    executor, prepared, _ = middle_rank()
+    meta = StepMeta(0, 1, ("shape",) * MICROBATCHES)
+    executor.run(prepared, {}, meta)
+    seen = set()
+
+    def event(frame, event, argument):
+        seen.add(getattr(frame.f_code, "co_qualname", frame.f_code.co_name))
+
+    sys.setprofile(event)
+    try:
+        executor.run(prepared, {}, meta)
+    finally:
+        sys.setprofile(None)
+    assert any(name.startswith("SendChannel.") for name in seen)
+    assert not [name for name in seen if name.startswith(named)]
+    assert torch.is_grad_enabled()
