@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from raymm.actors.executor.channel import RecvChannel, SendChannel
 from raymm.actors.executor.colocation import Colocation
 from raymm.actors.executor.compiled_program import CompiledProgram, Task, compile_program
+from raymm.actors.executor.recv_channel import RecvChannel
+from raymm.actors.executor.send_channel import SendChannel
 from raymm.actors.executor.stage_actions import Action, StageActions, Surroundings
 from raymm.actors.executor.step_clock import StepClock, step_clock
 from raymm.actors.executor.step_meta import StepMeta, StepResult

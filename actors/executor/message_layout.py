@@ -53,15 +53,15 @@ class Layout(NamedTuple):
         )
 
 
-Known = TypeVar("Known")
+Entry = TypeVar("Entry")
 
 
-class Layouts(Generic[Known]):
+class Layouts(Generic[Entry]):
     """What is known of layouts by key, at most :data:`MOST_LAYOUTS`: the one that was not used for
     longest goes. Both ends of an edge ask in the order of its messages, so both forget the same."""
 
     def __init__(self) -> None:
-        self._of: OrderedDict[object, Known] = OrderedDict()
+        self._of: OrderedDict[object, Entry] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._of)
@@ -69,16 +69,16 @@ class Layouts(Generic[Known]):
     def __contains__(self, key: object) -> bool:
         return key in self._of
 
-    def get(self, key: object) -> Known | None:
+    def get(self, key: object) -> Entry | None:
         """Of a message that is sent or received next; None if it has to be described."""
-        known = self._of.get(key)
-        if known is not None:
+        entry = self._of.get(key)
+        if entry is not None:
             self._of.move_to_end(key)
-        return known
+        return entry
 
-    def add(self, key: object, known: Known) -> None:
+    def add(self, key: object, entry: Entry) -> None:
         """What was described; one that was used last goes last."""
-        self._of[key] = known
+        self._of[key] = entry
         if len(self._of) > MOST_LAYOUTS:
             self._of.popitem(last=False)
 

@@ -137,15 +137,15 @@ class FiniteObserver:
     def places(self) -> list[Place]:
         """What was not finite since the last update. Waits for the device."""
         places = []
-        for kind, stage, batch, microbatch, of, given, count, sums in self._notes:
+        for kind, stage, batch, microbatch, of, rows, count, sums in self._notes:
             bad = (~torch.isfinite(sums)).cpu()
             if bad.any():
                 size = len(sums) if sums.dim() else 0
-                first, last = given or (0, size)
-                rows = (bad.nonzero()[:, 0] + first).tolist() if bad.dim() else range(first, last)
-                count = size if given is None else count
+                first, last = rows or (0, size)
+                bad_rows = bad.nonzero()[:, 0] + first if bad.dim() else range(first, last)
+                count = size if rows is None else count
                 places.append(
-                    Place(kind, stage, batch, microbatch, of, tuple(rows), count)
+                    Place(kind, stage, batch, microbatch, of, tuple(map(int, bad_rows)), count)
                 )
         return places
 

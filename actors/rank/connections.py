@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from raymm.actors.executor.channel import Link, RecvChannel, SendChannel
+from raymm.actors.executor.link import Link
+from raymm.actors.executor.recv_channel import RecvChannel
+from raymm.actors.executor.send_channel import SendChannel
 from raymm.actors.faults.whereabouts import Whereabouts
 from raymm.actors.optimizer.gradient_reduction import ReductionGroup
 from raymm.actors.rank.meeting import MeetingPlace

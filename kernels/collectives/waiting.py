@@ -61,7 +61,14 @@ def send_to(group: dist.ProcessGroup, peer: int, tag: int, tensor: torch.Tensor)
 def receive_from(
     group: dist.ProcessGroup, peer: int, tag: int, tensor: torch.Tensor
 ) -> dist.Work:
-    """Start receiving into a tensor; the other end of :func:`send_to`."""
+    """Start receiving; the other end of :func:`send_to`.
+
+    Args:
+        group: of this process and the other.
+        peer: the other's number *in the group*.
+        tag: of the message.
+        tensor: contiguous; what is received is written into it.
+    """
     return group.recv([_real(tensor)], peer, tag)
 
 

@@ -9,7 +9,9 @@ import torch.distributed as dist
 from fork_server import run_processes
 from same_messages import check_equal
 
-from raymm.actors.executor.channel import Link, RecvChannel, SendChannel
+from raymm.actors.executor.link import Link
+from raymm.actors.executor.recv_channel import RecvChannel
+from raymm.actors.executor.send_channel import SendChannel
 from raymm.actors.modules.message import Message
 from raymm.scheduler.plan.resharding import Resharding
 

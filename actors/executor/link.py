@@ -1,0 +1,51 @@
+"""The connection of an edge to one process of its other end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from raymm.kernels.collectives.waiting import receive_from, send_to
+
+
+class Link:
+    """The connection to one process of the other end.
+
+    Args:
+        group: of the two processes; all edges that have messages from the one to the other
+            share it.
+        peer: the other process.
+        tag: of the edge. With NCCL, which knows no tags, messages of all edges that share a group
+            are received in the order in which they were sent.
+        host_group: of the same processes, for descriptions and side tensors, which hosts read:
+            ``group`` itself if that moves the hosts' memory.
+
+    Attributes:
+        isend, irecv: start sending a contiguous tensor, or receiving into one.
+        isend_to_host, irecv_on_host: of hosts' memory.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, peer: int, tag: int = 0,
+        host_group: dist.ProcessGroup | None = None,
+    ) -> None:  # fmt: skip
+        self.peer = peer
+        self.isend, self.irecv = _operations(group, peer, tag)
+        self.isend_to_host, self.irecv_on_host = _operations(host_group or group, peer, tag)
+
+
+Operation = Callable[[torch.Tensor], dist.Work]
+
+
+def _operations(group: dist.ProcessGroup, peer: int, tag: int) -> tuple[Operation, Operation]:
+    number = dist.get_group_rank(group, peer)
+    return partial(send_to, group, number, tag), partial(receive_from, group, number, tag)
+
+
+def name_ranks(links: Mapping[int, Link]) -> str:
+    """The processes at the other end, for errors."""
+    peers = sorted(link.peer for link in links.values())
+    return f"rank {peers[0]}" if len(peers) == 1 else f"one of ranks {peers}"
