@@ -105,14 +105,14 @@ def _bounded(rank: int, store: str) -> None:
         for size in shapes:
             channel.send(size, Message((torch.full((size,), float(size)),), {}))
             assert channel.held <= bound
-        assert len(channel._known) == MOST_LAYOUTS
+        assert len(channel._routes) == MOST_LAYOUTS
     else:
         channel = RecvChannel({0: Link(dist.group.WORLD, 0)}, CPU, TIMEOUT)
         channel.expect(shapes)
         for size in shapes:
             (received,) = channel.recv().tensors
             assert received.shape == (size,) and bool((received == size).all())
-        assert len(channel._known) == MOST_LAYOUTS
+        assert len(channel._routes) == MOST_LAYOUTS
     dist.barrier()
     dist.destroy_process_group()
 
