@@ -22,6 +22,10 @@ runs; what is counted is what a process's plan says.
   `proof_cpu_s_<n>`: to prove that it ends, and in which order;
 - the same with two chunks of every rank's layers (`interleaved_...`), where two ranks have several
   edges with one another;
+- `made_calls_<n>`, `made_store_operations_<n>`, `made_s_<n>`: of n real processes over gloo (1
+  replica, a model of 1 and 2 ranks), the most calls and store operations of one, and seconds until
+  the last one has its groups, median of turns; `all_made_...`: where every process takes part in
+  every group; in turns;
 - `proof_over_lowering_<schedule>`: CPU time of `check_program`, with the order it makes, over that
   of lowering, for 24 stages and microbatches; `lowering_ms_<schedule>`: that of lowering. Least
   of 9 turns.
@@ -32,6 +36,7 @@ runs; what is counted is what a process's plan says.
 from __future__ import annotations
 
 import pickle
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -40,8 +45,9 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks import _common
+from benchmarks._made_groups import made
 from raymm.actors.optimizer.gradient_reduction import ReductionGroup
-from raymm.actors.rank.connection_plan import connection_plans, link_ctas
+from raymm.actors.rank.connection_plan import ConnectionPlan, connection_plans, link_ctas
 from raymm.actors.sharding.parameter_shards import ShardSpec
 from raymm.actors.sharding.tensor_plan import ParameterShard, TensorPlan
 from raymm.layout.parameter_owners import parameter_ownership, reduction_groups
@@ -56,6 +62,7 @@ from raymm.scheduler.schedule.lower import full_program
 SIZES = ((1, 7), (4, 7), (16, 7), (32, 6))
 TP = 4
 MICROBATCHES = 8  # of a replica
+MADE_LLM_RANKS, MADE_TURNS = (1, 2), 5
 CHAIN, TURNS = 24, 9
 ENCODERS = ("vision", "audio")
 
@@ -137,6 +144,31 @@ def count(replicas: int, llm_ranks: int = 7, chunks: int = 1) -> dict[str, int |
     }
 
 
+def connections(replicas: int, llm_ranks: int) -> tuple[ConnectionPlan, ...]:
+    """What the processes of a layout connect."""
+    processes = Processes(plan(replicas, llm_ranks))
+    p2p_groups = [(edge, processes.p2p_groups(edge)) for edge in processes.remote_edges]
+    return connection_plans(len(processes.all), p2p_groups, processes.groups, sums(processes))
+
+
+def really_made(llm_ranks: int) -> dict[str, float]:
+    """What real processes do, both ways."""
+    plans = connections(1, llm_ranks)
+    rows: dict[bool, list[tuple[int, int, float]]] = {True: [], False: []}
+    for turn in range(MADE_TURNS):
+        for own in ((True, False), (False, True))[turn % 2]:
+            rows[own].append(made(plans, own))
+    found: dict[str, float] = {}
+    for own, name in ((True, "made"), (False, "all_made")):
+        calls, operations, _ = rows[own][0]
+        seconds = statistics.median(row[2] for row in rows[own])
+        found |= {
+            f"{name}_calls": calls, f"{name}_store_operations": operations,
+            f"{name}_s": round(seconds, 3),
+        }
+    return found
+
+
 def driver(replicas: int, llm_ranks: int) -> dict[str, float]:
     """CPU seconds of a step's program and of its proof."""
     planned = plan(replicas, llm_ranks)
@@ -189,6 +221,11 @@ def main() -> None:
         spent = driver(replicas, llm_ranks)
         result |= {f"{key}_{processes}": value for key, value in spent.items()}
         _common.console().print(processes, counted, spent)
+    for llm_ranks in MADE_LLM_RANKS:
+        measured = really_made(llm_ranks)
+        processes = (len(ENCODERS) + llm_ranks) * TP
+        result |= {f"{key}_{processes}": value for key, value in measured.items()}
+        _common.console().print(processes, measured)
     for schedule in ("1f1b", "gpipe"):
         ratio, seconds = proof_over_lowering(schedule)
         result[f"proof_over_lowering_{schedule}"] = round(ratio, 3)

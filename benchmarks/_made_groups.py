@@ -1,0 +1,85 @@
+"""Groups that real processes make over gloo, on this machine."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+from benchmarks._tcp_meeting import LOCAL, TIMEOUT, TcpMeeting
+from raymm.actors.rank.connection_plan import ConnectionPlan, Meeting
+from raymm.actors.rank.meeting import MeetingPlace, Timeouts
+
+
+class CountedMeeting(TcpMeeting):
+    """Counts what is asked of it."""
+
+    operations = 0
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Set a key."""
+        self.operations += 1
+        super().set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """A key's value, once it is there."""
+        self.operations += 1
+        return super().get(key)
+
+
+def _make(me: int, plans: Sequence[ConnectionPlan], port: int, own: bool, results: Any) -> None:
+    torch.set_num_threads(1)
+    store = CountedMeeting(me, len(plans), port)
+    place = MeetingPlace(
+        torch.device("cpu"), store, me, len(plans), Timeouts.of(TIMEOUT.total_seconds(), None)
+    )
+    every = sorted({m for plan in plans for m in plan.meetings}, key=lambda m: m.number)
+    dist.barrier()
+    store.operations, begin = 0, time.perf_counter()
+    calls = 0
+    for meeting in plans[me].meetings if own else every:
+        calls += 1
+        if own:
+            _own(place, meeting)
+        else:  # what torch asks for
+            group = dist.new_group(list(meeting.members), timeout=timedelta(seconds=60))
+            if me in meeting.members:
+                dist.all_reduce(torch.ones(1), group=group)
+    results.put((me, calls, store.operations, time.perf_counter() - begin))
+    dist.barrier()  # the first one's store is everybody's
+
+
+def _own(place: MeetingPlace, meeting: Meeting) -> None:
+    if meeting.is_link:
+        place.new_link(meeting.number, *meeting.members, ctas=1)
+    else:
+        place.new_group(meeting.number, meeting.members)
+
+
+def made(plans: Sequence[ConnectionPlan], own: bool) -> tuple[int, int, float]:
+    """Calls and store operations of the process with the most, and seconds of the slowest.
+
+    Args:
+        plans: of the processes.
+        own: each makes its own groups; else all take part in all, as torch's ``new_group`` asks.
+    """
+    with socket.create_server((LOCAL, 0)) as free:
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    processes = [
+        context.Process(target=_make, args=(me, plans, port, own, results))
+        for me in range(len(plans))
+    ]
+    for process in processes:
+        process.start()
+    rows = [results.get(timeout=TIMEOUT.total_seconds()) for _ in processes]
+    for process in processes:
+        process.join()
+    return max(r[1] for r in rows), max(r[2] for r in rows), max(r[3] for r in rows)
