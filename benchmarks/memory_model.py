@@ -102,6 +102,8 @@ CASES = {
     "recompute layers": Case(ParallelSpec(pp=3, recompute_layers=ALL)),
     "keep matmuls": Case(ParallelSpec(pp=3, recompute_layers=MATMULS)),
     "bf16": Case(precision="bf16"),
+    "bf16, fsdp": Case(ParallelSpec(dp=2, sharding="fsdp"), precision="bf16"),
+    "bf16, fsdp, pp": Case(ParallelSpec(pp=2, dp=2, sharding="fsdp"), precision="bf16"),
     "bf16, pp": Case(ParallelSpec(pp=3), precision="bf16"),
 }
 

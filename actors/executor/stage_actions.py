@@ -214,7 +214,10 @@ class StageActions:
                 _accumulate(tensors, gradients)
                 received = [leaf.grad for leaf in flat]
             hand_back(step, [
-                torch.zeros_like(leaf) if gradient is None else gradient
+                torch.zeros_like(leaf) if gradient is None
+                # A part of a larger one (of what was merged) would keep all of it until it arrives.
+                else gradient.clone() if gradient.untyped_storage().nbytes() > gradient.nbytes
+                else gradient
                 for leaf, gradient in zip(flat, received, strict=True)
             ], leaves)
 

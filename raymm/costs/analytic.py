@@ -19,9 +19,12 @@ embedding and stays that.
 
 Not counted: communication between the processes of a rank (that is
 :mod:`raymm.scheduler.schedule.process_costs`), the optimizer, and work that is no product (norms,
-activation functions, rotary tables), which fusion may or may not hide; nor the copies of fp32
-weights in the compute dtype that autocast keeps with each microbatch of a trainable module. For
-planning, ratios between layers matter more than their absolute size.
+activation functions, rotary tables), which fusion may or may not hide. For planning, ratios
+between layers matter more than their absolute size.
+
+Bytes are those of torch's own operators under autocast: each product casts a norm's fp32 output for
+itself, and in a backward the gradients of the widest product are there before and after its
+activation function.
 """
 
 from __future__ import annotations
@@ -181,6 +184,8 @@ class _Roofline:
     def _kept(self, count: LayerCount) -> float:
         """Bytes that autograd keeps."""
         kept = count.kept_elements * self._bytes + count.kept_fp32 * _FP32_BYTES
+        if self._bytes < _FP32_BYTES:
+            kept += count.kept_casts * self._bytes
         return kept / (self._tp * self._cp)
 
     def options(self, block: LayerCount, activation_bytes: int) -> tuple[LayerOption, ...]:
@@ -235,4 +240,27 @@ class _Roofline:
             key_value_bytes=round(
                 count.key_value_elements * self._bytes / (self._tp * self._cp)
             ),
+            working_bytes=round(self._working(count)),
+            forward_bytes=round(self._forward(count)),
+            data_bytes=round(count.data_elements * _FP32_BYTES),
         )
+
+    def _working(self, count: LayerCount) -> float:
+        """Bytes of gradients that are under way in a backward: of the hidden state, in fp32, and of
+        the widest product before and after its activation function, or of that and a weight; or of
+        logits, in the compute dtype and in fp32."""
+        shared = self._tp * self._cp
+        stream = count.stream_elements * _FP32_BYTES / self._cp
+        widest = count.widest_elements * self._bytes / shared
+        weight = count.largest_weight * self._bytes / self._tp
+        logits = count.logits * (self._bytes + _FP32_BYTES) / shared
+        return max(stream + widest + max(widest, weight), logits)
+
+    def _forward(self, count: LayerCount) -> float:
+        """Bytes that a forward has which keeps nothing: the hidden state before and after
+        attention, and a norm's two of it, and the widest product with what is made of it; or one
+        of it, and logits in the compute dtype and in fp32."""
+        shared = self._tp * self._cp
+        stream = count.stream_elements * _FP32_BYTES / self._cp
+        logits = count.logits * (self._bytes + _FP32_BYTES) / shared
+        return max(4 * stream + count.expanded_elements * self._bytes / shared, stream + logits)

@@ -17,6 +17,7 @@ Assumed throughout:
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +26,12 @@ from torch.nn.modules.conv import _ConvNd
 from raymm.actors.modules.blocks import block_list, input_embeddings
 from raymm.costs.attention_count import Attention, AttentionCounter
 from raymm.costs.load import Load, LoadedModule
-from raymm.costs.matmul_count import MatmulCounter, kept_elements
+from raymm.costs.matmul_count import (
+    MatmulCounter,
+    cast_elements,
+    expanded_elements,
+    kept_elements,
+)
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,9 @@ class LayerCount:
         weight_elements: elements of weights that a forward reads.
         traffic_elements: elements that products and attention read and write besides.
         kept_elements: what autograd keeps in the compute dtype, if everything is trained.
-        kept_fp32: what it keeps in fp32 whatever the compute dtype (norms, softmax of logits).
+        kept_fp32: what it keeps in fp32 whatever the compute dtype (norms).
+        kept_casts: what it keeps besides in a compute dtype that is not fp32: of one input every
+            product has a cast of its own.
         parameters: elements of all its parameters.
         output_elements: of what it hands on.
         replicated: of ``parameters``, those that tensor parallelism does not share out: vectors,
@@ -47,6 +55,12 @@ class LayerCount:
         product_elements: what its products with weights give.
         attention_elements: what its attention gives.
         attention_traffic: of ``traffic_elements``, the attention's.
+        stream_elements: of the hidden state within it.
+        widest_elements: what the largest of its products gives, a head's aside.
+        expanded_elements: that, what its activation function makes of it, and a gate.
+        logits: what its head gives.
+        largest_weight: elements of the largest of its weights.
+        data_elements: what it reads of a microbatch's data, of 4 bytes each.
     """
 
     matmul_flops: float = 0.0
@@ -55,6 +69,7 @@ class LayerCount:
     traffic_elements: float = 0.0
     kept_elements: float = 0.0
     kept_fp32: float = 0.0
+    kept_casts: float = 0.0
     parameters: int = 0
     output_elements: int = 0
     replicated: int = 0
@@ -62,9 +77,24 @@ class LayerCount:
     product_elements: float = 0.0
     attention_elements: float = 0.0
     attention_traffic: float = 0.0
+    stream_elements: float = 0.0
+    widest_elements: float = 0.0
+    expanded_elements: float = 0.0
+    logits: float = 0.0
+    largest_weight: float = 0.0
+    data_elements: float = 0.0
 
     def __add__(self, other: LayerCount) -> LayerCount:
-        return LayerCount(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        def together(name: str) -> Any:
+            values = getattr(self, name), getattr(other, name)
+            return max(values) if name in _ONE_AT_A_TIME else sum(values)
+
+        return LayerCount(**{f.name: together(f.name) for f in fields(self)})
+
+
+_ONE_AT_A_TIME = frozenset(
+    {"stream_elements", "widest_elements", "expanded_elements", "logits", "largest_weight"}
+)
 
 
 def count_layers(module: nn.Module, load: Load, causal: bool = False) -> tuple[LayerCount, ...]:
@@ -85,6 +115,7 @@ def count_layers(module: nn.Module, load: Load, causal: bool = False) -> tuple[L
     if places and counter.path is not None:
         before, after = counter.outside(counter.path)
         layers[0] += counter.own(before)
+        layers[0] = replace(layers[0], data_elements=counter.read(before))
         layers[-1] += counter.own(after)
     if causal:
         layers[-1] = replace(layers[-1], output_elements=1)
@@ -142,8 +173,9 @@ class _LayerCounter:
             for name, child in self.module.get_submodule(place).named_modules()
             if child._parameters
         ]
-        output = LayerCount(output_elements=self._output(names))
-        return self.own(names) + self._attention(place) + output
+        output = self._output(names)
+        hidden = LayerCount(output_elements=output, stream_elements=output)
+        return self.own(names) + self._attention(place) + hidden
 
     def _output(self, names: list[str]) -> int:
         width = self.loaded.hidden
@@ -168,12 +200,26 @@ class _LayerCounter:
             matmul_flops=sum(m.flops for m in matmuls),
             weight_elements=sum(m.read for m in matmuls),
             traffic_elements=sum(m.input_elements + m.rows * m.outer for m in matmuls),
-            kept_elements=kept_elements(matmuls),
-            kept_fp32=norms + sum(m.rows * m.outer for m in matmuls if m.is_head),
+            kept_elements=kept_elements(matmuls)
+            + sum(m.rows * m.outer for m in matmuls if m.is_head),
+            kept_fp32=norms,
+            kept_casts=cast_elements(matmuls),
             parameters=sum(parameters.values()),
             replicated=sum(replicated.values()),
             product_elements=sum(m.rows * m.outer for m in matmuls),
+            widest_elements=max((m.rows * m.outer for m in matmuls if not m.is_head), default=0.0),
+            expanded_elements=max(
+                (expanded_elements(m) for m in matmuls if not m.is_head), default=0.0
+            ),
+            logits=max((m.rows * m.outer for m in matmuls if m.is_head), default=0.0),
+            largest_weight=max((m.numel for m in matmuls), default=0.0),
         )
+
+    def read(self, before: list[str]) -> float:
+        """What the first product before the blocks reads; of a language model ids, labels and mask
+        of its tokens."""
+        products = (m.input_elements for name in before for m in self.matmuls.of(name))
+        return 6.0 * self.load.total if self.loaded.causal else next(products, 0.0)
 
     def _is_shared_out(self, name: str, parameter: torch.Tensor) -> bool:
         """Whether processes with tensor parallelism have a share of a parameter each."""

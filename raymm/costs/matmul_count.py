@@ -161,6 +161,23 @@ def kept_elements(matmuls: list[Matmul]) -> float:
     return kept + sum(inputs.values())
 
 
+def cast_elements(matmuls: list[Matmul]) -> float:
+    """Elements of all casts of an input but one, where products of one parent share it: what comes
+    from a norm is fp32, and autocast casts it for each of them. (An attention's output is in the
+    compute dtype already; where it is as wide as the hidden state, it counts too.)"""
+    inputs: dict[tuple[str, int], list[float]] = {}
+    for matmul in matmuls:
+        inputs.setdefault((matmul.parent, matmul.inner), []).append(matmul.input_elements)
+    return sum(sum(sizes) - max(sizes) for sizes in inputs.values())
+
+
+def expanded_elements(matmul: Matmul) -> float:
+    """What a product gives, with what its activation function makes of it, and a gate that has a
+    product of its own and what it makes of that."""
+    fused = "up" in matmul.name.rpartition(".")[2]  # gate_up_proj
+    return matmul.rows * matmul.outer * (3 if matmul.gated and not fused else 2)
+
+
 def _sizes(module: nn.Module, name: str) -> tuple[int, ...]:
     """A convolution's or pooling's kernel or stride, one number per dimension."""
     value = getattr(module, name)

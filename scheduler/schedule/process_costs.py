@@ -23,8 +23,8 @@ upper
   by ``cp`` not. With ``"zero1"``, AdamW's moments are divided by ``dp * cp`` as well.
 - With ``"fsdp"`` the parameters, gradients and moments of a stage are divided by ``fsdp * cp``, and
   one layer at a time is whole (what is outside the blocks always is, which is left out). Each
-  pass gathers parameters in fp32 while it computes, a backward also reduces gradients; it takes
-  as long as the longer of the two.
+  pass gathers parameters in the compute dtype while it computes, a backward also reduces gradients
+  in fp32; it takes as long as the longer of the two.
 - Gradients are summed over ``dp * cp`` once a step, while the backward of the stage's last
   microbatch runs. What is not hidden by that is charged to B_w, spread evenly over the
   microbatches, so that schedules, bounds and simulations need not know of it.

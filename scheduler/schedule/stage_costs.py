@@ -11,7 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raymm.scheduler.costs.device_memory import message_bytes, update_bytes
+from raymm.scheduler.costs.device_memory import (
+    compute_copy_share,
+    message_bytes,
+    update_bytes,
+)
 from raymm.scheduler.costs.devices import Link
 from raymm.scheduler.costs.layer_costs import (
     CostProfile,
@@ -29,6 +33,8 @@ from raymm.scheduler.schedule.process_costs import (
     gather_seconds,
     process_layers,
 )
+
+_FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -142,12 +148,15 @@ def _stage_cost(
     sharers = plan.sharers(stage)
     moments = sharers if stage.sharding == "zero1" else 1
     state = sum(profile.state_bytes(c, t, moments) for c, t in zip(layers, trainable, strict=True))
-    trained_bytes = sum(c.parameter_bytes for c in trained)
+    trained_sizes = [c.parameter_bytes for c in trained]
+    trained_bytes = sum(trained_sizes)
     link = None
     if sharers > 1 and profile.links is not None:
         link = profile.links.between(plan.replica_processes(stage))
     if stage.shards > 1:
-        held = [c.parameter_bytes for c in layers]
+        # Of the compute dtype there is only what is whole: each unit's, while it is gathered.
+        state -= int(sum(trained_sizes) * compute_copy_share(profile.dtype))
+        held = [c.parameter_bytes * profile.element_bytes // _FP32_BYTES for c in layers]
         state = -(-state // stage.shards) + max(held)
         gather = gather_seconds(sum(held), stage.shards, link)
         reduction = gather_seconds(trained_bytes, stage.shards, link)
@@ -178,7 +187,7 @@ def _stage_cost(
             received * remote_producers if earlier[0] else 0,
             handed * remote_consumers if kept else 0,
         )),
-        update_bytes=_update_bytes(plan, stage, [c.parameter_bytes for c in trained]),
+        update_bytes=_update_bytes(plan, stage, trained_sizes),
     )
 
 

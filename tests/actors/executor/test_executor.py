@@ -13,6 +13,7 @@ from raymm.actors.executor.executor import Executor
 from raymm.actors.executor.step_meta import StepMeta
 from raymm.actors.modules.draws import module_draws
 from raymm.actors.modules.message import Message
+from raymm.scheduler.graph.direction import Direction
 from raymm.scheduler.plan.stage import StageId
 from raymm.scheduler.program.check_program import check_program
 from raymm.scheduler.program.program import Instruction, Op, Program
@@ -302,3 +303,56 @@ def test_gradients_of_several_consumers_are_summed():
     assert result.losses[0] == pytest.approx(float(loss))
     for name in names:
         torch.testing.assert_close(parts[name].weight.grad, alone[name].weight.grad)
+
+
+class Merging(nn.Module):
+    """Features between rows of its own, as merges put them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(100, 6))
+
+    def run(self, inputs, received, context):
+        (message,) = received.values()
+        return Message((torch.cat([self.rows, message.tensors[0]]).square().sum(),), {})
+
+
+class Wire:
+    """Both ends of a channel: gives a message, and keeps what is sent."""
+
+    def __init__(self, message: Message | None = None) -> None:
+        self.message, self.sent = message, []
+
+    def expect(self, keys):
+        pass
+
+    def recv(self):
+        return self.message
+
+    def send(self, key, message):
+        self.sent.append(message)
+
+    def end_step(self, timeout):
+        pass
+
+
+def test_a_gradient_that_is_sent_keeps_nothing_else():
+    """That of a part of what was merged is a view of the gradient of all of it, which would be
+    there until the message has arrived."""
+    source, sink = StageId("vision", 0), StageId("llm", 0)
+    features = torch.randn(5, 6)
+    there, back = Wire(Message((features,), {})), Wire()
+    executor = Executor(
+        {sink: Merging()}, ((source, sink),), {(sink, source): back}, {(source, sink): there}, {},
+    )
+    executor.run(
+        executor.compile([
+            Instruction(Op.RECV, sink, 0, source), Instruction(Op.FORWARD, sink, 0),
+            Instruction(Op.BACKWARD, sink, 0),
+            Instruction(Op.SEND, sink, 0, source, direction=Direction.BACKWARD),
+        ]),
+        {}, StepMeta(STEP, 1, (0,), SEED),
+    )
+    ((gradient,), _) = back.sent[0]
+    assert gradient.equal(2 * features)
+    assert gradient.untyped_storage().nbytes() == gradient.nbytes

@@ -238,3 +238,15 @@ def test_pieces_of_a_real_model_are_as_large_as_planned():
             share = 1.0 if shard is None else shard.length / parameter.shape[shard.dim]
             held += round(4 * parameter.numel() * share)
         assert sum(c.parameter_bytes for c in costs) == held
+
+
+@pytest.mark.parametrize(("dtype", "whole"), [("fp32", 4096), ("bf16", 2048)])
+def test_fully_sharded_state_is_whole_layer_by_layer_in_the_compute_dtype(dtype, whole):
+    """And not kept in it besides, as weights are that every process has all of."""
+    costs = replace(
+        profile(None, replicated_bytes=0, parameter_bytes=4096), dtype=dtype, links=None
+    )
+    plan = make_plan(GRAPH, {"llm": ((0, 2),)}, 8, profile=costs)
+    stages = tuple(replace(stage, sharding="fsdp", fsdp=4) for stage in plan.stages)
+    (cost,) = stage_costs(replace(plan, stages=stages)).values()
+    assert cost.state_bytes == 4 * 2 * 4096 // 4 + whole
